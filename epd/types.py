@@ -1,0 +1,99 @@
+"""The nouns of the pipeline: what crosses from one stage to the next, checked when it is born.
+
+A *group* is a run of consecutive sampled frames that is decoded, encoded and prefilled together:
+
+    wanted times   |  0   1   2   3 |  4   5   6   7 |  8   9 |
+    group          [      0        )[      1         )[  2    )     half-open, in order, no gaps
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+UInt8Array = NDArray[np.uint8]
+Float64Array = NDArray[np.float64]
+
+MediaKind = Literal["image", "video"]
+
+
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """Decoded frames at target size, in the order asked for.
+
+    data: uint8 [N, H, W, 3], RGB, upright.
+    pts_s: float64 [N], the true presentation time of each frame, seconds from the start of the video.
+    substituted_times_s: wanted times whose own frame could not be decoded and that show the nearest decodable one.
+    """
+
+    data: UInt8Array
+    pts_s: Float64Array
+    substituted_times_s: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.data.dtype != np.uint8 or self.data.ndim != 4 or self.data.shape[3] != 3:
+            raise ValueError(f"frames must be uint8 [N, H, W, 3], got {self.data.dtype} {self.data.shape}")
+        if self.pts_s.shape != (len(self.data),):
+            raise ValueError(f"{len(self.data)} frames need as many times, got shape {self.pts_s.shape}")
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    @property
+    def num_substituted(self) -> int:
+        return len(self.substituted_times_s)
+
+
+@dataclass(frozen=True, slots=True)
+class FrameGroup:
+    """One group of a video: frames [start, start + len(frames)) of those asked for."""
+
+    index: int
+    start: int
+    frames: Frames
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.frames)
+
+
+@dataclass(slots=True)
+class StageTimings:
+    """Seconds that each stage was busy for one request, in the order of the pipeline.
+
+    Stages overlap, so they may add up to more than `total_s`.
+    """
+
+    probe_s: float = 0.0
+    decode_video_s: float = 0.0
+    preprocess_s: float = 0.0
+    encode_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    total_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one request took, in frames and tokens."""
+
+    num_frames: int
+    visual_tokens: int
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The end of a request: the text, the tokens it was made of, and what it cost."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: Literal["stop", "length"]
+    ttft_s: float
+    timings: StageTimings
+    usage: Usage
+    extra: dict[str, Any] = field(default_factory=dict)
