@@ -8,8 +8,8 @@ A *group* is a run of consecutive sampled frames that is decoded, encoded and pr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,4 +96,3 @@ class Answer:
     ttft_s: float
     timings: StageTimings
     usage: Usage
-    extra: dict[str, Any] = field(default_factory=dict)
