@@ -60,6 +60,22 @@ class FrameGroup:
         return self.start + len(self.frames)
 
 
+@dataclass(frozen=True, slots=True)
+class PlaceholderRange:
+    """Prompt positions [offset, offset + length) that hold visual tokens."""
+
+    offset: int
+    length: int
+
+    def __post_init__(self) -> None:
+        if self.offset < 0 or self.length < 1:
+            raise ValueError(f"a placeholder range needs offset >= 0 and length >= 1, got {self}")
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.length
+
+
 @dataclass(slots=True)
 class StageTimings:
     """Seconds that each stage was busy for one request, in the order of the pipeline.

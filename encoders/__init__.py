@@ -1,0 +1,32 @@
+"""Frames to embeddings: one adapter per model family behind one protocol."""
+
+from encoders.adapter import (
+    Adapter,
+    Embeddings,
+    Grid,
+    MediaItem,
+    MediaPlan,
+    PromptPlan,
+    Sampling,
+    VideoFacts,
+    place,
+    visual_mask,
+)
+from encoders.prompt import check_question
+from encoders.registry import ADAPTERS, load_adapter
+
+__all__ = [
+    "ADAPTERS",
+    "Adapter",
+    "Embeddings",
+    "Grid",
+    "MediaItem",
+    "MediaPlan",
+    "PromptPlan",
+    "Sampling",
+    "VideoFacts",
+    "check_question",
+    "load_adapter",
+    "place",
+    "visual_mask",
+]

@@ -1,0 +1,224 @@
+"""What every model family must tell the pipeline, and the nouns it tells it in.
+
+A *unit* is the least run of frames that the vision tower attends within, so cutting between units changes no
+number: a temporal patch (two frames) for the Qwen families. Groups are runs of whole units.
+
+    frames         | 0  1 | 2  3 | 4  5 | 6 (6) |        the last frame is repeated to fill its unit
+    unit           [  0  )[  1  )[  2  )[   3   )
+    prompt   ..text[range )[range)...             one PlaceholderRange per unit; text may stand between them
+
+Shapes: N frames, H x W pixels, P patches, D values of a patch, V visual tokens, C channels of the language
+model, T prompt tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from epd.types import MediaKind, PlaceholderRange
+
+Int64Array = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How many patches one image or video has in time, height and width."""
+
+    t: int
+    h: int
+    w: int
+
+    def __post_init__(self) -> None:
+        if min(self.t, self.h, self.w) < 1:
+            raise ValueError(f"a grid needs at least one patch each way, got {self}")
+
+    @property
+    def num_patches(self) -> int:
+        return self.t * self.h * self.w
+
+    def cut(self, num_units: int) -> Grid:
+        """The grid of `num_units` units of this item."""
+        return Grid(num_units, self.h, self.w)
+
+
+@dataclass(frozen=True, slots=True)
+class VideoFacts:
+    """What planning needs to know of a video. fps: mean frames per second; height, width: pixels, upright."""
+
+    num_frames: int
+    fps: float
+    height: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Which frames of a video are wanted; with neither field set, those that the processor would take."""
+
+    fps: float | None = None
+    num_frames: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPlan:
+    """What one image or video becomes in the prompt, known before a frame of it is decoded.
+
+    size: (height, width) of the frames to decode, pixels. An image is decoded whole and resized to it.
+    times_s: when each wanted frame is shown, seconds; empty for an image.
+    frame_indices: the same frames as the Hugging Face processor numbers them; empty for an image.
+    source_fps: frames per second of the source, 0 for an image.
+    unit_span_s: seconds of video that one unit stands for, 0 for an image.
+    """
+
+    kind: MediaKind
+    size: tuple[int, int]
+    grid: Grid
+    frames_per_unit: int
+    tokens_per_unit: int
+    times_s: tuple[float, ...] = ()
+    frame_indices: tuple[int, ...] = ()
+    source_fps: float = 0.0
+    unit_span_s: float = 0.0
+
+    @property
+    def num_units(self) -> int:
+        return self.grid.t
+
+    @property
+    def num_frames(self) -> int:
+        """Frames to decode: those wanted of a video, one for an image."""
+        return len(self.times_s) if self.kind == "video" else 1
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_units * self.tokens_per_unit
+
+
+@dataclass(frozen=True, slots=True)
+class MediaItem:
+    """One image or video placed in a prompt: where each of its units goes, in order."""
+
+    plan: MediaPlan
+    units: tuple[PlaceholderRange, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.units) != self.plan.num_units:
+            raise ValueError(f"{self.plan.num_units} units need as many ranges, got {len(self.units)}")
+
+    def token_indices(self, start: int, stop: int) -> Int64Array:
+        """int64 [V]: prompt positions of the visual tokens of units [start, stop), in order."""
+        return np.concatenate([np.arange(unit.offset, unit.stop) for unit in self.units[start:stop]])
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """A whole prompt in canonical order [system][media][question].
+
+    token_ids: int64 [T], placeholders included.
+    positions: int64 [3, T], M-RoPE rows time, height, width; a text-only position repeats in all three.
+    next_position: the position of the first generated token; each further token is one later.
+    media: items in order of appearance.
+    """
+
+    token_ids: Int64Array
+    positions: Int64Array
+    next_position: int
+    media: tuple[MediaItem, ...]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def prefix_length(self) -> int:
+        """Tokens [0, prefix_length) do not depend on the question: they end with the last visual token."""
+        return self.media[-1].units[-1].stop if self.media else 0
+
+    @property
+    def num_visual_tokens(self) -> int:
+        return sum(item.plan.num_tokens for item in self.media)
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """Visual tokens as the language model takes them.
+
+    rows: [V, C], to stand in for the token embeddings of the placeholders.
+    deepstack: one [V, C] for each of the first decoder layers, added to their output (Qwen3-VL); else empty.
+    """
+
+    rows: Tensor
+    deepstack: tuple[Tensor, ...] = ()
+
+    def __post_init__(self) -> None:
+        if any(layer.shape != self.rows.shape for layer in self.deepstack):
+            raise ValueError(f"deepstack features must be shaped like the rows, {tuple(self.rows.shape)}")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class Adapter(Protocol):
+    """One model family. Holds no weights, so that planning needs no model."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The checkpoint's `PreTrainedTokenizer`."""
+        ...
+
+    def plan_image(self, height: int, width: int) -> MediaPlan:
+        """Plans an image of `height` x `width` pixels. Raises MediaLimitError for a hopeless shape."""
+        ...
+
+    def plan_video(self, video: VideoFacts, sampling: Sampling) -> MediaPlan:
+        """Plans a video. Raises RequestError for a sampling that makes no sense, MediaLimitError as above."""
+        ...
+
+    def plan_prompt(self, media: Sequence[MediaPlan], question: str) -> PromptPlan:
+        """Lays out the checkpoint's own chat template. Raises RequestError for an unusable question."""
+        ...
+
+    def resize(self, image: Tensor, plan: MediaPlan) -> Tensor:
+        """Brings an image, uint8 [H, W, 3], to the planned size, uint8 [1, h, w, 3]."""
+        ...
+
+    def preprocess(self, frames: Tensor, plan: MediaPlan) -> Tensor:
+        """Turns frames of planned size, uint8 [N, h, w, 3], into patches, float32 [P, D].
+
+        Only the last run of a video may have a number of frames that does not fill its last unit.
+        """
+        ...
+
+    def vision_tower(self, model: nn.Module) -> nn.Module:
+        """The part of the whole model that `encode` needs."""
+        ...
+
+    def encode(self, tower: nn.Module, patches: Tensor, grid: Grid) -> Embeddings:
+        """Runs the vision tower and projector over the patches of whole units of one item."""
+        ...
+
+    def decoder_kwargs(self, visual_mask: Tensor, embeddings: Embeddings) -> dict[str, Any]:
+        """What the family's decoder takes beyond embeddings and positions.
+
+        visual_mask: bool [1, T of the chunk], true where a row of `embeddings` stands.
+        """
+        ...
+
+
+def place(token_embeddings: Tensor, visual_mask: Tensor, embeddings: Embeddings) -> Tensor:
+    """[1, T, C]: the token embeddings, with the rows of `embeddings` where `visual_mask` [1, T] is true."""
+    rows = embeddings.rows.to(token_embeddings.dtype)
+    return token_embeddings.masked_scatter(visual_mask[..., None], rows)
+
+
+def visual_mask(indices: Int64Array, start: int, stop: int) -> Tensor:
+    """bool [1, stop - start]: where the prompt positions `indices` fall in the chunk [start, stop)."""
+    mask = torch.zeros(1, stop - start, dtype=torch.bool)
+    mask[0, torch.from_numpy(indices - start)] = True
+    return mask

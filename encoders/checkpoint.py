@@ -1,0 +1,67 @@
+"""A checkpoint folder opened without its weights: configuration, processor and tokenizer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from epd.errors import ModelError, ModelNotFoundError
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model folder in Hugging Face layout; `config` and `processor` are transformers' own objects."""
+
+    path: Path
+    config: Any
+    processor: Any
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.processor.tokenizer
+
+    @property
+    def chat_template(self) -> str:
+        template = self.processor.chat_template or self.tokenizer.chat_template
+        if not isinstance(template, str):
+            raise ModelError(f"the model at '{self.path}' has no chat template; add a chat_template.jinja")
+        return template
+
+
+def read_model_type(path: Path) -> str:
+    """`model_type` of the folder's config.json. Raises ModelNotFoundError, or ModelError if it is broken."""
+    config_path = path / "config.json"
+    if not path.is_dir():
+        raise ModelNotFoundError(
+            f"no model folder at '{path}'; give the path of a folder that holds config.json"
+        )
+    if not config_path.is_file():
+        raise ModelNotFoundError(
+            f"'{path}' holds no config.json; give the path of a model in Hugging Face layout"
+        )
+    try:
+        config = json.loads(config_path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ModelError(f"cannot read '{config_path}': {_one_line(error)}") from error
+    model_type = config.get("model_type") if isinstance(config, dict) else None
+    if not isinstance(model_type, str):
+        raise ModelError(f"'{config_path}' names no model_type; it should be a transformers configuration")
+    return model_type
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Reads configuration and processor from local files only. Raises ModelError when they do not load."""
+    from transformers import AutoConfig, AutoProcessor
+
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        processor = AutoProcessor.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"the model at '{path}' does not load: {_one_line(error)}") from error
+    return Checkpoint(path, config, processor)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,104 @@
+"""uint8 frames to the patches of the Qwen vision towers, in one pass over the bytes.
+
+A patch is `frames_per_unit` x `side` x `side` pixels of three channels. Patches are ordered so that the
+`merge` x `merge` neighbours that become one visual token follow each other:
+
+    t, h // merge, w // merge, merge rows, merge columns       each [channel, frame, y, x] flattened
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchvision.transforms.v2 import functional as tvf
+
+from encoders.adapter import Grid
+from epd.errors import UnsupportedModelError
+
+# Pillow's number of a resampling filter: torchvision's name. Those with a native uint8 kernel.
+_INTERPOLATION = {2: tvf.InterpolationMode.BILINEAR, 3: tvf.InterpolationMode.BICUBIC}
+
+
+@dataclass(frozen=True, slots=True)
+class PatchSpec:
+    """Geometry and normalisation of one processor, image or video.
+
+    side: pixels of a patch's edge. merge: patches of a visual token's edge.
+    mean, std: of the channels, on the 0..255 scale.
+    """
+
+    side: int
+    merge: int
+    frames_per_unit: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    resample: int
+
+    @property
+    def factor(self) -> int:
+        """Frames must be a multiple of this many pixels high and wide."""
+        return self.side * self.merge
+
+    def grid(self, num_frames: int, height: int, width: int) -> Grid:
+        """The patches of `num_frames` frames of `height` x `width` pixels; a last unit may be part filled."""
+        return Grid(-(-num_frames // self.frames_per_unit), height // self.side, width // self.side)
+
+    def tokens_per_unit(self, grid: Grid) -> int:
+        """Visual tokens of one unit, after merging."""
+        return grid.h * grid.w // self.merge**2
+
+
+def patch_spec(processor: Any) -> PatchSpec:
+    """Reads a transformers image or video processor. UnsupportedModelError for steps we do not take."""
+    settings = {name: getattr(processor, name, None) for name in ("do_resize", "do_rescale", "do_normalize")}
+    resample = int(getattr(processor, "resample", 3))
+    if not all(settings.values()) or resample not in _INTERPOLATION:
+        raise UnsupportedModelError(
+            f"a processor with {settings} and resample={resample} is not supported; "
+            "it must resize (bilinear or bicubic), rescale and normalise"
+        )
+    scale = 1.0 / float(processor.rescale_factor)
+    return PatchSpec(
+        side=int(processor.patch_size),
+        merge=int(processor.merge_size),
+        frames_per_unit=int(processor.temporal_patch_size),
+        mean=tuple((torch.tensor(processor.image_mean) * scale).tolist()),
+        std=tuple((torch.tensor(processor.image_std) * scale).tolist()),
+        resample=resample,
+    )
+
+
+def resize_image(image: Tensor, size: tuple[int, int], spec: PatchSpec) -> Tensor:
+    """uint8 [H, W, 3] to uint8 [1, h, w, 3], with the processor's filter."""
+    resized = tvf.resize(
+        image.permute(2, 0, 1)[None].contiguous(),
+        list(size),
+        interpolation=_INTERPOLATION[spec.resample],
+        antialias=True,
+    )
+    pixels: Tensor = resized.permute(0, 2, 3, 1)
+    return pixels
+
+
+def patchify(frames: Tensor, spec: PatchSpec) -> Tensor:
+    """Frames uint8 [N, H, W, 3] to normalised patches float32 [P, 3 * frames_per_unit * side * side].
+
+    The last frame is repeated to fill the last unit. Equal to the Hugging Face processors bit for bit: bytes
+    are put in order first, at a quarter of the traffic, then normalised by the same two float32 operations.
+    """
+    if missing := -len(frames) % spec.frames_per_unit:
+        frames = torch.cat([frames, frames[-1:].expand(missing, -1, -1, -1)])
+    grid = spec.grid(len(frames), frames.shape[1], frames.shape[2])
+    blocks = frames.reshape(
+        grid.t, spec.frames_per_unit,
+        grid.h // spec.merge, spec.merge, spec.side,
+        grid.w // spec.merge, spec.merge, spec.side,
+        3,
+    )  # fmt: skip
+    ordered = blocks.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(grid.num_patches, 3, -1)
+    patches = ordered.to(torch.float32)
+    patches.sub_(torch.tensor(spec.mean)[:, None]).div_(torch.tensor(spec.std)[:, None])
+    return patches.reshape(grid.num_patches, -1)

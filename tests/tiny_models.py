@@ -1,0 +1,186 @@
+"""Tiny random checkpoints of the real architectures, written to disk as anyone would find them.
+
+Recipe: random weights from a fixed seed, matrices scaled by three (as initialised, greedy output is one token
+for ever, whatever is asked); a byte-level tokenizer without merges but with the special tokens; their own
+processor classes; a chat template in the manner of Qwen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
+
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+<|im_start|>{{ message['role'] }}
+{% for part in message['content'] -%}
+{%- if part['type'] == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>
+{%- elif part['type'] == 'video' -%}<|vision_start|><|video_pad|><|vision_end|>
+{%- else -%}{{ part['text'] }}{%- endif -%}
+{%- endfor -%}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}
+"""
+_WEIGHT_SCALE = 3.0
+_TEXT: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+
+
+def byte_level_tokenizer() -> PreTrainedTokenizerFast:
+    """Every byte is a token, then the special tokens: any text has ids, any ids have text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=list(SPECIAL_TOKENS),
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def build_qwen2_5_vl(folder: Path, seed: int = 0) -> Path:
+    """Qwen2.5-VL with windowed and full vision attention; frames of at most 84 x 84 pixels or so."""
+    tokenizer = byte_level_tokenizer()
+    config = Qwen2_5_VLConfig(
+        text_config={**_text_config(tokenizer, "default"), **_TEXT},
+        vision_config={
+            "depth": 3,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "out_hidden_size": _TEXT["hidden_size"],
+            "window_size": 56,
+            "fullatt_block_indexes": [1],
+            "tokens_per_second": 2,
+        },
+        **_token_ids(tokenizer),
+    )
+    size = {"shortest_edge": 56 * 56, "longest_edge": 84 * 84}
+    processor = Qwen2_5_VLProcessor(
+        image_processor=Qwen2VLImageProcessor(size=dict(size)),
+        tokenizer=tokenizer,
+        video_processor=Qwen2VLVideoProcessor(size=dict(size), fps=2, cap_pixels_per_frame=False),
+        chat_template=CHAT_TEMPLATE,
+    )
+    return _save(folder, Qwen2_5_VLForConditionalGeneration, config, processor, seed)
+
+
+def build_qwen3_vl(folder: Path, seed: int = 0) -> Path:
+    """Qwen3-VL with two deepstack layers; frames of at most 96 x 96 pixels or so, for eight of them."""
+    tokenizer = byte_level_tokenizer()
+    config = Qwen3VLConfig(
+        text_config={**_text_config(tokenizer, "default"), **_TEXT, "head_dim": 16},
+        vision_config={
+            "depth": 3,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "out_hidden_size": _TEXT["hidden_size"],
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+        **_token_ids(tokenizer),
+    )
+    processor = Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(
+            patch_size=16,
+            size={"shortest_edge": 64 * 64, "longest_edge": 96 * 96},
+            image_mean=[0.5] * 3,
+            image_std=[0.5] * 3,
+        ),
+        tokenizer=tokenizer,
+        video_processor=Qwen3VLVideoProcessor(
+            size={"shortest_edge": 2 * 64 * 64, "longest_edge": 8 * 96 * 96}, cap_pixels_per_frame=False
+        ),
+        chat_template=CHAT_TEMPLATE,
+    )
+    return _save(folder, Qwen3VLForConditionalGeneration, config, processor, seed)
+
+
+BUILDERS: dict[str, Callable[[Path], Path]] = {"qwen2_5_vl": build_qwen2_5_vl, "qwen3_vl": build_qwen3_vl}
+
+
+def load_reference(folder: Path) -> Any:
+    """The transformers model, as its own users load it: float32, sdpa attention."""
+    model = AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+    )
+    return model.eval()
+
+
+def _text_config(tokenizer: PreTrainedTokenizerFast, rope_type: str) -> dict[str, Any]:
+    return {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "rope_parameters": {"rope_type": rope_type, "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
+    }
+
+
+def _token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
+    tokens = ("vision_start", "vision_end", "image_pad", "video_pad")
+    ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in tokens}
+    return {
+        "vision_start_token_id": ids["vision_start"],
+        "vision_end_token_id": ids["vision_end"],
+        "image_token_id": ids["image_pad"],
+        "video_token_id": ids["video_pad"],
+    }
+
+
+def _save(folder: Path, model_class: Any, config: Any, processor: Any, seed: int) -> Path:
+    torch.manual_seed(seed)
+    model = model_class(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(_WEIGHT_SCALE)
+    tokenizer = processor.tokenizer
+    model.generation_config = GenerationConfig(
+        eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id],
+        pad_token_id=tokenizer.pad_token_id,
+        do_sample=False,
+    )
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
