@@ -1,0 +1,23 @@
+"""Exact, parallel, streaming video decoding that does no work it need not do.
+
+The frame at time t is the one on screen then: the last with pts <= t, or the first frame for any earlier t.
+"""
+
+from video.images import load_image, media_kind
+from video.info import VideoInfo
+from video.probe import probe
+from video.reference import reference_decode
+from video.sampling import sample_times
+from video.stream import GroupStream, decode, stream
+
+__all__ = [
+    "GroupStream",
+    "VideoInfo",
+    "decode",
+    "load_image",
+    "media_kind",
+    "probe",
+    "reference_decode",
+    "sample_times",
+    "stream",
+]

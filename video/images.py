@@ -1,0 +1,68 @@
+"""Images, and telling them from videos: both by content, never by the name of the file."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from epd.errors import CorruptMediaError, MediaLimitError, UnsupportedMediaError
+from epd.types import MediaKind, UInt8Array
+from video.source import Media, Source, as_media, open_video
+
+IMAGE_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF", "AVIF", "PPM")
+MAX_IMAGE_PIXELS = 80_000_000
+
+
+def load_image(source: Source | Media, *, max_pixels: int = MAX_IMAGE_PIXELS) -> UInt8Array:
+    """The image as uint8 [H, W, 3] RGB, turned upright as its EXIF orientation says.
+
+    Raises MediaNotFoundError, UnsupportedMediaError, CorruptMediaError or MediaLimitError.
+    """
+    media = as_media(source)
+    with _identify(media) as image:
+        if image.width * image.height > max_pixels:
+            raise MediaLimitError(
+                f"{media.name} has {image.width} x {image.height} pixels; allowed {max_pixels}; scale it down"
+            )
+        try:
+            return np.array(ImageOps.exif_transpose(image).convert("RGB"))
+        except (OSError, SyntaxError, ValueError, EOFError, IndexError) as error:
+            raise CorruptMediaError(
+                f"{media.name} cannot be decoded ({error}); allowed: complete images; copy it again"
+            ) from error
+
+
+def media_kind(source: Source | Media) -> MediaKind:
+    """Whether a source is an image or a video, by its content.
+
+    Raises MediaNotFoundError, UnsupportedMediaError or CorruptMediaError where it is neither.
+    """
+    media = as_media(source)
+    try:
+        _identify(media).close()
+    except UnsupportedMediaError:
+        open_video(media).close()
+        return "video"
+    return "image"
+
+
+def _identify(media: Media) -> Image.Image:
+    """The image, its header read and its pixels not yet."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            return Image.open(media.reader(), formats=IMAGE_FORMATS)  # type: ignore[arg-type]
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise MediaLimitError(
+            f"{media.name}: {error}; allowed {MAX_IMAGE_PIXELS} pixels; scale it down"
+        ) from error
+    except UnidentifiedImageError as error:
+        raise UnsupportedMediaError(
+            f"{media.name} is not an image that can be read; allowed: {', '.join(IMAGE_FORMATS)}; convert it"
+        ) from error
+    except (OSError, SyntaxError, ValueError) as error:
+        raise CorruptMediaError(
+            f"{media.name} has a damaged header ({error}); allowed: complete images; copy it again"
+        ) from error

@@ -1,0 +1,60 @@
+"""What is known of a video before a frame of it is decoded: each field says where it comes from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+# Times closer than this are the same: it absorbs the rounding of float seconds, far below a frame interval.
+TIME_TOLERANCE_S = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class VideoInfo:
+    """One video stream, as its container describes it.
+
+    width, height: pixels, after rotation. rotation_deg: clockwise turn that makes a decoded frame upright.
+    start_pts: ticks of time_base at which the video starts; every time in seconds counts from there.
+    keyframe_times_s_from_index: decode times of the keyframes, seconds; None without an index.
+    """
+
+    codec: str
+    width: int
+    height: int
+    rotation_deg: int
+    time_base: Fraction
+    start_pts: int
+    duration_s_from_stream: float | None
+    duration_s_from_container: float | None
+    average_fps_from_header: Fraction | None
+    nominal_fps_guessed: Fraction | None
+    num_frames_from_header: int | None
+    num_frames_from_index: int | None
+    keyframe_times_s_from_index: tuple[float, ...] | None
+    container_format: str
+    pixel_format: str | None
+
+    @property
+    def duration_s(self) -> float:
+        """Best known duration, seconds; 0 when the container says nothing."""
+        return self.duration_s_from_stream or self.duration_s_from_container or 0.0
+
+    @property
+    def fps(self) -> float:
+        """Best known average rate, frames per second; 0 when nothing is known."""
+        return float(self.average_fps_from_header or self.nominal_fps_guessed or 0.0)
+
+    @property
+    def num_frames(self) -> int:
+        """Best known number of frames: the header's, else the index's, else duration times rate."""
+        known = self.num_frames_from_header or self.num_frames_from_index
+        return known if known else round(self.duration_s * self.fps)
+
+    def seconds(self, pts: int) -> float:
+        """The time of a timestamp, seconds from the start of the video."""
+        return float((pts - self.start_pts) * self.time_base)
+
+    def pts_at(self, time_s: float) -> int:
+        """The last timestamp at or before a time: the frame on screen then is the last with pts <= this."""
+        return self.start_pts + math.floor((time_s + TIME_TOLERANCE_S) / self.time_base)

@@ -1,0 +1,70 @@
+"""The truth: one container, one pass, every frame decoded in order. Slow, and short enough to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import av.error
+import numpy as np
+from av.video.frame import VideoFrame
+
+from epd.errors import CorruptMediaError
+from epd.types import Frames, UInt8Array
+from video.info import VideoInfo
+from video.pixels import Size, exact_resize, exact_rgb
+from video.probe import describe
+from video.source import Media, OpenVideo, Source, open_video
+
+
+def reference_decode(source: Source | Media, times_s: Sequence[float], size: Size | None = None) -> Frames:
+    """Frames on screen at `times_s`, in the order asked: the last with pts <= t, the first for earlier times.
+
+    Raises the MediaError of what is wrong with the file.
+    """
+    with open_video(source) as video:
+        info = describe(video)
+        wanted = [info.pts_at(time_s) for time_s in times_s]
+        shown = dict(_frames_on_screen(video, info, sorted(set(wanted)), size))
+    images = [shown[pts][1] for pts in wanted]
+    height, width = size or (info.height, info.width)
+    data = np.stack(images) if images else np.zeros((0, height, width, 3), np.uint8)
+    return Frames(data, np.array([info.seconds(shown[pts][0]) for pts in wanted], dtype=np.float64))
+
+
+def _frames_on_screen(
+    video: OpenVideo, info: VideoInfo, wanted: list[int], size: Size | None
+) -> Iterator[tuple[int, tuple[int, UInt8Array]]]:
+    """(wanted pts, (frame pts, pixels)) in increasing order."""
+    before: VideoFrame | None = None
+    remaining = iter(wanted)
+    target = next(remaining, None)
+    for frame in _decoded(video):
+        while target is not None and _pts(frame) > target:
+            yield target, _pixels(before or frame, info, size)
+            target = next(remaining, None)
+        before = frame
+    if before is None:
+        raise CorruptMediaError(
+            f"{video.media.name} holds no frame that decodes; allowed: complete files; copy it again"
+        )
+    while target is not None:
+        yield target, _pixels(before, info, size)
+        target = next(remaining, None)
+
+
+def _decoded(video: OpenVideo) -> Iterator[VideoFrame]:
+    try:
+        yield from (frame for frame in video.container.decode(video.stream) if frame.pts is not None)
+    except av.error.FFmpegError as error:
+        raise CorruptMediaError(
+            f"{video.media.name} cannot be decoded ({error}); allowed: complete files; copy it again"
+        ) from error
+
+
+def _pixels(frame: VideoFrame, info: VideoInfo, size: Size | None) -> tuple[int, UInt8Array]:
+    return _pts(frame), exact_resize(exact_rgb(frame, info.rotation_deg), size)
+
+
+def _pts(frame: VideoFrame) -> int:
+    assert frame.pts is not None
+    return frame.pts

@@ -1,0 +1,216 @@
+"""Opening media: a path, bytes or a seekable file object becomes an FFmpeg container, or a typed error.
+
+What is opened is never allowed to open anything else: only the listed container formats are tried and only
+the `file` protocol may be used, so a playlist named `.mp4` cannot make the process read other files or URLs.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import av
+import av.container
+import av.error
+import av.logging
+from av.video.stream import VideoStream
+
+from epd.errors import CorruptMediaError, MediaError, MediaNotFoundError, UnsupportedMediaError
+
+CONTAINER_FORMATS = "mov,matroska,webm,avi,mpegts,mpeg,flv,asf,ogg,h264,hevc,m4v,ivf,obu,mpegvideo,nut,mxf"
+
+av.logging.set_level(None)
+
+
+class SeekableFile(Protocol):
+    """What a file-like source must offer."""
+
+    def read(self, size: int = -1, /) -> bytes: ...
+    def seek(self, offset: int, whence: int = 0, /) -> int: ...
+    def tell(self) -> int: ...
+
+
+Source = str | Path | bytes | SeekableFile
+
+
+class _SharedReader:
+    """One reader's own position in a file object that several readers share."""
+
+    def __init__(self, file: SeekableFile, lock: threading.Lock, size_bytes: int) -> None:
+        self._file, self._lock, self._size_bytes, self._offset = file, lock, size_bytes, 0
+
+    def read(self, size: int = -1) -> bytes:
+        with self._lock:
+            self._file.seek(self._offset)
+            chunk = self._file.read(size)
+        self._offset += len(chunk)
+        return chunk
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._offset, io.SEEK_END: self._size_bytes}[whence]
+        self._offset = max(0, base + offset)
+        return self._offset
+
+    def tell(self) -> int:
+        return self._offset
+
+
+class Media:
+    """A source that can be opened many times, each time with a position of its own."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._lock = threading.Lock()
+        self.name = _name_of(source)
+        self.size_bytes = self._measure()
+        if self.size_bytes == 0:
+            raise CorruptMediaError(
+                f"{self.name} is empty: 0 bytes, allowed 1 or more; check how it was written"
+            )
+
+    def _measure(self) -> int:
+        if isinstance(self._source, str | Path):
+            return _size_of_file(Path(self._source), self.name)
+        if isinstance(self._source, bytes):
+            return len(self._source)
+        with self._lock:
+            return self._source.seek(0, io.SEEK_END)
+
+    def reader(self) -> SeekableFile:
+        """A file object at the start of the media."""
+        if isinstance(self._source, str | Path):
+            return open(self._source, "rb")
+        if isinstance(self._source, bytes):
+            return io.BytesIO(self._source)
+        return _SharedReader(self._source, self._lock, self.size_bytes)
+
+    def head(self, num_bytes: int) -> bytes:
+        """The first bytes of the media."""
+        reader = self.reader()
+        try:
+            return reader.read(num_bytes)
+        finally:
+            if isinstance(reader, io.IOBase):
+                reader.close()
+
+    def open_target(self) -> str | SeekableFile:
+        """What FFmpeg opens: `file:` and an absolute path, so that no name passes for another protocol."""
+        if isinstance(self._source, str | Path):
+            return "file:" + os.path.abspath(self._source)
+        return self.reader()
+
+
+def _name_of(source: Source) -> str:
+    if isinstance(source, str | Path):
+        return str(source)
+    return f"<{len(source)} bytes>" if isinstance(source, bytes) else f"<{type(source).__name__}>"
+
+
+def _size_of_file(path: Path, name: str) -> int:
+    try:
+        if not path.is_file():
+            raise MediaNotFoundError(
+                f"no file at {name}: received a path to nothing; give the path of a video or image"
+            )
+        return path.stat().st_size
+    except (OSError, ValueError) as error:
+        raise MediaNotFoundError(f"cannot read {name}: {error}; give the path of a readable file") from error
+
+
+def as_media(source: Source | Media) -> Media:
+    """The source as `Media`, checked to exist and not to be empty."""
+    return source if isinstance(source, Media) else Media(source)
+
+
+@dataclass(slots=True)
+class OpenVideo:
+    """An FFmpeg container and its chosen video stream, closed on leaving the `with` block."""
+
+    media: Media
+    container: av.container.InputContainer
+    stream: VideoStream
+
+    def __enter__(self) -> OpenVideo:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.container.close()
+
+
+def open_video(source: Source | Media, *, open_timeout_s: float = 10.0) -> OpenVideo:
+    """Open a container and choose its first real video stream, decoded by one thread.
+
+    Raises MediaNotFoundError, UnsupportedMediaError (not a container, no video) or CorruptMediaError.
+    """
+    media = as_media(source)
+    container = _open_container(media, open_timeout_s)
+    try:
+        stream = _choose_stream(container, media.name)
+    except BaseException:
+        container.close()
+        raise
+    stream.thread_type = "NONE"
+    stream.codec_context.thread_count = 1
+    return OpenVideo(media, container, stream)
+
+
+def _open_container(media: Media, open_timeout_s: float) -> av.container.InputContainer:
+    options = {"format_whitelist": CONTAINER_FORMATS, "protocol_whitelist": "file"}
+    try:
+        return av.open(
+            media.open_target(),
+            container_options=options,
+            metadata_errors="replace",
+            timeout=(open_timeout_s, None),
+        )
+    except (av.error.FFmpegError, ValueError, OSError) as error:
+        raise open_error(media, error) from error
+
+
+def open_error(media: Media, error: Exception) -> MediaError:
+    """The typed error for what FFmpeg said when it could not open the media."""
+    if isinstance(error, FileNotFoundError | PermissionError):
+        return MediaNotFoundError(f"cannot read {media.name}: {error}; give the path of a readable file")
+    if looks_like_media(media.head(4096)):
+        return CorruptMediaError(
+            f"{media.name} begins like a video but cannot be opened ({error}); allowed: complete files; "
+            "copy or encode it again"
+        )
+    return UnsupportedMediaError(
+        f"{media.name} is not a video that can be read ({error}); "
+        "allowed: MP4, MOV, MKV, WebM, AVI, TS; convert it"
+    )
+
+
+def looks_like_media(head: bytes) -> bool:
+    """Whether the first bytes carry the signature of a known video container."""
+    signatures = (
+        (4, b"ftyp"),
+        (4, b"moov"),
+        (4, b"mdat"),
+        (0, b"\x1aE\xdf\xa3"),
+        (0, b"RIFF"),
+        (0, b"G"),
+        (0, b"FLV"),
+    )
+    return any(head[offset : offset + len(magic)] == magic for offset, magic in signatures)
+
+
+def _choose_stream(container: av.container.InputContainer, name: str) -> VideoStream:
+    for stream in container.streams.video:
+        assert isinstance(stream, VideoStream)
+        attached = stream.disposition & av.stream.Disposition.attached_pic
+        if not attached and stream.codec_context is not None:
+            return stream
+    kinds = sorted({stream.type for stream in container.streams})
+    raise UnsupportedMediaError(
+        f"{name} has no video that can be decoded, only streams of kind {kinds}; "
+        "allowed: a file with a video stream; give one"
+    )
