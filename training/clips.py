@@ -1,0 +1,148 @@
+"""Draws training clips, encodes them as real H.264, decodes them and keeps the frames at model size in
+shards.
+
+    python -m training.clips --out runs/clips --shards 200 --first-shard 0
+
+A shard is `NNNN.npy`, uint8 [clips, frames, 84, 140, 3], and `NNNN.json`, the scenes' seeds and durations: a
+scene follows from them. Seeds from HELD_OUT_SEED on belong to evaluation and are never drawn here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import itertools
+import json
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import torch
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2 import functional as transforms
+
+from epd.shapes import Scene, SceneRenderer, make_scene
+from epd.shapes.world import max_objects
+from epd.types import UInt8Array
+from video.demo_video import encode_h264
+
+HELD_OUT_SEED = 2_000_000_000
+MODEL_HEIGHT, MODEL_WIDTH = 84, 140
+_SOURCE_HEIGHT, _SOURCE_WIDTH = 360, 640
+_CLIPS_PER_SHARD = 48
+_LENGTHS = (4, 8, 16, 16, 32, 32, 32, 64)
+_LONGEST_S = 1024.0
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """One video as the model sees it: uint8 [N, 84, 140, 3], sampled every `gap_s` seconds from the start."""
+
+    scene: Scene
+    frames: UInt8Array
+
+    @property
+    def gap_s(self) -> float:
+        return self.scene.duration_s / len(self.frames)
+
+    @property
+    def times_s(self) -> list[float]:
+        return [index * self.gap_s for index in range(len(self.frames))]
+
+
+def is_resolved(scene: Scene, num_frames: int) -> bool:
+    """True where the sampled frames show every object, each first seen in a later frame pair than the one
+    before."""
+    gap_s = scene.duration_s / num_frames
+    first_pairs = []
+    for item in scene.objects:
+        first_frame = math.ceil(item.start_s / gap_s)
+        if first_frame >= num_frames or not item.is_visible(first_frame * gap_s):
+            return False
+        first_pairs.append(first_frame // 2)
+    return all(earlier < later for earlier, later in itertools.pairwise(first_pairs))
+
+
+def draw_scene(rng: random.Random, num_frames: int) -> Scene:
+    """A scene of 4 to 1024 seconds that `num_frames` frames can show; object counts are spread evenly."""
+    for _ in range(1000):
+        shortest_s = max(4.0, num_frames / 2)
+        duration_s = math.exp(rng.uniform(math.log(shortest_s), math.log(_LONGEST_S)))
+        wanted = rng.randint(1, min(max_objects(duration_s), max(1, num_frames // 2)))
+        scene = make_scene(rng.randrange(HELD_OUT_SEED), duration_s, wanted)
+        if is_resolved(scene, num_frames):
+            return scene
+    raise RuntimeError(f"no scene fits {num_frames} frames")
+
+
+def film(scene: Scene, num_frames: int, rng: random.Random) -> UInt8Array:
+    """Draws the sampled frames, takes them through H.264, and resizes: uint8 [N, 84, 140, 3]."""
+    renderer = SceneRenderer(scene, _SOURCE_HEIGHT, _SOURCE_WIDTH)
+    gap_s = scene.duration_s / num_frames
+    file = io.BytesIO()
+    encode_h264(
+        file,
+        (renderer.frame(index * gap_s) for index in range(num_frames)),
+        fps=Fraction(2),
+        height=_SOURCE_HEIGHT,
+        width=_SOURCE_WIDTH,
+        crf=rng.randint(18, 30),
+        preset="ultrafast",
+    )
+    file.seek(0)
+    with av.open(file) as c:
+        frames = np.stack([f.to_ndarray(format="rgb24") for f in c.decode(video=0)])
+    return resize_to_model(frames)
+
+
+def resize_to_model(frames: UInt8Array) -> UInt8Array:
+    """The processor's resize: antialiased bicubic on uint8 [N, H, W, 3]."""
+    planes = torch.from_numpy(frames).permute(0, 3, 1, 2)
+    small = transforms.resize(
+        planes, [MODEL_HEIGHT, MODEL_WIDTH], interpolation=InterpolationMode.BICUBIC, antialias=True
+    )
+    return np.asarray(small.permute(0, 2, 3, 1).contiguous().numpy(), np.uint8)
+
+
+def write_shard(folder: Path, number: int) -> None:
+    rng = random.Random(number)
+    num_frames = _LENGTHS[number % len(_LENGTHS)]
+    scenes = [draw_scene(rng, num_frames) for _ in range(_CLIPS_PER_SHARD * 32 // max(num_frames, 8))]
+    frames = np.stack([film(scene, num_frames, rng) for scene in scenes])
+    np.save(folder / f"{number:04d}.npy", frames)
+    specs = [[scene.seed, scene.duration_s, len(scene.objects)] for scene in scenes]
+    temporary = folder / f"{number:04d}.json.part"
+    temporary.write_text(json.dumps(specs))
+    temporary.rename(folder / f"{number:04d}.json")
+
+
+def read_shard(spec: Path) -> Iterator[Clip]:
+    """The clips of one shard, frames memory-mapped."""
+    frames = np.load(spec.with_suffix(".npy"), mmap_mode="r")
+    for (seed, duration_s, count), clip in zip(json.loads(spec.read_text()), frames, strict=True):
+        yield Clip(make_scene(seed, duration_s, count), clip)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--shards", type=int, default=200)
+    parser.add_argument("--first-shard", type=int, default=0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    options.out.mkdir(parents=True, exist_ok=True)
+    for number in range(options.first_shard, options.first_shard + options.shards):
+        if not (options.out / f"{number:04d}.json").exists():
+            write_shard(options.out, number)
+            print(f"shard {number} written", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""First step: teaches the vision tower to name what each visual token shows.
+
+    python -m training.vision --clips runs/clips --out runs/vision.pt --steps 2500
+
+Learning to see through answers alone is slow. Here every visual token has its own targets - which shapes and
+which colours reach into its cell - read by one linear layer that is thrown away afterwards. The tower sees
+pairs of neighbouring frames, as in a video, and single frames twice, as in an image. Resumes from --out when
+it exists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import Qwen2_5_VLForConditionalGeneration
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
+
+from epd.shapes import COLOURS, SHAPES, Scene
+from epd.shapes.world import NUM_LANES
+from training.checkpoint import build_config, build_tokenizer
+from training.clips import MODEL_HEIGHT, MODEL_WIDTH, Clip, read_shard
+
+PATCH, MERGE = 14, 2
+GRID_H, GRID_W = MODEL_HEIGHT // PATCH, MODEL_WIDTH // PATCH
+ROWS, COLUMNS = GRID_H // MERGE, GRID_W // MERGE
+TOKENS = ROWS * COLUMNS
+_NAMES = (*SHAPES, *COLOURS)
+
+
+def patchify(pairs: Tensor) -> Tensor:
+    """uint8 [B, 2, 84, 140, 3] -> float32 [B, 60, 1176], the processor's layout and normalisation."""
+    mean = torch.tensor(OPENAI_CLIP_MEAN) * 255
+    std = torch.tensor(OPENAI_CLIP_STD) * 255
+    pixels = (pairs.float() - mean) / std
+    blocks = pixels.view(len(pairs), 2, ROWS, MERGE, PATCH, COLUMNS, MERGE, PATCH, 3)
+    ordered = blocks.permute(0, 2, 5, 3, 6, 8, 1, 4, 7)
+    return ordered.reshape(len(pairs), GRID_H * GRID_W, -1)
+
+
+def encode(visual: nn.Module, patches: Tensor) -> Tensor:
+    """The vision tower over a batch of frame pairs at once: [B, 60, 1176] -> [B, 15, hidden].
+
+    The same arithmetic as the module's own forward (every block attends within one frame pair), batched
+    instead of one pair after another.
+    """
+    batch, count, _ = patches.shape
+    hidden = visual.patch_embed(patches.reshape(batch * count, -1)).view(batch, count, -1)
+    cos, sin = visual.rotary_pos_emb(hidden, _patch_positions())
+    for block in visual.blocks:
+        attention = block.attn
+        qkv = attention.qkv(block.norm1(hidden)).view(batch, count, 3, attention.num_heads, -1)
+        query, key, value = qkv.unbind(2)
+        query, key = apply_rotary_pos_emb_vision(query, key, cos, sin)
+        mixed = functional.scaled_dot_product_attention(
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        )
+        hidden = hidden + attention.proj(mixed.transpose(1, 2).reshape(batch, count, -1))
+        hidden = hidden + block.mlp(block.norm2(hidden))
+    return visual.merger(hidden.reshape(batch * count, -1)).view(batch, TOKENS, -1)
+
+
+def _patch_positions() -> Tensor:
+    """Row and column of every patch in merge order: int64 [60, 2] as the rotary module takes it."""
+    rows, columns = torch.meshgrid(torch.arange(GRID_H), torch.arange(GRID_W), indexing="ij")
+    ordered = [
+        axis.view(ROWS, MERGE, COLUMNS, MERGE).permute(0, 2, 1, 3).reshape(-1) for axis in (rows, columns)
+    ]
+    return torch.stack(ordered, dim=-1)
+
+
+def token_targets(scene: Scene, times_s: list[float]) -> Tensor:
+    """Which names each token of one frame pair shows: float32 [15, 14], 1 where the object's square covers at
+    least a quarter of the token's cell, or most of it lies there, in either frame."""
+    target = torch.zeros(ROWS, COLUMNS, len(_NAMES))
+    for time_s in times_s:
+        for item in scene.visible(time_s):
+            x, y = item.position(time_s)
+            radius = item.radius * min(MODEL_WIDTH * 640 / 140 / NUM_LANES, 360)
+            rows = _overlap(y, 0.85 * radius / 360, ROWS)
+            columns = _overlap(x, 0.85 * radius / 640, COLUMNS)
+            covered = torch.outer(rows, columns) >= 0.25
+            target[covered, _NAMES.index(item.shape)] = 1
+            target[covered, _NAMES.index(item.colour)] = 1
+    return target.view(TOKENS, -1)
+
+
+def _overlap(centre: float, half: float, cells: int) -> Tensor:
+    """Share of each of `cells` equal cells of [0, 1) covered by [centre - half, centre + half)."""
+    edges = torch.arange(cells + 1) / cells
+    covered = torch.minimum(edges[1:], torch.tensor(centre + half)) - torch.maximum(
+        edges[:-1], torch.tensor(centre - half)
+    )
+    return covered.clamp(min=0) * cells
+
+
+class ClipPool:
+    """All clips on disk so far; grows while the clip writer works."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: set[Path] = set()
+        self.clips: list[Clip] = []
+
+    def refresh(self) -> None:
+        for spec in sorted(self._folder.glob("*.json")):
+            if spec not in self._read:
+                self._read.add(spec)
+                self.clips += read_shard(spec)
+
+
+def draw_batch(clips: list[Clip], rng: random.Random, size: int) -> tuple[Tensor, Tensor]:
+    """Random frame pairs and single frames: uint8 [B, 2, 84, 140, 3] and targets float32 [B, 15, 14]."""
+    pairs, targets = [], []
+    while len(pairs) < size:
+        clip = rng.choice(clips)
+        first = rng.randrange(len(clip.frames) // 2) * 2
+        second = first if rng.random() < 0.15 else first + 1
+        times_s = [clip.times_s[first], clip.times_s[second]]
+        if not any(clip.scene.visible(time_s) for time_s in times_s) and rng.random() < 0.8:
+            continue
+        pairs.append(np.stack([clip.frames[first], clip.frames[second]]))
+        targets.append(token_targets(clip.scene, times_s))
+    return torch.from_numpy(np.stack(pairs)), torch.stack(targets)
+
+
+def learning_rate(step: int, steps: int, peak: float, warmup: int = 100) -> float:
+    """Linear warm-up, then a cosine to a twentieth of the peak."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    share = (step - warmup) / max(1, steps - warmup)
+    return float(peak * (0.05 + 0.95 * 0.5 * (1 + np.cos(np.pi * min(1.0, share)))))
+
+
+def exact_share(logits: Tensor, targets: Tensor) -> float:
+    """Share of tokens showing something whose every name is right."""
+    right = ((logits > 0) == (targets > 0.5)).all(-1)
+    return right[targets.any(-1)].float().mean().item()
+
+
+def train(options: argparse.Namespace) -> None:
+    torch.manual_seed(0)
+    rng = random.Random(options.seed)
+    model = Qwen2_5_VLForConditionalGeneration(build_config(build_tokenizer()))
+    visual = model.model.visual
+    head = nn.Linear(visual.config.out_hidden_size, len(_NAMES))
+    optimizer = torch.optim.AdamW([*visual.parameters(), *head.parameters()], lr=1e-3, weight_decay=0.02)
+    start = 0
+    if options.out.exists():
+        saved = torch.load(options.out)
+        visual.load_state_dict(saved["visual"])
+        head.load_state_dict(saved["head"])
+        optimizer.load_state_dict(saved["optimizer"])
+        start = saved["step"]
+    pool = ClipPool(options.clips)
+    began = time.monotonic()
+    for step in range(start, options.steps):
+        if step % 50 == 0:
+            pool.refresh()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, options.steps, options.lr)
+        pairs, targets = draw_batch(pool.clips, rng, options.batch)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = head(encode(visual, patchify(pairs))).float()
+        weight = torch.tensor(3.0)
+        loss = functional.binary_cross_entropy_with_logits(logits, targets, pos_weight=weight)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(visual.parameters(), 1.0)
+        optimizer.step()
+        if step % 25 == 0:
+            speed = (step + 1 - start) / (time.monotonic() - began)
+            print(
+                f"step {step} clips {len(pool.clips)} loss {loss.item():.4f} "
+                f"exact {exact_share(logits, targets):.3f} {speed:.2f} steps/s",
+                flush=True,
+            )
+        if step % 200 == 199 or step == options.steps - 1:
+            state = {"visual": visual.state_dict(), "head": head.state_dict()}
+            torch.save({**state, "optimizer": optimizer.state_dict(), "step": step + 1}, options.out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--clips", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument("--batch", type=int, default=192, help="frame pairs per step")
+    parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    train(options)
+
+
+if __name__ == "__main__":
+    main()
