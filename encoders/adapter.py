@@ -71,7 +71,7 @@ class MediaPlan:
     """What one image or video becomes in the prompt, known before a frame of it is decoded.
 
     size: (height, width) of the frames to decode, pixels. An image is decoded whole and resized to it.
-    times_s: when each wanted frame is shown, seconds; empty for an image.
+    times_s: the middle of each wanted frame's time on screen, seconds; empty for an image.
     frame_indices: the same frames as the Hugging Face processor numbers them; empty for an image.
     source_fps: frames per second of the source, 0 for an image.
     unit_span_s: seconds of video that one unit stands for, 0 for an image.

@@ -79,7 +79,7 @@ class QwenVLAdapter(ABC):
             grid=grid,
             frames_per_unit=spec.frames_per_unit,
             tokens_per_unit=spec.tokens_per_unit(grid),
-            times_s=tuple(index / video.fps for index in indices),
+            times_s=tuple((index + 0.5) / video.fps for index in indices),
             frame_indices=indices,
             source_fps=video.fps,
             unit_span_s=spec.frames_per_unit / (len(indices) / video.num_frames * video.fps),

@@ -8,7 +8,7 @@ A *group* is a run of consecutive sampled frames that is decoded, encoded and pr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import numpy as np
@@ -90,6 +90,9 @@ class StageTimings:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     total_s: float = 0.0
+
+    def __add__(self, other: StageTimings) -> StageTimings:
+        return StageTimings(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)

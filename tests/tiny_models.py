@@ -1,6 +1,6 @@
 """Tiny random checkpoints of the real architectures, written to disk as anyone would find them.
 
-Recipe: random weights from a fixed seed, matrices scaled by three (as initialised, greedy output is one token
+Recipe: random weights from a fixed seed, matrices scaled by eight (as initialised, greedy output is one token
 for ever, whatever is asked); a byte-level tokenizer without merges but with the special tokens; their own
 processor classes; a chat template in the manner of Qwen.
 """
@@ -49,7 +49,7 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt -%}<|im_start|>assistant
 {% endif -%}
 """
-_WEIGHT_SCALE = 3.0
+_WEIGHT_SCALE = 8.0
 _TEXT: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,

@@ -1,0 +1,78 @@
+"""From paths to planned media, and from planned media to runs of decoded frames in whole units."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+import video
+from encoders import Adapter, MediaPlan, Sampling, VideoFacts
+from epd.errors import UnsupportedMediaError
+from epd.types import StageTimings
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMedia:
+    """A source and what it becomes. image: uint8 [1, h, w, 3] at planned size; None for a video."""
+
+    source: str | Path
+    plan: MediaPlan
+    image: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRun:
+    """Frames uint8 [N, h, w, 3] of the units [start, stop) of one item."""
+
+    start: int
+    stop: int
+    frames: Tensor
+
+
+def plan_media(adapter: Adapter, source: str | Path, sampling: Sampling) -> PlannedMedia:
+    """Probes one source and plans it. Raises MediaError, and RequestError for a useless sampling."""
+    if video.media_kind(source) == "image":
+        pixels = torch.from_numpy(video.load_image(source))
+        plan = adapter.plan_image(pixels.shape[0], pixels.shape[1])
+        return PlannedMedia(source, plan, adapter.resize(pixels, plan))
+    info = video.probe(source)
+    if info.num_frames < 1 or info.fps <= 0:
+        raise UnsupportedMediaError(
+            f"'{source}' tells neither its length nor its frame rate "
+            f"({info.num_frames} frames at {info.fps} per second); write it into a new container first"
+        )
+    facts = VideoFacts(info.num_frames, info.fps, info.height, info.width)
+    return PlannedMedia(source, adapter.plan_video(facts, sampling))
+
+
+def unit_runs(media: PlannedMedia, group_tokens: int, timings: StageTimings) -> Iterator[UnitRun]:
+    """Decoded frames, group by group in order; each group has about `group_tokens` visual tokens.
+
+    Frames of a video are decoded by threads of the stream while the consumer works on earlier groups.
+    """
+    if media.image is not None:
+        yield UnitRun(0, 1, media.image)
+        return
+    plan = media.plan
+    cuts = cut_units(plan, group_tokens)
+    sizes = [
+        min(stop * plan.frames_per_unit, plan.num_frames) - start * plan.frames_per_unit
+        for start, stop in cuts
+    ]
+    with video.stream(media.source, plan.times_s, plan.size, group_sizes=sizes) as groups:
+        for start, stop in cuts:
+            begin = perf_counter()
+            group = next(groups)
+            timings.decode_video_s += perf_counter() - begin
+            yield UnitRun(start, stop, torch.from_numpy(group.frames.data))
+
+
+def cut_units(plan: MediaPlan, group_tokens: int) -> Sequence[tuple[int, int]]:
+    """Half-open runs of units, in order, without gaps; at least one unit each, the last perhaps short."""
+    size = max(1, group_tokens // plan.tokens_per_unit)
+    return [(start, min(start + size, plan.num_units)) for start in range(0, plan.num_units, size)]
