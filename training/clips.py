@@ -109,9 +109,9 @@ def resize_to_model(frames: UInt8Array) -> UInt8Array:
     return np.asarray(small.permute(0, 2, 3, 1).contiguous().numpy(), np.uint8)
 
 
-def write_shard(folder: Path, number: int) -> None:
+def write_shard(folder: Path, number: int, num_frames: int) -> None:
+    """Writes about 1,500 frames as clips of `num_frames` each; the JSON file appears last and whole."""
     rng = random.Random(number)
-    num_frames = _LENGTHS[number % len(_LENGTHS)]
     scenes = [draw_scene(rng, num_frames) for _ in range(_CLIPS_PER_SHARD * 32 // max(num_frames, 8))]
     frames = np.stack([film(scene, num_frames, rng) for scene in scenes])
     np.save(folder / f"{number:04d}.npy", frames)
@@ -135,12 +135,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shards", type=int, default=200)
     parser.add_argument("--first-shard", type=int, default=0)
+    parser.add_argument("--frames", type=int, help="frames per clip; by default 4 to 64, a length per shard")
     options = parser.parse_args()
     torch.set_num_threads(1)
     options.out.mkdir(parents=True, exist_ok=True)
     for number in range(options.first_shard, options.first_shard + options.shards):
         if not (options.out / f"{number:04d}.json").exists():
-            write_shard(options.out, number)
+            write_shard(options.out, number, options.frames or _LENGTHS[number % len(_LENGTHS)])
             print(f"shard {number} written", flush=True)
 
 
