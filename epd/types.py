@@ -26,7 +26,7 @@ class Frames:
 
     data: uint8 [N, H, W, 3], RGB, upright.
     pts_s: float64 [N], the true presentation time of each frame, seconds from the start of the video.
-    substituted_times_s: wanted times whose own frame could not be decoded and that show the nearest decodable one.
+    substituted_times_s: wanted times whose frame could not be decoded and that show the nearest one that could.
     """
 
     data: UInt8Array

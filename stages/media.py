@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ import video
 from encoders import Adapter, MediaPlan, Sampling, VideoFacts
 from epd.errors import UnsupportedMediaError
 from epd.types import StageTimings
+from stages.timing import busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,12 @@ def unit_runs(media: PlannedMedia, group_tokens: int, timings: StageTimings) -> 
         min(stop * plan.frames_per_unit, plan.num_frames) - start * plan.frames_per_unit
         for start, stop in cuts
     ]
-    with video.stream(media.source, plan.times_s, plan.size, group_sizes=sizes) as groups:
+    with busy(timings, "decode_video_s"):
+        stream = video.stream(media.source, plan.times_s, plan.size, group_sizes=sizes)
+    with stream as groups:
         for start, stop in cuts:
-            begin = perf_counter()
-            group = next(groups)
-            timings.decode_video_s += perf_counter() - begin
+            with busy(timings, "decode_video_s"):
+                group = next(groups)
             yield UnitRun(start, stop, torch.from_numpy(group.frames.data))
 
 
