@@ -10,9 +10,9 @@ the positions it would have alone:
     segment                 0                                 1                     2
     position   0 ...                                 p ...                 p ...
 
-Half of what follows a video continues at the position after the video's largest height or width (transformers
-5), half at the position after its last instant (other engines), so that answers do not depend on the engine.
-Resumes from --out when it exists.
+Engines disagree on the position of the text after a video: transformers 5 goes on after its height or width
+(and, once the answer begins, after the largest position so far), others after its last instant. Both occur
+here, so that answers do not depend on the engine. Resumes from --out when it exists.
 """
 
 from __future__ import annotations
@@ -181,7 +181,9 @@ def lay_out(
         ids += read + answer
         segments += [number] * (len(read) + len(answer))
         targets += [_NO_TARGET] * (len(read) - 1) + answer + [_NO_TARGET]
-        positions.append((torch.arange(len(read) + len(answer)) + following).expand(3, -1))
+        asked = torch.arange(len(read)) + following
+        answered = torch.arange(len(answer)) + max(int(seen.max()), int(asked[-1])) + 1
+        positions.append(torch.cat([asked, answered]).expand(3, -1))
     return ids, torch.cat(positions, dim=1), segments, targets
 
 
