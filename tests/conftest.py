@@ -1,4 +1,7 @@
-"""Runs before any test module is imported: offline, few threads, quiet."""
+"""The checkpoints and media under test.
+
+Runs before any test module is imported, so that all of them are offline and keep to few threads.
+"""
 
 from __future__ import annotations
 
@@ -9,3 +12,57 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["OMP_WAIT_POLICY"] = "passive"
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.reference import Subject
+
+SUBJECTS = ("qwen2_5_vl", "qwen3_vl", "shapes-vl")
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Model folders by name: tiny random ones, built once, and the embedded one."""
+    from epd.models import embedded_model_path
+    from tests.tiny_models import BUILDERS
+
+    folder = tmp_path_factory.mktemp("checkpoints")
+    built = {name: build(folder / name) for name, build in BUILDERS.items()}
+    return {**built, "shapes-vl": embedded_model_path()}
+
+
+@pytest.fixture(scope="session", params=SUBJECTS)
+def subject(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Subject:
+    """Each checkpoint in turn, loaded by us and by transformers."""
+    from transformers import AutoProcessor
+
+    from stages.colocated import ColocatedPipeline
+    from tests.reference import Subject
+    from tests.tiny_models import load_reference
+
+    path = checkpoints[request.param]
+    return Subject(
+        name=request.param,
+        path=path,
+        pipeline=ColocatedPipeline.load(path),
+        model=load_reference(path),
+        processor=AutoProcessor.from_pretrained(path, local_files_only=True),
+    )
+
+
+@pytest.fixture(scope="session")
+def media(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A 4 s video, another of another shape, and two images."""
+    from tests.media import write_image, write_video
+
+    folder = tmp_path_factory.mktemp("media")
+    return {
+        "video": write_video(folder / "video.mp4"),
+        "tall_video": write_video(folder / "tall.mp4", num_frames=30, fps=15, height=128, width=72, seed=5),
+        "image": write_image(folder / "image.png"),
+        "wide_image": write_image(folder / "wide.png", height=60, width=150, seed=2),
+    }

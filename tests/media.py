@@ -1,0 +1,55 @@
+"""Small videos and images for the tests, drawn and encoded on the spot: a square crossing a shaded ground."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+from PIL import Image
+
+from epd.types import UInt8Array
+from video.demo_video import encode_h264
+
+
+def draw_frames(num_frames: int, height: int, width: int, seed: int) -> Iterator[UInt8Array]:
+    """Frames uint8 [H, W, 3], no two of them alike."""
+    rng = np.random.default_rng(seed)
+    ground = np.linspace(30, 120, height * width, dtype=np.float64).reshape(height, width, 1)
+    tint, colour = rng.uniform(0.3, 1.0, 3), rng.integers(100, 256, 3)
+    side = height // 3
+    for index in range(num_frames):
+        frame = (ground * tint).astype(np.uint8)
+        left = index * (width - side) // max(1, num_frames - 1)
+        top = (index * 7) % (height - side)
+        frame[top : top + side, left : left + side] = colour
+        yield frame
+
+
+def write_video(
+    path: Path, *, num_frames: int = 40, fps: int = 10, height: int = 90, width: int = 160, seed: int = 0
+) -> Path:
+    """An H.264 MP4 with keyframes every two seconds and B-frames; height and width even."""
+    encode_h264(
+        path, draw_frames(num_frames, height, width, seed), fps=Fraction(fps), height=height, width=width
+    )
+    return path
+
+
+def write_image(path: Path, *, height: int = 100, width: int = 76, seed: int = 1) -> Path:
+    """A PNG."""
+    Image.fromarray(next(draw_frames(1, height, width, seed))).save(path)
+    return path
+
+
+def write_audio_only(path: Path) -> Path:
+    """A real MP4 with sound and no picture."""
+    with av.open(str(path), "w", format="mp4") as container:
+        stream = container.add_stream("aac", rate=16000, layout="mono")
+        silence = av.AudioFrame.from_ndarray(np.zeros((1, 16000), dtype=np.float32), "fltp", "mono")
+        silence.sample_rate = 16000
+        container.mux(stream.encode(silence))
+        container.mux(stream.encode(None))
+    return path

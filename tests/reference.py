@@ -1,0 +1,74 @@
+"""The truth for the pipeline: transformers' own processor, fed every frame of each video, and `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.video_utils import VideoMetadata
+
+import video
+from encoders import Sampling
+from stages.colocated import ColocatedPipeline
+
+MAX_TOKENS = 24
+DEFAULT_SAMPLING = Sampling()
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """One checkpoint under test, ours and theirs."""
+
+    name: str
+    path: Path
+    pipeline: ColocatedPipeline
+    model: Any
+    processor: Any
+
+
+def processor_inputs(
+    processor: Any, media: Sequence[Path], question: str, sampling: Sampling = DEFAULT_SAMPLING
+) -> Any:
+    """What the processor makes of the media: it samples, resizes, normalises and lays out by itself."""
+    kinds = [video.media_kind(path) for path in media]
+    content = [*({"type": kind} for kind in kinds), {"type": "text", "text": question}]
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
+    images = [video.load_image(path) for path, kind in zip(media, kinds, strict=True) if kind == "image"]
+    clips = [_all_frames(path) for path, kind in zip(media, kinds, strict=True) if kind == "video"]
+    options: dict[str, Any] = {"images": images} if images else {}
+    if clips:
+        options |= {
+            "videos": [frames for frames, _ in clips],
+            "video_metadata": [metadata for _, metadata in clips],
+            "do_sample_frames": True,
+            "fps": sampling.fps or (None if sampling.num_frames else processor.video_processor.fps),
+            "num_frames": sampling.num_frames,
+        }
+    return processor(text=[text], return_tensors="pt", **options)
+
+
+def generated(model: Any, inputs: Any, max_tokens: int = MAX_TOKENS) -> tuple[int, ...]:
+    """Greedy tokens of `model.generate`, up to and with the one that ends the answer."""
+    with torch.inference_mode():
+        sequences = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
+    return tuple(sequences[0, inputs["input_ids"].shape[1] :].tolist())
+
+
+def _all_frames(path: Path) -> tuple[torch.Tensor, VideoMetadata]:
+    """Every frame of a video, uint8 [T, 3, H, W] at its own size, and what a decoder would say of it."""
+    info = video.probe(path)
+    times_s = [(index + 0.5) / info.fps for index in range(info.num_frames)]
+    frames = torch.from_numpy(video.reference_decode(path, times_s).data).permute(0, 3, 1, 2)
+    metadata = VideoMetadata(
+        total_num_frames=info.num_frames,
+        fps=info.fps,
+        width=info.width,
+        height=info.height,
+        duration=info.duration_s,
+    )
+    return frames, metadata
