@@ -5,8 +5,9 @@ The one file of this package that may import upward, and only inside functions, 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -14,6 +15,10 @@ from typer.core import TyperGroup
 from epd import console
 from epd.errors import EPDError, exit_code
 from epd.models import embedded_model_path
+from epd.types import Answer
+
+if TYPE_CHECKING:
+    from epd.shapes import Question
 
 
 class _Verbs(TyperGroup):
@@ -105,6 +110,69 @@ def _open_pipeline(paths: list[str], question: str, model: Path | None) -> Any:
         for path in paths:
             video.media_kind(path)
         return ColocatedPipeline.load(model or embedded_model_path())
+
+
+@app.command("demo-video")
+def demo_video(
+    out: Annotated[Path, typer.Argument(metavar="OUT.mp4", help="File to write; the truth goes beside it.")],
+    seconds: Annotated[float, typer.Option(metavar="S", help="Length of the video.")] = 30.0,
+    fps: Annotated[int, typer.Option(metavar="F", help="Frames per second.")] = 24,
+    size: Annotated[str, typer.Option(metavar="WxH", help="Width and height in pixels, even.")] = "640x360",
+    seed: Annotated[int, typer.Option(metavar="N", help="The same seed draws the same video.")] = 7,
+) -> None:
+    """Draw a video of the shapes world and write what is visible when beside it as JSON.
+
+    Real H.264 with B-frames and a keyframe every two seconds. Prints the two files' names.
+    """
+    print(out, _write_demo_video(out, seconds, fps, size, seed), sep="\n")
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where to keep the video that is drawn.")] = Path(
+        "demo-out/demo.mp4"
+    ),
+    seed: Annotated[int, typer.Option(metavar="N", help="Another seed draws another video.")] = 7,
+) -> None:
+    """Draw a 60-second video, ask the embedded model five questions about it, and check the answers."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    truth = _write_demo_video(out, 60.0, 24, "640x360", seed)
+    questions = _demo_questions(truth)
+    pipeline = _open_pipeline([str(out)], questions[0].text, None)
+    with console.progress_bar("frames") as show:
+        context = pipeline.prefill_media([str(out)], progress=show)
+    print(f"{out}: 60 s of H.264, {context.num_frames} frames looked at\n")
+    answers = [_answer_aloud(pipeline, context, question) for question in questions]
+    console.print_demo_cost(context.timings, answers)
+
+
+def _demo_questions(truth: Path) -> list[Question]:
+    """The first question of each of five kinds, from a truth file."""
+    from epd.shapes import Question, QuestionKind
+
+    entries = {entry["kind"]: entry for entry in reversed(json.loads(truth.read_text())["questions"])}
+    questions = [
+        Question(QuestionKind(kind), entry["question"], entry["answer"]) for kind, entry in entries.items()
+    ]
+    return questions[-5:]
+
+
+def _answer_aloud(pipeline: Any, context: Any, question: Question) -> Answer:
+    console.stream_text(f"{question.text:<45} ")
+    answer: Answer = pipeline.answer(context, question.text, on_text=console.stream_text)
+    console.print_verdict(question, answer)
+    return answer
+
+
+def _write_demo_video(out: Path, seconds: float, fps: int, size: str, seed: int) -> Path:
+    """Draws and writes one video; returns where its truth is. Raises RequestError for useless options."""
+    from epd.shapes import make_scene
+    from video.demo_video import parse_size, write_demo_video
+
+    height, width = parse_size(size)
+    scene = make_scene(seed, seconds)
+    with console.progress_bar("drawing") as show:
+        return write_demo_video(out, scene, fps=fps, height=height, width=width, progress=show)
 
 
 def main() -> None:

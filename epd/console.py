@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from statistics import median
 from typing import TYPE_CHECKING, Protocol
 
 from epd.errors import EPDError
@@ -17,6 +18,8 @@ from epd.types import Answer, StageTimings
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from epd.shapes import Question
 
 _STAGES = {
     "probe_s": "probe",
@@ -40,6 +43,13 @@ def stderr_console() -> Console:
     from rich.console import Console
 
     return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def stdout_console() -> Console:
+    """A rich console on today's stdout."""
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=True)
 
 
 def error_line(error: EPDError) -> None:
@@ -118,4 +128,30 @@ def print_answer_cost(answer: Answer) -> None:
         f"{usage.num_frames} frames, {usage.visual_tokens} visual tokens, "
         f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} completion tokens",
         file=sys.stderr,
+    )
+
+
+def print_verdict(question: Question, answer: Answer) -> None:
+    """The rest of a demo line, after the streamed answer: the truth and whether they agree, on stdout."""
+    tick = "✓" if question.is_answered_by(answer.text) else "✗"
+    space = " " * max(1, 12 - len(answer.text))
+    print(f"{space}truth: {question.answer:<12} {tick}")
+
+
+def print_demo_cost(media: StageTimings, answers: Sequence[Answer]) -> None:
+    """Where the time of a demo went: the video once, then each question, on stdout."""
+    from rich.table import Table
+
+    table = Table("stage", box=None, pad_edge=False)
+    table.add_column("video, once: s", justify="right")
+    table.add_column(f"{len(answers)} questions: s", justify="right")
+    for field, name in _STAGES.items():
+        asked = sum(getattr(answer.timings, field) for answer in answers)
+        table.add_row(name, f"{getattr(media, field):.3f}", f"{asked:.3f}", end_section=field == "decode_s")
+    print()
+    stdout_console().print(table)
+    usage = answers[0].usage
+    print(
+        f"\n{usage.num_frames} frames, {usage.visual_tokens} visual tokens, {usage.prompt_tokens} prompt tokens; "
+        f"a question's first token after {median(answer.ttft_s for answer in answers):.3f} s"
     )

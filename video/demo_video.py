@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from pathlib import Path
@@ -11,10 +12,13 @@ from typing import IO
 
 import av
 
+from epd.errors import RequestError
 from epd.shapes import Scene, SceneRenderer, make_questions
 from epd.types import UInt8Array
 
 _GOP_S = 2.0
+_MIN_SIDE, _MAX_SIDE = 32, 4096
+_MAX_FPS = 240
 
 
 def encode_h264(
@@ -48,6 +52,21 @@ def encode_h264(
     return num_frames
 
 
+def parse_size(text: str) -> tuple[int, int]:
+    """(height, width) of a size written as WxH, for example 640x360.
+
+    Raises RequestError unless both are even numbers of 32 to 4096 pixels.
+    """
+    match = re.fullmatch(r"(\d+)x(\d+)", text)
+    width, height = map(int, match.groups()) if match else (0, 0)
+    if not all(side % 2 == 0 and _MIN_SIDE <= side <= _MAX_SIDE for side in (height, width)):
+        raise RequestError(
+            f"size is {text!r}, it must be WIDTHxHEIGHT with even numbers of {_MIN_SIDE} to {_MAX_SIDE}; "
+            "try 640x360"
+        )
+    return height, width
+
+
 def write_demo_video(
     out: Path,
     scene: Scene,
@@ -60,7 +79,12 @@ def write_demo_video(
     """Draws and encodes a scene to `out` and writes its truth beside it as JSON; returns the truth's path.
 
     progress: called with (frames done, frames in all) after every frame.
+    Raises RequestError for a rate that no video has or a folder that does not exist.
     """
+    if not 1 <= fps <= _MAX_FPS:
+        raise RequestError(f"fps is {fps}, it must be 1 to {_MAX_FPS}")
+    if not out.parent.is_dir() or out.is_dir():
+        raise RequestError(f"cannot write {str(out)!r}; give a file name in a folder that exists")
     renderer = SceneRenderer(scene, height, width)
     total = max(1, round(scene.duration_s * fps))
 

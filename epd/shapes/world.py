@@ -16,6 +16,8 @@ import random
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from epd.errors import RequestError
+
 SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
 COLOURS: dict[str, tuple[int, int, int]] = {
     "red": (214, 34, 34),
@@ -33,6 +35,7 @@ MAX_OBJECTS = len(SHAPES)
 _MIN_VISIBLE_S = 3.0
 _MIN_START_GAP_S = 2.0
 _SECONDS_PER_OBJECT = 4.0
+_MAX_DURATION_S = 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +89,15 @@ def max_objects(duration_s: float) -> int:
 def make_scene(seed: int, duration_s: float, num_objects: int | None = None) -> Scene:
     """Draws a scene. The same arguments always give the same scene.
 
-    Raises ValueError for a duration without room for one object or more objects than the duration can hold.
+    Raises RequestError for a duration that is not positive or more objects than it can hold.
     """
+    if not 0 < duration_s <= _MAX_DURATION_S:
+        raise RequestError(
+            f"a video of {duration_s} s cannot be drawn; ask for up to {_MAX_DURATION_S:.0f} s"
+        )
     limit = max_objects(duration_s)
-    if duration_s <= 0:
-        raise ValueError(f"duration_s is {duration_s}, it must be positive")
     if num_objects is not None and not 1 <= num_objects <= limit:
-        raise ValueError(f"{num_objects} objects in {duration_s} s, allowed are 1 to {limit}")
+        raise RequestError(f"{num_objects} objects do not fit into {duration_s} s; ask for 1 to {limit}")
     rng = random.Random(seed)
     count = num_objects or rng.randint(1, limit)
     shapes = rng.sample(SHAPES, count)

@@ -1,0 +1,68 @@
+"""Documents name only things that exist: files, make targets, verbs of the program, training steps."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from epd.cli import app
+
+ROOT = Path(__file__).parent.parent
+# Folders whose files a document may name; other words with a slash are not meant as paths.
+_FOLDERS = ("epd", "video", "encoders", "stages", "serve_app", "tests", "benchmarks", "docs", "training")
+
+
+def _documents() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [ROOT / name for name in listed.stdout.split()]
+
+
+def _code_of(text: str) -> str:
+    """Everything in back-ticks and code blocks."""
+    return "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, flags=re.DOTALL))
+
+
+@pytest.fixture(scope="module")
+def texts() -> dict[str, str]:
+    return {str(path.relative_to(ROOT)): path.read_text() for path in _documents()}
+
+
+def test_paths_exist(texts: dict[str, str]) -> None:
+    pattern = re.compile(rf"(?<![\w/.-])((?:{'|'.join(_FOLDERS)})/[\w./-]+)")
+    named = {
+        (doc, path.rstrip(".")) for doc, text in texts.items() for path in pattern.findall(_code_of(text))
+    }
+    assert len(named) > 5
+    assert [entry for entry in sorted(named) if not (ROOT / entry[1]).exists()] == []
+
+
+def test_links_lead_to_files(texts: dict[str, str]) -> None:
+    for doc, text in texts.items():
+        for target in re.findall(r"\]\(([^)#:]+)\)", text):
+            assert ((ROOT / doc).parent / target).exists(), f"{doc} links to {target}"
+
+
+def test_make_targets_exist(texts: dict[str, str]) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    named = {name for text in texts.values() for name in re.findall(r"\bmake ([a-z-]+)", _code_of(text))}
+    assert named
+    assert named <= targets
+
+
+def test_verbs_exist(texts: dict[str, str]) -> None:
+    verbs = set(getattr(get_command(app), "commands", {}))
+    named = {name for text in texts.values() for name in re.findall(r"\bepd ([a-z][a-z-]+)", _code_of(text))}
+    assert {"ask", "demo-video"} <= named
+    assert named <= verbs
+
+
+def test_modules_that_are_run_exist(texts: dict[str, str]) -> None:
+    modules = {
+        name for text in texts.values() for name in re.findall(r"python -m ([a-z_.]+)", _code_of(text))
+    }
+    for module in modules:
+        assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module
