@@ -152,6 +152,6 @@ def print_demo_cost(media: StageTimings, answers: Sequence[Answer]) -> None:
     stdout_console().print(table)
     usage = answers[0].usage
     print(
-        f"\n{usage.num_frames} frames, {usage.visual_tokens} visual tokens, {usage.prompt_tokens} prompt tokens; "
-        f"a question's first token after {median(answer.ttft_s for answer in answers):.3f} s"
+        f"\n{usage.num_frames} frames, {usage.visual_tokens} visual tokens, "
+        f"{usage.prompt_tokens} prompt tokens; a question's first token after {median(answer.ttft_s for answer in answers):.3f} s"
     )
