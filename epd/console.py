@@ -150,8 +150,8 @@ def print_demo_cost(media: StageTimings, answers: Sequence[Answer]) -> None:
         table.add_row(name, f"{getattr(media, field):.3f}", f"{asked:.3f}", end_section=field == "decode_s")
     print()
     stdout_console().print(table)
-    usage = answers[0].usage
+    usage, ttft_s = answers[0].usage, median(answer.ttft_s for answer in answers)
     print(
         f"\n{usage.num_frames} frames, {usage.visual_tokens} visual tokens, "
-        f"{usage.prompt_tokens} prompt tokens; a question's first token after {median(answer.ttft_s for answer in answers):.3f} s"
+        f"{usage.prompt_tokens} prompt tokens; a question's first token after {ttft_s:.3f} s"
     )
