@@ -1,0 +1,205 @@
+"""`epd ask` as a user meets it: streams, tables, JSON, and one line for whatever goes wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from encoders import ADAPTERS
+from epd.cli import app
+from epd.types import StageTimings
+from tests.media import write_audio_only, write_video
+
+QUESTION = "What is shown?"
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def missing(folder: Path) -> Path:
+    return folder / "nothing.mp4"
+
+
+def empty(folder: Path) -> Path:
+    (folder / "empty.mp4").touch()
+    return folder / "empty.mp4"
+
+
+def text_named_mp4(folder: Path) -> Path:
+    (folder / "notes.mp4").write_text("these are the minutes of the meeting\n" * 50, encoding="utf-8")
+    return folder / "notes.mp4"
+
+
+def truncated_without_a_frame(folder: Path) -> Path:
+    """The first bytes of a real video, its index lost with the rest."""
+    whole = write_video(folder / "whole.mp4").read_bytes()
+    (folder / "cut.mp4").write_bytes(whole[:100])
+    return folder / "cut.mp4"
+
+
+def header_without_a_frame(folder: Path) -> Path:
+    """An index that promises frames, and none of their bytes: every packet is past the end of the file."""
+    import av
+
+    whole = write_video(folder / "whole.mp4")
+    faststart = folder / "faststart.mp4"
+    with (
+        av.open(str(whole)) as source,
+        av.open(str(faststart), "w", format="mp4", options={"movflags": "+faststart"}) as target,
+    ):
+        stream = target.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(source.streams.video[0]):
+            if packet.dts is not None:
+                packet.stream = stream
+                target.mux(packet)
+    data = faststart.read_bytes()
+    (folder / "promise.mp4").write_bytes(data[: data.index(b"mdat") + 4])
+    return folder / "promise.mp4"
+
+
+def audio_only(folder: Path) -> Path:
+    return write_audio_only(folder / "song.mp4")
+
+
+BAD_FILES: tuple[Callable[[Path], Path], ...] = (
+    missing,
+    empty,
+    text_named_mp4,
+    truncated_without_a_frame,
+    header_without_a_frame,
+    audio_only,
+)
+
+
+def assert_one_clear_line(result: Result, *words: str) -> None:
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert result.stderr.startswith("error: ")
+    for word in words:
+        assert word in result.stderr
+
+
+@pytest.mark.parametrize("make", BAD_FILES, ids=lambda make: make.__name__)
+def test_a_bad_file_gives_one_line_that_names_it(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    path = make(tmp_path)
+    assert_one_clear_line(run("ask", path, QUESTION), path.name)
+
+
+@pytest.mark.parametrize("question", ["", "   \n"])
+def test_an_empty_question_gives_one_line(media: dict[str, Path], question: str) -> None:
+    assert_one_clear_line(run("ask", media["image"], question), "question is empty")
+
+
+def test_an_unknown_model_path_gives_one_line(media: dict[str, Path], tmp_path: Path) -> None:
+    model = tmp_path / "nowhere"
+    assert_one_clear_line(run("ask", media["image"], QUESTION, "--model", model), str(model), "config.json")
+
+
+def test_a_folder_without_a_model_gives_one_line(media: dict[str, Path], tmp_path: Path) -> None:
+    assert_one_clear_line(run("ask", media["image"], QUESTION, "--model", tmp_path), "config.json")
+
+
+def test_a_broken_model_config_gives_one_line(media: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    assert_one_clear_line(run("ask", media["image"], QUESTION, "--model", tmp_path), "config.json")
+
+
+def test_a_model_without_weights_gives_one_line(
+    media: dict[str, Path], tmp_path: Path, checkpoints: dict[str, Path]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(checkpoints["qwen2_5_vl"], model, ignore=shutil.ignore_patterns("*.safetensors"))
+    assert_one_clear_line(run("ask", media["image"], QUESTION, "--model", model), str(model))
+
+
+def test_an_unsupported_model_type_lists_the_supported(media: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}', encoding="utf-8")
+    assert_one_clear_line(run("ask", media["image"], QUESTION, "--model", tmp_path), "'bert'", *ADAPTERS)
+
+
+@pytest.mark.parametrize(
+    "options", [("--fps", "0"), ("--frames", "0"), ("--fps", "1", "--frames", "4"), ("--max-tokens", "0")]
+)
+def test_an_option_that_makes_no_sense_gives_one_line(
+    media: dict[str, Path], options: tuple[str, ...]
+) -> None:
+    assert_one_clear_line(run("ask", media["video"], QUESTION, *options), options[1])
+
+
+@pytest.mark.parametrize(
+    "arguments", [("ask",), ("ask", "one.mp4"), ("ask", "a.mp4", "b", "--nope"), ("nope",)]
+)
+def test_wrong_usage_exits_2_and_says_how(arguments: tuple[str, ...]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert "Usage: " in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_answer_on_stdout_and_table_on_stderr(media: dict[str, Path], checkpoints: dict[str, Path]) -> None:
+    options = ("--model", checkpoints["qwen2_5_vl"], "--frames", "4", "--max-tokens", "6")
+    result = run("ask", media["video"], media["image"], QUESTION, *options)
+    record = json.loads(run("ask", media["video"], media["image"], QUESTION, *options, "--json").stdout)
+
+    assert result.exit_code == 0, result.output
+    assert result.stdout == record["answer"] + "\n"
+    for word in ("probe", "decode video", "preprocess", "encode", "prefill", "decode", "total", "seconds"):
+        assert word in result.stderr
+    usage = record["usage"]
+    assert f"{usage['num_frames']} frames, {usage['visual_tokens']} visual tokens" in result.stderr
+    assert f"{usage['prompt_tokens']} prompt tokens, 6 completion tokens" in result.stderr
+
+
+def test_json_is_one_object_with_the_promised_fields(
+    media: dict[str, Path], checkpoints: dict[str, Path]
+) -> None:
+    result = run(
+        "ask", media["image"], QUESTION, "--model", checkpoints["qwen3_vl"], "--max-tokens", "4", "--json"
+    )
+    record = json.loads(result.stdout)
+
+    assert result.stderr == ""
+    assert set(record) == {"answer", "ttft_s", "timings", "usage"}
+    assert set(record["timings"]) == {field.name for field in StageTimings.__dataclass_fields__.values()}
+    assert 0 < record["ttft_s"] < record["timings"]["total_s"]
+    assert record["usage"]["completion_tokens"] == 4
+
+
+def program(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "from epd.cli import main; main()", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_the_real_program_prints_one_line_and_no_traceback(tmp_path: Path) -> None:
+    done = program("ask", text_named_mp4(tmp_path), QUESTION)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "notes.mp4" in done.stderr
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    probe = (
+        "import sys, epd.cli; sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'av')))"
+    )
+    assert subprocess.run([sys.executable, "-c", probe], timeout=60, check=False).returncode == 0
+    start = time.perf_counter()
+    done = program("ask", "--help")
+    elapsed_s = time.perf_counter() - start
+    assert done.returncode == 0
+    for word in ("PATH", "QUESTION", "--model", "--fps", "--frames", "--max-tokens", "--json"):
+        assert word in done.stdout
+    assert elapsed_s < 5, "an order of magnitude above what it takes on a quiet machine"

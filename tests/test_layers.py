@@ -1,0 +1,122 @@
+"""The one direction of imports, epd <- video, encoders <- stages <- serve_app, and who alone may import what.
+
+Every import of every file is read, those inside functions and under TYPE_CHECKING too.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# package: the packages of ours that it may import, besides itself.
+ALLOWED: dict[str, set[str]] = {
+    "epd": set(),
+    "video": {"epd"},
+    "encoders": {"epd"},
+    "stages": {"epd", "video", "encoders"},
+    "serve_app": {"epd", "video", "encoders", "stages"},
+}
+# outside package: those of ours that alone may import it.
+RESERVED = {
+    "av": {"video"},
+    "ray": {"serve_app"},
+    "triton": {"encoders", "stages"},
+}
+# The composition root may import upward, but only inside functions.
+COMPOSITION_ROOT = Path("epd/cli.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """One imported top-level package, and where. at_top: outside of any function."""
+
+    file: Path
+    line: int
+    package: str
+    at_top: bool
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} imports {self.package}"
+
+
+def imports_of(source: str, file: Path) -> Iterator[Import]:
+    tree = ast.parse(source)
+    inside = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        for name in _names(node):
+            yield Import(file, node.lineno, name.split(".")[0], id(node) not in inside)  # type: ignore[attr-defined]
+
+
+def _names(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [node.module or ""] if node.level == 0 else []
+    if (
+        isinstance(node, ast.Call)
+        and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module"
+    ):
+        return [
+            arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+        ]
+    return []
+
+
+def violation(found: Import) -> bool:
+    package = found.file.parts[0]
+    if found.package in RESERVED:
+        return package not in RESERVED[found.package]
+    if found.package not in ALLOWED or found.package == package:
+        return False
+    if found.file == COMPOSITION_ROOT:
+        return found.at_top
+    return found.package not in ALLOWED[package]
+
+
+def our_files() -> list[Path]:
+    return [path.relative_to(ROOT) for package in ALLOWED for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("file", our_files(), ids=str)
+def test_imports_follow_the_arrows(file: Path) -> None:
+    found = imports_of((ROOT / file).read_text(encoding="utf-8"), file)
+    assert [str(one) for one in found if violation(one)] == []
+
+
+def test_every_package_is_looked_at() -> None:
+    assert {file.parts[0] for file in our_files()} >= {"epd", "video", "encoders", "stages"}
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "is_violation"),
+    [
+        ("epd/types.py", "import video", True),
+        ("epd/types.py", "def f():\n    from stages.colocated import x", True),
+        ("epd/types.py", "import numpy", False),
+        ("epd/cli.py", "def f():\n    from stages.colocated import x", False),
+        ("epd/cli.py", "from stages.colocated import x", True),
+        ("epd/cli.py", "if TYPE_CHECKING:\n    import stages", True),
+        ("video/probe.py", "import av.container", False),
+        ("video/probe.py", "from encoders import Adapter", True),
+        ("encoders/prompt.py", "import video", True),
+        ("encoders/prompt.py", "import importlib\nimportlib.import_module('stages')", True),
+        ("encoders/kernels/patches.py", "import triton", False),
+        ("epd/policy.py", "import triton.language as tl", True),
+        ("stages/media.py", "import av", True),
+        ("stages/colocated.py", "def f():\n    import ray", True),
+        ("stages/colocated.py", "import video, encoders, epd.types", False),
+        ("serve_app/app.py", "import ray\nimport stages", False),
+    ],
+)
+def test_the_rule_itself(file: str, source: str, is_violation: bool) -> None:
+    assert any(violation(one) for one in imports_of(source, Path(file))) is is_violation

@@ -1,0 +1,201 @@
+"""Tokens of the colocated pipeline equal those of `model.generate`, however it is cut and used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from encoders import MediaPlan, Sampling
+from epd.errors import RequestError
+from stages.colocated import ColocatedPipeline
+from tests.reference import MAX_TOKENS, Subject, generated, processor_inputs
+
+QUESTIONS = ("What is shown?", "Which colour is the shape? Ä 漢 🙂", "how many")
+CASES = {
+    "text": (),
+    "image": ("image",),
+    "images": ("image", "wide_image", "image"),
+    "video": ("video",),
+    "video and image": ("video", "image"),
+    "image, videos": ("wide_image", "tall_video", "video"),
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("names", CASES.values(), ids=CASES)
+def test_tokens_equal_generate(
+    subject: Subject, media: dict[str, Path], names: tuple[str, ...], question: str
+) -> None:
+    paths = [media[name] for name in names]
+    expected = generated(subject.model, processor_inputs(subject.processor, paths, question))
+
+    answer = subject.pipeline.ask(paths, question, max_tokens=MAX_TOKENS)
+
+    assert answer.token_ids == expected
+
+
+@pytest.mark.parametrize("sampling", [Sampling(fps=5.0), Sampling(num_frames=10)], ids=["5 fps", "10 frames"])
+def test_tokens_equal_generate_for_any_sampling(
+    subject: Subject, media: dict[str, Path], sampling: Sampling
+) -> None:
+    paths = [media["video"], media["tall_video"]]
+    inputs = processor_inputs(subject.processor, paths, QUESTIONS[0], sampling)
+
+    answer = subject.pipeline.ask(
+        paths, QUESTIONS[0], fps=sampling.fps, num_frames=sampling.num_frames, max_tokens=MAX_TOKENS
+    )
+
+    assert answer.token_ids == generated(subject.model, inputs)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_tiny_models_tell_media_and_questions_apart(
+    checkpoints: dict[str, Path], media: dict[str, Path], name: str
+) -> None:
+    """Else the equalities above would prove little: random models like to say one thing for ever."""
+    pipeline = ColocatedPipeline.load(checkpoints[name])
+    answers = [
+        pipeline.ask([media[path] for path in names], question, max_tokens=MAX_TOKENS).token_ids
+        for names in CASES.values()
+        for question in QUESTIONS
+    ]
+    assert len(set(answers)) == len(answers)
+    assert sum(len(set(answer)) for answer in answers) / len(answers) > 5
+
+
+@pytest.mark.parametrize("group_tokens", [1, 20, 100_000], ids=["one unit", "a few units", "all at once"])
+def test_size_of_groups_does_not_change_tokens(
+    subject: Subject, media: dict[str, Path], group_tokens: int
+) -> None:
+    paths = [media["video"], media["image"], media["tall_video"]]
+    whole = subject.pipeline.ask(paths, QUESTIONS[0], fps=4, max_tokens=MAX_TOKENS)
+
+    pipeline = ColocatedPipeline.load(subject.path, group_tokens=group_tokens)
+    cut = pipeline.ask(paths, QUESTIONS[0], fps=4, max_tokens=MAX_TOKENS)
+
+    assert cut.token_ids == whole.token_ids
+    assert cut.usage == whole.usage
+
+
+@pytest.mark.parametrize("names", [(), ("video", "image")], ids=["no media", "media"])
+def test_many_questions_on_one_context_equal_separate_asks(
+    subject: Subject, media: dict[str, Path], names: tuple[str, ...]
+) -> None:
+    paths = [media[name] for name in names]
+    context = subject.pipeline.prefill_media(paths)
+    length = len(context.cache)
+
+    for question in (*QUESTIONS, *reversed(QUESTIONS)):
+        answer = subject.pipeline.answer(context, question, max_tokens=MAX_TOKENS)
+        separate = subject.pipeline.ask(paths, question, max_tokens=MAX_TOKENS)
+        assert (answer.token_ids, answer.usage) == (separate.token_ids, separate.usage)
+        assert len(context.cache) == length
+
+
+def test_a_consumer_that_fails_leaves_the_context_as_it_was(subject: Subject, media: dict[str, Path]) -> None:
+    context = subject.pipeline.prefill_media([media["video"]])
+    before = subject.pipeline.answer(context, QUESTIONS[0], max_tokens=MAX_TOKENS)
+
+    def go_away(piece: str) -> None:
+        raise ConnectionError(piece)
+
+    with pytest.raises(ConnectionError):
+        subject.pipeline.answer(context, QUESTIONS[1], max_tokens=MAX_TOKENS, on_text=go_away)
+
+    assert subject.pipeline.answer(context, QUESTIONS[0], max_tokens=MAX_TOKENS).token_ids == before.token_ids
+
+
+def test_streamed_text_is_the_text_of_the_tokens(subject: Subject, media: dict[str, Path]) -> None:
+    pieces: list[str] = []
+    answer = subject.pipeline.ask(
+        [media["image"]], QUESTIONS[1], max_tokens=MAX_TOKENS, on_text=pieces.append
+    )
+
+    assert "".join(pieces) == answer.text
+    assert answer.text == subject.processor.tokenizer.decode(
+        answer.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+
+
+def test_stops_at_the_end_token_and_at_the_cap(subject: Subject, media: dict[str, Path]) -> None:
+    free = subject.pipeline.ask([media["image"]], QUESTIONS[0], max_tokens=MAX_TOKENS)
+    last = free.token_ids[-1]
+    stopping = ColocatedPipeline.load(subject.path)
+    stopping._eos_ids = frozenset([last])
+
+    capped = subject.pipeline.ask([media["image"]], QUESTIONS[0], max_tokens=3)
+    stopped = stopping.ask([media["image"]], QUESTIONS[0], max_tokens=MAX_TOKENS)
+
+    assert capped.token_ids == free.token_ids[:3]
+    assert stopped.token_ids == free.token_ids[: free.token_ids.index(last) + 1]
+    assert stopped.finish_reason == "stop"
+
+
+def test_usage_and_timings_account_for_the_request(subject: Subject, media: dict[str, Path]) -> None:
+    seen: list[tuple[int, int]] = []
+    answer = subject.pipeline.ask(
+        [media["video"], media["image"]],
+        QUESTIONS[0],
+        num_frames=8,
+        max_tokens=5,
+        progress=lambda num_done, num_frames: seen.append((num_done, num_frames)),
+    )
+    inputs = processor_inputs(
+        subject.processor, [media["video"], media["image"]], QUESTIONS[0], Sampling(num_frames=8)
+    )
+    visual = int(inputs["mm_token_type_ids"].bool().sum())
+
+    assert (answer.usage.num_frames, answer.usage.visual_tokens) == (9, visual)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (inputs["input_ids"].shape[1], 5)
+    assert seen[-1] == (9, 9)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    spent = answer.timings
+    assert 0 < answer.ttft_s < spent.total_s
+    assert min(spent.probe_s, spent.preprocess_s, spent.encode_s, spent.prefill_s, spent.decode_s) > 0
+    assert spent.preprocess_s + spent.encode_s + spent.prefill_s + spent.decode_s <= spent.total_s
+
+
+def test_no_more_than_a_group_of_frames_is_preprocessed_at_a_time(
+    subject: Subject, media: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = ColocatedPipeline.load(subject.path, group_tokens=10)
+    sizes: list[int] = []
+    preprocess = pipeline.adapter.preprocess
+
+    def watched(frames: Tensor, plan: MediaPlan) -> Tensor:
+        sizes.append(len(frames))
+        return preprocess(frames, plan)
+
+    monkeypatch.setattr(pipeline.adapter, "preprocess", watched)
+    context = pipeline.prefill_media([media["video"]], num_frames=40)
+    (plan,) = context.plans
+
+    assert sum(sizes) == 40
+    assert max(sizes) == plan.frames_per_unit * max(1, 10 // plan.tokens_per_unit) < 40
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fps": 1.0, "num_frames": 4}, "one of the two"),
+        ({"fps": 0.0}, "positive"),
+        ({"fps": float("nan")}, "positive"),
+        ({"num_frames": 0}, "at least 1"),
+        ({"max_tokens": 0}, "at least 1"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    subject: Subject, media: dict[str, Path], options: dict[str, float], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        subject.pipeline.ask([media["video"]], QUESTIONS[0], **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("token", ["<|image_pad|>", "<|video_pad|>"])
+def test_a_question_cannot_smuggle_in_media_tokens(
+    subject: Subject, media: dict[str, Path], token: str
+) -> None:
+    with pytest.raises(RequestError, match="reserved"):
+        subject.pipeline.ask([media["image"]], f"what {token} is this", max_tokens=2)
