@@ -20,12 +20,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-import av
 import numpy as np
 import torch
-from torchvision.transforms.v2 import InterpolationMode
-from torchvision.transforms.v2 import functional as transforms
 
+import video
 from epd.shapes import Scene, SceneRenderer, make_scene
 from epd.shapes.world import max_objects
 from epd.types import UInt8Array
@@ -94,19 +92,8 @@ def film(scene: Scene, num_frames: int, rng: random.Random) -> UInt8Array:
         crf=rng.randint(18, 30),
         preset="ultrafast",
     )
-    file.seek(0)
-    with av.open(file) as c:
-        frames = np.stack([f.to_ndarray(format="rgb24") for f in c.decode(video=0)])
-    return resize_to_model(frames)
-
-
-def resize_to_model(frames: UInt8Array) -> UInt8Array:
-    """The processor's resize: antialiased bicubic on uint8 [N, H, W, 3]."""
-    planes = torch.from_numpy(frames).permute(0, 3, 1, 2)
-    small = transforms.resize(
-        planes, [MODEL_HEIGHT, MODEL_WIDTH], interpolation=InterpolationMode.BICUBIC, antialias=True
-    )
-    return np.asarray(small.permute(0, 2, 3, 1).contiguous().numpy(), np.uint8)
+    times_s = [(index + 0.5) / 2 for index in range(num_frames)]
+    return video.reference_decode(file.getvalue(), times_s, (MODEL_HEIGHT, MODEL_WIDTH)).data
 
 
 def write_shard(folder: Path, number: int, num_frames: int) -> None:

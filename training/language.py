@@ -40,6 +40,10 @@ from training.vision import COLUMNS, ROWS, TOKENS, encode, learning_rate, patchi
 
 _IMAGE_KINDS = (QuestionKind.COLOUR, QuestionKind.PRESENCE, QuestionKind.COUNT)
 _NO_TARGET = -100
+# (until this share of the training, at most so many frame pairs)
+_CURRICULUM = ((0.1, 8), (0.4, 32), (0.6, 64), (2.0, 256))
+# One shard of every length, see `training.clips`.
+_VALIDATION_SHARDS = {*range(32, 40), 1000, 2000, 2001}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +103,13 @@ class EncodedPool:
         cache.mkdir(parents=True, exist_ok=True)
 
     def refresh(self, limit: int = 1000) -> None:
-        """Reads up to `limit` new shards; every fortieth is kept for validation."""
+        """Reads up to `limit` new shards; a few are kept for validation."""
         for spec in sorted(self._folder.glob("*.json")):
             if spec.stem in self._read or limit == 0:
                 continue
             self._read.add(spec.stem)
             limit -= 1
-            target = self.validation if int(spec.stem) % 40 >= 36 and int(spec.stem) < 40 else self.training
+            target = self.validation if int(spec.stem) in _VALIDATION_SHARDS else self.training
             for clip in self._load(spec):
                 target[0 if clip.is_image else len(clip)].append(clip)
 
@@ -281,6 +285,11 @@ def validate(model: nn.Module, pool: EncodedPool, prompts: Prompts, budget: int)
     return {name: right[name] / asked[name] for name in asked}
 
 
+def longest_pairs(share: float) -> int:
+    """The longest video trained on, in frame pairs, when `share` of the training is over."""
+    return next(longest for until, longest in _CURRICULUM if share < until)
+
+
 def load_vision(model: Qwen2_5_VLForConditionalGeneration, path: Path) -> None:
     model.model.visual.load_state_dict(torch.load(path)["visual"])
     model.model.visual.requires_grad_(False)
@@ -309,8 +318,7 @@ def train(options: argparse.Namespace) -> None:
             pool.refresh(limit=20 if step > start else 1000)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, options.steps, options.lr)
-        longest = options.longest if step >= 600 else 8
-        batch = draw_batch(pool.training, prompts, rng, options.budget, longest)
+        batch = draw_batch(pool.training, prompts, rng, options.budget, longest_pairs(step / options.steps))
         logits, targets = answer_logits(model, batch)
         loss = functional.cross_entropy(logits, targets)
         optimizer.zero_grad()
@@ -345,9 +353,8 @@ def main() -> None:
     parser.add_argument(
         "--checkpoint", type=Path, help="folder to write a loadable checkpoint to as it improves"
     )
-    parser.add_argument("--steps", type=int, default=8000)
+    parser.add_argument("--steps", type=int, default=4200)
     parser.add_argument("--budget", type=int, default=9000, help="tokens per step")
-    parser.add_argument("--longest", type=int, default=32, help="longest video trained on, in frame pairs")
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
