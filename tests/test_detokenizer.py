@@ -35,6 +35,20 @@ def test_a_character_of_four_bytes_comes_at_once() -> None:
     assert pieces_of(TOKENIZER("a🙂b")["input_ids"]) == ["a", "", "", "", "🙂", "b", ""]
 
 
+def test_work_per_token_does_not_grow_with_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    decode = TOKENIZER.decode
+
+    def watched(token_ids: list[int], **options: bool) -> str:
+        lengths.append(len(token_ids))
+        text: str = decode(token_ids, **options)
+        return text
+
+    monkeypatch.setattr(TOKENIZER, "decode", watched)
+    pieces_of(TOKENIZER("a long answer, " * 20)["input_ids"])
+    assert max(lengths) <= 2
+
+
 def test_half_a_character_at_the_end_is_shown_as_such() -> None:
     assert "".join(pieces_of(TOKENIZER("ok🙂")["input_ids"][:-1])) == "ok\N{REPLACEMENT CHARACTER}"
 

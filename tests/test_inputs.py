@@ -13,6 +13,7 @@ from epd.types import StageTimings
 from stages.media import PlannedMedia, plan_media, unit_runs
 from tests.reference import Subject, processor_inputs
 
+GRID_INPUTS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 QUESTION = "Which colour is it? Ä, 漢, 🙂"
 CASES = {
     "text": (),
@@ -28,6 +29,7 @@ SAMPLINGS = {
     "1 fps": Sampling(fps=1.0),
     "3.7 fps": Sampling(fps=3.7),
     "6 frames": Sampling(num_frames=6),
+    "7 frames": Sampling(num_frames=7),
 }
 
 
@@ -78,16 +80,14 @@ def test_positions_equal_the_models(
     assert prompt.next_position == len(prompt) + int(delta)
 
 
-GRID_INPUTS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
-
-
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("group_tokens", [1, 30, 10_000])
 def test_pixel_values_equal_the_processors_bit_for_bit(
-    subject: Subject, media: dict[str, Path], group_tokens: int
+    subject: Subject, media: dict[str, Path], group_tokens: int, sampling: Sampling
 ) -> None:
     paths = [media[name] for name in ("wide_image", "video", "image", "tall_video")]
-    items, _ = planned(subject, paths, Sampling())
-    theirs = processor_inputs(subject.processor, paths, QUESTION)
+    items, _ = planned(subject, paths, sampling)
+    theirs = processor_inputs(subject.processor, paths, QUESTION, sampling)
 
     ours = {kind: [i for i in items if i.plan.kind == kind] for kind in ("image", "video")}
     images = torch.cat([pixel_values(subject, item, group_tokens) for item in ours["image"]])
