@@ -164,6 +164,17 @@ class Embeddings:
         return len(self.rows)
 
 
+@dataclass(frozen=True, slots=True)
+class PatchRun:
+    """Whole units of one item, ready for the vision tower.
+
+    values: what `Adapter.preprocess` made of their frames. grid: of these units alone.
+    """
+
+    values: Tensor
+    grid: Grid
+
+
 class Adapter(Protocol):
     """One model family. Holds no weights, so that planning needs no model."""
 
@@ -201,6 +212,10 @@ class Adapter(Protocol):
 
     def encode(self, tower: nn.Module, patches: Tensor, grid: Grid) -> Embeddings:
         """Runs the vision tower and projector over the patches of whole units of one item."""
+        ...
+
+    def encode_batch(self, tower: nn.Module, runs: Sequence[PatchRun]) -> list[Embeddings]:
+        """Encodes runs of equal grid height and width, of any items, in one call of the tower."""
         ...
 
     def decoder_kwargs(self, visual_mask: Tensor, embeddings: Embeddings) -> dict[str, Any]:

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from encoders.adapter import Embeddings, Grid, MediaItem, MediaPlan, PromptPlan, Sampling, VideoFacts
+from encoders.adapter import (
+    Embeddings,
+    Grid,
+    MediaItem,
+    MediaPlan,
+    PatchRun,
+    PromptPlan,
+    Sampling,
+    VideoFacts,
+)
 from encoders.checkpoint import Checkpoint
 from encoders.mrope import VisualSpan, mrope_positions
 from encoders.patches import patch_spec, patchify, resize_image
@@ -101,9 +110,17 @@ class QwenVLAdapter(ABC):
         return model.get_submodule("model.visual")
 
     def encode(self, tower: nn.Module, patches: Tensor, grid: Grid) -> Embeddings:
+        return self.encode_batch(tower, [PatchRun(patches, grid)])[0]
+
+    def encode_batch(self, tower: nn.Module, runs: Sequence[PatchRun]) -> list[Embeddings]:
         dtype = next(tower.parameters()).dtype
-        output = tower(patches.to(dtype), grid_thw=torch.tensor([[grid.t, grid.h, grid.w]]), return_dict=True)
-        return Embeddings(output.pooler_output, tuple(getattr(output, "deepstack_features", None) or ()))
+        patches = torch.cat([run.values for run in runs]).to(dtype)
+        grids = torch.tensor([[run.grid.t, run.grid.h, run.grid.w] for run in runs])
+        output = tower(patches, grid_thw=grids, return_dict=True)
+        counts = [run.grid.num_patches // self.video_spec.merge**2 for run in runs]
+        rows = torch.split(output.pooler_output, counts)
+        layers = [torch.split(layer, counts) for layer in getattr(output, "deepstack_features", None) or ()]
+        return [Embeddings(rows[i], tuple(layer[i] for layer in layers)) for i in range(len(runs))]
 
     def decoder_kwargs(self, visual_mask: Tensor, embeddings: Embeddings) -> dict[str, Any]:
         if not embeddings.deepstack:

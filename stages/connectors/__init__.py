@@ -1,0 +1,7 @@
+"""Transports for embeddings, behind `epd.connectors.EncoderConnector`."""
+
+from stages.connectors.in_process import InProcessHub
+from stages.connectors.mailbox import MailboxConnector
+from stages.connectors.shared_memory import SharedMemoryConnector, SharedPoolFile
+
+__all__ = ["InProcessHub", "MailboxConnector", "SharedMemoryConnector", "SharedPoolFile"]
