@@ -51,6 +51,10 @@ class Qwen2_5VLAdapter(QwenVLAdapter):
         ]
 
     def _time_step(self, plan: MediaPlan) -> float:
-        """Positions between temporal patches, in float32 as the reference has it; a still has one patch."""
+        """Positions between temporal patches, in float32 as the reference has it; a still has one patch.
+
+        Older transformers cut `unit_span_s` to whole seconds, and so lose time at most sampling rates. Not
+        repeated here: positions, and so answers, do not depend on the release.
+        """
         per_second = self.checkpoint.config.vision_config.tokens_per_second
         return float(np.float32(per_second) * np.float32(plan.unit_span_s)) if plan.kind == "video" else 1.0
