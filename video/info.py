@@ -16,7 +16,8 @@ class VideoInfo:
 
     width, height: pixels, after rotation. rotation_deg: clockwise turn that makes a decoded frame upright.
     start_pts: ticks of time_base at which the video starts; every time in seconds counts from there.
-    keyframe_times_s_from_index: decode times of the keyframes, seconds; None without an index.
+    keyframe_ticks_from_index: when each listed keyframe is decoded (MP4, AVI) or shown (MKV), in ticks of
+        time_base; None without a complete index, as in TS and fragmented MP4.
     """
 
     codec: str
@@ -30,10 +31,20 @@ class VideoInfo:
     average_fps_from_header: Fraction | None
     nominal_fps_guessed: Fraction | None
     num_frames_from_header: int | None
-    num_frames_from_index: int | None
-    keyframe_times_s_from_index: tuple[float, ...] | None
+    keyframe_ticks_from_index: tuple[int, ...] | None
     container_format: str
     pixel_format: str | None
+
+    @property
+    def keyframe_times_s_from_index(self) -> tuple[float, ...] | None:
+        """The listed keyframes, seconds from the start of the video; None without a complete index."""
+        ticks = self.keyframe_ticks_from_index
+        return None if ticks is None else tuple(self.seconds(tick) for tick in ticks)
+
+    @property
+    def has_pts_in_decode_order(self) -> bool:
+        """Whether the container numbers packets as they are stored, which says nothing of B-frames' times."""
+        return self.container_format == "avi" and self.codec in ("h264", "hevc")
 
     @property
     def duration_s(self) -> float:
@@ -47,9 +58,8 @@ class VideoInfo:
 
     @property
     def num_frames(self) -> int:
-        """Best known number of frames: the header's, else the index's, else duration times rate."""
-        known = self.num_frames_from_header or self.num_frames_from_index
-        return known if known else round(self.duration_s * self.fps)
+        """Best known number of frames: the header's, else duration times rate."""
+        return self.num_frames_from_header or round(self.duration_s * self.fps)
 
     def seconds(self, pts: int) -> float:
         """The time of a timestamp, seconds from the start of the video."""

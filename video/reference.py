@@ -14,6 +14,9 @@ from video.info import VideoInfo
 from video.pixels import Size, exact_resize, exact_rgb
 from video.probe import describe
 from video.source import Media, OpenVideo, Source, open_video
+from video.timestamps import FrameClock
+
+TimedFrame = tuple[int, VideoFrame]
 
 
 def reference_decode(source: Source | Media, times_s: Sequence[float], size: Size | None = None) -> Frames:
@@ -24,7 +27,7 @@ def reference_decode(source: Source | Media, times_s: Sequence[float], size: Siz
     with open_video(source) as video:
         info = describe(video)
         wanted = [info.pts_at(time_s) for time_s in times_s]
-        shown = dict(_frames_on_screen(video, info, sorted(set(wanted)), size))
+        shown = dict(_frames_on_screen(_decoded(video, info), sorted(set(wanted)), video.media.name, size))
     images = [shown[pts][1] for pts in wanted]
     height, width = size or (info.height, info.width)
     data = np.stack(images) if images else np.zeros((0, height, width, 3), np.uint8)
@@ -32,39 +35,38 @@ def reference_decode(source: Source | Media, times_s: Sequence[float], size: Siz
 
 
 def _frames_on_screen(
-    video: OpenVideo, info: VideoInfo, wanted: list[int], size: Size | None
+    frames: Iterator[TimedFrame], wanted: list[int], name: str, size: Size | None
 ) -> Iterator[tuple[int, tuple[int, UInt8Array]]]:
     """(wanted pts, (frame pts, pixels)) in increasing order."""
-    before: VideoFrame | None = None
+    before: TimedFrame | None = None
     remaining = iter(wanted)
     target = next(remaining, None)
-    for frame in _decoded(video):
-        while target is not None and _pts(frame) > target:
-            yield target, _pixels(before or frame, info, size)
+    for timed in frames:
+        while target is not None and timed[0] > target:
+            yield target, _pixels(before or timed, size)
             target = next(remaining, None)
-        before = frame
+        before = timed
     if before is None:
-        raise CorruptMediaError(
-            f"{video.media.name} holds no frame that decodes; allowed: complete files; copy it again"
-        )
+        raise CorruptMediaError(f"{name} holds no frame that decodes; allowed: complete files; copy it again")
     while target is not None:
-        yield target, _pixels(before, info, size)
+        yield target, _pixels(before, size)
         target = next(remaining, None)
 
 
-def _decoded(video: OpenVideo) -> Iterator[VideoFrame]:
+def _decoded(video: OpenVideo, info: VideoInfo) -> Iterator[TimedFrame]:
+    clock = FrameClock(info)
     try:
-        yield from (frame for frame in video.container.decode(video.stream) if frame.pts is not None)
+        for packet in video.container.demux(video.stream):
+            clock.fed(packet.pts)
+            for frame in packet.decode():
+                pts = clock.pts(frame)
+                if pts is not None:
+                    yield pts, frame
     except av.error.FFmpegError as error:
         raise CorruptMediaError(
             f"{video.media.name} cannot be decoded ({error}); allowed: complete files; copy it again"
         ) from error
 
 
-def _pixels(frame: VideoFrame, info: VideoInfo, size: Size | None) -> tuple[int, UInt8Array]:
-    return _pts(frame), exact_resize(exact_rgb(frame, info.rotation_deg), size)
-
-
-def _pts(frame: VideoFrame) -> int:
-    assert frame.pts is not None
-    return frame.pts
+def _pixels(timed: TimedFrame, size: Size | None) -> tuple[int, UInt8Array]:
+    return timed[0], exact_resize(exact_rgb(timed[1]), size)

@@ -1,0 +1,365 @@
+"""One request at work: its reader, its decoders on the shared pool, and the ring of groups they fill."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from epd.errors import CancelledError, CorruptMediaError, EPDError, MediaLimitError
+from epd.types import FrameGroup, UInt8Array
+from video.groups import GroupRing
+from video.lane import Lane, Shown
+from video.limits import Limits, check_probe
+from video.pixels import FrameConverter, ResizeMode, Size, exact_resize
+from video.pool import DecodePool, StepResult
+from video.probe import describe
+from video.reader import Chunk, PacketReader
+from video.source import Media, OpenVideo, open_video
+
+# A step this long lets a more urgent request pass soon and keeps the cost of the queue below a percent.
+STEP_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How one request is decoded.
+
+    group_sizes: frames in each group. ahead: groups that may be filled beyond those taken; None: no bound.
+    first_deadline_s: when the first group is needed, on the monotonic clock; the others every group_period_s.
+    """
+
+    size: Size | None
+    mode: ResizeMode
+    workers: int
+    group_sizes: tuple[int, ...]
+    ahead: int | None
+    first_deadline_s: float
+    group_period_s: float
+    limits: Limits
+
+
+class DecodeRun:
+    """Decodes the frames of one request, group by group; `close` stops it at any time."""
+
+    def __init__(self, media: Media, times_s: Sequence[float], options: RunOptions, pool: DecodePool) -> None:
+        self.options = options
+        self._media, self._times_s, self._pool = media, times_s, pool
+        self._changed = threading.Condition()
+        self._reading = threading.Lock()
+        self._error: BaseException | None = None
+        self._is_closed = False
+        self._owner: Worker | None = None  # who must decode the next chunk, because it goes on with a run
+        self._parked: list[Worker] = []
+        self._waited_s = 0.0
+        video = open_video(media, open_timeout_s=options.limits.open_timeout_s)
+        try:
+            self._begin(video)
+        except BaseException:
+            video.close()
+            raise
+
+    def _begin(self, video: OpenVideo) -> None:
+        self.info = describe(video)
+        check_probe(self._media.name, self.info, len(video.container.streams), self.options.limits)
+        self._size = self.options.size
+        self._check_output_bytes()
+        targets = [self.info.pts_at(time_s) for time_s in self._times_s]
+        self._ring = GroupRing(targets, self.options.group_sizes, self.options.ahead)
+        num_workers = max(1, min(self.options.workers, self._pool.num_threads))
+        self._reader = PacketReader(video, self.info, sorted(set(targets)), num_workers, self.options.limits)
+        self._frame_threads = num_workers if self._reader.has_one_keyframe else 1
+        self._num_lanes = 1 if self._reader.has_one_keyframe else num_workers
+        self._workers = [Worker(self) for _ in range(self._num_lanes if targets else 0)]
+        self._num_working = len(self._workers)
+        if not self._workers:
+            self._reader.close()
+        for worker in self._workers:
+            self._pool.submit(worker)
+
+    def _check_output_bytes(self) -> None:
+        height, width = self._size or (self.info.height, self.info.width)
+        frames = (
+            len(self._times_s) if self.options.ahead is None else max(self.options.group_sizes, default=0)
+        )
+        received, allowed = frames * height * width * 3, self.options.limits.max_output_bytes
+        if received > allowed:
+            raise MediaLimitError(
+                f"{frames} frames of {height} x {width} need {received} bytes; allowed {allowed}; "
+                "use stream, a smaller size or fewer times"
+            )
+
+    @property
+    def frame_size(self) -> Size:
+        """(height, width) of the result."""
+        return self._size or (self.info.height, self.info.width)
+
+    def next_group(self) -> FrameGroup | None:
+        """The next group in order, waiting for it; None after the last. Raises what went wrong."""
+        with self._changed:
+            if self._ring.num_taken >= len(self.options.group_sizes):
+                return None
+            self._wait_until_fillable()
+            group = self._ring.take(self._times_s, self.frame_size)
+            self._wake_parked()
+            return group
+
+    def _wait_until_fillable(self) -> None:
+        """Wait, holding the lock, until the next group can be taken; max_file_s bounds the wait."""
+        while not self._raise_or_ready():
+            left_s = self.options.limits.max_file_s - self._waited_s
+            if left_s <= 0:
+                self._fail(
+                    MediaLimitError(
+                        f"{self._media.name} took more than {self.options.limits.max_file_s:g} s to decode; "
+                        "allowed that much; sample fewer times or raise max_file_s"
+                    )
+                )
+            began = time.monotonic()
+            self._changed.wait(timeout=max(0.0, left_s))
+            self._waited_s += time.monotonic() - began
+
+    def _raise_or_ready(self) -> bool:
+        if self._error is not None:
+            raise self._error
+        if self._is_closed:
+            raise CancelledError("the stream was closed while a group was asked for; open another one")
+        group = self._ring.groups[self._ring.num_taken]
+        assert group is not None
+        return group.is_complete and (self._ring.can_fill(group) or self._num_working == 0)
+
+    def close(self) -> None:
+        """Stop every task of this request and free what it holds; calling it again does nothing."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+            self._wake_parked()
+
+    # What workers call.
+
+    def new_lane(self) -> Lane:
+        """A decoder for one worker. A lone worker uses the reader's, which saves opening the file again."""
+        if self._num_lanes == 1 and self._frame_threads == 1:
+            return Lane(self._reader.own_context(), self.info)
+        with open_video(self._media, open_timeout_s=self.options.limits.open_timeout_s) as video:
+            context = video.stream.codec_context
+            if self._frame_threads > 1:
+                context.thread_type, context.thread_count = "FRAME", self._frame_threads
+            return Lane(context, self.info)
+
+    def take_chunk(self, worker: Worker, is_lane_idle: bool) -> Chunk | None:
+        """The next work for a worker; None if there is none for it now."""
+        with self._reading:
+            with self._changed:
+                if self._is_closed or not self._may_read(worker, is_lane_idle):
+                    return None
+            chunk = self._reader.next_chunk()
+            with self._changed:
+                self._owner = worker if chunk is not None and not chunk.ends_run else None
+                if self._owner is None:
+                    self._wake_parked()
+            return chunk
+
+    def _may_read(self, worker: Worker, is_lane_idle: bool) -> bool:
+        """Whether it is this worker's turn and the ring has room; frames waited for come first."""
+        if self._owner not in (None, worker):
+            return False
+        target = self._reader.next_target
+        return target is None or not is_lane_idle or self._ring.has_room(target)
+
+    def has_room(self, target: int) -> bool:
+        """Whether the frame of a target may be put into the ring yet."""
+        with self._changed:
+            return self._is_closed or self._ring.has_room(target)
+
+    def park_for_room(self, worker: Worker, target: int) -> bool:
+        """Put a worker aside until the consumer has moved on; False if it may go on at once."""
+        with self._changed:
+            if self._is_closed or self._ring.has_room(target):
+                return False
+            self._parked.append(worker)
+            return True
+
+    def park_for_work(self, worker: Worker, is_lane_idle: bool) -> bool:
+        """Put a worker aside until there may be a chunk for it; False if it should look again."""
+        with self._changed:
+            if self._is_closed or self._may_read(worker, is_lane_idle):
+                return False
+            self._parked.append(worker)
+            return True
+
+    def is_finished(self) -> bool:
+        """Whether there is nothing left to do: all frames are there, or nobody wants them."""
+        return self._is_closed or self._ring.is_complete
+
+    def deadline_s(self, target: int | None) -> float:
+        """When the group of a target is needed, on the monotonic clock."""
+        group = 0 if target is None else self._ring.group_of(target)
+        return self.options.first_deadline_s + group * self.options.group_period_s
+
+    @property
+    def next_target(self) -> int | None:
+        """The first target that no chunk holds yet."""
+        return self._reader.next_target
+
+    def deliver(self, shown: Shown, pixels: UInt8Array | None) -> None:
+        """Write a frame into the ring; `pixels` is uint8 [H, W, 3], or None for a frame that is missing."""
+        with self._changed:
+            if self._is_closed:
+                return
+            if pixels is not None and self._size is None:
+                self._size = (pixels.shape[0], pixels.shape[1])
+            rows = (
+                [(group.rows(self.frame_size), row) for group, row in self._ring.slots(shown.target)]
+                if pixels is not None
+                else []
+            )
+        for data, row in rows:
+            assert pixels is not None
+            data[row] = exact_resize(pixels, self.frame_size)
+        self._settle(shown, pixels is None)
+
+    def _settle(self, shown: Shown, is_missing: bool) -> None:
+        with self._changed:
+            is_substitute = shown.is_substitute or shown.target in self._reader.cut_short
+            pts_s = None if is_missing else self.info.seconds(shown.pts)
+            if self._ring.settle(shown.target, pts_s, is_substitute):
+                self._changed.notify_all()
+            self._check_budget()
+
+    def _check_budget(self) -> None:
+        allowed = max(1, int(self.options.limits.max_substituted_fraction * self._ring.num_frames))
+        if self._ring.num_substituted > allowed:
+            self._fail(
+                CorruptMediaError(
+                    f"{self._media.name}: {self._ring.num_substituted} of {self._ring.num_frames} frames "
+                    f"cannot be decoded; allowed {allowed}; copy or encode the file again"
+                )
+            )
+
+    def fail(self, error: BaseException) -> None:
+        """End the request with an error, which the consumer gets."""
+        with self._changed:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._error is None:
+            self._error = error
+        self._is_closed = True
+        self._changed.notify_all()
+        self._wake_parked()
+
+    def _wake_parked(self) -> None:
+        parked, self._parked = self._parked, []
+        for worker in parked:
+            self._pool.submit(worker)
+
+    def leave(self, worker: Worker) -> None:
+        """Note that a worker has ended; the last one settles what nobody could decode."""
+        with self._changed:
+            if self._owner is worker:
+                self._owner = None
+            self._num_working -= 1
+            self._wake_parked()
+            if self._num_working:
+                return
+            self._reader.close()
+            is_stopped = self._is_closed
+            leftover = [] if is_stopped else self._ring.open_targets
+        for target in leftover:
+            self._settle(Shown(target, None, target, True), True)
+        with self._changed:
+            self._changed.notify_all()
+
+
+class Worker:
+    """A pool task: takes chunks of its run, decodes them, converts and delivers the frames."""
+
+    def __init__(self, run: DecodeRun) -> None:
+        self._run = run
+        self._lane: Lane | None = None
+        self._converter = FrameConverter(run.options.size, run.options.mode)
+        self._work: Iterator[Shown | None] = iter(())
+        self._shown: Shown | None = None  # decoded, and waiting for room in the ring
+        self._last: tuple[int, UInt8Array] | None = None
+        self._busy_s = 0.0
+        self._has_left = False
+
+    @property
+    def deadline_s(self) -> float:
+        """When the frame it works on is needed."""
+        return self._run.deadline_s(self._shown.target if self._shown is not None else self._run.next_target)
+
+    def step(self) -> StepResult:
+        """Work until the slice of time is used up, the ring is full or nothing is left."""
+        began = time.monotonic()
+        try:
+            result = self._work_until(began + STEP_S)
+        except EPDError as error:
+            self._run.fail(error)
+            result = "done"
+        except Exception as error:  # noqa: BLE001 - a thread's edge: the consumer must learn of every failure
+            self._run.fail(error)
+            result = "done"
+        self._busy_s += time.monotonic() - began
+        if result == "done":
+            self._leave()
+        return result
+
+    def _leave(self) -> None:
+        if not self._has_left:
+            self._has_left = True
+            self._lane, self._work, self._last = None, iter(()), None
+            self._run.leave(self)
+
+    def _work_until(self, end_s: float) -> StepResult:
+        while True:
+            if self._run.is_finished():
+                return "done"
+            if self._shown is not None:
+                if not self._run.has_room(self._shown.target):
+                    if self._run.park_for_room(self, self._shown.target):
+                        return "parked"
+                    continue
+                self._deliver(self._shown)
+                self._shown = None
+            result = self._advance()
+            if result != "again":
+                return result
+            if time.monotonic() > end_s:
+                return "again"
+
+    def _advance(self) -> StepResult:
+        """Get the next frame of the chunk, or the next chunk."""
+        if self._lane is None:
+            self._lane = self._run.new_lane()
+        try:
+            self._shown = next(self._work)
+        except StopIteration:
+            return self._take_chunk(self._lane)
+        if self._busy_s > self._run.options.limits.max_gop_s:
+            self._busy_s = 0.0
+            self._work = self._lane.abandon()
+        return "again"
+
+    def _take_chunk(self, lane: Lane) -> StepResult:
+        self._busy_s = 0.0
+        chunk = self._run.take_chunk(self, lane.is_idle)
+        if chunk is not None:
+            self._work = lane.run(chunk)
+            return "again"
+        return (
+            "parked"
+            if self._run.park_for_work(self, lane.is_idle)
+            else "done"
+            if self._run.next_target is None
+            else "again"
+        )
+
+    def _deliver(self, shown: Shown) -> None:
+        if shown.frame is None:
+            return self._run.deliver(shown, None)
+        if self._last is None or self._last[0] != shown.pts:
+            self._last = shown.pts, self._converter.convert(shown.frame)
+        return self._run.deliver(shown, self._last[1])
