@@ -6,6 +6,7 @@ The one file of this package that may import upward, and only inside functions, 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -101,6 +102,8 @@ def ask(
 
 def _open_pipeline(paths: list[str], question: str, model: Path | None) -> Any:
     """The pipeline of a model folder; input that cannot work is refused before weights are loaded."""
+    # Threads of torch that wait by spinning would take the cores from those that decode video.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with console.status("loading the model"):
         import video
         from encoders import check_question

@@ -10,11 +10,12 @@ held. This is the reference that every split topology must equal, token for toke
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from encoders import Adapter, MediaItem, MediaPlan, PromptPlan, Sampling, check_
 from epd.errors import ModelError, RequestError
 from epd.types import Answer, StageTimings, Usage
 from stages.detokenizer import OnText, StreamedText
+from stages.greedy import GenerationSettings, generate_greedily
 from stages.kv_cache import KVCache
 from stages.loader import load_model, use_threads
 from stages.media import PlannedMedia, UnitRun, plan_media, unit_runs
@@ -33,7 +35,6 @@ from stages.timing import busy
 logger = logging.getLogger(__name__)
 
 DEFAULT_GROUP_TOKENS = 256
-DEFAULT_MAX_TOKENS = 256
 # Any question will do to lay out the part of the prompt that comes before it.
 _SOME_QUESTION = "?"
 
@@ -76,15 +77,13 @@ class ColocatedPipeline:
         model: nn.Module,
         adapter: Adapter,
         *,
-        eos_ids: frozenset[int],
-        default_max_tokens: int = DEFAULT_MAX_TOKENS,
+        settings: GenerationSettings,
         group_tokens: int = DEFAULT_GROUP_TOKENS,
     ) -> None:
         self.adapter = adapter
         self._runner = ModelRunner(model, adapter)
         self._tower = adapter.vision_tower(model)
-        self._eos_ids = eos_ids
-        self._default_max_tokens = default_max_tokens
+        self._settings = settings
         self._group_tokens = group_tokens
 
     @classmethod
@@ -105,14 +104,8 @@ class ColocatedPipeline:
         adapter = load_adapter(model_path)
         use_threads(num_threads)
         model = load_model(Path(model_path), dtype)
-        settings: Any = model.generation_config
-        return cls(
-            model,
-            adapter,
-            eos_ids=_eos_ids(settings.eos_token_id, adapter.tokenizer.eos_token_id),
-            default_max_tokens=settings.max_new_tokens or DEFAULT_MAX_TOKENS,
-            group_tokens=group_tokens,
-        )
+        settings = GenerationSettings.of(model.generation_config, adapter.tokenizer.eos_token_id)
+        return cls(model, adapter, settings=settings, group_tokens=group_tokens)
 
     def ask(
         self,
@@ -151,25 +144,29 @@ class ColocatedPipeline:
                 planned = [plan_media(self.adapter, source, Sampling(fps, num_frames)) for source in media]
             plans = tuple(item.plan for item in planned)
             prompt = self.adapter.plan_prompt(plans, _SOME_QUESTION)
-            cache = self._runner.new_cache(len(prompt) + self._default_max_tokens)
+            cache = self._runner.new_cache(len(prompt) + self._settings.max_tokens)
             context = MediaContext(plans, prompt, cache, timings)
-            num_done = 0
-            for num_frames_of_group in self._prefill_groups(planned, prompt, cache, timings):
-                num_done += num_frames_of_group
-                if progress:
-                    progress(num_done, context.num_frames)
+            self._prefill_groups(context, planned, prompt, progress)
         return context
 
     def _prefill_groups(
-        self, planned: Sequence[PlannedMedia], prompt: PromptPlan, cache: KVCache, timings: StageTimings
-    ) -> Iterator[int]:
-        """Works through all groups of all items in order; yields the number of frames of each when done."""
+        self,
+        context: MediaContext,
+        planned: Sequence[PlannedMedia],
+        prompt: PromptPlan,
+        progress: Progress | None,
+    ) -> None:
+        """Works through all groups of all items in order; whatever happens, no decoding is left behind."""
+        num_done = 0
         for media, item in zip(planned, prompt.media, strict=True):
-            for run in unit_runs(media, self._group_tokens, timings):
-                visual = self._encode(item, run, timings)
-                with busy(timings, "prefill_s"):
-                    self._runner.prefill(cache, prompt, int(visual.indices[-1]) + 1, visual)
-                yield len(run.frames)
+            with closing(unit_runs(media, self._group_tokens, context.timings)) as runs:
+                for run in runs:
+                    visual = self._encode(item, run, context.timings)
+                    with busy(context.timings, "prefill_s"):
+                        self._runner.prefill(context.cache, prompt, int(visual.indices[-1]) + 1, visual)
+                    num_done += len(run.frames)
+                    if progress:
+                        progress(num_done, context.num_frames)
 
     def _encode(self, item: MediaItem, run: UnitRun, timings: StageTimings) -> PlacedEmbeddings:
         with busy(timings, "preprocess_s"):
@@ -201,7 +198,7 @@ class ColocatedPipeline:
         check_question(question)
         if max_tokens is not None and max_tokens < 1:
             raise RequestError(f"max_tokens must be at least 1, got {max_tokens}")
-        return max_tokens or self._default_max_tokens
+        return max_tokens or self._settings.max_tokens
 
     @torch.inference_mode()
     def _answer(
@@ -219,7 +216,7 @@ class ColocatedPipeline:
             with busy(timings, "prefill_s"):
                 logits = self._runner.prefill(context.cache, prompt, len(prompt))
             with busy(timings, "decode_s"):
-                tokens = self._runner.greedy(context.cache, logits, prompt.next_position, self._eos_ids)
+                tokens = generate_greedily(self._runner, context.cache, prompt, logits, self._settings)
                 text = StreamedText(self.adapter.tokenizer, on_text, start)
                 text.consume(islice(tokens, max_tokens))
         finally:
@@ -232,16 +229,8 @@ class ColocatedPipeline:
     ) -> Answer:
         token_ids = tuple(text.token_ids)
         usage = Usage(context.num_frames, prompt.num_visual_tokens, len(prompt), len(token_ids))
-        reason: Literal["stop", "length"] = "stop" if token_ids[-1] in self._eos_ids else "length"
+        reason: Literal["stop", "length"] = "stop" if token_ids[-1] in self._settings.eos_ids else "length"
         logger.info(
             "answered: %s, first token after %.3f s, %.3f s in all", usage, text.ttft_s, timings.total_s
         )
         return Answer(text.text, token_ids, reason, text.ttft_s, timings, usage)
-
-
-def _eos_ids(configured: int | Sequence[int] | None, of_tokenizer: int | None) -> frozenset[int]:
-    """The ids that end an answer: the generation config's, else the tokenizer's."""
-    ids = of_tokenizer if configured is None else configured
-    if ids is None:
-        return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,10 +50,13 @@ def plan_media(adapter: Adapter, source: str | Path, sampling: Sampling) -> Plan
     return PlannedMedia(source, adapter.plan_video(facts, sampling))
 
 
-def unit_runs(media: PlannedMedia, group_tokens: int, timings: StageTimings) -> Iterator[UnitRun]:
+def unit_runs(
+    media: PlannedMedia, group_tokens: int, timings: StageTimings
+) -> Generator[UnitRun, None, None]:
     """Decoded frames, group by group in order; each group has about `group_tokens` visual tokens.
 
-    Frames of a video are decoded by threads of the stream while the consumer works on earlier groups.
+    Frames of a video are decoded by threads of the stream while the consumer works on earlier groups. To stop
+    them early, close the generator.
     """
     if media.image is not None:
         yield UnitRun(0, 1, media.image)

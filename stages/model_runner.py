@@ -5,7 +5,6 @@ Shapes: T tokens of a chunk, C channels, one request at a time, so the batch is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,18 +63,6 @@ class ModelRunner:
         return self._forward(
             cache, self._embed(torch.tensor([[token_id]])), torch.full((3, 1, 1), position), {}
         )
-
-    def greedy(self, cache: KVCache, logits: Tensor, position: int, eos_ids: frozenset[int]) -> Iterator[int]:
-        """The most likely tokens one after another, up to and with the first that ends the answer.
-
-        logits: [vocab] of the first. position: its M-RoPE position. A token is computed when asked for.
-        """
-        token_id = int(logits.argmax())
-        yield token_id
-        while token_id not in eos_ids:
-            token_id = int(self.decode(cache, token_id, position).argmax())
-            position += 1
-            yield token_id
 
     def _forward(self, cache: KVCache, embeds: Tensor, positions: Tensor, extra: dict[str, Any]) -> Tensor:
         """embeds: [1, T, C]. positions: int64 [3, 1, T]."""

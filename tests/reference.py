@@ -76,10 +76,10 @@ def _cuts_seconds(model: Any) -> bool:
     return int(positions[0, 0, 1]) == 0
 
 
-def generated(model: Any, inputs: Any, max_tokens: int = MAX_TOKENS) -> tuple[int, ...]:
+def generated(model: Any, inputs: Any, **settings: float) -> tuple[int, ...]:
     """Greedy tokens of `model.generate`, up to and with the one that ends the answer."""
     with torch.inference_mode():
-        sequences = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
+        sequences = model.generate(**inputs, max_new_tokens=MAX_TOKENS, do_sample=False, **settings)
     return tuple(sequences[0, inputs["input_ids"].shape[1] :].tolist())
 
 

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 from torch import Tensor
+from transformers import GenerationConfig
 
+import video
 from encoders import MediaPlan, Sampling
 from epd.errors import RequestError
 from stages.colocated import ColocatedPipeline
+from stages.greedy import GenerationSettings
 from tests.reference import MAX_TOKENS, Subject, generated, processor_inputs, skip_where_seconds_are_cut
 
 QUESTIONS = ("What is shown?", "Which colour is the shape? Ä 漢 🙂", "how many")
@@ -21,6 +24,16 @@ CASES = {
     "video and image": ("video", "image"),
     "image, videos": ("wide_image", "tall_video", "video"),
 }
+
+
+def with_settings(subject: Subject, **settings: object) -> ColocatedPipeline:
+    """The pipeline of the checkpoint as if its generation configuration said something else."""
+    config = GenerationConfig(**{**subject.model.generation_config.to_diff_dict(), **settings})
+    return ColocatedPipeline(
+        subject.model,
+        subject.pipeline.adapter,
+        settings=GenerationSettings.of(config, subject.processor.tokenizer.eos_token_id),
+    )
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
@@ -49,6 +62,31 @@ def test_tokens_equal_generate_for_any_sampling(
     )
 
     assert answer.token_ids == generated(subject.model, inputs)
+
+
+@pytest.mark.parametrize("penalty", [0.8, 1.3])
+def test_tokens_equal_generate_with_a_repetition_penalty(
+    subject: Subject, media: dict[str, Path], penalty: float
+) -> None:
+    paths = [media["video"]]
+    inputs = processor_inputs(subject.processor, paths, QUESTIONS[0])
+    plain = generated(subject.model, inputs)
+    expected = generated(subject.model, inputs, repetition_penalty=penalty)
+
+    answer = with_settings(subject, repetition_penalty=penalty).ask(
+        paths, QUESTIONS[0], max_tokens=MAX_TOKENS
+    )
+
+    assert answer.token_ids == expected
+    assert subject.name == "shapes-vl" or expected != plain, "a random model should mind the penalty"
+
+
+def test_the_settings_of_the_checkpoint_count(subject: Subject, media: dict[str, Path]) -> None:
+    told = with_settings(subject, max_new_tokens=4).ask([media["image"]], QUESTIONS[0])
+    silent = GenerationSettings.of(GenerationConfig(), tokenizer_eos_id=7)
+
+    assert told.usage.completion_tokens == 4
+    assert (silent.eos_ids, silent.max_tokens, silent.repetition_penalty) == (frozenset([7]), 256, 1.0)
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
@@ -108,6 +146,23 @@ def test_a_consumer_that_fails_leaves_the_context_as_it_was(subject: Subject, me
     assert subject.pipeline.answer(context, QUESTIONS[0], max_tokens=MAX_TOKENS).token_ids == before.token_ids
 
 
+def test_decoding_is_stopped_when_the_work_fails(
+    subject: Subject, media: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[bool] = []
+    close = video.GroupStream.close
+    monkeypatch.setattr(video.GroupStream, "close", lambda stream: (closed.append(True), close(stream)))
+
+    def fail(num_done: int, num_frames: int) -> None:
+        assert not closed
+        raise ConnectionError(f"{num_done} of {num_frames}")
+
+    pipeline = ColocatedPipeline.load(subject.path, group_tokens=1)
+    with pytest.raises(ConnectionError, match="2 of 8"):
+        pipeline.prefill_media([media["video"]], num_frames=8, progress=fail)
+    assert closed
+
+
 def test_streamed_text_is_the_text_of_the_tokens(subject: Subject, media: dict[str, Path]) -> None:
     pieces: list[str] = []
     answer = subject.pipeline.ask(
@@ -123,8 +178,7 @@ def test_streamed_text_is_the_text_of_the_tokens(subject: Subject, media: dict[s
 def test_stops_at_the_end_token_and_at_the_cap(subject: Subject, media: dict[str, Path]) -> None:
     free = subject.pipeline.ask([media["image"]], QUESTIONS[0], max_tokens=MAX_TOKENS)
     last = free.token_ids[-1]
-    stopping = ColocatedPipeline.load(subject.path)
-    stopping._eos_ids = frozenset([last])
+    stopping = with_settings(subject, eos_token_id=last)
 
     capped = subject.pipeline.ask([media["image"]], QUESTIONS[0], max_tokens=3)
     stopped = stopping.ask([media["image"]], QUESTIONS[0], max_tokens=MAX_TOKENS)
