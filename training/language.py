@@ -93,7 +93,7 @@ def encode_shard(visual: nn.Module, clips: list[Clip], rng: random.Random) -> li
 
 
 class EncodedPool:
-    """Encoded clips by number of frame pairs; encodes new shards as they appear. Shards are kept as files."""
+    """Encoded clips by number of frame pairs; what was encoded once is kept in files."""
 
     def __init__(self, folder: Path, visual: nn.Module, cache: Path) -> None:
         self._folder, self._visual, self._cache = folder, visual, cache
@@ -102,13 +102,12 @@ class EncodedPool:
         self.validation: dict[int, list[EncodedClip]] = defaultdict(list)
         cache.mkdir(parents=True, exist_ok=True)
 
-    def refresh(self, limit: int = 1000) -> None:
-        """Reads up to `limit` new shards; a few are kept for validation."""
+    def refresh(self) -> None:
+        """Reads all shards that have not been read; a few are kept for validation."""
         for spec in sorted(self._folder.glob("*.json")):
-            if spec.stem in self._read or limit == 0:
+            if spec.stem in self._read:
                 continue
             self._read.add(spec.stem)
-            limit -= 1
             target = self.validation if int(spec.stem) in _VALIDATION_SHARDS else self.training
             for clip in self._load(spec):
                 target[0 if clip.is_image else len(clip)].append(clip)
@@ -303,6 +302,7 @@ def train(options: argparse.Namespace) -> None:
     model = Qwen2_5_VLForConditionalGeneration(build_config(tokenizer))
     load_vision(model, options.vision)
     pool = EncodedPool(options.clips, model.model.visual, options.cache)
+    pool.refresh()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=options.lr, weight_decay=0.05, betas=(0.9, 0.98))
     start = 0
@@ -314,8 +314,6 @@ def train(options: argparse.Namespace) -> None:
     began = time.monotonic()
     losses: list[float] = []
     for step in range(start, options.steps):
-        if step % 100 == 0:
-            pool.refresh(limit=20 if step > start else 1000)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, options.steps, options.lr)
         batch = draw_batch(pool.training, prompts, rng, options.budget, longest_pairs(step / options.steps))
