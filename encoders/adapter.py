@@ -98,19 +98,29 @@ class MediaPlan:
 
     @property
     def num_tokens(self) -> int:
+        """Visual tokens in the prompt."""
         return self.num_units * self.tokens_per_unit
+
+    @property
+    def is_joined_whole(self) -> bool:
+        """Whether the tokens are known only from all units together: see `Adapter.join`."""
+        return False
 
 
 @dataclass(frozen=True, slots=True)
 class MediaItem:
-    """One image or video placed in a prompt: where each of its units goes, in order."""
+    """One image or video placed in a prompt: where each of its units goes, in order.
+
+    units: a range for each, or a single one for an item that is joined whole.
+    """
 
     plan: MediaPlan
     units: tuple[PlaceholderRange, ...]
 
     def __post_init__(self) -> None:
-        if len(self.units) != self.plan.num_units:
-            raise ValueError(f"{self.plan.num_units} units need as many ranges, got {len(self.units)}")
+        needed = 1 if self.plan.is_joined_whole else self.plan.num_units
+        if len(self.units) != needed:
+            raise ValueError(f"{needed} units need as many ranges, got {len(self.units)}")
 
     def token_indices(self, start: int, stop: int) -> Int64Array:
         """int64 [V]: prompt positions of the visual tokens of units [start, stop), in order."""
@@ -168,9 +178,10 @@ class Embeddings:
 class PatchRun:
     """Whole units of one item, ready for the vision tower.
 
-    values: what `Adapter.preprocess` made of their frames. grid: of these units alone.
+    kind: of the item. values: what `Adapter.preprocess` made of their frames. grid: of these units alone.
     """
 
+    kind: MediaKind
     values: Tensor
     grid: Grid
 
@@ -215,7 +226,14 @@ class Adapter(Protocol):
         ...
 
     def encode_batch(self, tower: nn.Module, runs: Sequence[PatchRun]) -> list[Embeddings]:
-        """Encodes runs of equal grid height and width, of any items, in one call of the tower."""
+        """Encodes runs of one kind and one grid height and width, of any items, in one call of the tower."""
+        ...
+
+    def join(self, embeddings: Embeddings, plan: MediaPlan, start: int, stop: int) -> Embeddings:
+        """From what was encoded of units [start, stop) to the rows that stand at their places in the prompt.
+
+        The same thing for most families. An item that is joined whole can be joined only from all its units.
+        """
         ...
 
     def decoder_kwargs(self, visual_mask: Tensor, embeddings: Embeddings) -> dict[str, Any]:

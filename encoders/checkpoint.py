@@ -57,10 +57,33 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-        processor = AutoProcessor.from_pretrained(path, local_files_only=True)
+        try:
+            processor = AutoProcessor.from_pretrained(path, local_files_only=True)
+        except ImportError:  # the processor class wants a package; its parts do not
+            processor = _processor_parts(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"the model at '{path}' does not load: {_one_line(error)}") from error
     return Checkpoint(path, config, processor)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorParts:
+    """What is used of a processor, for classes that cannot be made here (SmolVLM's wants num2words)."""
+
+    tokenizer: Any
+    image_processor: Any
+    video_processor: Any
+    chat_template: str | None = None  # then it is the tokenizer's
+
+
+def _processor_parts(path: Path) -> ProcessorParts:
+    from transformers import AutoImageProcessor, AutoTokenizer, AutoVideoProcessor
+
+    return ProcessorParts(
+        AutoTokenizer.from_pretrained(path, local_files_only=True),
+        AutoImageProcessor.from_pretrained(path, local_files_only=True),
+        AutoVideoProcessor.from_pretrained(path, local_files_only=True),
+    )
 
 
 def _one_line(error: Exception) -> str:

@@ -110,7 +110,7 @@ class QwenVLAdapter(ABC):
         return model.get_submodule("model.visual")
 
     def encode(self, tower: nn.Module, patches: Tensor, grid: Grid) -> Embeddings:
-        return self.encode_batch(tower, [PatchRun(patches, grid)])[0]
+        return self.encode_batch(tower, [PatchRun("image", patches, grid)])[0]
 
     def encode_batch(self, tower: nn.Module, runs: Sequence[PatchRun]) -> list[Embeddings]:
         dtype = next(tower.parameters()).dtype
@@ -121,6 +121,9 @@ class QwenVLAdapter(ABC):
         rows = torch.split(output.pooler_output, counts)
         layers = [torch.split(layer, counts) for layer in getattr(output, "deepstack_features", None) or ()]
         return [Embeddings(rows[i], tuple(layer[i] for layer in layers)) for i in range(len(runs))]
+
+    def join(self, embeddings: Embeddings, plan: MediaPlan, start: int, stop: int) -> Embeddings:  # noqa: ARG002
+        return embeddings
 
     def decoder_kwargs(self, visual_mask: Tensor, embeddings: Embeddings) -> dict[str, Any]:
         if not embeddings.deepstack:

@@ -7,13 +7,19 @@ from pathlib import Path
 
 from encoders.adapter import Adapter
 from encoders.checkpoint import Checkpoint, open_checkpoint, read_model_type
+from encoders.internvl import InternVLAdapter
+from encoders.llava_onevision import LlavaOnevisionAdapter
 from encoders.qwen2_5_vl import Qwen2_5VLAdapter
 from encoders.qwen3_vl import Qwen3VLAdapter
+from encoders.smolvlm import SmolVLMAdapter
 from epd.errors import UnsupportedModelError
 
 ADAPTERS: dict[str, Callable[[Checkpoint], Adapter]] = {
+    "internvl": InternVLAdapter,
+    "llava_onevision": LlavaOnevisionAdapter,
     "qwen2_5_vl": Qwen2_5VLAdapter,
     "qwen3_vl": Qwen3VLAdapter,
+    "smolvlm": SmolVLMAdapter,
 }
 
 

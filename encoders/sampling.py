@@ -18,15 +18,16 @@ def sample_indices(processor: Any, video: VideoFacts, sampling: Sampling) -> tup
     where `sampling` says nothing. More frames than there are cannot be had: then all of them, in whole units.
     Raises RequestError for a rate or number that is not positive, or for both at once.
     """
-    _check(sampling)
+    check_sampling(sampling)
     unit = int(processor.temporal_patch_size)
     if video.num_frames <= unit:
         return tuple(range(video.num_frames))
-    indices = processor.sample_frames(_metadata(video), **_arguments(processor, video, sampling, unit))
+    indices = processor.sample_frames(source_metadata(video), **_arguments(processor, video, sampling, unit))
     return tuple(int(index) for index in indices)
 
 
-def _check(sampling: Sampling) -> None:
+def check_sampling(sampling: Sampling) -> None:
+    """Raises RequestError for a rate or number that is not positive, or for both at once."""
     if sampling.fps is not None and sampling.num_frames is not None:
         raise RequestError(
             f"got fps={sampling.fps} and num_frames={sampling.num_frames}; give one of the two"
@@ -45,7 +46,9 @@ def _arguments(processor: Any, video: VideoFacts, sampling: Sampling, unit: int)
     return {"num_frames": min(max(num_frames, unit), most)}
 
 
-def _metadata(video: VideoFacts) -> Any:
+def source_metadata(video: VideoFacts) -> Any:
+    """What transformers' processors are told of a video before a frame of it is decoded."""
     from transformers.video_utils import VideoMetadata
 
-    return VideoMetadata(total_num_frames=video.num_frames, fps=video.fps)
+    duration_s = video.num_frames / video.fps
+    return VideoMetadata(total_num_frames=video.num_frames, fps=video.fps, duration=duration_s)

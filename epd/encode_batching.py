@@ -13,7 +13,7 @@ class WaitingGroup:
     """A group as the batch policy sees it. shape: groups of equal shape may share one call of the tower."""
 
     key: GroupKey
-    shape: tuple[int, ...]
+    shape: tuple[str | int, ...]
     num_patches: int
 
 

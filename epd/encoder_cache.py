@@ -75,7 +75,7 @@ def num_blocks_within(
 
 
 class EncoderCacheManager:
-    """Blocks, entries and references of one worker. Of idle entries, the one let go longest ago goes first."""
+    """Blocks, entries and references of one worker; of idle entries, the one idle longest goes first."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 1 or block_size < 1:

@@ -44,8 +44,9 @@ class EncodeJob:
 
     @property
     def waiting(self) -> WaitingGroup:
-        grid = self.plan.grid
-        return WaitingGroup(self.ticket.key, (*self.plan.size, grid.h, grid.w), self.num_patches)
+        plan = self.plan
+        shape = (plan.kind, *plan.size, plan.grid.h, plan.grid.w)
+        return WaitingGroup(self.ticket.key, shape, self.num_patches)
 
 
 @dataclass(slots=True)
@@ -141,13 +142,11 @@ class EncodeStage:
         return len(batch)
 
     def _encode(self, batch: Sequence[EncodeJob]) -> Sequence[Embeddings]:
-        runs = [
-            PatchRun(
-                self._adapter.preprocess(job.frames(), job.plan), job.plan.grid.cut(job.stop - job.start)
-            )
-            for job in batch
-        ]
-        return self._adapter.encode_batch(self._tower, runs)
+        return self._adapter.encode_batch(self._tower, [self._patches(job) for job in batch])
+
+    def _patches(self, job: EncodeJob) -> PatchRun:
+        values = self._adapter.preprocess(job.frames(), job.plan)
+        return PatchRun(job.plan.kind, values, job.plan.grid.cut(job.stop - job.start))
 
     def _commit(self, batch: Sequence[EncodeJob]) -> None:
         self.counts.num_batches += 1

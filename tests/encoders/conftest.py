@@ -1,0 +1,19 @@
+"""The five families as tiny checkpoints, loaded once for all tests of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.encoders.families import Family
+from tests.encoders.tiny_tiles import BUILDERS
+
+
+@pytest.fixture(scope="session")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Family]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {name: Family.load(name, build(root / name)) for name, build in BUILDERS.items()}
+
+
+@pytest.fixture(params=list(BUILDERS))
+def family(request: pytest.FixtureRequest, families: dict[str, Family]) -> Family:
+    return families[request.param]
