@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _STAGES = {
     "probe_s": "probe",
-    "decode_video_s": "decode video",
+    "decode_video_s": "decode video (wait)",
     "preprocess_s": "preprocess",
     "encode_s": "encode",
     "prefill_s": "prefill",
@@ -109,7 +109,7 @@ def answer_record(answer: Answer) -> dict[str, object]:
 
 
 def print_stage_table(timings: StageTimings) -> None:
-    """Seconds that each stage was busy, on stderr. Stages overlap: they may add up to more than the total."""
+    """Seconds spent on each stage, on stderr; of video decoding, what had to be waited for."""
     from rich.table import Table
 
     table = Table("stage", box=None, pad_edge=False)

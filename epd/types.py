@@ -26,7 +26,7 @@ class Frames:
 
     data: uint8 [N, H, W, 3], RGB, upright.
     pts_s: float64 [N], the true presentation time of each frame, seconds from the start of the video.
-    substituted_times_s: wanted times whose frame could not be decoded and that show the nearest one that could.
+    substituted_times_s: wanted times whose frame could not be decoded; they show the nearest that could.
     """
 
     data: UInt8Array
@@ -78,9 +78,10 @@ class PlaceholderRange:
 
 @dataclass(slots=True)
 class StageTimings:
-    """Seconds that each stage was busy for one request, in the order of the pipeline.
+    """Seconds spent on each stage for one request, in the order of the pipeline.
 
-    Stages overlap, so they may add up to more than `total_s`.
+    Video is decoded by other threads while earlier groups are encoded and prefilled: `decode_video_s` is what
+    had to be waited for. Where stages run side by side, they may add up to more than `total_s`.
     """
 
     probe_s: float = 0.0

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from epd.errors import ModelError
@@ -18,14 +19,23 @@ def load_model(path: Path, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForImageTextToText
 
     try:
-        with _no_progress_bar():
-            model: nn.Module = AutoModelForImageTextToText.from_pretrained(
-                path, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+        with _quiet_transformers():
+            model, loading = AutoModelForImageTextToText.from_pretrained(
+                path,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                local_files_only=True,
+                output_loading_info=True,
             )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"the weights at '{path}' do not load: {reason}") from error
-    return model.eval()
+    if missing := sorted(loading["missing_keys"]):
+        raise ModelError(
+            f"the weights at '{path}' lack {len(missing)} tensors, such as {missing[0]}; get them all"
+        )
+    loaded: nn.Module = model.eval()
+    return loaded
 
 
 def use_threads(num_threads: int | None) -> None:
@@ -40,14 +50,16 @@ def _available_cores() -> int:
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """transformers draws a bar over its weights; ours is about the media."""
+def _quiet_transformers() -> Iterator[None]:
+    """No bar over the weights and no report on them: what is wrong with them is raised."""
     from transformers.utils import logging
 
-    was_enabled = logging.is_progress_bar_enabled()
+    had_bar, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
-        if was_enabled:
+        logging.set_verbosity(verbosity)
+        if had_bar:
             logging.enable_progress_bar()

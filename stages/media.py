@@ -11,7 +11,7 @@ from torch import Tensor
 
 import video
 from encoders import Adapter, MediaPlan, Sampling, VideoFacts
-from epd.errors import UnsupportedMediaError
+from epd.errors import MediaLimitError, UnsupportedMediaError
 from epd.types import StageTimings
 from stages.timing import busy
 
@@ -36,6 +36,13 @@ class UnitRun:
 
 def plan_media(adapter: Adapter, source: str | Path, sampling: Sampling) -> PlannedMedia:
     """Probes one source and plans it. Raises MediaError, and RequestError for a useless sampling."""
+    try:
+        return _planned(adapter, source, sampling)
+    except MediaLimitError as error:
+        raise MediaLimitError(f"'{source}': {error}") from error
+
+
+def _planned(adapter: Adapter, source: str | Path, sampling: Sampling) -> PlannedMedia:
     if video.media_kind(source) == "image":
         pixels = torch.from_numpy(video.load_image(source))
         plan = adapter.plan_image(pixels.shape[0], pixels.shape[1])

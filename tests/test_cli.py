@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
+import video
 from encoders import ADAPTERS
 from epd.cli import app
 from epd.types import StageTimings
-from tests.media import write_audio_only, write_video
+from tests.media import write_audio_only, write_image, write_video
 
 QUESTION = "What is shown?"
 
@@ -70,6 +74,11 @@ def audio_only(folder: Path) -> Path:
     return write_audio_only(folder / "song.mp4")
 
 
+def needle(folder: Path) -> Path:
+    """An image that no vision tower here takes."""
+    return write_image(folder / "needle.png", height=3, width=900)
+
+
 BAD_FILES: tuple[Callable[[Path], Path], ...] = (
     missing,
     empty,
@@ -77,6 +86,7 @@ BAD_FILES: tuple[Callable[[Path], Path], ...] = (
     truncated_without_a_frame,
     header_without_a_frame,
     audio_only,
+    needle,
 )
 
 
@@ -93,6 +103,14 @@ def assert_one_clear_line(result: Result, *words: str) -> None:
 def test_a_bad_file_gives_one_line_that_names_it(tmp_path: Path, make: Callable[[Path], Path]) -> None:
     path = make(tmp_path)
     assert_one_clear_line(run("ask", path, QUESTION), path.name)
+
+
+def test_a_video_that_tells_no_length_gives_one_line(
+    media: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = SimpleNamespace(num_frames=0, fps=0.0, height=90, width=160)
+    monkeypatch.setattr(video, "probe", lambda _: silent)
+    assert_one_clear_line(run("ask", media["video"], QUESTION), media["video"].name, "length")
 
 
 @pytest.mark.parametrize("question", ["", "   \n"])
@@ -120,6 +138,27 @@ def test_a_model_without_weights_gives_one_line(
     model = tmp_path / "model"
     shutil.copytree(checkpoints["qwen2_5_vl"], model, ignore=shutil.ignore_patterns("*.safetensors"))
     assert_one_clear_line(run("ask", media["image"], QUESTION, "--model", model), str(model))
+
+
+def test_damaged_weights_give_one_line(
+    media: dict[str, Path], tmp_path: Path, checkpoints: dict[str, Path]
+) -> None:
+    model = shutil.copytree(checkpoints["qwen2_5_vl"], tmp_path / "model")
+    os.truncate(model / "model.safetensors", 5000)
+    assert_one_clear_line(run("ask", media["image"], QUESTION, "--model", model), str(model), "do not load")
+
+
+def test_weights_that_lack_a_tensor_give_one_line(
+    media: dict[str, Path], tmp_path: Path, checkpoints: dict[str, Path]
+) -> None:
+    """transformers would make one up, and warn."""
+    model = shutil.copytree(checkpoints["qwen2_5_vl"], tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    assert_one_clear_line(
+        run("ask", media["image"], QUESTION, "--model", model), "1 tensors", "lm_head.weight"
+    )
 
 
 def test_an_unsupported_model_type_lists_the_supported(media: dict[str, Path], tmp_path: Path) -> None:
