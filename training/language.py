@@ -41,7 +41,7 @@ from training.vision import COLUMNS, ROWS, TOKENS, encode, learning_rate, patchi
 _IMAGE_KINDS = (QuestionKind.COLOUR, QuestionKind.PRESENCE, QuestionKind.COUNT)
 _NO_TARGET = -100
 # (until this share of the training, at most so many frame pairs)
-_CURRICULUM = ((0.1, 8), (0.4, 32), (0.6, 64), (2.0, 256))
+_CURRICULUM = ((0.3, 8), (0.55, 32), (0.75, 64), (2.0, 256))
 # One shard of every length, see `training.clips`.
 _VALIDATION_SHARDS = {*range(32, 40), 1000, 2000, 2001}
 
