@@ -46,7 +46,7 @@ class DecodePool:
         """Queue a task; a thread is started if none is free."""
         with self._ready:
             heapq.heappush(self._queue, (task.deadline_s, next(self._order), task))
-            if self._num_idle == 0 and len(self._threads) < self.num_threads:
+            if len(self._queue) > self._num_idle and len(self._threads) < self.num_threads:
                 self._start_thread()
             self._ready.notify()
 

@@ -55,19 +55,22 @@ class PacketReader:
         self._index = info.keyframe_ticks_from_index or ()
         self._max_chunk_packets = MAX_CHUNK_PACKETS_ALONE if workers == 1 else MAX_CHUNK_PACKETS_SHARED
         fuse_packets = None if workers == 1 else FUSE_PACKETS
-        self._plan: Segmenter[VideoPacket] | SequentialPlan[VideoPacket]
-        if self.info.has_pts_in_decode_order:
-            self._plan = SequentialPlan(targets)
-        else:
-            self._plan = Segmenter(targets, fuse_packets=fuse_packets)
+        self._plan: Segmenter[VideoPacket] | SequentialPlan[VideoPacket] = (
+            SequentialPlan(targets)
+            if info.has_pts_in_decode_order
+            else Segmenter(targets, fuse_packets=fuse_packets)
+        )
         self._packets: Iterator[VideoPacket] = video.container.demux(video.stream)
         self._jump_to: int | None = None
         self._jumped_for: int | None = None
+        self._min_jump_ticks = int(MIN_JUMP_S / info.time_base)
         self._landing: int | None = None
         self._steps_back = 0
         self._num_errors = 0
         self._last_dts: int | None = None
         self._end_pts: int | None = None
+        self._lateness = 0  # how far, in ticks, a faulty file decodes a packet after its time on screen
+        self._has_key = False
         self._reorder = max(0, self.info.start_pts - self._index[0]) if self._index else 0
         self._is_done = not targets
         self._consider_jump()
@@ -123,6 +126,7 @@ class PacketReader:
         stamp = self._stamp(packet)
         if self._landing is not None and not self._has_landed(stamp):
             return None
+        self._has_key |= stamp.is_key
         self._plan.push(stamp)
         self._consider_jump()
         if self._plan.next_target is None and not self._is_done:
@@ -152,9 +156,11 @@ class PacketReader:
         if dts is not None and packet.is_keyframe:
             self._reorder = max(self._reorder, pts - dts)
         self._last_dts = dts if dts is not None else pts - self._reorder
+        self._lateness = max(self._lateness, 0 if dts is None else dts - pts)
         end_pts = pts + (packet.duration or 0)
         self._end_pts = end_pts if self._end_pts is None else max(self._end_pts, end_pts)
-        return Stamp(pts, dts, packet.is_keyframe, packet.size, not packet.is_discard, packet)
+        bound = None if dts is None else dts - self._lateness
+        return Stamp(pts, bound, packet.is_keyframe, packet.size, not packet.is_discard, packet)
 
     def _consider_jump(self) -> None:
         """Leave the run if the index knows a keyframe far ahead and still before the next target."""
@@ -163,7 +169,7 @@ class PacketReader:
             return
         ahead = self._index[max(0, bisect_right(self._index, target - self._reorder) - 1)]
         here = self._index[0] if self._last_dts is None else self._last_dts
-        if target != self._jumped_for and (ahead - here) * self.info.time_base > MIN_JUMP_S:
+        if target != self._jumped_for and ahead - here > self._min_jump_ticks:
             self._plan.cut()
             self._jump_to = self._jumped_for = target
 
@@ -199,9 +205,13 @@ class PacketReader:
         self._packets = video.container.demux(video.stream)
 
     def _finish(self) -> None:
+        if not self._has_key and isinstance(self._plan, Segmenter) and self._end_pts is not None:
+            self._plan = SequentialPlan(self._targets)  # nothing is marked as a keyframe: try it all
+            return self._reopen()
         self._note_cut_short()
         self._plan.finish()
         self._is_done = True
+        return None
 
     def _note_cut_short(self) -> None:
         """Remember the targets within the promised duration but after everything that could be read."""
