@@ -132,7 +132,7 @@ class PromptPlan:
     """A whole prompt in canonical order [system][media][question].
 
     token_ids: int64 [T], placeholders included.
-    positions: int64 [3, T], M-RoPE rows time, height, width; a text-only position repeats in all three.
+    positions: int64 [3, T], M-RoPE rows time, height, width, where text repeats in all three; else [1, T].
     next_position: the position of the first generated token; each further token is one later.
     media: items in order of appearance.
     """

@@ -118,7 +118,7 @@ def _items(
     media: Sequence[MediaPlan], texts: Sequence[ItemText], ranges: Sequence[PlaceholderRange]
 ) -> tuple[MediaItem, ...]:
     stops = list(accumulate(len(text.pad_lengths) for text in texts))
-    starts = [0, *stops[:-1]]
+    starts = [0, *stops][:-1]
     return tuple(
         MediaItem(plan, tuple(ranges[start:stop]))
         for plan, start, stop in zip(media, starts, stops, strict=True)

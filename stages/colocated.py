@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from encoders import Adapter, MediaItem, MediaPlan, PromptPlan, Sampling, check_question, load_adapter
+from encoders.adapter import PatchRun
 from epd.errors import ModelError, RequestError
 from epd.types import Answer, StageTimings, Usage
 from stages.detokenizer import OnText, StreamedText
@@ -164,7 +165,7 @@ class ColocatedPipeline:
                     visual = self._encode(item, run, context.timings)
                     with busy(context.timings, "prefill_s"):
                         self._runner.prefill(context.cache, prompt, int(visual.indices[-1]) + 1, visual)
-                    num_done += len(run.frames)
+                    num_done += run.num_frames
                     if progress:
                         progress(num_done, context.num_frames)
 
@@ -172,8 +173,9 @@ class ColocatedPipeline:
         with busy(timings, "preprocess_s"):
             patches = self.adapter.preprocess(run.frames, item.plan)
         with busy(timings, "encode_s"):
-            grid = item.plan.grid.cut(run.stop - run.start)
-            embeddings = self.adapter.encode(self._tower, patches, grid)
+            patch_run = PatchRun(item.plan.kind, patches, item.plan.grid.cut(run.stop - run.start))
+            (encoded,) = self.adapter.encode_batch(self._tower, [patch_run])
+            embeddings = self.adapter.join(encoded, item.plan, run.start, run.stop)
         return PlacedEmbeddings(embeddings, item.token_indices(run.start, run.stop))
 
     def answer(

@@ -72,10 +72,10 @@ def generate_greedily(
     The cache holds the whole prompt; logits, [vocab], are those that follow it.
     """
     choice = GreedyChoice(settings, torch.from_numpy(prompt.token_ids))
-    position = prompt.next_position
+    positions = torch.full((len(prompt.positions), 1), prompt.next_position)
     token_id = choice.pick(logits)
     yield token_id
     while token_id not in settings.eos_ids:
-        token_id = choice.pick(runner.decode(cache, token_id, position))
-        position += 1
+        token_id = choice.pick(runner.decode(cache, token_id, positions))
+        positions = positions + 1
         yield token_id

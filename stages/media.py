@@ -18,7 +18,7 @@ from stages.timing import busy
 
 @dataclass(frozen=True, slots=True)
 class PlannedMedia:
-    """A source and what it becomes. image: uint8 [1, h, w, 3] at planned size; None for a video."""
+    """A source and what it becomes. image: its units at planned size, uint8 [N, h, w, 3]; not for a video."""
 
     source: str | Path
     plan: MediaPlan
@@ -27,11 +27,12 @@ class PlannedMedia:
 
 @dataclass(frozen=True, slots=True)
 class UnitRun:
-    """Frames uint8 [N, h, w, 3] of the units [start, stop) of one item."""
+    """Units [start, stop) of one item: uint8 [N, h, w, 3], made of `num_frames` frames of its source."""
 
     start: int
     stop: int
     frames: Tensor
+    num_frames: int
 
 
 def plan_media(adapter: Adapter, source: str | Path, sampling: Sampling) -> PlannedMedia:
@@ -65,10 +66,10 @@ def unit_runs(
     Frames of a video are decoded by threads of the stream while the consumer works on earlier groups. To stop
     them early, close the generator.
     """
-    if media.image is not None:
-        yield UnitRun(0, 1, media.image)
-        return
     plan = media.plan
+    if media.image is not None:
+        yield UnitRun(0, plan.num_units, media.image, 1)
+        return
     cuts = cut_units(plan, group_tokens)
     sizes = [
         min(stop * plan.frames_per_unit, plan.num_frames) - start * plan.frames_per_unit
@@ -80,10 +81,15 @@ def unit_runs(
         for start, stop in cuts:
             with busy(timings, "decode_video_s"):
                 group = next(groups)
-            yield UnitRun(start, stop, torch.from_numpy(group.frames.data))
+            yield UnitRun(start, stop, torch.from_numpy(group.frames.data), len(group.frames))
 
 
 def cut_units(plan: MediaPlan, group_tokens: int) -> Sequence[tuple[int, int]]:
-    """Half-open runs of units, in order, without gaps; at least one unit each, the last perhaps short."""
+    """Half-open runs of units, in order, without gaps; at least one unit each, the last perhaps short.
+
+    An item that is joined whole is not cut.
+    """
+    if plan.is_joined_whole:
+        return [(0, plan.num_units)]
     size = max(1, group_tokens // plan.tokens_per_unit)
     return [(start, min(start + size, plan.num_units)) for start in range(0, plan.num_units, size)]

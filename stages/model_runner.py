@@ -50,7 +50,7 @@ class ModelRunner:
         """Appends prompt tokens [len(cache), stop) to the cache; returns the logits [vocab] that follow."""
         start = len(cache)
         token_ids = torch.from_numpy(prompt.token_ids[start:stop])[None]
-        positions = torch.from_numpy(prompt.positions[:, start:stop])[:, None]
+        positions = torch.from_numpy(prompt.positions[:, start:stop])
         embeds = self._embed(token_ids)
         if visual is None:
             return self._forward(cache, embeds, positions, {})
@@ -58,17 +58,16 @@ class ModelRunner:
         extra = self._adapter.decoder_kwargs(mask, visual.embeddings)
         return self._forward(cache, place(embeds, mask, visual.embeddings), positions, extra)
 
-    def decode(self, cache: KVCache, token_id: int, position: int) -> Tensor:
-        """Appends one generated token at an M-RoPE position; returns the logits [vocab] of the next."""
-        return self._forward(
-            cache, self._embed(torch.tensor([[token_id]])), torch.full((3, 1, 1), position), {}
-        )
+    def decode(self, cache: KVCache, token_id: int, positions: Tensor) -> Tensor:
+        """Appends one token at positions int64 [rows, 1]; returns the logits [vocab] of the next."""
+        return self._forward(cache, self._embed(torch.tensor([[token_id]])), positions, {})
 
     def _forward(self, cache: KVCache, embeds: Tensor, positions: Tensor, extra: dict[str, Any]) -> Tensor:
-        """embeds: [1, T, C]. positions: int64 [3, 1, T]."""
+        """embeds: [1, T, C]. positions: int64 [rows, T], three rows for M-RoPE, else one."""
+        position_ids = positions[:, None] if len(positions) > 1 else positions
         hidden = self._decoder(
             inputs_embeds=embeds,
-            position_ids=positions,
+            position_ids=position_ids,
             past_key_values=cache.as_past,
             use_cache=True,
             **extra,
