@@ -1,0 +1,49 @@
+"""Names of weights: in the files of a checkpoint, in the model, and which stage wants them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import Literal
+
+Role = Literal["encode", "language", "whole"]
+
+# Where the families keep what an encode worker needs: the vision tower, the projector, the newline.
+_ENCODER_PARTS = (
+    "model.visual",
+    "model.vision_tower",
+    "model.vision_model",
+    "model.multi_modal_projector",
+    "model.connector",
+    "model.image_newline",
+)
+# Published files keep the names of the releases that wrote them: (there, here).
+_RENAMES = (
+    (re.compile(r"^language_model\.model\."), "model.language_model."),
+    (re.compile(r"^language_model\.lm_head\."), "lm_head."),
+    (re.compile(r"^(?=(visual|vision_tower|multi_modal_projector|image_newline)\b)"), "model."),
+    (re.compile(r"^model\.(?=(embed_tokens|layers|norm)\.)"), "model.language_model."),
+)
+_NESTED, _FLAT = "vision_tower.vision_model.", "vision_tower."
+
+
+def is_wanted(name: str, role: Role) -> bool:
+    """Whether a worker of this role loads the model's parameter, or runs the model's module, `name`."""
+    if role == "whole":
+        return True
+    return _is_of_encoder(name) == (role == "encode")
+
+
+def _is_of_encoder(name: str) -> bool:
+    return any(name == part or name.startswith(f"{part}.") for part in _ENCODER_PARTS)
+
+
+def name_in_model(stored: str, known: Collection[str]) -> str | None:
+    """The model's name of a stored tensor, one of `known`; None for what the model has no place for."""
+    if stored in known:
+        return stored
+    renamed = stored
+    for pattern, replacement in _RENAMES:
+        renamed = pattern.sub(replacement, renamed, count=1)
+    candidates = (renamed, renamed.replace(_NESTED, _FLAT, 1), renamed.replace(_FLAT, _NESTED, 1))
+    return next((name for name in candidates if name in known), None)

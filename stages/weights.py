@@ -1,0 +1,172 @@
+"""Loads only what a stage needs of a checkpoint: read from the files by name, the rest never touched.
+
+skeleton: the whole model, its parameters without memory (buffers are computed as always)
+prune:    modules of other stages are taken out of it
+fill:     the tensors that are left are read, one by one, from the files that hold them
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from encoders.names import Role, is_wanted, name_in_model
+from epd.errors import ModelError
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+# Bytes of a file, and places in it, that tell one set of weights from another.
+_SAMPLE_BYTES, _NUM_SAMPLES = 4096, 64
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model for one role. tensor_names: what was read, as the files name it. num_bytes: its size there."""
+
+    model: nn.Module
+    tensor_names: tuple[str, ...]
+    num_bytes: int
+
+
+def load_role(path: Path, role: Role, dtype: torch.dtype) -> LoadedModel:
+    """The part of the model at `path` that a worker of this role runs, in eval mode, with sdpa attention.
+
+    Raises ModelError when the files lack a tensor or cannot be read.
+    """
+    try:
+        model = skeleton(path, dtype)
+        prune(model, role)
+        loaded = _fill(model, path, dtype)
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(f"the weights at '{path}' do not load: {reason}") from error
+    model.eval()
+    return loaded
+
+
+def skeleton(path: Path, dtype: torch.dtype) -> nn.Module:
+    """The whole model of a folder's configuration, its parameters on the meta device: no weight is read."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    with _parameters_without_memory():
+        model: nn.Module = AutoModelForImageTextToText.from_config(
+            config, dtype=dtype, attn_implementation="sdpa"
+        )
+    return model
+
+
+def prune(model: nn.Module, role: Role) -> None:
+    """Takes out of a model what a worker of this role does not run."""
+    for prefix, parent in (("", model), ("model.", model.get_submodule("model"))):
+        for name in [name for name, _ in parent.named_children() if f"{prefix}{name}" != "model"]:
+            if not is_wanted(f"{prefix}{name}", role):
+                setattr(parent, name, None)
+        for name, _ in list(parent.named_parameters(recurse=False)):
+            if not is_wanted(f"{prefix}{name}", role):
+                setattr(parent, name, None)
+
+
+def _fill(model: nn.Module, path: Path, dtype: torch.dtype) -> LoadedModel:
+    """Reads the tensors that the model has a place for, and no others."""
+    wanted = model.state_dict(keep_vars=True)
+    read: list[str] = []
+    num_bytes = 0
+    for file, names in _stored_names(path).items():
+        with safe_open(file, framework="pt") as tensors:
+            for stored in names:
+                name = name_in_model(stored, wanted)
+                if name is None:
+                    continue
+                tensor = tensors.get_tensor(stored)
+                _assign(model, name, tensor, dtype)
+                read.append(stored)
+                num_bytes += tensor.nbytes
+    _tie(model)
+    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if missing:
+        raise ValueError(f"{len(missing)} tensors are missing, such as {missing[0]}; get all of the files")
+    return LoadedModel(model, tuple(read), num_bytes)
+
+
+def _stored_names(path: Path) -> Mapping[Path, list[str]]:
+    """The tensors in each of the folder's files; only headers are read."""
+    if (path / _INDEX).is_file():
+        index: dict[str, str] = json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        files = [path / file for file in sorted(set(index.values()))]
+    else:
+        files = [path / _SINGLE]
+    return {file: _names_in(file) for file in files}
+
+
+def _names_in(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as tensors:
+        return list(tensors.keys())
+
+
+def _assign(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    """Puts a tensor in the place of the parameter or buffer `name`. Raises ValueError if it does not fit."""
+    path, _, attribute = name.rpartition(".")
+    module = model.get_submodule(path)
+    place: Tensor = getattr(module, attribute)
+    if place.shape != tensor.shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the model wants {tuple(place.shape)}")
+    value = tensor.to(dtype) if tensor.is_floating_point() else tensor
+    if isinstance(place, nn.Parameter):
+        module.register_parameter(attribute, nn.Parameter(value, requires_grad=False))
+    else:
+        setattr(module, attribute, value)
+
+
+def _tie(model: Any) -> None:
+    """A language-model head that is not stored is the embedding of tokens."""
+    head = getattr(model, "lm_head", None)
+    if head is not None and head.weight.is_meta:
+        head.weight = model.get_input_embeddings().weight
+
+
+@contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """While this is open, modules are made with parameters on the meta device, and with real buffers."""
+    register = nn.Module.register_parameter
+
+    def register_without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_without_memory  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def weights_revision(path: Path) -> str:
+    """A short name of what a model folder holds: other weights, or another configuration, have another one.
+
+    Configuration and headers are hashed whole, the weights at `_NUM_SAMPLES` places of each file.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for config in sorted(path.glob("*.json")):
+        digest.update(config.read_bytes())
+    for file in sorted(path.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(str(size).encode())
+        with file.open("rb") as stream:
+            header = int.from_bytes(stream.read(8), "little")
+            digest.update(stream.read(header))
+            last = max(size - 8 - header - _SAMPLE_BYTES, 0)
+            for sample in range(_NUM_SAMPLES):
+                stream.seek(8 + header + last * sample // (_NUM_SAMPLES - 1))
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
