@@ -3,17 +3,22 @@
 The frame at time t is the one on screen then: the last with pts <= t, or the first frame for any earlier t.
 """
 
+from video.fetch import FetchPolicy, fetch
 from video.images import load_image, media_kind
 from video.info import VideoInfo
+from video.limits import Limits
 from video.probe import probe
 from video.reference import reference_decode
 from video.sampling import sample_times
 from video.stream import GroupStream, decode, stream
 
 __all__ = [
+    "FetchPolicy",
     "GroupStream",
+    "Limits",
     "VideoInfo",
     "decode",
+    "fetch",
     "load_image",
     "media_kind",
     "probe",

@@ -94,10 +94,6 @@ class PacketReader:
         self._is_done = True
         self._video.close()
 
-    def stop(self) -> None:
-        """Every target has its frame: read no further."""
-        self._is_done = True
-
     def next_chunk(self) -> Chunk | None:
         """The next operations, or None when every wanted frame has been handed out."""
         ops = self._plan.ops

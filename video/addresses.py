@@ -1,0 +1,106 @@
+"""Which network addresses media may be fetched from, and connections that go to the checked address only.
+
+A name is resolved once, every address it resolves to is checked, and the connection is made to a checked
+address: a name that changes its address in between (DNS rebinding) gains nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import ipaddress
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+
+from epd.errors import MediaForbiddenError, MediaNotFoundError
+
+IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+Resolver = Callable[[str, int, float], list[str]]
+
+
+def is_public(address: str) -> bool:
+    """Whether an address is of the open internet: not private, loopback, link-local, multicast or reserved.
+
+    IPv6 forms that carry an IPv4 address (mapped, 6to4, Teredo, NAT64) are judged by that address too.
+    """
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    carried = [parsed, *_carried(parsed)]
+    return all(one.is_global and not one.is_multicast and not one.is_reserved for one in carried)
+
+
+def _carried(address: IPAddress) -> list[IPAddress]:
+    if isinstance(address, ipaddress.IPv4Address):
+        return []
+    teredo = address.teredo or ()
+    nat64 = ipaddress.ip_network("64:ff9b::/96")
+    embedded = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF) if address in nat64 else None
+    return [one for one in (address.ipv4_mapped, address.sixtofour, *teredo, embedded) if one is not None]
+
+
+def resolve(host: str, port: int, timeout_s: float) -> list[str]:
+    """Every address of a host, in the resolver's order, within a time limit.
+
+    Raises MediaNotFoundError for a name without an address or a resolver without an answer.
+    """
+    found: list[str] = []
+    thread = threading.Thread(target=_look_up, args=(host, port, found), daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not found:
+        raise MediaNotFoundError(f"no address for the host {host} within {timeout_s:.1f} s; check its name")
+    return list(dict.fromkeys(found))
+
+
+def _look_up(host: str, port: int, found: list[str]) -> None:
+    try:
+        answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return
+    found.extend(str(answer[4][0]) for answer in answers)
+
+
+def checked_address(host: str, port: int, timeout_s: float, may_be_private: bool, resolver: Resolver) -> str:
+    """An address of the host to connect to, all of its addresses having been found allowed.
+
+    Raises MediaForbiddenError if one of them is not public, unless `may_be_private`.
+    """
+    addresses = resolver(host, port, timeout_s)
+    refused = [address for address in addresses if not (may_be_private or is_public(address))]
+    if refused:
+        raise MediaForbiddenError(
+            f"the host {host} resolves to {refused[0]}, which is not a public address; "
+            "allowed: public addresses and allowed_hosts; add the host to allowed_hosts if it is meant"
+        )
+    return addresses[0]
+
+
+class PinnedConnection(http.client.HTTPConnection):
+    """HTTP to one address, whatever the name of the host resolves to by now."""
+
+    def __init__(self, host: str, port: int, address: str, timeout_s: float) -> None:
+        super().__init__(host, port, timeout=timeout_s)
+        self._address = address
+
+    def abort(self) -> None:
+        """Make whatever waits for the other side fail now; safe to call from another thread."""
+        sock = self.sock
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def connect(self) -> None:
+        """Connect to the pinned address."""
+        self.sock = socket.create_connection((self._address, self.port), self.timeout)
+
+
+class PinnedTLSConnection(PinnedConnection):
+    """HTTPS to one address, with the certificate checked against the host's name."""
+
+    default_port = http.client.HTTPS_PORT
+
+    def connect(self) -> None:
+        """Connect to the pinned address and agree on encryption."""
+        super().connect()
+        self.sock = ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host)
