@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -228,6 +230,38 @@ def test_the_real_program_prints_one_line_and_no_traceback(tmp_path: Path) -> No
     done = program("ask", text_named_mp4(tmp_path), QUESTION)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "notes.mp4" in done.stderr
+
+
+def read_all(terminal: int) -> bytes:
+    """What is written to a terminal until its other end is closed."""
+    pieces = []
+    with suppress(OSError):  # the end of a terminal is an error
+        while piece := os.read(terminal, 4096):
+            pieces.append(piece)
+    os.close(terminal)
+    return b"".join(pieces)
+
+
+def test_progress_is_drawn_on_a_terminal_and_nowhere_else(
+    media: dict[str, Path], checkpoints: dict[str, Path]
+) -> None:
+    arguments = ("ask", str(media["video"]), QUESTION, "--model", str(checkpoints["qwen2_5_vl"]))
+    terminal, stderr = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from epd.cli import main; main()", *arguments, "--max-tokens", "3"],
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+    )
+    os.close(stderr)
+    drawn = read_all(terminal)
+    stdout, _ = process.communicate(timeout=60)
+
+    assert process.returncode == 0
+    assert b"loading the model" in drawn
+    assert b"frames" in drawn
+    assert b"8/8" in drawn
+    assert b"\x1b" not in stdout
+    assert "\x1b" not in run(*arguments, "--max-tokens", "3").output
 
 
 def test_help_is_quick_and_imports_nothing_heavy() -> None:
