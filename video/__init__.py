@@ -3,6 +3,7 @@
 The frame at time t is the one on screen then: the last with pts <= t, or the first frame for any earlier t.
 """
 
+from epd.types import FrameGroup, Frames
 from video.fetch import FetchPolicy, fetch
 from video.images import load_image, media_kind
 from video.info import VideoInfo
@@ -14,6 +15,8 @@ from video.stream import GroupStream, decode, stream
 
 __all__ = [
     "FetchPolicy",
+    "FrameGroup",
+    "Frames",
     "GroupStream",
     "Limits",
     "VideoInfo",

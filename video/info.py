@@ -48,8 +48,12 @@ class VideoInfo:
 
     @property
     def duration_s(self) -> float:
-        """Best known duration, seconds; 0 when the container says nothing."""
-        return self.duration_s_from_stream or self.duration_s_from_container or 0.0
+        """Best known duration from the start of the video, seconds; 0 when the container says nothing."""
+        if self.duration_s_from_stream:
+            return self.duration_s_from_stream
+        counts_from_zero = "matroska" in self.container_format  # and not from the first frame
+        start_s = float(self.start_pts * self.time_base) if counts_from_zero else 0.0
+        return max(0.0, (self.duration_s_from_container or 0.0) - start_s)
 
     @property
     def fps(self) -> float:

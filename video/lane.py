@@ -18,18 +18,23 @@ from video.timestamps import FrameClock
 
 # Codecs whose decoders drop unwanted non-reference pictures unharmed. VP9 ignores it, AV1 loses frames.
 SKIPPING_CODECS = frozenset({"h264", "hevc"})
-# Codecs whose packets may hold no frame of their own, or two: only the frames tell what is on screen.
+# Codecs whose packets may hold no frame of their own, or two: only frames tell what is on screen.
 UNFAITHFUL_CODECS = frozenset({"vp8", "libvpx", "mpeg4", "msmpeg4v3", "msmpeg4v2", "h263", "vc1", "wmv3"})
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The frame for a target. `frame` is None where nothing near it could be decoded."""
+    """The frame for a target. `frame` is None where nothing near it could be decoded.
+
+    is_unexplained: its own frame did not come out, and yet nothing was found damaged. A keyframe may have
+    been none: with intra refresh, decoding takes some frames to settle.
+    """
 
     target: int
     frame: VideoFrame | None
     pts: int
     is_substitute: bool
+    is_unexplained: bool = False
 
 
 class Resolver:
@@ -103,15 +108,16 @@ class Resolver:
     def _nearest(self, show: Show, after: tuple[int, VideoFrame] | None) -> Shown:
         """What stands in for a frame that did not come out, or is on screen where packets cannot tell."""
         before = self._before
+        is_unexplained = not self._breaks
         if before is None and after is None:
-            return Shown(show.target, None, show.target, True)
+            return Shown(show.target, None, show.target, True, is_unexplained)
         is_first = before is None and self._start.is_file_start and not self._breaks
         if not self._is_strict or show.pts is None or is_first:
             pts, frame = before or after  # type: ignore[misc]
             return Shown(show.target, frame, pts, bool(self._breaks) and not is_first)
         candidates = [one for one in (before, after) if one is not None]
         pts, frame = min(candidates, key=lambda one: abs(one[0] - show.target))
-        return Shown(show.target, frame, pts, True)
+        return Shown(show.target, frame, pts, True, is_unexplained)
 
 
 class Lane:

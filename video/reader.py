@@ -85,6 +85,17 @@ class PacketReader:
         """Whether the container says that nothing after the first frame can be decoded by itself."""
         return len(self._index) == 1 and self.info.num_frames > FUSE_PACKETS
 
+    @property
+    def is_sequential(self) -> bool:
+        """Whether everything is decoded from the start of the file."""
+        return isinstance(self._plan, SequentialPlan)
+
+    def restart_sequentially(self, targets: Sequence[int]) -> None:
+        """Keyframes are not what they seem: decode the whole file in order for the targets that are left."""
+        self._targets, self._plan = targets, SequentialPlan(targets)
+        self._jump_to, self._is_done = None, not targets
+        self._reopen()
+
     def own_context(self) -> VideoCodecContext:
         """The reader's own decoder, for a request that has only one: seeking resets it."""
         return self._video.stream.codec_context
@@ -202,8 +213,7 @@ class PacketReader:
 
     def _finish(self) -> None:
         if not self._has_key and isinstance(self._plan, Segmenter) and self._end_pts is not None:
-            self._plan = SequentialPlan(self._targets)  # nothing is marked as a keyframe: try it all
-            return self._reopen()
+            return self.restart_sequentially(self._targets)
         self._note_cut_short()
         self._plan.finish()
         self._is_done = True

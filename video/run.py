@@ -220,6 +220,14 @@ class DecodeRun:
             data[row] = exact_resize(pixels, self.frame_size)
         self._settle(shown, pixels is None)
 
+    def restart_sequentially(self) -> None:
+        """Decode what is left from the start of the file, by whoever comes first."""
+        with self._reading, self._changed:
+            if not self._reader.is_sequential:
+                self._reader.restart_sequentially(self._ring.open_targets)
+                self._owner = None
+                self._wake_parked()
+
     def _settle(self, shown: Shown, is_missing: bool) -> None:
         with self._changed:
             is_substitute = shown.is_substitute or shown.target in self._reader.cut_short
@@ -358,6 +366,8 @@ class Worker:
         )
 
     def _deliver(self, shown: Shown) -> None:
+        if shown.is_unexplained:
+            return self._run.restart_sequentially()
         if shown.frame is None:
             return self._run.deliver(shown, None)
         if self._last is None or self._last[0] != shown.pts:

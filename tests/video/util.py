@@ -1,0 +1,17 @@
+"""What the tests compare with, and the tolerances, each with its reason."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from epd.types import Frames
+
+
+def assert_same_frames(got: Frames, truth: Frames) -> None:
+    """The same pixels and times, bit for bit: decoding and exact resizing leave nothing to tolerate."""
+    wrong_times = np.flatnonzero(got.pts_s != truth.pts_s)
+    assert not len(wrong_times), f"times differ at {wrong_times[:8]}: {got.pts_s} instead of {truth.pts_s}"
+    wrong = [i for i in range(len(truth)) if not np.array_equal(got.data[i], truth.data[i])]
+    assert not wrong, f"pixels differ at {wrong[:8]}"
+    assert got.data.shape == truth.data.shape
+    assert got.num_substituted == 0
