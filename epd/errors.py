@@ -15,6 +15,7 @@ A message says what was received, what is allowed, and what to do next, in that 
     │       ├── ModelNotFoundError
     │       └── UnsupportedModelError
     ├── InfeasibleError               a plan that nothing can satisfy
+    ├── EncodeError                   frames that no encoder could turn into embeddings
     └── CancelledError                the consumer went away
 """
 
@@ -69,6 +70,10 @@ class UnsupportedModelError(ModelError):
 
 class InfeasibleError(EPDError):
     """No plan satisfies the constraints; the message names the one that binds."""
+
+
+class EncodeError(EPDError):
+    """Frames that no encoder could turn into embeddings."""
 
 
 class CancelledError(EPDError):

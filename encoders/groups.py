@@ -1,0 +1,88 @@
+"""How an item is cut into groups, and what each is called in the encoder cache.
+
+A video is cut on a lattice of its own time, not where a clip of it happens to begin, so that overlapping
+clips have groups in common:
+
+    time of the video      |  0   1   2   3 |  4   5   6   7 |  8   9  10  11 |
+    whole video            [     group      )[     group      )[     group      )
+    clip from 2                     [ group )[ the same group )[  the same ... )
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from encoders.adapter import MediaPlan
+from epd.encoder_cache import GroupKey
+from epd.reception import GroupSpec
+
+
+@dataclass(frozen=True, slots=True)
+class MediaGroup:
+    """Units [start, stop) of item number `item` of a request, as the encoder cache sees them."""
+
+    item: int
+    start: int
+    stop: int
+    plan: MediaPlan
+    spec: GroupSpec
+
+    @property
+    def frame_range(self) -> range:
+        """The item's frames that the group shows; an image's tiles."""
+        unit = self.plan.frames_per_unit
+        last = self.plan.num_frames if self.plan.kind == "video" else self.plan.num_units
+        return range(self.start * unit, min(self.stop * unit, last))
+
+
+def plan_groups(
+    plans: Sequence[MediaPlan],
+    mm_hashes: Sequence[str],
+    *,
+    model: str,
+    group_tokens: int,
+    reduction: str = "",
+) -> list[MediaGroup]:
+    """All groups of a request in order, of about `group_tokens` embeddings and at least one unit each.
+
+    mm_hashes: of each item's bytes. model: name and revision of the weights. reduction: of tokens, if any.
+    """
+    groups = []
+    for item, (plan, mm_hash) in enumerate(zip(plans, mm_hashes, strict=True)):
+        for start, stop in cut(plan, max(1, group_tokens // plan.tokens_per_unit)):
+            key = GroupKey(
+                mm_hash,
+                _times(plan, start, stop),
+                (0, 0) if plan.kind == "video" else (start, stop),
+                plan.size,
+                model,
+                reduction,
+            )
+            spec = GroupSpec(
+                key, (stop - start) * plan.tokens_per_unit, plan.grid.cut(stop - start).num_patches
+            )
+            groups.append(MediaGroup(item, start, stop, plan, spec))
+    return groups
+
+
+def cut(plan: MediaPlan, group_units: int) -> list[tuple[int, int]]:
+    """Half-open runs of units, in order, without gaps, of at most about `group_units` and at least one."""
+    first = _lattice_index(plan)
+    cells = [(first + unit) // group_units for unit in range(plan.num_units)]
+    starts = [unit for unit in range(plan.num_units) if unit == 0 or cells[unit] != cells[unit - 1]]
+    return list(zip(starts, [*starts[1:], plan.num_units], strict=True))
+
+
+def _lattice_index(plan: MediaPlan) -> int:
+    """Which unit of the whole source the first one is, counted from the start of the source.
+
+    Processors take the first or the middle frame of each span, give or take a rounding: a quarter of a span
+    on top brings both to the same whole number.
+    """
+    return int(plan.times_s[0] / plan.unit_span_s + 0.25) if plan.kind == "video" else 0
+
+
+def _times(plan: MediaPlan, start: int, stop: int) -> tuple[float, ...]:
+    unit = plan.frames_per_unit
+    return plan.times_s[start * unit : stop * unit]
