@@ -141,5 +141,5 @@ def _indices(total: int, count: int, spacing: Spacing) -> Float64Array:
     """Frame numbers, float64 [count]. `torch.arange` and its single precision: so do the processors."""
     if spacing == "endpoints":
         return np.linspace(0, total - 1, count).round()
-    strided = torch.arange(0, total, total / count).int().numpy().astype(np.float64)
-    return strided[:count]
+    strided: Float64Array = torch.arange(0, total, total / count).int().numpy().astype(np.float64)
+    return strided

@@ -15,7 +15,7 @@ GRID = Fraction(1, 600)  # seconds; fine enough for every rate and variable rate
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to make one video. `gaps`: ticks of GRID between frames, repeated; `start`: ticks before the first."""
+    """How to make one video. `gaps`: ticks of GRID between frames, repeated; `start`: ticks to the first."""
 
     name: str
     codec: str = "libx264"

@@ -1,0 +1,95 @@
+"""The pool: most urgent first, one step at a time, parked tasks hold no thread."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from video.cpus import cgroup_quota, usable_cpus
+from video.pool import DecodePool, StepResult
+
+
+class Recorded:
+    """A task of some steps that writes its name at each."""
+
+    def __init__(self, name: str, deadline_s: float, steps: list[StepResult], log: list[str]) -> None:
+        self.name, self.deadline_s = name, deadline_s
+        self._steps, self._log = steps, log
+        self.finished = threading.Event()
+
+    def step(self) -> StepResult:
+        self._log.append(self.name)
+        result = self._steps.pop(0)
+        if result != "again":
+            self.finished.set()
+        return result
+
+
+def test_the_most_urgent_task_passes_between_two_steps_of_another() -> None:
+    log: list[str] = []
+    pool = DecodePool(1)
+    urgent = Recorded("urgent", 1.0, ["done"], log)
+
+    class Slow(Recorded):
+        def step(self) -> StepResult:
+            if not log:
+                pool.submit(urgent)
+            return super().step()
+
+    slow = Slow("slow", 2.0, ["again", "again", "done"], log)
+    pool.submit(slow)
+    assert slow.finished.wait(5)
+    pool.close()
+    assert log == ["slow", "urgent", "slow", "slow"]
+
+
+def test_a_parked_task_goes_on_when_it_is_submitted_again() -> None:
+    log: list[str] = []
+    pool = DecodePool(1)
+    parked = Recorded("parked", 1.0, ["parked", "done"], log)
+    pool.submit(parked)
+    assert parked.finished.wait(5)
+    other = Recorded("other", 2.0, ["done"], log)
+    pool.submit(other)
+    assert other.finished.wait(5)
+    parked.finished.clear()
+    pool.submit(parked)
+    assert parked.finished.wait(5)
+    pool.close()
+    assert log == ["parked", "other", "parked"]
+
+
+def test_as_many_threads_as_waiting_tasks_and_no_more_than_allowed() -> None:
+    pool = DecodePool(3)
+    barrier = threading.Barrier(3, timeout=5)
+
+    class Meeting(Recorded):
+        def step(self) -> StepResult:
+            barrier.wait()
+            return super().step()
+
+    tasks = [Meeting(str(i), 0.0, ["done"], []) for i in range(3)]
+    for task in tasks:
+        pool.submit(task)
+    assert all(task.finished.wait(5) for task in tasks)
+    pool.close()
+
+
+def test_cpus_are_those_of_the_affinity_and_the_quota(tmp_path: Path) -> None:
+    assert cgroup_quota(tmp_path) is None
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    assert cgroup_quota(tmp_path) == 1.5
+    assert usable_cpus(tmp_path) <= 2
+    (tmp_path / "cpu.max").write_text("10000 100000\n")
+    assert usable_cpus(tmp_path) == 1
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert cgroup_quota(tmp_path) is None
+
+
+def test_cpus_of_the_older_kind_of_group(tmp_path: Path) -> None:
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    assert cgroup_quota(tmp_path) is None
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("250000\n")
+    assert cgroup_quota(tmp_path) == 2.5
