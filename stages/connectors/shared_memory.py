@@ -82,9 +82,9 @@ class SharedMemoryConnector(MailboxConnector):
                 return
 
     def pool_of(self, offer: Offer) -> EncoderPool | None:
+        file = self._files[offer.sender]
         if offer.sender not in self._mapped:
-            try:
-                self._mapped[offer.sender] = self._files[offer.sender].map()
-            except (OSError, RuntimeError):  # the file has been removed: its owner is gone
+            if not file.path.is_file():  # removed: its owner is gone; mapping it would make a new, empty one
                 return None
+            self._mapped[offer.sender] = file.map()
         return self._mapped[offer.sender]
