@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import closing
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from epd.errors import CorruptMediaError, MediaLimitError, UnsupportedMediaError
 from epd.types import MediaKind, UInt8Array
-from video.source import Media, Source, as_media, open_video
+from video.source import Media, Reader, Source, as_media, open_video
 
 IMAGE_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF", "AVIF", "PPM")
 MAX_IMAGE_PIXELS = 80_000_000
@@ -21,7 +22,7 @@ def load_image(source: Source | Media, *, max_pixels: int = MAX_IMAGE_PIXELS) ->
     Raises MediaNotFoundError, UnsupportedMediaError, CorruptMediaError or MediaLimitError.
     """
     media = as_media(source)
-    with _identify(media) as image:
+    with closing(media.reader()) as file, _identify(media, file) as image:
         if image.width * image.height > max_pixels:
             raise MediaLimitError(
                 f"{media.name} has {image.width} x {image.height} pixels; allowed {max_pixels}; scale it down"
@@ -41,19 +42,20 @@ def media_kind(source: Source | Media) -> MediaKind:
     """
     media = as_media(source)
     try:
-        _identify(media).close()
+        with closing(media.reader()) as file:
+            _identify(media, file)
     except UnsupportedMediaError:
         open_video(media).close()
         return "video"
     return "image"
 
 
-def _identify(media: Media) -> Image.Image:
-    """The image, its header read and its pixels not yet."""
+def _identify(media: Media, file: Reader) -> Image.Image:
+    """The image in `file`, its header read and its pixels not yet; Pillow leaves the file open."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            return Image.open(media.reader(), formats=IMAGE_FORMATS)  # type: ignore[arg-type]
+            return Image.open(file, formats=IMAGE_FORMATS)  # type: ignore[arg-type]
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise MediaLimitError(
             f"{media.name}: {error}; allowed {MAX_IMAGE_PIXELS} pixels; scale it down"

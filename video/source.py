@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import threading
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -32,6 +33,12 @@ class SeekableFile(Protocol):
     def read(self, size: int = -1, /) -> bytes: ...
     def seek(self, offset: int, whence: int = 0, /) -> int: ...
     def tell(self) -> int: ...
+
+
+class Reader(SeekableFile, Protocol):
+    """A position of one's own in a source, to be closed by whoever asked for it."""
+
+    def close(self) -> None: ...
 
 
 Source = str | Path | bytes | SeekableFile
@@ -58,6 +65,9 @@ class _SharedReader:
     def tell(self) -> int:
         return self._offset
 
+    def close(self) -> None:
+        """Nothing to do: the file belongs to whoever opened it."""
+
 
 class Media:
     """A source that can be opened many times, each time with a position of its own."""
@@ -80,8 +90,8 @@ class Media:
         with self._lock:
             return self._source.seek(0, io.SEEK_END)
 
-    def reader(self) -> SeekableFile:
-        """A file object at the start of the media."""
+    def reader(self) -> Reader:
+        """A file object at the start of the media, for the caller to close."""
         if isinstance(self._source, str | Path):
             return open(self._source, "rb")
         if isinstance(self._source, bytes):
@@ -90,12 +100,8 @@ class Media:
 
     def head(self, num_bytes: int) -> bytes:
         """The first bytes of the media."""
-        reader = self.reader()
-        try:
+        with closing(self.reader()) as reader:
             return reader.read(num_bytes)
-        finally:
-            if isinstance(reader, io.IOBase):
-                reader.close()
 
     def open_target(self) -> str | SeekableFile:
         """What FFmpeg opens: `file:` and an absolute path, so that no name passes for another protocol."""
