@@ -151,10 +151,11 @@ def exact_share(logits: Tensor, targets: Tensor) -> float:
 
 @torch.inference_mode()
 def whitening(visual: nn.Module, clips: list[Clip], rng: random.Random) -> tuple[Tensor, Tensor]:
-    """Mean [C] and matrix [C, C] that bring embeddings to the size of text embeddings, names equally strong.
+    """Matrix [C, C] and offset [C] that bring embeddings near the size of text ones, names equally strong.
 
-    A tower trained through a linear layer alone gives embeddings with a huge common offset: about 60 long,
-    where text is 0.3. The residual stream of the language model would drown in it.
+    A tower trained through a linear layer alone gives embeddings 60 long where text is 0.3, most of it a
+    common offset, and the residual stream of the language model would drown in it. Some offset must stay: the
+    model's norms would otherwise blow the noise of an empty background up to the size of an object.
     """
     pairs, targets = draw_batch(clips, rng, 1024)
     embeddings = torch.cat([encode(visual, patchify(part)) for part in pairs.split(64)]).flatten(0, 1)
@@ -162,15 +163,16 @@ def whitening(visual: nn.Module, clips: list[Clip], rng: random.Random) -> tuple
     variances, axes = torch.linalg.eigh(centred.T @ centred / len(centred))
     shrink = axes @ torch.diag((variances + _WHITENING_FLOOR**2).rsqrt()) @ axes.T
     shown = (centred @ shrink)[targets.flatten(0, 1).any(-1)]
-    return embeddings.mean(0), shrink * (_SHOWN_NORM / shown.norm(dim=-1).median())
+    matrix = shrink * (_SHOWN_NORM / shown.norm(dim=-1).median())
+    return matrix, _SHOWN_NORM * axes[:, 0] - matrix @ embeddings.mean(0)
 
 
 @torch.inference_mode()
-def fold_into_projector(visual: nn.Module, mean: Tensor, matrix: Tensor) -> None:
-    """Makes the tower give `(x - mean) @ matrix` where it gave x; `matrix` is symmetric."""
+def fold_into_projector(visual: nn.Module, matrix: Tensor, offset: Tensor) -> None:
+    """Makes the tower give `matrix @ x + offset` where it gave x."""
     last = visual.merger.mlp[2]
     last.weight.copy_(matrix @ last.weight)
-    last.bias.copy_(matrix @ (last.bias - mean))
+    last.bias.copy_(matrix @ last.bias + offset)
 
 
 def train(options: argparse.Namespace) -> None:
