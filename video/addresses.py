@@ -26,6 +26,8 @@ def is_public(address: str) -> bool:
     IPv6 forms that carry an IPv4 address (mapped, 6to4, Teredo, NAT64) are judged by that address too.
     """
     parsed = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is not None:
+        parsed = parsed.ipv4_mapped
     carried = [parsed, *_carried(parsed)]
     return all(one.is_global and not one.is_multicast and not one.is_reserved for one in carried)
 
@@ -36,7 +38,7 @@ def _carried(address: IPAddress) -> list[IPAddress]:
     teredo = address.teredo or ()
     nat64 = ipaddress.ip_network("64:ff9b::/96")
     embedded = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF) if address in nat64 else None
-    return [one for one in (address.ipv4_mapped, address.sixtofour, *teredo, embedded) if one is not None]
+    return [one for one in (address.sixtofour, *teredo, embedded) if one is not None]
 
 
 def resolve(host: str, port: int, timeout_s: float) -> list[str]:
@@ -82,17 +84,19 @@ class PinnedConnection(http.client.HTTPConnection):
     def __init__(self, host: str, port: int, address: str, timeout_s: float) -> None:
         super().__init__(host, port, timeout=timeout_s)
         self._address = address
+        self._open_socket: socket.socket | None = (
+            None  # http.client lets go of its own before the body is read
+        )
 
     def abort(self) -> None:
         """Make whatever waits for the other side fail now; safe to call from another thread."""
-        sock = self.sock
-        if sock is not None:
+        if self._open_socket is not None:
             with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+                self._open_socket.shutdown(socket.SHUT_RDWR)
 
     def connect(self) -> None:
         """Connect to the pinned address."""
-        self.sock = socket.create_connection((self._address, self.port), self.timeout)
+        self.sock = self._open_socket = socket.create_connection((self._address, self.port), self.timeout)
 
 
 class PinnedTLSConnection(PinnedConnection):
@@ -103,4 +107,5 @@ class PinnedTLSConnection(PinnedConnection):
     def connect(self) -> None:
         """Connect to the pinned address and agree on encryption."""
         super().connect()
-        self.sock = ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host)
+        context = ssl.create_default_context()
+        self.sock = self._open_socket = context.wrap_socket(self.sock, server_hostname=self.host)

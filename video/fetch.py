@@ -162,15 +162,15 @@ class _Download:
     def _exchange(self, connection: PinnedConnection, parts: SplitResult) -> bytes | str:
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         connection.request("GET", target, headers={"Accept-Encoding": "identity", "User-Agent": "epd"})
-        response = connection.getresponse()
-        location = response.getheader("Location")
-        if response.status in REDIRECTS and location:
-            return location
-        if response.status != http.client.OK:
-            raise MediaNotFoundError(
-                f"{_shown(parts)} answered {response.status}; allowed 200; check the URL"
-            )
-        return self._body(response, _shown(parts))
+        with connection.getresponse() as response:
+            location = response.getheader("Location")
+            if response.status in REDIRECTS and location:
+                return location
+            if response.status != http.client.OK:
+                raise MediaNotFoundError(
+                    f"{_shown(parts)} answered {response.status}; allowed 200; check the URL"
+                )
+            return self._body(response, _shown(parts))
 
     def _connect(self, parts: SplitResult) -> PinnedConnection:
         host = parts.hostname or ""
