@@ -86,8 +86,27 @@ def resize_image(image: Tensor, size: tuple[int, int], spec: PatchSpec) -> Tenso
 def patchify(frames: Tensor, spec: PatchSpec) -> Tensor:
     """Frames uint8 [N, H, W, 3] to normalised patches float32 [P, 3 * frames_per_unit * side * side].
 
-    The last frame is repeated to fill the last unit. Equal to the Hugging Face processors bit for bit: bytes
-    are put in order first, at a quarter of the traffic, then normalised by the same two float32 operations.
+    The last frame is repeated to fill the last unit. Equal to the Hugging Face processors bit for bit.
+    """
+    if not frames.is_cuda:
+        return patchify_plain(frames, spec)
+    from encoders.kernels.patchify import patchify_fused
+
+    return patchify_fused(
+        frames,
+        mean=spec.mean,
+        std=spec.std,
+        frames_per_unit=spec.frames_per_unit,
+        side=spec.side,
+        merge=spec.merge,
+    )
+
+
+def patchify_plain(frames: Tensor, spec: PatchSpec) -> Tensor:
+    """`patchify` on any device, in plain torch.
+
+    Bytes are put in order first, at a quarter of the traffic, then normalised by the two float32 operations
+    of the processors.
     """
     if missing := -len(frames) % spec.frames_per_unit:
         frames = torch.cat([frames, frames[-1:].expand(missing, -1, -1, -1)])
@@ -100,5 +119,6 @@ def patchify(frames: Tensor, spec: PatchSpec) -> Tensor:
     )  # fmt: skip
     ordered = blocks.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(grid.num_patches, 3, -1)
     patches = ordered.to(torch.float32)
-    patches.sub_(torch.tensor(spec.mean)[:, None]).div_(torch.tensor(spec.std)[:, None])
+    patches.sub_(torch.tensor(spec.mean, device=frames.device)[:, None])
+    patches.div_(torch.tensor(spec.std, device=frames.device)[:, None])
     return patches.reshape(grid.num_patches, -1)

@@ -29,6 +29,7 @@ from encoders.adapter import (
     VideoFacts,
 )
 from encoders.checkpoint import Checkpoint
+from encoders.patches import PatchSpec, patchify
 from encoders.sampling import DEFAULT_FPS, check_sampling, source_metadata
 from encoders.text_layout import ItemText, Markers, plan_text_prompt
 from epd.errors import MediaLimitError, UnsupportedModelError
@@ -79,10 +80,10 @@ class TileSpec:
         return resized.permute(0, 2, 3, 1)
 
     def normalise(self, tiles: Tensor) -> Tensor:
-        """uint8 [N, S, S, 3] to float32 [N, 3, S, S]; put in order as bytes, a quarter of the traffic."""
-        values = tiles.permute(0, 3, 1, 2).contiguous().to(torch.float32)
-        mean, std = (torch.tensor(each)[:, None, None] for each in (self.mean, self.std))
-        return values.sub_(mean).div_(std)
+        """uint8 [N, S, S, 3] to float32 [N, 3, S, S]: each tile is one patch."""
+        side = tiles.shape[1]
+        spec = PatchSpec(side, 1, 1, self.mean, self.std, self.resample)
+        return patchify(tiles, spec).reshape(-1, 3, side, side)
 
 
 def tile_spec(processor: Any, side: int) -> TileSpec:

@@ -136,11 +136,16 @@ class Family:
     def their_features(self, inputs: Any, kind: MediaKind) -> tuple[Tensor, list[Tensor]]:
         """Rows [V, C] of all items of a kind, in order, and deepstack layers like them."""
         output = self._feature_call(inputs, kind)()
-        rows = output.pooler_output
-        if isinstance(rows, Tensor):
-            rows = list(rows)
+        rows = list(output.pooler_output)
+        if self.name == "llava_onevision" and kind == "video":
+            rows = [self._with_newline(each) for each in rows]
         layers = getattr(output, "deepstack_features", None) or []
-        return torch.cat(list(rows)), [x if isinstance(x, Tensor) else torch.cat(list(x)) for x in layers]
+        return torch.cat(rows), [x if isinstance(x, Tensor) else torch.cat(list(x)) for x in layers]
+
+    def _with_newline(self, rows: Tensor) -> Tensor:
+        """A video ends with the newline; releases near 5.17 add it later than the rows."""
+        newline = self.model.model.image_newline
+        return rows if torch.equal(rows[-1], newline) else torch.cat([rows, newline[None]])
 
     def _feature_call(self, inputs: Any, kind: MediaKind) -> Any:
         if self.name.startswith("qwen"):
