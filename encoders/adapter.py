@@ -218,11 +218,7 @@ class Adapter(Protocol):
         ...
 
     def vision_tower(self, model: nn.Module) -> nn.Module:
-        """The part of the whole model that `encode` needs."""
-        ...
-
-    def encode(self, tower: nn.Module, patches: Tensor, grid: Grid) -> Embeddings:
-        """Runs the vision tower and projector over the patches of whole units of one item."""
+        """The part of the whole model that `encode_batch` needs."""
         ...
 
     def encode_batch(self, tower: nn.Module, runs: Sequence[PatchRun]) -> list[Embeddings]:

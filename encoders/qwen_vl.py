@@ -12,7 +12,6 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from encoders.adapter import (
     Embeddings,
-    Grid,
     MediaItem,
     MediaPlan,
     PatchRun,
@@ -108,9 +107,6 @@ class QwenVLAdapter(ABC):
 
     def vision_tower(self, model: nn.Module) -> nn.Module:
         return model.get_submodule("model.visual")
-
-    def encode(self, tower: nn.Module, patches: Tensor, grid: Grid) -> Embeddings:
-        return self.encode_batch(tower, [PatchRun("image", patches, grid)])[0]
 
     def encode_batch(self, tower: nn.Module, runs: Sequence[PatchRun]) -> list[Embeddings]:
         dtype = next(tower.parameters()).dtype

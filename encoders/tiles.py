@@ -219,9 +219,6 @@ class TileAdapter(ABC):
     def vision_tower(self, model: nn.Module) -> nn.Module:
         return model.get_submodule("model")
 
-    def encode(self, tower: nn.Module, patches: Tensor, grid: Grid) -> Embeddings:
-        return self.encode_batch(tower, [PatchRun("image", patches, grid)])[0]
-
     def encode_batch(self, tower: nn.Module, runs: Sequence[PatchRun]) -> list[Embeddings]:
         pixels = torch.cat([run.values for run in runs]).to(next(tower.parameters()).dtype)
         rows = self.encode_tiles(tower, pixels, runs[0].kind)
