@@ -40,6 +40,15 @@ from training.vision import COLUMNS, ROWS, TOKENS, encode, learning_rate, patchi
 
 _IMAGE_KINDS = (QuestionKind.COLOUR, QuestionKind.PRESENCE, QuestionKind.COUNT)
 _NO_TARGET = -100
+# Questions of each kind put to a clip in training.
+_MIX = {
+    QuestionKind.COLOUR: 1,
+    QuestionKind.ORDER: 1,
+    QuestionKind.COUNT: 1,
+    QuestionKind.PRESENCE: 2,
+    QuestionKind.AFTER: 2,
+    QuestionKind.TIME: 4,
+}
 # (until this share of the training, at most so many frame pairs)
 _CURRICULUM = ((0.2, 8), (0.5, 32), (0.65, 64), (2.0, 256))
 # One shard of every length, see `training.clips`.
@@ -234,6 +243,12 @@ def ask(clip: EncodedClip, rng: random.Random, num_per_kind: int) -> list[Questi
     return [q for q in questions if not clip.is_image or q.kind in _IMAGE_KINDS]
 
 
+def ask_mix(clip: EncodedClip, rng: random.Random) -> list[Question]:
+    """Questions for training: more of the kinds that are learned last."""
+    asked = ask(clip, rng, max(_MIX.values()))
+    return [q for kind, count in _MIX.items() for q in [q for q in asked if q.kind is kind][:count]]
+
+
 def draw_batch(
     pool: dict[int, list[EncodedClip]], prompts: Prompts, rng: random.Random, budget: int, longest: int
 ) -> Batch:
@@ -251,7 +266,7 @@ def draw_batch(
             clips += [cropped] if cropped else []
         else:
             clips.append(clip)
-    return make_batch(prompts, clips, [ask(clip, rng, 2) for clip in clips], rng)
+    return make_batch(prompts, clips, [ask_mix(clip, rng) for clip in clips], rng)
 
 
 def right_by_kind(batch: Batch, right: Tensor) -> Iterator[tuple[QuestionKind, bool]]:
@@ -364,7 +379,7 @@ def main() -> None:
     parser.add_argument(
         "--checkpoint", type=Path, help="folder to write a loadable checkpoint to as it improves"
     )
-    parser.add_argument("--steps", type=int, default=2400)
+    parser.add_argument("--steps", type=int, default=1800)
     parser.add_argument("--budget", type=int, default=9000, help="tokens per step")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
