@@ -32,7 +32,7 @@ from video.demo_video import encode_h264
 HELD_OUT_SEED = 2_000_000_000
 MODEL_HEIGHT, MODEL_WIDTH = 84, 140
 _SOURCE_HEIGHT, _SOURCE_WIDTH = 360, 640
-_CLIPS_PER_SHARD = 48
+_FRAMES_PER_SHARD = 1536
 _LENGTHS = (4, 8, 16, 16, 32, 32, 32, 64)
 _LONGEST_S = 1024.0
 
@@ -96,10 +96,10 @@ def film(scene: Scene, num_frames: int, rng: random.Random) -> UInt8Array:
     return video.reference_decode(file.getvalue(), times_s, (MODEL_HEIGHT, MODEL_WIDTH)).data
 
 
-def write_shard(folder: Path, number: int, num_frames: int) -> None:
-    """Writes about 1,500 frames as clips of `num_frames` each; the JSON file appears last and whole."""
+def write_shard(folder: Path, number: int, num_frames: int, shard_frames: int) -> None:
+    """Writes about `shard_frames` frames as clips of `num_frames`; the JSON file appears last and whole."""
     rng = random.Random(number)
-    scenes = [draw_scene(rng, num_frames) for _ in range(_CLIPS_PER_SHARD * 32 // max(num_frames, 8))]
+    scenes = [draw_scene(rng, num_frames) for _ in range(shard_frames // max(num_frames, 8))]
     frames = np.stack([film(scene, num_frames, rng) for scene in scenes])
     np.save(folder / f"{number:04d}.npy", frames)
     specs = [[scene.seed, scene.duration_s, len(scene.objects)] for scene in scenes]
@@ -123,12 +123,14 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=200)
     parser.add_argument("--first-shard", type=int, default=0)
     parser.add_argument("--frames", type=int, help="frames per clip; by default 4 to 64, a length per shard")
+    parser.add_argument("--shard-frames", type=int, default=_FRAMES_PER_SHARD, help="frames per shard")
     options = parser.parse_args()
     torch.set_num_threads(1)
     options.out.mkdir(parents=True, exist_ok=True)
     for number in range(options.first_shard, options.first_shard + options.shards):
         if not (options.out / f"{number:04d}.json").exists():
-            write_shard(options.out, number, options.frames or _LENGTHS[number % len(_LENGTHS)])
+            num_frames = options.frames or _LENGTHS[number % len(_LENGTHS)]
+            write_shard(options.out, number, num_frames, options.shard_frames)
             print(f"shard {number} written", flush=True)
 
 

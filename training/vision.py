@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import time
 from pathlib import Path
 
 import numpy as np
@@ -27,12 +26,15 @@ from epd.shapes import COLOURS, SHAPES, Scene
 from epd.shapes.world import NUM_LANES
 from training.checkpoint import build_config, build_tokenizer
 from training.clips import MODEL_HEIGHT, MODEL_WIDTH, Clip, read_shard
+from training.loop import Training, base_parser, learning_rate
 
 PATCH, MERGE = 14, 2
 GRID_H, GRID_W = MODEL_HEIGHT // PATCH, MODEL_WIDTH // PATCH
 ROWS, COLUMNS = GRID_H // MERGE, GRID_W // MERGE
 TOKENS = ROWS * COLUMNS
 _NAMES = (*SHAPES, *COLOURS)
+# Most tokens show no more than background.
+_POSITIVE_WEIGHT = torch.tensor(3.0)
 # Directions that vary less than this carry no name and are not blown up.
 _WHITENING_FLOOR = 1.5
 # Length of the embedding of a token that shows something; text embeddings start at 0.3.
@@ -105,21 +107,6 @@ def _overlap(centre: float, half: float, cells: int) -> Tensor:
     return covered.clamp(min=0) * cells
 
 
-class ClipPool:
-    """All clips on disk so far; grows while the clip writer works."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._read: set[Path] = set()
-        self.clips: list[Clip] = []
-
-    def refresh(self) -> None:
-        for spec in sorted(self._folder.glob("*.json")):
-            if spec not in self._read:
-                self._read.add(spec)
-                self.clips += read_shard(spec)
-
-
 def draw_batch(clips: list[Clip], rng: random.Random, size: int) -> tuple[Tensor, Tensor]:
     """Random frame pairs and single frames: uint8 [B, 2, 84, 140, 3] and targets float32 [B, 15, 14]."""
     pairs, targets = [], []
@@ -133,14 +120,6 @@ def draw_batch(clips: list[Clip], rng: random.Random, size: int) -> tuple[Tensor
         pairs.append(np.stack([clip.frames[first], clip.frames[second]]))
         targets.append(token_targets(clip.scene, times_s))
     return torch.from_numpy(np.stack(pairs)), torch.stack(targets)
-
-
-def learning_rate(step: int, steps: int, peak: float, warmup: int = 100) -> float:
-    """Linear warm-up, then a cosine to a twentieth of the peak."""
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    share = (step - warmup) / max(1, steps - warmup)
-    return float(peak * (0.05 + 0.95 * 0.5 * (1 + np.cos(np.pi * min(1.0, share)))))
 
 
 def exact_share(logits: Tensor, targets: Tensor) -> float:
@@ -176,64 +155,31 @@ def fold_into_projector(visual: nn.Module, matrix: Tensor, offset: Tensor) -> No
 
 
 def train(options: argparse.Namespace) -> None:
-    torch.manual_seed(0)
-    rng = random.Random(options.seed)
+    torch.manual_seed(options.seed)
     model = Qwen2_5_VLForConditionalGeneration(build_config(build_tokenizer()))
     visual = model.model.visual
     head = nn.Linear(visual.config.out_hidden_size, len(_NAMES))
-    optimizer = torch.optim.AdamW([*visual.parameters(), *head.parameters()], lr=1e-3, weight_decay=0.02)
-    start = 0
-    if options.out.exists():
-        saved = torch.load(options.out)
-        visual.load_state_dict(saved["visual"])
-        head.load_state_dict(saved["head"])
-        optimizer.load_state_dict(saved["optimizer"])
-        start = saved["step"]
-    pool = ClipPool(options.clips)
-    pool.refresh()
-    began = time.monotonic()
-    for step in range(start, options.steps):
-        if step % 50 == 0:
-            pool.refresh()
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, options.steps, options.lr)
-        pairs, targets = draw_batch(pool.clips, rng, options.batch)
+    optimizer = torch.optim.AdamW([*visual.parameters(), *head.parameters()], weight_decay=0.02)
+    training = Training({"visual": visual, "head": head}, [optimizer], options.out)
+    rng = random.Random(options.seed + training.step)
+    clips = [clip for spec in sorted(options.clips.glob("*.json")) for clip in read_shard(spec)]
+    while training.step < options.steps:
+        pairs, targets = draw_batch(clips, rng, options.batch)
         with torch.autocast("cpu", torch.bfloat16):
             logits = head(encode(visual, patchify(pairs))).float()
-        weight = torch.tensor(3.0)
-        loss = functional.binary_cross_entropy_with_logits(logits, targets, pos_weight=weight)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(visual.parameters(), 1.0)
-        optimizer.step()
-        if step % 25 == 0:
-            speed = (step + 1 - start) / (time.monotonic() - began)
-            print(
-                f"step {step} clips {len(pool.clips)} loss {loss.item():.4f} "
-                f"exact {exact_share(logits, targets):.3f} {speed:.2f} steps/s",
-                flush=True,
-            )
-        if step % 200 == 199 or step == options.steps - 1:
-            state = {"visual": visual.state_dict(), "head": head.state_dict()}
-            torch.save({**state, "optimizer": optimizer.state_dict(), "step": step + 1}, options.out)
-    fold_into_projector(visual, *whitening(visual, pool.clips, rng))
+        loss = functional.binary_cross_entropy_with_logits(logits, targets, pos_weight=_POSITIVE_WEIGHT)
+        training.update(loss, learning_rate(training.step, options.steps, options.lr))
+        if training.step % 200 == 0 or training.step == options.steps:
+            print(f"tokens whose every name is right: {exact_share(logits, targets):.3f}", flush=True)
+            training.save()
+    fold_into_projector(visual, *whitening(visual, clips, rng))
     torch.save({"visual": visual.state_dict()}, options.final)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--clips", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument(
-        "--final", type=Path, required=True, help="file for the tower that `language` starts from"
-    )
-    parser.add_argument("--steps", type=int, default=1260)
+    parser = base_parser(__doc__, steps=1260, lr=1.5e-3)
+    parser.add_argument("--final", type=Path, required=True, help="file for the tower `language` starts from")
     parser.add_argument("--batch", type=int, default=192, help="frame pairs per step")
-    parser.add_argument("--lr", type=float, default=1.5e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     train(options)

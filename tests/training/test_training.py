@@ -1,0 +1,152 @@
+"""The training of shapes-vl runs end to end on a few clips, resumes, and gives a checkpoint that loads."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from epd.shapes import Question
+from training import clips, language, vision
+from training.batches import NO_TARGET, Prompts, ask, make_batch
+from training.checkpoint import build_config, build_tokenizer
+from training.clips import HELD_OUT_SEED, Clip, is_resolved, read_shard
+from training.encoded import EncodedClip, crop, encode_shard
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two tiny shards of clips: one of 4 frames, one of 8."""
+    path = tmp_path_factory.mktemp("clips")
+    for number, num_frames in enumerate((4, 8)):
+        clips.write_shard(path, number, num_frames, shard_frames=32)
+    return path
+
+
+@pytest.fixture(scope="module")
+def drawn(folder: Path) -> list[Clip]:
+    return [clip for spec in sorted(folder.glob("*.json")) for clip in read_shard(spec)]
+
+
+def test_clips_come_back_from_disk_and_show_what_their_scenes_say(drawn: list[Clip]) -> None:
+    assert {len(clip.frames) for clip in drawn} == {4, 8}
+    for clip in drawn:
+        assert clip.frames.shape[1:] == (84, 140, 3)
+        assert is_resolved(clip.scene, len(clip.frames))
+        assert clip.scene.seed < HELD_OUT_SEED
+
+
+def test_the_batched_tower_equals_the_models_own(drawn: list[Clip]) -> None:
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    visual = Qwen2_5_VLForConditionalGeneration(build_config(build_tokenizer())).model.visual
+    frames = torch.from_numpy(np.array(drawn[-1].frames)).view(-1, 2, 84, 140, 3)
+    patches = vision.patchify(frames)
+    with torch.inference_mode():
+        batched = vision.encode(visual, patches).flatten(0, 1)
+        own = visual(patches.flatten(0, 1), grid_thw=torch.tensor([[len(frames), 6, 10]])).pooler_output
+    assert torch.allclose(batched, own, atol=1e-5)
+
+
+def test_folding_a_transform_into_the_projector_changes_the_tower_by_just_that() -> None:
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    visual = Qwen2_5_VLForConditionalGeneration(build_config(build_tokenizer())).model.visual
+    patches = torch.randn(2, 60, 1176)
+    matrix, offset = torch.randn(256, 256), torch.randn(256)
+    with torch.inference_mode():
+        before = vision.encode(visual, patches)
+        vision.fold_into_projector(visual, matrix, offset)
+        after = vision.encode(visual, patches)
+    assert torch.allclose(after, before @ matrix.T + offset, atol=1e-3)
+
+
+def _logits_alone(model: torch.nn.Module, clip: EncodedClip, question: Question) -> torch.Tensor:
+    """Logits of the answer's tokens with one question in the sequence and transformers' own positions."""
+    prompts = Prompts(build_tokenizer())
+    read, answer = prompts.question(question)
+    ids = [*prompts.head, *[model.config.video_token_id] * (15 * len(clip)), *read, *answer]
+    kinds = [2 if token == model.config.video_token_id else 0 for token in ids]
+    positions, _ = model.model.get_rope_index(
+        torch.tensor([ids]),
+        torch.tensor([kinds]),
+        video_grid_thw=torch.tensor([[len(clip), 6, 10]]),
+        second_per_grid_ts=[2 * clip.gap_s],
+    )
+    prompt_length = len(ids) - len(answer)
+    positions[:, :, prompt_length:] = torch.arange(prompt_length, len(ids)) + _delta_of_prompt(
+        positions, answer
+    )
+    embeds = model.get_input_embeddings()(torch.tensor([ids]))
+    embeds[0, [kind == 2 for kind in kinds]] = clip.embeddings.flatten(0, 1).float()
+    hidden = model.model.language_model(inputs_embeds=embeds, position_ids=positions, use_cache=False)
+    return model.lm_head(hidden.last_hidden_state[0, prompt_length - 1 : -1])
+
+
+def _delta_of_prompt(positions: torch.Tensor, answer: list[int]) -> int:
+    """What `generate` adds to the index of a new token: largest position of the prompt + 1 - its length."""
+    prompt = positions[:, :, : positions.shape[2] - len(answer)]
+    return int(prompt.max()) + 1 - prompt.shape[2]
+
+
+def test_a_question_among_others_gets_the_logits_it_gets_alone(
+    drawn: list[Clip], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    torch.manual_seed(0)
+    model = Qwen2_5_VLForConditionalGeneration(build_config(build_tokenizer())).eval()
+    encoded = [
+        clip for clip in encode_shard(model.model.visual, drawn[-3:], random.Random(0)) if not clip.is_image
+    ]
+    questions = [ask(clip, random.Random(1), 1) for clip in encoded]
+    monkeypatch.setattr(random.Random, "random", lambda _: 0.9)  # transformers' layout of positions
+    batch = make_batch(Prompts(build_tokenizer()), encoded, questions, random.Random())
+    with torch.inference_mode(), monkeypatch.context() as patched:
+        patched.setattr(torch, "autocast", lambda *_: torch.no_grad())
+        together, _ = language.answer_logits(model, batch)
+        rows, columns = (batch.targets != NO_TARGET).nonzero(as_tuple=True)
+        for row, clip in enumerate(encoded):
+            mine = (rows == row) & (batch.segments[rows, columns] == 2)
+            alone = _logits_alone(model, clip, questions[row][1])
+            assert torch.allclose(together[mine], alone, atol=1e-4)
+
+
+def test_a_cropped_clip_holds_only_what_its_frames_show(drawn: list[Clip]) -> None:
+    clip = next(clip for clip in drawn if len(clip.frames) == 8)
+    encoded = EncodedClip(clip.scene, clip.gap_s, torch.zeros(4, 15, 8, dtype=torch.bfloat16))
+    for first, stop in ((0, 2), (1, 3), (2, 4)):
+        part = crop(encoded, first, stop)
+        times_s = [index * clip.gap_s for index in range(2 * first, 2 * stop)]
+        shown = {item.shape for time_s in times_s for item in clip.scene.visible(time_s)}
+        assert ({item.shape for item in part.scene.objects} if part else set()) == shown
+        assert part is None or part.scene.duration_s == pytest.approx(clip.gap_s * 4)
+
+
+def _run(module: object, monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["training", *map(str, arguments)])
+    module.main()  # type: ignore[attr-defined]
+
+
+def test_both_steps_run_resume_and_leave_a_checkpoint_that_loads(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stages.colocated import ColocatedPipeline
+
+    tower, state = tmp_path / "tower.pt", tmp_path / "state.pt"
+    seen = ("--clips", folder, "--threads", "1")
+    _run(vision, monkeypatch, *seen, "--out", state, "--final", tower, "--steps", "2", "--batch", "4")
+    _run(vision, monkeypatch, *seen, "--out", state, "--final", tower, "--steps", "3", "--batch", "4")
+    assert torch.load(state)["step"] == 3
+    taught = (*seen, "--vision", tower, "--out", tmp_path / "language.pt", "--cache", tmp_path / "encoded")
+    _run(language, monkeypatch, *taught, "--budget", "800", "--steps", "1")
+    _run(
+        language, monkeypatch, *taught, "--budget", "800", "--steps", "2", "--checkpoint", tmp_path / "model"
+    )
+    assert torch.load(tmp_path / "language.pt")["step"] == 2
+    answer = ColocatedPipeline.load(tmp_path / "model").ask([], "Is there a circle?", max_tokens=2)
+    assert answer.usage.completion_tokens in (1, 2)

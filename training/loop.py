@@ -1,0 +1,86 @@
+"""What the two training steps share: options, the rate, updates, progress, and files to resume from."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+_REPORT_STEPS = 25
+_WARMUP_STEPS = 100
+
+
+class Training:
+    """Modules and optimizers that are saved and resumed together; `step` updates have been made."""
+
+    def __init__(
+        self, modules: dict[str, nn.Module], optimizers: list[torch.optim.Optimizer], path: Path
+    ) -> None:
+        self.step = 0
+        self._modules, self._optimizers, self._path = modules, optimizers, path
+        if path.exists():
+            self._resume()
+        self._losses: list[float] = []
+        self._reported_at = time.monotonic()
+
+    def _resume(self) -> None:
+        saved = torch.load(self._path)
+        for name, module in self._modules.items():
+            module.load_state_dict(saved[name])
+        for optimizer, state in zip(self._optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        self.step = saved["step"]
+
+    def save(self) -> None:
+        """Writes the file whole or not at all."""
+        states = {name: module.state_dict() for name, module in self._modules.items()}
+        optimizers = [optimizer.state_dict() for optimizer in self._optimizers]
+        temporary = self._path.with_suffix(".part")
+        torch.save({**states, "optimizers": optimizers, "step": self.step}, temporary)
+        temporary.rename(self._path)
+
+    def update(self, loss: Tensor, rate: float) -> None:
+        """One step down the gradient of `loss`; prints the mean loss and the pace now and then."""
+        loss.backward()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+                nn.utils.clip_grad_norm_(group["params"], 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        self.step += 1
+        self._losses.append(loss.item())
+        if self.step % _REPORT_STEPS == 0:
+            self._report()
+
+    def _report(self) -> None:
+        pace = len(self._losses) / (time.monotonic() - self._reported_at)
+        mean = sum(self._losses) / len(self._losses)
+        print(f"step {self.step} loss {mean:.4f} {pace:.2f} steps/s", flush=True)
+        self._losses, self._reported_at = [], time.monotonic()
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """Linear warm-up, then a cosine to a twentieth of the peak."""
+    if step < _WARMUP_STEPS:
+        return peak * (step + 1) / _WARMUP_STEPS
+    share = min(1.0, (step - _WARMUP_STEPS) / max(1, steps - _WARMUP_STEPS))
+    return peak * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * share)))
+
+
+def base_parser(description: str | None, *, steps: int, lr: float) -> argparse.ArgumentParser:
+    """The options that both steps have."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--clips", type=Path, required=True, help="folder that `training.clips` wrote")
+    parser.add_argument("--out", type=Path, required=True, help="file to save to and resume from")
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--lr", type=float, default=lr, help="peak learning rate")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    return parser
