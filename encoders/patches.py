@@ -72,9 +72,12 @@ def patch_spec(processor: Any) -> PatchSpec:
 
 
 def resize_image(image: Tensor, size: tuple[int, int], spec: PatchSpec) -> Tensor:
-    """uint8 [H, W, 3] to uint8 [1, h, w, 3], with the processor's filter."""
+    """uint8 [H, W, 3] to uint8 [1, h, w, 3], with the processor's filter.
+
+    The bytes stay channels last, as they came: the same numbers as channels first, three times as fast.
+    """
     resized = tvf.resize(
-        image.permute(2, 0, 1)[None].contiguous(),
+        image.permute(2, 0, 1)[None],
         list(size),
         interpolation=_INTERPOLATION[spec.resample],
         antialias=True,
@@ -106,19 +109,21 @@ def patchify_plain(frames: Tensor, spec: PatchSpec) -> Tensor:
     """`patchify` on any device, in plain torch.
 
     Bytes are put in order first, at a quarter of the traffic, then normalised by the two float32 operations
-    of the processors.
+    of the processors. A unit of one frame is put in order once and repeated on the way to floats.
     """
-    if missing := -len(frames) % spec.frames_per_unit:
+    unit = spec.frames_per_unit
+    if len(frames) > 1 and (missing := -len(frames) % unit):
         frames = torch.cat([frames, frames[-1:].expand(missing, -1, -1, -1)])
     grid = spec.grid(len(frames), frames.shape[1], frames.shape[2])
+    depth = len(frames) // grid.t
     blocks = frames.reshape(
-        grid.t, spec.frames_per_unit,
+        grid.t, depth,
         grid.h // spec.merge, spec.merge, spec.side,
         grid.w // spec.merge, spec.merge, spec.side,
         3,
     )  # fmt: skip
-    ordered = blocks.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(grid.num_patches, 3, -1)
-    patches = ordered.to(torch.float32)
-    patches.sub_(torch.tensor(spec.mean, device=frames.device)[:, None])
-    patches.div_(torch.tensor(spec.std, device=frames.device)[:, None])
+    ordered = blocks.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(grid.num_patches, 3, depth, -1)
+    patches = ordered.expand(-1, -1, unit, -1).to(torch.float32, memory_format=torch.contiguous_format)
+    patches.sub_(torch.tensor(spec.mean, device=frames.device)[:, None, None])
+    patches.div_(torch.tensor(spec.std, device=frames.device)[:, None, None])
     return patches.reshape(grid.num_patches, -1)

@@ -70,9 +70,9 @@ class TileSpec:
     resample: int
 
     def resize(self, pixels: Tensor, height: int, width: int) -> Tensor:
-        """uint8 [N, H, W, 3] to uint8 [N, height, width, 3], with the processor's filter."""
+        """uint8 [N, H, W, 3] to uint8 [N, height, width, 3], with the processor's filter, channels last."""
         resized: Tensor = tvf.resize(
-            pixels.permute(0, 3, 1, 2).contiguous(),
+            pixels.permute(0, 3, 1, 2),
             [height, width],
             interpolation=_INTERPOLATION[self.resample],
             antialias=True,
@@ -80,10 +80,13 @@ class TileSpec:
         return resized.permute(0, 2, 3, 1)
 
     def normalise(self, tiles: Tensor) -> Tensor:
-        """uint8 [N, S, S, 3] to float32 [N, 3, S, S]: each tile is one patch."""
-        side = tiles.shape[1]
-        spec = PatchSpec(side, 1, 1, self.mean, self.std, self.resample)
-        return patchify(tiles, spec).reshape(-1, 3, side, side)
+        """uint8 [N, S, S, 3] to float32 [N, 3, S, S]: on a GPU, each tile is one patch of the kernel's."""
+        if tiles.is_cuda:
+            spec = PatchSpec(tiles.shape[1], 1, 1, self.mean, self.std, self.resample)
+            return patchify(tiles, spec).reshape(-1, 3, *tiles.shape[1:3])
+        values = tiles.permute(0, 3, 1, 2).contiguous().to(torch.float32)
+        mean, std = (torch.tensor(each)[:, None, None] for each in (self.mean, self.std))
+        return values.sub_(mean).div_(std)
 
 
 def tile_spec(processor: Any, side: int) -> TileSpec:

@@ -8,10 +8,8 @@ It is what a deployment does with workers in between, and what tests and benchma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from encoders.adapter import Embeddings
 from encoders.groups import MediaGroup
@@ -21,8 +19,7 @@ from epd.reception import Grant
 from epd.sharding import plan_shards
 from stages.embedding_receiver import EmbeddingReceiver
 from stages.encode import EncodeJob, EncodeStage
-
-FramesOf = Callable[[MediaGroup], Tensor]
+from stages.group_frames import FramesOf
 
 
 @dataclass(slots=True)

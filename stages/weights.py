@@ -42,8 +42,10 @@ def load_role(path: Path, role: Role, dtype: torch.dtype) -> LoadedModel:
 
     Raises ModelError when the files lack a tensor or cannot be read.
     """
+    from transformers import AutoConfig
+
     try:
-        model = skeleton(path, dtype)
+        model = skeleton(AutoConfig.from_pretrained(path, local_files_only=True), dtype)
         prune(model, role)
         loaded = _fill(model, path, dtype)
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
@@ -53,11 +55,10 @@ def load_role(path: Path, role: Role, dtype: torch.dtype) -> LoadedModel:
     return loaded
 
 
-def skeleton(path: Path, dtype: torch.dtype) -> nn.Module:
-    """The whole model of a folder's configuration, its parameters on the meta device: no weight is read."""
-    from transformers import AutoConfig, AutoModelForImageTextToText
+def skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
+    """The whole model of a transformers configuration, its parameters on the meta device."""
+    from transformers import AutoModelForImageTextToText
 
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
     with _parameters_without_memory():
         model: nn.Module = AutoModelForImageTextToText.from_config(
             config, dtype=dtype, attn_implementation="sdpa"

@@ -2,116 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import permutations
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from encoders import Adapter, MediaPlan, Sampling
-from encoders.adapter import Embeddings, Grid
+import video
+from encoders import MediaPlan, VideoFacts
+from encoders.adapter import Embeddings, Grid, PatchRun
 from encoders.groups import MediaGroup, cut, plan_groups
+from epd.content import content_hash
 from epd.encoder_cache import EncoderCacheManager
 from epd.errors import EncodeError, InfeasibleError
+from epd.reception import GroupSpec
 from stages.connectors import InProcessHub
 from stages.embedding_receiver import EmbeddingReceiver
-from stages.encode import EncodeStage
+from stages.encode import EncodeJob, EncodeStage
 from stages.encoder_pool import EmbeddingLayout, EncoderPool
+from stages.group_frames import frames_from
 from stages.sharded_encoding import ShardedEncoding
-from tests.encoders.families import Clip, Family, Picture
+from tests.encoders.fakes import FakeFamily, fake_frames, fake_key, fake_plan
+from tests.encoders.families import Family, Picture
 from tests.encoders.tolerances import assert_same_but_for_batching
+from tests.encoders.workers import SAMPLING, Workers, clip_of, merged, noise, plan_all
+from tests.media import write_image, write_video
 
 NUM_ENCODERS = (1, 2, 3, 5, 8)
-SAMPLING = Sampling(num_frames=16)
-
-
-class Workers:
-    """Encoders and receivers of one family, with counts of what they had to do."""
-
-    def __init__(
-        self, family: Family, num_encoders: int, max_batch_patches: int = 200, num_blocks: int = 400
-    ):
-        self.family = family
-        self.hub = InProcessHub()
-        self.layout = EmbeddingLayout(64, torch.float32, 2 if family.name == "qwen3_vl" else 0)
-        self.frames_asked: list[MediaGroup] = []
-        self.encoders = []
-        for number in range(num_encoders):
-            cache, pool = self._memory(num_blocks)
-            self.encoders.append(
-                EncodeStage(
-                    family.adapter, family.tower, cache, pool, self.hub.connect(f"e{number}", pool),
-                    max_batch_patches=max_batch_patches,
-                )
-            )  # fmt: skip
-        self.receiver = self.new_receiver("p0", num_blocks)
-
-    def _memory(self, num_blocks: int) -> tuple[EncoderCacheManager, EncoderPool]:
-        return EncoderCacheManager(num_blocks, 8), EncoderPool(num_blocks, 8, self.layout)
-
-    def new_receiver(self, name: str, num_blocks: int = 400) -> EmbeddingReceiver:
-        cache, pool = self._memory(num_blocks)
-        return EmbeddingReceiver(cache, pool, self.hub.connect(name, pool))
-
-    @property
-    def num_encoded(self) -> int:
-        return sum(encoder.counts.num_groups for encoder in self.encoders)
-
-    def encode(
-        self,
-        media: Sequence[Picture | Clip],
-        groups: Sequence[MediaGroup],
-        receiver: EmbeddingReceiver | None = None,
-        request_id: str = "r",
-    ) -> list[tuple[MediaGroup, Embeddings]]:
-        sharded = ShardedEncoding(self.encoders, receiver or self.receiver)
-        results = list(sharded.encode(request_id, groups, lambda group: self.frames(media, group)))
-        sharded.settle()
-        return results
-
-    def frames(self, media: Sequence[Picture | Clip], group: MediaGroup) -> Tensor:
-        self.frames_asked.append(group)
-        return self.family.frames(media[group.item], group.plan)[list(group.frame_range)]
-
-    def check(self) -> None:
-        for worker in (*self.encoders, self.receiver):
-            worker.check_integrity()
-            assert worker.cache.num_held == 0
-
-
-def merged(
-    adapter: Adapter, plans: Sequence[MediaPlan], results: Sequence[tuple[MediaGroup, Embeddings]]
-) -> list[Embeddings]:
-    """Of each item, its embeddings joined."""
-    items = []
-    for item, plan in enumerate(plans):
-        parts = [embeddings for group, embeddings in results if group.item == item]
-        whole = Embeddings(
-            torch.cat([part.rows for part in parts]),
-            tuple(torch.cat(layers) for layers in zip(*(part.deepstack for part in parts), strict=True)),
-        )
-        items.append(adapter.join(whole, plan, 0, plan.num_units))
-    return items
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-
-
-def clip_of(family: Family, length: int = 40) -> Clip:
-    rough = Clip(torch.zeros(length, 56, 56, 3, dtype=torch.uint8), 4.0)
-    height, width = family.plan(rough, SAMPLING).size
-    return Clip(noise(length, height, width, 3), 4.0)
-
-
-def plan_all(
-    family: Family, media: Sequence[Picture | Clip], group_tokens: int = 1
-) -> tuple[list[MediaPlan], list[MediaGroup]]:
-    plans = [family.plan(item, SAMPLING) for item in media]
-    hashes = [f"item {index}" for index in range(len(media))]
-    return plans, plan_groups(plans, hashes, model="tiny", group_tokens=group_tokens)
 
 
 @pytest.mark.parametrize("num_encoders", NUM_ENCODERS)
@@ -158,7 +78,7 @@ def test_distinct_images_give_distinct_embeddings_in_order(family: Family, num_r
     assert len(sums) == len(media)
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+@pytest.mark.parametrize("order", list(permutations(range(3))))
 def test_any_order_of_arrival_is_taken_in_the_order_of_the_prompt(
     families: dict[str, Family], order: tuple[int, ...]
 ) -> None:
@@ -168,10 +88,8 @@ def test_any_order_of_arrival_is_taken_in_the_order_of_the_prompt(
     workers = Workers(family, 3)
     receiver = workers.receiver
     receiver.open("r", [group.spec for group in groups])
-    sharded = ShardedEncoding(workers.encoders, receiver)
-    for number, grant in enumerate(receiver.grant()):
-        sharded._requests["r"] = _request_of(workers, media, groups)
-        workers.encoders[number].submit(sharded._job(grant))
+    for grant, group, encoder in zip(receiver.grant(), groups, workers.encoders, strict=True):
+        encoder.submit(workers.job(media, group, grant.ticket))
     taken: list[int] = []
     for arrived, number in enumerate(order):
         workers.encoders[number].step()
@@ -181,12 +99,6 @@ def test_any_order_of_arrival_is_taken_in_the_order_of_the_prompt(
             taken.append(index)
         assert taken == [index for index in range(3) if set(range(index + 1)) <= set(order[: arrived + 1])]
     assert taken == [0, 1, 2]
-
-
-def _request_of(workers: Workers, media: Sequence[Picture], groups: Sequence[MediaGroup]):  # type: ignore[no-untyped-def]
-    from stages.sharded_encoding import _Request
-
-    return _Request(groups, lambda group: workers.frames(media, group))
 
 
 def test_results_stream_on_before_all_are_there(families: dict[str, Family]) -> None:
@@ -259,8 +171,6 @@ def test_an_overlapping_clip_reuses_the_common_groups(family: Family) -> None:
 
 @torch.inference_mode()
 def _encoded(family: Family, plan: MediaPlan, frames: Tensor) -> Embeddings:
-    from encoders.adapter import PatchRun
-
     run = PatchRun(plan.kind, family.adapter.preprocess(frames, plan), plan.grid)
     return family.adapter.encode_batch(family.tower, [run])[0]
 
@@ -345,17 +255,12 @@ def test_two_requests_in_turns_share_what_both_want(families: dict[str, Family])
 
 
 def test_batches_mix_requests_of_one_shape_within_the_patch_budget() -> None:
-    from tests.encoders.fakes import FakeFamily, fake_frames, fake_key, fake_plan
-
     layout, hub, family = EmbeddingLayout(2, torch.float32), InProcessHub(), FakeFamily()
     memory = [(EncoderCacheManager(20, 2), EncoderPool(20, 2, layout)) for _ in range(2)]
     stage = EncodeStage(
         family, nn.Identity(), *memory[0], hub.connect("e", memory[0][1]), max_batch_patches=4
     )
     receiver = EmbeddingReceiver(*memory[1], hub.connect("p", memory[1][1]))
-    from epd.reception import GroupSpec
-    from stages.encode import EncodeJob
-
     shapes = {"a": (1, 2), "b": (2, 2), "c": (1, 2), "d": (1, 1)}  # of each request: side, units
     for value, (name, (_, units)) in enumerate(shapes.items()):
         receiver.open(name, [GroupSpec(fake_key(value, units), units, units)])
@@ -365,3 +270,45 @@ def test_batches_mix_requests_of_one_shape_within_the_patch_budget() -> None:
         stage.submit(EncodeJob(grant.ticket, fake_plan(units, side), 0, units, lambda frames=frames: frames))
     assert [stage.step() for _ in range(4)] == [2, 1, 1, 0]  # a and c; b of another shape; d
     assert family.batch_sizes == [2, 1, 1]
+
+
+def test_from_files_a_second_question_opens_no_file_again(
+    families: dict[str, Family], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With real H.264 and a real image: what is counted are the decoder's calls."""
+    family = families["qwen2_5_vl"]
+    paths = [write_video(tmp_path / "video.mp4"), write_image(tmp_path / "image.png")]
+    info = video.probe(paths[0])
+    pixels = video.load_image(paths[1])
+    plans = [
+        family.adapter.plan_video(VideoFacts(info.num_frames, info.fps, info.height, info.width), SAMPLING),
+        family.adapter.plan_image(pixels.shape[0], pixels.shape[1]),
+    ]
+    calls: list[str] = []
+    for name in ("decode", "load_image"):
+        monkeypatch.setattr(video, name, counted(name, getattr(video, name), calls))
+    groups = plan_groups(plans, [content_hash(path) for path in paths], model="tiny", group_tokens=8)
+    workers = Workers(family, 2)
+    sharded = ShardedEncoding(workers.encoders, workers.receiver)
+    frames_of = frames_from(family.adapter, paths)
+    first = list(sharded.encode("first", groups, frames_of))
+    assert calls.count("decode") == len(groups) - 1
+    assert calls.count("load_image") == 1
+    calls.clear()
+    again = plan_groups(plans, [content_hash(path) for path in paths], model="tiny", group_tokens=8)
+    second = list(sharded.encode("second", again, frames_of))
+    assert calls == []
+    assert workers.num_encoded == len(groups)
+    assert all(
+        torch.equal(ours.rows, theirs.rows) for (_, ours), (_, theirs) in zip(second, first, strict=True)
+    )
+
+
+def counted(name: str, function: Callable[..., object], calls: list[str]) -> Callable[..., object]:
+    """The function, noting each call."""
+
+    def call(*arguments: object, **options: object) -> object:
+        calls.append(name)
+        return function(*arguments, **options)
+
+    return call
