@@ -16,6 +16,7 @@ from training.batches import NO_TARGET, Prompts, ask, make_batch
 from training.checkpoint import build_config, build_tokenizer
 from training.clips import HELD_OUT_SEED, Clip, is_resolved, read_shard
 from training.encoded import EncodedClip, crop, encode_shard
+from training.loop import Training
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +133,19 @@ def _run(module: object, monkeypatch: pytest.MonkeyPatch, *arguments: str | Path
     module.main()  # type: ignore[attr-defined]
 
 
+def _count_updates(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The losses of all updates made from now on, in a list that grows."""
+    losses: list[float] = []
+    update = Training.update
+
+    def counted(training: Training, loss: torch.Tensor, rate: float) -> None:
+        losses.append(loss.item())
+        update(training, loss, rate)
+
+    monkeypatch.setattr(Training, "update", counted)
+    return losses
+
+
 def test_both_steps_run_resume_and_leave_a_checkpoint_that_loads(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,14 +153,15 @@ def test_both_steps_run_resume_and_leave_a_checkpoint_that_loads(
 
     tower, state = tmp_path / "tower.pt", tmp_path / "state.pt"
     seen = ("--clips", folder, "--threads", "1")
+    updates = _count_updates(monkeypatch)
     _run(vision, monkeypatch, *seen, "--out", state, "--final", tower, "--steps", "2", "--batch", "4")
     _run(vision, monkeypatch, *seen, "--out", state, "--final", tower, "--steps", "3", "--batch", "4")
-    assert torch.load(state)["step"] == 3
+    assert len(updates) == torch.load(state)["step"] == 3
     taught = (*seen, "--vision", tower, "--out", tmp_path / "language.pt", "--cache", tmp_path / "encoded")
     _run(language, monkeypatch, *taught, "--budget", "800", "--steps", "1")
     _run(
         language, monkeypatch, *taught, "--budget", "800", "--steps", "2", "--checkpoint", tmp_path / "model"
     )
-    assert torch.load(tmp_path / "language.pt")["step"] == 2
+    assert len(updates) == 3 + 2
     answer = ColocatedPipeline.load(tmp_path / "model").ask([], "Is there a circle?", max_tokens=2)
     assert answer.usage.completion_tokens in (1, 2)
