@@ -40,7 +40,7 @@ class GroupBuffer:
     def rows(self, size: Size) -> UInt8Array:
         """The memory of the group, made at the first call."""
         if self.data is None:
-            self.data = np.zeros((self.stop - self.start, *size, 3), np.uint8)
+            self.data = np.empty((self.stop - self.start, *size, 3), np.uint8)
         return self.data
 
     def first_good(self) -> int | None:

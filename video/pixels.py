@@ -23,6 +23,7 @@ from epd.types import UInt8Array
 
 Size = tuple[int, int]
 ResizeMode = Literal["exact", "fast"]
+DisplayMatrix = tuple[int, int, int, int]
 
 
 class FrameConverter:
@@ -31,13 +32,25 @@ class FrameConverter:
     def __init__(self, size: Size | None, mode: ResizeMode = "exact") -> None:
         self._size, self._mode = size, mode
         self._reformatter = VideoReformatter()
+        self._matrix: DisplayMatrix | None = None
+        self._rotation_deg: int | None = None  # as PyAV tells it of the frame that `_matrix` was read from
 
     def convert(self, frame: VideoFrame) -> UInt8Array:
         """Upright RGB at the target size, uint8 [H, W, 3]; it may be a view of memory that the array owns."""
-        matrix = display_matrix(frame)
+        matrix = self._matrix_of(frame)
         if self._mode == "fast" and self._size is not None:
             return upright(self._rgb(frame, _stored_size(self._size, matrix)), matrix)
         return exact_resize(upright(self._rgb(frame, None), matrix), self._size)
+
+    def _matrix_of(self, frame: VideoFrame) -> DisplayMatrix | None:
+        """The display matrix, read again only when the rotation changes.
+
+        Reading it ties the frame into a cycle of references, which keeps its memory until the next garbage
+        collection.
+        """
+        if frame.rotation != self._rotation_deg:
+            self._matrix, self._rotation_deg = display_matrix(frame), frame.rotation
+        return self._matrix
 
     def _rgb(self, frame: VideoFrame, size: Size | None) -> UInt8Array:
         height, width = size or (frame.height, frame.width)
@@ -74,7 +87,7 @@ def exact_resize(pixels: UInt8Array, size: Size | None) -> UInt8Array:
     return result
 
 
-def display_matrix(frame: VideoFrame) -> tuple[int, int, int, int] | None:
+def display_matrix(frame: VideoFrame) -> DisplayMatrix | None:
     """(a, b, c, d) of the display matrix, x' = a x + c y and y' = b x + d y; None where there is none."""
     data = frame.side_data.get("DISPLAYMATRIX")
     if not isinstance(data, SideData):
@@ -83,7 +96,7 @@ def display_matrix(frame: VideoFrame) -> tuple[int, int, int, int] | None:
     return int(values[0]), int(values[1]), int(values[3]), int(values[4])
 
 
-def upright(pixels: UInt8Array, matrix: tuple[int, int, int, int] | None) -> UInt8Array:
+def upright(pixels: UInt8Array, matrix: DisplayMatrix | None) -> UInt8Array:
     """Pixels turned and mirrored to the nearest quarter turn that the display matrix asks for."""
     if matrix is None:
         return pixels
@@ -95,10 +108,10 @@ def upright(pixels: UInt8Array, matrix: tuple[int, int, int, int] | None) -> UIn
     return np.ascontiguousarray(pixels[:: -1 if y_sign < 0 else 1, :: -1 if x_sign < 0 else 1])
 
 
-def is_transposed(matrix: tuple[int, int, int, int] | None) -> bool:
+def is_transposed(matrix: DisplayMatrix | None) -> bool:
     """Whether the display matrix swaps width and height."""
     return matrix is not None and abs(matrix[1]) > abs(matrix[0])
 
 
-def _stored_size(size: Size, matrix: tuple[int, int, int, int] | None) -> Size:
+def _stored_size(size: Size, matrix: DisplayMatrix | None) -> Size:
     return (size[1], size[0]) if is_transposed(matrix) else size
