@@ -86,6 +86,7 @@ class EncoderCacheManager:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._entries: dict[GroupKey, _Entry] = {}
         self._idle: dict[GroupKey, None] = {}  # in order of eviction
+        self._num_idle_blocks = 0
 
     def __contains__(self, key: GroupKey) -> bool:
         """Whether the key is ready or pending."""
@@ -100,7 +101,7 @@ class EncoderCacheManager:
 
     def can_reserve(self, num_embeddings: int) -> bool:
         """Whether `reserve` would find room now, by evicting if need be."""
-        return self.blocks_for(num_embeddings) <= len(self._free) + self._num_idle_blocks()
+        return self.blocks_for(num_embeddings) <= len(self._free) + self._num_idle_blocks
 
     def check_fits(self, num_embeddings: int) -> None:
         """Raises InfeasibleError for what would not fit into the empty cache."""
@@ -134,7 +135,8 @@ class EncoderCacheManager:
         entry = self._entries[key]
         if holder in entry.holders:
             raise ValueError(f"'{holder}' holds {key} already")
-        self._idle.pop(key, None)
+        if key in self._idle:
+            self._wake(key)
         entry.holders.add(holder)
         self.counts.hits += 1
 
@@ -146,6 +148,7 @@ class EncoderCacheManager:
             return
         if entry.is_ready:
             self._idle[key] = None
+            self._num_idle_blocks += len(entry.block_ids)
         else:
             self._remove(key)
 
@@ -177,12 +180,14 @@ class EncoderCacheManager:
         """Entries that may go, the first to go first."""
         return list(self._idle)
 
-    def _num_idle_blocks(self) -> int:
-        return sum(len(self._entries[key].block_ids) for key in self._idle)
+    def _wake(self, key: GroupKey) -> None:
+        """The entry is not idle any more."""
+        del self._idle[key]
+        self._num_idle_blocks -= len(self._entries[key].block_ids)
 
     def _evict(self, key: GroupKey) -> None:
         self.counts.evictions += 1
-        del self._idle[key]
+        self._wake(key)
         self._remove(key)
 
     def _remove(self, key: GroupKey) -> None:
@@ -197,6 +202,8 @@ class EncoderCacheManager:
             _require(bool(entry.holders) or entry.is_ready, f"pending and held by nobody: {key}")
             _require((key in self._idle) == (not entry.holders), f"idle and held, or neither: {key}")
         _require(self._idle.keys() <= self._entries.keys(), "an idle entry that does not exist")
+        idle = sum(len(self._entries[key].block_ids) for key in self._idle)
+        _require(idle == self._num_idle_blocks, f"{idle} blocks are idle, not {self._num_idle_blocks}")
 
 
 def _require(condition: bool, message: str) -> None:

@@ -90,6 +90,11 @@ class EncodeStage:
         """Forgets a job that has not been encoded yet; anything else is ended by the receiver's receipt."""
         self._waiting = [job for job in self._waiting if job.ticket.transfer_id != transfer_id]
 
+    def drop_receiver(self, receiver: str) -> None:
+        """Forgets all jobs and offers for a receiver that is gone; what is encoded stays cached."""
+        self._waiting = [job for job in self._waiting if job.ticket.receiver != receiver]
+        self.outbox.drop_receiver(receiver)
+
     def has_work(self) -> bool:
         """Whether jobs wait or offers are without a receipt."""
         return bool(self._waiting) or len(self.outbox) > 0

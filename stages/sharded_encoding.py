@@ -8,7 +8,7 @@ It is what a deployment does with workers in between, and what tests and benchma
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from encoders.adapter import Embeddings
@@ -48,11 +48,11 @@ class ShardedEncoding:
 
     def encode(
         self, request_id: str, groups: Sequence[MediaGroup], frames_of: FramesOf
-    ) -> Iterator[tuple[MediaGroup, Embeddings]]:
+    ) -> Generator[tuple[MediaGroup, Embeddings], None, None]:
         """Each group with what was encoded of it, in order, as soon as it is there.
 
         frames_of: gives a group's frames, uint8 [N, h, w, 3]; called once for each group that is not cached.
-        A group may be dropped from the cache once the next one is asked for. Closing the iterator cancels
+        A group may be dropped from the cache once the next one is asked for. Closing the generator cancels
         the rest. Raises EncodeError, InfeasibleError.
         """
         self._receiver.open(request_id, [group.spec for group in groups])

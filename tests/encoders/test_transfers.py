@@ -148,8 +148,10 @@ def test_an_offer_of_an_encoder_that_is_gone_fails_and_can_be_reissued(story: St
 def test_a_receiver_that_is_gone_holds_nothing_at_the_sender(story: Story) -> None:
     story.submit("e0", story.ask("a", 1))
     story.encoders["e0"].step()
+    story.submit("e0", story.ask("b", 2))
     story.hub.disconnect("p")
-    story.encoders["e0"].outbox.drop_receiver("p")
+    story.encoders["e0"].drop_receiver("p")
+    assert not story.encoders["e0"].has_work()
     assert story.encoders["e0"].cache.num_held == 0
 
 

@@ -1,0 +1,99 @@
+"""Groups: every unit once, common to overlapping clips, batched by shape; content by its bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from encoders.adapter import Grid, MediaPlan
+from encoders.groups import cut, plan_groups
+from epd.content import content_hash
+from epd.encode_batching import WaitingGroup, pick_batch
+from epd.encoder_cache import GroupKey
+
+
+def clip(first: int, num_units: int, frames_per_unit: int, span_frames: int, offset: int) -> MediaPlan:
+    """Units [first, first + num_units) of a video at 24 frames a second, each frame `span_frames` later.
+
+    offset: of the first frame within its span, as processors take the first one or one in the middle.
+    """
+    frames = range(first * frames_per_unit, (first + num_units) * frames_per_unit)
+    return MediaPlan(
+        kind="video",
+        size=(28, 28),
+        grid=Grid(num_units, 2, 2),
+        frames_per_unit=frames_per_unit,
+        tokens_per_unit=1,
+        times_s=tuple((frame * span_frames + offset + 0.5) / 24 for frame in frames),
+        unit_span_s=frames_per_unit * span_frames / 24,
+    )
+
+
+UNITS = st.integers(1, 60)
+
+
+@given(first=UNITS, num_units=UNITS, group_units=st.integers(1, 16), data=st.data())
+def test_groups_cover_every_unit_once_and_are_short_enough(
+    first: int, num_units: int, group_units: int, data: st.DataObject
+) -> None:
+    span = data.draw(st.integers(1, 48))
+    plan = clip(first, num_units, 2, span, data.draw(st.integers(0, span // 2)))
+    cuts = cut(plan, group_units)
+    assert [unit for start, stop in cuts for unit in range(start, stop)] == list(range(num_units))
+    assert all(1 <= stop - start <= group_units for start, stop in cuts)
+
+
+@given(starts=st.tuples(UNITS, UNITS), lengths=st.tuples(UNITS, UNITS), data=st.data())
+def test_overlapping_clips_have_all_whole_groups_of_the_overlap_in_common(
+    starts: tuple[int, int], lengths: tuple[int, int], data: st.DataObject
+) -> None:
+    group_units, span = data.draw(st.integers(1, 8)), data.draw(st.integers(4, 48))
+    offset = data.draw(st.integers(0, span // 2))
+    keys = [
+        {
+            group.spec.key
+            for group in plan_groups(
+                [clip(start, length, 2, span, offset)], ["video"], model="m", group_tokens=group_units
+            )
+        }
+        for start, length in zip(starts, lengths, strict=True)
+    ]
+    first, stop = max(starts), min(start + length for start, length in zip(starts, lengths, strict=True))
+    whole = max(0, stop // group_units - -(-first // group_units))
+    assert len(keys[0] & keys[1]) >= whole
+
+
+WAITING = st.builds(
+    lambda value, side, patches: WaitingGroup(
+        GroupKey(str(value), (), (0, 1), (1, 1), "m"), (side,), patches
+    ),
+    st.integers(0, 5),
+    st.integers(1, 2),
+    st.integers(1, 50),
+)
+
+
+@given(waiting=st.lists(WAITING, min_size=1, max_size=12), max_patches=st.integers(1, 120))
+def test_a_batch_has_one_shape_distinct_keys_and_the_oldest_group(
+    waiting: list[WaitingGroup], max_patches: int
+) -> None:
+    picked = [waiting[index] for index in pick_batch(waiting, max_patches)]
+    assert picked[0] is waiting[0]
+    assert {group.shape for group in picked} == {waiting[0].shape}
+    assert len({group.key for group in picked}) == len(picked)
+    assert len(picked) == 1 or sum(group.num_patches for group in picked) <= max_patches
+
+
+def test_nothing_waiting_is_no_batch() -> None:
+    assert pick_batch([], 100) == []
+
+
+def test_equal_bytes_have_one_hash_wherever_they_are(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("a.mp4", "b.mp4", "c.mp4")]
+    for file, content in zip(files, (b"same", b"same", b"other"), strict=True):
+        file.write_bytes(content)
+    first, second, third = map(content_hash, files)
+    assert first == second != third
+    assert len(first) == 32
