@@ -21,10 +21,15 @@ from transformers import Qwen2Tokenizer
 
 from epd.shapes import Question, QuestionKind, make_questions
 from training.checkpoint import SYSTEM_PROMPT
-from training.encoded import EncodedClip, crop
+from training.encoded import EncodedClip, crop, retime
 from training.vision import COLUMNS, ROWS, TOKENS
 
 NO_TARGET = -100
+# How far apart frames lie unless a user says otherwise, and the share of clips that are shown so.
+USUAL_GAP_S = 1.0
+_USUAL_GAP_SHARE = 0.6
+# Share of videos whose text goes on after the last instant.
+_AFTER_LAST_INSTANT_SHARE = 0.15
 _IMAGE_KINDS = (QuestionKind.COLOUR, QuestionKind.PRESENCE, QuestionKind.COUNT)
 # Questions of each kind put to a clip in training.
 _MIX = {
@@ -33,7 +38,7 @@ _MIX = {
     QuestionKind.COUNT: 1,
     QuestionKind.PRESENCE: 2,
     QuestionKind.AFTER: 2,
-    QuestionKind.TIME: 4,
+    QuestionKind.TIME: 6,
 }
 
 
@@ -103,10 +108,14 @@ def lay_out(
 
 
 def make_batch(
-    prompts: Prompts, clips: list[EncodedClip], questions: list[list[Question]], rng: random.Random
+    prompts: Prompts,
+    clips: list[EncodedClip],
+    questions: list[list[Question]],
+    rng: random.Random,
+    after_last_instant_share: float = _AFTER_LAST_INSTANT_SHARE,
 ) -> Batch:
     rows = [
-        lay_out(prompts, clip, asked, after_last_instant=rng.random() < 0.4)
+        lay_out(prompts, clip, asked, after_last_instant=rng.random() < after_last_instant_share)
         for clip, asked in zip(clips, questions, strict=True)
     ]
     length = max(len(row[0]) for row in rows)
@@ -147,11 +156,15 @@ def draw_batch(
     size = max(1, budget // (kept * TOKENS + 280))
     clips: list[EncodedClip] = []
     while len(clips) < size:
-        clip = rng.choice(pool[length])
-        if kept < length:
-            first = rng.randint(0, length - kept)
-            cropped = crop(clip, first, first + kept)
-            clips += [cropped] if cropped else []
-        else:
-            clips.append(clip)
+        first = rng.randint(0, length - kept)
+        clip = vary(rng.choice(pool[length]), first, first + kept, rng)
+        clips += [clip] if clip else []
     return make_batch(prompts, clips, [ask_mix(clip, rng) for clip in clips], rng)
+
+
+def vary(clip: EncodedClip, first: int, stop: int, rng: random.Random) -> EncodedClip | None:
+    """Part of a clip as a video of its own, often at the usual pace; None where it would show nothing."""
+    if clip.is_image:
+        return clip
+    cropped = crop(clip, first, stop)
+    return retime(cropped, USUAL_GAP_S) if cropped and rng.random() < _USUAL_GAP_SHARE else cropped

@@ -48,6 +48,17 @@ def crop(clip: EncodedClip, first: int, stop: int) -> EncodedClip | None:
     return EncodedClip(scene, clip.gap_s, clip.embeddings[first:stop]) if objects else None
 
 
+def retime(clip: EncodedClip, gap_s: float) -> EncodedClip:
+    """The same frames as a video in which they lie `gap_s` apart: embeddings do not know of time."""
+    scale = gap_s / clip.gap_s
+    objects = tuple(
+        dataclasses.replace(item, start_s=item.start_s * scale, end_s=item.end_s * scale)
+        for item in clip.scene.objects
+    )
+    scene = Scene(clip.scene.seed, clip.scene.duration_s * scale, objects)
+    return dataclasses.replace(clip, scene=scene, gap_s=gap_s)
+
+
 @torch.inference_mode()
 def encode_shard(visual: nn.Module, clips: list[Clip], rng: random.Random) -> list[EncodedClip]:
     """Every clip, and one of its frames as an image."""

@@ -22,14 +22,14 @@ from torch.nn import functional
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from epd.shapes import QuestionKind
-from training.batches import NO_TARGET, Batch, Prompts, ask, draw_batch, make_batch
+from training.batches import NO_TARGET, USUAL_GAP_S, Batch, Prompts, ask, draw_batch, make_batch
 from training.checkpoint import build_config, build_tokenizer, save_checkpoint
-from training.encoded import EncodedPool
+from training.encoded import EncodedPool, retime
 from training.loop import Training, base_parser, learning_rate
 from training.vision import TOKENS
 
 # (until this share of the training, at most so many frame pairs)
-_CURRICULUM = ((0.2, 8), (0.5, 32), (0.65, 64), (2.0, 256))
+_CURRICULUM = ((0.2, 8), (0.6, 32), (0.75, 64), (2.0, 256))
 
 
 def answer_logits(model: Qwen2_5_VLForConditionalGeneration, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -67,8 +67,10 @@ def validate(model: nn.Module, pool: EncodedPool, prompts: Prompts, budget: int)
     for length, clips in sorted(pool.validation.items()):
         size = max(1, budget // (length * TOKENS + 280))
         for first in range(0, min(len(clips), 48), size):
-            part = clips[first : first + size]
-            batch = make_batch(prompts, part, [ask(clip, rng, 1) for clip in part], rng)
+            part = [
+                clip if clip.is_image else retime(clip, USUAL_GAP_S) for clip in clips[first : first + size]
+            ]
+            batch = make_batch(prompts, part, [ask(clip, rng, 1) for clip in part], rng, 0.0)
             logits, targets = answer_logits(model, batch)
             for kind, good in right_by_kind(batch, logits.argmax(-1) == targets):
                 for name in (f"{2 * length}f" if length else "image", str(kind), "all"):
@@ -123,7 +125,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = base_parser(__doc__, steps=1800, lr=2e-3)
+    parser = base_parser(__doc__, steps=2000, lr=2e-3)
     parser.add_argument("--vision", type=Path, required=True, help="tower that `training.vision` made")
     parser.add_argument("--cache", type=Path, default=Path("runs/encoded"), help="folder for encoded clips")
     parser.add_argument("--checkpoint", type=Path, help="folder for a loadable checkpoint")
