@@ -21,6 +21,8 @@ SKIPPING_CODECS = frozenset({"h264", "hevc"})
 # Codecs whose packets may hold no frame of their own, or two: only frames tell what is on screen.
 UNFAITHFUL_CODECS = frozenset({"vp8", "libvpx", "mpeg4", "msmpeg4v3", "msmpeg4v2", "h263", "vc1", "wmv3"})
 
+PACKETS_BETWEEN_PAUSES = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Shown:
@@ -140,9 +142,9 @@ class Lane:
     def run(self, chunk: Chunk) -> Iterator[Shown | None]:
         """Do the operations; None marks the points between packets at which the work may be put aside."""
         self._ops = iter(chunk.ops)
-        for op in self._ops:
+        for place, op in enumerate(self._ops):
             yield from self._do(op)
-            if isinstance(op, Feed):
+            if place % PACKETS_BETWEEN_PAUSES == 0:
                 yield None
 
     def abandon(self) -> Iterator[Shown]:

@@ -62,7 +62,7 @@ class PacketReader:
         )
         self._packets: Iterator[VideoPacket] = video.container.demux(video.stream)
         self._jump_to: int | None = None
-        self._jumped_for: int | None = None
+        self._considered: int | None = None
         self._min_jump_ticks = int(MIN_JUMP_S / info.time_base)
         self._landing: int | None = None
         self._steps_back = 0
@@ -172,13 +172,14 @@ class PacketReader:
     def _consider_jump(self) -> None:
         """Leave the run if the index knows a keyframe far ahead and still before the next target."""
         target = self._plan.next_target
-        if target is None or not self._plan.is_settled or not self._index:
+        if target is None or target == self._considered or not self._plan.is_settled or not self._index:
             return
+        self._considered = target  # reading on only brings the keyframe nearer
         ahead = self._index[max(0, bisect_right(self._index, target - self._reorder) - 1)]
         here = self._index[0] if self._last_dts is None else self._last_dts
-        if target != self._jumped_for and ahead - here > self._min_jump_ticks:
+        if ahead - here > self._min_jump_ticks:
             self._plan.cut()
-            self._jump_to = self._jumped_for = target
+            self._jump_to = target
 
     def _seek(self, position: int) -> None:
         """Go to a keyframe at or before a timestamp, as far as the container knows."""

@@ -22,11 +22,29 @@ from video.source import Media, OpenVideo, open_video
 STEP_S = 0.01
 
 
+# Decoded ahead of the consumer: some GOPs for every decoder, and no more memory than that.
+AHEAD_BYTES = 128 << 20
+MIN_GROUPS_AHEAD, MAX_GROUPS_AHEAD = 2, 64
+
+
+@dataclass(frozen=True, slots=True)
+class AheadBound:
+    """How far decoding may be ahead of its consumer: so many groups, or by default so many bytes of them."""
+
+    num_groups: int | None = None
+
+    def resolve(self, group_bytes: int) -> int:
+        """Groups that may be filled beyond those taken."""
+        if self.num_groups is not None:
+            return max(1, self.num_groups)
+        return min(MAX_GROUPS_AHEAD, max(MIN_GROUPS_AHEAD, AHEAD_BYTES // max(1, group_bytes)))
+
+
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """How one request is decoded.
 
-    group_sizes: frames in each group. ahead: groups that may be filled beyond those taken; None: no bound.
+    group_sizes: frames in each group. bound: None lets every group be in memory at once.
     first_deadline_s: when the first group is needed, on the monotonic clock; the others every group_period_s.
     """
 
@@ -34,7 +52,7 @@ class RunOptions:
     mode: ResizeMode
     workers: int
     group_sizes: tuple[int, ...]
-    ahead: int | None
+    bound: AheadBound | None
     first_deadline_s: float
     group_period_s: float
     limits: Limits
@@ -64,9 +82,9 @@ class DecodeRun:
         self.info = describe(video)
         check_probe(self._media.name, self.info, len(video.container.streams), self.options.limits)
         self._size = self.options.size
-        self._check_output_bytes()
+        ahead = self._groups_ahead()
         targets = [self.info.pts_at(time_s) for time_s in self._times_s]
-        self._ring = GroupRing(targets, self.options.group_sizes, self.options.ahead)
+        self._ring = GroupRing(targets, self.options.group_sizes, ahead)
         num_workers = max(1, min(self.options.workers, self._pool.num_threads))
         self._reader = PacketReader(video, self.info, sorted(set(targets)), num_workers, self.options.limits)
         self._frame_threads = num_workers if self._reader.has_one_keyframe else 1
@@ -78,17 +96,18 @@ class DecodeRun:
         for worker in self._workers:
             self._pool.submit(worker)
 
-    def _check_output_bytes(self) -> None:
-        height, width = self._size or (self.info.height, self.info.width)
-        frames = (
-            len(self._times_s) if self.options.ahead is None else max(self.options.group_sizes, default=0)
-        )
+    def _groups_ahead(self) -> int | None:
+        """The resolved bound. Raises MediaLimitError if what must be in memory at once is too much."""
+        height, width = self.frame_size
+        bound = self.options.bound
+        frames = len(self._times_s) if bound is None else max(self.options.group_sizes, default=0)
         received, allowed = frames * height * width * 3, self.options.limits.max_output_bytes
         if received > allowed:
             raise MediaLimitError(
                 f"{frames} frames of {height} x {width} need {received} bytes; allowed {allowed}; "
                 "use stream, a smaller size or fewer times"
             )
+        return None if bound is None else bound.resolve(received)
 
     @property
     def frame_size(self) -> Size:

@@ -15,13 +15,11 @@ from video.groups import cut_groups
 from video.limits import DEFAULT_LIMITS, Limits
 from video.pixels import ResizeMode, Size
 from video.pool import DecodePool, shared_pool
-from video.run import DecodeRun, RunOptions
+from video.run import AheadBound, DecodeRun, RunOptions
 from video.source import Media, Source, as_media
 
 GROUP_SIZE = 16
 FIRST_GROUP_SIZE = 4
-# Groups decoded ahead of the consumer: enough to ride out a slow one, little enough to bound memory.
-GROUPS_AHEAD = 4
 GROUP_PERIOD_S = 0.5
 
 
@@ -97,7 +95,7 @@ def stream(
     group_sizes: Sequence[int] | None = None,
     workers: int | None = None,
     mode: ResizeMode = "exact",
-    groups_ahead: int = GROUPS_AHEAD,
+    groups_ahead: int | None = None,
     deadline_s: float | None = None,
     group_period_s: float = GROUP_PERIOD_S,
     limits: Limits = DEFAULT_LIMITS,
@@ -106,17 +104,17 @@ def stream(
     """Groups of the frames on screen at `times_s`, in order, while later ones are still being decoded.
 
     `group_sizes` gives every size; otherwise the first group has `first_group_size` frames (default: 4, so
-    that it is ready early) and the others `group_size`. At most `groups_ahead` groups beyond those consumed
-    are in memory, if the times are in order. The first group is due at `deadline_s` on the monotonic clock,
-    the others every `group_period_s`; whatever is due first, of all requests, is decoded first.
+    that it is ready early) and the others `group_size`. If the times are in order, at most `groups_ahead`
+    groups beyond those consumed are in memory (default: 128 MiB of them). The first group is due at
+    `deadline_s` on the monotonic clock, the others every `group_period_s`; whatever is due first, of all
+    requests, is decoded first.
 
     Use it in a `with` block: leaving it stops the decoding. Raises as `decode` does, here or while iterating.
     """
     times = _check_times(times_s)
     sizes = _resolve_sizes(len(times), group_size, first_group_size, group_sizes)
-    is_sorted = times == sorted(times)
-    ahead = max(1, groups_ahead) if is_sorted else None
-    run = _start(source, times, sizes, ahead, size, workers, mode, deadline_s, limits, pool, group_period_s)
+    bound = AheadBound(groups_ahead) if times == sorted(times) else None
+    run = _start(source, times, sizes, bound, size, workers, mode, deadline_s, limits, pool, group_period_s)
     return GroupStream(run)
 
 
@@ -124,7 +122,7 @@ def _start(
     source: Source | Media,
     times: list[float],
     sizes: tuple[int, ...],
-    ahead: int | None,
+    bound: AheadBound | None,
     size: Size | None,
     workers: int | None,
     mode: ResizeMode,
@@ -139,7 +137,7 @@ def _start(
         mode=mode,
         workers=_check_workers(workers, pool),
         group_sizes=sizes,
-        ahead=ahead,
+        bound=bound,
         first_deadline_s=time.monotonic() if deadline_s is None else deadline_s,
         group_period_s=group_period_s,
         limits=limits,

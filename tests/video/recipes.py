@@ -178,3 +178,20 @@ def packets_of(source: Path | bytes) -> list[tuple[int, int, int, bool]]:
     with av.open(io.BytesIO(source) if isinstance(source, bytes) else str(source)) as container:
         packets = [packet for packet in container.demux(video=0) if packet.size]
         return [(packet.pos or 0, packet.size, packet.pts or 0, packet.is_keyframe) for packet in packets]
+
+
+def repeat(scene: Path, path: Path, times: int) -> Path:
+    """One video after itself, packet by packet, so many times."""
+    with av.open(str(path), "w") as out:
+        stream = None
+        shift = 0
+        for _ in range(times):
+            with av.open(str(scene)) as container:
+                source = container.streams.video[0]
+                stream = stream or out.add_stream_from_template(source)
+                for packet in container.demux(source):
+                    if packet.size and packet.pts is not None and packet.dts is not None:
+                        packet.pts, packet.dts, packet.stream = packet.pts + shift, packet.dts + shift, stream
+                        out.mux(packet)
+                shift += source.duration or 0
+    return path

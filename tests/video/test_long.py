@@ -1,0 +1,54 @@
+"""Length costs time and nothing else: memory and the first group of a long video are those of a short one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.video.conftest import Clip
+from tests.video.recipes import GOP15, Recipe, repeat
+
+SCENE = Recipe("scene.mp4", options=GOP15, num_frames=200, gaps=(60,), width=320, height=240)
+SCRIPT = """
+import json, resource, sys, time
+import video
+video.decode(sys.argv[1], [0.0])
+began = time.perf_counter()
+times_s = video.sample_times(video.probe(sys.argv[1]), fps=1)
+first_s, num_frames = None, 0
+with video.stream(sys.argv[1], times_s) as groups:
+    for group in groups:
+        first_s = first_s or time.perf_counter() - began
+        num_frames += len(group.frames)
+peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(json.dumps([num_frames, peak_kib, first_s, time.perf_counter() - began]))
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(clip: Clip, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[float]]:
+    """minutes: [frames, peak KiB, seconds to the first group, seconds in all], each from a fresh process."""
+    folder = tmp_path_factory.mktemp("long")
+    found = {}
+    for minutes in (2, 20):
+        path = repeat(clip(SCENE), folder / f"{minutes}.mp4", minutes * 3)
+        command = [sys.executable, "-c", SCRIPT, str(path)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+        )
+        found[minutes] = json.loads(done.stdout)
+    return found
+
+
+def test_memory_does_not_grow_with_length(runs: dict[int, list[float]]) -> None:
+    assert (runs[2][0], runs[20][0]) == (120, 1200)
+    assert runs[20][1] <= 1.1 * runs[2][1]
+
+
+def test_the_first_group_does_not_wait_for_the_file(runs: dict[int, list[float]]) -> None:
+    """A tenth is far above the two hundredths measured by the benchmark: this machine may be busy."""
+    assert runs[20][2] < 0.1 * runs[20][3]
