@@ -202,6 +202,13 @@ def test_groups_are_cut_on_the_lattice_of_the_source() -> None:
     assert cut(replace(plan, kind="image"), 4) == [(0, 4), (4, 7)]
 
 
+def test_a_time_that_was_rounded_down_does_not_move_the_lattice() -> None:
+    plan = MediaPlan(
+        "video", (1, 1), Grid(5, 1, 1), 1, 1, times_s=tuple(3.9 + t for t in range(5)), unit_span_s=1.0
+    )
+    assert cut(plan, 4) == [(0, 4), (4, 5)]
+
+
 def test_more_than_the_cache_holds_streams_through_it(families: dict[str, Family]) -> None:
     family = families["llava_onevision"]
     media = [clip_of(family)]

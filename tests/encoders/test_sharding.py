@@ -65,6 +65,11 @@ def test_a_busy_encoder_is_left_out() -> None:
     assert [(shard.encoder, shard.groups) for shard in shards] == [(1, (0, 1)), (2, (2, 3))]
 
 
+def test_a_partly_busy_encoder_gets_less() -> None:
+    shards = plan_shards([10] * 6, [20, 0])
+    assert [(shard.encoder, shard.groups) for shard in shards] == [(0, (4, 5)), (1, (0, 1, 2, 3))]
+
+
 def test_dealt_runs_of_a_stream_start_on_every_encoder() -> None:
     shards = plan_shards([4] * 6, [0, 0, 0], max_run_patches=4)
     assert [shard.groups for shard in shards] == [(0, 3), (1, 4), (2, 5)]

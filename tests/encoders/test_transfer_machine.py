@@ -155,11 +155,12 @@ class TransferMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.work_off()
-        for _ in range(3):  # late offers, then their receipts
+        for _ in range(60):  # jobs that nobody wants any more, late offers, then their receipts
             for name in RECEIVERS:
                 self.receive(name, "e0")
             for encoder in self.encoders.values():
                 encoder.step()
+        assert not any(encoder.has_work() for encoder in self.encoders.values())
         caches = [worker.cache for worker in (*self.encoders.values(), *self.receivers.values())]
         assert [cache.num_held for cache in caches] == [0] * len(caches)
         for cache in caches:

@@ -131,6 +131,23 @@ def test_an_encoder_that_is_lost_is_replaced_without_asking_the_request_again(st
     story.receiver.check_integrity()
 
 
+def test_an_encoder_that_was_replaced_and_answers_late_writes_nothing(story: Story) -> None:
+    ticket = story.ask("a", 1)
+    story.submit("e0", ticket)
+    story.submit("e1", story.receiver.reissue(ticket.key))
+    story.encoders["e1"].step()
+    story.receiver.poll()
+    assert story.taken("a") == [1.0]
+    story.receiver.close("a")
+    for request_id, value in (("b", 2), ("c", 3)):  # together they need every block
+        story.submit("e1", story.ask(request_id, value))
+    story.encoders["e1"].step()
+    story.receiver.poll()
+    story.encoders["e0"].step()
+    story.receiver.poll()
+    assert story.taken("b") + story.taken("c") == [2.0, 3.0]
+
+
 def test_an_offer_of_an_encoder_that_is_gone_fails_and_can_be_reissued(story: Story) -> None:
     ticket = story.ask("a", 1)
     story.submit("e0", ticket)
