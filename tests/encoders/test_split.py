@@ -1,0 +1,63 @@
+"""Encoders with vision weights alone and a language model with its own alone answer as the whole model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from encoders.groups import plan_groups
+from stages.joining import joined
+from stages.model_runner import ModelRunner
+from stages.sharded_encoding import ShardedEncoding
+from stages.weights import load_role
+from tests.encoders.families import QUESTION, Family, Media, Picture
+from tests.encoders.workers import SAMPLING, Workers, clip_of, noise
+
+NUM_TOKENS = 8
+
+# transformers near 5.17 hands torch tensors to numpy in InternVL's processor, in a way that numpy 2 regrets.
+pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
+
+
+@torch.inference_mode()
+def answer(family: Family, media: list[Media], num_encoders: int) -> list[int]:
+    """Greedy tokens of the split pipeline: sharded encoding, transfer, prefill group by group, decode."""
+    encode = load_role(family.path, "encode", torch.float32).model
+    language = load_role(family.path, "language", torch.float32).model
+    workers = Workers(
+        Family(family.name, family.path, family.adapter, encode, family.processor), num_encoders
+    )
+    plans = [family.plan(item, SAMPLING) for item in media]
+    hashes = [f"item {index}" for index in range(len(media))]
+    groups = plan_groups(plans, hashes, model="tiny", group_tokens=8)
+    prompt = family.adapter.plan_prompt(plans, QUESTION)
+    runner = ModelRunner(language, family.adapter)
+    cache = runner.new_cache(len(prompt) + NUM_TOKENS)
+    encoded = ShardedEncoding(workers.encoders, workers.receiver).encode(
+        "r", groups, lambda group: workers.frames(media, group)
+    )
+    for placed in joined(family.adapter, prompt.media, encoded):
+        runner.prefill(cache, prompt, int(placed.indices[-1]) + 1, placed)
+    tokens = [int(runner.prefill(cache, prompt, len(prompt)).argmax())]
+    for position in range(prompt.next_position, prompt.next_position + NUM_TOKENS - 1):
+        positions = torch.full((len(prompt.positions), 1), position)
+        tokens.append(int(runner.decode(cache, tokens[-1], positions).argmax()))
+    return tokens
+
+
+@pytest.mark.parametrize("num_encoders", [1, 3])
+@pytest.mark.parametrize("kind", ["images", "video"])
+def test_the_split_pipeline_gives_the_tokens_of_generate(
+    family: Family, kind: str, num_encoders: int
+) -> None:
+    images: list[Media] = [Picture(noise(90, 150, 3, seed=1)), Picture(noise(60, 60, 3, seed=2))]
+    media = images if kind == "images" else [clip_of(family)]
+    inputs: Any = family.their_inputs(media, SAMPLING)
+    with torch.inference_mode():
+        sequence = family.model.generate(
+            **inputs, max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=[]
+        )
+    expected = sequence[0, inputs["input_ids"].shape[1] :].tolist()
+    assert answer(family, media, num_encoders) == expected
