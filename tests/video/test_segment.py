@@ -139,3 +139,16 @@ def test_a_long_gop_is_fed_before_too_much_is_held() -> None:
     for stamp in Video(frames).stamps()[:400]:
         segmenter.push(stamp)
     assert sum(isinstance(op, Feed) for op in segmenter.ops) > 250
+
+
+def test_short_gops_are_fused_and_long_runs_are_cut_for_others() -> None:
+    frames = [Coded(10 * i, (), is_key=True) for i in range(100)]
+    starts = {}
+    for fuse_packets in (None, 32):
+        segmenter: Segmenter[Coded] = Segmenter(range(0, 1000, 10), fuse_packets=fuse_packets)
+        for stamp in Video(frames).stamps():
+            segmenter.push(stamp)
+        segmenter.finish()
+        starts[fuse_packets] = sum(isinstance(op, Start) for op in segmenter.ops)
+        assert sum(isinstance(op, Feed) for op in segmenter.ops) == 100
+    assert starts == {None: 1, 32: 4}

@@ -165,6 +165,20 @@ def test_a_gop_that_cannot_be_decoded_gives_the_nearest_frame_and_says_so(clip: 
     assert any(np.array_equal(frames.data[2], whole.data[i]) for i in (1, 3)) or frames.pts_s[2] != 1.25
 
 
+def test_a_frame_that_damage_has_reached_is_not_shown_as_good(clip: Clip) -> None:
+    path = clip("h264_b.mp4")
+    times = [i / 30 + 0.01 for i in range(60)]
+    whole = video.decode(path, times)
+    position, size, _, is_key = packets_of(path)[18]
+    assert not is_key
+    bad = with_bytes(path, position + size // 2, bytes([0xFF]) * (size // 2))
+    frames = video.decode(bad, times, limits=video.Limits(max_substituted_fraction=0.5))
+    wrong = {times[i] for i in range(60) if not np.array_equal(frames.data[i], whole.data[i])}
+    assert wrong
+    assert wrong <= set(frames.substituted_times_s)
+    assert all(0.5 <= time_s < 1.0 for time_s in frames.substituted_times_s)
+
+
 def test_beyond_the_error_budget_the_file_is_corrupt(clip: Clip) -> None:
     path = clip("h264_b.mp4")
     bad = path.read_bytes()
