@@ -118,17 +118,6 @@ class Reception:
             if any(spec.key == key for spec in waiting.groups[waiting.taken : waiting.granted])
         ]
 
-    def is_done(self, request_id: str) -> bool:
-        """Whether all groups have been taken."""
-        waiting = self._requests[request_id]
-        return waiting.taken == len(waiting.groups)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._requests
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
     def _let_go(self, request_id: str, waiting: _Waiting, stop: int) -> None:
         for group in range(waiting.released, stop):
             self.cache.release(waiting.groups[group].key, _holder(request_id, group))

@@ -18,9 +18,6 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._open)
 
-    def __contains__(self, transfer_id: str) -> bool:
-        return transfer_id in self._open
-
     def add(self, ticket: Ticket) -> None:
         """Holds the ticket's entry until `close`. Raises KeyError when the cache has none."""
         self._cache.acquire(ticket.key, _sending(ticket.transfer_id))
@@ -57,9 +54,6 @@ class Inbox:
         self._open: dict[GroupKey, Ticket] = {}
         self._num_issued = 0
 
-    def __len__(self) -> int:
-        return len(self._open)
-
     def issue(self, key: GroupKey, num_embeddings: int) -> Ticket:
         """Reserves room. Raises ValueError when there is none: see `EncoderCacheManager.can_reserve`."""
         self._num_issued += 1
@@ -80,10 +74,6 @@ class Inbox:
         self._cache.release(key, old.transfer_id)
         self._open[key] = new
         return old, new
-
-    def open_ticket(self, key: GroupKey) -> Ticket | None:
-        """The ticket that will fill the entry, if one is out."""
-        return self._open.get(key)
 
     def unwanted(self, key: GroupKey) -> Ticket | None:
         """The open ticket for the key, if nobody but the ticket itself still holds the entry."""

@@ -137,7 +137,10 @@ def _tie(model: Any) -> None:
 
 @contextmanager
 def _parameters_without_memory() -> Iterator[None]:
-    """While this is open, modules are made with parameters on the meta device, and with real buffers."""
+    """While this is open, modules are made with parameters on the meta device, and with real buffers.
+
+    It holds for the whole process: no other thread may make modules meanwhile.
+    """
     register = nn.Module.register_parameter
 
     def register_without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
