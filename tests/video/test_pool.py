@@ -29,18 +29,20 @@ def test_the_most_urgent_task_passes_between_two_steps_of_another() -> None:
     log: list[str] = []
     pool = DecodePool(1)
     urgent = Recorded("urgent", 1.0, ["done"], log)
+    leisurely = Recorded("leisurely", 3.0, ["done"], log)
 
     class Slow(Recorded):
         def step(self) -> StepResult:
             if not log:
+                pool.submit(leisurely)
                 pool.submit(urgent)
             return super().step()
 
     slow = Slow("slow", 2.0, ["again", "again", "done"], log)
     pool.submit(slow)
-    assert slow.finished.wait(5)
+    assert leisurely.finished.wait(5)
     pool.close()
-    assert log == ["slow", "urgent", "slow", "slow"]
+    assert log == ["slow", "urgent", "slow", "slow", "leisurely"]
 
 
 def test_a_parked_task_goes_on_when_it_is_submitted_again() -> None:

@@ -92,9 +92,9 @@ def test_the_frames_of_a_real_file_are_those_of_the_processor(
         path = clip(name)
         info = video.probe(path)
         metadata = VideoMetadata(total_num_frames=60, fps=info.fps, duration=60 / info.fps)
-        expected = qwen2.sample_frames(metadata, fps=5).tolist()
+        expected = qwen2.sample_frames(metadata, fps=7).tolist()
         every = np.unique(video.decode(path, np.arange(-0.1, info.duration_s, 0.004)).pts_s)
-        times_s = video.sample_times(info, fps=5, min_frames=4, multiple_of=2)
+        times_s = video.sample_times(info, fps=7, min_frames=4, multiple_of=2)
         assert info.num_frames == len(every) == 60, name
         assert np.array_equal(video.decode(path, times_s).pts_s, every[expected]), name
 

@@ -68,17 +68,28 @@ def test_each_wrong_source_has_its_error(
         assert len(str(caught.value)) > 30
 
 
-def test_a_playlist_opens_nothing_else(clip: Clip, tmp_path: Path) -> None:
-    playlist = tmp_path / "playlist.mp4"
-    playlist.write_text(f"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:2,\n{clip('h264.ts')}\n#EXT-X-ENDLIST\n")
+@pytest.mark.parametrize("name", ["playlist.mp4", "playlist.m3u8", "list.ffconcat"])
+def test_a_playlist_opens_nothing_else(clip: Clip, tmp_path: Path, name: str) -> None:
+    (tmp_path / "segment.ts").write_bytes(clip("h264.ts").read_bytes())
+    playlist = tmp_path / name
+    if name.endswith("ffconcat"):
+        playlist.write_text("ffconcat version 1.0\nfile segment.ts\n")
+    else:
+        playlist.write_text("#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:2,\nsegment.ts\n#EXT-X-ENDLIST\n")
     with pytest.raises(UnsupportedMediaError):
         video.probe(playlist)
 
 
-def test_a_name_is_never_taken_for_a_protocol() -> None:
+def test_a_name_is_never_taken_for_a_protocol(
+    clip: Clip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     for name in ("http://127.0.0.1:9/x.mp4", "concat:a.ts|b.ts", "pipe:0", "data:video/mp4;base64,AAAA"):
         with pytest.raises(MediaNotFoundError):
             video.probe(name)
+    for name in ("concat:x.mp4", "pipe:0"):
+        Path(name).write_bytes(clip("h264_b.mp4").read_bytes())
+        assert video.probe(name).num_frames == 60
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF"])

@@ -96,6 +96,22 @@ def test_two_streams_taken_in_turn_share_one_thread(clip: Clip) -> None:
     pool.close()
 
 
+def test_frames_inside_a_decoder_come_out_though_the_ring_is_full(clip: Clip) -> None:
+    """A long GOP is read in pieces; between two, the frame waited for may still be in the decoder."""
+    times = [i / 30 + 0.01 for i in range(60)]
+    limits = video.Limits(max_file_s=20.0)
+    with video.stream(
+        clip("h264_one_key.mp4"),
+        times,
+        group_size=1,
+        first_group_size=1,
+        groups_ahead=1,
+        workers=1,
+        limits=limits,
+    ) as groups:
+        assert sum(len(group.frames) for group in groups) == 60
+
+
 def test_the_earlier_deadline_is_decoded_first(clip: Clip) -> None:
     pool = DecodePool(0)  # no thread yet: both requests queue up
     now = time.monotonic()
