@@ -199,7 +199,7 @@ class _Download:
         while chunk := response.read1(CHUNK_BYTES):
             body += chunk
             _check_size(name, len(body), self._policy)
-            self._left_s()
+        self._left_s()  # what the watchdog cut off looks like an end
         if response.length:
             raise http.client.IncompleteRead(bytes(body[:0]), response.length)
         return bytes(body)

@@ -47,7 +47,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         elif kind.startswith("to:"):
             self._answer(302, b"", {"Location": kind[3:].replace("|", "/")})
         elif kind == "slow":
-            self._drip()
+            self._answer(200, b"", {"Content-Length": "1000"})
+            self._drip(b"x")
+        elif kind == "slow_head":
+            self.wfile.write(b"HTTP/1.0 200 OK\r\nX-Filler: ")
+            self._drip(b"x")
         else:
             self._answer(404, b"", {})
 
@@ -58,11 +62,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def _drip(self) -> None:
-        self._answer(200, b"", {"Content-Length": "1000"})
+    def _drip(self, piece: bytes) -> None:
         for _ in range(100):
             try:
-                self.wfile.write(b"x")
+                self.wfile.write(piece)
                 self.wfile.flush()
             except OSError:
                 return
@@ -152,10 +155,11 @@ def test_too_many_bytes(port: int, kind: str) -> None:
         video.fetch(f"http://127.0.0.1:{port}/{kind}", policy(max_bytes=len(BODY) - 1))
 
 
-def test_too_slow(port: int) -> None:
+@pytest.mark.parametrize("kind", ["slow", "slow_head"])
+def test_too_slow(port: int, kind: str) -> None:
     began = time.monotonic()
     with pytest.raises(MediaLimitError):
-        video.fetch(f"http://127.0.0.1:{port}/slow", policy(max_s=0.4))
+        video.fetch(f"http://127.0.0.1:{port}/{kind}", policy(max_s=0.4))
     assert time.monotonic() - began < 2
 
 

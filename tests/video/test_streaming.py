@@ -205,6 +205,15 @@ def test_a_gop_that_takes_too_long_is_replaced(clip: Clip, monkeypatch: pytest.M
     assert all(1.5 < time_s < 4.0 for time_s in frames.substituted_times_s)
 
 
+def test_a_failure_in_a_worker_reaches_the_consumer(clip: Clip, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: FrameConverter, frame: object) -> object:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(FrameConverter, "convert", fail)
+    with pytest.raises(ZeroDivisionError):
+        video.decode(clip(LONG), TIMES, limits=video.Limits(max_file_s=10.0))
+
+
 def test_memory_for_the_result_is_bounded(clip: Clip) -> None:
     with pytest.raises(MediaLimitError, match="use stream"):
         video.decode(clip(LONG), TIMES, size=(4000, 4000), limits=video.Limits(max_output_bytes=1 << 30))
