@@ -31,7 +31,7 @@ from video.demo_video import encode_h264
 
 HELD_OUT_SEED = 2_000_000_000
 MODEL_HEIGHT, MODEL_WIDTH = 84, 140
-_SOURCE_HEIGHT, _SOURCE_WIDTH = 360, 640
+SOURCE_HEIGHT, SOURCE_WIDTH = 360, 640
 _FRAMES_PER_SHARD = 1536
 _LENGTHS = (4, 8, 16, 16, 32, 32, 32, 64)
 _LONGEST_S = 1024.0
@@ -80,15 +80,15 @@ def draw_scene(rng: random.Random, num_frames: int) -> Scene:
 
 def film(scene: Scene, num_frames: int, rng: random.Random) -> UInt8Array:
     """Draws the sampled frames, takes them through H.264, and resizes: uint8 [N, 84, 140, 3]."""
-    renderer = SceneRenderer(scene, _SOURCE_HEIGHT, _SOURCE_WIDTH)
+    renderer = SceneRenderer(scene, SOURCE_HEIGHT, SOURCE_WIDTH)
     gap_s = scene.duration_s / num_frames
     file = io.BytesIO()
     encode_h264(
         file,
         (renderer.frame(index * gap_s) for index in range(num_frames)),
         fps=Fraction(2),
-        height=_SOURCE_HEIGHT,
-        width=_SOURCE_WIDTH,
+        height=SOURCE_HEIGHT,
+        width=SOURCE_WIDTH,
         crf=rng.randint(18, 30),
         preset="ultrafast",
     )

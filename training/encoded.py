@@ -78,21 +78,14 @@ def encode_shard(visual: nn.Module, clips: list[Clip], rng: random.Random) -> li
 
 
 class EncodedPool:
-    """Encoded clips by number of frame pairs; what was encoded once is kept in files."""
+    """Encoded clips by number of frame pairs, a few shards of them for validation; kept in files."""
 
     def __init__(self, folder: Path, visual: nn.Module, cache: Path) -> None:
-        self._folder, self._visual, self._cache = folder, visual, cache
-        self._read: set[str] = set()
+        self._visual, self._cache = visual, cache
         self.training: dict[int, list[EncodedClip]] = defaultdict(list)
         self.validation: dict[int, list[EncodedClip]] = defaultdict(list)
         cache.mkdir(parents=True, exist_ok=True)
-
-    def refresh(self) -> None:
-        """Reads all shards that have not been read; a few are kept for validation."""
-        for spec in sorted(self._folder.glob("*.json")):
-            if spec.stem in self._read:
-                continue
-            self._read.add(spec.stem)
+        for spec in sorted(folder.glob("*.json")):
             target = self.validation if int(spec.stem) in _VALIDATION_SHARDS else self.training
             for clip in self._load(spec):
                 target[0 if clip.is_image else len(clip)].append(clip)

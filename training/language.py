@@ -107,7 +107,6 @@ def train(options: argparse.Namespace) -> None:
     model = Qwen2_5_VLForConditionalGeneration(build_config(tokenizer))
     load_vision(model, options.vision)
     pool = EncodedPool(options.clips, model.model.visual, options.cache)
-    pool.refresh()
     training = Training({"model": model}, make_optimizers(model), options.out)
     rng = random.Random(options.seed + training.step)
     while training.step < options.steps:

@@ -25,7 +25,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_
 from epd.shapes import COLOURS, SHAPES, Scene
 from epd.shapes.world import NUM_LANES
 from training.checkpoint import build_config, build_tokenizer
-from training.clips import MODEL_HEIGHT, MODEL_WIDTH, Clip, read_shard
+from training.clips import MODEL_HEIGHT, MODEL_WIDTH, SOURCE_HEIGHT, SOURCE_WIDTH, Clip, read_shard
 from training.loop import Training, base_parser, learning_rate
 
 PATCH, MERGE = 14, 2
@@ -89,9 +89,9 @@ def token_targets(scene: Scene, times_s: list[float]) -> Tensor:
     for time_s in times_s:
         for item in scene.visible(time_s):
             x, y = item.position(time_s)
-            radius = item.radius * min(MODEL_WIDTH * 640 / 140 / NUM_LANES, 360)
-            rows = _overlap(y, 0.85 * radius / 360, ROWS)
-            columns = _overlap(x, 0.85 * radius / 640, COLUMNS)
+            radius = item.radius * min(SOURCE_WIDTH / NUM_LANES, SOURCE_HEIGHT)
+            rows = _overlap(y, 0.85 * radius / SOURCE_HEIGHT, ROWS)
+            columns = _overlap(x, 0.85 * radius / SOURCE_WIDTH, COLUMNS)
             covered = torch.outer(rows, columns) >= 0.25
             target[covered, _NAMES.index(item.shape)] = 1
             target[covered, _NAMES.index(item.colour)] = 1
