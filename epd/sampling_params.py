@@ -1,0 +1,140 @@
+"""How the tokens of one answer are chosen and when it ends, with the names and meanings vLLM gives them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from epd.errors import RequestError
+
+MAX_LOGPROBS = 20
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 64
+MAX_INT64 = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Allowed values of one option. open_minimum: the minimum itself is not allowed."""
+
+    kind: type[int] | type[float]
+    minimum: float
+    maximum: float | None = None
+    open_minimum: bool = False
+    optional: bool = False
+
+    @property
+    def limit(self) -> float:
+        """The maximum, or what int64 and float64 can hold."""
+        if self.maximum is not None:
+            return self.maximum
+        return MAX_INT64 if self.kind is int else sys.float_info.max
+
+    def holds(self, value: object) -> bool:
+        if value is None:
+            return self.optional
+        if isinstance(value, bool) or not isinstance(value, int if self.kind is int else (int, float)):
+            return False
+        above = value > self.minimum if self.open_minimum else value >= self.minimum
+        return above and value <= self.limit
+
+    def __str__(self) -> str:
+        kind = "an integer" if self.kind is int else "a number"
+        low = f"{'above' if self.open_minimum else 'at least'} {self.minimum}"
+        return f"{kind} {low} and at most {self.limit:g}"
+
+
+_RANGES = {
+    "max_tokens": _Range(int, 1, optional=True),
+    "temperature": _Range(float, 0),
+    "top_p": _Range(float, 0, 1, open_minimum=True),
+    "top_k": _Range(int, -1),
+    "min_p": _Range(float, 0, 1),
+    "repetition_penalty": _Range(float, 0, open_minimum=True),
+    "presence_penalty": _Range(float, -2, 2),
+    "frequency_penalty": _Range(float, -2, 2),
+    "seed": _Range(int, -MAX_INT64 - 1, MAX_INT64, optional=True),
+    "min_tokens": _Range(int, 0),
+    "logprobs": _Range(int, 0, MAX_LOGPROBS, optional=True),
+    "n": _Range(int, 1, MAX_CHOICES),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Options of one request, checked when it is born: RequestError names the first that makes no sense.
+
+    max_tokens: of the answer; None leaves it to the checkpoint. temperature: 0 is greedy.
+    top_p, top_k, min_p: which tokens may be drawn; top_k of 0 or -1 is all of them.
+    repetition_penalty: on tokens of prompt and answer.
+    presence_penalty, frequency_penalty: on tokens of the answer, for being there and for each time.
+    seed: of the draws; None lets the server choose one.
+    stop: strings that end the answer, cut off with all that follows unless include_stop_str_in_output.
+    stop_token_ids: tokens that end it, beside the checkpoint's own, which ignore_eos switches off.
+    min_tokens: until there are as many, nothing but max_tokens ends the answer.
+    logprobs: how many of the most likely tokens to report with each token; 0 is the chosen one alone.
+    n: independent answers to the same prompt.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        for name, allowed in _RANGES.items():
+            value = getattr(self, name)
+            if not allowed.holds(value):
+                raise RequestError(f"{name} must be {allowed}, got {value!r}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
+            )
+        self._check_stops()
+
+    def _check_stops(self) -> None:
+        if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
+            raise RequestError(f"stop must be strings of at least one character, got {self.stop!r}")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise RequestError(f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}")
+        ids = self.stop_token_ids
+        if not isinstance(ids, tuple) or not all(type(i) is int and 0 <= i <= MAX_INT64 for i in ids):
+            raise RequestError(f"stop_token_ids must be token ids of at least 0, got {ids!r}")
+
+    def with_options(self, said: Mapping[str, Any]) -> SamplingParams:
+        """These params as defaults, overruled by the options a request names. Raises RequestError."""
+        known = [field.name for field in fields(self)]
+        unknown = sorted(said.keys() - set(known))
+        if unknown:
+            raise RequestError(
+                f"there is no sampling option {unknown[0]!r}; the options are {', '.join(known)}"
+            )
+        return replace(self, **said)
+
+    def ending_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
+        """The tokens that end an answer. eos_ids: those of the checkpoint."""
+        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else eos_ids)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken each time: nothing is drawn."""
+        return self.temperature == 0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the choice depends on which tokens came before."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
