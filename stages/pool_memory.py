@@ -1,0 +1,20 @@
+"""Memory of a pool: this process's own, or a file in memory that other processes map too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+def pool_memory(num_bytes: int, shared_file: Path | None = None, device: str = "cpu") -> Tensor:
+    """uint8 [num_bytes], zeros where nothing has been written: garbage read as floats could be NaN.
+
+    Raises ValueError for a shared file on another device than the CPU.
+    """
+    if shared_file is None:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    if torch.device(device).type != "cpu":
+        raise ValueError(f"memory of '{device}' cannot be shared, only the CPU's; leave out the file")
+    return torch.from_file(str(shared_file), shared=True, size=num_bytes, dtype=torch.uint8)
