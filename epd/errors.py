@@ -5,6 +5,8 @@ A message says what was received, what is allowed, and what to do next, in that 
     EPDError
     ├── InputError                    the caller can mend it
     │   ├── RequestError              a question or option that makes no sense
+    │   │   └── RequestLimitError     more bytes, messages or media than a request may have
+    │   ├── AuthenticationError       no key, or not the right one
     │   ├── MediaError
     │   │   ├── MediaNotFoundError
     │   │   ├── MediaForbiddenError   a source that policy does not allow to be read
@@ -15,6 +17,8 @@ A message says what was received, what is allowed, and what to do next, in that 
     │       ├── ModelNotFoundError
     │       └── UnsupportedModelError
     ├── InfeasibleError               a plan that nothing can satisfy
+    ├── OverloadedError               more work than can be done in time; trying again later may help
+    ├── UnavailableError              no worker can take it: starting, draining, or lost too often
     ├── EncodeError                   frames that no encoder could turn into embeddings
     └── CancelledError                the consumer went away
 """
@@ -30,6 +34,14 @@ class InputError(EPDError):
 
 class RequestError(InputError):
     """A question or an option that makes no sense."""
+
+
+class RequestLimitError(RequestError):
+    """More bytes, messages or media than one request may have."""
+
+
+class AuthenticationError(InputError):
+    """No key, or not the right one."""
 
 
 class MediaError(InputError):
@@ -72,6 +84,18 @@ class InfeasibleError(EPDError):
     """No plan satisfies the constraints; the message names the one that binds."""
 
 
+class OverloadedError(EPDError):
+    """More work than can be done in time. retry_after_s: seconds after which trying again makes sense."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class UnavailableError(EPDError):
+    """No worker can take the request: they are starting or draining, or too many were lost with it."""
+
+
 class EncodeError(EPDError):
     """Frames that no encoder could turn into embeddings."""
 
@@ -86,6 +110,8 @@ EXIT_BUG = 1
 _OUTCOMES: dict[type[EPDError], tuple[int, int]] = {
     EPDError: (EXIT_BUG, 500),
     InputError: (2, 400),
+    RequestLimitError: (2, 413),
+    AuthenticationError: (2, 401),
     MediaNotFoundError: (2, 404),
     MediaForbiddenError: (2, 403),
     MediaLimitError: (2, 413),
@@ -93,6 +119,8 @@ _OUTCOMES: dict[type[EPDError], tuple[int, int]] = {
     CorruptMediaError: (2, 422),
     ModelNotFoundError: (2, 404),
     InfeasibleError: (3, 422),
+    OverloadedError: (3, 429),
+    UnavailableError: (3, 503),
     CancelledError: (EXIT_BUG, 499),
 }
 
