@@ -1,0 +1,159 @@
+"""Attention over a paged KV cache, for a packed pass: the chunks of several requests, one after another.
+
+    T new tokens of the pass, S segments (one per request), Hq / Hkv query and KV heads, D head_dim
+
+    packed queries     | s0 s0 s0 | s1 | s2 s2 |            query_starts 0 3 4 6
+    keys of segment s  [ 0 ........... context_lens[s] )    the new tokens are the last ones
+    row i of q new     [ 0 ... context - q + i ]            attended, in the order of the block table
+
+Source of the layout: Kwon et al. 2023, "Efficient Memory Management for LLM Serving with PagedAttention".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface
+
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """One forward pass over one layer group, on the host.
+
+    query_starts: int32 [S + 1], segment s has the packed rows [query_starts[s], query_starts[s + 1]).
+    context_lens: int32 [S], keys of each segment in all, the new ones included.
+    block_tables: int32 [S, max_blocks], what lies past a segment's last block is not read.
+    slot_mapping: int64 [T], where each new token goes: block * block_size + place in the block.
+    block_size: tokens.
+    """
+
+    query_starts: Int32Array
+    context_lens: Int32Array
+    block_tables: Int32Array
+    slot_mapping: Int64Array
+    block_size: int
+
+    def __post_init__(self) -> None:
+        num_segments = len(self.context_lens)
+        if len(self.query_starts) != num_segments + 1 or len(self.block_tables) != num_segments:
+            raise ValueError(
+                f"{num_segments} context lengths need as many block tables and one more query start, got "
+                f"{len(self.block_tables)} and {len(self.query_starts)}"
+            )
+        if self.query_starts[-1] != len(self.slot_mapping):
+            raise ValueError(
+                f"{self.query_starts[-1]} packed tokens need as many slots, got {len(self.slot_mapping)}"
+            )
+        lens = np.diff(self.query_starts)
+        if (lens < 1).any() or (self.context_lens < lens).any():
+            raise ValueError(
+                f"every segment needs a new token and a context that holds the new ones, got {lens} of "
+                f"{self.context_lens}"
+            )
+        if self.context_lens.max(initial=0) > self.block_tables.shape[1] * self.block_size:
+            raise ValueError(
+                f"a context of {self.context_lens.max()} tokens does not fit {self.block_tables.shape[1]} "
+                f"blocks of {self.block_size}; allocate first"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """Packed rows [start, stop); slots: int64 [context]; mask: bool [stop - start, context]."""
+
+    start: int
+    stop: int
+    slots: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """What every layer of a pass shares. slot_mapping: int64 [T], on the device."""
+
+    slot_mapping: Tensor
+    segments: tuple[_Segment, ...]
+
+    @classmethod
+    def build(cls, batch: AttentionBatch, device: torch.device | str = "cpu") -> AttentionPlan:
+        segments = []
+        for s, context in enumerate(batch.context_lens.tolist()):
+            start, stop = batch.query_starts[s : s + 2].tolist()
+            tokens = np.arange(context)
+            blocks = batch.block_tables[s, tokens // batch.block_size].astype(np.int64)
+            slots = blocks * batch.block_size + tokens % batch.block_size
+            mask = tokens[None] <= np.arange(context - (stop - start), context)[:, None]
+            segments.append(
+                _Segment(start, stop, torch.from_numpy(slots).to(device), torch.from_numpy(mask).to(device))
+            )
+        return cls(torch.from_numpy(batch.slot_mapping).to(device), tuple(segments))
+
+
+def write_kv(
+    keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Puts keys and values [T, Hkv, D] at slots, int64 [T], of caches [num_blocks, block_size, Hkv, D]."""
+    key_cache.view(-1, *keys.shape[1:]).index_copy_(0, slot_mapping, keys)
+    value_cache.view(-1, *values.shape[1:]).index_copy_(0, slot_mapping, values)
+
+
+def attend(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scale: float
+) -> Tensor:
+    """query [T, Hq, D] over caches [num_blocks, block_size, Hkv, D] that hold the new tokens: [T, Hq, D]."""
+    heads = key_cache.shape[2:]
+    keys, values = key_cache.view(-1, *heads), value_cache.view(-1, *heads)
+    out = torch.empty_like(query)
+    for segment in plan.segments:
+        rows = slice(segment.start, segment.stop)
+        out[rows] = F.scaled_dot_product_attention(
+            query[rows].transpose(0, 1)[None],
+            keys[segment.slots].transpose(0, 1)[None],
+            values[segment.slots].transpose(0, 1)[None],
+            attn_mask=segment.mask,
+            scale=scale,
+            enable_gqa=True,
+        )[0].transpose(0, 1)
+    return out
+
+
+class PagedLayers(Protocol):
+    """What a forward pass hands to `epd_paged` as `paged`."""
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor, AttentionPlan]:
+        """Key cache, value cache [num_blocks, block_size, Hkv, D] and the plan of decoder layer `index`."""
+
+
+def epd_paged(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001 # passed by place; the plan says who attends what
+    scaling: float | None = None,
+    *,
+    paged: PagedLayers,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: writes key and value [1, Hkv, T, D], attends query [1, Hq, T, D].
+
+    Gives [1, T, Hq, D].
+    """
+    key_cache, value_cache, plan = paged.layer(int(module.layer_idx))  # type: ignore[arg-type]
+    write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), key_cache, value_cache, plan.slot_mapping)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attend(query[0].transpose(0, 1), key_cache, value_cache, plan, scale)[None], None
+
+
+def register(name: str = "epd_paged") -> None:
+    """Makes `epd_paged` known to transformers; a model takes it by `set_attn_implementation(name)`."""
+    AttentionInterface.register(name, epd_paged)
