@@ -1,0 +1,95 @@
+"""What every token of a request is, so that keys and values are shared only between tokens that are the same.
+
+One row of three int64 per token:
+
+    text             (token id,               0,          0         )
+    visual token     (-(index in unit) - 1,   digest_hi,  digest_lo )
+
+A text row is never negative in front and a visual row always is, so the two cannot be confused. The digest
+names all that the unit's embeddings depend on: bytes of the media, times, size, grid, spans and reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from epd.types import PlaceholderRange
+
+Int64Array = NDArray[np.int64]
+
+ROW_COLUMNS = 3
+ROW_BYTES = 8 * ROW_COLUMNS
+DIGEST_BYTES = 16
+_LEAST_CAPACITY = 64
+
+
+class TokenIdentity:
+    """The rows of one request, int64 [T, 3]; generated tokens are appended, rows once there never change."""
+
+    __slots__ = ("_buffer", "_length")
+
+    def __init__(self, rows: Int64Array) -> None:
+        if rows.ndim != 2 or rows.shape[1] != ROW_COLUMNS or rows.dtype != np.int64:
+            raise ValueError(f"identity rows must be int64 [T, {ROW_COLUMNS}], got {rows.dtype} {rows.shape}")
+        self._length = len(rows)
+        self._buffer = _with_room(rows)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def rows(self) -> Int64Array:
+        """int64 [T, 3]: a view, for reading."""
+        return self._buffer[: self._length]
+
+    def append(self, token_id: int) -> None:
+        """One more text token, in constant time."""
+        if self._length == len(self._buffer):
+            self._buffer = _with_room(self._buffer)
+        self._buffer[self._length, 0] = token_id
+        self._length += 1
+
+    def row_bytes(self, start: int, stop: int) -> bytes:
+        """The exact bytes of rows [start, stop). Raises ValueError for rows that are not there."""
+        if not 0 <= start <= stop <= self._length:
+            raise ValueError(
+                f"rows [{start}, {stop}) asked for, [0, {self._length}) are known; append the rest"
+            )
+        return self._buffer[start:stop].tobytes()
+
+    def copy(self) -> TokenIdentity:
+        """One that grows on its own: for a forked request."""
+        return TokenIdentity(self.rows)
+
+    def __reduce__(self) -> tuple[type[TokenIdentity], tuple[Int64Array]]:
+        return TokenIdentity, (self.rows,)
+
+
+def _with_room(rows: Int64Array) -> Int64Array:
+    """A copy with zeros behind it: a text row needs only its first column written."""
+    buffer = np.zeros((max(2 * len(rows), _LEAST_CAPACITY), ROW_COLUMNS), np.int64)
+    buffer[: len(rows)] = rows
+    return buffer
+
+
+def token_identity(
+    token_ids: Sequence[int], units: Sequence[tuple[PlaceholderRange, bytes]] = ()
+) -> TokenIdentity:
+    """The identity of a prompt. units: where each visual unit lies, and the 16 byte digest of its content.
+
+    Raises ValueError for a digest of another length or a unit outside of the prompt.
+    """
+    rows = np.zeros((len(token_ids), ROW_COLUMNS), np.int64)
+    rows[:, 0] = token_ids
+    for place, digest in units:
+        if len(digest) != DIGEST_BYTES or place.stop > len(rows):
+            raise ValueError(
+                f"{place} with a digest of {len(digest)} bytes does not fit a prompt of {len(rows)} tokens; "
+                f"digests have {DIGEST_BYTES} bytes"
+            )
+        rows[place.offset : place.stop, 0] = -1 - np.arange(place.length)
+        rows[place.offset : place.stop, 1:] = np.frombuffer(digest, ">i8")
+    return TokenIdentity(rows)
