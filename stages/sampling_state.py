@@ -1,0 +1,124 @@
+"""What the choice of a sequence's next token depends on besides its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from epd.sampling_params import SamplingParams
+
+Int64Array = NDArray[np.int64]
+
+_SPARE_SLOTS = 64
+
+
+class TokenCounts:
+    """Which tokens a sequence holds, and how often each came in the answer, which may be never."""
+
+    __slots__ = ("_counts", "_ids", "_slots")
+
+    def __init__(self, prompt_ids: Int64Array) -> None:
+        """prompt_ids: int64 [T], repeated as they may be."""
+        known = np.unique(prompt_ids)
+        self._slots = {token_id: slot for slot, token_id in enumerate(known.tolist())}
+        self._ids = np.concatenate([known, np.empty(_SPARE_SLOTS, np.int64)])
+        self._counts = np.zeros(len(self._ids), np.int64)
+
+    @property
+    def ids(self) -> Int64Array:
+        """int64 [K], each once, in the order in which they became known."""
+        return self._ids[: len(self._slots)]
+
+    @property
+    def counts(self) -> Int64Array:
+        """int64 [K], how often each of `ids` came in the answer."""
+        return self._counts[: len(self._slots)]
+
+    def append(self, token_id: int) -> None:
+        """Adds a token of the answer."""
+        slot = self._slots.setdefault(token_id, len(self._slots))
+        if slot == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._ids[slot] = token_id
+        self._counts[slot] += 1
+
+    def extended(self, token_ids: Iterable[int]) -> TokenCounts:
+        """A copy with more tokens of the answer."""
+        copy = TokenCounts.__new__(TokenCounts)
+        copy._slots = dict(self._slots)
+        copy._ids, copy._counts = self._ids.copy(), self._counts.copy()
+        for token_id in token_ids:
+            copy.append(token_id)
+        return copy
+
+
+class SamplingState:
+    """One sequence as the sampler knows it: its options, its seed, how many tokens it has, and which.
+
+    is_plain: the most likely token is taken as it is, and nothing is told about the others.
+    ending_ids: tokens that may not come before `min_tokens`.
+    """
+
+    __slots__ = ("_counts", "ending_ids", "is_plain", "num_generated", "params", "seed")
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        seed: int,
+        prompt_ids: Int64Array,
+        output_ids: Iterable[int] = (),
+        *,
+        eos_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """seed: as resolved for this sequence, whatever params say. prompt_ids: int64 [T].
+
+        output_ids: what has been generated before. eos_ids: the checkpoint's end tokens.
+        """
+        self.params = params
+        self.seed = seed
+        self.num_generated = 0
+        self.ending_ids = params.ending_ids(eos_ids) if params.min_tokens else frozenset()
+        self.is_plain = (
+            params.is_greedy and not params.has_penalties and params.logprobs is None and not self.ending_ids
+        )
+        seen = prompt_ids if params.repetition_penalty != 1 else prompt_ids[:0]
+        self._counts = TokenCounts(seen) if params.has_penalties else None
+        for token_id in output_ids:
+            self.append(token_id)
+
+    def append(self, token_id: int) -> None:
+        """Takes note of the next token of the sequence."""
+        self.num_generated += 1
+        if self._counts is not None:
+            self._counts.append(token_id)
+
+    def counts_with(self, drafted: tuple[int, ...]) -> TokenCounts:
+        """The tokens that penalties look at, as if the drafted ones had been generated."""
+        if self._counts is None:
+            raise ValueError("tokens are counted only where penalties need it; these params have none")
+        return self._counts.extended(drafted) if drafted else self._counts
+
+
+class SamplingRow(NamedTuple):
+    """Whose row of logits it is: that of the token after a sequence and the tokens drafted for it."""
+
+    state: SamplingState
+    drafted: tuple[int, ...] = ()
+
+    @property
+    def draw_index(self) -> int:
+        """How many generated tokens precede the one to choose: with the seed, it names the draw."""
+        return self.state.num_generated + len(self.drafted)
+
+    @property
+    def counts(self) -> TokenCounts:
+        return self.state.counts_with(self.drafted)
+
+    @property
+    def banned_ids(self) -> frozenset[int]:
+        """Tokens that would end the answer too early."""
+        return self.state.ending_ids if self.draw_index < self.state.params.min_tokens else frozenset()
