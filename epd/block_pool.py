@@ -1,8 +1,14 @@
-"""Which KV blocks of one layer group are free, and how many hold each of the others. Ids only, no tensors."""
+"""Ids of the KV blocks of one layer group: which are free, how many hold the others, and block tables.
+
+block table    [ 4 ][ 5 ][ 6 ][ 9 ]
+tokens         0 .... written .)| room )
+                   num_tokens --^
+"""
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 
 class BlockPool:
@@ -67,7 +73,79 @@ class BlockPool:
             self._lowest = [block for block, count in enumerate(self._references) if not count]
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless the free blocks are those without references."""
+        """Raises AssertionError unless the free blocks are those without references, and can be found."""
         free = {block for block, count in enumerate(self._references) if not count}
         if len(free) != self.num_free or not free <= set(self._lowest):
             raise AssertionError(f"{len(free)} blocks have no references, {self.num_free} count as free")
+
+
+class BlockTable:
+    """The blocks of one request in one layer group. What is still to be written is in blocks of its own."""
+
+    __slots__ = ("block_size", "blocks", "num_tokens", "pool")
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.blocks: list[int] = []
+        self.num_tokens = 0
+
+    @property
+    def room(self) -> int:
+        """Tokens that can still be written."""
+        return len(self.blocks) * self.block_size - self.num_tokens
+
+    @property
+    def num_whole(self) -> int:
+        """Blocks that are written in full."""
+        return self.num_tokens // self.block_size
+
+    @property
+    def has_partial(self) -> bool:
+        """Whether the last written block is not full."""
+        return self.num_tokens % self.block_size > 0
+
+    def num_missing(self, added: int) -> int:
+        """Blocks without which `added` more tokens have no room."""
+        return max(-(-(self.num_tokens + added) // self.block_size) - len(self.blocks), 0)
+
+    def take(self, count: int) -> None:
+        """Adds fresh blocks. Raises ValueError when fewer are free."""
+        self.blocks += self.pool.take(count, self.blocks[-1] if self.blocks else None)
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """Adds whole blocks of written tokens that have other holders."""
+        for block in blocks:
+            self.pool.share(block)
+        self.blocks += blocks
+        self.num_tokens += len(blocks) * self.block_size
+
+    def splits_shared(self, num_tokens: int) -> bool:
+        """Whether a cut to `num_tokens` leaves written tokens in part of a block that has other holders."""
+        if num_tokens >= self.num_tokens or num_tokens % self.block_size == 0:
+            return False
+        return self.pool.references(self.blocks[num_tokens // self.block_size]) > 1
+
+    def replace(self, index: int) -> tuple[int, int]:
+        """Puts a fresh block into the place of a shared one; returns the old id and the new one."""
+        source = self.blocks[index]
+        (target,) = self.pool.take(1, self.blocks[index - 1] if index else None)
+        self.blocks[index] = target
+        self.pool.release(source)
+        return source, target
+
+    def cut(self, num_tokens: int) -> None:
+        """Releases the blocks past `num_tokens`, the last first."""
+        keep = -(-num_tokens // self.block_size)
+        for block in reversed(self.blocks[keep:]):
+            self.pool.release(block)
+        del self.blocks[keep:]
+        self.num_tokens = min(self.num_tokens, num_tokens)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError for a block held twice, tokens without one, or a shared one to be written."""
+        if len(set(self.blocks)) < len(self.blocks) or self.room < 0:
+            raise AssertionError(f"{self.num_tokens} tokens in blocks {self.blocks}")
+        shared = [block for block in self.blocks[self.num_whole :] if self.pool.references(block) != 1]
+        if shared:
+            raise AssertionError(f"blocks {shared} are still to be written and have other holders")

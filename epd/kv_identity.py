@@ -11,7 +11,7 @@ names all that the unit's embeddings depend on: bytes of the media, times, size,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +59,11 @@ class TokenIdentity:
                 f"rows [{start}, {stop}) asked for, [0, {self._length}) are known; append the rest"
             )
         return self._buffer[start:stop].tobytes()
+
+    def chunks(self, start: int, stop: int, size: int) -> Iterator[bytes]:
+        """The exact bytes of rows [start, stop) in runs of `size` rows, the last maybe shorter."""
+        data, size = self.row_bytes(start, stop), size * ROW_BYTES
+        return (data[at : at + size] for at in range(0, len(data), size))
 
     def copy(self) -> TokenIdentity:
         """One that grows on its own: for a forked request."""

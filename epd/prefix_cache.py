@@ -1,7 +1,7 @@
 """Committed KV blocks by the tokens they hold: a trie, in which a hit is the equality of every token's row.
 
     root ── [sys0 sys1 sys2 sys3] ── [vid0 vid1 vid2 vid3] ─┬─ [vid4 what is  it ]
-                                                            └─ [vid4 where     ]    partial: never has children
+                                                            └─ [vid4 where     ]   partial: has no children
 
 A node is one block in every layer group. Requests pin the nodes they build upon, always together with all
 nodes above, so a node without pins (idle) has only idle nodes below it, and these became idle no later: the
@@ -65,17 +65,14 @@ class PrefixCache:
 
     def match(self, identity: TokenIdentity, max_tokens: int) -> PrefixMatch:
         """The longest cached prefix of at most `max_tokens` tokens. A question: changes nothing."""
-        max_tokens = min(max_tokens, len(identity))
         node, path = self.root, []
-        for start in range(0, max_tokens - self.block_size + 1, self.block_size):
-            child = node.children.get(identity.row_bytes(start, start + self.block_size))
-            if child is None:
-                break
+        for key in identity.chunks(0, min(max_tokens, len(identity)), self.block_size):
+            child = node.children.get(key)
+            if child is None or len(child.key) < self.block_size * ROW_BYTES:
+                return PrefixMatch(path, *_longest_run(node, key))
             path.append(child)
             node = child
-        start = len(path) * self.block_size
-        rest = identity.row_bytes(start, min(max_tokens, start + self.block_size))
-        return PrefixMatch(path, *_longest_run(node, rest))
+        return PrefixMatch(path, None, 0)
 
     def child(self, parent: CachedBlock, key: bytes, blocks: tuple[int, ...]) -> CachedBlock:
         """The node of these rows below `parent`, made of `blocks` if there is none. It is not pinned."""
@@ -147,7 +144,7 @@ class PrefixCache:
             yield node
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless idle is unpinned, leaves go first, and children are where they belong."""
+        """Raises AssertionError unless idle is unpinned, leaves go first, and children are in place."""
         nodes = list(self.nodes())
         order = {node: place for place, node in enumerate(self._idle)}
         _require(order.keys() == {node for node in nodes if not node.num_pins}, "idle and pinned, or neither")
