@@ -1,0 +1,147 @@
+"""A conversation as the chat templates of checkpoints take it: messages of parts, media where they were sent.
+
+Parts keep their order. Media before the text of the first user message give the canonical order
+[system][media][question], in which every further question about the same media finds its prefix computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jinja2 import TemplateError
+
+from encoders.checkpoint import Checkpoint
+from epd.errors import RequestError
+from epd.types import MediaKind
+
+Role = Literal["system", "user", "assistant"]
+
+
+@dataclass(frozen=True, slots=True)
+class ContentPart:
+    """A text, or the place of one image or video. text: empty for media."""
+
+    kind: Literal["text"] | MediaKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind != "text" and self.text:
+            raise ValueError(f"only a text has text, got {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """What one side said. Raises RequestError for no parts at all, and for media that are not the user's."""
+
+    role: Role
+    parts: tuple[ContentPart, ...]
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise RequestError(f"a message of the {self.role} has no content; give it a text")
+        if self.role != "user" and self.media_kinds:
+            raise RequestError(
+                f"a message of the {self.role} contains {self.media_kinds[0]}s; allowed: text; "
+                "put media into a message of the user"
+            )
+
+    @property
+    def media_kinds(self) -> tuple[MediaKind, ...]:
+        """Of the media in it, in order."""
+        return tuple(part.kind for part in self.parts if part.kind != "text")
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether there is neither a medium nor a character to read in it."""
+        return not self.media_kinds and not any(part.text.strip() for part in self.parts)
+
+
+def text_message(role: Role, text: str) -> ChatMessage:
+    """A message of one text."""
+    return ChatMessage(role, (ContentPart("text", text),))
+
+
+def one_turn(kinds: Sequence[MediaKind], question: str) -> tuple[ChatMessage, ...]:
+    """The conversation of one question about media, all of them before it. Raises RequestError if empty."""
+    check_question(question)
+    return (ChatMessage("user", (*(ContentPart(kind) for kind in kinds), ContentPart("text", question))),)
+
+
+def check_question(question: str) -> None:
+    """Raises RequestError for a question with nothing in it."""
+    if not question.strip():
+        raise RequestError("the question is empty; ask something about the media")
+
+
+def media_kinds(messages: Sequence[ChatMessage]) -> tuple[MediaKind, ...]:
+    """Of all media in a conversation, in order."""
+    return tuple(kind for message in messages for kind in message.media_kinds)
+
+
+def check_chat(messages: Sequence[ChatMessage]) -> None:
+    """Raises RequestError for a conversation that leaves nothing to answer."""
+    if not any(message.role == "user" for message in messages):
+        raise RequestError(f"{len(messages)} messages, none of the user; ask something in a user message")
+    last = messages[-1]
+    if last.role == "assistant":
+        raise RequestError(
+            "the last message is the assistant's; allowed: user or system; end with a question"
+        )
+    if last.is_blank:
+        raise RequestError("the question is empty; ask something about the media in the last message")
+
+
+def render_chat(
+    checkpoint: Checkpoint, template: str, messages: Sequence[ChatMessage], reserved: Sequence[str]
+) -> str:
+    """The prompt as text, by a chat template, up to where the answer begins.
+
+    reserved: strings that stand for media, which no text may contain.
+    Raises RequestError for those, as `check_chat` does, and where the template refuses the messages.
+    """
+    check_chat(messages)
+    for message in messages:
+        _check_unreserved(message, reserved)
+    try:
+        text: str = checkpoint.tokenizer.apply_chat_template(
+            [_for_template(message) for message in messages],
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+    except TemplateError as error:
+        roles = ", ".join(message.role for message in messages)
+        raise RequestError(
+            f"the model's chat template refuses messages of {roles} ({' '.join(str(error).split())}); "
+            "send them in another order"
+        ) from error
+    return text
+
+
+def check_media(messages: Sequence[ChatMessage], kinds: Sequence[MediaKind]) -> None:
+    """Raises ValueError for planned media that are not those the messages have places for."""
+    if media_kinds(messages) != tuple(kinds):
+        raise ValueError(
+            f"the messages have places for {media_kinds(messages)}, the media are {tuple(kinds)}"
+        )
+
+
+def _check_unreserved(message: ChatMessage, reserved: Sequence[str]) -> None:
+    for part in message.parts:
+        for name in reserved:
+            if name in part.text:
+                raise RequestError(
+                    f"a text of the {message.role} contains {name}, which stands for media; remove it"
+                )
+
+
+def _for_template(message: ChatMessage) -> dict[str, Any]:
+    return {
+        "role": message.role,
+        "content": [
+            {"type": "text", "text": part.text} if part.kind == "text" else {"type": part.kind}
+            for part in message.parts
+        ],
+    }

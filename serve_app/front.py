@@ -1,0 +1,161 @@
+"""One request from its JSON to the items of its answer: admission, media, service, and what is kept of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from fastapi import Request
+from pydantic import ValidationError
+
+from encoders import Sampling
+from encoders.chat import ChatMessage
+from epd.errors import OverloadedError
+from epd.sampling_params import SamplingParams
+from serve_app.http_guard import describe, read_body, record_of
+from serve_app.intake import check_supported, conversation, model_name, sampling_params, video_sampling
+from serve_app.media_spool import ByteBudget, MediaSpool
+from serve_app.metrics import FrontMetrics
+from serve_app.protocol import ChatRequest, EpdOptions
+from serve_app.record import RequestRecord
+from serve_app.service import AnswerItem, AnswerRequest, AnswerService, MediaSource
+from video import FetchPolicy
+
+_RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ApiSettings:
+    """Limits and policy of the HTTP front.
+
+    api_key: None lets everybody in. fetch: where media may come from, and how large one may be.
+    max_body_bytes, max_held_body_bytes: of one body, and of all that are being read.
+    max_spooled_bytes: of the media of all requests. spool_folder: None is the system's temporary folder.
+    max_requests: being answered at once. max_media: of one request. num_fetch_threads: media fetched at once.
+    default_params: where a request says nothing. default_deadline_s: of the first token, from arrival.
+    """
+
+    api_key: str | None = field(default=None, repr=False)
+    fetch: FetchPolicy = field(default_factory=lambda: FetchPolicy(max_bytes=512 << 20))
+    max_body_bytes: int = 256 << 20
+    max_held_body_bytes: int = 1 << 30
+    max_spooled_bytes: int = 8 << 30
+    spool_folder: Path | None = None
+    max_requests: int = 512
+    max_media: int = 64
+    num_fetch_threads: int = 8
+    default_params: SamplingParams = field(default_factory=SamplingParams)
+    default_deadline_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    params: SamplingParams
+    sampling: Sampling
+    ours: EpdOptions
+
+
+class FrontDoor:
+    """What all routes share."""
+
+    def __init__(self, service: AnswerService, settings: ApiSettings) -> None:
+        self.service = service
+        self.settings = settings
+        self.metrics = FrontMetrics()
+        self.bodies = ByteBudget(settings.max_held_body_bytes, "request bodies")
+        self.num_requests = 0
+        self.spool = MediaSpool(
+            settings.fetch,
+            parent=settings.spool_folder,
+            max_spooled_bytes=settings.max_spooled_bytes,
+            num_threads=settings.num_fetch_threads,
+        )
+
+    def close(self) -> None:
+        self.spool.close()
+
+    async def read(self, request: Request) -> ChatRequest:
+        """The checked JSON of a chat request. Raises EPDError."""
+        record = record_of(request)
+        body = await read_body(request, self.settings.max_body_bytes, self.bodies)
+        try:
+            chat = ChatRequest.model_validate_json(body)
+        except ValidationError as error:
+            raise describe(error) from None  # what pydantic says holds the input, which logs must not
+        check_supported(chat)
+        record.model = model_name(chat, self.service.models)
+        record.is_stream = bool(chat.stream)
+        return chat
+
+    async def items(self, chat: ChatRequest, record: RequestRecord) -> AsyncGenerator[AnswerItem, None]:
+        """The answer. Whenever this ends or is closed, nothing of the request is left. Raises EPDError."""
+        messages, references = conversation(chat.messages, self.settings.max_media)
+        request = partial(self._request, record, messages, self._options(chat))
+        record.num_media = len(references)
+        with self._admitted():
+            async with self.spool.sources(references) as media:
+                del chat, references  # they hold whole media as text, and the answer may take minutes
+                self.release_body(record)
+                async with aclosing(self.service.answer(request(media))) as items:
+                    async for item in items:
+                        record.note(item)
+                        yield item
+
+    def _options(self, chat: ChatRequest) -> _Options:
+        """Raises RequestError for options that make no sense."""
+        return _Options(
+            sampling_params(chat, self.settings.default_params),
+            video_sampling(chat),
+            chat.epd or EpdOptions(),
+        )
+
+    def _request(
+        self,
+        record: RequestRecord,
+        messages: tuple[ChatMessage, ...],
+        options: _Options,
+        media: tuple[MediaSource, ...],
+    ) -> AnswerRequest:
+        patience_s = options.ours.deadline_s or self.settings.default_deadline_s
+        return AnswerRequest(
+            request_id=record.request_id,
+            model=record.model,
+            messages=messages,
+            media=media,
+            params=options.params,
+            sampling=options.sampling,
+            retention_min=options.ours.retention_min,
+            arrival_s=record.arrival_s,
+            deadline_s=None if patience_s is None else record.arrival_s + patience_s,
+            wants_spans=options.ours.events and record.is_stream,
+        )
+
+    @contextmanager
+    def _admitted(self) -> Iterator[None]:
+        if self.num_requests >= self.settings.max_requests:
+            raise OverloadedError(
+                f"{self.num_requests} requests are being answered; allowed {self.settings.max_requests}; "
+                "try again later",
+                _RETRY_AFTER_S,
+            )
+        self.num_requests += 1
+        self.metrics.in_flight.set(self.num_requests)
+        try:
+            yield
+        finally:
+            self.num_requests -= 1
+            self.metrics.in_flight.set(self.num_requests)
+
+    def release_body(self, record: RequestRecord) -> None:
+        self.bodies.give_back(record.held_bytes)
+        record.held_bytes = 0
+
+    def finish(self, record: RequestRecord) -> None:
+        """Called once for every HTTP request, however it ended."""
+        self.release_body(record)
+        if record.is_answer:
+            self.metrics.observe(record)
+            record.log()

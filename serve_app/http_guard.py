@@ -1,0 +1,189 @@
+"""What stands before every route: request ids, the key, the size of bodies, and errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import math
+import re
+from collections.abc import Callable
+from http import HTTPStatus
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from epd.errors import (
+    AuthenticationError,
+    EPDError,
+    OverloadedError,
+    RequestError,
+    RequestLimitError,
+    http_status,
+)
+from serve_app.media_spool import ByteBudget
+from serve_app.protocol import ErrorBody, ErrorReply
+from serve_app.record import RequestRecord
+
+logger = logging.getLogger(__name__)
+
+_ERROR_TYPES = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+}
+ANSWER_ROUTE = ("POST", "/v1/chat/completions")
+_JSON_TYPES = ("", "application/json")
+_MAX_SHOWN_ERRORS = 3
+
+
+class RequestEdge:
+    """Gives every HTTP request a record, its id to every answer, and every bug an answer."""
+
+    def __init__(self, app: ASGIApp, on_finished: Callable[[RequestRecord], None]) -> None:
+        self._app = app
+        self._on_finished = on_finished
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        record = RequestRecord(is_answer=(scope["method"], scope["path"]) == ANSWER_ROUTE)
+        scope.setdefault("state", {})["record"] = record
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                record.status = record.status or message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = record.request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:  # the edge of the process: a bug ends one request, not the server
+            logger.exception("request_id=%s ended by a bug", record.request_id)
+            record.status, record.error = HTTPStatus.INTERNAL_SERVER_ERROR.value, "bug"
+            if not started:
+                await bug_response(record)(scope, receive, send_with_id)
+        finally:
+            self._on_finished(record)
+
+
+def record_of(request: Request) -> RequestRecord:
+    record = request.state.record
+    assert isinstance(record, RequestRecord)
+    return record
+
+
+class KeyCheck:
+    """A dependency of routes: `Authorization: Bearer KEY`, compared in constant time."""
+
+    def __init__(self, api_key: str | None) -> None:
+        self._api_key = api_key
+
+    async def __call__(self, request: Request) -> None:
+        """Raises AuthenticationError."""
+        if self._api_key is None:
+            return
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        is_right = hmac.compare_digest(key.strip().encode(), self._api_key.encode())
+        if scheme.lower() != "bearer" or not is_right:
+            raise AuthenticationError(
+                "no key or not the right one; allowed: the server's API key; "
+                "set the header 'Authorization: Bearer KEY'"
+            )
+
+
+async def read_body(request: Request, max_bytes: int, budget: ByteBudget) -> bytes:
+    """The JSON body, refused as soon as it is too large. What it takes of the budget is noted in the record.
+
+    Only `application/json`, which no browser sends to another site unasked.
+    Raises RequestError, RequestLimitError, OverloadedError.
+    """
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type not in _JSON_TYPES:
+        raise RequestError(
+            f"received the content type {content_type[:50]!r}; allowed: application/json; set the header"
+        )
+    record = record_of(request)
+    body = bytearray()
+    async for chunk in request.stream():
+        if len(body) + len(chunk) > max_bytes:
+            raise RequestLimitError(
+                f"the body has more than {max_bytes} bytes; allowed that many; send media by URL"
+            )
+        budget.take(len(chunk))
+        record.held_bytes += len(chunk)
+        body += chunk
+    return bytes(body)
+
+
+def describe(error: ValidationError) -> RequestError:
+    """Where and how a body is not as it should be, in one line, without what was received."""
+    shown = [
+        f"{_place(one['loc'])}: {one['msg']}"
+        for one in error.errors(include_url=False, include_context=False, include_input=False)
+    ]
+    more = f" and {len(shown) - _MAX_SHOWN_ERRORS} more" if len(shown) > _MAX_SHOWN_ERRORS else ""
+    return RequestError(f"the request does not fit: {'; '.join(shown[:_MAX_SHOWN_ERRORS])}{more}")
+
+
+def _place(location: tuple[int | str, ...]) -> str:
+    return (
+        "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in location).lstrip(".") or "body"
+    )
+
+
+def error_reply(error: EPDError) -> ErrorReply:
+    code = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__.removesuffix("Error")).lower()
+    return _reply(http_status(error), str(error), code)
+
+
+def _reply(status: int, message: str, code: str | None = None) -> ErrorReply:
+    fallback = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+    kind = _ERROR_TYPES.get(HTTPStatus(status), fallback) if status in _KNOWN_STATUS else fallback
+    return ErrorReply(error=ErrorBody(message=message, type=kind, code=code))
+
+
+_KNOWN_STATUS = {status.value for status in HTTPStatus}
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Errors of every origin in OpenAI's shape, with the status of `epd.errors`."""
+    app.add_exception_handler(EPDError, _on_epd_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+
+
+async def _on_epd_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, EPDError)
+    headers = {}
+    if isinstance(error, OverloadedError):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    if isinstance(error, AuthenticationError):
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(error_reply(error).model_dump(), http_status(error), headers)
+
+
+async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    return JSONResponse(_reply(error.status_code, message).model_dump(), error.status_code, error.headers)
+
+
+async def _on_invalid(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    return JSONResponse(_reply(HTTPStatus.BAD_REQUEST, "the request does not fit").model_dump(), 400)
+
+
+def bug_response(record: RequestRecord) -> JSONResponse:
+    """What the tree of errors does not know is a bug: the client gets an id, the log gets the rest."""
+    message = f"internal error; the server's log tells more under {record.request_id}"
+    return JSONResponse(_reply(500, message, "internal").model_dump(), HTTPStatus.INTERNAL_SERVER_ERROR)

@@ -1,0 +1,200 @@
+"""What stands behind the HTTP front: one protocol for whatever answers, and the nouns that cross it.
+
+    HTTP front  --AnswerRequest-->  AnswerService  (an engine in this process, or workers elsewhere)
+                <--StageSpan, TokenDelta, ..., AnswerEnd--
+
+Everything here can be pickled. Media are local files of the front's machine, deleted when the iterator of the
+answer ends: a service on other machines moves their bytes itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+from encoders import Sampling
+from encoders.chat import ChatMessage, media_kinds
+from epd.sampling_params import SamplingParams
+from epd.types import MediaKind, StageTimings, Usage
+
+FinishReason = Literal["stop", "length"]
+# The steps of a request that are timed. A worker with several roles does several of them.
+StageName = Literal["probe", "decode_video", "preprocess", "encode", "transfer", "prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSource:
+    """One image or video of a request: its bytes are in a local file, within the limits, and hashed.
+
+    mm_hash: `epd.content.content_hash` of the file.
+    """
+
+    kind: MediaKind
+    path: Path
+    mm_hash: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRequest:
+    """A checked request.
+
+    messages: the conversation; media stand where their parts do. media: the sources of those parts, in order.
+    sampling: which frames of each video. retention_min: the least share of visual tokens that reduction may
+    keep, None as the service has it. arrival_s, deadline_s: Unix time in seconds; a service that sees that
+    the first token cannot come by the deadline raises OverloadedError. wants_spans: of stages, to be yielded.
+    """
+
+    request_id: str
+    model: str
+    messages: tuple[ChatMessage, ...]
+    media: tuple[MediaSource, ...] = ()
+    params: SamplingParams = field(default_factory=SamplingParams)
+    sampling: Sampling = field(default_factory=Sampling)
+    retention_min: float | None = None
+    arrival_s: float = 0.0
+    deadline_s: float | None = None
+    wants_spans: bool = False
+
+    def __post_init__(self) -> None:
+        kinds = tuple(source.kind for source in self.media)
+        if kinds != media_kinds(self.messages):
+            raise ValueError(
+                f"the messages have places for {media_kinds(self.messages)}, the sources are {kinds}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token and the logarithm of its probability before sampling options.
+
+    text: of the token alone. data: its bytes, perhaps part of a character; empty for a special token.
+    alternatives: the most likely tokens in its place, the likeliest first, without alternatives of their own.
+    """
+
+    token_id: int
+    text: str
+    data: bytes
+    logprob: float
+    alternatives: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """The next piece of one choice.
+
+    text: whole characters that became certain with these tokens; may be empty. token_ids: of this piece.
+    logprobs: one for each token id if they were asked for, else none. finish_reason: set on the last piece.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpan:
+    """A piece of work on a request that is done, for timelines.
+
+    worker: a name as in ServiceStatus. item, group: which of the media, and which group of it; None for work
+    on no media. start_s, stop_s: Unix time in seconds.
+    """
+
+    stage: StageName
+    worker: str
+    start_s: float
+    stop_s: float
+    item: int | None = None
+    group: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerEnd:
+    """The last item of every answer: what it took.
+
+    usage: visual and prompt tokens as prefilled; completion tokens of all choices.
+    cached_tokens: of the prompt, those whose keys and values were there already.
+    visual_tokens_before: visual tokens before reduction. timings: service time of each stage.
+    queued: time spent waiting for each stage. num_retries: pieces of work that were done again elsewhere.
+    """
+
+    usage: Usage
+    timings: StageTimings
+    cached_tokens: int = 0
+    visual_tokens_before: int = 0
+    queued: StageTimings = field(default_factory=StageTimings)
+    num_retries: int = 0
+
+
+AnswerItem = TokenDelta | StageSpan | AnswerEnd
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """A model that can be named in a request. created_s: Unix time in seconds. max_model_len: tokens."""
+
+    name: str
+    created_s: int
+    max_model_len: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """One worker as it is now.
+
+    roles: what it does, one letter each: v video decoding, e encode, p prefill, d decode.
+    num_waiting, num_running: requests or groups queued at it, and in work.
+    kv_usage, encoder_cache_usage: shares of its memory in use, None where it has none.
+    num_role_switches: since it started.
+    """
+
+    name: str
+    roles: str
+    is_alive: bool = True
+    num_waiting: int = 0
+    num_running: int = 0
+    kv_usage: float | None = None
+    encoder_cache_usage: float | None = None
+    num_role_switches: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceStatus:
+    """The service as it is now.
+
+    is_ready: whether every role that an answer needs has a worker. topology: as in `2e1p1d`.
+    counters: totals since the start that only the service knows, under Prometheus names without prefix,
+    such as encoder_cache_hits; each is shown as epd_<name>_total.
+    """
+
+    is_ready: bool
+    topology: str
+    workers: tuple[WorkerStatus, ...] = ()
+    counters: Mapping[str, float] = field(default_factory=dict)
+
+
+class AnswerService(Protocol):
+    """Whatever answers requests. May be asked for many answers at once, from one event loop."""
+
+    @property
+    def models(self) -> Sequence[ModelCard]:
+        """The models that can be asked for, the default first; at least one."""
+        ...
+
+    def answer(self, request: AnswerRequest) -> AsyncGenerator[AnswerItem, None]:
+        """Starts when it is first awaited: pieces of all choices as they come, and one AnswerEnd at the end.
+
+        Closing or cancelling the iterator, at any await, frees everything the request holds in all stages.
+        Raises EPDError, before the first item or later: OverloadedError or UnavailableError where it could
+        not be taken in, InputError for what cannot be answered. Every choice has had its finish_reason when
+        AnswerEnd comes.
+        """
+        ...
+
+    async def status(self) -> ServiceStatus:
+        """Cheap enough to be asked several times a second."""
+        ...
