@@ -10,32 +10,43 @@ held. This is the reference that every split topology must equal, token for toke
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import os
+import uuid
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from itertools import islice
+from itertools import count
 from pathlib import Path
 from time import perf_counter
-from typing import Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import nn
 
 from encoders import Adapter, MediaItem, MediaPlan, PromptPlan, Sampling, check_question, load_adapter
 from encoders.adapter import PatchRun
-from epd.errors import ModelError, RequestError
+from encoders.identity import prompt_identity
+from epd.errors import InfeasibleError, ModelError
+from epd.sampling_params import SamplingParams
+from epd.scheduling import SchedulerConfig
 from epd.types import Answer, StageTimings, Usage
-from stages.detokenizer import OnText, StreamedText
-from stages.greedy import GenerationSettings, generate_greedily
-from stages.kv_cache import KVCache
+from stages.detokenizer import OnText
+from stages.engine import LanguageEngine
+from stages.generation import Extent, GenerateRequest, GenerationSettings, TokenOutput
+from stages.kv_pool import KVGroupShape, KVPoolsShape
 from stages.loader import load_model, use_threads
 from stages.media import PlannedMedia, UnitRun, plan_media, unit_runs
-from stages.model_runner import ModelRunner, PlacedEmbeddings
+from stages.model_runner import ModelRunner, kv_layout
 from stages.timing import busy
+from stages.visual_inputs import PlacedEmbeddings
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_GROUP_TOKENS = 256
+BLOCK_SIZE = 16
+# The KV cache takes at most this share of the machine's memory, and no more tokens than this.
+_KV_MEMORY_SHARE = 0.25
+_MAX_KV_TOKENS = 2**18
 # Any question will do to lay out the part of the prompt that comes before it.
 _SOME_QUESTION = "?"
 
@@ -47,18 +58,18 @@ class Progress(Protocol):
 
 
 class MediaContext:
-    """Media that has been decoded, encoded and prefilled once, for any number of questions, one at a time.
+    """Media that has been decoded, encoded and prefilled once, for any number of questions.
 
-    The cache holds [system][media]; an answer appends to it and cuts it back. `timings` is what that took.
+    The engine holds the blocks of [system][media] as long as this object lives; answers share them. `timings`
+    is what it took to get there. request_id: of the held blocks, None without media.
     """
 
-    def __init__(
-        self, plans: tuple[MediaPlan, ...], prompt: PromptPlan, cache: KVCache, timings: StageTimings
-    ) -> None:
+    def __init__(self, plans: tuple[MediaPlan, ...], prompt: PromptPlan, request_id: str | None) -> None:
         self.plans = plans
         self.prefix_ids = prompt.token_ids[: prompt.prefix_length]
-        self.cache = cache
-        self.timings = timings
+        self.request_id = request_id
+        self.mm_hashes = [uuid.uuid4().hex for _ in plans]
+        self.timings = StageTimings()
 
     @property
     def num_frames(self) -> int:
@@ -75,17 +86,21 @@ class ColocatedPipeline:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         adapter: Adapter,
         *,
         settings: GenerationSettings,
         group_tokens: int = DEFAULT_GROUP_TOKENS,
+        num_kv_tokens: int | None = None,
     ) -> None:
+        """Takes the model over: its attention function becomes ours. Options as in `load`."""
         self.adapter = adapter
-        self._runner = ModelRunner(model, adapter)
+        self.settings = settings
+        self.engine = build_engine(model, adapter, settings, num_kv_tokens=num_kv_tokens)
         self._tower = adapter.vision_tower(model)
-        self._settings = settings
         self._group_tokens = group_tokens
+        self._ids = count()
+        self._given_up: list[str] = []
 
     @classmethod
     def load(
@@ -95,18 +110,21 @@ class ColocatedPipeline:
         dtype: torch.dtype = torch.float32,
         num_threads: int | None = None,
         group_tokens: int = DEFAULT_GROUP_TOKENS,
+        num_kv_tokens: int | None = None,
     ) -> ColocatedPipeline:
         """Loads the folder `model_path`, in Hugging Face layout.
 
         num_threads: of torch, for the whole process; by default OMP_NUM_THREADS or all cores.
         group_tokens: about how many visual tokens are encoded and prefilled at a time.
+        num_kv_tokens: room for keys and values; by default what a quarter of the machine's memory holds, or
+        less. Memory is taken when it is first used.
         Raises ModelNotFoundError, UnsupportedModelError, ModelError.
         """
         adapter = load_adapter(model_path)
         use_threads(num_threads)
-        model = load_model(Path(model_path), dtype)
+        model: Any = load_model(Path(model_path), dtype)
         settings = GenerationSettings.of(model.generation_config, adapter.tokenizer.eos_token_id)
-        return cls(model, adapter, settings=settings, group_tokens=group_tokens)
+        return cls(model, adapter, settings=settings, group_tokens=group_tokens, num_kv_tokens=num_kv_tokens)
 
     def ask(
         self,
@@ -121,62 +139,9 @@ class ColocatedPipeline:
     ) -> Answer:
         """Answers one question about media, or about none. Options as in `prefill_media` and `answer`."""
         start = perf_counter()
-        limit = self._check(question, max_tokens)
+        sampling = self._sampling(question, max_tokens)
         context = self.prefill_media(media, fps=fps, num_frames=num_frames, progress=progress)
-        return self._answer(context, question, limit, on_text, start, context.timings)
-
-    @torch.inference_mode()
-    def prefill_media(
-        self,
-        media: Sequence[str | Path],
-        *,
-        fps: float | None = None,
-        num_frames: int | None = None,
-        progress: Progress | None = None,
-    ) -> MediaContext:
-        """Decodes, encodes and prefills images and videos, in the order given, before any question is known.
-
-        fps, num_frames: which frames of each video, one of the two or neither: then as the processor has it.
-        Raises MediaError, RequestError.
-        """
-        timings = StageTimings()
-        with busy(timings, "total_s"):
-            with busy(timings, "probe_s"):
-                planned = [plan_media(self.adapter, source, Sampling(fps, num_frames)) for source in media]
-            plans = tuple(item.plan for item in planned)
-            prompt = self.adapter.plan_prompt(plans, _SOME_QUESTION)
-            cache = self._runner.new_cache(len(prompt) + self._settings.max_tokens)
-            context = MediaContext(plans, prompt, cache, timings)
-            self._prefill_groups(context, planned, prompt, progress)
-        return context
-
-    def _prefill_groups(
-        self,
-        context: MediaContext,
-        planned: Sequence[PlannedMedia],
-        prompt: PromptPlan,
-        progress: Progress | None,
-    ) -> None:
-        """Works through all groups of all items in order; whatever happens, no decoding is left behind."""
-        num_done = 0
-        for media, item in zip(planned, prompt.media, strict=True):
-            with closing(unit_runs(media, self._group_tokens, context.timings)) as runs:
-                for run in runs:
-                    visual = self._encode(item, run, context.timings)
-                    with busy(context.timings, "prefill_s"):
-                        self._runner.prefill(context.cache, prompt, int(visual.indices[-1]) + 1, visual)
-                    num_done += run.num_frames
-                    if progress:
-                        progress(num_done, context.num_frames)
-
-    def _encode(self, item: MediaItem, run: UnitRun, timings: StageTimings) -> PlacedEmbeddings:
-        with busy(timings, "preprocess_s"):
-            patches = self.adapter.preprocess(run.frames, item.plan)
-        with busy(timings, "encode_s"):
-            patch_run = PatchRun(item.plan.kind, patches, item.plan.grid.cut(run.stop - run.start))
-            (encoded,) = self.adapter.encode_batch(self._tower, [patch_run])
-            embeddings = self.adapter.join(encoded, item.plan, run.start, run.stop)
-        return PlacedEmbeddings(embeddings, item.token_indices(run.start, run.stop))
+        return self._answer(context, question, sampling, on_text, start, context.timings)
 
     def answer(
         self,
@@ -192,47 +157,174 @@ class ColocatedPipeline:
         The answer's timings and ttft_s count from this call. Raises RequestError.
         """
         start = perf_counter()
-        limit = self._check(question, max_tokens)
-        return self._answer(context, question, limit, on_text, start, StageTimings())
+        sampling = self._sampling(question, max_tokens)
+        return self._answer(context, question, sampling, on_text, start, StageTimings())
 
-    def _check(self, question: str, max_tokens: int | None) -> int:
-        """The cap on the answer's tokens. Raises RequestError for a request that makes no sense."""
+    def _sampling(self, question: str, max_tokens: int | None) -> SamplingParams:
+        """As the checkpoint wants it. Raises RequestError for a request that makes no sense."""
         check_question(question)
-        if max_tokens is not None and max_tokens < 1:
-            raise RequestError(f"max_tokens must be at least 1, got {max_tokens}")
-        return max_tokens or self._settings.max_tokens
+        said = {} if max_tokens is None else {"max_tokens": max_tokens}
+        return self.settings.defaults.with_options(said)
+
+    def prefill_media(
+        self,
+        media: Sequence[str | Path],
+        *,
+        fps: float | None = None,
+        num_frames: int | None = None,
+        progress: Progress | None = None,
+    ) -> MediaContext:
+        """Decodes, encodes and prefills images and videos, in the order given, before any question is known.
+
+        fps, num_frames: which frames of each video, one of the two or neither: then as the processor has it.
+        Raises MediaError, RequestError, InfeasibleError when the media do not fit into the KV cache.
+        """
+        timings = StageTimings()
+        with busy(timings, "total_s"):
+            with busy(timings, "probe_s"):
+                planned = [plan_media(self.adapter, source, Sampling(fps, num_frames)) for source in media]
+            plans = tuple(item.plan for item in planned)
+            prompt = self.adapter.plan_prompt(plans, _SOME_QUESTION)
+            context = MediaContext(plans, prompt, self._new_id() if plans else None)
+            context.timings = timings
+            if context.request_id is not None:
+                self._prefill(context, context.request_id, planned, prompt, progress)
+        return context
+
+    @torch.inference_mode()
+    def _prefill(
+        self,
+        context: MediaContext,
+        request_id: str,
+        planned: Sequence[PlannedMedia],
+        prompt: PromptPlan,
+        progress: Progress | None,
+    ) -> None:
+        """Works through all groups of all items in order; whatever happens, nothing is left behind."""
+        identity = prompt_identity(prompt, context.mm_hashes)
+        sampling = self.settings.defaults
+        self._add(GenerateRequest(request_id, prompt, identity, sampling, extent=Extent.MEDIA))
+        try:
+            self._prefill_groups(context, request_id, planned, prompt, progress)
+        except BaseException:
+            self.engine.abort(request_id)
+            raise
+        weakref.finalize(context, self._given_up.append, request_id)
+
+    def _prefill_groups(
+        self,
+        context: MediaContext,
+        request_id: str,
+        planned: Sequence[PlannedMedia],
+        prompt: PromptPlan,
+        progress: Progress | None,
+    ) -> None:
+        num_done = 0
+        for media, item in zip(planned, prompt.media, strict=True):
+            with closing(unit_runs(media, self._group_tokens, context.timings)) as runs:
+                for run in runs:
+                    self.engine.add_embeddings(request_id, self._encode(item, run, context.timings))
+                    with busy(context.timings, "prefill_s"):
+                        while self.engine.step().num_tokens:
+                            pass
+                    num_done += run.num_frames
+                    if progress:
+                        progress(num_done, context.num_frames)
+
+    def _encode(self, item: MediaItem, run: UnitRun, timings: StageTimings) -> PlacedEmbeddings:
+        with busy(timings, "preprocess_s"):
+            patches = self.adapter.preprocess(run.frames, item.plan)
+        with busy(timings, "encode_s"):
+            patch_run = PatchRun(item.plan.kind, patches, item.plan.grid.cut(run.stop - run.start))
+            (encoded,) = self.adapter.encode_batch(self._tower, [patch_run])
+            embeddings = self.adapter.join(encoded, item.plan, run.start, run.stop)
+        return PlacedEmbeddings(embeddings, item.token_indices(run.start, run.stop))
 
     @torch.inference_mode()
     def _answer(
         self,
         context: MediaContext,
         question: str,
-        max_tokens: int,
+        sampling: SamplingParams,
         on_text: OnText | None,
         start: float,
         timings: StageTimings,
     ) -> Answer:
         prompt = self.adapter.plan_prompt(context.plans, question)
         context.check_prefix_of(prompt)
-        try:
-            with busy(timings, "prefill_s"):
-                logits = self._runner.prefill(context.cache, prompt, len(prompt))
-            with busy(timings, "decode_s"):
-                tokens = generate_greedily(self._runner, context.cache, prompt, logits, self._settings)
-                text = StreamedText(self.adapter.tokenizer, on_text, start)
-                text.consume(islice(tokens, max_tokens))
-        finally:
-            context.cache.crop(len(context.prefix_ids))
+        identity = prompt_identity(prompt, context.mm_hashes)
+        request = GenerateRequest(self._new_id(), prompt, identity, sampling, parent=context.request_id)
+        outputs: list[TokenOutput] = []
+        ttft_s = 0.0
+        for output in self._outputs(request, timings):
+            ttft_s = ttft_s or perf_counter() - start
+            outputs.append(output)
+            if on_text and output.text:
+                on_text(output.text)
         timings.total_s = perf_counter() - start
-        return self._finished(text, prompt, context, timings)
-
-    def _finished(
-        self, text: StreamedText, prompt: PromptPlan, context: MediaContext, timings: StageTimings
-    ) -> Answer:
-        token_ids = tuple(text.token_ids)
+        token_ids = tuple(token.token_id for output in outputs for token in output.tokens)
         usage = Usage(context.num_frames, prompt.num_visual_tokens, len(prompt), len(token_ids))
-        reason: Literal["stop", "length"] = "stop" if token_ids[-1] in self._settings.eos_ids else "length"
-        logger.info(
-            "answered: %s, first token after %.3f s, %.3f s in all", usage, text.ttft_s, timings.total_s
-        )
-        return Answer(text.text, token_ids, reason, text.ttft_s, timings, usage)
+        logger.info("answered: %s, first token after %.3f s, %.3f s in all", usage, ttft_s, timings.total_s)
+        text = "".join(output.text for output in outputs)
+        return Answer(text, token_ids, outputs[-1].finish_reason or "length", ttft_s, timings, usage)
+
+    def _outputs(self, request: GenerateRequest, timings: StageTimings) -> Iterator[TokenOutput]:
+        """What the request's answer gains, step by step; a consumer that goes away ends it."""
+        self._add(request)
+        try:
+            outputs: list[TokenOutput] = []
+            while not outputs:
+                with busy(timings, "prefill_s"):
+                    outputs = self.engine.step().outputs
+            while True:
+                yield from outputs
+                if outputs and outputs[-1].finish_reason:
+                    return
+                with busy(timings, "decode_s"):
+                    outputs = self.engine.step().outputs
+        finally:
+            self.engine.abort(request.request_id)
+
+    def _add(self, request: GenerateRequest) -> None:
+        """Raises InfeasibleError when the request does not fit, or not beside the contexts that are held."""
+        while self._given_up:
+            self.engine.release(self._given_up.pop())
+        if request.parent is None and not self.engine.can_admit(request):
+            raise InfeasibleError(
+                f"{request.num_prompt_tokens} prompt tokens do not fit beside the contexts that are held; "
+                "let go of some, or enlarge the KV cache"
+            )
+        self.engine.add(request)
+
+    def _new_id(self) -> str:
+        return f"colocated-{next(self._ids)}"
+
+
+def build_engine(
+    model: Any,
+    adapter: Adapter,
+    settings: GenerationSettings,
+    *,
+    config: SchedulerConfig | None = None,
+    num_kv_tokens: int | None = None,
+    block_size: int = BLOCK_SIZE,
+    enable_prefix_caching: bool = False,
+) -> LanguageEngine:
+    """An engine with pools of its own. num_kv_tokens: see `ColocatedPipeline.load`."""
+    layout = kv_layout(model)
+    num_blocks = (num_kv_tokens or default_kv_tokens(layout.bytes_per_token)) // block_size
+    pools = KVPoolsShape((KVGroupShape(num_blocks, layout),), block_size).build()
+    runner = ModelRunner(model, adapter, pools)
+    return LanguageEngine(
+        runner,
+        adapter.tokenizer,
+        settings.eos_ids,
+        config or SchedulerConfig(),
+        enable_prefix_caching=enable_prefix_caching,
+    )
+
+
+def default_kv_tokens(bytes_per_token: int) -> int:
+    """What a quarter of this machine's memory holds, or less."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(int(memory * _KV_MEMORY_SHARE) // bytes_per_token, _MAX_KV_TOKENS)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-import torch
-
 from encoders import Adapter, Embeddings, MediaItem
 from encoders.groups import MediaGroup
-from stages.model_runner import PlacedEmbeddings
+from stages.visual_inputs import PlacedEmbeddings, concatenated
 
 
 def joined(
@@ -26,11 +24,6 @@ def joined(
         parts.append(embeddings)
         if plan.is_joined_whole and group.stop < plan.num_units:
             continue
-        rows = adapter.join(_concatenated(parts), plan, start, group.stop)
+        rows = adapter.join(concatenated(parts), plan, start, group.stop)
         parts = []
         yield PlacedEmbeddings(rows, items[group.item].token_indices(start, group.stop))
-
-
-def _concatenated(parts: Sequence[Embeddings]) -> Embeddings:
-    layers = zip(*(part.deepstack for part in parts), strict=True)
-    return Embeddings(torch.cat([part.rows for part in parts]), tuple(torch.cat(layer) for layer in layers))

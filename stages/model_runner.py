@@ -1,76 +1,159 @@
-"""Runs a model's decoder over chunks of a prompt and over single tokens, with our cache behind it.
+"""Runs a model's decoder over the new tokens of many requests at once, with our paged cache behind it.
 
-Shapes: T tokens of a chunk, C channels, one request at a time, so the batch is 1.
+    T new tokens of the pass, one segment per request, packed without padding:
+
+    | prefill chunk of a ......... | chunk of b ... | c | d | e |        c, d, e decode: one token each
+
+Model definitions are transformers'; only attention is ours (`stages/attention.py`), handed in by name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from encoders import Adapter, Embeddings, PromptPlan, place, visual_mask
+from encoders import Adapter, place
 from encoders.adapter import Int64Array
-from stages.kv_cache import KVCache
+from stages.attention import AttentionBatch, AttentionPlan, register
+from stages.kv_pool import KVLayout, KVPools
+from stages.visual_inputs import PlacedEmbeddings, concatenated
+
+Int32Array = NDArray[np.int32]
+_ATTENTION = "epd_paged"
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedEmbeddings:
-    """Visual tokens and the prompt positions, int64 [V], that they stand at."""
+class Segment:
+    """New tokens of one request.
 
-    embeddings: Embeddings
-    indices: Int64Array
+    token_ids: int64 [n]. positions: int64 [rows, n], three rows for M-RoPE, else one.
+    num_cached: tokens in the cache before these, of each layer group. block_tables: of each layer group, with
+    room for the new ones. visual: visual tokens among the new ones, indices counted from the first of them.
+    num_logits: how many of the last new tokens to give logits for.
+    """
 
-    def __post_init__(self) -> None:
-        if len(self.embeddings) != len(self.indices):
-            raise ValueError(
-                f"{len(self.embeddings)} visual tokens need as many places, got {len(self.indices)}"
-            )
+    token_ids: Int64Array
+    positions: Int64Array
+    num_cached: Sequence[int]
+    block_tables: Sequence[Int32Array]
+    visual: PlacedEmbeddings | None = None
+    num_logits: int = 1
+
+
+class _PagedLayers:
+    """What the attention function needs to know of a pass: caches and the plan of each layer."""
+
+    def __init__(self, pools: KVPools, plans: Sequence[AttentionPlan]) -> None:
+        of_layer = [
+            plans[group] for group, pool in enumerate(pools.groups) for _ in range(pool.layout.num_layers)
+        ]
+        self._layers = [(*pools.layer(index), plan) for index, plan in enumerate(of_layer)]
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor, AttentionPlan]:
+        return self._layers[index]
 
 
 class ModelRunner:
-    """The language model of one checkpoint."""
+    """The language model of one checkpoint and its KV pools. Changes the model's attention function."""
 
-    def __init__(self, model: nn.Module, adapter: Adapter) -> None:
+    def __init__(self, model: Any, adapter: Adapter, pools: KVPools) -> None:
+        register(_ATTENTION)
+        model.set_attn_implementation({"text_config": _ATTENTION})
+        self.pools = pools
         self._adapter = adapter
-        self._embed: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
-        self._decoder: nn.Module = model.get_decoder()  # type: ignore[operator]
-        self._head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
+        self._embed: nn.Module = model.get_input_embeddings()
+        self._decoder: nn.Module = model.get_decoder()
+        self._head: nn.Module = model.get_output_embeddings()
+        self._device = next(self._decoder.parameters()).device
 
-    def new_cache(self, capacity: int) -> KVCache:
-        """An empty cache with room for `capacity` tokens; it grows when that is not enough."""
-        num_layers: int = self._decoder.config.num_hidden_layers  # type: ignore[union-attr,assignment]
-        return KVCache(num_layers, capacity)
-
-    def prefill(
-        self, cache: KVCache, prompt: PromptPlan, stop: int, visual: PlacedEmbeddings | None = None
-    ) -> Tensor:
-        """Appends prompt tokens [len(cache), stop) to the cache; returns the logits [vocab] that follow."""
-        start = len(cache)
-        token_ids = torch.from_numpy(prompt.token_ids[start:stop])[None]
-        positions = torch.from_numpy(prompt.positions[:, start:stop])
-        embeds = self._embed(token_ids)
-        if visual is None:
-            return self._forward(cache, embeds, positions, {})
-        mask = visual_mask(visual.indices, start, stop)
-        extra = self._adapter.decoder_kwargs(mask, visual.embeddings)
-        return self._forward(cache, place(embeds, mask, visual.embeddings), positions, extra)
-
-    def decode(self, cache: KVCache, token_id: int, positions: Tensor) -> Tensor:
-        """Appends one token at positions int64 [rows, 1]; returns the logits [vocab] of the next."""
-        return self._forward(cache, self._embed(torch.tensor([[token_id]])), positions, {})
-
-    def _forward(self, cache: KVCache, embeds: Tensor, positions: Tensor, extra: dict[str, Any]) -> Tensor:
-        """embeds: [1, T, C]. positions: int64 [rows, T], three rows for M-RoPE, else one."""
-        position_ids = positions[:, None] if len(positions) > 1 else positions
+    @torch.inference_mode()
+    def run(self, segments: Sequence[Segment]) -> Tensor:
+        """Computes all segments in one pass, filling the cache. Gives logits [R, V], R the sum of num_logits."""
+        ends = list(accumulate(len(segment.token_ids) for segment in segments))
+        token_ids = _joined([segment.token_ids for segment in segments])
+        positions = _joined([segment.positions for segment in segments])
+        plans = [
+            AttentionPlan.build(self._attention_batch(segments, ends, group), self._device)
+            for group in range(len(self.pools.groups))
+        ]
+        embeds = self._embed(self._moved(token_ids)[None])
+        embeds, extra = self._with_visual(embeds, segments, ends)
         hidden = self._decoder(
             inputs_embeds=embeds,
-            position_ids=position_ids,
-            past_key_values=cache.as_past,
-            use_cache=True,
+            position_ids=self._moved(positions if len(positions) == 1 else positions[:, None]),
+            use_cache=False,
+            paged=_PagedLayers(self.pools, plans),
             **extra,
         ).last_hidden_state
-        logits: Tensor = self._head(hidden[0, -1])
+        logits: Tensor = self._head(hidden[0, self._moved(_logit_rows(segments, ends))])
         return logits
+
+    def _attention_batch(
+        self, segments: Sequence[Segment], ends: Sequence[int], group: int
+    ) -> AttentionBatch:
+        block_size = self.pools.block_size
+        starts = np.array([0, *ends], dtype=np.int32)
+        cached = np.array([segment.num_cached[group] for segment in segments], dtype=np.int32)
+        lengths = np.diff(starts)
+        tables = _padded([segment.block_tables[group] for segment in segments])
+        owners = np.repeat(np.arange(len(segments)), lengths)
+        at = (
+            np.arange(ends[-1]) + (cached - starts[:-1])[owners]
+        )  # of each new token, its place in its request
+        slots = tables[owners, at // block_size].astype(np.int64) * block_size + at % block_size
+        return AttentionBatch(starts, cached + lengths, tables, slots, block_size)
+
+    def _with_visual(
+        self, embeds: Tensor, segments: Sequence[Segment], ends: Sequence[int]
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """embeds [1, T, C] with visual rows in their places, and what else the family's decoder takes."""
+        placed = [
+            (segment.visual, end - len(segment.token_ids))
+            for segment, end in zip(segments, ends, strict=True)
+            if segment.visual is not None
+        ]
+        if not placed:
+            return embeds, {}
+        mask = torch.zeros(1, ends[-1], dtype=torch.bool)
+        mask[0, torch.from_numpy(np.concatenate([visual.indices + start for visual, start in placed]))] = True
+        mask = mask.to(self._device)
+        rows = concatenated([visual.embeddings for visual, _ in placed])
+        return place(embeds, mask, rows), self._adapter.decoder_kwargs(mask, rows)
+
+    def _moved(self, array: Int64Array) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _joined(arrays: Sequence[Int64Array]) -> Int64Array:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-1)
+
+
+def _padded(tables: Sequence[Int32Array]) -> Int32Array:
+    """int32 [S, the longest]; what is past a table's end is 0."""
+    padded = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    return padded
+
+
+def _logit_rows(segments: Sequence[Segment], ends: Sequence[int]) -> Int64Array:
+    counts = np.array([segment.num_logits for segment in segments])
+    stops = np.array(ends, dtype=np.int64)
+    firsts = np.repeat(stops - counts, counts)
+    rows: Int64Array = firsts + np.arange(len(firsts)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return rows
+
+
+def kv_layout(model: Any) -> KVLayout:
+    """What one token of `model` leaves in the cache, all layers in one group."""
+    config = model.get_decoder().config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dtype = next(model.get_decoder().parameters()).dtype
+    return KVLayout(config.num_hidden_layers, config.num_key_value_heads, head_dim, dtype)

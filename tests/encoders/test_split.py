@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from encoders.groups import plan_groups
+from encoders.identity import prompt_identity
+from epd.sampling_params import SamplingParams
+from stages.colocated import build_engine
+from stages.generation import GenerateRequest, GenerationSettings
 from stages.joining import joined
-from stages.model_runner import ModelRunner
 from stages.sharded_encoding import ShardedEncoding
 from stages.weights import load_role
 from tests.encoders.families import QUESTION, Family, Media, Picture
@@ -33,18 +36,19 @@ def answer(family: Family, media: list[Media], num_encoders: int) -> list[int]:
     hashes = [f"item {index}" for index in range(len(media))]
     groups = plan_groups(plans, hashes, model="tiny", group_tokens=8)
     prompt = family.adapter.plan_prompt(plans, QUESTION)
-    runner = ModelRunner(language, family.adapter)
-    cache = runner.new_cache(len(prompt) + NUM_TOKENS)
+    engine = build_engine(language, family.adapter, GenerationSettings(frozenset()), num_kv_tokens=4096)
+    sampling = SamplingParams(max_tokens=NUM_TOKENS)
+    engine.add(GenerateRequest("r", prompt, prompt_identity(prompt, hashes), sampling))
     encoded = ShardedEncoding(workers.encoders, workers.receiver).encode(
         "r", groups, lambda group: workers.frames(media, group)
     )
+    outputs = []
     for placed in joined(family.adapter, prompt.media, encoded):
-        runner.prefill(cache, prompt, int(placed.indices[-1]) + 1, placed)
-    tokens = [int(runner.prefill(cache, prompt, len(prompt)).argmax())]
-    for position in range(prompt.next_position, prompt.next_position + NUM_TOKENS - 1):
-        positions = torch.full((len(prompt.positions), 1), position)
-        tokens.append(int(runner.decode(cache, tokens[-1], positions).argmax()))
-    return tokens
+        engine.add_embeddings("r", placed)
+        outputs += engine.step().outputs
+    while engine.has_work():
+        outputs += engine.step().outputs
+    return [token.token_id for output in outputs for token in output.tokens]
 
 
 @pytest.mark.parametrize("num_encoders", [1, 3])

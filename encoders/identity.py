@@ -1,0 +1,42 @@
+"""What the visual tokens of a prompt are, so that keys and values are shared between equal ones only."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+from encoders.adapter import MediaItem, MediaPlan, PromptPlan
+from epd.kv_identity import DIGEST_BYTES, TokenIdentity, token_identity
+from epd.types import PlaceholderRange
+
+
+def prompt_identity(prompt: PromptPlan, mm_hashes: Sequence[str], *, reduction: str = "") -> TokenIdentity:
+    """Of every token of the prompt. mm_hashes: of each item's bytes. reduction: of tokens, if any.
+
+    A unit of a video is known by its own frames, so a longer look at the same video begins with equal tokens.
+    """
+    if len(mm_hashes) != len(prompt.media):
+        raise ValueError(f"{len(prompt.media)} media need as many hashes, got {len(mm_hashes)}")
+    units = [
+        unit
+        for item, mm_hash in zip(prompt.media, mm_hashes, strict=True)
+        for unit in _units(item, mm_hash, reduction)
+    ]
+    return token_identity(prompt.token_ids.tolist(), units)
+
+
+def _units(item: MediaItem, mm_hash: str, reduction: str) -> Iterator[tuple[PlaceholderRange, bytes]]:
+    plan = item.plan
+    for index, place in enumerate(item.units):
+        last = plan.num_units if plan.is_joined_whole else index + 1
+        facts = (mm_hash, plan.kind, plan.size, plan.grid.h, plan.grid.w, plan.unit_span_s, reduction)
+        shown = _shown(plan, index, last)
+        digest = hashlib.blake2b(repr((facts, shown)).encode(), digest_size=DIGEST_BYTES).digest()
+        yield place, digest
+
+
+def _shown(plan: MediaPlan, start: int, stop: int) -> tuple[float, ...]:
+    """What units [start, stop) show of their source: a video's frames by time, an image's tiles by number."""
+    if plan.kind == "image":
+        return tuple(range(start, stop))
+    return plan.times_s[start * plan.frames_per_unit : stop * plan.frames_per_unit]

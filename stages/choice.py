@@ -1,0 +1,138 @@
+"""One answer while it grows: its tokens, where they lie, and whether it has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from encoders.adapter import Int64Array
+from epd.kv_cache import KVCacheManager
+from epd.scheduling import ScheduledRequest
+from stages.generation import Extent, FinishReason, GenerateRequest
+from stages.model_runner import Int32Array, Segment
+from stages.sampler import SampledToken
+from stages.sampling_state import SamplingState
+from stages.text_stream import TextStream
+from stages.visual_inputs import VisualInputs
+
+
+class Choice:
+    """One of the `sampling.n` answers to a request; the first of them prefills the prompt for all."""
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        index: int,
+        tokenizer: Any,
+        eos_ids: frozenset[int],
+        visual: VisualInputs,
+    ) -> None:
+        self.request = request
+        self.index = index
+        self.visual = visual
+        num_prompt, max_tokens = request.num_prompt_tokens, request.max_tokens
+        self.scheduled = ScheduledRequest(
+            request_id=choice_id(request.request_id, index),
+            identity=request.identity.copy(),
+            num_prompt_tokens=num_prompt,
+            max_total_tokens=num_prompt + (0 if request.extent is Extent.MEDIA else max_tokens),
+            num_ready=visual.num_ready,
+            num_copies=request.sampling.n if index == 0 and request.extent is Extent.ANSWER else 1,
+            parent=request.parent,
+        )
+        self.token_ids, self.positions = _with_room(request)
+        self.drafts: tuple[int, ...] = ()
+        self.sampling = SamplingState(
+            request.sampling, request.seed + index, request.prompt.token_ids, eos_ids=eos_ids
+        )
+        self.text = TextStream(tokenizer, request.sampling)
+        self.finish_reason: FinishReason | None = None
+        self._ending_ids = request.sampling.ending_ids(eos_ids)
+        self._tables: list[Int32Array] = []
+
+    @property
+    def request_id(self) -> str:
+        """Of this answer, as scheduler and cache know it."""
+        return self.scheduled.request_id
+
+    @property
+    def num_generated(self) -> int:
+        return self.scheduled.num_tokens - self.scheduled.num_prompt_tokens
+
+    @property
+    def known_ids(self) -> Int64Array:
+        """int64 [num_tokens]: prompt and answer so far."""
+        return self.token_ids[: self.scheduled.num_tokens]
+
+    def set_drafts(self, token_ids: Sequence[int]) -> None:
+        """Guesses of what follows, to be computed along with the last token."""
+        num_tokens = self.scheduled.num_tokens
+        self.token_ids[num_tokens : num_tokens + len(token_ids)] = token_ids
+        self.drafts = tuple(token_ids)
+        self.scheduled.num_drafts = len(token_ids)
+
+    def segment(self, start: int, stop: int, num_logits: int, kv: KVCacheManager) -> Segment:
+        """Tokens [start, stop) for the model to compute."""
+        num_groups = len(kv.spec.num_blocks)
+        visual = self.visual.part(start, stop) if start < self.scheduled.num_prompt_tokens else None
+        return Segment(
+            token_ids=self.token_ids[start:stop],
+            positions=self.positions[:, start:stop],
+            num_cached=[start] if num_groups == 1 else self._lengths(kv, start),
+            block_tables=[self._table(kv, group) for group in range(num_groups)],
+            visual=visual,
+            num_logits=num_logits,
+        )
+
+    def _lengths(self, kv: KVCacheManager, start: int) -> list[int]:
+        """Tokens in the cache of each layer group; of pruned layers they are fewer than `start`."""
+        pruned = start - kv.num_tokens(self.request_id)
+        return [kv.num_tokens(self.request_id, group) + pruned for group in range(len(kv.spec.num_blocks))]
+
+    def _table(self, kv: KVCacheManager, group: int) -> Int32Array:
+        """The block table as int32; converted again only when it has changed."""
+        blocks = kv.block_table(self.request_id, group)
+        while len(self._tables) <= group:
+            self._tables.append(np.empty(0, dtype=np.int32))
+        table = self._tables[group]
+        if len(table) != len(blocks):
+            table = self._tables[group] = np.array(blocks, dtype=np.int32)
+        return table
+
+    def forget_tables(self) -> None:
+        """The blocks are others from now on."""
+        self._tables = []
+
+    def push(self, token: SampledToken) -> str:
+        """Takes one token; sets `finish_reason` if the answer ends with it. Returns what became readable."""
+        num_generated = self.num_generated + 1
+        self.token_ids[self.scheduled.num_tokens] = token.token_id
+        self.scheduled.identity.append(token.token_id)
+        self.scheduled.num_tokens += 1
+        self.sampling.append(token.token_id)
+        may_end = num_generated > self.request.sampling.min_tokens
+        if token.token_id in self._ending_ids and may_end:
+            self.finish_reason = "stop"
+            return self.text.finish()
+        text = self.text.push(token.token_id, may_stop=may_end)
+        if self.text.is_stopped:
+            self.finish_reason = "stop"
+        elif num_generated >= self.request.max_tokens:
+            self.finish_reason = "length"
+            text += self.text.finish()
+        return text
+
+
+def choice_id(request_id: str, index: int) -> str:
+    return request_id if index == 0 else f"{request_id}#{index}"
+
+
+def _with_room(request: GenerateRequest) -> tuple[Int64Array, Int64Array]:
+    """Ids int64 [T] and positions int64 [rows, T] of prompt and answer; all positions are known already."""
+    prompt, room = request.prompt, request.max_tokens
+    token_ids = np.concatenate([prompt.token_ids, np.zeros(room, dtype=np.int64)])
+    generated = np.arange(prompt.next_position, prompt.next_position + room, dtype=np.int64)
+    rows = np.broadcast_to(generated, (len(prompt.positions), room))
+    return token_ids, np.concatenate([prompt.positions, rows], axis=1)

@@ -1,0 +1,296 @@
+"""The language-model engine of one worker: schedule, run, commit.
+
+    waiting | admitted: blocks for the prompt | prefilled as media arrive | decoded | done
+                          step: one packed pass over chunks and decodes of many requests
+
+`epd/scheduling.py` decides, `ModelRunner` computes, this class moves what they need between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from epd.errors import RequestError
+from epd.kv_cache import KVCacheManager, KVCacheSpec
+from epd.scheduling import Chunk, Scheduler, SchedulerConfig, SchedulerOutput
+from stages.choice import Choice
+from stages.generation import Admission, Extent, GenerateRequest, StepResult, TokenOutput
+from stages.kv_pool import token_slots
+from stages.model_runner import ModelRunner
+from stages.sampler import SampledToken, sample
+from stages.sampling_state import SamplingRow
+from stages.visual_inputs import PlacedEmbeddings, VisualInputs
+
+
+@dataclass(slots=True)
+class EngineCounts:
+    """What an engine has done so far. num_cached_tokens: of prompts, that did not have to be computed."""
+
+    num_steps: int = 0
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
+class LanguageEngine:
+    """Requests in, tokens out, one `step` at a time. Not for several threads at once."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        tokenizer: Any,
+        eos_ids: frozenset[int],
+        config: SchedulerConfig,
+        *,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self.counts = EngineCounts()
+        spec = KVCacheSpec(tuple(pool.num_blocks for pool in runner.pools.groups), runner.pools.block_size)
+        self.kv = KVCacheManager(spec, enable_prefix_caching=enable_prefix_caching)
+        self.scheduler = Scheduler(config, self.kv)
+        self._runner = runner
+        self._pools = runner.pools
+        self._tokenizer = tokenizer
+        self._eos_ids = eos_ids
+        self._choices: dict[str, Choice] = {}
+        self._offloaded: dict[str, list[Tensor]] = {}
+
+    # Requests
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queues a request. Raises InfeasibleError if it can never fit, RequestError for an id in use."""
+        if request.request_id in self._choices or self.scheduler.is_held(request.request_id):
+            raise RequestError(f"request id '{request.request_id}' is in use; choose another")
+        visual = VisualInputs(request.prompt, request.num_prompt_tokens)
+        choice = Choice(request, 0, self._tokenizer, self._eos_ids, visual)
+        self.scheduler.add(choice.scheduled)
+        self._choices[choice.request_id] = choice
+
+    def can_admit(self, request: GenerateRequest) -> bool:
+        """Whether the request would get its blocks in the next step. Changes nothing."""
+        visual = VisualInputs(request.prompt, request.num_prompt_tokens)
+        return self.scheduler.can_admit(Choice(request, 0, self._tokenizer, self._eos_ids, visual).scheduled)
+
+    def add_embeddings(self, request_id: str, placed: PlacedEmbeddings) -> None:
+        """The next visual tokens of a request, in order; those that are cached may be left out.
+
+        Embeddings for a request that is over are ignored.
+        """
+        choice = self._choices.get(request_id)
+        if choice is not None:
+            choice.visual.add(placed)
+            choice.scheduled.num_ready = max(choice.scheduled.num_ready, choice.visual.num_ready)
+
+    def adopt(self, request: GenerateRequest, first: Sequence[SampledToken]) -> None:
+        """Goes on with a request whose prompt is in this cache: blocks open under its id, all tokens written.
+
+        first: the first token of each of its choices, which somebody else has sampled and sent on.
+        """
+        visual = VisualInputs(request.prompt, request.num_prompt_tokens)
+        visual.skip(request.num_prompt_tokens)
+        choice = Choice(request, 0, self._tokenizer, self._eos_ids, visual)
+        choice.scheduled.num_ready = choice.scheduled.num_computed = choice.scheduled.num_prompt_tokens
+        self._choices[choice.request_id] = choice
+        self.scheduler.adopt(choice.scheduled)
+        self._begin([choice, *self._siblings(choice)], first, StepResult())
+
+    def abort(self, request_id: str) -> None:
+        """Forgets a request and all its choices, whatever state they are in; unknown ids are ignored."""
+        for choice in self._choices_of(request_id):
+            self._remove(choice)
+        if self.scheduler.is_held(request_id):
+            self.scheduler.release(request_id)
+
+    def release(self, request_id: str) -> None:
+        """Gives back the blocks of a request that was prefilled and held."""
+        self.scheduler.release(request_id)
+
+    def has_work(self) -> bool:
+        """Whether any request is not over yet."""
+        return bool(self._choices)
+
+    def num_computed(self, request_id: str) -> int:
+        """Tokens of a running or held request that are in the cache."""
+        return self.kv.num_tokens(request_id)
+
+    def _choices_of(self, request_id: str) -> list[Choice]:
+        return [choice for choice in self._choices.values() if choice.request.request_id == request_id]
+
+    # One step
+
+    def step(self) -> StepResult:
+        """Computes one pass, as far as there is anything to compute, and returns what came of it."""
+        result = StepResult()
+        output = self.scheduler.schedule()
+        self._admit(output, result)
+        self._move(output)
+        if output.chunks:
+            logits = self._run(output.chunks)
+            self._commit(output.chunks, logits, result)
+            self._count(output, result)
+        return result
+
+    def _admit(self, output: SchedulerOutput, result: StepResult) -> None:
+        for scheduled in output.admitted:
+            choice = self._choices[scheduled.request_id]
+            choice.forget_tables()
+            choice.visual.skip(scheduled.num_computed)
+            scheduled.num_ready = max(scheduled.num_ready, choice.visual.num_ready)
+            if choice.num_generated == 0:
+                self.counts.num_cached_tokens += scheduled.num_computed
+                result.admissions.append(Admission(scheduled.request_id, scheduled.num_computed))
+
+    def _move(self, output: SchedulerOutput) -> None:
+        """Blocks to host memory, copies within the pools, blocks back: in this order, before the pass."""
+        for preemption in output.preemptions:
+            self._offloaded[preemption.request.request_id] = [
+                pool.read(token_slots(table, 0, preemption.num_tokens, pool.block_size))
+                for pool, table in zip(self._pools.groups, preemption.block_tables, strict=True)
+            ]
+        self._pools.copy_blocks(output.copies)
+        for restore in output.restores:
+            request_id = restore.request.request_id
+            for group, values in enumerate(self._offloaded.pop(request_id)):
+                pool, table = self._pools.groups[group], self.kv.block_table(request_id, group)
+                slots = token_slots(table, restore.start, restore.stop, pool.block_size)
+                pool.write(slots, values[:, :, restore.start : restore.stop])
+            self.scheduler.advance(restore.request, restore.stop)
+
+    def _run(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Logits [R, V] of the sampled rows: the last of a chunk, and one before it for each draft."""
+        return self._runner.run(
+            [
+                self._choices[chunk.request.request_id].segment(
+                    chunk.start, chunk.stop, self._num_rows(chunk), self.kv
+                )
+                for chunk in chunks
+            ]
+        )
+
+    def _num_rows(self, chunk: Chunk) -> int:
+        wanted = self._choices[chunk.request.request_id].request.extent is not Extent.MEDIA
+        return 1 + chunk.num_drafts if chunk.is_sampled and wanted else 0
+
+    def _commit(self, chunks: Sequence[Chunk], logits: Tensor, result: StepResult) -> None:
+        """Samples every row at once, then books chunk by chunk."""
+        families = [self._family(chunk) for chunk in chunks]
+        rows: list[SamplingRow] = []
+        places: list[int] = []
+        at = 0
+        for chunk, family in zip(chunks, families, strict=True):
+            num_logits = self._num_rows(chunk)
+            if len(family) > 1:
+                rows += [SamplingRow(choice.sampling) for choice in family]
+                places += [at] * len(family)
+            elif num_logits:
+                drafts = family[0].drafts
+                rows += [SamplingRow(family[0].sampling, drafts[:i]) for i in range(num_logits)]
+                places += range(at, at + num_logits)
+            at += num_logits
+        tokens = (
+            iter(sample(logits if len(places) == len(logits) else logits[places], rows)) if rows else iter(())
+        )
+        for chunk, family in zip(chunks, families, strict=True):
+            num_rows = len(family) if len(family) > 1 else self._num_rows(chunk)
+            self._book(chunk, family, [next(tokens) for _ in range(num_rows)], result)
+
+    def _family(self, chunk: Chunk) -> list[Choice]:
+        """The choices that the chunk's logits serve: at the end of a prompt, all of the request."""
+        choice = self._choices[chunk.request.request_id]
+        if choice.num_generated or not self._num_rows(chunk):
+            return [choice]
+        return [choice, *self._siblings(choice)]
+
+    def _siblings(self, choice: Choice) -> list[Choice]:
+        return [
+            Choice(choice.request, index, self._tokenizer, self._eos_ids, choice.visual)
+            for index in range(1, choice.request.sampling.n)
+        ]
+
+    def _book(
+        self, chunk: Chunk, family: list[Choice], tokens: list[SampledToken], result: StepResult
+    ) -> None:
+        choice = family[0]
+        result.computed.append(choice.request.request_id)
+        if tokens and choice.num_generated:
+            self._continue(chunk, choice, tokens, result)
+            return
+        self.scheduler.advance(chunk.request, chunk.stop)
+        self._drop_embeddings(choice)
+        if tokens:
+            self._begin(family, tokens, result)
+        elif choice.request.extent is Extent.MEDIA and chunk.stop == choice.scheduled.num_prompt_tokens:
+            self._hold(choice, result)
+
+    def _continue(self, chunk: Chunk, choice: Choice, tokens: list[SampledToken], result: StepResult) -> None:
+        """Takes the sampled token, and those after it for which the draft before was right."""
+        drafts = choice.drafts[: chunk.num_drafts]
+        num_right = next((i for i, draft in enumerate(drafts) if draft != tokens[i].token_id), len(drafts))
+        kept = [tokens[0]]
+        text = choice.push(tokens[0])
+        while choice.finish_reason is None and len(kept) <= num_right:
+            kept.append(tokens[len(kept)])
+            text += choice.push(kept[-1])
+        self.counts.num_drafted_tokens += len(drafts)
+        self.counts.num_accepted_tokens += len(kept) - 1
+        self.scheduler.advance(chunk.request, chunk.start + len(kept))
+        result.outputs.append(
+            TokenOutput(choice.request.request_id, choice.index, tuple(kept), text, choice.finish_reason)
+        )
+        if choice.finish_reason is not None:
+            self._remove(choice)
+
+    def _begin(self, family: Sequence[Choice], first: Sequence[SampledToken], result: StepResult) -> None:
+        """Gives every choice its first token; those that go on share the prompt's blocks."""
+        choice = family[0]
+        for each, token in zip(family, first, strict=True):
+            text = each.push(token)
+            result.outputs.append(
+                TokenOutput(choice.request.request_id, each.index, (token,), text, each.finish_reason)
+            )
+        going_on = [each for each in family if each.finish_reason is None]
+        if going_on and choice.request.extent is Extent.FIRST_TOKEN:
+            self._hold(choice, result)
+            return
+        for each in going_on:
+            if each is not choice:
+                self._pools.copy_blocks(self.scheduler.fork(choice.scheduled, each.scheduled))
+                self._choices[each.request_id] = each
+        choice.forget_tables()
+        if choice.finish_reason is not None:
+            self._remove(choice)
+
+    def _hold(self, choice: Choice, result: StepResult) -> None:
+        """The request is prefilled: it leaves the queues, its blocks stay."""
+        del self._choices[choice.request_id]
+        self.scheduler.remove(choice.scheduled, hold=True)
+        result.prefilled.append(choice.request.request_id)
+
+    def _remove(self, choice: Choice) -> None:
+        del self._choices[choice.request_id]
+        self._offloaded.pop(choice.request_id, None)
+        self.scheduler.remove(choice.scheduled)
+
+    def _drop_embeddings(self, choice: Choice) -> None:
+        """Embeddings are needed once, unless computed tokens may have to be computed again."""
+        if self.scheduler.config.preemption == "offload":
+            choice.visual.drop(choice.scheduled.num_computed)
+
+    def _count(self, output: SchedulerOutput, result: StepResult) -> None:
+        result.num_tokens = output.num_tokens
+        self.counts.num_steps += 1
+        self.counts.num_computed_tokens += output.num_tokens
+        self.counts.num_generated_tokens += sum(len(each.tokens) for each in result.outputs)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless scheduler, cache and requests agree."""
+        self.scheduler.check_integrity()
+        queued = {each.request_id for each in (*self.scheduler.waiting, *self.scheduler.running)}
+        if queued != self._choices.keys() or not self._offloaded.keys() <= queued:
+            raise AssertionError(f"choices {set(self._choices)} are not those queued, {queued}")

@@ -1,0 +1,125 @@
+"""What is asked of a language model, and what comes of it, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any, Literal
+
+from encoders import PromptPlan
+from epd.kv_identity import TokenIdentity
+from epd.sampling_params import SamplingParams
+from stages.sampler import SampledToken
+
+DEFAULT_MAX_TOKENS = 256
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationSettings:
+    """What a checkpoint says of how it wants to be asked.
+
+    eos_ids: the tokens that end an answer. max_tokens: of an answer, where the request says nothing.
+    repetition_penalty: see `SamplingParams`.
+    """
+
+    eos_ids: frozenset[int]
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def of(cls, config: Any, tokenizer_eos_id: int | None) -> GenerationSettings:
+        """Reads a transformers GenerationConfig; without end tokens there, the tokenizer's own counts."""
+        configured: int | Sequence[int] | None = config.eos_token_id
+        ids = tokenizer_eos_id if configured is None else configured
+        return cls(
+            eos_ids=frozenset([ids] if isinstance(ids, int) else ids or ()),
+            max_tokens=config.max_new_tokens or DEFAULT_MAX_TOKENS,
+            repetition_penalty=config.repetition_penalty or 1.0,
+        )
+
+    @property
+    def defaults(self) -> SamplingParams:
+        """Greedy, as the checkpoint has it."""
+        return SamplingParams(max_tokens=self.max_tokens, repetition_penalty=self.repetition_penalty)
+
+    def completed(self, params: SamplingParams) -> SamplingParams:
+        """The params with the checkpoint's longest answer where they leave it open."""
+        return params if params.max_tokens is not None else replace(params, max_tokens=self.max_tokens)
+
+
+class Extent(StrEnum):
+    """How far a worker goes with a request."""
+
+    ANSWER = "answer"  # to its end
+    FIRST_TOKEN = "first token"  # then another worker goes on; blocks are held until `release`
+    MEDIA = "media"  # up to the last visual token; blocks are held, for questions to start from
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One prompt to be answered.
+
+    identity: of the prompt's tokens. sampling: complete, with a number of max_tokens. seed: of the first of
+    `sampling.n` answers; the next has the next. parent: a held request of extent MEDIA whose tokens are the
+    first of this prompt.
+    """
+
+    request_id: str
+    prompt: PromptPlan
+    identity: TokenIdentity
+    sampling: SamplingParams
+    seed: int = 0
+    extent: Extent = Extent.ANSWER
+    parent: str | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens that are to be computed."""
+        return self.prompt.prefix_length if self.extent is Extent.MEDIA else len(self.prompt)
+
+    @property
+    def max_tokens(self) -> int:
+        """Of an answer."""
+        if self.sampling.max_tokens is None:
+            raise ValueError(
+                f"request '{self.request_id}' leaves max_tokens open; complete its sampling first"
+            )
+        return self.sampling.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """Tokens that one answer gained in a step. choice: which of the request's answers, from 0.
+
+    text: what has become readable; all texts of a choice add up to its whole text.
+    """
+
+    request_id: str
+    choice: int
+    tokens: tuple[SampledToken, ...]
+    text: str
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request has its blocks. num_cached: prompt tokens that need not be computed, nor encoded."""
+
+    request_id: str
+    num_cached: int
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one step did. prefilled: requests of extent FIRST_TOKEN or MEDIA that are complete, and held.
+
+    num_tokens: computed in all. computed: requests whose cache has grown.
+    """
+
+    admissions: list[Admission] = field(default_factory=list)
+    outputs: list[TokenOutput] = field(default_factory=list)
+    prefilled: list[str] = field(default_factory=list)
+    computed: list[str] = field(default_factory=list)
+    num_tokens: int = 0

@@ -1,0 +1,113 @@
+"""The visual tokens of one prompt as they arrive, group by group, and as chunks of any size need them.
+
+visual tokens      0        10        20        30        40
+arrived groups     [   g0   )[   g1   )[   g2   )
+a chunk needs              [       )                          may begin and end inside groups
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from encoders import Embeddings, PromptPlan
+from encoders.adapter import Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedEmbeddings:
+    """Visual tokens and the prompt positions, int64 [V], that they stand at."""
+
+    embeddings: Embeddings
+    indices: Int64Array
+
+    def __post_init__(self) -> None:
+        if len(self.embeddings) != len(self.indices):
+            raise ValueError(
+                f"{len(self.embeddings)} visual tokens need as many places, got {len(self.indices)}"
+            )
+
+
+class VisualInputs:
+    """What one prompt needs of visual tokens. indices: int64 [V], prompt positions of all, ascending."""
+
+    def __init__(self, prompt: PromptPlan, num_prompt_tokens: int) -> None:
+        """num_prompt_tokens: how much of the prompt is wanted at all."""
+        self._num_prompt_tokens = num_prompt_tokens
+        ranges = [np.arange(unit.offset, unit.stop) for item in prompt.media for unit in item.units]
+        indices = np.concatenate(ranges) if ranges else np.empty(0, dtype=np.int64)
+        self.indices: Int64Array = indices[indices < num_prompt_tokens]
+        self._parts: list[Embeddings] = []
+        self._starts: list[int] = []  # of each part, counted in visual tokens
+        self._num_arrived = 0
+
+    def skip(self, num_tokens: int) -> None:
+        """Prompt tokens [0, num_tokens) are computed already: their visual tokens need not arrive."""
+        self._num_arrived = max(self._num_arrived, self._count(num_tokens))
+
+    def add(self, placed: PlacedEmbeddings) -> None:
+        """Takes the next group. What was skipped is dropped. Raises ValueError for anything out of order."""
+        start = int(np.searchsorted(self.indices, placed.indices[0]))
+        stop = start + len(placed.indices)
+        is_known = np.array_equal(self.indices[start:stop], placed.indices)
+        if not is_known or start > self._num_arrived:
+            raise ValueError(
+                f"visual tokens at [{placed.indices[0]}, {placed.indices[-1]}] do not follow the "
+                f"{self._num_arrived} of {len(self.indices)} that have arrived; send groups in order"
+            )
+        if stop <= self._num_arrived:
+            return
+        self._starts.append(start)
+        self._parts.append(placed.embeddings)
+        self._num_arrived = stop
+
+    @property
+    def num_ready(self) -> int:
+        """Prompt tokens [0, num_ready) have all they need."""
+        if self._num_arrived >= len(self.indices):
+            return self._num_prompt_tokens
+        return int(self.indices[self._num_arrived])
+
+    def part(self, start: int, stop: int) -> PlacedEmbeddings | None:
+        """The visual tokens among prompt tokens [start, stop), if any; indices counted from `start`."""
+        first, last = self._count(start), self._count(stop)
+        if first == last:
+            return None
+        pieces = []
+        at = bisect_right(self._starts, first) - 1
+        while first < last:
+            embeddings, offset = self._parts[at], first - self._starts[at]
+            length = min(last - first, len(embeddings) - offset)
+            pieces.append(_cut(embeddings, offset, offset + length))
+            first, at = first + length, at + 1
+        return PlacedEmbeddings(
+            concatenated(pieces), self.indices[last - sum(map(len, pieces)) : last] - start
+        )
+
+    def drop(self, num_tokens: int) -> None:
+        """Lets go of embeddings that only prompt tokens [0, num_tokens) needed."""
+        first = self._count(num_tokens)
+        while self._parts and self._starts[0] + len(self._parts[0]) <= first:
+            del self._parts[0], self._starts[0]
+
+    def _count(self, num_tokens: int) -> int:
+        """Visual tokens among prompt tokens [0, num_tokens)."""
+        return int(np.searchsorted(self.indices, num_tokens))
+
+
+def concatenated(parts: Sequence[Embeddings]) -> Embeddings:
+    """One after another; a single part is given back as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    layers = zip(*(part.deepstack for part in parts), strict=True)
+    return Embeddings(torch.cat([part.rows for part in parts]), tuple(torch.cat(layer) for layer in layers))
+
+
+def _cut(embeddings: Embeddings, start: int, stop: int) -> Embeddings:
+    if (start, stop) == (0, len(embeddings)):
+        return embeddings
+    return Embeddings(embeddings.rows[start:stop], tuple(layer[start:stop] for layer in embeddings.deepstack))
