@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from epd.errors import EPDError, http_status
 from serve_app.front import FrontDoor
-from serve_app.http_guard import error_reply
+from serve_app.http_guard import bug_reply, error_reply
 from serve_app.protocol import ChatRequest
 from serve_app.record import CLIENT_GONE, RequestRecord, server_timing
 from serve_app.replies import DONE, ChunkBuilder, CompletionBuilder, checked_end, event
@@ -22,14 +22,18 @@ from serve_app.service import AnswerItem
 
 logger = logging.getLogger(__name__)
 
-_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
 
 
 class ChatAnswer(Response):
     """A completion or a stream of chunks. Errors before the first item are raised, later ones are sent."""
 
     def __init__(self, front: FrontDoor, chat: ChatRequest, record: RequestRecord) -> None:
-        super().__init__(headers=_STREAM_HEADERS if chat.stream else None, media_type=_media_type(chat))
+        super().__init__()
         self._record = record
         self._num_choices = chat.n or 1
         self._has_logprobs = bool(chat.logprobs)
@@ -55,7 +59,7 @@ class ChatAnswer(Response):
                 builder.add(item)
         completion = builder.build()
         headers = {"Server-Timing": server_timing(checked_end(self._record.end))}
-        body = completion.model_dump_json(exclude_none=False)
+        body = completion.model_dump_json()
         await Response(body, headers=headers, media_type="application/json")(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
@@ -68,7 +72,7 @@ class ChatAnswer(Response):
             if first is None:
                 checked_end(None)
                 return
-            await send({"type": "http.response.start", "status": HTTPStatus.OK, "headers": self.raw_headers})
+            await send({"type": "http.response.start", "status": HTTPStatus.OK, "headers": _STREAM_HEADERS})
             await self._send_events(builder, first, items, send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -88,11 +92,10 @@ class ChatAnswer(Response):
             await _send(DONE, send)
         except EPDError as error:
             self._record.status, self._record.error = http_status(error), type(error).__name__
-            await _send(b"data: " + error_reply(error).model_dump_json().encode() + b"\n\n", send)
-
-
-def _media_type(chat: ChatRequest) -> str:
-    return "text/event-stream" if chat.stream else "application/json"
+            await _send(event(error_reply(error)), send)
+        except Exception:
+            await _send(event(bug_reply(self._record)), send)
+            raise
 
 
 async def _send_chunks(builder: ChunkBuilder, item: AnswerItem, send: Send) -> None:

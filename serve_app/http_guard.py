@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable
 from http import HTTPStatus
+from itertools import pairwise
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -127,18 +128,21 @@ async def read_body(request: Request, max_bytes: int, budget: ByteBudget) -> byt
 
 def describe(error: ValidationError) -> RequestError:
     """Where and how a body is not as it should be, in one line, without what was received."""
-    shown = [
-        f"{_place(one['loc'])}: {one['msg']}"
-        for one in error.errors(include_url=False, include_context=False, include_input=False)
-    ]
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    deep = [one for one in errors if one["loc"][-1:] != ("str",)]  # a list of parts is no text either
+    shown = [f"{_place(one['loc'])}: {one['msg']}" for one in deep or errors]
     more = f" and {len(shown) - _MAX_SHOWN_ERRORS} more" if len(shown) > _MAX_SHOWN_ERRORS else ""
     return RequestError(f"the request does not fit: {'; '.join(shown[:_MAX_SHOWN_ERRORS])}{more}")
 
 
 def _place(location: tuple[int | str, ...]) -> str:
-    return (
-        "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in location).lstrip(".") or "body"
-    )
+    """As in messages[0].content[1].text: without the names of a union's members, which follow an index."""
+    shown = ""
+    for before, one in pairwise(("", *location)):
+        is_member = isinstance(one, str) and (isinstance(before, int) or one == "str" or "[" in one)
+        if not is_member:
+            shown += f"[{one}]" if isinstance(one, int) else f".{one}"
+    return shown.lstrip(".") or "the body"
 
 
 def error_reply(error: EPDError) -> ErrorReply:
@@ -184,6 +188,10 @@ async def _on_invalid(_: Request, error: Exception) -> JSONResponse:
 
 
 def bug_response(record: RequestRecord) -> JSONResponse:
+    return JSONResponse(bug_reply(record).model_dump(), HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def bug_reply(record: RequestRecord) -> ErrorReply:
     """What the tree of errors does not know is a bug: the client gets an id, the log gets the rest."""
     message = f"internal error; the server's log tells more under {record.request_id}"
-    return JSONResponse(_reply(500, message, "internal").model_dump(), HTTPStatus.INTERNAL_SERVER_ERROR)
+    return _reply(HTTPStatus.INTERNAL_SERVER_ERROR, message, "internal")

@@ -226,7 +226,7 @@ class ChunkChoice(BaseModel):
 
 
 class ChatChunk(BaseModel):
-    """One event of a stream. usage: in the last, if asked for. epd: spans of stages; at the end, the report."""
+    """One event of a stream. usage: in the last, if asked for. epd: spans; at the end, the report."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"

@@ -14,6 +14,7 @@ from serve_app.protocol import (
     ContentLogprob,
     Delta,
     EpdEvents,
+    ErrorReply,
     ReplyMessage,
     TopLogprob,
 )
@@ -151,6 +152,6 @@ def checked_end(end: AnswerEnd | None) -> AnswerEnd:
     return end
 
 
-def event(chunk: ChatChunk) -> bytes:
-    """A chunk as a server-sent event; what was not set, such as usage that was not asked for, is left out."""
+def event(chunk: ChatChunk | ErrorReply) -> bytes:
+    """A chunk or an error as a server-sent event; what was not set, such as usage that was not asked for, is left out."""
     return b"data: " + chunk.model_dump_json(exclude_unset=True).encode() + b"\n\n"

@@ -1,0 +1,99 @@
+"""A service that answers from a script: what it says, when, and what goes wrong is set by the question."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+from epd.types import StageTimings, Usage
+from serve_app.service import (
+    AnswerEnd,
+    AnswerItem,
+    AnswerRequest,
+    ModelCard,
+    ServiceStatus,
+    StageSpan,
+    TokenDelta,
+    TokenLogprob,
+    WorkerStatus,
+)
+
+WORDS = ("A ", "red ", "cirçle", " 🙂.")
+USAGE = Usage(num_frames=8, visual_tokens=24, prompt_tokens=40, completion_tokens=len(WORDS))
+TIMINGS = StageTimings(
+    probe_s=0.01, decode_video_s=0.2, encode_s=0.3, prefill_s=0.1, decode_s=0.05, total_s=0.7
+)
+
+
+@dataclass
+class FakeService:
+    """error: raised after `words_before_error` words. word_s: seconds before each word.
+
+    open_answers, closed_answers: answers begun and those whose iterator has ended in any way. requests: as
+    received; files_seen: the bytes of their media, as read while the answer ran.
+    """
+
+    error: Exception | None = None
+    words_before_error: int = 0
+    word_s: float = 0.0
+    words: tuple[str, ...] = WORDS
+    is_ready: bool = True
+    has_end: bool = True
+    requests: list[AnswerRequest] = field(default_factory=list)
+    files_seen: list[list[bytes]] = field(default_factory=list)
+    num_open: int = 0
+    num_closed: int = 0
+    models: tuple[ModelCard, ...] = (ModelCard("shapes-vl", 1_700_000_000, 4096), ModelCard("other/vl", 1))
+
+    async def answer(self, request: AnswerRequest) -> AsyncGenerator[AnswerItem, None]:
+        self.requests.append(request)
+        self.files_seen.append([source.path.read_bytes() for source in request.media])
+        self.num_open += 1
+        try:
+            async for item in self._items(request):
+                yield item
+        finally:
+            self.num_closed += 1
+
+    async def _items(self, request: AnswerRequest) -> AsyncGenerator[AnswerItem, None]:
+        if request.wants_spans:
+            for group in range(3):
+                for stage, worker in (("decode_video", "v0"), ("encode", f"e{group % 2}"), ("prefill", "p0")):
+                    now = time.time()
+                    yield StageSpan(stage, worker, now, now + 0.02, item=0, group=group)  # type: ignore[arg-type]
+        for number, word in enumerate(self.words):
+            await asyncio.sleep(self.word_s)
+            if self.error and number == self.words_before_error:
+                raise self.error
+            last = number == len(self.words) - 1
+            for choice in range(request.params.n):
+                yield self._delta(request, choice, number, word, last)
+        if self.error:
+            raise self.error
+        if self.has_end:
+            yield AnswerEnd(USAGE, TIMINGS, cached_tokens=16, visual_tokens_before=48)
+
+    def _delta(self, request: AnswerRequest, choice: int, number: int, word: str, last: bool) -> TokenDelta:
+        logprobs = ()
+        if request.params.logprobs is not None:
+            others = tuple(
+                TokenLogprob(90 + rank, f"t{rank}", f"t{rank}".encode(), -1.0 - rank)
+                for rank in range(request.params.logprobs)
+            )
+            logprobs = (TokenLogprob(number, word, word.encode(), -0.25, others),)
+        return TokenDelta(choice, word, (number,), logprobs, "stop" if last else None)
+
+    async def status(self) -> ServiceStatus:
+        return ServiceStatus(
+            is_ready=self.is_ready,
+            topology="2e1p1d",
+            workers=(
+                WorkerStatus("e0", "e", num_waiting=1, encoder_cache_usage=0.25),
+                WorkerStatus("e1", "e", is_alive=False),
+                WorkerStatus("p0", "p", num_running=2, kv_usage=0.5, num_role_switches=3),
+                WorkerStatus("d0", "d", kv_usage=0.125),
+            ),
+            counters={"encoder_cache_hits": 7.0},
+        )
