@@ -1,13 +1,15 @@
-"""How embeddings get from an encode worker into blocks that a prefill worker has reserved.
+"""How what one worker has made gets into blocks that another has reserved: embeddings, keys and values.
 
     receiver                      sender
-    reserve blocks, Ticket  --->  encode, hold the result
-                            <---  Offer: where the embeddings are
+    reserve blocks, ticket  --->  make it, hold it
+                            <---  Offer: where it is
     copy into the blocks
-    commit                  --->  Receipt: let go of the result
+                            --->  Receipt: let go of it
 
-The receiver copies, and only for tickets that are still open: a late offer can never write into blocks that
-have since been given to another. The sender keeps its copy until the receipt, whatever that says.
+The embeddings of a group are one offer; keys and values of a prompt are many, made while it is computed. The
+receiver copies, and only for tickets that are open: a late offer can never write into blocks that have since
+been given to another. Every offer is answered by exactly one receipt; the sender keeps what it offered until
+then, whatever the receipt says.
 """
 
 from __future__ import annotations
@@ -15,9 +17,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from epd.encoder_cache import CachedGroup, GroupKey
+from epd.sampling_params import SamplingParams
+
+Int64Array = NDArray[np.int64]
 
 
 class TransferOutcome(StrEnum):
@@ -28,9 +36,24 @@ class TransferOutcome(StrEnum):
     FAILED = "failed"  # the sender could not produce it
 
 
+class AnyTicket(Protocol):
+    """Room at a receiver, and the name of the transfer that will fill it; no two ever have the same."""
+
+    @property
+    def transfer_id(self) -> str: ...
+
+    @property
+    def receiver(self) -> str: ...
+
+
+TicketT = TypeVar("TicketT", bound=AnyTicket)
+SourceT = TypeVar("SourceT")
+_TicketT = TypeVar("_TicketT", bound=AnyTicket, contravariant=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Room for one group at a receiver, and the name of the transfer that will fill it."""
+    """Room for the embeddings of one group."""
 
     transfer_id: str
     receiver: str
@@ -39,30 +62,105 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """Embeddings for a ticket: in `source` at the sender, or None when they could not be made."""
+class KVTicket:
+    """Room for the prompt of one request.
 
-    ticket: Ticket
+    sender: who is to fill it. block_tables: of each layer group, the blocks of tokens [0, num_tokens).
+    num_cached: leading tokens that lie there already and must not be written, others may be reading them.
+    """
+
+    transfer_id: str
+    receiver: str
     sender: str
-    source: CachedGroup | None
+    request_id: str
+    num_cached: int
+    num_tokens: int
+    block_tables: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpan:
+    """Tokens [start, stop) of one layer group. blocks: those of the sender that hold them, no more."""
+
+    layer_group: int
+    start: int
+    stop: int
+    blocks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop:
+            raise ValueError(f"a span needs 0 <= start < stop, got [{self.start}, {self.stop})")
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """What prefill has sampled for one answer. top_logprobs: (token id, logprob), the most likely first."""
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HandoverState:
+    """What decode needs besides keys and values.
+
+    prompt_token_ids: int64 [T]. first_tokens: of each of the request's answers.
+    next_position: of the first token of the answer, in every row of positions.
+    num_position_rows: 3 for a model with multimodal positions, otherwise 1.
+    seed: of the draws, chosen by now if the params leave it open.
+    """
+
+    request_id: str
+    prompt_token_ids: Int64Array
+    first_tokens: tuple[FirstToken, ...]
+    next_position: int
+    num_position_rows: int
+    params: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVChunk:
+    """What is offered at once. state: in the last chunk alone, which may be without spans.
+
+    num_kv_tokens: with the state, what each layer group keeps of the prompt: all of it unless it was pruned.
+    """
+
+    spans: tuple[KVSpan, ...]
+    state: HandoverState | None = None
+    num_kv_tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Offer(Generic[SourceT]):
+    """Something for a ticket: at `source` in a pool of the sender's, or None when it could not be made.
+
+    pool_id: tells the pool from one of the same sender's that was there before or is there now.
+    """
+
+    transfer_id: str
+    sender: str
+    pool_id: str
+    source: SourceT | None
     error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """The end of a transfer."""
+    """The end of an offer."""
 
     transfer_id: str
     outcome: TransferOutcome
     error: str = ""
 
 
-class EncoderConnector(Protocol):
+class Connector(Protocol[_TicketT, SourceT]):
     """One worker's end. Nothing blocks: `send` returns at once, copying is done by the receiver's `recv`."""
 
     name: str
 
-    def send(self, ticket: Ticket, source: CachedGroup | None, error: str = "") -> None:
+    def send(self, ticket: _TicketT, source: SourceT | None, error: str = "") -> None:
         """Offers what this worker's pool holds at `source`, which must stay until the receipt.
 
         None instead of a source tells the receiver that there will be nothing, and why.
@@ -73,7 +171,7 @@ class EncoderConnector(Protocol):
         """Receipts for what this end has sent, new since the last call."""
         ...
 
-    def expect(self, ticket: Ticket) -> None:
+    def expect(self, ticket: _TicketT) -> None:
         """Opens a ticket: from now on an offer for it is copied into its blocks."""
         ...
 
@@ -81,6 +179,13 @@ class EncoderConnector(Protocol):
         """Closes a ticket: from now on nothing is written into its blocks. Unknown ids are ignored."""
         ...
 
-    def recv(self) -> Sequence[Receipt]:
-        """Copies all offers for open tickets and answers the rest; the ends of this end's own tickets."""
+    def recv(self) -> Sequence[Offer[SourceT]]:
+        """Copies all offers for open tickets and answers them and the rest.
+
+        Returns the offers for open tickets: those copied, and those that failed, without a source.
+        """
         ...
+
+
+EncoderConnector = Connector[Ticket, CachedGroup]
+KVConnector = Connector[KVTicket, KVChunk]

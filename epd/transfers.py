@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable
 
 from epd.connectors import Receipt, Ticket, TransferOutcome
 from epd.encoder_cache import EncoderCacheManager, GroupKey
+
+
+class TransferIds:
+    """Names of one receiver's transfers; one that starts again under its old name uses none a second time."""
+
+    def __init__(self, receiver: str) -> None:
+        self._prefix = f"{receiver}#{secrets.token_hex(4)}"
+        self._num_issued = 0
+
+    def next(self) -> str:
+        self._num_issued += 1
+        return f"{self._prefix}-{self._num_issued}"
 
 
 class Outbox:
@@ -52,12 +65,11 @@ class Inbox:
         self._cache = cache
         self._receiver = receiver
         self._open: dict[GroupKey, Ticket] = {}
-        self._num_issued = 0
+        self._ids = TransferIds(receiver)
 
     def issue(self, key: GroupKey, num_embeddings: int) -> Ticket:
         """Reserves room. Raises ValueError when there is none: see `EncoderCacheManager.can_reserve`."""
-        self._num_issued += 1
-        transfer_id = f"{self._receiver}#{self._num_issued}"
+        transfer_id = self._ids.next()
         target = self._cache.reserve(key, num_embeddings, transfer_id)
         self._open[key] = Ticket(transfer_id, self._receiver, key, target)
         return self._open[key]
@@ -68,8 +80,7 @@ class Inbox:
         Returns the old and the new one. Raises KeyError when no ticket is open for the key.
         """
         old = self._open[key]
-        self._num_issued += 1
-        new = Ticket(f"{self._receiver}#{self._num_issued}", self._receiver, key, old.target)
+        new = Ticket(self._ids.next(), self._receiver, key, old.target)
         self._cache.acquire(key, new.transfer_id)
         self._cache.release(key, old.transfer_id)
         self._open[key] = new

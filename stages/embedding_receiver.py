@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from encoders.adapter import Embeddings
-from epd.connectors import EncoderConnector, Ticket, TransferOutcome
+from epd.connectors import EncoderConnector, Ticket
 from epd.encoder_cache import EncoderCacheManager, GroupKey
 from epd.reception import Grant, GroupSpec, Reception
 from epd.transfers import Inbox
@@ -45,15 +45,16 @@ class EmbeddingReceiver:
     def poll(self) -> list[FailedGroup]:
         """Takes what has arrived; returns what never will. Failed groups stay pending until reissued."""
         failed = []
-        for receipt in self._connector.recv():
-            ticket = self.reception.inbox.find(receipt.transfer_id)
+        for offer in self._connector.recv():
+            self._connector.cancel(offer.transfer_id)  # one offer fills a ticket
+            ticket = self.reception.inbox.find(offer.transfer_id)
             if ticket is None:
                 continue
-            if receipt.outcome is TransferOutcome.DELIVERED:
+            if offer.source is not None:
                 self.reception.inbox.deliver(ticket)
             else:
                 waiting = tuple(self.reception.waiting_for(ticket.key))
-                failed.append(FailedGroup(ticket.key, waiting, receipt.error))
+                failed.append(FailedGroup(ticket.key, waiting, offer.error))
         return failed
 
     def take(self, request_id: str) -> list[tuple[int, Embeddings]]:

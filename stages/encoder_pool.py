@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from encoders.adapter import Embeddings
+from epd.connectors import Ticket
 from epd.encoder_cache import CachedGroup
+from stages.pool_memory import pool_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,22 @@ class EmbeddingLayout:
         return self.width * self.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class EncoderPoolShape:
+    """What a pool is built from, apart from its memory."""
+
+    num_blocks: int
+    block_size: int
+    layout: EmbeddingLayout
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_size * self.layout.bytes_per_embedding
+
+    def build(self, shared_file: Path | None = None) -> EncoderPool:
+        return EncoderPool(self.num_blocks, self.block_size, self.layout, shared_file)
+
+
 class EncoderPool:
     """Blocks of rows. With a file, the memory is shared with every process that opens the same file."""
 
@@ -41,14 +59,9 @@ class EncoderPool:
         self, num_blocks: int, block_size: int, layout: EmbeddingLayout, shared_file: Path | None = None
     ) -> None:
         self.layout = layout
-        self.shared_file = shared_file
-        shape = (num_blocks, block_size, layout.width)
-        if shared_file is None:
-            self.storage = torch.empty(shape, dtype=layout.dtype)
-        else:
-            size = num_blocks * block_size * layout.width
-            mapped = torch.from_file(str(shared_file), shared=True, size=size, dtype=layout.dtype)
-            self.storage = mapped.reshape(shape)
+        shape = EncoderPoolShape(num_blocks, block_size, layout)
+        memory = pool_memory(shape.num_bytes, shared_file)
+        self.storage = memory.view(layout.dtype).view(num_blocks, block_size, layout.width)
 
     @property
     def num_blocks(self) -> int:
@@ -72,6 +85,10 @@ class EncoderPool:
         if source.layout != self.layout:
             raise ValueError(f"cannot copy rows of {source.layout} into a pool of {self.layout}")
         self._write(to_place, source._read(from_place))
+
+    def receive(self, ticket: Ticket, source: CachedGroup, source_pool: EncoderPool) -> None:
+        """Fills a ticket from another pool: see `copy`."""
+        self.copy(source_pool, source, ticket.target)
 
     def _read(self, place: CachedGroup) -> Tensor:
         """[V, width]."""

@@ -14,16 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from epd.connectors import KVChunk, KVSpan, KVTicket
+from epd.kv_cache import BlockCopy
 from stages.pool_memory import pool_memory
-
-if TYPE_CHECKING:
-    from epd.kv_cache import BlockCopy
 
 # Copying a run of slots costs about as much as indexing a few of them: shorter runs are cheaper indexed.
 _LEAST_MEAN_RUN = 4
@@ -200,3 +198,28 @@ class KVPools:
         """Carries out copy-on-write, in order, each in its layer group."""
         for copy in copies:
             self.groups[copy.layer_group].copy_blocks([copy])
+
+    def receive(self, ticket: KVTicket, source: KVChunk, source_pool: KVPools) -> None:
+        """Copies a chunk of a hand-over to where its ticket says. Block sizes may differ.
+
+        Raises ValueError, before anything is written, for tokens that the ticket has no room for or that are
+        there already, and for pools of another layout.
+        """
+        if [group.layout for group in source_pool.shape.groups] != [g.layout for g in self.shape.groups]:
+            raise ValueError(f"cannot copy from pools of {source_pool.shape} into pools of {self.shape}")
+        copies = [self._slots_of(ticket, span, source_pool.block_size) for span in source.spans]
+        for span, (source_slots, target_slots) in zip(source.spans, copies, strict=True):
+            theirs = source_pool.groups[span.layer_group]
+            self.groups[span.layer_group].copy(theirs, source_slots, target_slots)
+
+    def _slots_of(self, ticket: KVTicket, span: KVSpan, source_block_size: int) -> tuple[Tensor, Tensor]:
+        """Where the tokens of a span lie in the sender's pool and are to lie here; int64 [N] each."""
+        if span.start < ticket.num_cached or span.stop > ticket.num_tokens:
+            raise ValueError(
+                f"tokens [{span.start}, {span.stop}) of request '{ticket.request_id}' were sent, "
+                f"[{ticket.num_cached}, {ticket.num_tokens}) may be; open the ticket that belongs to them"
+            )
+        skipped = span.start // source_block_size * source_block_size
+        there = token_slots(span.blocks, span.start - skipped, span.stop - skipped, source_block_size)
+        table = ticket.block_tables[span.layer_group]
+        return there, token_slots(table, span.start, span.stop, self.block_size)

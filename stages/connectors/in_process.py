@@ -4,36 +4,39 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
-from epd.connectors import Offer
-from stages.connectors.mailbox import MailboxConnector, Message
-from stages.encoder_pool import EncoderPool
+from epd.connectors import Offer, SourceT, TicketT
+from stages.connectors.mailbox import MailboxConnector, Message, Pool
 
 
 class InProcessHub:
-    """Knows the workers of this process by name."""
+    """Knows the workers of this process by name. One that takes embeddings and KV has a hub for each."""
 
     def __init__(self) -> None:
-        self._ends: dict[str, InProcessConnector] = {}
+        self._ends: dict[str, InProcessConnector[Any, Any]] = {}
+        self._num_connected = 0
 
-    def connect(self, name: str, pool: EncoderPool) -> InProcessConnector:
+    def connect(self, name: str, pool: Pool[TicketT, SourceT]) -> InProcessConnector[TicketT, SourceT]:
         """A worker's end; a worker of the same name that was there before is gone."""
-        self._ends[name] = InProcessConnector(name, pool, self)
-        return self._ends[name]
+        self._num_connected += 1
+        end = InProcessConnector(name, pool, f"{name} {self._num_connected}", self)
+        self._ends[name] = end
+        return end
 
     def disconnect(self, name: str) -> None:
         """The worker is gone, with its mail and its pool."""
         del self._ends[name]
 
-    def find(self, name: str) -> InProcessConnector | None:
+    def find(self, name: str) -> InProcessConnector[Any, Any] | None:
         return self._ends.get(name)
 
 
-class InProcessConnector(MailboxConnector):
+class InProcessConnector(MailboxConnector[TicketT, SourceT]):
     """Made by `InProcessHub.connect`."""
 
-    def __init__(self, name: str, pool: EncoderPool, hub: InProcessHub) -> None:
-        super().__init__(name, pool)
+    def __init__(self, name: str, pool: Pool[TicketT, SourceT], pool_id: str, hub: InProcessHub) -> None:
+        super().__init__(name, pool, pool_id)
         self.mail: deque[Message] = deque()
         self._hub = hub
 
@@ -46,6 +49,6 @@ class InProcessConnector(MailboxConnector):
         while self.mail:
             yield self.mail.popleft()
 
-    def pool_of(self, offer: Offer) -> EncoderPool | None:
+    def pool_of(self, offer: Offer[SourceT]) -> Pool[TicketT, SourceT] | None:
         end = self._hub.find(offer.sender)
-        return end.pool if end is not None else None
+        return end.pool if end is not None and end.pool_id == offer.pool_id else None

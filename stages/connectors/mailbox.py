@@ -1,25 +1,43 @@
-"""The one `EncoderConnector` there is to write: mailboxes carry messages, and `recv` copies between pools."""
+"""The one connector there is to write: mailboxes carry messages, and `recv` copies between pools.
+
+What is sent is up to the pool: `EncoderPool` takes embeddings, `KVPools` takes keys and values.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Generic, Protocol, Self, TypeVar
 
-from epd.connectors import Offer, Receipt, Ticket, TransferOutcome
-from epd.encoder_cache import CachedGroup
-from stages.encoder_pool import EncoderPool
+from epd.connectors import AnyTicket, Offer, Receipt, SourceT, TicketT, TransferOutcome
 
-Message = Offer | Receipt
+Message = Offer[Any] | Receipt
+
+_TicketT = TypeVar("_TicketT", bound=AnyTicket, contravariant=True)
+_SourceT = TypeVar("_SourceT", contravariant=True)
 
 
-class MailboxConnector(ABC):
+class Pool(Protocol[_TicketT, _SourceT]):
+    """Memory that can be filled from another of its kind."""
+
+    def receive(self, ticket: _TicketT, source: _SourceT, source_pool: Self) -> None:
+        """Copies what lies at `source` in the other pool to where the ticket says.
+
+        Raises ValueError for what does not fit there; then nothing has been written.
+        """
+        ...
+
+
+class MailboxConnector(ABC, Generic[TicketT, SourceT]):
     """One worker's end; a transport says how a message is put and got, and how a sender's pool is reached."""
 
-    def __init__(self, name: str, pool: EncoderPool) -> None:
+    def __init__(self, name: str, pool: Pool[TicketT, SourceT], pool_id: str) -> None:
         self.name = name
         self.pool = pool
-        self._expected: dict[str, Ticket] = {}
-        self._offers: list[Offer] = []
+        self.pool_id = pool_id
+        self._expected: dict[str, TicketT] = {}
+        self._offers: list[Offer[SourceT]] = []
         self._receipts: list[Receipt] = []
 
     @abstractmethod
@@ -31,47 +49,51 @@ class MailboxConnector(ABC):
         """Takes the messages that have come for this worker."""
 
     @abstractmethod
-    def pool_of(self, offer: Offer) -> EncoderPool | None:
-        """The sender's pool, to read from; None when the sender is gone."""
+    def pool_of(self, offer: Offer[SourceT]) -> Pool[TicketT, SourceT] | None:
+        """The pool that the offer speaks of, to read from; None when it is gone."""
 
-    def send(self, ticket: Ticket, source: CachedGroup | None, error: str = "") -> None:
-        self.put(ticket.receiver, Offer(ticket, self.name, source, error))
+    def send(self, ticket: TicketT, source: SourceT | None, error: str = "") -> None:
+        self.put(ticket.receiver, Offer(ticket.transfer_id, self.name, self.pool_id, source, error))
 
     def poll(self) -> Sequence[Receipt]:
         self._sort()
         receipts, self._receipts = self._receipts, []
         return receipts
 
-    def expect(self, ticket: Ticket) -> None:
+    def expect(self, ticket: TicketT) -> None:
         self._expected[ticket.transfer_id] = ticket
 
     def cancel(self, transfer_id: str) -> None:
         self._expected.pop(transfer_id, None)
 
-    def recv(self) -> Sequence[Receipt]:
+    def recv(self) -> Sequence[Offer[SourceT]]:
         self._sort()
         offers, self._offers = self._offers, []
-        ends = [self._accept(offer) for offer in offers]
-        return [end for end in ends if end.outcome is not TransferOutcome.CANCELLED]
+        return [taken for offer in offers if (taken := self._take(offer)) is not None]
 
-    def _accept(self, offer: Offer) -> Receipt:
+    def _take(self, offer: Offer[SourceT]) -> Offer[SourceT] | None:
         """Copies an offer that is expected; answers the sender in every case."""
-        ticket = self._expected.pop(offer.ticket.transfer_id, None)
+        ticket = self._expected.get(offer.transfer_id)
         if ticket is None:
-            end = Receipt(offer.ticket.transfer_id, TransferOutcome.CANCELLED)
-        else:
-            end = self._copied(ticket, offer)
-        self.put(offer.sender, end)
-        return end
+            self.put(offer.sender, Receipt(offer.transfer_id, TransferOutcome.CANCELLED))
+            return None
+        taken = self._copied(ticket, offer)
+        outcome = TransferOutcome.FAILED if taken.source is None else TransferOutcome.DELIVERED
+        self.put(offer.sender, Receipt(offer.transfer_id, outcome, taken.error))
+        return taken
 
-    def _copied(self, ticket: Ticket, offer: Offer) -> Receipt:
+    def _copied(self, ticket: TicketT, offer: Offer[SourceT]) -> Offer[SourceT]:
+        """The offer after it was copied; without a source if it could not be."""
         if offer.source is None:
-            return Receipt(ticket.transfer_id, TransferOutcome.FAILED, offer.error)
+            return offer
         source_pool = self.pool_of(offer)
         if source_pool is None:
-            return Receipt(ticket.transfer_id, TransferOutcome.FAILED, f"encoder '{offer.sender}' is gone")
-        self.pool.copy(source_pool, offer.source, ticket.target)
-        return Receipt(ticket.transfer_id, TransferOutcome.DELIVERED)
+            return replace(offer, source=None, error=f"sender '{offer.sender}' is gone")
+        try:
+            self.pool.receive(ticket, offer.source, source_pool)
+        except ValueError as error:
+            return replace(offer, source=None, error=str(error))
+        return offer
 
     def _sort(self) -> None:
         for message in self.messages():

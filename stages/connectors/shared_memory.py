@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty
 from types import TracebackType
-from typing import Protocol
+from typing import Generic, Protocol, Self, TypeVar
 
-from epd.connectors import Offer
-from stages.connectors.mailbox import MailboxConnector, Message
-from stages.encoder_pool import EmbeddingLayout, EncoderPool
+from epd.connectors import AnyTicket, Offer, SourceT, TicketT
+from stages.connectors.mailbox import MailboxConnector, Message, Pool
 
 _MEMORY_FOLDER = Path("/dev/shm")
+
+_TicketT = TypeVar("_TicketT", bound=AnyTicket, contravariant=True)
+_SourceT = TypeVar("_SourceT", contravariant=True)
 
 
 class MessageQueue(Protocol):
@@ -26,32 +28,39 @@ class MessageQueue(Protocol):
     def get_nowait(self) -> Message: ...
 
 
+class PoolShape(Protocol[_TicketT, _SourceT]):
+    """What a pool has to be built from, apart from its memory."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def build(self, shared_file: Path | None = None) -> Pool[_TicketT, _SourceT]: ...
+
+
 @dataclass(frozen=True, slots=True)
-class SharedPoolFile:
+class SharedPoolFile(Generic[TicketT, SourceT]):
     """A pool that any process of this machine can map: its file and its shape."""
 
     path: Path
-    num_blocks: int
-    block_size: int
-    layout: EmbeddingLayout
+    shape: PoolShape[TicketT, SourceT]
 
     @classmethod
-    def create(cls, num_blocks: int, block_size: int, layout: EmbeddingLayout) -> SharedPoolFile:
+    def create(cls, shape: PoolShape[TicketT, SourceT]) -> Self:
         """A new file, in memory where the system has a folder for that. Remove it with `with` or `unlink`."""
         folder = _MEMORY_FOLDER if _MEMORY_FOLDER.is_dir() else None
-        descriptor, path = tempfile.mkstemp(prefix="epd-embeddings-", dir=folder)
-        os.ftruncate(descriptor, num_blocks * block_size * layout.bytes_per_embedding)
+        descriptor, path = tempfile.mkstemp(prefix="epd-pool-", dir=folder)
+        os.ftruncate(descriptor, shape.num_bytes)
         os.close(descriptor)
-        return cls(Path(path), num_blocks, block_size, layout)
+        return cls(Path(path), shape)
 
-    def map(self) -> EncoderPool:
-        return EncoderPool(self.num_blocks, self.block_size, self.layout, self.path)
+    def map(self) -> Pool[TicketT, SourceT]:
+        return self.shape.build(self.path)
 
     def unlink(self) -> None:
         """Removes the name; who has mapped it keeps the memory."""
         self.path.unlink(missing_ok=True)
 
-    def __enter__(self) -> SharedPoolFile:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -60,16 +69,19 @@ class SharedPoolFile:
         self.unlink()
 
 
-class SharedMemoryConnector(MailboxConnector):
+class SharedMemoryConnector(MailboxConnector[TicketT, SourceT]):
     """queues, pools: of every worker by name, this one included; the same in every process."""
 
     def __init__(
-        self, name: str, queues: Mapping[str, MessageQueue], pools: Mapping[str, SharedPoolFile]
+        self,
+        name: str,
+        queues: Mapping[str, MessageQueue],
+        pools: Mapping[str, SharedPoolFile[TicketT, SourceT]],
     ) -> None:
-        super().__init__(name, pools[name].map())
+        super().__init__(name, pools[name].map(), str(pools[name].path))
         self._queues = queues
         self._files = pools
-        self._mapped: dict[str, EncoderPool] = {}
+        self._mapped: dict[str, tuple[str, Pool[TicketT, SourceT]]] = {}  # by worker, with the pool's id
 
     def put(self, name: str, message: Message) -> None:
         self._queues[name].put(message)
@@ -81,10 +93,13 @@ class SharedMemoryConnector(MailboxConnector):
             except Empty:
                 return
 
-    def pool_of(self, offer: Offer) -> EncoderPool | None:
-        file = self._files[offer.sender]
-        if offer.sender not in self._mapped:
-            if not file.path.is_file():  # removed: its owner is gone; mapping it would make a new, empty one
+    def pool_of(self, offer: Offer[SourceT]) -> Pool[TicketT, SourceT] | None:
+        mapped_id, pool = self._mapped.get(offer.sender, ("", None))
+        if mapped_id != offer.pool_id:
+            file = self._files[offer.sender]
+            # Removed: its owner is gone; mapping it would make a new, empty one.
+            if str(file.path) != offer.pool_id or not file.path.is_file():
                 return None
-            self._mapped[offer.sender] = file.map()
-        return self._mapped[offer.sender]
+            pool = file.map()
+            self._mapped[offer.sender] = offer.pool_id, pool
+        return pool

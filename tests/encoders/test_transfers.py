@@ -18,11 +18,12 @@ from stages.connectors.mailbox import MailboxConnector
 from stages.connectors.shared_memory import MessageQueue
 from stages.embedding_receiver import EmbeddingReceiver
 from stages.encode import EncodeJob, EncodeStage
-from stages.encoder_pool import EmbeddingLayout, EncoderPool
+from stages.encoder_pool import EmbeddingLayout, EncoderPool, EncoderPoolShape
 from tests.encoders.fakes import NUM_CHANNELS, FakeFamily, fake_frames, fake_key, fake_plan
 
 LAYOUT = EmbeddingLayout(NUM_CHANNELS, torch.float32)
 NUM_BLOCKS, BLOCK_SIZE = 4, 2
+SHAPE = EncoderPoolShape(NUM_BLOCKS, BLOCK_SIZE, LAYOUT)
 
 
 @dataclass
@@ -155,7 +156,7 @@ def test_an_offer_of_an_encoder_that_is_gone_fails_and_can_be_reissued(story: St
     story.hub.disconnect("e0")
     (failed,) = story.receiver.poll()
     assert (failed.key, failed.request_ids) == (ticket.key, ("a",))
-    assert "encoder 'e0' is gone" in failed.error
+    assert "sender 'e0' is gone" in failed.error
     story.submit("e1", story.receiver.reissue(failed.key))
     story.encoders["e1"].step()
     story.receiver.poll()
@@ -238,8 +239,8 @@ def test_embeddings_come_from_another_process_through_shared_memory() -> None:
     context = multiprocessing.get_context("spawn")
     queues = {name: context.Queue() for name in ("e", "p")}
     with (
-        SharedPoolFile.create(NUM_BLOCKS, BLOCK_SIZE, LAYOUT) as theirs,
-        SharedPoolFile.create(NUM_BLOCKS, BLOCK_SIZE, LAYOUT) as ours,
+        SharedPoolFile.create(SHAPE) as theirs,
+        SharedPoolFile.create(SHAPE) as ours,
     ):
         pools = {"e": theirs, "p": ours}
         end = SharedMemoryConnector("p", queues, pools)
@@ -262,8 +263,8 @@ def test_embeddings_come_from_another_process_through_shared_memory() -> None:
 
 def test_a_pool_file_that_is_gone_is_a_failed_group() -> None:
     queues = {name: multiprocessing.get_context("spawn").Queue() for name in ("e", "p")}
-    with SharedPoolFile.create(NUM_BLOCKS, BLOCK_SIZE, LAYOUT) as ours:
-        theirs = SharedPoolFile.create(NUM_BLOCKS, BLOCK_SIZE, LAYOUT)
+    with SharedPoolFile.create(SHAPE) as ours:
+        theirs = SharedPoolFile.create(SHAPE)
         pools = {"e": theirs, "p": ours}
         end = SharedMemoryConnector("p", queues, pools)
         receiver = EmbeddingReceiver(EncoderCacheManager(NUM_BLOCKS, BLOCK_SIZE), end.pool, end)
@@ -274,4 +275,4 @@ def test_a_pool_file_that_is_gone_is_a_failed_group() -> None:
         deadline = time.monotonic() + 20
         while not (failed := receiver.poll()) and time.monotonic() < deadline:
             pass
-    assert "encoder 'e' is gone" in failed[0].error
+    assert "sender 'e' is gone" in failed[0].error
