@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from epd import console
+from epd.cli_bench import bench
 from epd.errors import EPDError, exit_code
 from epd.models import embedded_model_path
 from epd.types import Answer
@@ -176,6 +177,9 @@ def _write_demo_video(out: Path, seconds: float, fps: int, size: str, seed: int)
     scene = make_scene(seed, seconds)
     with console.progress_bar("drawing") as show:
         return write_demo_video(out, scene, fps=fps, height=height, width=width, progress=show)
+
+
+app.command()(bench)
 
 
 def main() -> None:

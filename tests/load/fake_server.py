@@ -1,0 +1,130 @@
+"""An OpenAI chat server on loopback that takes exactly as long as it is told to, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How requests are answered.
+
+    status: other than 200 refuses at once. cut_after: closes the connection after so many tokens.
+    error_after: puts an error into the stream after so many tokens. tokens_per_event: text of one event.
+    """
+
+    ttft_s: float = 0.05
+    gap_s: float = 0.01
+    tokens_per_event: int = 1
+    status: int = 200
+    cut_after: int | None = None
+    error_after: int | None = None
+    is_garbage: bool = False
+    has_usage: bool = True
+
+
+@dataclass(slots=True)
+class FakeServer:
+    """Answers /v1/models and /v1/chat/completions; `bodies` are the requests it got, `arrived_s` when."""
+
+    manner: Manner = field(default_factory=Manner)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[str] = field(default_factory=list)
+    arrived_s: list[float] = field(default_factory=list)
+    url: str = ""
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
+    _thread: threading.Thread | None = None
+    _stop: asyncio.Event | None = None
+
+    def __enter__(self) -> Self:
+        started = threading.Event()
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(started),))
+        self._thread.start()
+        assert started.wait(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._stop is not None
+        assert self._thread is not None
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(10)
+        self._loop.close()
+
+    def behave(self, **changes: Any) -> None:
+        self.manner = replace(self.manner, **changes)
+
+    async def _serve(self, started: threading.Event) -> None:
+        self._stop = asyncio.Event()
+        server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        started.set()
+        await self._stop.wait()
+        server.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while await self._request(reader, writer):
+                pass
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+    async def _request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """One request and its answer; False when the connection is over."""
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        lengths = [line[15:] for line in head.splitlines() if line.lower().startswith("content-length:")]
+        data = await reader.readexactly(int(lengths[0])) if lengths else b""
+        if head.startswith("GET /v1/models "):
+            _write(writer, 200, b'{"data": [{"id": "fake"}]}')
+            return True
+        self.arrived_s.append(time.perf_counter())
+        self.bodies.append(json.loads(data))
+        self.headers.append(head)
+        return await self._answer(writer, self.bodies[-1], self.manner)
+
+    async def _answer(self, writer: asyncio.StreamWriter, body: dict[str, Any], manner: Manner) -> bool:
+        if manner.status != 200:
+            _write(writer, manner.status, b'{"error": {"message": "no room"}}')
+            return True
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n")
+        _event(writer, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+        await asyncio.sleep(manner.ttft_s)
+        num_tokens = body["max_tokens"]
+        for index in range(0, num_tokens, manner.tokens_per_event):
+            if index:
+                await asyncio.sleep(manner.gap_s)
+            if index == manner.cut_after:
+                return False
+            if index == manner.error_after:
+                _event(writer, {"error": {"message": "the engine died", "code": 500}})
+                return False
+            writer.write(b"data: {what?\n\n" if manner.is_garbage else b"")
+            _event(
+                writer, {"choices": [{"index": 0, "delta": {"content": "word " * manner.tokens_per_event}}]}
+            )
+            await writer.drain()
+        _event(writer, {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]})
+        if manner.has_usage:
+            _event(writer, {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": num_tokens}})
+        writer.write(b"data: [DONE]\n\n")
+        await writer.drain()
+        return False
+
+
+def _event(writer: asyncio.StreamWriter, record: dict[str, Any]) -> None:
+    writer.write(f"data: {json.dumps(record)}\n\n".encode())
+
+
+def _write(writer: asyncio.StreamWriter, status: int, data: bytes) -> None:
+    head = f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    writer.write(head.encode() + data)
