@@ -103,10 +103,10 @@ class _StepCost:
 
 
 class DraftGain:
-    """Says how many tokens to draft per sequence, so that most tokens come per second; 0 where it does not pay.
+    """Says how many tokens to draft per sequence for most tokens per second; 0 where it does not pay.
 
-    It learns how often the first, second, ... token of a draft holds, and what steps take. Now and then it has
-    drafts of full length tried whatever it believes, for a belief that is never tried cannot change.
+    It learns how often the first, second, ... token of a draft holds, and what steps take. Now and then it
+    has drafts of full length tried whatever it believes, for a belief that is never tried cannot change.
     """
 
     def __init__(

@@ -1,10 +1,17 @@
-"""Text as it becomes known, token by token, and never half a character of it."""
+"""Text as it becomes known, token by token: never half a character of it, and never half a stop string."""
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from time import perf_counter
 from typing import Any
+
+from tokenizers import decoders
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from epd.sampling_params import SamplingParams
 
 OnText = Callable[[str], None]
 
@@ -12,13 +19,31 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class IncrementalDetokenizer:
-    """Turns a growing run of token ids into pieces of text; the pieces add up to the text of the whole run.
+    """Turns a growing run of token ids into pieces of text that add up to the text of the whole run.
 
-    A byte-level token may end inside a UTF-8 character; its text is held back until the character is whole:
+    A token may end inside a UTF-8 character; its text is held back until the character is whole.
+    """
 
-        ids      ...... | window ........... | new
-        text     emitted| emitted   | held     |
-        offset          window_start  emitted_stop
+    def __init__(self, tokenizer: Any) -> None:
+        """tokenizer: of transformers."""
+        token_bytes = _token_bytes_of(tokenizer)
+        self._decoder = WindowDecoder(tokenizer) if token_bytes is None else ByteLevelDecoder(token_bytes)
+
+    def push(self, token_id: int) -> str:
+        """Adds one token; returns the text that it completes, often but not always its own."""
+        return self._decoder.push(token_id)
+
+    def finish(self) -> str:
+        """What is still held back: bytes that never became a character show as replacement characters."""
+        return self._decoder.finish()
+
+
+class WindowDecoder:
+    """For any tokenizer: decodes the last tokens again and again, and holds back what is not whole yet.
+
+    ids      ...... | window ........... | new
+    text     emitted| emitted   | held     |
+    offset          window_start  emitted_stop
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -28,12 +53,10 @@ class IncrementalDetokenizer:
         self._emitted_stop = 0
 
     def push(self, token_id: int) -> str:
-        """Adds one token; returns the text that it completes, often but not always its own."""
         self._token_ids.append(token_id)
         return self._take(hold_back=True)
 
     def finish(self) -> str:
-        """What is still held back: bytes that never became a character show as replacement characters."""
         return self._take(hold_back=False)
 
     def _take(self, *, hold_back: bool) -> str:
@@ -49,6 +72,142 @@ class IncrementalDetokenizer:
             self._token_ids[start:stop], skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
+
+
+class ByteLevelDecoder:
+    """For byte-level BPE, as GPT-2 and Qwen have it: a token is a run of bytes, the text is UTF-8.
+
+    Work per token stays the same however long bytes remain invalid; a window would grow with them.
+    """
+
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self._token_bytes = token_bytes
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        return self._utf8.decode(self._token_bytes[token_id])
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class TokenBytes(dict[int, bytes]):
+    """The bytes of a byte-level tokenizer's tokens, looked up when first met; special tokens have none."""
+
+    def __init__(self, backend: Any) -> None:
+        """backend: a `tokenizers.Tokenizer`."""
+        self._backend = backend
+        self._alphabet = {character: byte for byte, character in bytes_to_unicode().items()}
+        added = backend.get_added_tokens_decoder()
+        self.update((token_id, b"") for token_id, token in added.items() if token.special)
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if all(character in self._alphabet for character in token):
+            self[token_id] = bytes(self._alphabet[character] for character in token)
+        else:
+            # An added token in plain letters; the decoder of `tokenizers` tells them apart the same way.
+            self[token_id] = token.encode()
+        return self[token_id]
+
+
+@lru_cache(maxsize=8)
+def _token_bytes_of(tokenizer: Any) -> TokenBytes | None:
+    """Shared by all answers of a tokenizer; None if its tokens are not runs of bytes."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return TokenBytes(backend) if isinstance(getattr(backend, "decoder", None), decoders.ByteLevel) else None
+
+
+class _Matcher:
+    """Finds one string in a text that comes character by character (Knuth, Morris and Pratt 1977).
+
+    matched: how many characters at the end of the text may become the string, but are not yet all of it.
+    """
+
+    __slots__ = ("_borders", "matched", "string")
+
+    def __init__(self, string: str) -> None:
+        self.string = string
+        self.matched = 0
+        # How much of string[:i + 1] is matched once more by its own end.
+        self._borders = [0]
+        for character in string[1:]:
+            self._borders.append(self._longer(self._borders[-1], character))
+
+    def feed(self, character: str) -> bool:
+        """Whether the text ends with the string, now that it ends with the character."""
+        matched = self._longer(self.matched, character)
+        found = matched == len(self.string)
+        self.matched = self._borders[-1] if found else matched
+        return found
+
+    def _longer(self, matched: int, character: str) -> int:
+        while matched and self.string[matched] != character:
+            matched = self._borders[matched - 1]
+        return matched + (self.string[matched] == character)
+
+
+class StopChecker:
+    """Lets text through up to the first stop string, and never a character that may still belong to one.
+
+    The string that is complete first counts, of two that end together the longer; where the text was cut into
+    pieces makes no difference.
+    matched: the stop string that was found.
+    """
+
+    def __init__(self, stop: Iterable[str], *, include_stop: bool = False) -> None:
+        """include_stop: whether the stop string itself belongs to the text."""
+        self.matched: str | None = None
+        self._matchers = [_Matcher(string) for string in stop]
+        self._include_stop = include_stop
+        self._held = ""
+
+    def push(self, piece: str, *, may_stop: bool = True) -> str:
+        """Takes the next piece; returns what may be shown now. may_stop: whether the text may end in it."""
+        if not self._matchers or not piece:
+            return piece
+        text = self._held + piece
+        for stop, character in enumerate(piece, start=len(self._held) + 1):
+            found = [matcher.string for matcher in self._matchers if matcher.feed(character)]
+            if found and may_stop:
+                self.matched = max(found, key=len)
+                self._held = ""
+                return text[: stop if self._include_stop else stop - len(self.matched)]
+        num_settled = len(text) - max(matcher.matched for matcher in self._matchers)
+        self._held = text[num_settled:]
+        return text[:num_settled]
+
+    def finish(self) -> str:
+        """What was held back for a stop string that did not come."""
+        held, self._held = self._held, ""
+        return held
+
+
+class TextStream:
+    """The text of one answer while it grows, up to its stop string."""
+
+    def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._checker = StopChecker(params.stop, include_stop=params.include_stop_str_in_output)
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._checker.matched
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._checker.matched is not None
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> str:
+        """Takes a token; returns what became readable. After it has stopped, there is no more."""
+        return self._checker.push(self._detokenizer.push(token_id), may_stop=may_stop)
+
+    def finish(self) -> str:
+        """The rest of a text that ends without a stop string."""
+        return self._checker.push(self._detokenizer.finish(), may_stop=False) + self._checker.finish()
 
 
 class StreamedText:
