@@ -12,12 +12,14 @@ from encoders.adapter import (
     place,
     visual_mask,
 )
-from encoders.prompt import check_question
+from encoders.chat import ChatMessage, ContentPart, check_question
 from encoders.registry import ADAPTERS, load_adapter
 
 __all__ = [
     "ADAPTERS",
     "Adapter",
+    "ChatMessage",
+    "ContentPart",
     "Embeddings",
     "Grid",
     "MediaItem",

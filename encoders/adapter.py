@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from encoders.chat import ChatMessage
 from epd.types import MediaKind, PlaceholderRange
 
 Int64Array = NDArray[np.int64]
@@ -203,7 +204,14 @@ class Adapter(Protocol):
         ...
 
     def plan_prompt(self, media: Sequence[MediaPlan], question: str) -> PromptPlan:
-        """Lays out the checkpoint's own chat template. Raises RequestError for an unusable question."""
+        """Lays out one question behind the media. Raises RequestError for an unusable question."""
+        ...
+
+    def plan_chat(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage]) -> PromptPlan:
+        """Lays out a conversation by the checkpoint's own chat template.
+
+        media: of the places in the messages, in order. Raises RequestError for messages that cannot be used.
+        """
         ...
 
     def resize(self, image: Tensor, plan: MediaPlan) -> Tensor:

@@ -128,6 +128,14 @@ def check_media(messages: Sequence[ChatMessage], kinds: Sequence[MediaKind]) -> 
         )
 
 
+def moved_media(num_placed: int, num_media: int) -> RequestError:
+    """For a template that drops media, or shows them in another order than they were sent in."""
+    return RequestError(
+        f"the model's chat template placed {num_placed} of {num_media} media, or in another order; "
+        "send the images of a message before its videos"
+    )
+
+
 def _check_unreserved(message: ChatMessage, reserved: Sequence[str]) -> None:
     for part in message.parts:
         for name in reserved:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from encoders.adapter import Int64Array, MediaItem, MediaPlan
+from encoders.chat import ChatMessage, check_media, moved_media, render_chat
 from encoders.checkpoint import Checkpoint
-from epd.errors import RequestError
-from epd.types import MediaKind, PlaceholderRange
+from epd.types import PlaceholderRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,29 +33,25 @@ class Layout:
     media: tuple[MediaItem, ...]
 
 
-def check_question(question: str) -> None:
-    """Raises RequestError for a question with nothing in it."""
-    if not question.strip():
-        raise RequestError("the question is empty; ask something about the media")
-
-
 def lay_out(
     checkpoint: Checkpoint,
     media: Sequence[MediaPlan],
-    question: str,
+    messages: Sequence[ChatMessage],
     expand: Callable[[MediaPlan], Expansion],
 ) -> Layout:
-    """Renders [system][media][question], tokenises it and expands every pad token.
+    """Renders the messages, tokenises them and expands every pad token.
 
-    Raises RequestError for an empty question, or one that contains a pad token itself.
+    media: of the places in the messages, in order; ValueError for others.
+    Raises RequestError as `render_chat` does, and where the template moves or drops media.
     """
-    check_question(question)
-    token_ids = _tokenise(checkpoint, [plan.kind for plan in media], question)
-    pads = np.flatnonzero(np.isin(token_ids, [_pad_id(checkpoint, kind) for kind in ("image", "video")]))
+    check_media(messages, [plan.kind for plan in media])
+    pad_ids = [_pad_id(checkpoint, kind) for kind in ("image", "video")]
+    reserved = checkpoint.tokenizer.convert_ids_to_tokens(pad_ids)
+    text = render_chat(checkpoint, checkpoint.chat_template, messages, reserved)
+    token_ids = np.asarray(checkpoint.tokenizer(text)["input_ids"], dtype=np.int64)
+    pads = np.flatnonzero(np.isin(token_ids, pad_ids))
     if [int(token_ids[pad]) for pad in pads] != [_pad_id(checkpoint, plan.kind) for plan in media]:
-        raise RequestError(
-            "the question contains a token reserved for media, such as <|image_pad|>; remove it"
-        )
+        raise moved_media(len(pads), len(media))
     expansions = [expand(plan) for plan in media]
     items = tuple(
         MediaItem(
@@ -64,17 +60,6 @@ def lay_out(
         for plan, expansion, offset in zip(media, expansions, _offsets(pads, expansions), strict=True)
     )
     return Layout(_expanded(token_ids, pads, expansions), items)
-
-
-def _tokenise(checkpoint: Checkpoint, kinds: Sequence[MediaKind], question: str) -> Int64Array:
-    content = [*({"type": kind} for kind in kinds), {"type": "text", "text": question}]
-    text = checkpoint.tokenizer.apply_chat_template(
-        [{"role": "user", "content": content}],
-        chat_template=checkpoint.chat_template,
-        tokenize=False,
-        add_generation_prompt=True,
-    )
-    return np.asarray(checkpoint.tokenizer(text)["input_ids"], dtype=np.int64)
 
 
 def _pad_id(checkpoint: Checkpoint, kind: str) -> int:

@@ -19,6 +19,7 @@ from encoders.adapter import (
     Sampling,
     VideoFacts,
 )
+from encoders.chat import ChatMessage, one_turn
 from encoders.checkpoint import Checkpoint
 from encoders.mrope import VisualSpan, mrope_positions
 from encoders.patches import patch_spec, patchify, resize_image
@@ -94,7 +95,10 @@ class QwenVLAdapter(ABC):
         )
 
     def plan_prompt(self, media: Sequence[MediaPlan], question: str) -> PromptPlan:
-        layout = lay_out(self.checkpoint, media, question, self.expand)
+        return self.plan_chat(media, one_turn([plan.kind for plan in media], question))
+
+    def plan_chat(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage]) -> PromptPlan:
+        layout = lay_out(self.checkpoint, media, messages, self.expand)
         spans = [span for item in layout.media for span in self.spans(item)]
         positions, next_position = mrope_positions(len(layout.token_ids), spans)
         return PromptPlan(layout.token_ids, positions, next_position, layout.media)

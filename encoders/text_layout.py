@@ -17,8 +17,8 @@ from itertools import accumulate
 import numpy as np
 
 from encoders.adapter import Int64Array, MediaItem, MediaPlan, PromptPlan
+from encoders.chat import ChatMessage, check_media, moved_media, render_chat
 from encoders.checkpoint import Checkpoint
-from encoders.prompt import check_question
 from epd.errors import RequestError
 from epd.types import MediaKind, PlaceholderRange
 
@@ -45,18 +45,17 @@ def plan_text_prompt(
     markers: Markers,
     media: Sequence[MediaPlan],
     texts: Sequence[ItemText],
-    question: str,
+    messages: Sequence[ChatMessage],
 ) -> PromptPlan:
-    """Lays out [system][media][question] with positions counting on through all tokens.
+    """Lays out a conversation with positions counting on through all tokens.
 
-    texts: of the media, in order.
-
-    Raises RequestError for an empty question, or one that contains what stands for media.
+    media: of the places in the messages, in order; ValueError for others. texts: of the media.
+    Raises RequestError as `render_chat` does, and where the template moves or drops media.
     """
-    check_question(question)
-    _check_unreserved(markers, question)
-    rendered = _render(checkpoint, chat_template, media, question)
-    token_ids = _tokenise(checkpoint, _substituted(rendered, markers, texts))
+    check_media(messages, [plan.kind for plan in media])
+    reserved = tuple(dict.fromkeys((*markers.in_template.values(), *markers.pads.values())))
+    rendered = render_chat(checkpoint, chat_template, messages, reserved)
+    token_ids = _tokenise(checkpoint, _substituted(rendered, markers, media, texts))
     pads = _pad_positions(checkpoint, markers, token_ids)
     lengths = [length for text in texts for length in text.pad_lengths]
     if len(pads) != len(lengths):
@@ -72,32 +71,16 @@ def plan_text_prompt(
     return PromptPlan(expanded, positions, len(expanded), _items(media, texts, ranges))
 
 
-def _check_unreserved(markers: Markers, question: str) -> None:
-    for reserved in (*markers.in_template.values(), *markers.pads.values()):
-        if reserved in question:
-            raise RequestError(f"the question contains {reserved}, which stands for media; remove it")
-
-
-def _render(checkpoint: Checkpoint, template: str, media: Sequence[MediaPlan], question: str) -> str:
-    content = [*({"type": plan.kind} for plan in media), {"type": "text", "text": question}]
-    text: str = checkpoint.tokenizer.apply_chat_template(
-        [{"role": "user", "content": content}],
-        chat_template=template,
-        tokenize=False,
-        add_generation_prompt=True,
-    )
-    return text
-
-
-def _substituted(rendered: str, markers: Markers, texts: Sequence[ItemText]) -> str:
+def _substituted(
+    rendered: str, markers: Markers, media: Sequence[MediaPlan], texts: Sequence[ItemText]
+) -> str:
     """The rendered template with each marker, in order, replaced by the words of its item."""
-    pieces = re.split("|".join(map(re.escape, dict.fromkeys(markers.in_template.values()))), rendered)
-    if len(pieces) != len(texts) + 1:
-        raise RequestError(
-            f"the chat template placed {len(pieces) - 1} of {len(texts)} media; it must place all"
-        )
-    words = [text.text for text in texts]
-    return "".join(part for pair in zip(pieces, [*words, ""], strict=True) for part in pair)
+    names = dict.fromkeys(markers.in_template.values())
+    pieces = re.split(f"({'|'.join(map(re.escape, names))})", rendered)
+    if pieces[1::2] != [markers.in_template[plan.kind] for plan in media]:
+        raise moved_media(len(pieces) // 2, len(media))
+    pieces[1::2] = [text.text for text in texts]
+    return "".join(pieces)
 
 
 def _tokenise(checkpoint: Checkpoint, text: str) -> Int64Array:

@@ -28,6 +28,7 @@ from encoders.adapter import (
     Sampling,
     VideoFacts,
 )
+from encoders.chat import ChatMessage, one_turn
 from encoders.checkpoint import Checkpoint
 from encoders.patches import PatchSpec, patchify
 from encoders.sampling import DEFAULT_FPS, check_sampling, source_metadata
@@ -206,9 +207,12 @@ class TileAdapter(ABC):
         )
 
     def plan_prompt(self, media: Sequence[MediaPlan], question: str) -> PromptPlan:
+        return self.plan_chat(media, one_turn([plan.kind for plan in media], question))
+
+    def plan_chat(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage]) -> PromptPlan:
         texts = [self.item_text(plan) for plan in media if isinstance(plan, TilePlan)]
         template = self.chat_template(media)
-        return plan_text_prompt(self.checkpoint, template, self.markers, media, texts, question)
+        return plan_text_prompt(self.checkpoint, template, self.markers, media, texts, messages)
 
     def resize(self, image: Tensor, plan: MediaPlan) -> Tensor:
         tiles = self.tiles(image[None])

@@ -153,7 +153,7 @@ def error_reply(error: EPDError) -> ErrorReply:
 def _reply(status: int, message: str, code: str | None = None) -> ErrorReply:
     fallback = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
     kind = _ERROR_TYPES.get(HTTPStatus(status), fallback) if status in _KNOWN_STATUS else fallback
-    return ErrorReply(error=ErrorBody(message=message, type=kind, code=code))
+    return ErrorReply(error=ErrorBody(message=message, type=kind, param=None, code=code))
 
 
 _KNOWN_STATUS = {status.value for status in HTTPStatus}

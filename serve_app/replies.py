@@ -153,5 +153,5 @@ def checked_end(end: AnswerEnd | None) -> AnswerEnd:
 
 
 def event(chunk: ChatChunk | ErrorReply) -> bytes:
-    """A chunk or an error as a server-sent event; what was not set, such as usage that was not asked for, is left out."""
+    """A chunk or an error as a server-sent event; without what was not set."""
     return b"data: " + chunk.model_dump_json(exclude_unset=True).encode() + b"\n\n"
