@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AttentionInterface
+
+from stages.attention_host import HostPlan
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
@@ -66,14 +67,10 @@ class AttentionBatch:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    """Packed rows [start, stop); slots: int64 [context]; mask: bool [stop - start, context]."""
+class Attention(Protocol):
+    """How the segments of one pass attend: on the host in pieces, on a GPU by kernels."""
 
-    start: int
-    stop: int
-    slots: Tensor
-    mask: Tensor
+    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +78,11 @@ class AttentionPlan:
     """What every layer of a pass shares. slot_mapping: int64 [T], on the device."""
 
     slot_mapping: Tensor
-    segments: tuple[_Segment, ...]
+    attention: Attention
 
     @classmethod
     def build(cls, batch: AttentionBatch, device: torch.device | str = "cpu") -> AttentionPlan:
-        segments = []
-        for s, context in enumerate(batch.context_lens.tolist()):
-            start, stop = batch.query_starts[s : s + 2].tolist()
-            tokens = np.arange(context)
-            blocks = batch.block_tables[s, tokens // batch.block_size].astype(np.int64)
-            slots = blocks * batch.block_size + tokens % batch.block_size
-            mask = tokens[None] <= np.arange(context - (stop - start), context)[:, None]
-            segments.append(
-                _Segment(start, stop, torch.from_numpy(slots).to(device), torch.from_numpy(mask).to(device))
-            )
-        return cls(torch.from_numpy(batch.slot_mapping).to(device), tuple(segments))
+        return cls(torch.from_numpy(batch.slot_mapping).to(device), HostPlan.build(batch))
 
 
 def write_kv(
@@ -110,20 +97,7 @@ def attend(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scale: float
 ) -> Tensor:
     """query [T, Hq, D] over caches [num_blocks, block_size, Hkv, D] that hold the new tokens: [T, Hq, D]."""
-    heads = key_cache.shape[2:]
-    keys, values = key_cache.view(-1, *heads), value_cache.view(-1, *heads)
-    out = torch.empty_like(query)
-    for segment in plan.segments:
-        rows = slice(segment.start, segment.stop)
-        out[rows] = F.scaled_dot_product_attention(
-            query[rows].transpose(0, 1)[None],
-            keys[segment.slots].transpose(0, 1)[None],
-            values[segment.slots].transpose(0, 1)[None],
-            attn_mask=segment.mask,
-            scale=scale,
-            enable_gqa=True,
-        )[0].transpose(0, 1)
-    return out
+    return plan.attention.attend(query, key_cache, value_cache, scale)
 
 
 class PagedLayers(Protocol):

@@ -1,0 +1,126 @@
+"""Where the keys of a pass lie: which runs of a cache can be read in place, and what must be gathered.
+
+Blocks that follow each other in a block table and in memory make a run. A long run is read where it is, once
+for all segments whose tables lead through it; the rest of a segment's blocks is *loose*.
+
+    block table   | 7 | 8 | 9 | 10 | 11 |  4  |  15  |      block_size 4
+    tokens        |  run [0, 20), slot 28 | loose [20, 26)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64Array = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRun:
+    """`num_tokens` tokens from token `start` of each of `segments`, in slots from `first_slot` on."""
+
+    segments: tuple[int, ...]
+    start: int
+    num_tokens: int
+    first_slot: int
+
+
+def find_runs(
+    block_tables: NDArray[np.int32], seen: Int64Array, block_size: int, *, least_alone: int, least_shared: int
+) -> list[SharedRun]:
+    """The runs worth reading in place.
+
+    block_tables: [S, max_blocks]. seen: [S], tokens of each segment that may be read in place.
+    least_alone, least_shared: tokens of a run that is worth it for one segment, for several together.
+    A run ends within a block only where `seen` does, and never for several segments.
+    """
+    least_shared = max(least_shared, block_size)
+    open_runs = defaultdict(list)
+    for segment, start, stop, slot in _consecutive(block_tables, seen, block_size, least_shared):
+        open_runs[start, slot].append((stop, segment))
+    found = []
+    while open_runs:
+        (start, slot), members = open_runs.popitem()
+        length = min(members)[0] - start
+        if len(members) > 1:
+            length -= length % block_size
+        if length >= (least_alone if len(members) == 1 else least_shared):
+            found.append(SharedRun(tuple(segment for _, segment in members), start, length, slot))
+        for stop, segment in members:  # those that go on where the shortest ends
+            if stop - start - length >= least_shared:
+                open_runs[start + length, slot + length].append((stop, segment))
+    return sorted(found, key=lambda run: run.start)
+
+
+def _consecutive(
+    block_tables: NDArray[np.int32], seen: Int64Array, block_size: int, least: int
+) -> list[tuple[int, int, int, int]]:
+    """(segment, first token, token after the last, first slot) of each run of `least` tokens or more."""
+    segments = np.flatnonzero(seen >= least)
+    if not len(segments):
+        return []
+    seen = seen[segments]
+    num_blocks = -(-seen // block_size)
+    width = int(num_blocks.max())
+    tables = block_tables[segments, :width].astype(np.int64)
+    is_start = np.ones(tables.shape, np.bool_)
+    is_start[:, 1:] = np.diff(tables, axis=1) != 1
+    is_start &= np.arange(width) < num_blocks[:, None]
+    row, column = np.nonzero(is_start)
+    stop = num_blocks[row]
+    stop[:-1] = np.where(row[1:] == row[:-1], column[1:], stop[:-1])
+    first, last = column * block_size, np.minimum(stop * block_size, seen[row])
+    long = last - first >= least
+    slots = tables[row, column] * block_size
+    columns = (segments[row], first, last, slots)
+    return list(zip(*(values[long].tolist() for values in columns), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class LooseKeys:
+    """Keys of N segments that are gathered, side by side and padded to the longest.
+
+    slots: int64 [N, width]; padding repeats the slot of the segment's first token, which is surely written.
+    positions: int64 [N, width], the token at each place; padding has one that no query reaches.
+    """
+
+    slots: Int64Array
+    positions: Int64Array
+
+    @property
+    def counts(self) -> Int64Array:
+        """int64 [N], keys of each segment without padding, which comes last."""
+        return (self.positions != _NEVER).sum(1, dtype=np.int64)
+
+
+_NEVER = np.int64(2**62)
+
+
+def loose_keys(
+    block_tables: NDArray[np.int32], stops: Int64Array, in_place: BoolArray, block_size: int
+) -> LooseKeys:
+    """Of N segments, tokens [0, stops) but for blocks that are read in place (bool [N, max_blocks])."""
+    num_blocks = -(-stops // block_size)
+    width = int(num_blocks.max())
+    is_loose = (np.arange(width) < num_blocks[:, None]) & ~in_place[:, :width]
+    row, column = np.nonzero(is_loose)
+    counts = np.bincount(row, minlength=len(stops))
+    place = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
+    blocks = np.full((len(stops), int(counts.max(initial=0))), -1, np.int64)
+    starts = np.full(blocks.shape, _NEVER)
+    blocks[row, place] = block_tables[row, column]
+    starts[row, place] = column * block_size
+    offsets = np.arange(block_size)
+    positions = (starts[..., None] + offsets).reshape(len(stops), -1)
+    slots = (blocks[..., None] * block_size + offsets).reshape(len(stops), -1)
+    is_held = positions < stops[:, None]
+    longest = int(is_held.sum(1).max(initial=0))
+    first_slot = block_tables[:, :1].astype(np.int64) * block_size
+    return LooseKeys(
+        np.where(is_held, slots, first_slot)[:, :longest],
+        np.where(is_held, positions, _NEVER)[:, :longest],
+    )
