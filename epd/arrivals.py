@@ -130,7 +130,7 @@ class RampArrivals:
         start, slope = self.start_rate_per_s, (self.end_rate_per_s - self.start_rate_per_s) / self.ramp_s
         # The root of start * t + slope * t**2 / 2, in the form that does not cancel when the slope is small.
         root = math.sqrt(max(0.0, start**2 + 2 * slope * num_expected))
-        return min(self.ramp_s, 2 * num_expected / (start + root))
+        return min(self.ramp_s, 2 * num_expected / (start + root)) if num_expected > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)

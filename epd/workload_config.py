@@ -26,7 +26,6 @@ from epd.spread import Spread
 from epd.workload import Mix, Resolution, ShapeClass, Workload
 from epd.workload_trace import TraceMedia, open_trace, trace_arrivals, trace_shapes
 
-
 # A spread in its notation; files may give plain numbers.
 Size = Annotated[str, BeforeValidator(str)]
 

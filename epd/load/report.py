@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from epd.load.bench import BenchResult
-from epd.metrics import Latency, RunReport
+from epd.metrics import SLO, Latency, RunReport
 
 DEFINITIONS = {
     "ttft_s": "from sending a request to the first event that carries text",
@@ -78,7 +78,7 @@ def print_result(result: BenchResult, console: Console) -> None:
     reports = {name: result.pooled(place) for place, name in enumerate(endpoints)}
     console.print(_latency_table(reports))
     console.print()
-    console.print(_totals_table(reports))
+    console.print(_totals_table(reports, has_slo=result.plan.slo != SLO()))
     if len(endpoints) > 1:
         console.print()
         console.print(_ratio_table(result))
@@ -88,14 +88,14 @@ def print_result(result: BenchResult, console: Console) -> None:
 
 
 def _latency_table(reports: Mapping[str, RunReport]) -> Table:
+    has_clock = any(report.lateness for report in reports.values())
+    shown = {label: name for label, name in _LATENCIES.items() if has_clock or name != "lateness"}
     table = Table("endpoint", "ms", box=None, pad_edge=False)
     for column in ("mean", "p50", "p90", "p95", "p99", "max"):
         table.add_column(column, justify="right")
-    for name, report in reports.items():
-        for label, field in _LATENCIES.items():
-            table.add_row(
-                name, label, *_milliseconds(getattr(report, field)), end_section=label == "lateness"
-            )
+    for endpoint, report in reports.items():
+        for label, name in shown.items():
+            table.add_row(endpoint, label, *_milliseconds(getattr(report, name)))
     return table
 
 
@@ -106,9 +106,9 @@ def _milliseconds(latency: Latency | None) -> list[str]:
     return [f"{value_s * 1000:.1f}" for value_s in values_s]
 
 
-def _totals_table(reports: Mapping[str, RunReport]) -> Table:
+def _totals_table(reports: Mapping[str, RunReport], *, has_slo: bool) -> Table:
     table = Table("endpoint", box=None, pad_edge=False)
-    for column in ("requests", "ok", "req/s", "tok/s", "tok in", "tok out", "SLO met", "goodput/s"):
+    for column in ("requests", "ok", "req/s", "tok/s", "tok in", "tok out", "SLO met", "good/s"):
         table.add_column(column, justify="right")
     table.add_column("errors")
     for name, report in reports.items():
@@ -121,8 +121,8 @@ def _totals_table(reports: Mapping[str, RunReport]) -> Table:
             f"{report.tokens_per_s:.1f}",
             str(report.prompt_tokens),
             str(report.completion_tokens),
-            f"{report.slo_attainment:.1%}",
-            f"{report.goodput_per_s:.2f}",
+            f"{report.slo_attainment:.1%}" if has_slo else "-",
+            f"{report.goodput_per_s:.2f}" if has_slo else "-",
             errors or "none",
         )
     return table
