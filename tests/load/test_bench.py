@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ class SleepyClient:
     def now_s(self) -> float:
         return time.perf_counter()
 
-    async def ask(self, body: Body) -> Reply:
+    async def ask(self, _body: Body, /) -> Reply:
         reply = Reply(self.now_s())
         await asyncio.sleep(1.0)
         reply.token_times_s.append(self.now_s())
@@ -172,8 +173,6 @@ def epd_bench(*arguments: object) -> Any:
 
 
 def test_the_verb_prints_tables_and_writes_files(server: FakeServer, tmp_path: Path) -> None:
-    import json
-
     with FakeServer(Manner(ttft_s=0.1)) as other:
         result = epd_bench(
             *("--url", f"quick={server.url}", "--url", f"slow={other.url}", "--workload", "mixed"),
@@ -192,18 +191,14 @@ def test_the_verb_prints_tables_and_writes_files(server: FakeServer, tmp_path: P
     assert len(record["requests"]) == 48
     assert {ratio["name"] for ratio in record["ratios"]} == {"slow"}
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
-    kinds = {
-        part["type"] for body in server.bodies for part in body["messages"][0]["content"] if "type" in part
-    }
+    contents = [body["messages"][0]["content"] for body in server.bodies]
+    kinds = {part["type"] for content in contents if isinstance(content, list) for part in content}
     assert kinds == {"text", "image_url", "video_url"}
 
 
 def test_json_alone_on_stdout(server: FakeServer) -> None:
-    import json
-
-    result = epd_bench(
-        "--url", server.url, "--concurrency", 4, "--num-requests", 8, "--ignore-eos", "--json", "-"
-    )
+    load = ("--concurrency", 4, "--num-requests", 8)
+    result = epd_bench("--url", server.url, *load, "--ignore-eos", "--json", "-")
     record = json.loads(result.stdout)
     (endpoint,) = record["endpoints"].values()
     assert (endpoint["model"], endpoint["pooled"]["lateness"]) == ("fake", None)

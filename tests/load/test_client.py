@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -126,7 +127,8 @@ def test_a_question_without_media_is_plain_text() -> None:
 
 EVENTS = ['{"a": 1}', "[DONE]", "größer", "one\ntwo"]
 STREAM = (
-    ': ping\r\n\r\ndata: {"a": 1}\n\nevent: x\ndata:[DONE]\r\n\r\ndata: größer\n\nid: 3\n\ndata: one\ndata: two\n\n'
+    ': ping\r\n\r\ndata: {"a": 1}\n\nevent: x\ndata:[DONE]\r\n\r\n'
+    "data: größer\n\nid: 3\n\ndata: one\ndata: two\n\n"
 ).encode()
 
 
@@ -134,7 +136,7 @@ STREAM = (
 def test_events_do_not_depend_on_how_bytes_are_cut(cuts: list[int]) -> None:
     ends = [0, *sorted(cuts), len(STREAM)]
     parser = SSEParser()
-    pieces = [STREAM[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
+    pieces = [STREAM[start:stop] for start, stop in pairwise(ends)]
     assert [event for piece in pieces for event in parser.feed(piece)] == EVENTS
 
 
