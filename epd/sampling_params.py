@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -41,9 +42,9 @@ class _Range:
         return above and value <= self.limit
 
     def __str__(self) -> str:
-        kind = "an integer" if self.kind is int else "a number"
+        kind, limit = ("an integer", "below 2**63") if self.kind is int else ("a number", "finite")
         low = f"{'above' if self.open_minimum else 'at least'} {self.minimum}"
-        return f"{kind} {low} and at most {self.limit:g}"
+        return f"{kind} {low} and {limit if self.maximum is None else f'at most {self.maximum}'}"
 
 
 _RANGES = {
@@ -55,7 +56,7 @@ _RANGES = {
     "repetition_penalty": _Range(float, 0, open_minimum=True),
     "presence_penalty": _Range(float, -2, 2),
     "frequency_penalty": _Range(float, -2, 2),
-    "seed": _Range(int, -MAX_INT64 - 1, MAX_INT64, optional=True),
+    "seed": _Range(int, -(2**63), optional=True),
     "min_tokens": _Range(int, 0),
     "logprobs": _Range(int, 0, MAX_LOGPROBS, optional=True),
     "n": _Range(int, 1, MAX_CHOICES),
@@ -99,7 +100,7 @@ class SamplingParams:
         for name, allowed in _RANGES.items():
             value = getattr(self, name)
             if not allowed.holds(value):
-                raise RequestError(f"{name} must be {allowed}, got {value!r}")
+                raise RequestError(f"{name} must be {allowed}, got {reprlib.repr(value)}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
@@ -108,12 +109,14 @@ class SamplingParams:
 
     def _check_stops(self) -> None:
         if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
-            raise RequestError(f"stop must be strings of at least one character, got {self.stop!r}")
+            raise RequestError(
+                f"stop must be strings of at least one character, got {reprlib.repr(self.stop)}"
+            )
         if len(self.stop) > MAX_STOP_STRINGS:
             raise RequestError(f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}")
         ids = self.stop_token_ids
         if not isinstance(ids, tuple) or not all(type(i) is int and 0 <= i <= MAX_INT64 for i in ids):
-            raise RequestError(f"stop_token_ids must be token ids of at least 0, got {ids!r}")
+            raise RequestError(f"stop_token_ids must be token ids of at least 0, got {reprlib.repr(ids)}")
 
     def with_options(self, said: Mapping[str, Any]) -> SamplingParams:
         """These params as defaults, overruled by the options a request names. Raises RequestError."""
