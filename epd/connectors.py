@@ -136,10 +136,12 @@ class KVChunk:
 class Offer(Generic[SourceT]):
     """Something for a ticket: at `source` in a pool of the sender's, or None when it could not be made.
 
-    pool_id: tells the pool from one of the same sender's that was there before or is there now.
+    number: tells it from the sender's other offers. pool_id: tells the sender's pool from that of another
+    sender which had the same name before, or has it now.
     """
 
     transfer_id: str
+    number: int
     sender: str
     pool_id: str
     source: SourceT | None
@@ -151,6 +153,7 @@ class Receipt:
     """The end of an offer."""
 
     transfer_id: str
+    number: int
     outcome: TransferOutcome
     error: str = ""
 
@@ -160,10 +163,11 @@ class Connector(Protocol[_TicketT, SourceT]):
 
     name: str
 
-    def send(self, ticket: _TicketT, source: SourceT | None, error: str = "") -> None:
+    def send(self, ticket: _TicketT, source: SourceT | None, error: str = "") -> int:
         """Offers what this worker's pool holds at `source`, which must stay until the receipt.
 
-        None instead of a source tells the receiver that there will be nothing, and why.
+        None instead of a source tells the receiver that there will be nothing, and why. Returns the offer's
+        number.
         """
         ...
 
@@ -182,7 +186,8 @@ class Connector(Protocol[_TicketT, SourceT]):
     def recv(self) -> Sequence[Offer[SourceT]]:
         """Copies all offers for open tickets and answers them and the rest.
 
-        Returns the offers for open tickets: those copied, and those that failed, without a source.
+        Returns the offers for open tickets: those copied, and those that failed, without a source. One that
+        comes again is ignored.
         """
         ...
 

@@ -13,7 +13,7 @@ keeps the blocks of a request until every offer is answered. No tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from epd.connectors import (
     HandoverState,
@@ -42,11 +42,11 @@ class HandoverEnd:
 
 @dataclass(slots=True)
 class _Sending:
-    """num_sent: tokens offered of each layer group, from 0. num_unanswered: offers without a receipt."""
+    """num_sent: tokens offered of each layer group, from 0. unanswered: numbers of offers without a receipt."""
 
     ticket: KVTicket
     num_sent: list[int]
-    num_unanswered: int = 0
+    unanswered: set[int] = field(default_factory=set)
     is_last_sent: bool = False
     is_ended: bool = False
 
@@ -81,7 +81,7 @@ class KVOutbox:
         An open hand-over may be settled: what is committed later goes on from what was sent.
         """
         return not any(
-            sending.num_unanswered
+            sending.unanswered
             for sending in self._sending.values()
             if sending.ticket.request_id == request_id
         )
@@ -113,11 +113,11 @@ class KVOutbox:
         ends = []
         for receipt in self._connector.poll():
             sending = self._sending.get(receipt.transfer_id)
-            if sending is None:
+            if sending is None or receipt.number not in sending.unanswered:
                 continue
-            sending.num_unanswered -= 1
+            sending.unanswered.remove(receipt.number)
             is_lost = receipt.outcome is not TransferOutcome.DELIVERED
-            is_complete = sending.is_last_sent and sending.num_unanswered == 0
+            is_complete = sending.is_last_sent and not sending.unanswered
             if not sending.is_ended and (is_lost or is_complete):
                 ends.append(HandoverEnd(sending.ticket.request_id, receipt.outcome, error=receipt.error))
                 self._end(sending)
@@ -133,7 +133,7 @@ class KVOutbox:
         lost = [sending.ticket.request_id for sending in gone if not sending.is_ended]
         for sending in gone:
             self._end(sending)
-            sending.num_unanswered = 0
+            sending.unanswered.clear()
             self._forget_if_settled(sending)
         return lost
 
@@ -153,8 +153,7 @@ class KVOutbox:
         return tuple(spans)
 
     def _offer(self, sending: _Sending, chunk: KVChunk | None, error: str = "") -> None:
-        sending.num_unanswered += 1
-        self._connector.send(sending.ticket, chunk, error)
+        sending.unanswered.add(self._connector.send(sending.ticket, chunk, error))
 
     def _end(self, sending: _Sending) -> None:
         if not sending.is_ended:
@@ -162,7 +161,7 @@ class KVOutbox:
             del self._current[sending.ticket.request_id]
 
     def _forget_if_settled(self, sending: _Sending) -> None:
-        if sending.is_ended and sending.num_unanswered == 0:
+        if sending.is_ended and not sending.unanswered:
             del self._sending[sending.ticket.transfer_id]
 
     def check_integrity(self) -> None:
@@ -170,9 +169,9 @@ class KVOutbox:
         open_now = {i: s.ticket.request_id for i, s in self._sending.items() if not s.is_ended}
         _require(open_now == {i: r for r, i in self._current.items()}, f"open: {open_now}, {self._current}")
         for transfer_id, sending in self._sending.items():
-            is_idle = sending.is_ended and sending.num_unanswered == 0
-            _require(sending.num_unanswered >= 0 and not is_idle, f"'{transfer_id}' should be forgotten")
-            is_held = sending.num_unanswered == 0 or sending.ticket.request_id in self._cache
+            _require(bool(sending.unanswered) or not sending.is_ended, f"'{transfer_id}' should be forgotten")
+            has_spans = any(num > sending.ticket.num_cached for num in sending.num_sent)
+            is_held = not (sending.unanswered and has_spans) or sending.ticket.request_id in self._cache
             _require(is_held, f"'{transfer_id}' is sent from blocks that were freed")
 
 

@@ -46,7 +46,7 @@ class Outbox:
     def drop_receiver(self, receiver: str) -> None:
         """Lets go of everything for a receiver that is gone and will not send receipts."""
         self.close(
-            Receipt(transfer_id, TransferOutcome.CANCELLED)
+            Receipt(transfer_id, 0, TransferOutcome.CANCELLED)
             for transfer_id in [i for i, ticket in self._open.items() if ticket.receiver == receiver]
         )
 

@@ -36,7 +36,8 @@ class MailboxConnector(ABC, Generic[TicketT, SourceT]):
         self.name = name
         self.pool = pool
         self.pool_id = pool_id
-        self._expected: dict[str, TicketT] = {}
+        self._num_sent = 0
+        self._expected: dict[str, tuple[TicketT, set[int]]] = {}  # by transfer, with the offers answered
         self._offers: list[Offer[SourceT]] = []
         self._receipts: list[Receipt] = []
 
@@ -52,8 +53,11 @@ class MailboxConnector(ABC, Generic[TicketT, SourceT]):
     def pool_of(self, offer: Offer[SourceT]) -> Pool[TicketT, SourceT] | None:
         """The pool that the offer speaks of, to read from; None when it is gone."""
 
-    def send(self, ticket: TicketT, source: SourceT | None, error: str = "") -> None:
-        self.put(ticket.receiver, Offer(ticket.transfer_id, self.name, self.pool_id, source, error))
+    def send(self, ticket: TicketT, source: SourceT | None, error: str = "") -> int:
+        self._num_sent += 1
+        offer = Offer(ticket.transfer_id, self._num_sent, self.name, self.pool_id, source, error)
+        self.put(ticket.receiver, offer)
+        return offer.number
 
     def poll(self) -> Sequence[Receipt]:
         self._sort()
@@ -61,7 +65,7 @@ class MailboxConnector(ABC, Generic[TicketT, SourceT]):
         return receipts
 
     def expect(self, ticket: TicketT) -> None:
-        self._expected[ticket.transfer_id] = ticket
+        self._expected[ticket.transfer_id] = ticket, set()
 
     def cancel(self, transfer_id: str) -> None:
         self._expected.pop(transfer_id, None)
@@ -72,15 +76,20 @@ class MailboxConnector(ABC, Generic[TicketT, SourceT]):
         return [taken for offer in offers if (taken := self._take(offer)) is not None]
 
     def _take(self, offer: Offer[SourceT]) -> Offer[SourceT] | None:
-        """Copies an offer that is expected; answers the sender in every case."""
-        ticket = self._expected.get(offer.transfer_id)
-        if ticket is None:
-            self.put(offer.sender, Receipt(offer.transfer_id, TransferOutcome.CANCELLED))
+        """Copies an offer that is expected; answers the sender, unless that has been done."""
+        if offer.transfer_id not in self._expected:
+            self._answer(offer, TransferOutcome.CANCELLED)
             return None
+        ticket, answered = self._expected[offer.transfer_id]
+        if offer.number in answered:  # the sender may have let go of it by now
+            return None
+        answered.add(offer.number)
         taken = self._copied(ticket, offer)
-        outcome = TransferOutcome.FAILED if taken.source is None else TransferOutcome.DELIVERED
-        self.put(offer.sender, Receipt(offer.transfer_id, outcome, taken.error))
+        self._answer(taken, TransferOutcome.FAILED if taken.source is None else TransferOutcome.DELIVERED)
         return taken
+
+    def _answer(self, offer: Offer[SourceT], outcome: TransferOutcome) -> None:
+        self.put(offer.sender, Receipt(offer.transfer_id, offer.number, outcome, offer.error))
 
     def _copied(self, ticket: TicketT, offer: Offer[SourceT]) -> Offer[SourceT]:
         """The offer after it was copied; without a source if it could not be."""

@@ -105,11 +105,19 @@ def test_what_comes_twice_counts_once(story: Story) -> None:
     p.compute("a", 6)
     mail = story.hub.find("d0").mail
     mail.extend(list(mail))
+    again = mail[0]
     assert d.poll() == []
     assert d.reception.num_missing("a") == 5
+    p.compute("a", 1)
+    p.outbox.poll()
+    assert not p.outbox.is_settled("a")
+    for pool in p.pools.groups:
+        pool.storage[:, :, 0] = -1  # not answered a second time, nor read
+    mail.append(again)
     p.compute("a")
     assert outcomes(d.poll()) == [("a", DELIVERED)]
     assert d.holds("a", PROMPT)
+    assert outcomes(p.outbox.poll()) == [("a", DELIVERED)]
 
 
 def test_the_sender_keeps_its_blocks_until_every_chunk_is_answered(story: Story) -> None:
