@@ -10,11 +10,11 @@ import numpy as np
 from encoders.adapter import Int64Array
 from epd.kv_cache import KVCacheManager
 from epd.scheduling import ScheduledRequest
-from stages.generation import Extent, FinishReason, GenerateRequest
+from stages.detokenizer import TextStream
+from stages.generation import Extent, FinishReason, GenerateRequest, TokenOutput
 from stages.model_runner import Int32Array, Segment
 from stages.sampler import SampledToken
 from stages.sampling_state import SamplingState
-from stages.text_stream import TextStream
 from stages.visual_inputs import VisualInputs
 
 
@@ -105,8 +105,14 @@ class Choice:
         """The blocks are others from now on."""
         self._tables = []
 
-    def push(self, token: SampledToken) -> str:
-        """Takes one token; sets `finish_reason` if the answer ends with it. Returns what became readable."""
+    def push(self, token: SampledToken) -> TokenOutput:
+        """Takes one token; sets `finish_reason` if the answer ends with it."""
+        index = self.num_generated
+        text = self._take(token)
+        return TokenOutput(self.request.request_id, self.index, index, token, text, self.finish_reason)
+
+    def _take(self, token: SampledToken) -> str:
+        """What becomes readable with the token."""
         num_generated = self.num_generated + 1
         self.token_ids[self.scheduled.num_tokens] = token.token_id
         self.scheduled.identity.append(token.token_id)

@@ -262,7 +262,7 @@ class ColocatedPipeline:
             if on_text and output.text:
                 on_text(output.text)
         timings.total_s = perf_counter() - start
-        token_ids = tuple(token.token_id for output in outputs for token in output.tokens)
+        token_ids = tuple(output.token.token_id for output in outputs)
         usage = Usage(context.num_frames, prompt.num_visual_tokens, len(prompt), len(token_ids))
         logger.info("answered: %s, first token after %.3f s, %.3f s in all", usage, ttft_s, timings.total_s)
         text = "".join(output.text for output in outputs)

@@ -18,7 +18,7 @@ from epd.errors import RequestError
 from epd.kv_cache import KVCacheManager, KVCacheSpec
 from epd.scheduling import Chunk, Scheduler, SchedulerConfig, SchedulerOutput
 from stages.choice import Choice
-from stages.generation import Admission, Extent, GenerateRequest, StepResult, TokenOutput
+from stages.generation import Admission, Extent, GenerateRequest, StepResult
 from stages.kv_pool import token_slots
 from stages.model_runner import ModelRunner
 from stages.sampler import SampledToken, sample
@@ -55,7 +55,7 @@ class LanguageEngine:
         self.kv = KVCacheManager(spec, enable_prefix_caching=enable_prefix_caching)
         self.scheduler = Scheduler(config, self.kv)
         self._runner = runner
-        self._pools = runner.pools
+        self.pools = runner.pools
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
         self._choices: dict[str, Choice] = {}
@@ -100,12 +100,19 @@ class LanguageEngine:
         self.scheduler.adopt(choice.scheduled)
         self._begin([choice, *self._siblings(choice)], first, StepResult())
 
-    def abort(self, request_id: str) -> None:
-        """Forgets a request and all its choices, whatever state they are in; unknown ids are ignored."""
+    def abort(self, request_id: str, *, hold: bool = False) -> None:
+        """Forgets a request and all its choices, whatever state they are in; unknown ids are ignored.
+
+        hold: keep its blocks, if it has any, until `release`.
+        """
         for choice in self._choices_of(request_id):
-            self._remove(choice)
-        if self.scheduler.is_held(request_id):
+            self._remove(choice, hold=hold)
+        if self.scheduler.is_held(request_id) and not hold:
             self.scheduler.release(request_id)
+
+    def is_held(self, request_id: str) -> bool:
+        """Whether the request is over but for its blocks."""
+        return self.scheduler.is_held(request_id)
 
     def release(self, request_id: str) -> None:
         """Gives back the blocks of a request that was prefilled and held."""
@@ -151,13 +158,13 @@ class LanguageEngine:
         for preemption in output.preemptions:
             self._offloaded[preemption.request.request_id] = [
                 pool.read(token_slots(table, 0, preemption.num_tokens, pool.block_size))
-                for pool, table in zip(self._pools.groups, preemption.block_tables, strict=True)
+                for pool, table in zip(self.pools.groups, preemption.block_tables, strict=True)
             ]
-        self._pools.copy_blocks(output.copies)
+        self.pools.copy_blocks(output.copies)
         for restore in output.restores:
             request_id = restore.request.request_id
             for group, values in enumerate(self._offloaded.pop(request_id)):
-                pool, table = self._pools.groups[group], self.kv.block_table(request_id, group)
+                pool, table = self.pools.groups[group], self.kv.block_table(request_id, group)
                 slots = token_slots(table, restore.start, restore.stop, pool.block_size)
                 pool.write(slots, values[:, :, restore.start : restore.stop])
             self.scheduler.advance(restore.request, restore.stop)
@@ -232,35 +239,26 @@ class LanguageEngine:
         """Takes the sampled token, and those after it for which the draft before was right."""
         drafts = choice.drafts[: chunk.num_drafts]
         num_right = next((i for i, draft in enumerate(drafts) if draft != tokens[i].token_id), len(drafts))
-        kept = [tokens[0]]
-        text = choice.push(tokens[0])
-        while choice.finish_reason is None and len(kept) <= num_right:
-            kept.append(tokens[len(kept)])
-            text += choice.push(kept[-1])
+        num_kept = 0
+        while choice.finish_reason is None and num_kept <= num_right:
+            result.outputs.append(choice.push(tokens[num_kept]))
+            num_kept += 1
         self.counts.num_drafted_tokens += len(drafts)
-        self.counts.num_accepted_tokens += len(kept) - 1
-        self.scheduler.advance(chunk.request, chunk.start + len(kept))
-        result.outputs.append(
-            TokenOutput(choice.request.request_id, choice.index, tuple(kept), text, choice.finish_reason)
-        )
+        self.counts.num_accepted_tokens += num_kept - 1
+        self.scheduler.advance(chunk.request, chunk.stop - chunk.num_drafts + num_kept - 1)
         if choice.finish_reason is not None:
             self._remove(choice)
 
     def _begin(self, family: Sequence[Choice], first: Sequence[SampledToken], result: StepResult) -> None:
         """Gives every choice its first token; those that go on share the prompt's blocks."""
         choice = family[0]
-        for each, token in zip(family, first, strict=True):
-            text = each.push(token)
-            result.outputs.append(
-                TokenOutput(choice.request.request_id, each.index, (token,), text, each.finish_reason)
-            )
-        going_on = [each for each in family if each.finish_reason is None]
-        if going_on and choice.request.extent is Extent.FIRST_TOKEN:
+        result.outputs += [each.push(token) for each, token in zip(family, first, strict=True)]
+        if choice.request.extent is Extent.FIRST_TOKEN:
             self._hold(choice, result)
             return
-        for each in going_on:
-            if each is not choice:
-                self._pools.copy_blocks(self.scheduler.fork(choice.scheduled, each.scheduled))
+        for each in family[1:]:
+            if each.finish_reason is None:
+                self.pools.copy_blocks(self.scheduler.fork(choice.scheduled, each.scheduled))
                 self._choices[each.request_id] = each
         choice.forget_tables()
         if choice.finish_reason is not None:
@@ -272,10 +270,10 @@ class LanguageEngine:
         self.scheduler.remove(choice.scheduled, hold=True)
         result.prefilled.append(choice.request.request_id)
 
-    def _remove(self, choice: Choice) -> None:
+    def _remove(self, choice: Choice, *, hold: bool = False) -> None:
         del self._choices[choice.request_id]
         self._offloaded.pop(choice.request_id, None)
-        self.scheduler.remove(choice.scheduled)
+        self.scheduler.remove(choice.scheduled, hold=hold)
 
     def _drop_embeddings(self, choice: Choice) -> None:
         """Embeddings are needed once, unless computed tokens may have to be computed again."""
@@ -286,7 +284,7 @@ class LanguageEngine:
         result.num_tokens = output.num_tokens
         self.counts.num_steps += 1
         self.counts.num_computed_tokens += output.num_tokens
-        self.counts.num_generated_tokens += sum(len(each.tokens) for each in result.outputs)
+        self.counts.num_generated_tokens += len(result.outputs)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless scheduler, cache and requests agree."""

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from encoders import PromptPlan
+from epd.handover import HandoverEnd
 from epd.kv_identity import TokenIdentity
 from epd.sampling_params import SamplingParams
 from stages.sampler import SampledToken
@@ -91,14 +92,17 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """Tokens that one answer gained in a step. choice: which of the request's answers, from 0.
+    """A token that one answer has gained. choice: which of the request's answers, from 0.
 
+    index: of the token in its answer. Whoever passes tokens on can tell by it what went before: a
+    request that is done again, on another worker, gives the same tokens again.
     text: what has become readable; all texts of a choice add up to its whole text.
     """
 
     request_id: str
     choice: int
-    tokens: tuple[SampledToken, ...]
+    index: int
+    token: SampledToken
     text: str
     finish_reason: FinishReason | None = None
 
@@ -115,11 +119,13 @@ class Admission:
 class StepResult:
     """What one step did. prefilled: requests of extent FIRST_TOKEN or MEDIA that are complete, and held.
 
-    num_tokens: computed in all. computed: requests whose cache has grown.
+    computed: requests whose cache has grown. num_tokens: computed in all.
+    handovers: those that have ended. On the decode side, delivered ones go on there at once.
     """
 
     admissions: list[Admission] = field(default_factory=list)
     outputs: list[TokenOutput] = field(default_factory=list)
     prefilled: list[str] = field(default_factory=list)
     computed: list[str] = field(default_factory=list)
+    handovers: list[HandoverEnd] = field(default_factory=list)
     num_tokens: int = 0

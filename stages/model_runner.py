@@ -75,7 +75,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, segments: Sequence[Segment]) -> Tensor:
-        """Computes all segments in one pass, filling the cache. Gives logits [R, V], R the sum of num_logits."""
+        """Computes all segments in one pass, filling the cache. Gives logits [R, V], R = all num_logits."""
         ends = list(accumulate(len(segment.token_ids) for segment in segments))
         token_ids = _joined([segment.token_ids for segment in segments])
         positions = _joined([segment.positions for segment in segments])

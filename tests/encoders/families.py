@@ -103,7 +103,7 @@ class Family:
     def prompt(self, media: Sequence[Media], sampling: Sampling) -> PromptPlan:
         return self.adapter.plan_prompt([self.plan(item, sampling) for item in media], QUESTION)
 
-    def their_inputs(self, media: Sequence[Media], sampling: Sampling) -> Any:
+    def their_inputs(self, media: Sequence[Media], sampling: Sampling, question: str = QUESTION) -> Any:
         """What the processor makes of the same media; it samples, resizes and lays out by itself."""
         pictures = [item.pixels.permute(2, 0, 1) for item in media if isinstance(item, Picture)]
         clips = [item for item in media if isinstance(item, Clip)]
@@ -112,7 +112,7 @@ class Family:
             options["images"] = [pictures] if self.name == "smolvlm" else pictures
         if clips:
             options |= self._video_options(clips, sampling)
-        return self.processor(text=[self._text(media)], return_tensors="pt", **options)
+        return self.processor(text=[self._text(media, question)], return_tensors="pt", **options)
 
     def _video_options(self, clips: Sequence[Clip], sampling: Sampling) -> dict[str, Any]:
         videos = [clip.frames.permute(0, 3, 1, 2) for clip in clips]
@@ -126,8 +126,8 @@ class Family:
             return options | {"num_frames": sampling.num_frames, "fps": 1 if nested else None}
         return options | {"fps": sampling.fps, "num_frames": 64 if nested else None}
 
-    def _text(self, media: Sequence[Media]) -> str:
-        content = [*({"type": item.kind} for item in media), {"type": "text", "text": QUESTION}]
+    def _text(self, media: Sequence[Media], question: str) -> str:
+        content = [*({"type": item.kind} for item in media), {"type": "text", "text": question}]
         render = self.processor.apply_chat_template
         text: str = render([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
         return text

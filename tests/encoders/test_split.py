@@ -48,7 +48,7 @@ def answer(family: Family, media: list[Media], num_encoders: int) -> list[int]:
         outputs += engine.step().outputs
     while engine.has_work():
         outputs += engine.step().outputs
-    return [token.token_id for output in outputs for token in output.tokens]
+    return [output.token.token_id for output in outputs]
 
 
 @pytest.mark.parametrize("num_encoders", [1, 3])

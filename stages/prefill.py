@@ -1,0 +1,153 @@
+"""The prefill stage: prompts in, chunk by chunk as their media arrive, keys and values on to a decode worker.
+
+    submit(request, ticket)   prefill chunk | chunk | last chunk, first token
+    to the decode worker      [ tokens      )[      )[           ) + what decode needs to go on
+
+Without a ticket the roles are merged: the same engine decodes the request to its end, and its decodes ride
+along with the prefill chunks of others. Blocks of a request are kept until the decode worker has all of them,
+so a decode worker that is lost costs no prefill: see `redirect`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from epd.connectors import FirstToken, HandoverState, KVConnector, KVTicket, TransferOutcome
+from epd.handover import KVOutbox
+from stages.engine import LanguageEngine
+from stages.generation import Extent, GenerateRequest, StepResult, TokenOutput
+from stages.visual_inputs import PlacedEmbeddings
+
+
+@dataclass(slots=True)
+class _Handover:
+    """A request for another worker to go on with. state: what that needs to know, once it is prefilled."""
+
+    request: GenerateRequest
+    state: HandoverState | None = None
+
+
+class PrefillStage:
+    """One prefill worker, or one with merged roles. Not for several threads at once."""
+
+    def __init__(self, engine: LanguageEngine, connector: KVConnector | None = None) -> None:
+        """connector: to decode workers; without one, only merged roles are possible."""
+        self.engine = engine
+        self.outbox = KVOutbox(engine.kv, connector) if connector is not None else None
+        self._handovers: dict[str, _Handover] = {}
+        self._leaving: set[str] = set()  # over, but for blocks that may still be read
+
+    def can_admit(self, request: GenerateRequest) -> bool:
+        """Whether the request would be admitted at once; if not, forward it elsewhere."""
+        return self.engine.can_admit(request)
+
+    def submit(self, request: GenerateRequest, ticket: KVTicket | None = None) -> None:
+        """Queues a request. ticket: room at the decode worker that is to go on with it.
+
+        Raises InfeasibleError when it can never fit, RequestError for an id in use.
+        """
+        if ticket is None:
+            self.engine.add(request)
+            return
+        self.engine.add(replace(request, extent=Extent.FIRST_TOKEN))
+        self._handovers[request.request_id] = _Handover(request)
+        self._outbox.open(ticket)
+
+    def add_embeddings(self, request_id: str, placed: PlacedEmbeddings) -> None:
+        """The next visual tokens of a request, in order."""
+        self.engine.add_embeddings(request_id, placed)
+
+    def redirect(self, request_id: str, ticket: KVTicket) -> None:
+        """Hands a request over to another decode worker, from its first token; the former gets no more.
+
+        Raises KeyError for a request that is not here any more: prefill it again.
+        """
+        handover = self._handovers[request_id]
+        self._outbox.abort(request_id, "it goes to another worker")
+        self._outbox.open(ticket)
+        if handover.state is not None:
+            self._outbox.send(request_id, handover.state)
+
+    def drop_receiver(self, receiver: str) -> list[str]:
+        """A decode worker is gone. Returns the requests on their way to it: redirect or abort them."""
+        return self._outbox.drop_receiver(receiver)
+
+    def abort(self, request_id: str) -> None:
+        """Forgets a request; its blocks stay until nobody reads them. Unknown ids are ignored."""
+        if request_id in self._handovers:
+            self._outbox.abort(request_id, "the request was aborted")
+            self.engine.abort(request_id, hold=True)
+            self._leave(request_id)
+        else:
+            self.engine.abort(request_id)
+
+    def has_work(self) -> bool:
+        """Whether a request is not over, or somebody may still read the blocks of one."""
+        return self.engine.has_work() or bool(self._handovers) or bool(self._leaving)
+
+    def step(self) -> StepResult:
+        """One step of the engine, and of the hand-overs that depend on it."""
+        result = self.engine.step()
+        if self.outbox is not None:
+            self._send(result)
+            self._take_receipts(result)
+        return result
+
+    @property
+    def _outbox(self) -> KVOutbox:
+        if self.outbox is None:
+            raise ValueError("this worker was made without a connector; it cannot hand requests over")
+        return self.outbox
+
+    def _send(self, result: StepResult) -> None:
+        """What has been computed in this step, and for complete prompts what decode needs to go on."""
+        for request_id in result.computed:
+            if self._outbox.is_open(request_id) and request_id not in result.prefilled:
+                self._outbox.send(request_id)
+        for request_id in result.prefilled:
+            if request_id in self._handovers:
+                self._finish(request_id, [out for out in result.outputs if out.request_id == request_id])
+
+    def _finish(self, request_id: str, first: list[TokenOutput]) -> None:
+        """The prompt is computed. Answers of one token need no decode worker."""
+        if all(output.finish_reason for output in first):
+            self._outbox.abort(request_id, "the request ended with its first token")
+            self._leave(request_id)
+            return
+        handover = self._handovers[request_id]
+        handover.state = _state(handover.request, first)
+        if self._outbox.is_open(request_id):
+            self._outbox.send(request_id, handover.state)
+
+    def _take_receipts(self, result: StepResult) -> None:
+        for end in self._outbox.poll():
+            result.handovers.append(end)
+            if end.outcome is TransferOutcome.DELIVERED:
+                self._leave(end.request_id)
+        for request_id in [each for each in self._leaving if self._outbox.is_settled(each)]:
+            self._leaving.remove(request_id)
+            if self.engine.is_held(request_id):
+                self.engine.release(request_id)
+
+    def _leave(self, request_id: str) -> None:
+        del self._handovers[request_id]
+        self._leaving.add(request_id)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless engine and hand-overs agree."""
+        self.engine.check_integrity()
+        if self.outbox is not None:
+            self.outbox.check_integrity()
+
+
+def _state(request: GenerateRequest, first: list[TokenOutput]) -> HandoverState:
+    tokens = [output.token for output in sorted(first, key=lambda each: each.choice)]
+    return HandoverState(
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt.token_ids,
+        first_tokens=tuple(FirstToken(*token) for token in tokens),
+        next_position=request.prompt.next_position,
+        num_position_rows=len(request.prompt.positions),
+        params=request.sampling,
+        seed=request.seed,
+    )

@@ -1,0 +1,113 @@
+"""Checkpoints of every family, and what `model.generate` answers to a mix of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoProcessor
+
+import video
+from encoders import Adapter, Sampling, load_adapter
+from stages.colocated import build_engine
+from stages.engine import LanguageEngine
+from stages.generation import GenerationSettings
+from tests.encoders.families import Clip, Family, Media, Picture
+from tests.encoders.tiny_tiles import BUILDERS
+from tests.reference import processor_inputs
+from tests.stages.prompts import MAX_TOKENS, QUESTIONS, Prompt, prompt_of
+from tests.tiny_models import load_reference
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision", "smolvlm", "shapes-vl")
+SAMPLING = Sampling(num_frames=6)
+MIX: tuple[tuple[str, ...], ...] = ((), ("image",), ("video",), ("wide_image", "image"), ("tall_video",))
+
+
+@dataclass(slots=True)
+class Subject:
+    """One checkpoint: what it must answer, and the model to build engines on."""
+
+    name: str
+    adapter: Adapter
+    model: Any
+    settings: GenerationSettings
+    prompts: list[Prompt]
+
+    def engine(self, **options: Any) -> LanguageEngine:
+        """options: of `build_engine`."""
+        return build_engine(self.model, self.adapter, self.settings, **({"num_kv_tokens": 8192} | options))
+
+    def mix(self, count: int) -> dict[str, Prompt]:
+        """The first `count` prompts, again from the start when there are not as many."""
+        return {f"r{i}": self.prompts[i % len(self.prompts)] for i in range(count)}
+
+
+@pytest.fixture(scope="session")
+def subjects(
+    checkpoints: dict[str, Path], media: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Subject]:
+    """Each family by name, made when it is first asked for."""
+    made: dict[str, Subject] = {}
+
+    def get(name: str) -> Subject:
+        if name not in made:
+            folder = tmp_path_factory.mktemp("engine")
+            path = checkpoints[name] if name in checkpoints else BUILDERS[name](folder / name)
+            made[name] = make(name, path, media)
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(params=FAMILIES)
+def any_family(request: pytest.FixtureRequest, subjects: Callable[[str], Subject]) -> Subject:
+    return subjects(request.param)
+
+
+@pytest.fixture(params=["qwen2_5_vl", "qwen3_vl"])
+def a_family(request: pytest.FixtureRequest, subjects: Callable[[str], Subject]) -> Subject:
+    """Two are enough where nothing depends on the family: with M-RoPE, with and without deepstack."""
+    return subjects(request.param)
+
+
+def make(name: str, path: Path, media: dict[str, Path]) -> Subject:
+    adapter, model = load_adapter(path), load_reference(path)
+    processor = AutoProcessor.from_pretrained(path, local_files_only=True)
+    family = Family(name, path, adapter, model, processor)
+    settings = GenerationSettings(eos_ids=frozenset())  # every answer is as long as may be
+    prompts = []
+    for index, names in enumerate(MIX):
+        paths = [media[each] for each in names]
+        question = QUESTIONS[index % len(QUESTIONS)]
+        prompt = prompt_of(adapter, model, paths, question, SAMPLING, group_tokens=1 if index % 2 else 20)
+        prompts.append(replace(prompt, expected=expected(family, paths, question)))
+    return Subject(name, adapter, model, settings, prompts)
+
+
+@torch.inference_mode()
+def expected(family: Family, paths: list[Path], question: str) -> tuple[int, ...]:
+    """The truth: transformers' processor and `generate`, before the model's attention becomes ours."""
+    inputs = inputs_of(family, paths, question)
+    sequences = family.model.generate(
+        **inputs, max_new_tokens=MAX_TOKENS, min_new_tokens=MAX_TOKENS, do_sample=False, eos_token_id=[]
+    )
+    return tuple(sequences[0, inputs["input_ids"].shape[1] :].tolist())
+
+
+def inputs_of(family: Family, paths: list[Path], question: str) -> Any:
+    if family.name in BUILDERS and family.name not in ("qwen2_5_vl", "qwen3_vl"):
+        return family.their_inputs([as_sent(path) for path in paths], SAMPLING, question)
+    return processor_inputs(family.processor, paths, question, SAMPLING)
+
+
+def as_sent(path: Path) -> Media:
+    """The whole image, or every frame of the video."""
+    if video.media_kind(path) == "image":
+        return Picture(torch.from_numpy(video.load_image(path)))
+    info = video.probe(path)
+    times_s = [(index + 0.5) / info.fps for index in range(info.num_frames)]
+    return Clip(torch.from_numpy(video.reference_decode(path, times_s).data), info.fps)

@@ -1,0 +1,103 @@
+"""Prompts with media for the engine, ready to be fed group by group, and the tokens they must give."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from encoders import Adapter, Sampling
+from encoders.adapter import Embeddings, PatchRun, PromptPlan
+from encoders.identity import prompt_identity
+from epd.content import content_hash
+from epd.sampling_params import SamplingParams
+from epd.types import StageTimings
+from stages.engine import LanguageEngine
+from stages.generation import GenerateRequest, TokenOutput
+from stages.media import plan_media, unit_runs
+from stages.visual_inputs import PlacedEmbeddings
+
+MAX_TOKENS = 12
+QUESTIONS = ("What is shown?", "how many", "Which colour is the shape? Ä 漢 🙂")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One question about media. groups: its visual tokens, in order. expected: the tokens of the answer."""
+
+    plan: PromptPlan
+    mm_hashes: tuple[str, ...]
+    groups: tuple[PlacedEmbeddings, ...]
+    expected: tuple[int, ...]
+
+    def request(self, request_id: str, **options: Any) -> GenerateRequest:
+        """options: of `GenerateRequest`."""
+        identity = prompt_identity(self.plan, self.mm_hashes)
+        options = {"sampling": SamplingParams(max_tokens=MAX_TOKENS)} | options
+        return GenerateRequest(request_id, self.plan, identity, **options)
+
+
+@torch.inference_mode()
+def prompt_of(
+    adapter: Adapter, model: Any, media: Sequence[Path], question: str, sampling: Sampling, group_tokens: int
+) -> Prompt:
+    """Decodes and encodes media; `expected` is left empty."""
+    planned = [plan_media(adapter, path, sampling) for path in media]
+    plan = adapter.plan_prompt([item.plan for item in planned], question)
+    tower = adapter.vision_tower(model)
+    groups = []
+    for item, placed in zip(planned, plan.media, strict=True):
+        for run in unit_runs(item, group_tokens, StageTimings()):
+            patches = adapter.preprocess(run.frames, item.plan)
+            grid = item.plan.grid.cut(run.stop - run.start)
+            (encoded,) = adapter.encode_batch(tower, [PatchRun(item.plan.kind, patches, grid)])
+            rows = _copied(adapter.join(encoded, item.plan, run.start, run.stop))
+            groups.append(PlacedEmbeddings(rows, placed.token_indices(run.start, run.stop)))
+    hashes = tuple(content_hash(path) for path in media)
+    return Prompt(plan, hashes, tuple(groups), ())
+
+
+def _copied(embeddings: Embeddings) -> Embeddings:
+    return replace(
+        embeddings, rows=embeddings.rows.clone(), deepstack=tuple(x.clone() for x in embeddings.deepstack)
+    )
+
+
+class Drive:
+    """Runs requests through an engine with arrivals and media at random steps, checking it at every step."""
+
+    def __init__(self, engine: LanguageEngine, seed: int) -> None:
+        self.engine = engine
+        self.outputs: dict[tuple[str, int], list[TokenOutput]] = {}
+        self._rng = random.Random(seed)
+
+    def run(self, prompts: dict[str, Prompt], **options: Any) -> dict[str, tuple[int, ...]]:
+        """Tokens of each request, all of its choices in a row. options: of `Prompt.request`."""
+        arriving = list(prompts)
+        self._rng.shuffle(arriving)
+        feeding: dict[str, list[PlacedEmbeddings]] = {}
+        for _ in range(10_000):
+            while arriving and self._rng.random() < 0.5:
+                name = arriving.pop()
+                self.engine.add(prompts[name].request(name, **options))
+                feeding[name] = list(prompts[name].groups)
+            for name, groups in feeding.items():
+                if groups and self._rng.random() < 0.7:
+                    self.engine.add_embeddings(name, groups.pop(0))
+            self.step()
+            if not arriving and not self.engine.has_work():
+                return {name: self.tokens(name) for name in prompts}
+        raise AssertionError("the engine did not come to an end")
+
+    def step(self) -> None:
+        for output in self.engine.step().outputs:
+            self.outputs.setdefault((output.request_id, output.choice), []).append(output)
+        self.engine.check_integrity()
+
+    def tokens(self, name: str) -> tuple[int, ...]:
+        choices = sorted(key for key in self.outputs if key[0] == name)
+        return tuple(output.token.token_id for key in choices for output in self.outputs[key])

@@ -1,0 +1,241 @@
+"""Prefill and decode on workers of their own: the same tokens, and nothing lost when one of them goes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from epd.connectors import TransferOutcome
+from epd.sampling_params import SamplingParams
+from epd.scheduling import SchedulerConfig
+from stages.connectors import InProcessHub
+from stages.decode import DecodeStage
+from stages.generation import StepResult, TokenOutput
+from stages.prefill import PrefillStage
+from stages.visual_inputs import PlacedEmbeddings
+from tests.stages.conftest import Subject
+from tests.stages.prompts import MAX_TOKENS, Prompt
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
+
+
+@dataclass
+class Deployment:
+    """Workers of one model, and a router that does what a real one would: reserve, forward, redirect."""
+
+    subject: Subject
+    num_decode: int
+    rng: random.Random
+    decode_kv_tokens: int = 4096
+    chunk: int = 24
+    outputs: dict[tuple[str, int], list[TokenOutput]] = field(default_factory=dict)
+    placed: dict[str, str] = field(default_factory=dict)
+    num_refused: int = 0
+
+    def __post_init__(self) -> None:
+        self.hub = InProcessHub()
+        config = SchedulerConfig(max_chunk_tokens=self.chunk)
+        engine = self.subject.engine(config=config, enable_prefix_caching=True)
+        self.prefill = PrefillStage(engine, self.hub.connect("p0", engine.pools))
+        self.decode = {f"d{i}": self.new_decode(f"d{i}") for i in range(self.num_decode)}
+
+    def new_decode(self, name: str) -> DecodeStage:
+        engine = self.subject.engine(num_kv_tokens=self.decode_kv_tokens, enable_prefix_caching=True)
+        return DecodeStage(engine, self.hub.connect(name, engine.pools))
+
+    def submit(self, name: str, prompt: Prompt, sampling: SamplingParams) -> bool:
+        """False when every decode worker has refused."""
+        request = prompt.request(name, sampling=sampling, seed=3)
+        for worker in self.rng.sample(sorted(self.decode), len(self.decode)):
+            ticket = self.decode[worker].reserve(name, "p0", request.identity, sampling)
+            if ticket is not None:
+                self.placed[name] = worker
+                self.prefill.submit(request, ticket)
+                return True
+        self.num_refused += 1
+        return False
+
+    def take(self, result: StepResult) -> None:
+        """Passes on what has not been passed on before."""
+        for output in result.outputs:
+            known = self.outputs.setdefault((output.request_id, output.choice), [])
+            if output.index == len(known):
+                known.append(output)
+            else:
+                assert (output.token, output.text) == (known[output.index].token, known[output.index].text)
+
+    def step(self) -> None:
+        self.take(self.prefill.step())
+        self.prefill.check_integrity()
+        for stage in self.decode.values():
+            self.take(stage.step())
+            stage.check_integrity()
+
+    def tokens(self, name: str) -> tuple[int, ...]:
+        choices = sorted(key for key in self.outputs if key[0] == name)
+        return tuple(out.token.token_id for key in choices for out in self.outputs[key])
+
+    def is_over(self, name: str, n: int = 1) -> bool:
+        ends = [outs for (request_id, _), outs in self.outputs.items() if request_id == name]
+        return len(ends) == n and all(outs[-1].finish_reason for outs in ends)
+
+    def run(self, prompts: dict[str, Prompt], sampling: SamplingParams) -> dict[str, tuple[int, ...]]:
+        waiting, feeding = list(prompts), dict[str, list[PlacedEmbeddings]]()
+        for _ in range(5000):
+            if waiting and self.rng.random() < 0.6 and self.submit(waiting[0], prompts[waiting[0]], sampling):
+                name = waiting.pop(0)
+                feeding[name] = list(prompts[name].groups)
+            for name, groups in feeding.items():
+                if groups and self.rng.random() < 0.7:
+                    self.prefill.add_embeddings(name, groups.pop(0))
+            self.step()
+            if not waiting and all(self.is_over(name, sampling.n) for name in prompts):
+                return {name: self.tokens(name) for name in prompts}
+        raise AssertionError("the deployment did not come to an end")
+
+    def settle(self) -> None:
+        for _ in range(3):
+            self.step()
+        assert not self.prefill.has_work()
+        assert self.prefill.engine.kv.usage == 0
+        for stage in self.decode.values():
+            assert not stage.has_work()
+            assert stage.engine.kv.usage == 0
+
+
+GREEDY = SamplingParams(max_tokens=MAX_TOKENS)
+
+
+@pytest.mark.parametrize("num_decode", [1, 3])
+@pytest.mark.parametrize("count", [1, 10])
+def test_tokens_equal_generate(any_family: Subject, num_decode: int, count: int) -> None:
+    deployment = Deployment(any_family, num_decode, random.Random(num_decode * 100 + count))
+    prompts = any_family.mix(count)
+    assert deployment.run(prompts, GREEDY) == {name: prompt.expected for name, prompt in prompts.items()}
+    deployment.settle()
+
+
+def test_decode_without_room_refuses_and_gives_way(a_family: Subject) -> None:
+    longest = max(len(prompt.plan) for prompt in a_family.prompts)
+    room = 2 * (longest + 16)
+    deployment = Deployment(a_family, 2, random.Random(0), decode_kv_tokens=room)
+    prompts = a_family.mix(12)
+    assert deployment.run(prompts, GREEDY) == {name: prompt.expected for name, prompt in prompts.items()}
+    assert deployment.num_refused > 0
+    deployment.settle()
+
+
+def test_several_answers_are_split_after_the_hand_over(a_family: Subject) -> None:
+    sampling = SamplingParams(max_tokens=8, temperature=1.0, n=3)
+    prompts = a_family.mix(4)
+    split = Deployment(a_family, 2, random.Random(1)).run(prompts, sampling)
+    for name, prompt in prompts.items():
+        alone = Deployment(a_family, 1, random.Random(2)).run({name: prompt}, sampling)
+        assert split[name] == alone[name]
+
+
+def test_an_answer_of_one_token_needs_no_decode(a_family: Subject) -> None:
+    deployment = Deployment(a_family, 1, random.Random(0))
+    prompts = a_family.mix(3)
+    tokens = deployment.run(prompts, SamplingParams(max_tokens=1))
+    assert tokens == {name: prompt.expected[:1] for name, prompt in prompts.items()}
+    deployment.settle()
+    assert deployment.decode["d0"].engine.counts.num_steps == 0
+
+
+def test_keys_and_values_go_out_while_prefill_goes_on(a_family: Subject) -> None:
+    deployment = Deployment(a_family, 1, random.Random(0), chunk=8)
+    prompt = a_family.prompts[1]
+    assert deployment.submit("r", prompt, GREEDY)
+    for group in prompt.groups:
+        deployment.prefill.add_embeddings("r", group)
+    missing = []
+    while not deployment.tokens("r"):
+        missing.append(deployment.decode["d0"].reception.num_missing("r"))
+        deployment.step()
+    assert len(missing) == -(-len(prompt.plan) // 8)
+    assert missing == [len(prompt.plan) - 8 * i for i in range(len(missing))]
+
+
+def feed(deployment: Deployment, prompts: dict[str, Prompt]) -> None:
+    for name, prompt in prompts.items():
+        assert deployment.submit(name, prompt, GREEDY)
+        for group in prompt.groups:
+            deployment.prefill.add_embeddings(name, group)
+
+
+@pytest.mark.parametrize("steps", range(0, 12, 2))
+def test_a_lost_decode_worker_costs_no_prefill(a_family: Subject, steps: int) -> None:
+    """Requests on their way go to the other; those that decoded already are prefilled again by the router."""
+    deployment = Deployment(a_family, 2, random.Random(steps), chunk=16)
+    prompts = a_family.mix(5)
+    feed(deployment, prompts)
+    for _ in range(steps):
+        deployment.step()
+    computed = deployment.prefill.engine.counts.num_computed_tokens
+    deployment.hub.disconnect("d0")
+    del deployment.decode["d0"]
+    lost = deployment.prefill.drop_receiver("d0")
+    for name in lost:
+        request = prompts[name].request(name)
+        ticket = deployment.decode["d1"].reserve(name, "p0", request.identity, GREEDY)
+        assert ticket is not None
+        deployment.placed[name] = "d1"
+        deployment.prefill.redirect(name, ticket)
+    on_time = [name for name in prompts if deployment.placed[name] == "d1"]
+    for _ in range(100):
+        deployment.step()
+    assert {name: deployment.tokens(name) for name in on_time} == {
+        name: prompts[name].expected for name in on_time
+    }
+    rest = sum(len(prompt.plan) for prompt in prompts.values()) - computed
+    assert deployment.prefill.engine.counts.num_computed_tokens - computed <= rest
+    deployment.settle()
+
+
+@pytest.mark.parametrize("steps", range(0, 10, 3))
+def test_a_lost_prefill_worker_leaves_nothing_behind(a_family: Subject, steps: int) -> None:
+    deployment = Deployment(a_family, 1, random.Random(steps), chunk=16)
+    feed(deployment, a_family.mix(5))
+    for _ in range(steps):
+        deployment.step()
+    deployment.hub.disconnect("p0")
+    stage = deployment.decode["d0"]
+    stage.fail_sender("p0")
+    for _ in range(60):
+        deployment.take(stage.step())
+        stage.check_integrity()
+    assert not stage.has_work()
+    assert stage.engine.kv.usage == 0
+
+
+@pytest.mark.parametrize("steps", range(0, 12, 3))
+def test_abort_at_any_point_frees_both_sides(a_family: Subject, steps: int) -> None:
+    deployment = Deployment(a_family, 2, random.Random(steps), chunk=16)
+    prompts = a_family.mix(5)
+    feed(deployment, prompts)
+    for _ in range(steps):
+        deployment.step()
+    for name in prompts:
+        deployment.prefill.abort(name)
+        for stage in deployment.decode.values():
+            stage.abort(name)
+    deployment.settle()
+
+
+def test_a_hand_over_that_fails_is_told(a_family: Subject) -> None:
+    deployment = Deployment(a_family, 1, random.Random(0))
+    prompts = {"r": a_family.prompts[0]}
+    feed(deployment, prompts)
+    deployment.decode["d0"].abort("r")
+    ends: Sequence[object] = ()
+    for _ in range(4):
+        result = deployment.prefill.step()
+        ends = [*ends, *((end.request_id, end.outcome) for end in result.handovers)]
+        deployment.decode["d0"].step()
+    assert ends == [("r", TransferOutcome.CANCELLED)]
+    deployment.prefill.abort("r")
+    deployment.settle()
