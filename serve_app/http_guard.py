@@ -94,7 +94,7 @@ class KeyCheck:
         if self._api_key is None:
             return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        is_right = hmac.compare_digest(key.strip().encode(), self._api_key.encode())
+        is_right = hmac.compare_digest(key.strip().encode("latin-1"), self._api_key.encode())
         if scheme.lower() != "bearer" or not is_right:
             raise AuthenticationError(
                 "no key or not the right one; allowed: the server's API key; "
@@ -114,16 +114,22 @@ async def read_body(request: Request, max_bytes: int, budget: ByteBudget) -> byt
             f"received the content type {content_type[:50]!r}; allowed: application/json; set the header"
         )
     record = record_of(request)
+    announced = request.headers.get("content-length", "0")
     body = bytearray()
+    _check_size(int(announced) if announced.isdecimal() else 0, max_bytes)
     async for chunk in request.stream():
-        if len(body) + len(chunk) > max_bytes:
-            raise RequestLimitError(
-                f"the body has more than {max_bytes} bytes; allowed that many; send media by URL"
-            )
+        _check_size(len(body) + len(chunk), max_bytes)
         budget.take(len(chunk))
         record.held_bytes += len(chunk)
         body += chunk
     return bytes(body)
+
+
+def _check_size(num_bytes: int, max_bytes: int) -> None:
+    if num_bytes > max_bytes:
+        raise RequestLimitError(
+            f"the body has more than {max_bytes} bytes; allowed that many; send media by URL"
+        )
 
 
 def describe(error: ValidationError) -> RequestError:

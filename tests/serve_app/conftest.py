@@ -1,0 +1,107 @@
+"""A fake service behind a real server, and clients of it."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from serve_app.api import ApiSettings
+from tests.serve_app.fakes import FakeService
+from tests.serve_app.server import Server, served, wait_until
+
+JSON = dict[str, Any]
+QUESTION: JSON = {"messages": [{"role": "user", "content": "What colour is it?"}]}
+
+
+@dataclass(frozen=True)
+class Front:
+    """A running server, the fake behind it, and how to ask it."""
+
+    service: FakeService
+    server: Server
+    http: httpx.Client
+    openai_http: httpx.Client
+
+    def ask(self, body: JSON | None = None, **more: Any) -> httpx.Response:
+        """A question with some fields more, or another body."""
+        return self.http.post("/v1/chat/completions", json={**(QUESTION if body is None else body), **more})
+
+    def ask_about(self, *parts: JSON, **more: Any) -> httpx.Response:
+        content = [*parts, {"type": "text", "text": "What colour is it?"}]
+        return self.ask({"messages": [{"role": "user", "content": content}]}, **more)
+
+    @property
+    def openai(self) -> OpenAI:
+        """The official client, over connections that are closed with the front."""
+        return OpenAI(
+            base_url=f"{self.server.url}/v1", api_key="none", max_retries=0, http_client=self.openai_http
+        )
+
+    def wait_until_empty(self) -> None:
+        """Returns when nothing is left of any request."""
+        front = self.server.front
+        wait_until(lambda: self.service.num_open == self.service.num_closed and front.num_requests == 0)
+        wait_until(lambda: front.spool.budget.num_taken == front.bodies.num_taken == 0)
+        wait_until(lambda: not list(front.spool.path.iterdir()))
+
+
+@contextmanager
+def running_front(service: FakeService, settings: ApiSettings) -> Iterator[Front]:
+    """Whatever is asked, nothing of it may be left at the end."""
+    with (
+        served(service, settings) as server,
+        httpx.Client(base_url=server.url, trust_env=False, timeout=30) as http,
+        httpx.Client(trust_env=False, timeout=30) as openai_http,
+    ):
+        front = Front(service, server, http, openai_http)
+        yield front
+        front.wait_until_empty()
+    assert not front.server.front.spool.path.exists()
+
+
+@pytest.fixture
+def run_front(tmp_path: Path) -> Iterator[Callable[..., Front]]:
+    """Starts fronts over services and with settings of the test's own."""
+    with ExitStack() as running:
+
+        def run(service: FakeService | None = None, **settings: Any) -> Front:
+            return running.enter_context(
+                running_front(service or FakeService(), ApiSettings(spool_folder=tmp_path, **settings))
+            )
+
+        yield run
+
+
+@pytest.fixture(scope="session")
+def shared_front() -> Iterator[Front]:
+    with running_front(FakeService(), ApiSettings()) as front:
+        yield front
+
+
+@pytest.fixture
+def front(shared_front: Front) -> Front:
+    """A front as it is by default, of which nothing was asked yet."""
+    shared_front.wait_until_empty()
+    shared_front.service.requests.clear()
+    shared_front.service.files_seen.clear()
+    return shared_front
+
+
+def data_url(path: Path, media_type: str) -> str:
+    return f"data:{media_type};base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def image_part(url: str) -> JSON:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def video_part(url: str) -> JSON:
+    return {"type": "video_url", "video_url": {"url": url}}
