@@ -19,6 +19,12 @@ _DETAIL_CHARS = 200
 # Below what servers keep idle connections for (uvicorn: 5 s), so that none is used that is being closed.
 _KEEPALIVE_S = 2.0
 _CONNECT_TIMEOUT_S = 30.0
+# Events are read as they come over the wire, so they must not be compressed.
+_HEADERS = {
+    "Accept": "text/event-stream",
+    "Accept-Encoding": "identity",
+    "Content-Type": "application/json",
+}
 
 
 class AnswerError(Exception):
@@ -89,7 +95,7 @@ class ChatClient:
         # Proxies of the environment would be measured too.
         self._http = httpx.AsyncClient(
             trust_env=False,
-            headers={**endpoint.headers, "Accept": "text/event-stream", "Content-Type": "application/json"},
+            headers={**endpoint.headers, **_HEADERS},
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_TIMEOUT_S), pool=None),
             limits=httpx.Limits(keepalive_expiry=_KEEPALIVE_S),
         )
@@ -129,7 +135,7 @@ class ChatClient:
                 text = (await answer.aread()).decode("utf-8", "replace")
                 raise AnswerError(f"HTTP {answer.status_code}", text)
             parser = SSEParser()
-            async for piece in answer.aiter_bytes():
+            async for piece in answer.aiter_raw():
                 now_s = self.now_s()
                 for data in parser.feed(piece):
                     reply.take(data, now_s)
