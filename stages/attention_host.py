@@ -21,15 +21,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from stages.attention_runs import SharedRun, find_runs, loose_keys
+from stages.attention_runs import BoolArray, Int64Array, SharedRun, all_blocks, find_runs, loose_blocks
 
 if TYPE_CHECKING:
     from stages.attention import AttentionBatch
-
-Int64Array = NDArray[np.int64]
 
 # What torch's scaled_dot_product_attention calls on a CPU; it also gives the logarithms of the sums.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -38,8 +35,10 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _MOST_TOGETHER = 8
 # Tokens of a run from which on reading in place is cheaper than gathering. Each call on one segment wakes
 # every thread, which a padded batch of segments does once.
-_LEAST_ALONE_PER_THREAD = 256
+_LEAST_ALONE_PER_THREAD = 512
 _LEAST_SHARED = 64
+# Passes of so few segments read all runs in place: there is nothing to lay side by side.
+_FEW = 2
 # A batch of gathered segments costs about as much as this many padded tokens.
 _BATCH_COST_TOKENS = 256
 
@@ -76,7 +75,7 @@ class Piece(Protocol):
     def merges(self) -> bool: ...
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
-        """query: [N, Hkv, G, D], the piece's rows. keys, values: caches [slots, Hkv, D]."""
+        """query: [N, Hkv, G, D], the piece's rows. keys, values: caches [num_blocks, block_size, Hkv, D]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +91,7 @@ class UnmaskedPiece:
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
         num_rows, num_heads, group, dim = query.shape
         folded = query.transpose(0, 1).reshape(1, num_heads, num_rows * group, dim)
-        keys, values = _read(self, keys, values)
+        keys, values = _read(self.first, self.stop, self.slots, keys, values)
         out, log_sums = _flash(folded, keys.transpose(0, 1)[None], values.transpose(0, 1)[None], scale=scale)
         shape = (num_heads, num_rows, group)
         return Attended(out.view(*shape, dim).transpose(0, 1), log_sums.view(shape).transpose(0, 1))
@@ -109,7 +108,7 @@ class CausalPiece:
     slots: Tensor | None = None
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
-        keys, values = _read(self, keys, values)
+        keys, values = _read(self.first, self.stop, self.slots, keys, values)
         each_head = (query.shape[1], query.shape[2], *keys.shape[::2])
         out, log_sums = _flash(
             query.permute(1, 2, 0, 3),
@@ -123,38 +122,49 @@ class CausalPiece:
 
 @dataclass(frozen=True, slots=True)
 class GatheredPiece:
-    """S segments of Q rows each, with keys side by side: slots int64 [S * W], padded to W for each.
+    """S segments of Q rows each, their blocks side by side.
 
-    mask: float32 [S, 1, Q, W], minus infinity where a row does not attend; None where all do.
+    blocks: int64 [S * blocks of each], padded.
+    unwritten: int64 [U], of the gathered keys followed by the gathered values, token by token, those that may
+    hold anything. They are cleared: what is not a number would spread in spite of the mask.
+    mask: float32 [S, 1, Q, W], minus infinity where a row does not attend; W keys of each segment are used.
     """
 
     rows: Rows
     merges: bool
     num_segments: int
-    slots: Tensor
-    mask: Tensor | None
+    blocks: Tensor
+    unwritten: Tensor
+    mask: Tensor
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
         num_rows, num_heads, group, dim = query.shape
         num_segments, num_each = self.num_segments, num_rows // self.num_segments
-        folded = query.view(num_segments, num_each, num_heads, group, dim).permute(0, 2, 3, 1, 4)
-        keys, values = (
-            cache.view(num_segments, -1, num_heads, dim).transpose(1, 2)
-            for cache in _read(self, keys, values)
-        )
-        mask = self.mask
-        if mask is not None:
-            mask = mask.to(query.dtype)
-            if num_each > 1:
-                mask = mask.repeat(1, 1, group, 1)
         shape = (num_segments, num_heads, group, num_each)
-        out, log_sums = _flash(folded.reshape(*shape[:2], -1, dim), keys, values, attn_mask=mask, scale=scale)
-        # out lies in memory as [S, group * Q, Hkv, D].
-        out = out.view(*shape, dim).permute(0, 3, 1, 2, 4)
-        log_sums = log_sums.view(shape).permute(0, 3, 1, 2)
+        folded = query.view(num_segments, num_each, num_heads, group, dim).permute(0, 2, 3, 1, 4)
+        gathered = self._gather(keys, values).view(2, num_segments, -1, num_heads, dim)
+        chosen = gathered[:, :, : self.mask.shape[-1]].transpose(2, 3)
+        mask = self.mask if num_each == 1 else self.mask.repeat(1, 1, group, 1)
+        out, log_sums = _flash(
+            folded.reshape(*shape[:2], -1, dim),
+            chosen[0],
+            chosen[1],
+            attn_mask=mask.to(query.dtype),
+            scale=scale,
+        )
+        out, log_sums = out.view(*shape, dim), log_sums.view(shape)
         if num_each == 1:
-            return Attended(out.squeeze(1), log_sums.squeeze(1))
-        return Attended(out.flatten(0, 1), log_sums.flatten(0, 1))
+            return Attended(out.squeeze(3), log_sums.squeeze(3))
+        return Attended(out.permute(0, 3, 1, 2, 4).flatten(0, 1), log_sums.permute(0, 3, 1, 2).flatten(0, 1))
+
+    def _gather(self, keys: Tensor, values: Tensor) -> Tensor:
+        """[2 * S * keys of each, Hkv, D], keys before values."""
+        num_blocks = len(self.blocks)
+        gathered = _scratch.take(2 * num_blocks, keys)
+        torch.index_select(keys, 0, self.blocks, out=gathered[:num_blocks])
+        torch.index_select(values, 0, self.blocks, out=gathered[num_blocks:])
+        tokens = gathered.flatten(0, 1)
+        return tokens.index_fill_(0, self.unwritten, 0.0) if len(self.unwritten) else tokens
 
 
 class _Scratch(threading.local):
@@ -164,34 +174,28 @@ class _Scratch(threading.local):
     """
 
     def __init__(self) -> None:
-        self._held: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._held: dict[torch.dtype, Tensor] = {}
 
-    def take(self, index: int, num_rows: int, like: Tensor) -> Tensor:
-        """[num_rows, *like.shape[1:]], uninitialised, valid until the next `take` of that index."""
+    def take(self, num_rows: int, like: Tensor) -> Tensor:
+        """[num_rows, *like.shape[1:]], uninitialised, valid until the next `take`."""
         num_values = num_rows * like[0].numel()
-        held = self._held.get((index, like.dtype))
+        held = self._held.get(like.dtype)
         if held is None or held.numel() < num_values:
             with torch.inference_mode(False):  # usable in either mode from now on
                 held = torch.empty(num_values, dtype=like.dtype)
-            self._held[index, like.dtype] = held
+            self._held[like.dtype] = held
         return held[:num_values].view(num_rows, *like.shape[1:])
 
 
 _scratch = _Scratch()
 
 
-def _read(
-    piece: UnmaskedPiece | CausalPiece | GatheredPiece, keys: Tensor, values: Tensor
-) -> tuple[Tensor, Tensor]:
-    """A piece's keys and values, [K, Hkv, D]: views of the caches, or gathered."""
-    if piece.slots is None:
-        return keys[piece.first : piece.stop], values[piece.first : piece.stop]
-    return _gather(keys, piece.slots, 0), _gather(values, piece.slots, 1)
-
-
-def _gather(cache: Tensor, slots: Tensor, index: int) -> Tensor:
-    rows = _scratch.take(index, len(slots), cache)
-    return torch.index_select(cache, 0, slots, out=rows)
+def _read(first: int, stop: int, slots: Tensor | None, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """[K, Hkv, D] each: views of the caches, or gathered."""
+    keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+    if slots is None:
+        return keys[first:stop], values[first:stop]
+    return keys.index_select(0, slots), values.index_select(0, slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,17 +212,16 @@ class HostPlan:
         """As `stages.attention.attend`."""
         num_rows, num_query_heads, dim = query.shape
         num_heads = key_cache.shape[2]
-        keys, values = key_cache.view(-1, num_heads, dim), value_cache.view(-1, num_heads, dim)
         query = query.reshape(num_rows, num_heads, num_query_heads // num_heads, dim)
         if len(self.pieces) == 1 and isinstance(self.pieces[0].rows.index, slice):
-            out = self.pieces[0].attend(query, keys, values, scale).out
+            out = self.pieces[0].attend(query, key_cache, value_cache, scale).out
             return out.reshape(num_rows, num_query_heads, dim)
         does_merge = any(piece.merges for piece in self.pieces)
         out = torch.zeros(query.shape, dtype=torch.float32 if does_merge else query.dtype)
         log_sums = torch.full(query.shape[:3], -torch.inf) if does_merge else None
         for piece in self.pieces:
             index = piece.rows.index
-            _put(out, log_sums, piece, piece.attend(query[index], keys, values, scale))
+            _put(out, log_sums, piece, piece.attend(query[index], key_cache, value_cache, scale))
         return out.view(num_rows, num_query_heads, dim).to(query.dtype)
 
 
@@ -243,40 +246,41 @@ class _Cutter:
         self._starts = batch.query_starts.astype(np.int64)
         self._lens = np.diff(self._starts)
         self._contexts = batch.context_lens.astype(np.int64)
-        self._is_chunk = self._lens > _MOST_TOGETHER
+        self._past = self._contexts - self._lens
         self._in_place = np.zeros(batch.block_tables.shape, np.bool_)
-        self._has_run = np.zeros(len(self._lens), np.bool_)
+        self._num_in_place = np.zeros(len(self._lens), np.int64)  # tokens
 
     def cut(self) -> list[Piece]:
-        pieces: list[Piece] = self._cut_runs()
-        for segment in np.flatnonzero(self._is_chunk).tolist():
+        is_chunk = self._lens > _MOST_TOGETHER
+        pieces = self._cut_runs(is_chunk)
+        for segment in np.flatnonzero(is_chunk).tolist():
             pieces += self._cut_chunk(segment)
-        together = np.flatnonzero(~self._is_chunk)
-        if len(together):
-            pieces += self._cut_together(together)
+        kinds = np.where(is_chunk, -1, self._lens * 2 + (self._num_in_place > 0))
+        for kind in sorted(set(kinds.tolist()) - {-1}):
+            pieces += self._cut_alike(np.flatnonzero(kinds == kind))
         return pieces
 
-    def _cut_runs(self) -> list[Piece]:
+    def _cut_runs(self, is_chunk: BoolArray) -> list[Piece]:
         """Keys that all new tokens of a segment attend, read in place."""
-        batch, block_size = self._batch, self._batch.block_size
-        past = self._contexts - self._lens
-        seen = np.where(self._lens == 1, self._contexts, past)
-        seen -= np.where((self._lens > 1) & ~self._is_chunk, past % block_size, 0)
-        least_alone = _LEAST_ALONE_PER_THREAD * torch.get_num_threads()
-        runs = find_runs(
-            batch.block_tables, seen, block_size, least_alone=least_alone, least_shared=_LEAST_SHARED
-        )
+        tables, block_size = self._batch.block_tables, self._batch.block_size
+        seen = np.where(self._lens == 1, self._contexts, self._past)
+        # Blocks that are gathered are gathered whole.
+        seen -= np.where((self._lens > 1) & ~is_chunk, seen % block_size, 0)
+        least_alone = least_shared = _LEAST_SHARED
+        if len(self._lens) > _FEW:
+            least_alone = _LEAST_ALONE_PER_THREAD * torch.get_num_threads()
+            if len(set(tables[:, 0].tolist())) == len(tables):
+                least_shared = least_alone
+        runs = find_runs(tables, seen, block_size, least_alone=least_alone, least_shared=least_shared)
         return [self._cut_run(run) for run in runs]
 
     def _cut_run(self, run: SharedRun) -> Piece:
         block_size, segments = self._batch.block_size, list(run.segments)
         stop = run.start + run.num_tokens
         self._in_place[segments, run.start // block_size : -(-stop // block_size)] = True
-        # Together they may only begin: later runs are merged.
-        merges = bool(self._has_run[segments].any())
-        self._has_run[segments] = True
-        first = run.first_slot
-        return UnmaskedPiece(self._rows(segments), merges, first, first + run.num_tokens)
+        merges = bool(self._num_in_place[segments].any())
+        self._num_in_place[segments] += run.num_tokens
+        return UnmaskedPiece(self._rows(segments), merges, run.first_slot, run.first_slot + run.num_tokens)
 
     def _rows(self, segments: Sequence[int]) -> Rows:
         bounds = [(self._starts[segment], self._starts[segment + 1]) for segment in segments]
@@ -285,58 +289,57 @@ class _Cutter:
     def _cut_chunk(self, segment: int) -> list[Piece]:
         """What is not in place of a longer segment: its past, then the new tokens among themselves."""
         start, stop = self._starts[segment : segment + 2].tolist()
+        past, block_size = int(self._past[segment]), self._batch.block_size
         rows = Rows(slice(start, stop), stop - start)
-        past = self._contexts[segment : segment + 1] - self._lens[segment]
-        place = slice(segment, segment + 1)
-        loose = loose_keys(
-            self._batch.block_tables[place], past, self._in_place[place], self._batch.block_size
-        )
-        merges = bool(self._has_run[segment])
         pieces: list[Piece] = []
-        if loose.slots.size:
-            pieces.append(UnmaskedPiece(rows, merges, *_place(loose.slots[0])))
-        pieces.append(CausalPiece(rows, bool(past[0] > 0), *_place(self._batch.slot_mapping[start:stop])))
-        return pieces
-
-    def _cut_together(self, segments: Int64Array) -> list[Piece]:
-        """What is not in place of the short segments, side by side with others like them."""
-        kinds = self._lens[segments] * 2 + self._has_run[segments]
-        pieces: list[Piece] = []
-        for kind in np.unique(kinds).tolist():
-            pieces += self._cut_alike(segments[kinds == kind])
+        if past > self._num_in_place[segment]:
+            is_loose = ~self._in_place[segment, : -(-past // block_size)]
+            loose = np.flatnonzero(np.repeat(is_loose, block_size)[:past])
+            slots = self._batch.block_tables[segment, loose // block_size].astype(np.int64) * block_size
+            merges = bool(self._num_in_place[segment] > 0)
+            pieces.append(UnmaskedPiece(rows, merges, *_place(slots + loose % block_size)))
+        pieces.append(CausalPiece(rows, past > 0, *_place(self._batch.slot_mapping[start:stop])))
         return pieces
 
     def _cut_alike(self, segments: Int64Array) -> list[Piece]:
-        """Of segments with as many new tokens each, and all with or all without runs in place."""
-        keys = loose_keys(
-            self._batch.block_tables[segments],
-            self._contexts[segments],
-            self._in_place[segments],
-            self._batch.block_size,
-        )
-        counts = keys.counts
-        order = np.argsort(-counts, kind="stable")
-        order = order[: np.count_nonzero(counts)]
-        pieces: list[Piece] = []
-        for start, stop in _batches(counts[order].tolist()):
-            chosen = np.sort(order[start:stop])
-            width = int(counts[chosen].max())
-            pieces.append(
-                self._gathered(segments[chosen], keys.slots[chosen, :width], keys.positions[chosen, :width])
-            )
-        return pieces
+        """What is not in place of segments with as many new tokens each, and all with runs or all without."""
+        num_loose = (self._contexts - self._num_in_place)[segments]
+        segments, num_loose = segments[num_loose > 0], num_loose[num_loose > 0]
+        if not len(segments):
+            return []
+        if (num_loose.max() - num_loose).sum() <= _BATCH_COST_TOKENS:
+            return [self._gathered(segments)]
+        order = np.argsort(-num_loose, kind="stable")
+        batches = _batches(num_loose[order].tolist())
+        return [self._gathered(np.sort(segments[order[start:stop]])) for start, stop in batches]
 
-    def _gathered(self, segments: Int64Array, slots: Int64Array, positions: Int64Array) -> Piece:
-        num_each = int(self._lens[segments[0]])
-        past = (self._contexts - self._lens)[segments]
-        reach = past[:, None] + np.arange(num_each)
-        is_seen = positions[:, None] <= reach[..., None]
-        mask = None
-        if not is_seen.all():
-            mask = torch.from_numpy(np.where(is_seen, np.float32(0), np.float32(-np.inf))[:, None])
-        rows = (self._starts[segments][:, None] + np.arange(num_each)).ravel()
-        merges = bool(self._has_run[segments[0]])
-        return GatheredPiece(Rows.of(rows), merges, len(segments), torch.from_numpy(slots.ravel()), mask)
+    def _gathered(self, segments: Int64Array) -> Piece:
+        tables, block_size = self._batch.block_tables, self._batch.block_size
+        contexts, num_each = self._contexts[segments, None], int(self._lens[segments[0]])
+        num_blocks = -(-contexts[:, 0] // block_size)
+        merges = bool(self._num_in_place[segments[0]] > 0)
+        if merges:
+            loose = loose_blocks(tables[segments], num_blocks, self._in_place[segments], block_size)
+        else:
+            loose = all_blocks(tables[segments], num_blocks, block_size)
+        # Padding repeats the first block, so it is unwritten where the context ends in that block.
+        reach = np.where(contexts < block_size, _EVERYWHERE, num_blocks[:, None] * block_size)
+        unwritten = np.flatnonzero((loose.positions >= contexts) & (loose.positions < reach))
+        width = int((self._contexts - self._num_in_place)[segments].max())
+        last_seen = self._past[segments, None, None] + np.arange(num_each)[:, None]
+        is_seen = loose.positions[:, None, :width] <= last_seen
+        return GatheredPiece(
+            Rows.of((self._starts[segments][:, None] + np.arange(num_each)).ravel()),
+            merges,
+            len(segments),
+            torch.from_numpy(loose.blocks.ravel()),
+            torch.from_numpy(np.concatenate([unwritten, unwritten + loose.blocks.size * block_size])),
+            torch.from_numpy(np.where(is_seen, _ZERO, _MINUS_INFINITY)[:, None]),
+        )
+
+
+_EVERYWHERE = np.int64(2**63 - 1)
+_ZERO, _MINUS_INFINITY = np.float32(0), np.float32(-np.inf)
 
 
 def _place(slots: Int64Array) -> tuple[int, int, Tensor | None]:
@@ -354,4 +357,4 @@ def _batches(counts: Sequence[int]) -> list[tuple[int, int]]:
         if waste > _BATCH_COST_TOKENS:
             bounds.append(index)
             waste = 0
-    return list(pairwise([*bounds, len(counts)])) if counts else []
+    return list(pairwise([*bounds, len(counts)]))

@@ -81,46 +81,39 @@ def _consecutive(
 
 
 @dataclass(frozen=True, slots=True)
-class LooseKeys:
-    """Keys of N segments that are gathered, side by side and padded to the longest.
+class LooseBlocks:
+    """Blocks of N segments that are gathered, side by side and padded to the most.
 
-    slots: int64 [N, width]; padding repeats the slot of the segment's first token, which is surely written.
-    positions: int64 [N, width], the token at each place; padding has one that no query reaches.
+    blocks: int64 [N, width]; padding repeats a segment's first block.
+    positions: int64 [N or 1, width * block_size], which token lies at each place; padding has higher ones
+    than the segment's blocks reach.
     """
 
-    slots: Int64Array
+    blocks: Int64Array
     positions: Int64Array
 
-    @property
-    def counts(self) -> Int64Array:
-        """int64 [N], keys of each segment without padding, which comes last."""
-        return (self.positions != _NEVER).sum(1, dtype=np.int64)
 
-
-_NEVER = np.int64(2**62)
-
-
-def loose_keys(
-    block_tables: NDArray[np.int32], stops: Int64Array, in_place: BoolArray, block_size: int
-) -> LooseKeys:
-    """Of N segments, tokens [0, stops) but for blocks that are read in place (bool [N, max_blocks])."""
-    num_blocks = -(-stops // block_size)
+def all_blocks(block_tables: NDArray[np.int32], num_blocks: Int64Array, block_size: int) -> LooseBlocks:
+    """The first `num_blocks` [N] of each table."""
     width = int(num_blocks.max())
-    is_loose = (np.arange(width) < num_blocks[:, None]) & ~in_place[:, :width]
+    is_held = np.arange(width) < num_blocks[:, None]
+    blocks = np.where(is_held, block_tables[:, :width], block_tables[:, :1])
+    return LooseBlocks(blocks.astype(np.int64), np.arange(width * block_size)[None])
+
+
+def loose_blocks(
+    block_tables: NDArray[np.int32], num_blocks: Int64Array, in_place: BoolArray, block_size: int
+) -> LooseBlocks:
+    """The first `num_blocks` [N] of each table but for those read in place, bool [N, max_blocks]."""
+    is_loose = (np.arange(in_place.shape[1]) < num_blocks[:, None]) & ~in_place
     row, column = np.nonzero(is_loose)
-    counts = np.bincount(row, minlength=len(stops))
+    counts = is_loose.sum(1)
     place = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
-    blocks = np.full((len(stops), int(counts.max(initial=0))), -1, np.int64)
+    blocks = np.repeat(block_tables[:, :1].astype(np.int64), counts.max(), axis=1)
     starts = np.full(blocks.shape, _NEVER)
     blocks[row, place] = block_tables[row, column]
     starts[row, place] = column * block_size
-    offsets = np.arange(block_size)
-    positions = (starts[..., None] + offsets).reshape(len(stops), -1)
-    slots = (blocks[..., None] * block_size + offsets).reshape(len(stops), -1)
-    is_held = positions < stops[:, None]
-    longest = int(is_held.sum(1).max(initial=0))
-    first_slot = block_tables[:, :1].astype(np.int64) * block_size
-    return LooseKeys(
-        np.where(is_held, slots, first_slot)[:, :longest],
-        np.where(is_held, positions, _NEVER)[:, :longest],
-    )
+    return LooseBlocks(blocks, (starts[..., None] + np.arange(block_size)).reshape(len(blocks), -1))
+
+
+_NEVER = np.int64(2**62)
