@@ -11,6 +11,7 @@ order in which nodes became idle is an order of eviction that takes leaves first
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -53,7 +54,8 @@ class PrefixCache:
         self.block_size = block_size
         self.num_evictions = 0
         self._pools = pools
-        self._idle: dict[CachedBlock, None] = {}  # in order of eviction
+        # In order of eviction. A plain dict would search past all that was removed from its front.
+        self._idle: OrderedDict[CachedBlock, None] = OrderedDict()
 
     @property
     def num_idle(self) -> int:
@@ -65,7 +67,8 @@ class PrefixCache:
 
     def match(self, identity: TokenIdentity, max_tokens: int) -> PrefixMatch:
         """The longest cached prefix of at most `max_tokens` tokens. A question: changes nothing."""
-        node, path = self.root, []
+        node = self.root
+        path: list[CachedBlock] = []
         for key in identity.chunks(0, min(max_tokens, len(identity)), self.block_size):
             child = node.children.get(key)
             if child is None or len(child.key) < self.block_size * ROW_BYTES:
@@ -114,8 +117,7 @@ class PrefixCache:
     def touch(self, node: CachedBlock) -> None:
         """An idle node whose parent is pinned, or the root, was of use: it goes last."""
         if node in self._idle:
-            del self._idle[node]
-            self._idle[node] = None
+            self._idle.move_to_end(node)
 
     def evict(self, count: int) -> None:
         """Drops the `count` nodes that have been idle longest, leaves first."""
