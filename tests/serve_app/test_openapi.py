@@ -1,0 +1,94 @@
+"""Whatever fits the OpenAPI schema, or does not, gets an answer of the shape it promises, and never 5xx."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
+
+from tests.serve_app.conftest import QUESTION, Front
+from video import FetchPolicy
+
+CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance]
+DRAWN = settings(
+    max_examples=40,
+    deadline=None,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+OPERATIONS = {
+    "POST /v1/chat/completions", "GET /v1/models", "GET /v1/models/{name}", "GET /v1/epd/status",
+    "GET /health", "GET /metrics",
+}  # fmt: skip
+
+
+@pytest.fixture
+def offline(run_front: Callable[..., Front]) -> Front:
+    """A front that asks no host for media."""
+    return run_front(fetch=FetchPolicy(allowed_hosts=frozenset(), max_s=1.0))
+
+
+def operations(front: Front) -> dict[str, schemathesis.APIOperation]:
+    schema = schemathesis.openapi.from_url(f"{front.server.url}/openapi.json")
+    return {one.ok().label: one.ok() for one in schema.get_all_operations()}
+
+
+@pytest.mark.parametrize(
+    ("label", "mode"),
+    [(label, GenerationMode.POSITIVE) for label in sorted(OPERATIONS)]
+    + [("POST /v1/chat/completions", GenerationMode.NEGATIVE)],
+)
+def test_every_answer_is_as_promised(offline: Front, label: str, mode: GenerationMode) -> None:
+    operation = operations(offline)[label]
+    seen = set()
+
+    @given(case=operation.as_strategy(generation_mode=mode))
+    @DRAWN
+    def ask(case: Case) -> None:
+        response = case.call(timeout=20)
+        case.validate_response(response, checks=CHECKS)
+        seen.add(response.status_code)
+
+    ask()
+    assert seen & ({400, 405} if mode is GenerationMode.NEGATIVE else {200, 403, 404}), seen
+    assert offline.ask().status_code == 200
+
+
+def test_the_schema_names_every_operation(offline: Front) -> None:
+    assert set(operations(offline)) == OPERATIONS
+
+
+@given(
+    changes=st.dictionaries(
+        st.sampled_from(
+            ["temperature", "n", "stop", "seed", "logprobs", "stream", "messages", "epd", "model"]
+        ),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+            lambda inner: (
+                st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+            ),
+            max_leaves=6,
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
+@settings(DRAWN, max_examples=100)
+def test_any_json_in_any_field(shared_front: Front, changes: dict[str, object]) -> None:
+    response = shared_front.http.post(
+        "/v1/chat/completions",
+        content=json.dumps({**QUESTION, **changes}),
+        headers={"content-type": "application/json"},
+    )
+    assert response.status_code < 500, (changes, response.text)
+    if response.status_code >= 400:
+        assert response.json()["error"]["message"]
