@@ -42,7 +42,7 @@ class HandoverEnd:
 
 @dataclass(slots=True)
 class _Sending:
-    """num_sent: tokens offered of each layer group, from 0. unanswered: numbers of offers without a receipt."""
+    """num_sent: of each layer group, tokens [0, num_sent) are offered. unanswered: offers, by number."""
 
     ticket: KVTicket
     num_sent: list[int]

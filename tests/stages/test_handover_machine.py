@@ -1,7 +1,7 @@
-"""Hand-overs under any sequence of steps: refusals, cancellations on both sides, lost workers, mail in disorder.
+"""Hand-overs under any sequence of steps: refusals, cancellations, lost workers, mail in disorder.
 
-Two prefill and two decode workers with little room, real pools. What a decode worker has received must be what
-the prompt leaves behind, then and when the request ends, and nothing may leak.
+Two prefill and two decode workers with little room, real pools. What a decode worker has received must be
+what the prompt leaves behind, then and when the request ends, and nothing may leak.
 """
 
 from __future__ import annotations
