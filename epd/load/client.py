@@ -53,7 +53,12 @@ class Reply:
         if data == "[DONE]":
             self.is_finished = True
             return
-        chunk = _chunk(data)
+        try:
+            self._take_chunk(_chunk(data), now_s)
+        except (AttributeError, TypeError):
+            raise AnswerError("malformed event", data) from None
+
+    def _take_chunk(self, chunk: dict[str, Any], now_s: float) -> None:
         self._take_usage(chunk.get("usage"))
         for choice in chunk.get("choices") or ():
             delta = choice.get("delta") or {}

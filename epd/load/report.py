@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from epd.load.bench import BenchResult
+from epd.load.bench import BenchPlan, BenchResult
 from epd.metrics import SLO, Latency, RunReport
 
 DEFINITIONS = {
@@ -74,6 +74,8 @@ def _report_record(report: RunReport) -> dict[str, Any]:
 
 def print_result(result: BenchResult, console: Console) -> None:
     """The tables: latencies, totals, and ratios where there is something to compare."""
+    console.print(_headline(result.plan))
+    console.print()
     endpoints = [endpoint.name for endpoint in result.plan.endpoints]
     reports = {name: result.pooled(place) for place, name in enumerate(endpoints)}
     console.print(_latency_table(reports))
@@ -85,6 +87,12 @@ def print_result(result: BenchResult, console: Console) -> None:
     for name, report in reports.items():
         for line in _remarks(name, report, result):
             console.print(line)
+
+
+def _headline(plan: BenchPlan) -> str:
+    loop = "open loop" if plan.workload.is_open_loop else f"closed loop, {plan.max_in_flight} in flight"
+    rounds = f"{plan.rounds} round{'s' * (plan.rounds > 1)}"
+    return f"{plan.workload.name}: {loop}, {rounds}, seed {plan.seed}; percentiles linear between ranks"
 
 
 def _latency_table(reports: Mapping[str, RunReport]) -> Table:

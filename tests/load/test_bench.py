@@ -181,7 +181,18 @@ def test_the_verb_prints_tables_and_writes_files(server: FakeServer, tmp_path: P
             *("--json", tmp_path / "out.json", "--plot", tmp_path / "out.png"),
         )
     assert result.exit_code == 0, result.output
-    for word in ("quick", "slow", "TTFT", "TPOT", "ITL", "E2E", "p99", "SLO met", "slow / quick"):
+    for word in (
+        "quick",
+        "slow",
+        "TTFT",
+        "TPOT",
+        "ITL",
+        "E2E",
+        "p99",
+        "SLO met",
+        "slow / quick",
+        "open loop, 2 rounds",
+    ):
         assert word in result.stdout
     text = (tmp_path / "out.json").read_text()
     record = json.loads(text)
@@ -194,6 +205,9 @@ def test_the_verb_prints_tables_and_writes_files(server: FakeServer, tmp_path: P
     contents = [body["messages"][0]["content"] for body in server.bodies]
     kinds = {part["type"] for content in contents if isinstance(content, list) for part in content}
     assert kinds == {"text", "image_url", "video_url"}
+    sent = str(server.bodies)
+    assert "data:image/jpeg;base64,/9j/" in sent, "the first bytes of a JPEG"
+    assert "data:video/mp4;base64,AAAA" in sent, "the length of an MP4's first box"
 
 
 def test_json_alone_on_stdout(server: FakeServer) -> None:

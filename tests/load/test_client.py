@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from epd.errors import RequestError
 from epd.load.body import MediaPart, chat_body
-from epd.load.client import ChatClient, Reply
+from epd.load.client import AnswerError, ChatClient, Reply
 from epd.load.endpoint import Endpoint, find_model, parse_endpoints
 from epd.load.sse import SSEParser
 from epd.workload import PlannedRequest, RequestShape
@@ -147,6 +147,12 @@ def test_an_answer_without_text_counts_from_its_end() -> None:
     reply.take('{"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 1}}', 2.5)
     reply.take("[DONE]", 3.0)
     assert (reply.token_times_s, reply.completion_tokens, reply.is_finished) == ([2.0], 1, True)
+
+
+@pytest.mark.parametrize("data", ["3", '{"choices": [3]}', '{"choices": 3}', '{"usage": [1]}', "{"])
+def test_what_is_no_chunk_is_malformed(data: str) -> None:
+    with pytest.raises(AnswerError, match="malformed"):
+        Reply(0.0).take(data, 1.0)
 
 
 # Endpoints.
