@@ -1,0 +1,120 @@
+"""Topologies: how many workers there are, and what each of them does.
+
+2e1p1d   two workers encode, one prefills, one decodes
+1ep1d    one encodes and prefills, one decodes
+1epd     one does everything, the colocated baseline
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from epd.errors import RequestError
+
+MAX_WORKERS = 256
+_PART = re.compile(r"([0-9]+)([epd]+)")
+_EXAMPLES = "such as '2e1p1d', '1ep1d', '1e1pd' or '1epd'"
+
+
+class WorkerRole(StrEnum):
+    """A stage that a worker can do."""
+
+    ENCODE = "encode"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+    @property
+    def letter(self) -> str:
+        return self.value[0]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """One worker as a topology wants it. name: its roles' letters and a number, such as `ep0`."""
+
+    name: str
+    roles: frozenset[WorkerRole]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGroup:
+    """Workers of the same roles, at least one of each."""
+
+    num_workers: int
+    roles: frozenset[WorkerRole]
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 1 or not self.roles:
+            raise ValueError(f"a group needs workers and roles, got {self.num_workers} of {set(self.roles)}")
+
+    @property
+    def letters(self) -> str:
+        return letters_of(self.roles)
+
+    def __str__(self) -> str:
+        return f"{self.num_workers}{self.letters}"
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Groups of workers that together do every role; as text, what `parse_topology` reads."""
+
+    groups: tuple[WorkerGroup, ...]
+
+    @property
+    def num_workers(self) -> int:
+        return sum(group.num_workers for group in self.groups)
+
+    def workers(self) -> Iterator[WorkerSpec]:
+        """Every worker, in order, each with a name of its own."""
+        numbers: Counter[str] = Counter()
+        for group in self.groups:
+            for _ in range(group.num_workers):
+                yield WorkerSpec(f"{group.letters}{numbers[group.letters]}", group.roles)
+                numbers[group.letters] += 1
+
+    def __str__(self) -> str:
+        return "".join(map(str, self.groups))
+
+
+def letters_of(roles: frozenset[WorkerRole]) -> str:
+    """Their letters, in the order of the stages."""
+    return "".join(role.letter for role in WorkerRole if role in roles)
+
+
+def parse_topology(text: str) -> Topology:
+    """The topology that a text such as `2e1p1d` stands for. Raises RequestError for what is none."""
+    parts = _PART.findall(text)
+    if not parts or "".join(number + letters for number, letters in parts) != text:
+        raise RequestError(
+            f"received the topology {text[:100]!r}; allowed are numbers of workers, each before its roles "
+            f"e, p, d; write one {_EXAMPLES}"
+        )
+    topology = Topology(tuple(_group(number, letters, text) for number, letters in parts))
+    missing = set(WorkerRole).difference(*(group.roles for group in topology.groups))
+    if missing:
+        names = " or ".join(sorted(missing))
+        raise RequestError(
+            f"received the topology {text[:100]!r}, where no worker does {names}; every role needs a "
+            f"worker; write one {_EXAMPLES}"
+        )
+    if topology.num_workers > MAX_WORKERS:
+        raise RequestError(
+            f"received the topology {text[:100]!r} with {topology.num_workers} workers; allowed are "
+            f"{MAX_WORKERS}; ask for fewer"
+        )
+    return topology
+
+
+def _group(number: str, letters: str, text: str) -> WorkerGroup:
+    roles = frozenset(role for role in WorkerRole if role.letter in letters)
+    if len(roles) != len(letters) or len(number) > 9 or int(number) == 0:
+        raise RequestError(
+            f"received {number + letters!r} in the topology {text[:100]!r}; allowed is at least one worker "
+            f"with each role once; write one {_EXAMPLES}"
+        )
+    return WorkerGroup(int(number), roles)
