@@ -1,0 +1,85 @@
+"""The workers as the orchestrator sees them: names, roles, messages to one of them, news from all of them.
+
+A fleet starts its workers, tells when one is lost - dead, or silent for too long, then it is killed - and
+starts it again under its old name with all its state gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from epd.errors import UnavailableError
+from epd.routing import Stage
+from serve_app.messages import Message, ReplyT, WorkerReport
+
+# A NumPy array, or a fleet's own handle on one that lies elsewhere. The orchestrator only passes it on.
+Bulk = object
+
+
+class WorkerLostError(UnavailableError):
+    """The worker is gone, or was when the message came: nobody knows whether it was acted upon."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """A worker as it is now. incarnation: how often it has been started, from 1."""
+
+    name: str
+    roles: frozenset[Stage]
+    is_alive: bool = True
+    incarnation: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """All state of the worker is gone. No report of that incarnation comes after this."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerBack:
+    """The worker is there, empty, with the roles that it had."""
+
+    name: str
+
+
+FleetEvent = WorkerReport | WorkerLost | WorkerBack
+
+
+class Fleet(Protocol):
+    """Used from one event loop. Messages to one worker are handled in the order in which they are sent."""
+
+    @property
+    def workers(self) -> Mapping[str, WorkerInfo]:
+        """All workers by name, lost ones too."""
+        ...
+
+    async def start(self) -> None:
+        """Returns when every worker is ready. Raises EPDError when one cannot start."""
+        ...
+
+    async def close(self) -> None:
+        """Ends every worker and frees what they shared. May be called again."""
+        ...
+
+    async def send(
+        self, stage: Stage, target: str, message: Message[ReplyT], bulk: Bulk | None = None
+    ) -> ReplyT:
+        """Gives a message to the worker `target`, for its role `stage`, and waits for the reply.
+
+        Once started it is delivered, even if the caller is cancelled while it waits.
+        Raises what the worker raised, an EPDError, and WorkerLostError.
+        """
+        ...
+
+    async def fetch(self, stage: Stage, target: str, message: Message[None]) -> Bulk:
+        """As `send`, for a message whose reply is bulk: returns when it is there, without moving it here."""
+        ...
+
+    def events(self) -> AsyncIterator[FleetEvent]:
+        """News from the workers, each worker's in order. For one consumer; ends when the fleet is closed."""
+        ...

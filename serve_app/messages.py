@@ -1,0 +1,253 @@
+"""What the orchestrator and the workers say to each other. Everything here can be pickled.
+
+    orchestrator --Message-->  worker   answered by a reply of the type that the message names
+                 <--WorkerReport--      tokens and events, several per report, whenever there are any
+
+Bulk data, uint8 frames, travels beside a message as a NumPy array or as a fleet's handle on one.
+A request is known to workers by an id of its own for each attempt, so that what comes late of an attempt
+that was given up is told apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from encoders.adapter import MediaPlan
+from encoders.groups import MediaGroup
+from epd.connectors import KVTicket, Ticket
+from epd.errors import EPDError
+from epd.kv_identity import TokenIdentity
+from epd.routing import Stage
+from epd.sampling_params import SamplingParams
+from serve_app.service import StageSpan
+from stages.generation import GenerateRequest, TokenOutput
+
+ReplyT = TypeVar("ReplyT")
+
+
+def endpoint(worker: str, stage: Stage) -> str:
+    """The name of a worker's end of a transport: each of its roles has its own."""
+    return f"{worker}.{stage}"
+
+
+class Message(Generic[ReplyT]):
+    """Something for a worker, answered by a ReplyT, or by an EPDError that is raised at the sender."""
+
+    __slots__ = ()
+
+
+# To a worker that decodes video
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFrames(Message[None]):
+    """Asks for the frames of one group, which is the bulk of the reply: uint8 [N, h, w, 3].
+
+    stream_id: one for each item of a request; asked in order, frames are decoded ahead.
+    cuts: all groups of the item that may be asked for, units [start, stop), in order. index: the one wanted.
+    """
+
+    stream_id: str
+    source: Path
+    plan: MediaPlan
+    cuts: tuple[tuple[int, int], ...]
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class CloseStream(Message[None]):
+    """No more frames are wanted. Unknown streams are ignored."""
+
+    stream_id: str
+
+
+# To an encode worker
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeGroup(Message[bool]):
+    """Units [start, stop) of an item for a ticket; frames come as bulk, or not at all.
+
+    The reply tells whether it was taken; without frames, it is refused unless it is in the encoder's cache.
+    item, group: for spans.
+    """
+
+    request_id: str
+    ticket: Ticket
+    plan: MediaPlan
+    start: int
+    stop: int
+    item: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class CancelTickets(Message[None]):
+    """Nobody wants these any more."""
+
+    transfer_ids: tuple[str, ...]
+
+
+# To a prefill worker
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill(Message[bool]):
+    """A request with the groups of all its media. The reply tells whether there was room for it.
+
+    ticket: at the decode worker that goes on with it; None where the roles are merged.
+    """
+
+    request: GenerateRequest
+    groups: tuple[MediaGroup, ...]
+    ticket: KVTicket | None
+
+
+@dataclass(frozen=True, slots=True)
+class Redirect(Message[bool]):
+    """Hands a request over to another decode worker. False: it is not there any more, prefill it again."""
+
+    request_id: str
+    ticket: KVTicket
+
+
+@dataclass(frozen=True, slots=True)
+class Reissue(Message[None]):
+    """The encoder of these tickets is gone or has failed: groups still wanted are granted anew."""
+
+    transfer_ids: tuple[str, ...]
+
+
+# To a decode worker
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve(Message[KVTicket | None]):
+    """Room for a request that the end point `sender` will send; None when there is none now."""
+
+    request_id: str
+    sender: str
+    identity: TokenIdentity
+    sampling: SamplingParams
+
+
+# To any worker
+
+
+@dataclass(frozen=True, slots=True)
+class Abort(Message[None]):
+    """Forgets requests, whatever state they are in. Unknown ids are ignored."""
+
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost(Message[tuple[str, ...]]):
+    """The worker `name` is gone with all its state: nothing more comes from it or is taken by it.
+
+    The reply names requests that are lost by that here: at a prefill worker those it can hand over to
+    another (`Redirect`), at a decode worker those that had not arrived whole, which it has forgotten.
+    """
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetRoles(Message[None]):
+    """From now on the worker takes work of these roles only; what it has is brought to its end."""
+
+    roles: frozenset[Stage]
+
+
+# From workers
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request has its blocks at the prefill worker. num_cached: prompt tokens that were there already."""
+
+    request_id: str
+    num_cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """Room for a group, number `group` of the request's groups: it is to be encoded for the ticket."""
+
+    request_id: str
+    group: int
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class TicketsDropped:
+    """Tickets whose groups nobody waits for any more."""
+
+    transfer_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFailed:
+    """An encoder could not make the group of a ticket."""
+
+    transfer_id: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """A decode worker has the whole prompt and goes on with it alone."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailed:
+    """The worker cannot go on with a request, and has forgotten it.
+
+    is_final: whether another worker could not either.
+    """
+
+    request_id: str
+    error: EPDError
+    is_final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SpanDone:
+    """A piece of work on a request, for its timeline. queued_s: how long it had waited at the worker."""
+
+    request_id: str
+    span: StageSpan
+    queued_s: float = 0.0
+
+
+WorkerEvent = Admitted | Granted | TicketsDropped | GroupFailed | HandedOver | RequestFailed | SpanDone
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """How a worker is. Usages: shares of its memory in use, None where it has none.
+
+    counters: totals since its start, under names as in `ServiceStatus.counters`.
+    """
+
+    num_waiting: int = 0
+    num_running: int = 0
+    kv_usage: float | None = None
+    encoder_cache_usage: float | None = None
+    num_role_switches: int = 0
+    counters: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """What has come of a worker's last steps: events in order, then tokens in order."""
+
+    worker: str
+    events: tuple[WorkerEvent, ...] = ()
+    outputs: tuple[TokenOutput, ...] = ()
+    load: WorkerLoad = field(default_factory=WorkerLoad)
