@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -19,6 +20,7 @@ _DETAIL_CHARS = 200
 # Below what servers keep idle connections for (uvicorn: 5 s), so that none is used that is being closed.
 _KEEPALIVE_S = 2.0
 _CONNECT_TIMEOUT_S = 30.0
+_PRIME_TIMEOUT_S = 5.0
 # Events are read as they come over the wire, so they must not be compressed.
 _HEADERS = {
     "Accept": "text/event-stream",
@@ -106,6 +108,9 @@ class ChatClient:
         )
 
     async def __aenter__(self) -> Self:
+        # A process's first request pays for lazy imports and for finding the host: this one does.
+        with suppress(httpx.HTTPError):
+            await self._http.get(f"{self.endpoint.url}/v1/models", timeout=_PRIME_TIMEOUT_S)
         return self
 
     async def __aexit__(self, *_: object) -> None:

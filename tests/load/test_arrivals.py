@@ -34,6 +34,7 @@ def draw(process: Arrivals, seed: int, num: int) -> list[float]:
     return list(islice(process.times_s(np.random.default_rng(seed)), num))
 
 
+@settings(deadline=None)
 @given(PROCESSES, SEEDS)
 def test_times_are_in_order_and_follow_from_the_seed(process: Arrivals, seed: int) -> None:
     times_s = draw(process, seed, 300)
@@ -42,7 +43,7 @@ def test_times_are_in_order_and_follow_from_the_seed(process: Arrivals, seed: in
     assert times_s == draw(process, seed, 300)
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(RATES, st.floats(0.2, 5.0), SEEDS)
 def test_the_mean_rate_is_the_one_asked_for(rate: float, burstiness: float, seed: int) -> None:
     """The mean of n gaps has a relative deviation of (n * burstiness) ** -0.5: six of them are allowed."""
@@ -72,6 +73,7 @@ def test_a_ramp_brings_what_its_area_says() -> None:
     assert counts / 40 == pytest.approx([200, 400, 100], abs=4 * (400 / 40) ** 0.5)
 
 
+@settings(deadline=None)
 @given(st.floats(0.0, 50.0), st.floats(0.1, 50.0), st.floats(1.0, 100.0), st.floats(0.0, 3.0))
 def test_a_ramp_is_inverted_exactly(start: float, end: float, ramp_s: float, share: float) -> None:
     ramp = RampArrivals(start, end, ramp_s)

@@ -24,7 +24,7 @@ from epd.metrics import SLO
 from epd.spread import Spread
 from epd.workload import Mix, Resolution, ShapeClass, Workload
 from tests.load.fake_server import FakeServer, Manner
-from tests.load.test_client import TOLERANCE_S
+from tests.load.test_client import TOLERANCE_S, took
 
 SMALL = ShapeClass(output_tokens=Spread.of(5), images=Spread.of(1), image_size=(Resolution(32, 32),))
 TEXT = ShapeClass(output_tokens=Spread.of(5))
@@ -44,19 +44,19 @@ def run(todo: BenchPlan, library: MediaLibrary) -> BenchResult:
 
 
 def test_figures_are_those_of_the_server(server: FakeServer, library: MediaLibrary) -> None:
-    server.behave(ttft_s=0.2, gap_s=0.1)
+    server.behave(ttft_s=0.5, gap_s=0.25)
     report = run(plan(server, arrivals=ConstantArrivals(10.0), num=10), library).pooled(0)
     assert report.num_ok == 10
     assert report.ttft is not None
     assert report.tpot is not None
     assert report.itl is not None
     assert report.e2e is not None
-    assert report.ttft.p50_s == pytest.approx(0.2, abs=TOLERANCE_S)
-    assert report.tpot.p50_s == pytest.approx(0.1, abs=TOLERANCE_S / 4)
-    assert report.itl.p50_s == pytest.approx(0.1, abs=TOLERANCE_S / 4)
-    assert report.e2e.p50_s == pytest.approx(0.6, abs=TOLERANCE_S)
-    # The last is sent at 0.9 s and takes 0.6 s.
-    assert report.duration_s == pytest.approx(1.5, abs=3 * TOLERANCE_S)
+    assert took(report.ttft.p50_s, 0.5)
+    assert took(report.tpot.p50_s + 0.02, 0.25), "a late first token shortens the time of the others"
+    assert took(report.itl.p50_s + 0.02, 0.25)
+    assert took(report.e2e.p50_s, 1.5)
+    # The last is sent at 0.9 s.
+    assert took(report.duration_s, 2.4)
     assert report.completion_tokens == 50
 
 
@@ -81,8 +81,8 @@ def prepared(num: int, gap_s: float) -> list[Prepared]:
 def test_a_slow_server_delays_nothing() -> None:
     """40 requests are due within 0.4 s, long before the first answer."""
     records = asyncio.run(run_load(SleepyClient(), prepared(40, 0.01), max_in_flight=100))
-    assert max(record.sent_s for record in records) < 0.4 + 5 * TOLERANCE_S
-    assert all(0 <= record.lateness_s < 5 * TOLERANCE_S for record in records)
+    assert max(record.sent_s for record in records) < 0.4 + TOLERANCE_S
+    assert all(0 <= record.lateness_s < TOLERANCE_S for record in records)
     assert not any(record.waited_for_place for record in records)
 
 
@@ -91,7 +91,7 @@ def test_the_bound_holds_and_is_told() -> None:
     records = asyncio.run(run_load(SleepyClient(), prepared(6, 0.01), max_in_flight=3))
     assert [record.waited_for_place for record in records] == [False] * 3 + [True] * 3
     assert all(record.lateness_s > 0.9 for record in records[3:])
-    assert all(record.ttft_s == pytest.approx(1.0, abs=TOLERANCE_S) for record in records)
+    assert all(took(record.ttft_s or 0.0, 1.0) for record in records), "not from when they were due"
 
 
 def test_a_closed_loop_keeps_its_number_in_flight() -> None:
@@ -99,7 +99,7 @@ def test_a_closed_loop_keeps_its_number_in_flight() -> None:
     for record in records:
         together = sum(other.sent_s <= record.sent_s < other.end_s for other in records)
         assert together <= 2
-    assert records[-1].end_s == pytest.approx(3.0, abs=5 * TOLERANCE_S)
+    assert took(records[-1].end_s, 3.0)
     assert {record.lateness_s for record in records} == {0.0}
 
 
@@ -118,7 +118,7 @@ def test_failures_are_counted_by_kind(server: FakeServer, library: MediaLibrary)
 
 
 def test_endpoints_take_turns_and_get_the_same(server: FakeServer, library: MediaLibrary) -> None:
-    with FakeServer(Manner(ttft_s=0.3)) as other:
+    with FakeServer(Manner(ttft_s=0.5)) as other:
         todo = plan(server, other, arrivals=ConstantArrivals(50.0), num=3, shape=SMALL, rounds=2, warmup=1)
         result = run(todo, library)
         assert [(one.round_index, one.place) for one in result.runs] == [(0, 0), (0, 1), (1, 1), (1, 0)]
@@ -128,7 +128,7 @@ def test_endpoints_take_turns_and_get_the_same(server: FakeServer, library: Medi
     images = {body["messages"][0]["content"][0]["image_url"]["url"] for body in server.bodies}
     assert len(images) == 7
     found = {ratio.figure: ratio for ratio in result.ratios()}
-    assert found["TTFT p50"].median == pytest.approx(0.3 / 0.05, rel=0.4)
+    assert 2 < found["TTFT p50"].median < 0.5 / 0.05 + 1, "0.5 s over 0.05 s, which a busy machine lengthens"
     assert found["TTFT p50"].num_rounds == 2
 
 

@@ -8,7 +8,7 @@ import socket
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd.errors import RequestError
@@ -19,8 +19,14 @@ from epd.load.sse import SSEParser
 from epd.workload import PlannedRequest, RequestShape
 from tests.load.fake_server import FakeServer
 
-# Timers and threads of a busy machine; a wrong definition is off by a gap or a TTFT.
-TOLERANCE_S = 0.04
+# What timers and threads of a busy machine add. The server's delays are longer, for a wrong definition is off
+# by one of them.
+TOLERANCE_S = 0.2
+
+
+def took(measured_s: float, delay_s: float) -> bool:
+    """Whether a measured time is a delay of the server, never less and a little more."""
+    return delay_s - 0.005 <= measured_s < delay_s + TOLERANCE_S
 
 
 def request(num_tokens: int = 5) -> PlannedRequest:
@@ -36,12 +42,12 @@ def ask(url: str, *, num_tokens: int = 5, timeout_s: float = 10.0, key: str | No
 
 
 def test_times_are_those_of_the_server(server: FakeServer) -> None:
-    server.behave(ttft_s=0.2, gap_s=0.1)
+    server.behave(ttft_s=0.5, gap_s=0.25)
     reply = ask(server.url)
     assert reply.error is None
     assert len(reply.token_times_s) == 5
-    assert reply.token_times_s[0] - reply.sent_s == pytest.approx(0.2, abs=TOLERANCE_S)
-    assert reply.end_s - reply.sent_s == pytest.approx(0.6, abs=TOLERANCE_S)
+    assert took(reply.token_times_s[0] - reply.sent_s, 0.5)
+    assert took(reply.end_s - reply.sent_s, 1.5)
     assert (reply.prompt_tokens, reply.completion_tokens) == (7, 5)
 
 
@@ -66,6 +72,7 @@ def test_a_server_that_does_not_count(server: FakeServer) -> None:
         ({"error_after": 2}, "error in stream"),
         ({"is_garbage": True}, "malformed event"),
         ({"ttft_s": 5.0}, "timeout"),
+        ({"gap_s": 0.3}, "timeout"),
     ],
 )
 def test_every_failure_has_a_name(server: FakeServer, manner: dict[str, object], kind: str) -> None:
@@ -73,7 +80,7 @@ def test_every_failure_has_a_name(server: FakeServer, manner: dict[str, object],
     reply = ask(server.url, timeout_s=0.5)
     assert reply.error is not None
     assert reply.error.kind == kind
-    assert reply.end_s - reply.sent_s < 0.5 + 10 * TOLERANCE_S
+    assert reply.end_s - reply.sent_s < 1.0
 
 
 def test_why_a_server_refused_is_kept(server: FakeServer) -> None:
@@ -132,6 +139,7 @@ STREAM = (
 ).encode()
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, len(STREAM)), max_size=12))
 def test_events_do_not_depend_on_how_bytes_are_cut(cuts: list[int]) -> None:
     ends = [0, *sorted(cuts), len(STREAM)]

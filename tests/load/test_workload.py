@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd.arrivals import ArrivalKind, BurstyArrivals, RampArrivals, poisson_arrivals
@@ -45,6 +45,7 @@ def test_what_is_no_spread_is_refused(text: str) -> None:
         Spread.parse(text)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 2**32))
 def test_a_spread_stays_within_its_ends(low: int, more: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
