@@ -11,25 +11,15 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 
 from epd.errors import RequestError
+from epd.routing import Stage
 
 MAX_WORKERS = 256
+# What a topology speaks of, in order. Those that decode video are not counted in it.
+STAGES: tuple[Stage, ...] = ("encode", "prefill", "decode")
 _PART = re.compile(r"([0-9]+)([epd]+)")
 _EXAMPLES = "such as '2e1p1d', '1ep1d', '1e1pd' or '1epd'"
-
-
-class WorkerRole(StrEnum):
-    """A stage that a worker can do."""
-
-    ENCODE = "encode"
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-    @property
-    def letter(self) -> str:
-        return self.value[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +27,7 @@ class WorkerSpec:
     """One worker as a topology wants it. name: its roles' letters and a number, such as `ep0`."""
 
     name: str
-    roles: frozenset[WorkerRole]
+    roles: frozenset[Stage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +35,7 @@ class WorkerGroup:
     """Workers of the same roles, at least one of each."""
 
     num_workers: int
-    roles: frozenset[WorkerRole]
+    roles: frozenset[Stage]
 
     def __post_init__(self) -> None:
         if self.num_workers < 1 or not self.roles:
@@ -81,9 +71,9 @@ class Topology:
         return "".join(map(str, self.groups))
 
 
-def letters_of(roles: frozenset[WorkerRole]) -> str:
+def letters_of(roles: frozenset[Stage]) -> str:
     """Their letters, in the order of the stages."""
-    return "".join(role.letter for role in WorkerRole if role in roles)
+    return "".join(stage[0] for stage in STAGES if stage in roles)
 
 
 def parse_topology(text: str) -> Topology:
@@ -95,7 +85,7 @@ def parse_topology(text: str) -> Topology:
             f"e, p, d; write one {_EXAMPLES}"
         )
     topology = Topology(tuple(_group(number, letters, text) for number, letters in parts))
-    missing = set(WorkerRole).difference(*(group.roles for group in topology.groups))
+    missing = set(STAGES).difference(*(group.roles for group in topology.groups))
     if missing:
         names = " or ".join(sorted(missing))
         raise RequestError(
@@ -111,7 +101,7 @@ def parse_topology(text: str) -> Topology:
 
 
 def _group(number: str, letters: str, text: str) -> WorkerGroup:
-    roles = frozenset(role for role in WorkerRole if role.letter in letters)
+    roles = frozenset(stage for stage in STAGES if stage[0] in letters)
     if len(roles) != len(letters) or len(number) > 9 or int(number) == 0:
         raise RequestError(
             f"received {number + letters!r} in the topology {text[:100]!r}; allowed is at least one worker "

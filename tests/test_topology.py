@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.errors import RequestError
-from epd.topology import Topology, WorkerGroup, WorkerRole, parse_topology
+from epd.routing import Stage
+from epd.topology import STAGES, Topology, WorkerGroup, parse_topology
 
-E, P, D = WorkerRole.ENCODE, WorkerRole.PREFILL, WorkerRole.DECODE
+E, P, D = STAGES
 
 
 @pytest.mark.parametrize(
@@ -24,7 +25,7 @@ E, P, D = WorkerRole.ENCODE, WorkerRole.PREFILL, WorkerRole.DECODE
         ("1dpe", [("epd0", {E, P, D})]),
     ],
 )
-def test_a_text_stands_for_workers(text: str, workers: list[tuple[str, set[WorkerRole]]]) -> None:
+def test_a_text_stands_for_workers(text: str, workers: list[tuple[str, set[Stage]]]) -> None:
     assert [(worker.name, set(worker.roles)) for worker in parse_topology(text).workers()] == workers
 
 
@@ -52,13 +53,13 @@ def test_what_is_no_topology_is_told_with_what_is(text: str, said: str) -> None:
     assert len(str(caught.value).splitlines()) == 1
 
 
-ROLES = st.frozensets(st.sampled_from(WorkerRole), min_size=1)
+ROLES = st.frozensets(st.sampled_from(STAGES), min_size=1)
 GROUPS = st.lists(st.builds(WorkerGroup, st.integers(1, 9), ROLES), min_size=1, max_size=5)
 
 
 @given(GROUPS)
 def test_a_topology_is_read_back_from_its_text(groups: list[WorkerGroup]) -> None:
-    topology = Topology((*groups, WorkerGroup(1, frozenset(WorkerRole))))
+    topology = Topology((*groups, WorkerGroup(1, frozenset(STAGES))))
     assert parse_topology(str(topology)) == topology
     names = [worker.name for worker in topology.workers()]
     assert len(set(names)) == topology.num_workers
