@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from stages.attention_device import DevicePlan
 from stages.attention_host import HostPlan
 
 Int32Array = NDArray[np.int32]
@@ -82,13 +83,23 @@ class AttentionPlan:
 
     @classmethod
     def build(cls, batch: AttentionBatch, device: torch.device | str = "cpu") -> AttentionPlan:
-        return cls(torch.from_numpy(batch.slot_mapping).to(device), HostPlan.build(batch))
+        """device: the caches'; on a GPU the kernels attend, on a CPU their plain twin."""
+        device = torch.device(device)
+        if device.type == "cuda":
+            on_device = DevicePlan.build(batch, device)
+            return cls(on_device.slot_mapping, on_device)
+        return cls(torch.from_numpy(batch.slot_mapping), HostPlan.build(batch))
 
 
 def write_kv(
     keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> None:
     """Puts keys and values [T, Hkv, D] at slots, int64 [T], of caches [num_blocks, block_size, Hkv, D]."""
+    if keys.is_cuda:
+        from stages.kernels.kv_slots import write_slots
+
+        write_slots(keys, values, key_cache, value_cache, slot_mapping)
+        return
     key_cache.view(-1, *keys.shape[1:]).index_copy_(0, slot_mapping, keys)
     value_cache.view(-1, *values.shape[1:]).index_copy_(0, slot_mapping, values)
 

@@ -1,0 +1,306 @@
+"""Attention over a paged KV cache on a GPU. Its twin is `stages.attention_host`.
+
+One program takes one *tile* (some new tokens of one segment, times the G query heads of one KV head) and one
+*split* of the keys that the tile attends (Dao et al. 2023, "Flash-Decoding"):
+
+    rows of a tile   (token 0, head 0) ... (token 0, head G - 1) (token 1, head 0) ...     padded to BLOCK_M
+    keys of a tile   |    split 0    |    split 1    |  split 2 |                          padded to BLOCK_N
+
+With several splits each writes its part and the logarithm of its sum; a second kernel puts them together.
+Import this module only where Triton is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+
+@triton.jit  # type: ignore[untyped-decorator] # Triton is untyped
+def _load_keys(  # type: ignore[no-untyped-def] # arguments are pointers and numbers
+    cache, slot, is_key, slot_stride, head_offset, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Keys or values of one head at `slot`, [BLOCK_N, BLOCK_D]; zeros where there is none."""
+    dim = tl.arange(0, BLOCK_D)
+    place = slot[:, None] * slot_stride + head_offset + dim[None, :]
+    return tl.load(cache + place, mask=is_key[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def _absorb(scores, v, highest, total, weighted):  # type: ignore[no-untyped-def] # blocks of numbers
+    """One step of the running softmax, float32: scores [BLOCK_M, BLOCK_N], v [BLOCK_N, BLOCK_D]."""
+    new_highest = tl.maximum(highest, tl.max(scores, 1))
+    # A row that has seen nothing yet: minus infinity less itself is not a number.
+    reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    weights = tl.exp2(scores - reference[:, None])
+    shrink = tl.exp2(highest - reference)
+    total = total * shrink + tl.sum(weights, 1)
+    weighted = weighted * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return new_highest, total, weighted
+
+
+@triton.jit(do_not_specialize=["table_stride", "tiles_each", "num_splits"])  # type: ignore[untyped-decorator] # Triton is untyped
+def _attend_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and numbers
+    query,
+    keys,
+    values,
+    out,
+    log_sums,
+    segments,
+    query_starts,
+    context_lens,
+    block_tables,
+    scale_log2,
+    table_stride,
+    tiles_each,
+    num_splits,
+    query_token_stride,
+    query_head_stride,
+    slot_stride,
+    head_stride,
+    out_split_stride,
+    out_token_stride,
+    sums_split_stride,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    segment = tl.load(segments + tl.program_id(0) // tiles_each)
+    first_token = tl.program_id(0) % tiles_each * TOKENS
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    query_start = tl.load(query_starts + segment)
+    num_new = tl.load(query_starts + segment + 1) - query_start
+    context = tl.load(context_lens + segment)
+
+    row = tl.arange(0, BLOCK_M)
+    token = first_token + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    is_row = (row < TOKENS * GROUP) & (token < num_new)
+    last_key = context - num_new + token
+    dim = tl.arange(0, BLOCK_D)
+    is_value = is_row[:, None] & (dim < HEAD_DIM)[None, :]
+    packed = (query_start + token).to(tl.int64)
+    place = packed[:, None] * query_token_stride + head[:, None] * query_head_stride + dim[None, :]
+    q = tl.load(query + place, mask=is_value, other=0.0)
+    if UPCAST:
+        q = q.to(tl.float32)
+
+    # The last token of the tile sees the most; a tile past the segment's end sees nothing.
+    stop = context - num_new + tl.minimum(first_token + TOKENS, num_new)
+    stop = tl.where(first_token < num_new, stop, 0)
+    each = tl.cdiv(tl.cdiv(stop, num_splits), BLOCK_N) * BLOCK_N
+    low = split * each
+    high = tl.minimum(low + each, stop)
+
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    weighted = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(low, high, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        is_key = key < high
+        block = tl.load(
+            block_tables + segment.to(tl.int64) * table_stride + key // BLOCK_SIZE, mask=is_key, other=0
+        )
+        slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
+        k = _load_keys(keys, slot, is_key, slot_stride, kv_head * head_stride, HEAD_DIM, BLOCK_D)
+        v = _load_keys(values, slot, is_key, slot_stride, kv_head * head_stride, HEAD_DIM, BLOCK_D)
+        if UPCAST:
+            k = k.to(tl.float32)
+            v = v.to(tl.float32)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        is_seen = is_key[None, :] & (key[None, :] <= last_key[:, None])
+        scores = tl.where(is_seen, scores, float("-inf"))
+        highest, total, weighted = _absorb(scores, v, highest, total, weighted)
+
+    divisor = tl.where(total == 0.0, 1.0, total)
+    out_place = packed[:, None] * out_token_stride + head[:, None] * HEAD_DIM + dim[None, :]
+    if IS_SPLIT:
+        out_place += split.to(tl.int64) * out_split_stride
+        sums_place = split.to(tl.int64) * sums_split_stride + packed * (out_token_stride // HEAD_DIM) + head
+        log_sum = tl.where(total == 0.0, float("-inf"), highest + tl.log2(divisor))
+        tl.store(log_sums + sums_place, log_sum, mask=is_row)
+    tl.store(out + out_place, (weighted / divisor[:, None]).to(out.dtype.element_ty), mask=is_value)
+
+
+@triton.jit(do_not_specialize=["num_splits"])  # type: ignore[untyped-decorator] # Triton is untyped
+def _merge_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and numbers
+    parts,
+    log_sums,
+    out,
+    rows,
+    num_splits,
+    parts_split_stride,
+    sums_split_stride,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    packed = tl.load(rows + tl.program_id(0)).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    dim = tl.arange(0, BLOCK_D)
+    is_head = head < NUM_HEADS
+    is_value = is_head[:, None] & (dim < HEAD_DIM)[None, :]
+    sums_place = packed * NUM_HEADS + head
+    place = sums_place[:, None] * HEAD_DIM + dim[None, :]
+    highest = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    weighted = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    for split in range(num_splits):
+        # The first split is never empty, so `highest` is a number from there on.
+        log_sum = tl.load(log_sums + split * sums_split_stride + sums_place, mask=is_head, other=0.0)
+        part = tl.load(parts + split * parts_split_stride + place, mask=is_value, other=0.0)
+        new_highest = tl.maximum(highest, log_sum)
+        shrink = tl.exp2(highest - new_highest)
+        weight = tl.exp2(log_sum - new_highest)
+        total = total * shrink + weight
+        weighted = weighted * shrink[:, None] + part * weight[:, None]
+        highest = new_highest
+    tl.store(out + place, (weighted / total[:, None]).to(out.dtype.element_ty), mask=is_value)
+
+
+@dataclass(frozen=True, slots=True)
+class TileSet:
+    """Segments that are tiled alike; integers on the device are int32.
+
+    segments: [N]; rows: [tokens], the packed rows of those segments. max_new, max_context: of any of them.
+    """
+
+    segments: Tensor
+    rows: Tensor
+    max_new: int
+    max_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class PagedSegments:
+    """Where the segments of a pass lie, int32 on the device; see `stages.attention.AttentionBatch`."""
+
+    query_starts: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiling:
+    """tokens: new tokens of a tile. block_m, block_n, block_d: rows, keys and channels, powers of two."""
+
+    tokens: int
+    block_m: int
+    block_n: int
+    block_d: int
+
+
+# Rows of a tile of a long chunk; tl.dot takes no fewer rows than _LEAST_ROWS.
+_ROWS_OF_CHUNK = 64
+_LEAST_ROWS = 16
+_LEAST_KEYS_PER_SPLIT = 256
+_MOST_SPLITS = 32
+_HEADS_PER_MERGE = 8
+
+
+def _tiling(tiles: TileSet, group: int, head_dim: int) -> _Tiling:
+    tokens = min(triton.next_power_of_2(tiles.max_new), max(1, _ROWS_OF_CHUNK // group))
+    block_d = max(_LEAST_ROWS, triton.next_power_of_2(head_dim))
+    block_n = 64 if block_d <= 128 else 32
+    return _Tiling(tokens, max(_LEAST_ROWS, triton.next_power_of_2(tokens * group)), block_n, block_d)
+
+
+def num_splits(num_programs: int, max_context: int, num_processors: int) -> int:
+    """Into how many parts the keys are split: enough to busy the device twice, none of them tiny."""
+    wanted = -(-2 * num_processors // num_programs)
+    useful = -(-max_context // _LEAST_KEYS_PER_SPLIT)
+    return max(1, min(wanted, useful, _MOST_SPLITS))
+
+
+def attend_tiles(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    segments: PagedSegments,
+    tiles: TileSet,
+    out: Tensor,
+    *,
+    scale: float,
+    num_processors: int,
+) -> None:
+    """Fills the rows of `tiles` in out [T, Hq, D], contiguous and of the query's dtype.
+
+    query: [T, Hq, D], channels contiguous.
+    key_cache, value_cache: [num_blocks, block_size, Hkv, D], contiguous.
+    num_processors: of the device. Sums are float32; float32 inputs are multiplied as IEEE has it.
+    """
+    num_rows, num_heads, head_dim = query.shape
+    num_kv_heads = key_cache.shape[2]
+    tiling = _tiling(tiles, num_heads // num_kv_heads, head_dim)
+    tiles_each = -(-tiles.max_new // tiling.tokens)
+    num_tiles = len(tiles.segments) * tiles_each
+    splits = num_splits(num_tiles * num_kv_heads, tiles.max_context, num_processors)
+    parts, log_sums = out, out
+    if splits > 1:
+        parts = torch.empty(splits, *query.shape, dtype=torch.float32, device=query.device)
+        log_sums = torch.empty(splits, num_rows, num_heads, dtype=torch.float32, device=query.device)
+    _attend_kernel[(num_tiles, num_kv_heads, splits)](
+        query,
+        key_cache,
+        value_cache,
+        parts,
+        log_sums,
+        tiles.segments,
+        segments.query_starts,
+        segments.context_lens,
+        segments.block_tables,
+        scale * 1.4426950408889634,  # exp(x) = 2 ^ (x log2(e))
+        segments.block_tables.stride(0),
+        tiles_each,
+        splits,
+        query.stride(0),
+        query.stride(1),
+        key_cache.stride(1),
+        key_cache.stride(2),
+        num_rows * num_heads * head_dim,
+        num_heads * head_dim,
+        num_rows * num_heads,
+        GROUP=num_heads // num_kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=key_cache.shape[1],
+        TOKENS=tiling.tokens,
+        BLOCK_M=tiling.block_m,
+        BLOCK_N=tiling.block_n,
+        BLOCK_D=tiling.block_d,
+        IS_SPLIT=splits > 1,
+        UPCAST=not query.is_cuda,  # the interpreter multiplies bfloat16 as if it were integers
+        num_warps=4 if tiling.block_d <= 128 else 8,
+        num_stages=2,
+    )
+    if splits > 1:
+        _merge(parts, log_sums, tiles.rows, out, tiling.block_d)
+
+
+def _merge(parts: Tensor, log_sums: Tensor, rows: Tensor, out: Tensor, block_d: int) -> None:
+    splits, _, num_heads, head_dim = parts.shape
+    _merge_kernel[(len(rows), -(-num_heads // _HEADS_PER_MERGE))](
+        parts,
+        log_sums,
+        out,
+        rows,
+        splits,
+        parts.stride(0),
+        log_sums.stride(0),
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_H=_HEADS_PER_MERGE,
+        BLOCK_D=block_d,
+        num_warps=4,
+    )
