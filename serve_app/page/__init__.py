@@ -1,4 +1,4 @@
-"""The page at `/`: three files as they lie here, without a build step and without anything from elsewhere."""
+"""The page at `/`: four files as they lie here, without a build step and without anything from elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from fastapi import APIRouter
 from fastapi.responses import FileResponse
 
 _FOLDER = Path(__file__).parent
-_FILES = {"/": "index.html", "/page/style.css": "style.css", "/page/app.js": "app.js"}
+_FILES = {
+    "/": "index.html",
+    "/page/style.css": "style.css",
+    "/page/app.js": "app.js",
+    "/page/timeline.js": "timeline.js",
+}
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; img-src 'self' blob: data:; media-src blob:; frame-ancestors 'none'"

@@ -1,0 +1,269 @@
+// Asks questions over the server's own OpenAI-compatible interface and shows what comes back.
+import { Timeline } from "/page/timeline.js";
+
+const STATUS_EVERY_MS = 1000;
+const STAGES = { v: ["decode_video", "decode video"], e: ["encode", "encode"], p: ["prefill", "prefill"], d: ["decode", "decode"] };
+
+const $ = (id) => document.getElementById(id);
+const media = []; // {file, url, item}, in the order they are sent
+const timeline = new Timeline($("timeline"));
+let running = null; // the AbortController of the answer that is being read
+
+function element(tag, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(tag), properties);
+  made.append(...children);
+  return made;
+}
+
+const headers = () => ($("key").value ? { Authorization: `Bearer ${$("key").value}` } : {});
+
+// ---- media -------------------------------------------------------------------------------------------------
+
+function addFiles(files) {
+  for (const file of files) {
+    const kind = file.type.split("/")[0];
+    if (kind !== "image" && kind !== "video") {
+      showError(`${file.name} is neither a video nor an image.`);
+      continue;
+    }
+    const url = URL.createObjectURL(file);
+    const shown = kind === "image" ? element("img", { src: url, alt: "" }) : element("video", { src: url, muted: true });
+    const entry = { file, kind, url };
+    const remove = element("button", { type: "button", textContent: "×", title: `remove ${file.name}` });
+    remove.addEventListener("click", () => removeMedia(entry));
+    entry.item = element("li", { title: file.name }, shown, remove, file.name);
+    media.push(entry);
+    $("media").append(entry.item);
+  }
+}
+
+function removeMedia(entry) {
+  media.splice(media.indexOf(entry), 1);
+  URL.revokeObjectURL(entry.url);
+  entry.item.remove();
+}
+
+function dataUrl(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(reader.error);
+    reader.readAsDataURL(file);
+  });
+}
+
+async function mediaPart({ file, kind }) {
+  return { type: `${kind}_url`, [`${kind}_url`]: { url: await dataUrl(file) } };
+}
+
+// ---- asking ------------------------------------------------------------------------------------------------
+
+function numberIn(id) {
+  const value = $(id).valueAsNumber;
+  return Number.isFinite(value) ? value : undefined;
+}
+
+async function requestBody(question) {
+  // Media first: every further question about them finds their part of the prompt computed.
+  const content = [...(await Promise.all(media.map(mediaPart))), { type: "text", text: question }];
+  return JSON.stringify({
+    model: $("model").value || undefined,
+    messages: [{ role: "user", content }],
+    stream: true,
+    stream_options: { include_usage: true },
+    max_completion_tokens: numberIn("max-tokens"),
+    temperature: numberIn("temperature"),
+    epd: { events: true, fps: numberIn("fps"), num_frames: numberIn("frames") },
+  });
+}
+
+async function ask(question) {
+  running = new AbortController();
+  begin(question);
+  try {
+    const body = await requestBody(question);
+    timeline.start();
+    const response = await fetch("/v1/chat/completions", {
+      method: "POST",
+      headers: { "Content-Type": "application/json", ...headers() },
+      body,
+      signal: running.signal,
+    });
+    if (!response.ok) throw new Error(await refusal(response));
+    for await (const chunk of eventsOf(response.body)) show(chunk);
+  } catch (error) {
+    showError(error.name === "AbortError" ? "Stopped." : error.message);
+  } finally {
+    end();
+  }
+}
+
+async function refusal(response) {
+  const text = await response.text();
+  try {
+    return JSON.parse(text).error.message;
+  } catch {
+    return `${response.status} ${response.statusText}`;
+  }
+}
+
+async function* eventsOf(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let buffer = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) throw new Error("The answer broke off.");
+    const blocks = (buffer + value).split("\n\n");
+    buffer = blocks.pop();
+    for (const block of blocks) {
+      const data = block.replace(/^data: /, "");
+      if (data === "[DONE]") return;
+      yield JSON.parse(data);
+    }
+  }
+}
+
+function show(chunk) {
+  if (chunk.error) throw new Error(chunk.error.message);
+  if (chunk.epd?.events) timeline.add(chunk.epd.events);
+  const text = chunk.choices[0]?.delta.content;
+  if (text) {
+    $("answer").textContent += text;
+    timeline.token();
+  }
+  if (chunk.epd && !chunk.epd.events) showReport(chunk.epd);
+  if (chunk.usage) addFact("tokens of prompt / answer", `${chunk.usage.prompt_tokens} / ${chunk.usage.completion_tokens}`);
+}
+
+// The answer that is shown moves down to the earlier ones.
+function keepAnswer() {
+  const text = $("answer").textContent;
+  if (!text) return;
+  const first = element("span", { textContent: $("answer").dataset.ttft ?? "" });
+  const asked = element("span", { textContent: $("asked").textContent });
+  $("history").prepend(element("li", {}, asked, first, element("p", { textContent: text })));
+}
+
+function begin(question) {
+  keepAnswer();
+  delete $("answer").dataset.ttft;
+  $("asked").textContent = question;
+  $("answer").textContent = "";
+  $("answer").classList.add("busy");
+  $("facts").replaceChildren();
+  $("error").hidden = true;
+  $("ask").disabled = true;
+  $("stop").hidden = false;
+}
+
+function end() {
+  running = null;
+  timeline.stop();
+  $("answer").classList.remove("busy");
+  $("ask").disabled = false;
+  $("stop").hidden = true;
+}
+
+function showError(message) {
+  $("error").textContent = message;
+  $("error").hidden = false;
+}
+
+function addFact(name, value) {
+  $("facts").append(element("div", {}, element("dt", { textContent: name }), element("dd", { textContent: value })));
+}
+
+function showReport(report) {
+  $("answer").dataset.ttft = `${report.ttft_s.toFixed(2)} s to the first token`;
+  addFact("to the first token", `${report.ttft_s.toFixed(2)} s`);
+  addFact("in all", `${report.total_s.toFixed(2)} s`);
+  if (report.frames) addFact("frames", report.frames);
+  const before = report.visual_tokens_before_reduction;
+  const reduced = before > report.visual_tokens ? `${before} → ` : "";
+  if (before) addFact("visual tokens", `${reduced}${report.visual_tokens}`);
+  addFact("tokens not computed again", report.cached_tokens);
+}
+
+// ---- the service -------------------------------------------------------------------------------------------
+
+async function getJson(path) {
+  const response = await fetch(path, { headers: headers() });
+  if (response.status === 401) throw new Error("the server asks for an API key: see Options");
+  if (!response.ok) throw new Error(await refusal(response));
+  return response.json();
+}
+
+async function showModels() {
+  const models = (await getJson("/v1/models")).data;
+  const names = models.map(({ id }) => element("option", { value: id, textContent: id }));
+  $("model").replaceChildren(...names);
+}
+
+async function showStatus() {
+  try {
+    if (!$("model").options.length) await showModels();
+    const status = await getJson("/v1/epd/status");
+    const many = status.num_requests === 1 ? "1 request" : `${status.num_requests} requests`;
+    $("service").textContent = status.is_ready ? `ready, ${many}` : "not ready";
+    $("service").className = `service ${status.is_ready ? "ok" : "bad"}`;
+    $("topology").textContent = status.topology;
+    $("workers").replaceChildren(...status.workers.map(workerCard));
+  } catch (error) {
+    $("service").textContent = error instanceof TypeError ? "no connection" : error.message;
+    $("service").className = "service bad";
+  }
+}
+
+function workerCard(worker) {
+  const roles = [...worker.roles].map((letter) => {
+    const [stage, name] = STAGES[letter] ?? ["", letter];
+    return element("span", { className: `stage ${stage}`, textContent: name });
+  });
+  const queue = worker.is_alive ? `${worker.num_running} running, ${worker.num_waiting} waiting` : "gone";
+  const card = element("article", { className: worker.is_alive ? "worker" : "worker dead" });
+  card.append(element("h3", {}, element("span", { textContent: worker.name }), ...roles), element("p", { textContent: queue }));
+  if (worker.kv_usage !== null) card.append(meter("KV blocks", worker.kv_usage));
+  if (worker.encoder_cache_usage !== null) card.append(meter("cache", worker.encoder_cache_usage));
+  if (worker.num_role_switches) card.append(element("p", { textContent: `${worker.num_role_switches} role switches` }));
+  return card;
+}
+
+function meter(name, share) {
+  const bar = element("progress", { max: 1, value: share });
+  bar.setAttribute("aria-label", name);
+  return element("div", { className: "meter" }, name, bar, `${Math.round(share * 100)} %`);
+}
+
+async function watchStatus() {
+  if (!document.hidden) await showStatus();
+  setTimeout(watchStatus, STATUS_EVERY_MS);
+}
+
+// ---- events ------------------------------------------------------------------------------------------------
+
+$("files").addEventListener("change", () => {
+  addFiles($("files").files);
+  $("files").value = "";
+});
+for (const name of ["dragenter", "dragover", "dragleave", "drop"]) {
+  document.addEventListener(name, (event) => {
+    event.preventDefault();
+    $("drop").classList.toggle("over", name === "dragenter" || name === "dragover");
+    if (name === "drop") addFiles(event.dataTransfer.files);
+  });
+}
+$("form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const question = $("question").value.trim();
+  if (question && !running) ask(question);
+  else $("question").focus();
+});
+$("question").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    $("form").requestSubmit();
+  }
+});
+$("stop").addEventListener("click", () => running?.abort());
+
+watchStatus();

@@ -1,0 +1,237 @@
+"""The page in headless Chromium: drop media, ask, watch tokens, timeline, workers; nothing from elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
+
+from epd.errors import OverloadedError
+from tests.serve_app.conftest import Front
+from tests.serve_app.fakes import WORDS, FakeService
+
+ARGUMENTS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+# Set where Chromium was installed for these tests: then they may not be skipped.
+REQUIRED = "EPD_REQUIRE_CHROMIUM"
+TEXT = "".join(WORDS)
+_DROP = """([base64, name, type]) => {
+  const bytes = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));
+  const dataTransfer = new DataTransfer();
+  dataTransfer.items.add(new File([bytes], name, {type}));
+  for (const kind of ["dragenter", "dragover", "drop"]) {
+    const event = new DragEvent(kind, {dataTransfer, bubbles: true, cancelable: true});
+    document.getElementById("drop").dispatchEvent(event);
+  }
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserContext]:
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        assert REQUIRED not in os.environ, f"{REQUIRED} is set, and there is no chromium on the PATH"
+        pytest.skip("no chromium on the PATH")
+    with sync_playwright() as playwright:
+        context = playwright.chromium.launch_persistent_context(
+            tmp_path_factory.mktemp("profile"),
+            executable_path=chromium,
+            args=ARGUMENTS,
+            viewport={"width": 1200, "height": 900},
+        )
+        yield context
+        context.close()
+
+
+@pytest.fixture
+def open_page(browser: BrowserContext) -> Iterator[Callable[[Front], Page]]:
+    """Opens the page of a front. It may not complain, and may ask nobody else."""
+    complaints: list[str] = []
+    pages: list[Page] = []
+
+    def open_it(front: Front) -> Page:
+        page = browser.new_page()
+        page.set_default_timeout(10_000)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("console", lambda message: complaints.extend([message.text] * (message.type == "error")))
+        page.on("request", lambda request: _check_origin(request, front, complaints))
+        pages.append(page)
+        page.goto(front.server.url)
+        return page
+
+    yield open_it
+    for page in pages:
+        page.close()
+    expected = ("the server responded with a status of",)  # what Chromium says of every refusal
+    assert [one for one in complaints if not any(words in one for words in expected)] == []
+
+
+def _check_origin(request: Any, front: Front, complaints: list[str]) -> None:
+    if not request.url.startswith((front.server.url, "blob:", "data:")):
+        complaints.append(f"asked {request.url}")
+
+
+def drop(page: Page, path: Path, media_type: str) -> None:
+    encoded = base64.b64encode(path.read_bytes()).decode()
+    page.evaluate(_DROP, [encoded, path.name, media_type])
+
+
+def ask(page: Page, question: str) -> None:
+    page.get_by_role("textbox", name="question").fill(question)
+    page.get_by_role("button", name="Ask").click()
+
+
+def test_a_dropped_video_is_asked_about(
+    front: Front, open_page: Callable[[Front], Page], media: dict[str, Path]
+) -> None:
+    page = open_page(front)
+    drop(page, media["video"], "video/mp4")
+    page.locator("#files").set_input_files(media["image"])
+    expect(page.locator("#media li")).to_have_count(2)
+    ask(page, "Which colour?")
+    expect(page.locator("#answer")).to_have_text(TEXT)
+    expect(page.locator("#facts")).to_contain_text("48 → 24")
+
+    request = front.service.requests[0]
+    assert [source.kind for source in request.media] == ["video", "image"]
+    assert front.service.files_seen[0] == [media["video"].read_bytes(), media["image"].read_bytes()]
+    assert request.messages[0].parts[-1].text == "Which colour?"
+
+
+def test_the_timeline_shows_groups_by_stage_and_worker(
+    front: Front, open_page: Callable[[Front], Page]
+) -> None:
+    page = open_page(front)
+    ask(page, "What?")
+    expect(page.locator("#timeline rect")).to_have_count(9)
+    names = page.locator("#timeline svg > text").all_text_contents()
+    lanes = [name for name in names if "·" in name]
+    assert lanes == [
+        "decode video · v0", "encode · e0", "encode · e1", "prefill · p0", "answer · this page"
+    ]  # fmt: skip
+    expect(page.locator("#timeline line.token")).to_have_count(len(WORDS))
+    assert "group 1 of item 0" in page.locator("#timeline rect.encode title").all_text_contents()[2]
+
+
+def test_earlier_answers_stay(front: Front, open_page: Callable[[Front], Page]) -> None:
+    page = open_page(front)
+    for question in ("First?", "Second?"):
+        ask(page, question)
+        expect(page.locator("#asked")).to_have_text(question)
+        expect(page.get_by_role("button", name="Ask")).to_be_enabled()
+    expect(page.locator("#history li")).to_have_count(1)
+    expect(page.locator("#history")).to_contain_text("First?")
+    expect(page.locator("#history")).to_contain_text(TEXT)
+    expect(page.locator("#history")).to_contain_text("s to the first token")
+
+
+def test_words_show_while_more_are_to_come(
+    run_front: Callable[..., Front], open_page: Callable[[Front], Page]
+) -> None:
+    front = run_front(FakeService(words=("word ",) * 1000, word_s=0.05))
+    page = open_page(front)
+    ask(page, "What?")
+    expect(page.locator("#answer")).to_contain_text("word word word")
+    expect(page.get_by_role("button", name="Ask")).to_be_disabled()
+    page.get_by_role("button", name="Stop").click()
+    expect(page.locator("#error")).to_have_text("Stopped.")
+    front.wait_until_empty()
+    assert front.service.num_closed == 1
+
+
+def test_workers_and_queues_are_live(
+    run_front: Callable[..., Front], open_page: Callable[[Front], Page]
+) -> None:
+    front = run_front()
+    page = open_page(front)
+    expect(page.locator("#service")).to_have_text("ready, 0 requests")
+    expect(page.locator("#topology")).to_have_text("2e1p1d")
+    workers = page.locator(".worker")
+    expect(workers).to_have_count(4)
+    expect(workers.nth(0)).to_contain_text("0 running, 1 waiting")
+    expect(workers.nth(1)).to_contain_text("gone")
+    expect(workers.nth(2)).to_contain_text("50 %")
+    expect(workers.nth(2).locator(".stage")).to_have_text("prefill")
+    front.service.is_ready = False
+    expect(page.locator("#service")).to_have_text("not ready")
+
+
+def test_a_refusal_is_shown(run_front: Callable[..., Front], open_page: Callable[[Front], Page]) -> None:
+    page = open_page(run_front(FakeService(error=OverloadedError("busy, try again later"))))
+    ask(page, "What?")
+    expect(page.locator("#error")).to_have_text("busy, try again later")
+    expect(page.get_by_role("button", name="Ask")).to_be_enabled()
+
+
+def test_an_error_in_the_middle_is_shown(
+    run_front: Callable[..., Front], open_page: Callable[[Front], Page]
+) -> None:
+    page = open_page(run_front(FakeService(error=OverloadedError("lost"), words_before_error=2)))
+    ask(page, "What?")
+    expect(page.locator("#error")).to_have_text("lost")
+    expect(page.locator("#answer")).to_have_text("".join(WORDS[:2]).strip())
+
+
+def test_the_key_opens_the_page(run_front: Callable[..., Front], open_page: Callable[[Front], Page]) -> None:
+    page = open_page(run_front(api_key="sesame"))
+    expect(page.locator("#service")).to_contain_text("the server asks for an API key")
+    page.get_by_text("Options", exact=True).click()
+    page.get_by_label("API key").fill("sesame")
+    expect(page.locator("#service")).to_have_text("ready, 0 requests")
+    ask(page, "What?")
+    expect(page.locator("#answer")).to_have_text(TEXT)
+
+
+def test_options_are_sent(front: Front, open_page: Callable[[Front], Page]) -> None:
+    page = open_page(front)
+    expect(page.locator("#model option")).to_have_count(2)
+    page.get_by_text("Options", exact=True).click()
+    page.get_by_label("Model").select_option("other/vl")
+    page.get_by_label("Frames per second").fill("0.5")
+    page.get_by_label("Longest answer, tokens").fill("7")
+    page.get_by_label("Temperature").fill("0.3")
+    ask(page, "What?")
+    expect(page.locator("#answer")).to_have_text(TEXT)
+    request = front.service.requests[0]
+    assert (request.model, request.sampling.fps, request.sampling.num_frames) == ("other/vl", 0.5, None)
+    assert (request.params.max_tokens, request.params.temperature) == (7, 0.3)
+
+
+def test_what_is_no_medium_is_not_sent(
+    front: Front, open_page: Callable[[Front], Page], tmp_path: Path
+) -> None:
+    page = open_page(front)
+    (tmp_path / "notes.txt").write_text("x")
+    drop(page, tmp_path / "notes.txt", "text/plain")
+    expect(page.locator("#error")).to_have_text("notes.txt is neither a video nor an image.")
+    expect(page.locator("#media li")).to_have_count(0)
+
+
+def test_text_of_an_answer_is_text(
+    run_front: Callable[..., Front], open_page: Callable[[Front], Page]
+) -> None:
+    evil = '<img src="x" onerror="alert(1)">'
+    page = open_page(run_front(FakeService(words=(evil,))))
+    ask(page, evil)
+    expect(page.locator("#answer")).to_have_text(evil)
+    expect(page.locator("#answer img, #asked img")).to_have_count(0)
+
+
+def test_the_page_comes_with_its_rules(front: Front) -> None:
+    response = front.http.get("/")
+    assert response.headers["content-type"].startswith("text/html")
+    assert "default-src 'self'" in response.headers["content-security-policy"]
+    for asset in ("style.css", "app.js", "timeline.js"):
+        assert front.http.get(f"/page/{asset}").status_code == 200
+        assert "//" not in front.http.get(f"/page/{asset}").text.replace("// ", "").replace(
+            "http://www.w3.org", ""
+        )
+    assert front.http.get("/page/__init__.py").status_code == 404
