@@ -70,7 +70,12 @@ class SharedPoolFile(Generic[TicketT, SourceT]):
 
 
 class SharedMemoryConnector(MailboxConnector[TicketT, SourceT]):
-    """queues, pools: of every worker by name, this one included; the same in every process."""
+    """queues, pools: of every worker by name, this one included; the same in every process.
+
+    A worker that starts again needs a queue and a file of its own, in the place of the old ones. A process
+    killed in the middle of a `multiprocessing.Queue.put` leaves that queue locked for all its writers: where
+    workers are expected to be killed, give queues that have no lock between processes.
+    """
 
     def __init__(
         self,

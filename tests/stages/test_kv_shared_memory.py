@@ -128,7 +128,7 @@ def test_nothing_is_kept_of_a_process_that_was_killed_and_another_takes_over() -
         assert sorted(decode.reception.fail_sender("p")) == ["a", "b"]
         assert [decode.cache.num_free_blocks(group) for group in (0, 1)] == [60, 60]
         with SharedPoolFile.create(pools_shape(40, 4)) as successor:
-            files["p"] = successor
+            files["p"], queues["p"] = successor, SPAWN.Queue()
             prefill = new_prefill(queues, files)
             (ticket,) = reserve(decode, "a")
             prefill.start("a", PROMPTS["a"])
