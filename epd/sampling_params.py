@@ -105,6 +105,9 @@ class SamplingParams:
             raise RequestError(
                 f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
             )
+        for name in ("include_stop_str_in_output", "ignore_eos"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false, got {reprlib.repr(getattr(self, name))}")
         self._check_stops()
 
     def _check_stops(self) -> None:
@@ -124,7 +127,7 @@ class SamplingParams:
         unknown = sorted(said.keys() - set(known))
         if unknown:
             raise RequestError(
-                f"there is no sampling option {unknown[0]!r}; the options are {', '.join(known)}"
+                f"there is no sampling option {reprlib.repr(unknown[0])}; the options are {', '.join(known)}"
             )
         return replace(self, **said)
 

@@ -220,8 +220,9 @@ def _look_up(weights: Tensor, number: Tensor) -> Tensor:
     """Places [D, 1] where numbers [D, 1] in [0, 1) lie in the cumulative weights [D, K]."""
     ends = weights.cumsum(1)
     total = ends[:, -1:]
+    # Rounded up, a number close to 1 would lie behind all of them.
     target = (number * total).long().minimum(total - 1)
-    return torch.searchsorted(ends, target, right=True).clamp_max_(weights.shape[1] - 1)
+    return torch.searchsorted(ends, target, right=True)
 
 
 def _with_logprobs(raw: Tensor, rows: Sequence[SamplingRow], ids: list[int]) -> list[SampledToken]:

@@ -128,6 +128,15 @@ def test_a_token_depends_on_its_row_alone(seed: int, asked: list, data: st.DataO
     assert together == [alone[i] for i in order]
 
 
+def test_the_order_of_equals_does_not_depend_on_other_rows() -> None:
+    """A row that wants all tokens ranked has more of every row ranked with it."""
+    logits = (torch.arange(VOCAB) % 2).float().expand(100, -1)
+    rows = rows_of(SamplingParams(temperature=1.0, top_k=VOCAB // 2), range(100))
+    greedier = rows_of(SamplingParams(temperature=1.0, top_k=VOCAB), range(1))
+    alone = sample(logits, rows)
+    assert sample(torch.cat([logits, logits[:1]]), [*rows, *greedier])[:-1] == alone
+
+
 def test_chunks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = random_logits(1, rows=50)
     rows = rows_of(SamplingParams(temperature=1.0, top_p=0.9), range(50))
@@ -167,6 +176,22 @@ def test_draws_follow_the_probabilities(params: SamplingParams) -> None:
     chi_square = float(((counts - expected)[often] ** 2 / expected[often]).sum())
     assert freedom >= 8
     assert abs(chi_square - freedom) < 5 * math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize(
+    ("weights", "number", "place"),
+    [
+        ([0, 2, 0, 3], 0.0, 1),
+        ([0, 2, 0, 3], 0.39, 1),
+        ([0, 2, 0, 3], 0.4, 3),
+        ([2**60, 2**60 - 1, 0], 1 - 2**-53, 1),
+    ],
+)
+def test_a_number_never_falls_on_a_token_without_weight(
+    weights: list[int], number: float, place: int
+) -> None:
+    places = sampler._look_up(torch.tensor([weights]), torch.tensor([[number]], dtype=torch.float64))
+    assert places.tolist() == [[place]]
 
 
 def test_numbers_of_seeds_and_of_steps_are_even_and_unrelated() -> None:
@@ -302,6 +327,14 @@ def test_drafts_change_no_token(params: SamplingParams, seed: int, draft: list[i
         tokens = [token.token_id for token in sample(model[inputs], rows)]
         held = next((i for i, token_id in enumerate(drafted) if tokens[i] != token_id), len(drafted))
         assert tokens[: held + 1] == expected[: held + 1]
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_logits_that_say_nothing_still_give_a_token(value: float) -> None:
+    logits = torch.full((1, VOCAB), value)
+    for params in (SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=3, top_p=0.5)):
+        (token,) = sample(logits, rows_of(params, range(1)))
+        assert 0 <= token.token_id < VOCAB
 
 
 def test_rows_and_logits_must_agree() -> None:

@@ -83,10 +83,12 @@ def test_what_is_outside_is_refused_in_one_short_line(
         ({"stop_token_ids": (2**63,)}, "stop_token_ids must be token ids"),
         ({"stop_token_ids": (True,)}, "stop_token_ids must be token ids"),
         ({"stop_token_ids": [1]}, "stop_token_ids must be token ids"),
+        ({"ignore_eos": 1}, "ignore_eos must be true or false, got 1"),
+        ({"include_stop_str_in_output": "no"}, "include_stop_str_in_output must be true or false, got 'no'"),
         ({"min_tokens": 5, "max_tokens": 4}, r"min_tokens must be at most max_tokens \(4\), got 5"),
     ],
 )
-def test_stops_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+def test_other_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         SamplingParams(**options)
 
