@@ -33,7 +33,7 @@ PreemptionMode = Literal["recompute", "offload"]
 class SchedulerConfig:
     """Limits of one forward pass.
 
-    max_num_batched_tokens: of all requests together. max_num_seqs: requests that run at once.
+    max_num_batched_tokens: of all requests together. max_num_seqs: answers that grow at once.
     max_chunk_tokens: of one request's prefill in one pass. preemption: what becomes of a request's computed
     tokens when it has to give its blocks up: computed again, or kept in host memory.
     """
@@ -71,6 +71,11 @@ class ScheduledRequest:
 
     def __post_init__(self) -> None:
         self.num_tokens = self.num_tokens or self.num_prompt_tokens
+
+    @property
+    def num_seqs(self) -> int:
+        """How many answers it counts for: until its prompt is computed, all that will come of it."""
+        return self.num_copies if self.num_tokens == self.num_prompt_tokens else 1
 
     @property
     def is_decoding(self) -> bool:
@@ -179,7 +184,7 @@ class Scheduler:
         """Whether `request` would run at once if it were added now: nobody waits, and there is room."""
         needed = -(-self._reserved_tokens(request) // self.kv.spec.block_size)
         has_blocks = all(self.kv.num_free_blocks(g) >= needed for g in range(len(self.kv.spec.num_blocks)))
-        return not self.waiting and len(self.running) < self.config.max_num_seqs and has_blocks
+        return not self.waiting and self._has_seat(request) and has_blocks
 
     def remove(self, request: ScheduledRequest, *, hold: bool = False) -> None:
         """Takes a request out, finished or aborted. hold: its blocks stay until `release`."""
@@ -245,9 +250,9 @@ class Scheduler:
 
     def _admit(self, output: SchedulerOutput) -> None:
         """Gives blocks to waiting requests, first come, first served, as far as there is room."""
-        while self.waiting and len(self.running) < self.config.max_num_seqs:
+        while self.waiting:
             request = self.waiting[0]
-            copies = self._open(request)
+            copies = self._open(request) if self._has_seat(request) else None
             if copies is None:
                 return
             del self.waiting[0]
@@ -258,6 +263,11 @@ class Scheduler:
                 request.num_computed = request.num_offloaded
             request.num_offloaded = 0
             output.admitted.append(request)
+
+    def _has_seat(self, request: ScheduledRequest) -> bool:
+        """Whether `max_num_seqs` allows the request; one with more answers than that runs alone."""
+        num_seqs = sum(each.num_seqs for each in self.running) + request.num_seqs
+        return num_seqs <= self.config.max_num_seqs or not self.running
 
     def _open(self, request: ScheduledRequest) -> list[BlockCopy] | None:
         """Starts a block table with what is cached already, and room for the rest; None without a trace."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from encoders.adapter import Int64Array
+from epd.drafting import PromptLookup
 from epd.kv_cache import KVCacheManager
 from epd.scheduling import ScheduledRequest
 from stages.detokenizer import TextStream
@@ -44,6 +44,7 @@ class Choice:
         )
         self.token_ids, self.positions = _with_room(request)
         self.drafts: tuple[int, ...] = ()
+        self._lookup = PromptLookup()
         self.sampling = SamplingState(
             request.sampling, request.seed + index, request.prompt.token_ids, eos_ids=eos_ids
         )
@@ -66,12 +67,14 @@ class Choice:
         """int64 [num_tokens]: prompt and answer so far."""
         return self.token_ids[: self.scheduled.num_tokens]
 
-    def set_drafts(self, token_ids: Sequence[int]) -> None:
-        """Guesses of what follows, to be computed along with the last token."""
+    def draft(self, max_draft: int) -> None:
+        """Guesses at most so many tokens that may follow, to be computed along with the last one."""
         num_tokens = self.scheduled.num_tokens
-        self.token_ids[num_tokens : num_tokens + len(token_ids)] = token_ids
-        self.drafts = tuple(token_ids)
-        self.scheduled.num_drafts = len(token_ids)
+        room = self.scheduled.max_total_tokens - num_tokens - 1
+        drafts = self._lookup.propose(self.known_ids, min(max_draft, room))
+        self.token_ids[num_tokens : num_tokens + len(drafts)] = drafts
+        self.drafts = tuple(drafts)
+        self.scheduled.num_drafts = len(drafts)
 
     def segment(self, start: int, stop: int, num_logits: int, kv: KVCacheManager) -> Segment:
         """Tokens [start, stop) for the model to compute."""

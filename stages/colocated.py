@@ -309,6 +309,7 @@ def build_engine(
     num_kv_tokens: int | None = None,
     block_size: int = BLOCK_SIZE,
     enable_prefix_caching: bool = False,
+    max_draft: int = 0,
 ) -> LanguageEngine:
     """An engine with pools of its own. num_kv_tokens: see `ColocatedPipeline.load`."""
     layout = kv_layout(model)
@@ -321,6 +322,7 @@ def build_engine(
         settings.eos_ids,
         config or SchedulerConfig(),
         enable_prefix_caching=enable_prefix_caching,
+        max_draft=max_draft,
     )
 
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 from torch import Tensor
 
+from epd.drafting import DraftGain
 from epd.errors import RequestError
 from epd.kv_cache import KVCacheManager, KVCacheSpec
 from epd.scheduling import Chunk, Scheduler, SchedulerConfig, SchedulerOutput
@@ -49,7 +51,9 @@ class LanguageEngine:
         config: SchedulerConfig,
         *,
         enable_prefix_caching: bool = True,
+        max_draft: int = 0,
     ) -> None:
+        """max_draft: most tokens to guess ahead for each decode, as long as that pays; 0 for none."""
         self.counts = EngineCounts()
         spec = KVCacheSpec(tuple(pool.num_blocks for pool in runner.pools.groups), runner.pools.block_size)
         self.kv = KVCacheManager(spec, enable_prefix_caching=enable_prefix_caching)
@@ -60,6 +64,7 @@ class LanguageEngine:
         self._eos_ids = eos_ids
         self._choices: dict[str, Choice] = {}
         self._offloaded: dict[str, list[Tensor]] = {}
+        self._draft_gain = DraftGain(max_draft) if max_draft else None
 
     # Requests
 
@@ -133,15 +138,29 @@ class LanguageEngine:
 
     def step(self) -> StepResult:
         """Computes one pass, as far as there is anything to compute, and returns what came of it."""
+        start = perf_counter()
         result = StepResult()
+        self._draft()
         output = self.scheduler.schedule()
         self._admit(output, result)
         self._move(output)
         if output.chunks:
+            only_decodes = all(chunk.request.is_decoding for chunk in output.chunks)
             logits = self._run(output.chunks)
             self._commit(output.chunks, logits, result)
             self._count(output, result)
+            if self._draft_gain and only_decodes:
+                self._draft_gain.record_step(output.num_tokens, perf_counter() - start)
         return result
+
+    def _draft(self) -> None:
+        """Guesses how the decodes go on, as many tokens as have paid so far."""
+        if self._draft_gain is None:
+            return
+        decoding = [self._choices[each.request_id] for each in self.scheduler.running if each.is_decoding]
+        num_drafts = self._draft_gain.num_drafts(len(decoding)) if decoding else 0
+        for choice in decoding:
+            choice.draft(num_drafts)
 
     def _admit(self, output: SchedulerOutput, result: StepResult) -> None:
         for scheduled in output.admitted:
@@ -243,6 +262,8 @@ class LanguageEngine:
         while choice.finish_reason is None and num_kept <= num_right:
             result.outputs.append(choice.push(tokens[num_kept]))
             num_kept += 1
+        if self._draft_gain and drafts:
+            self._draft_gain.record_draft(len(drafts), num_right)
         self.counts.num_drafted_tokens += len(drafts)
         self.counts.num_accepted_tokens += num_kept - 1
         self.scheduler.advance(chunk.request, chunk.stop - chunk.num_drafts + num_kept - 1)

@@ -1,0 +1,266 @@
+"""Scheduler and KV cache policy under any arrivals, media, steps, aborts and holds. No tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from epd.errors import InfeasibleError
+from epd.kv_cache import KVCacheManager, KVCacheSpec
+from epd.kv_identity import token_identity
+from epd.scheduling import ScheduledRequest, Scheduler, SchedulerConfig, SchedulerOutput
+
+VOCABULARY = 3  # few tokens, so that prompts often begin alike
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(4, 24),
+        block_size=st.sampled_from([1, 3, 4]),
+        groups=st.integers(1, 2),
+        budget=st.integers(1, 24),
+        max_seqs=st.integers(1, 6),
+        chunk=st.integers(1, 24),
+        mode=st.sampled_from(["recompute", "offload"]),
+        caching=st.booleans(),
+    )
+    def start(
+        self,
+        num_blocks: int,
+        block_size: int,
+        groups: int,
+        budget: int,
+        max_seqs: int,
+        chunk: int,
+        mode: str,
+        caching: bool,
+    ) -> None:
+        config = SchedulerConfig(budget, max_seqs, chunk, mode)  # type: ignore[arg-type]
+        spec = KVCacheSpec((num_blocks,) * groups, block_size)
+        self.scheduler = Scheduler(config, KVCacheManager(spec, enable_prefix_caching=caching))
+        self.requests: dict[str, ScheduledRequest] = {}
+        self.offloaded: dict[str, int] = {}
+        self.num_started = 0
+
+    @rule(
+        tokens=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30),
+        max_new=st.integers(1, 12),
+        ready=st.floats(0, 1),
+        copies=st.sampled_from([1, 1, 3]),
+    )
+    def add(self, tokens: list[int], max_new: int, ready: float, copies: int) -> None:
+        self.num_started += 1
+        request = ScheduledRequest(
+            request_id=f"r{self.num_started}",
+            identity=token_identity(tokens),
+            num_prompt_tokens=len(tokens),
+            max_total_tokens=len(tokens) + max_new,
+            num_ready=int(ready * len(tokens)),
+            num_copies=copies,
+        )
+        spec = self.scheduler.kv.spec
+        try:
+            self.scheduler.add(request)
+        except InfeasibleError:
+            needed = max(request.max_total_tokens, len(tokens) + 1 + (copies - 1) * spec.block_size)
+            assert -(-needed // spec.block_size) > min(spec.num_blocks)
+        else:
+            self.requests[request.request_id] = request
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def media_arrive(self, data: st.DataObject) -> None:
+        request = self.pick(data)
+        more = data.draw(st.integers(0, max(request.num_prompt_tokens - request.num_ready, 0)))
+        request.num_ready += more
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request = self.pick(data)
+        self.scheduler.remove(request)
+        del self.requests[request.request_id]
+        self.offloaded.pop(request.request_id, None)
+
+    @precondition(lambda self: self.scheduler.running)
+    @rule(data=st.data())
+    def hold_and_release(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.scheduler.running))
+        self.scheduler.remove(request, hold=True)
+        del self.requests[request.request_id]
+        self.scheduler.check_integrity()
+        self.scheduler.release(request.request_id)
+
+    @precondition(lambda self: self.scheduler.running)
+    @rule(data=st.data(), drafts=st.integers(1, 4))
+    def guess(self, data: st.DataObject, drafts: int) -> None:
+        request = data.draw(st.sampled_from(self.scheduler.running))
+        if request.is_decoding:
+            request.num_drafts = min(drafts, request.max_total_tokens - request.num_tokens - 1)
+
+    @rule(wrong=st.integers(0, 4))
+    def step(self, wrong: int) -> None:
+        """Schedules, checks what was decided, and does what the engine would."""
+        decoding = [request for request in self.scheduler.running if request.is_decoding]
+        output = self.scheduler.schedule()
+        self.check(output, decoding)
+        self.follow_moves(output)
+        for chunk in output.chunks:
+            request = chunk.request
+            if not chunk.is_sampled:
+                self.scheduler.advance(request, chunk.stop)
+                continue
+            is_first = request.num_tokens == request.num_prompt_tokens
+            num_new = 1 + max(chunk.num_drafts - wrong, 0)
+            for token in range(num_new):
+                request.identity.append(token % VOCABULARY)
+            request.num_tokens += num_new
+            self.scheduler.advance(request, chunk.stop - chunk.num_drafts + num_new - 1)
+            request.num_drafts = 0
+            if is_first:
+                self.fork(request)
+            if request.num_tokens >= request.max_total_tokens:
+                self.scheduler.remove(request)
+                del self.requests[request.request_id]
+
+    def fork(self, request: ScheduledRequest) -> None:
+        for index in range(1, request.num_copies):
+            copy = ScheduledRequest(
+                request_id=f"{request.request_id}#{index}",
+                identity=request.identity.copy(),
+                num_prompt_tokens=request.num_prompt_tokens,
+                max_total_tokens=request.max_total_tokens,
+                num_ready=request.num_ready,
+                num_tokens=request.num_tokens,
+            )
+            if copy.num_tokens < copy.max_total_tokens:
+                self.scheduler.fork(request, copy)
+                self.requests[copy.request_id] = copy
+
+    def check(self, output: SchedulerOutput, decoding: list[ScheduledRequest]) -> None:
+        config = self.scheduler.config
+        assert output.num_tokens <= config.max_num_batched_tokens
+        num_seqs = sum(each.num_seqs for each in self.scheduler.running)
+        assert num_seqs <= config.max_num_seqs or len({r.split("#")[0] for r in self.running}) == 1
+        names = [chunk.request.request_id for chunk in output.chunks]
+        assert len(set(names)) == len(names)
+        for chunk in output.chunks:
+            assert chunk.request in self.scheduler.running
+            assert chunk.start == chunk.request.num_computed < chunk.stop
+            assert chunk.stop <= chunk.request.num_tokens + chunk.num_drafts
+            if chunk.start < chunk.request.num_prompt_tokens:
+                has_all = chunk.request.num_ready >= chunk.request.num_prompt_tokens
+                assert has_all or chunk.stop <= chunk.request.num_ready
+                assert chunk.stop - chunk.start <= config.max_chunk_tokens
+        back = [each for each in output.admitted if each in decoding]  # gave way and came back at once
+        stalled = [
+            each
+            for each in decoding
+            if each.is_decoding and each.request_id not in names and each not in back
+        ]
+        if stalled:
+            assert output.num_tokens == config.max_num_batched_tokens, "a decode was stalled for no reason"
+            assert all(chunk.request in decoding for chunk in output.chunks)
+
+    def follow_moves(self, output: SchedulerOutput) -> None:
+        """What was offloaded comes back whole, and only that."""
+        for preemption in output.preemptions:
+            self.offloaded[preemption.request.request_id] = preemption.num_tokens
+            assert len(preemption.block_tables[0]) * self.scheduler.kv.block_size >= preemption.num_tokens
+        for restore in output.restores:
+            assert 0 <= restore.start < restore.stop == self.offloaded.pop(restore.request.request_id)
+            self.scheduler.advance(restore.request, restore.stop)
+        for request in output.admitted:
+            self.offloaded.pop(request.request_id, None)
+
+    @property
+    def running(self) -> list[str]:
+        return [each.request_id for each in self.scheduler.running]
+
+    def pick(self, data: st.DataObject) -> ScheduledRequest:
+        return self.requests[data.draw(st.sampled_from(sorted(self.requests)))]
+
+    @invariant()
+    def books_are_in_order(self) -> None:
+        if hasattr(self, "scheduler"):
+            self.scheduler.check_integrity()
+            queued = {r.request_id for r in (*self.scheduler.waiting, *self.scheduler.running)}
+            assert queued == set(self.requests)
+
+    def teardown(self) -> None:
+        """Once their media are there, all come to an end: nobody starves."""
+        if not hasattr(self, "scheduler"):
+            return
+        for request in self.requests.values():
+            request.num_ready = max(request.num_ready, request.num_prompt_tokens)
+        for _ in range(5000):
+            if not self.requests:
+                break
+            for request in self.requests.values():
+                request.num_ready = max(request.num_ready, request.num_prompt_tokens)
+            self.step(0)
+            self.books_are_in_order()
+        assert not self.requests, "somebody starves"
+        assert self.scheduler.kv.usage == 0
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],
+)
+
+
+def scheduler(**limits: int) -> Scheduler:
+    return Scheduler(SchedulerConfig(**limits), KVCacheManager(KVCacheSpec((64,), 4)))
+
+
+def request(
+    name: str, num_prompt: int, *, num_ready: int | None = None, max_new: int = 4
+) -> ScheduledRequest:
+    tokens = np.arange(num_prompt) + 100 * ord(name[0])
+    return ScheduledRequest(
+        name, token_identity(tokens.tolist()), num_prompt, num_prompt + max_new,
+        num_prompt if num_ready is None else num_ready,
+    )  # fmt: skip
+
+
+def spans(output: SchedulerOutput) -> list[tuple[str, int, int]]:
+    return [(chunk.request.request_id, chunk.start, chunk.stop) for chunk in output.chunks]
+
+
+def test_chunks_of_several_requests_share_one_pass() -> None:
+    queue = scheduler(max_num_batched_tokens=20, max_chunk_tokens=16)
+    queue.add(request("a", 10))
+    queue.add(request("b", 6))
+    queue.add(request("c", 9))
+    assert spans(queue.schedule()) == [("a", 0, 10), ("b", 0, 6), ("c", 0, 4)]
+
+
+def test_a_request_that_waits_for_its_media_leaves_the_pass_to_others() -> None:
+    queue = scheduler(max_num_batched_tokens=20, max_chunk_tokens=16)
+    first, second = request("a", 30, num_ready=3), request("b", 8)
+    queue.add(first)
+    queue.add(second)
+    assert spans(queue.schedule()) == [("a", 0, 3), ("b", 0, 8)]
+    queue.advance(first, 3)
+    queue.advance(second, 8)
+    second.identity.append(1)
+    second.num_tokens += 1
+    assert spans(queue.schedule()) == [("b", 8, 9)]
+    queue.advance(second, 9)
+    first.num_ready = 30
+    assert spans(queue.schedule()) == [("a", 3, 19)]
+
+
+def test_room_is_given_first_come_first_served() -> None:
+    queue = scheduler()
+    for name, length in (("a", 200), ("b", 100), ("c", 8)):
+        queue.add(request(name, length))
+    queue.schedule()
+    assert [each.request_id for each in queue.running] == ["a"]
+    assert [each.request_id for each in queue.waiting] == ["b", "c"], "the small one does not overtake"
