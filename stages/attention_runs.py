@@ -53,7 +53,7 @@ def find_runs(
         for stop, segment in members:  # those that go on where the shortest ends
             if stop - start - length >= least_shared:
                 open_runs[start + length, slot + length].append((stop, segment))
-    return sorted(found, key=lambda run: run.start)
+    return sorted(found, key=lambda run: (run.start, run.segments))
 
 
 def _consecutive(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,9 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2Model
 
 from stages.attention import AttentionBatch, AttentionPlan, attend, register, write_kv
+from stages.attention_host import HostPlan
+from stages.attention_pieces import GatheredPiece, Piece, UnmaskedPiece
+from stages.attention_runs import SharedRun, find_runs
 
 # (query heads, KV heads, head dim)
 HEADS = [(4, 2, 64), (4, 4, 16), (6, 1, 24)]
@@ -101,12 +105,100 @@ def check(case: Case, tolerance: float = 2e-6) -> None:
     assert (ours.double() - naive(case, scale)).abs().max() < tolerance
 
 
+def share(case: Case, segments: list[int], num_tokens: int) -> Case:
+    """The first tokens of the first of `segments`, whole blocks, are also those of the others."""
+    first, *others = segments
+    for other in others:
+        num_blocks = num_tokens // case.batch.block_size
+        case.batch.block_tables[other, :num_blocks] = case.batch.block_tables[first, :num_blocks]
+        case.keys[other][:num_tokens] = case.keys[first][:num_tokens]
+        case.values[other][:num_tokens] = case.values[first][:num_tokens]
+    return case
+
+
+def pieces_of(case: Case) -> tuple[Piece, ...]:
+    return HostPlan.build(case.batch).pieces
+
+
 @pytest.mark.parametrize("shuffled", [True, False])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_mixed_pass(block_size: int, heads: tuple[int, int, int], shuffled: bool) -> None:
     lens = [(1, 1), (1, 40), (5, 5), (3, 20), (1, 39), (7, 18), (1, 150), (4, 4), (1, 16)]
     check(make_case(lens, heads, block_size, shuffled=shuffled))
+
+
+SMALL = (4, 2, 16)
+LONG = [(1, 1300), (1, 40), (3, 1205), (1, 33), (20, 1190)]  # decodes, drafts, a chunk
+
+
+@pytest.mark.parametrize("shuffled", [True, False])
+def test_long_contexts(shuffled: bool) -> None:
+    check(make_case(LONG, SMALL, 16, shuffled=shuffled))
+
+
+def test_a_long_run_is_read_in_place_and_its_end_gathered() -> None:
+    """As a request grows: its prompt lies in one run, the blocks of its answer elsewhere."""
+    case = make_case([(1, 1200), (1, 1208), (1, 90)], SMALL, 16, shuffled=False)
+    tables = case.batch.block_tables
+    case.batch.slot_mapping[1] += (tables[0, 73] - tables[1, 75]) * 16
+    tables[0, 73], tables[1, 75] = tables[1, 75], tables[0, 73]
+    in_place = [piece for piece in pieces_of(case) if isinstance(piece, UnmaskedPiece)]
+    assert [piece.stop - piece.first for piece in in_place] == [73 * 16, 75 * 16]
+    check(case)
+
+
+@pytest.mark.parametrize("shuffled", [True, False])
+def test_shared_prefixes(shuffled: bool) -> None:
+    lens = [(1, 300), (1, 330), (9, 300), (4, 290), (1, 200), (1, 99)]
+    case = make_case(lens, SMALL, 16, shuffled=shuffled)
+    check(share(share(case, [0, 1, 2, 3], 272), [0, 4], 160))
+
+
+def test_a_shared_run_is_read_once() -> None:
+    lens = [(1, 1000 + 5 * i) for i in range(8)]
+    case = share(make_case(lens, SMALL, 16, shuffled=False), list(range(8)), 960)
+    run, rest = pieces_of(case)
+    assert isinstance(run, UnmaskedPiece)
+    assert (run.rows.num_rows, run.stop - run.first, run.merges) == (8, 960, False)
+    assert isinstance(rest, GatheredPiece)
+    assert (rest.num_segments, rest.mask.shape[-1], rest.merges) == (8, 75, True)
+    check(case)
+
+
+def test_runs_that_part_are_followed_while_they_are_shared() -> None:
+    tables = np.array([[3, 4, 5, 6, 7, 0], [3, 4, 5, 6, 9, 2], [3, 4, 8, 0, 0, 0]], np.int32)
+    runs = find_runs(tables, np.array([18, 24, 10]), 4, least_alone=8, least_shared=4)
+    assert runs == [SharedRun((0, 1, 2), 0, 8, 12), SharedRun((0, 1), 8, 8, 20)]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1.6e-2), (torch.float16, 2e-3)])
+def test_narrow_types(dtype: torch.dtype, tolerance: float) -> None:
+    """Within a rounding of the values and of the result."""
+    check(share(make_case([*LONG, (5, 60)], SMALL, 16, dtype), [0, 2], 640), tolerance)
+
+
+def test_layer_groups_of_different_lengths() -> None:
+    """After pruning the same new tokens have other contexts in other layers: one plan for each group."""
+    whole, pruned = [(1, 400), (6, 300), (12, 350)], [(1, 120), (6, 90), (12, 60)]
+    query = make_case(whole).query
+    check(replace(make_case(whole), query=query))
+    check(replace(make_case(pruned), query=query))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"context_lens": np.array([3], np.int32)}, "1 context lengths"),
+        ({"slot_mapping": np.arange(5)}, "need as many slots, got 5"),
+        ({"query_starts": np.array([0, 4, 4], np.int32)}, "every segment needs a new token"),
+        ({"context_lens": np.array([3, 99], np.int32)}, "does not fit 5 blocks of 4; allocate first"),
+    ],
+)
+def test_a_batch_that_does_not_fit_together_is_refused(change: dict[str, Any], message: str) -> None:
+    batch = make_case([(3, 3), (1, 18)]).batch
+    with pytest.raises(ValueError, match=message):
+        replace(batch, **change)
 
 
 @dataclass(frozen=True, slots=True)
