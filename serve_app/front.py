@@ -40,7 +40,7 @@ class ApiSettings:
 
     api_key: str | None = field(default=None, repr=False)
     fetch: FetchPolicy = field(default_factory=lambda: FetchPolicy(max_bytes=512 << 20))
-    max_body_bytes: int = 256 << 20
+    max_body_bytes: int = 128 << 20
     max_held_body_bytes: int = 1 << 30
     max_spooled_bytes: int = 8 << 30
     spool_folder: Path | None = None

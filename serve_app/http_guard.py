@@ -102,7 +102,7 @@ class KeyCheck:
             )
 
 
-async def read_body(request: Request, max_bytes: int, budget: ByteBudget) -> bytes:
+async def read_body(request: Request, max_bytes: int, budget: ByteBudget) -> bytearray:
     """The JSON body, refused as soon as it is too large. What it takes of the budget is noted in the record.
 
     Only `application/json`, which no browser sends to another site unasked.
@@ -122,7 +122,7 @@ async def read_body(request: Request, max_bytes: int, budget: ByteBudget) -> byt
         budget.take(len(chunk))
         record.held_bytes += len(chunk)
         body += chunk
-    return bytes(body)
+    return body
 
 
 def _check_size(num_bytes: int, max_bytes: int) -> None:

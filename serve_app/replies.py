@@ -21,6 +21,7 @@ from serve_app.protocol import (
 from serve_app.record import RequestRecord, epd_report, span_report, usage_report
 from serve_app.service import AnswerEnd, AnswerItem, FinishReason, StageSpan, TokenDelta, TokenLogprob
 
+MIN_LOGPROB = -9999.0
 DONE = b"data: [DONE]\n\n"
 
 
@@ -30,15 +31,20 @@ def logprobs_of(tokens: Sequence[TokenLogprob]) -> ChoiceLogprobs:
 
 def _logprob(token: TokenLogprob) -> ContentLogprob:
     alternatives = [
-        TopLogprob(token=one.text, logprob=one.logprob, bytes=list(one.data) or None)
+        TopLogprob(token=one.text, logprob=_finite(one.logprob), bytes=list(one.data) or None)
         for one in token.alternatives
     ]
     return ContentLogprob(
         token=token.text,
-        logprob=token.logprob,
+        logprob=_finite(token.logprob),
         bytes=list(token.data) or None,
         top_logprobs=alternatives,
     )
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity: a token that could not be drawn has the least that clients expect."""
+    return max(logprob, MIN_LOGPROB)
 
 
 class CompletionBuilder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 from encoders import Sampling
 from encoders.chat import media_kinds
 from epd.sampling_params import SamplingParams
+from serve_app.replies import logprobs_of
+from serve_app.service import TokenLogprob
 from tests.serve_app.conftest import JSON, QUESTION, Front
 from tests.serve_app.fakes import TIMINGS, USAGE, WORDS, FakeService
 
@@ -126,6 +129,11 @@ def test_logprobs(front: Front) -> None:
     assert [one["content"][0]["token"] for one in streamed if one] == list(WORDS)
     assert completion.choices[0].logprobs is not None
     assert front.ask().json()["choices"][0]["logprobs"] is None
+
+
+def test_a_token_that_could_not_be_drawn_has_a_number_too() -> None:
+    (token,) = logprobs_of([TokenLogprob(5, "x", b"x", -math.inf)]).content or []
+    assert json.loads(token.model_dump_json())["logprob"] == -9999
 
 
 def test_options_reach_the_service(front: Front) -> None:

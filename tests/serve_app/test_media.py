@@ -16,6 +16,7 @@ from epd.content import content_hash
 from serve_app.front import ApiSettings
 from tests.serve_app.conftest import JSON, Front, data_url, image_part, video_part
 from tests.serve_app.fakes import FakeService
+from tests.video.corpus import corpus
 from video import FetchPolicy
 
 
@@ -190,6 +191,17 @@ def test_corrupt_media_are_the_clients_to_mend(
     assert str(front.server.front.spool.path) not in response.text
     assert front.service.requests == []
     assert front.ask().status_code == 200
+
+
+def test_the_corrupt_corpus_of_video_is_no_error_of_ours(
+    front: Front, tmp_path: Path, media: dict[str, Path]
+) -> None:
+    variants = list(corpus({"video.mp4": media["video"]}, per_damage=2))
+    assert len(variants) > 30
+    for variant in variants:
+        (tmp_path / "x").write_bytes(variant.data)
+        response = front.ask_about(video_part(data_url(tmp_path / "x", "video/mp4")))
+        assert response.status_code in (200, 413, 415, 422), (variant.name, response.text)
 
 
 @pytest.mark.parametrize("url", ["data:image/png;base64", "data:image/png;base64,@@@", "data:,", "data:"])
