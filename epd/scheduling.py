@@ -19,6 +19,7 @@ then the youngest running request gives way and waits at its old place in the qu
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -150,6 +151,8 @@ class Scheduler:
         self.waiting: list[ScheduledRequest] = []
         self.running: list[ScheduledRequest] = []
         self.num_preempted = 0
+        # A request whose blocks somebody else may be reading must not give them up.
+        self.may_preempt: Callable[[str], bool] = lambda _: True
         self._held: set[str] = set()
         self._num_arrived = 0
 
@@ -230,12 +233,17 @@ class Scheduler:
     def _make_room(self, request: ScheduledRequest, num_tokens: int, output: SchedulerOutput) -> bool:
         """Books blocks; the youngest give way until there are enough. False if the request itself had to."""
         while not self.kv.can_allocate(request.request_id, num_tokens):
-            victim = self.running.pop()
+            victim = next(each for each in reversed(self.running) if self._is_victim(each, request))
+            self.running.remove(victim)
             self._preempt(victim, output)
             if victim is request:
                 return False
         self.kv.allocate(request.request_id, num_tokens)
         return True
+
+    def _is_victim(self, candidate: ScheduledRequest, request: ScheduledRequest) -> bool:
+        """Whether `candidate` may give way to `request`; in the end that gives way itself."""
+        return candidate is request or self.may_preempt(candidate.request_id)
 
     def _preempt(self, victim: ScheduledRequest, output: SchedulerOutput) -> None:
         self.num_preempted += 1

@@ -34,6 +34,8 @@ class PrefillStage:
         """connector: to decode workers; without one, only merged roles are possible."""
         self.engine = engine
         self.outbox = KVOutbox(engine.kv, connector) if connector is not None else None
+        if self.outbox is not None:
+            engine.scheduler.may_preempt = self.outbox.is_settled
         self._handovers: dict[str, _Handover] = {}
         self._leaving: set[str] = set()  # over, but for blocks that may still be read
 

@@ -160,6 +160,29 @@ def test_keys_and_values_go_out_while_prefill_goes_on(a_family: Subject) -> None
     assert missing == [len(prompt.plan) - 8 * i for i in range(len(missing))]
 
 
+def test_blocks_that_are_being_read_are_not_taken_away(a_family: Subject) -> None:
+    """Merged and split requests on one worker: growing answers must not take what is still to be copied."""
+    deployment = Deployment(a_family, 1, random.Random(0), chunk=8)
+    split, merged = a_family.prompts[2], a_family.prompts[0]
+    config = SchedulerConfig(max_chunk_tokens=8)
+    num_kv_tokens = len(merged.plan) + len(split.plan) + 8
+    engine = a_family.engine(config=config, num_kv_tokens=num_kv_tokens, block_size=4)
+    deployment.prefill = PrefillStage(engine, deployment.hub.connect("p0", engine.pools))
+    deployment.prefill.submit(merged.request("merged"))
+    while not deployment.tokens("merged"):
+        deployment.take(deployment.prefill.step())
+    assert deployment.submit("split", split, GREEDY)
+    for group in split.groups:
+        deployment.prefill.add_embeddings("split", group)
+    for _ in range(12):  # the decode worker does not read its mail meanwhile
+        deployment.take(deployment.prefill.step())
+    for _ in range(40):
+        deployment.step()
+    assert deployment.tokens("split") == split.expected
+    assert deployment.tokens("merged") == merged.expected
+    deployment.settle()
+
+
 def feed(deployment: Deployment, prompts: dict[str, Prompt]) -> None:
     for name, prompt in prompts.items():
         assert deployment.submit(name, prompt, GREEDY)
