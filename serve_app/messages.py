@@ -183,6 +183,13 @@ class Granted:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupsArrived:
+    """The groups of these tickets are at the prefill worker; their encoders are done with them."""
+
+    transfer_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TicketsDropped:
     """Tickets whose groups nobody waits for any more."""
 
@@ -225,7 +232,9 @@ class SpanDone:
     queued_s: float = 0.0
 
 
-WorkerEvent = Admitted | Granted | TicketsDropped | GroupFailed | HandedOver | RequestFailed | SpanDone
+WorkerEvent = (
+    Admitted | Granted | GroupsArrived | TicketsDropped | GroupFailed | HandedOver | RequestFailed | SpanDone
+)
 
 
 @dataclass(frozen=True, slots=True)

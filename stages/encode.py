@@ -100,6 +100,11 @@ class EncodeStage:
         return bool(self._waiting) or len(self.outbox) > 0
 
     @property
+    def num_waiting(self) -> int:
+        """Jobs that have not been encoded."""
+        return len(self._waiting)
+
+    @property
     def outstanding_patches(self) -> int:
         """Patches of the jobs that wait: what new work queues behind."""
         return sum(job.num_patches for job in self._waiting)

@@ -1,0 +1,171 @@
+"""Prefill as a worker runs it: requests and their embeddings in, keys and values handed over, tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from encoders.groups import MediaGroup
+from epd.connectors import KVTicket, TransferOutcome
+from epd.errors import InfeasibleError, UnavailableError
+from serve_app.media_feed import MediaFeeds
+from serve_app.messages import Admitted, Prefill, RequestFailed, SpanDone, WorkerLoad, endpoint
+from serve_app.service import StageSpan
+from serve_app.worker_roles import Clock, News
+from stages.generation import GenerateRequest, StepResult
+from stages.prefill import PrefillStage
+
+
+@dataclass(slots=True)
+class _Progress:
+    """A prompt on its way through the engine. ends: of each group, its last token and one.
+
+    submitted_s, admitted_s: Unix time. num_spanned: groups whose span has been told.
+    """
+
+    message: Prefill
+    ends: tuple[int, ...]
+    submitted_s: float
+    admitted_s: float = 0.0
+    num_spanned: int = 0
+
+
+class PrefillRole:
+    """One prefill worker, or one with merged roles."""
+
+    def __init__(self, worker: str, stage: PrefillStage, feeds: MediaFeeds, clock: Clock) -> None:
+        self.stage = stage
+        self.feeds = feeds
+        self._worker = worker
+        self._clock = clock
+        self._prompts: dict[str, _Progress] = {}
+
+    def submit(self, message: Prefill) -> bool:
+        """See `Prefill`. Raises InfeasibleError, RequestError."""
+        if not self._has_room(message.request):
+            return False
+        self.stage.submit(message.request, message.ticket)
+        items = message.request.prompt.media
+        ends = tuple(items[group.item].units[-1].stop for group in message.groups)
+        self._prompts[message.request.request_id] = _Progress(message, ends, self._clock())
+        return True
+
+    def _has_room(self, request: GenerateRequest) -> bool:
+        """Whether blocks for the prompt are free, beside those that wait; True for what never fits."""
+        engine = self.stage.engine
+        scheduler, size = engine.scheduler, engine.kv.block_size
+        if request.num_prompt_tokens + request.max_tokens > min(engine.kv.spec.num_blocks) * size:
+            return True
+        if len(scheduler.waiting) + len(scheduler.running) >= scheduler.config.max_num_seqs:
+            return False
+        if not engine.has_work():
+            return True
+        waiting = sum(-(-each.num_tokens // size) + 1 for each in scheduler.waiting)
+        new_tokens = request.num_prompt_tokens - engine.kv.num_cached(request.identity)
+        return waiting + -(-new_tokens // size) + 1 <= engine.kv.num_free_blocks()
+
+    def redirect(self, request_id: str, ticket: KVTicket) -> bool:
+        """See `Redirect`."""
+        try:
+            self.stage.redirect(request_id, ticket)
+        except KeyError:
+            return False
+        return True
+
+    def step(self, news: News) -> bool:
+        has_fed = self.feeds.step(news)
+        start_s = self._clock()
+        result = self.stage.step()
+        news.outputs += result.outputs
+        self._take_admissions(result, news)
+        self._take_progress(result, start_s, news)
+        self._take_handovers(result, news)
+        return has_fed or bool(result.num_tokens or result.admissions or result.handovers)
+
+    def _take_admissions(self, result: StepResult, news: News) -> None:
+        for admission in result.admissions:
+            prompt = self._prompts.get(admission.request_id)
+            if prompt is None or prompt.admitted_s:  # one that decodes, or comes back from host memory
+                continue
+            prompt.admitted_s = self._clock()
+            news.events.append(Admitted(admission.request_id, admission.num_cached))
+            try:
+                self.feeds.open(prompt.message.request, prompt.message.groups, admission.num_cached)
+            except InfeasibleError as error:
+                self.abort([admission.request_id], news)
+                news.events.append(RequestFailed(admission.request_id, error, is_final=True))
+
+    def _take_progress(self, result: StepResult, start_s: float, news: News) -> None:
+        begun = {output.request_id for output in result.outputs}
+        for request_id in dict.fromkeys(result.computed):
+            prompt = self._prompts.get(request_id)
+            if prompt is None:
+                continue
+            num_tokens = prompt.message.request.num_prompt_tokens
+            num_computed = num_tokens if request_id in begun else self.stage.engine.num_computed(request_id)
+            self.feeds.advance(request_id, num_computed)
+            self._tell_spans(prompt, start_s, num_computed, news)
+            if num_computed >= num_tokens:
+                del self._prompts[request_id]
+
+    def _tell_spans(self, prompt: _Progress, start_s: float, num_computed: int, news: News) -> None:
+        """One span for each step that ends groups, and one for the step that ends the prompt."""
+        request = prompt.message.request
+        done = [n for n in range(prompt.num_spanned, len(prompt.ends)) if prompt.ends[n] <= num_computed]
+        prompt.num_spanned += len(done)
+        is_over = num_computed >= request.num_prompt_tokens
+        if not done and not is_over:
+            return
+        item, group = _place(prompt.message.groups, done[-1]) if done and not is_over else (None, None)
+        span = StageSpan("prefill", self._worker, start_s, self._clock(), item=item, group=group)
+        queued_s = prompt.admitted_s - prompt.submitted_s if is_over else 0.0
+        news.events.append(SpanDone(request.request_id, span, queued_s=max(0.0, queued_s)))
+
+    def _take_handovers(self, result: StepResult, news: News) -> None:
+        """A decode worker that did not take what it had room for: the request is done again."""
+        for end in result.handovers:
+            if end.outcome is not TransferOutcome.DELIVERED:
+                error = UnavailableError(f"the hand-over ended as {end.outcome}: {end.error}; ask again")
+                self.abort([end.request_id], news)
+                news.events.append(RequestFailed(end.request_id, error, is_final=False))
+
+    def has_work(self) -> bool:
+        return self.stage.has_work()
+
+    def abort(self, request_ids: Sequence[str], news: News) -> None:
+        for request_id in request_ids:
+            self._prompts.pop(request_id, None)
+            self.feeds.close(request_id, news)
+            self.stage.abort(request_id)
+
+    def drop_peer(self, worker: str) -> tuple[str, ...]:
+        """The requests on their way to a decode worker that is gone: redirect or abort them."""
+        return tuple(self.stage.drop_receiver(endpoint(worker, "decode")))
+
+    def load(self) -> WorkerLoad:
+        engine = self.stage.engine
+        cache = self.feeds.receiver.reception.cache
+        return WorkerLoad(
+            num_waiting=len(engine.scheduler.waiting),
+            num_running=len(engine.scheduler.running),
+            kv_usage=engine.kv.usage,
+            encoder_cache_usage=1 - cache.num_free_blocks / cache.num_blocks,
+            counters={
+                "computed_tokens": engine.counts.num_computed_tokens,
+                "prefix_cached_tokens": engine.counts.num_cached_tokens,
+                "generated_tokens": engine.counts.num_generated_tokens,
+                "preemptions": engine.scheduler.num_preempted,
+                "encoder_cache_hits": cache.counts.hits,
+                "encoder_cache_misses": cache.counts.misses,
+            },
+        )
+
+    def check_integrity(self) -> None:
+        self.stage.check_integrity()
+        self.feeds.check_integrity()
+
+
+def _place(groups: Sequence[MediaGroup], number: int) -> tuple[int, int]:
+    """The item of a group, and which group of the item it is."""
+    item = groups[number].item
+    return item, sum(group.item == item for group in groups[:number])

@@ -1,0 +1,158 @@
+"""The stages of one worker, each made from the checkpoint with the weights of its role alone."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from encoders import Adapter, load_adapter
+from encoders.names import Role
+from epd.connectors import EncoderConnector, KVConnector
+from epd.encoder_cache import EncoderCacheManager
+from epd.scheduling import SchedulerConfig
+from stages.colocated import BLOCK_SIZE, default_kv_tokens
+from stages.decode import DecodeStage
+from stages.embedding_receiver import EmbeddingReceiver
+from stages.encode import EncodeStage
+from stages.encoder_pool import EmbeddingLayout, EncoderPool, EncoderPoolShape
+from stages.engine import LanguageEngine
+from stages.generation import GenerationSettings
+from stages.kv_pool import KVGroupShape, KVPools, KVPoolsShape
+from stages.model_runner import ModelRunner, kv_layout
+from stages.prefill import PrefillStage
+from stages.weights import load_role
+
+# `load_role` changes how modules are made while it makes some: workers in threads take turns.
+_LOADING = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What all workers of a model have in common.
+
+    dtype: a name in torch. num_kv_tokens: room for keys and values, None as `ColocatedPipeline.load` has it.
+    max_draft: see `LanguageEngine`. num_embeddings: room for embeddings, at an encoder and at its receivers.
+    max_batch_patches: that an encoder takes together.
+    """
+
+    model_path: Path
+    dtype: str = "float32"
+    num_kv_tokens: int | None = None
+    block_size: int = BLOCK_SIZE
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    enable_prefix_caching: bool = True
+    max_draft: int = 0
+    num_embeddings: int = 65_536
+    embeddings_per_block: int = 16
+    max_batch_patches: int = 4096
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+
+class Transport(Protocol):
+    """Gives a worker its ends of the connectors; names are those of `serve_app.messages.endpoint`."""
+
+    def embeddings(self, name: str, shape: EncoderPoolShape) -> tuple[EncoderPool, EncoderConnector]:
+        """A new pool, in memory that others can reach, and the end that moves embeddings to and from it."""
+        ...
+
+    def kv(self, name: str, shape: KVPoolsShape) -> tuple[KVPools, KVConnector]:
+        """The same for keys and values."""
+        ...
+
+    def close(self, name: str) -> None:
+        """The ends of that name are not used any more. Unknown names are ignored."""
+        ...
+
+
+class StageBuilder:
+    """Makes stages for one worker; weights that two of them share are loaded once."""
+
+    def __init__(self, settings: WorkerSettings, transport: Transport) -> None:
+        self.settings = settings
+        self.transport = transport
+        self.adapter: Adapter = load_adapter(settings.model_path)
+        self.generation = generation_settings(settings.model_path, self.adapter)
+        self._language: Any = None
+
+    def encode(self, name: str) -> EncodeStage:
+        model = self._load("encode")
+        cache, pool, connector = self._embeddings(name, model.config)
+        tower = self.adapter.vision_tower(model)
+        most = self.settings.max_batch_patches
+        return EncodeStage(self.adapter, tower, cache, pool, connector, max_batch_patches=most)
+
+    def receiver(self, name: str) -> EmbeddingReceiver:
+        cache, pool, connector = self._embeddings(name, self._language_model().config)
+        return EmbeddingReceiver(cache, pool, connector)
+
+    def prefill(self, name: str) -> PrefillStage:
+        engine, connector = self._engine(name)
+        return PrefillStage(engine, connector)
+
+    def decode(self, name: str) -> DecodeStage:
+        engine, connector = self._engine(name)
+        return DecodeStage(engine, connector)
+
+    def drop_language_model(self) -> None:
+        """Lets go of the weights that neither prefill nor decode needs now."""
+        self._language = None
+
+    def _engine(self, name: str) -> tuple[LanguageEngine, KVConnector]:
+        settings, model = self.settings, self._language_model()
+        layout = kv_layout(model)
+        num_tokens = settings.num_kv_tokens or default_kv_tokens(layout.bytes_per_token)
+        group = KVGroupShape(num_tokens // settings.block_size, layout)
+        pools, connector = self.transport.kv(name, KVPoolsShape((group,), settings.block_size))
+        engine = LanguageEngine(
+            ModelRunner(model, self.adapter, pools),
+            self.adapter.tokenizer,
+            self.generation.eos_ids,
+            settings.scheduler,
+            enable_prefix_caching=settings.enable_prefix_caching,
+            max_draft=settings.max_draft,
+        )
+        return engine, connector
+
+    def _embeddings(
+        self, name: str, config: Any
+    ) -> tuple[EncoderCacheManager, EncoderPool, EncoderConnector]:
+        size = self.settings.embeddings_per_block
+        num_blocks = self.settings.num_embeddings // size
+        shape = EncoderPoolShape(num_blocks, size, embedding_layout(config, self.settings.torch_dtype))
+        pool, connector = self.transport.embeddings(name, shape)
+        return EncoderCacheManager(num_blocks, size), pool, connector
+
+    def _language_model(self) -> Any:
+        if self._language is None:
+            self._language = self._load("language")
+        return self._language
+
+    def _load(self, role: Role) -> Any:
+        with _LOADING:
+            return load_role(self.settings.model_path, role, self.settings.torch_dtype).model
+
+
+def embedding_layout(config: Any, dtype: torch.dtype) -> EmbeddingLayout:
+    """What an encoder of this transformers configuration makes of one visual token."""
+    deepstack = getattr(config.vision_config, "deepstack_visual_indexes", None) or ()
+    return EmbeddingLayout(config.get_text_config().hidden_size, dtype, len(deepstack))
+
+
+def generation_settings(path: Path, adapter: Adapter) -> GenerationSettings:
+    """What the folder's generation_config.json says, without loading weights; defaults where it has none."""
+    from transformers import GenerationConfig
+
+    try:
+        config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    except OSError:
+        config = GenerationConfig()
+    return GenerationSettings.of(config, adapter.tokenizer.eos_token_id)
