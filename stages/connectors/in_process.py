@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from epd.connectors import Offer, SourceT, TicketT
@@ -17,16 +17,21 @@ class InProcessHub:
         self._ends: dict[str, InProcessConnector[Any, Any]] = {}
         self._num_connected = 0
 
-    def connect(self, name: str, pool: Pool[TicketT, SourceT]) -> InProcessConnector[TicketT, SourceT]:
-        """A worker's end; a worker of the same name that was there before is gone."""
+    def connect(
+        self, name: str, pool: Pool[TicketT, SourceT], on_mail: Callable[[], None] | None = None
+    ) -> InProcessConnector[TicketT, SourceT]:
+        """A worker's end; a worker of the same name that was there before is gone.
+
+        on_mail: called by the sender of each message, for workers in threads that sleep.
+        """
         self._num_connected += 1
-        end = InProcessConnector(name, pool, f"{name} {self._num_connected}", self)
+        end = InProcessConnector(name, pool, f"{name} {self._num_connected}", self, on_mail)
         self._ends[name] = end
         return end
 
     def disconnect(self, name: str) -> None:
-        """The worker is gone, with its mail and its pool."""
-        del self._ends[name]
+        """The worker is gone, with its mail and its pool. Unknown names are ignored."""
+        self._ends.pop(name, None)
 
     def find(self, name: str) -> InProcessConnector[Any, Any] | None:
         return self._ends.get(name)
@@ -35,15 +40,25 @@ class InProcessHub:
 class InProcessConnector(MailboxConnector[TicketT, SourceT]):
     """Made by `InProcessHub.connect`."""
 
-    def __init__(self, name: str, pool: Pool[TicketT, SourceT], pool_id: str, hub: InProcessHub) -> None:
+    def __init__(
+        self,
+        name: str,
+        pool: Pool[TicketT, SourceT],
+        pool_id: str,
+        hub: InProcessHub,
+        on_mail: Callable[[], None] | None,
+    ) -> None:
         super().__init__(name, pool, pool_id)
         self.mail: deque[Message] = deque()
+        self.on_mail = on_mail
         self._hub = hub
 
     def put(self, name: str, message: Message) -> None:
         end = self._hub.find(name)
         if end is not None:
             end.mail.append(message)
+            if end.on_mail is not None:
+                end.on_mail()
 
     def messages(self) -> Iterator[Message]:
         while self.mail:
