@@ -161,10 +161,12 @@ class _Cutter:
             loose = loose_blocks(tables[segments], num_blocks, self._in_place[segments], block_size)
         else:
             loose = all_blocks(tables[segments], num_blocks, block_size)
+        width = int((self._contexts - self._num_in_place)[segments].max())
         # Padding repeats the first block, so it is unwritten where the context ends in that block.
         reach = np.where(contexts < block_size, _EVERYWHERE, num_blocks[:, None] * block_size)
-        unwritten = np.flatnonzero((loose.positions >= contexts) & (loose.positions < reach))
-        width = int((self._contexts - self._num_in_place)[segments].max())
+        is_unwritten = (loose.positions >= contexts) & (loose.positions < reach)
+        is_unwritten[:, width:] = False  # not used
+        unwritten = np.flatnonzero(is_unwritten)
         last_seen = self._past[segments, None, None] + np.arange(num_each)[:, None]
         is_seen = loose.positions[:, None, :width] <= last_seen
         return GatheredPiece(

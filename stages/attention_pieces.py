@@ -68,8 +68,8 @@ class UnmaskedPiece:
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
         num_rows, num_heads, group, dim = query.shape
         folded = query.transpose(0, 1).reshape(1, num_heads, num_rows * group, dim)
-        keys, values = _read(self.first, self.stop, self.slots, keys, values)
-        out, log_sums = _flash(folded, keys.transpose(0, 1)[None], values.transpose(0, 1)[None], scale=scale)
+        keys, values = _read(self, keys)[None], _read(self, values)[None]
+        out, log_sums = _flash(folded, keys, values, scale=scale)
         shape = (num_heads, num_rows, group)
         return Attended(out.view(*shape, dim).transpose(0, 1), log_sums.view(shape).transpose(0, 1))
 
@@ -85,12 +85,12 @@ class CausalPiece:
     slots: Tensor | None = None
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
-        keys, values = _read(self.first, self.stop, self.slots, keys, values)
-        each_head = (query.shape[1], query.shape[2], *keys.shape[::2])
+        keys, values = _read(self, keys)[:, None], _read(self, values)[:, None]
+        each_head = (-1, query.shape[2], -1, -1)
         out, log_sums = _flash(
             query.permute(1, 2, 0, 3),
-            keys.transpose(0, 1)[:, None].expand(each_head),
-            values.transpose(0, 1)[:, None].expand(each_head),
+            keys.expand(each_head),
+            values.expand(each_head),
             is_causal=True,
             scale=scale,
         )
@@ -167,9 +167,10 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def _read(first: int, stop: int, slots: Tensor | None, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """[K, Hkv, D] each: views of the caches, or gathered."""
-    keys, values = keys.flatten(0, 1), values.flatten(0, 1)
-    if slots is None:
-        return keys[first:stop], values[first:stop]
-    return keys.index_select(0, slots), values.index_select(0, slots)
+def _read(piece: UnmaskedPiece | CausalPiece, cache: Tensor) -> Tensor:
+    """[Hkv, K, D]: a view of the cache, or gathered."""
+    if piece.slots is not None:
+        return cache.flatten(0, 1).index_select(0, piece.slots).transpose(0, 1)
+    _, slot, head, channel = cache.stride()
+    size = (cache.shape[2], piece.stop - piece.first, cache.shape[3])
+    return cache.as_strided(size, (head, slot, channel), cache.storage_offset() + piece.first * slot)
