@@ -1,0 +1,97 @@
+"""Starting and ending Ray: a cluster of this process's own, or a connection to one that runs already.
+
+A cluster of one's own is for one machine: its addresses are loopback as far as Ray allows, there is no
+dashboard, and what still listens elsewhere asks for a token. See docs/deployment.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import ray
+
+from epd.errors import UnavailableError
+
+# Threads of torch that wait by spinning would take the cores from other workers, and more than one for each
+# worker would have them compete; a worker never downloads anything.
+WORKER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "passive",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+}
+LOOPBACK = "127.0.0.1"
+# Of Ray's accounting alone. Workers of this app ask for none, but what else runs in the cluster may.
+_LEAST_CPUS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RaySettings:
+    """address: of a running cluster, None starts one. num_cpus, object_store_bytes: of one that is started.
+
+    object_store_bytes: memory for frames on their way and, between machines, embeddings, keys and values.
+    """
+
+    address: str | None = None
+    num_cpus: int | None = None
+    object_store_bytes: int = 256 << 20
+    namespace: str = "epd"
+
+
+@contextmanager
+def ray_cluster(settings: RaySettings | None = None) -> Iterator[None]:
+    """While this is open the process is connected to Ray. A cluster that was started for it ends with it.
+
+    Raises UnavailableError when the cluster does not start or is not there.
+    """
+    settings = settings or RaySettings()
+    try:
+        if settings.address is None:
+            _start(settings)
+        else:
+            _connect(settings)
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _start(settings: RaySettings) -> None:
+    """A new cluster, even where another runs on this machine. Its processes inherit the environment."""
+    os.environ |= {name: value for name, value in WORKER_ENVIRONMENT.items() if name not in os.environ}
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # who has it may run code as this user
+    try:
+        ray.init(
+            address="local",
+            namespace=settings.namespace,
+            num_cpus=settings.num_cpus or max(_LEAST_CPUS, 2 * (os.cpu_count() or 1)),
+            object_store_memory=settings.object_store_bytes,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _node_ip_address=LOOPBACK,
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UnavailableError(f"Ray does not start: {error}; see the logs in /tmp/ray") from error
+
+
+def _connect(settings: RaySettings) -> None:
+    """Workers are given their environment, since the cluster's processes run in another."""
+    try:
+        ray.init(
+            address=settings.address,
+            namespace=settings.namespace,
+            runtime_env={"env_vars": WORKER_ENVIRONMENT},
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UnavailableError(
+            f"no Ray cluster answers at '{settings.address}': {error}; start one or leave out the address"
+        ) from error
