@@ -7,15 +7,18 @@ tokens         0 .... written .)| room )
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
+
+import numpy as np
 
 
 class BlockPool:
     """Blocks 0 to num_blocks - 1 with reference counts; one without references is free.
 
-    Fresh blocks continue the run they are asked to follow, or else are the lowest that are free: tables tend
-    to be ascending runs, which attention can read as they lie.
+    Tables tend to be ascending runs, which attention can read as they lie: fresh blocks continue the run they
+    are asked to follow, and a new run starts where it leaves most room to itself and to the run before it:
+
+        [ run A ]. . . . . . . [ run B ]            [ run A ]. . . [ new ]. . . [ run B ]
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -24,33 +27,40 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self._references = [0] * num_blocks
-        self._lowest = list(range(num_blocks))  # a heap of all free blocks and some that are not any more
+        self._is_free = bytearray([1]) * num_blocks
 
     def references(self, block: int) -> int:
         """How many hold the block; 0 is free."""
         return self._references[block]
 
     def take(self, count: int, after: int | None = None) -> list[int]:
-        """`count` fresh blocks, held once; the first follows block `after` where that is free.
+        """`count` fresh blocks, held once; they follow block `after` where those are free.
 
         Raises ValueError when fewer are free.
         """
         if count > self.num_free:
             raise ValueError(f"{count} blocks asked for, {self.num_free} are free; release some")
-        self.num_free -= count
         taken: list[int] = []
-        for _ in range(count):
-            after = self._next(after)
-            self._references[after] = 1
-            taken.append(after)
+        block = self.num_blocks if after is None else after + 1
+        while len(taken) < count:
+            if block >= self.num_blocks or not self._is_free[block]:
+                block = self._start(count - len(taken))
+            self._is_free[block] = 0
+            self._references[block] = 1
+            self.num_free -= 1
+            taken.append(block)
+            block += 1
         return taken
 
-    def _next(self, after: int | None) -> int:
-        if after is not None and after + 1 < self.num_blocks and not self._references[after + 1]:
-            return after + 1
-        while self._references[self._lowest[0]]:
-            heapq.heappop(self._lowest)
-        return heapq.heappop(self._lowest)
+    def _start(self, count: int) -> int:
+        """Where a run of `count` blocks, if it can be had, starts: mid-way in the widest gap."""
+        if self.num_free <= count:
+            return self._is_free.index(1)
+        ends = np.flatnonzero(np.diff(np.frombuffer(self._is_free, np.int8), prepend=0, append=0))
+        starts, lengths = ends[::2], ends[1::2] - ends[::2]
+        widest = int(lengths.argmax())
+        start, length = int(starts[widest]), int(lengths[widest])
+        return start + max(length - count, 0) // 2 if start else 0
 
     def share(self, block: int) -> None:
         """One more holds the block. Raises ValueError for a free one."""
@@ -64,19 +74,14 @@ class BlockPool:
             raise ValueError(f"block {block} is free already")
         self._references[block] -= 1
         if not self._references[block]:
-            self._free(block)
-
-    def _free(self, block: int) -> None:
-        self.num_free += 1
-        heapq.heappush(self._lowest, block)
-        if len(self._lowest) > 2 * self.num_blocks:
-            self._lowest = [block for block, count in enumerate(self._references) if not count]
+            self._is_free[block] = 1
+            self.num_free += 1
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless the free blocks are those without references, and can be found."""
-        free = {block for block, count in enumerate(self._references) if not count}
-        if len(free) != self.num_free or not free <= set(self._lowest):
-            raise AssertionError(f"{len(free)} blocks have no references, {self.num_free} count as free")
+        """Raises AssertionError unless the free blocks are those without references."""
+        free = [int(not count) for count in self._references]
+        if list(self._is_free) != free or sum(free) != self.num_free:
+            raise AssertionError(f"{sum(free)} blocks have no references, {self.num_free} count as free")
 
 
 class BlockTable:

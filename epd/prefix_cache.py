@@ -14,6 +14,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from epd.block_pool import BlockPool
 from epd.kv_identity import ROW_BYTES, TokenIdentity
@@ -152,6 +153,8 @@ class PrefixCache:
         _require(order.keys() == {node for node in nodes if not node.num_pins}, "idle and pinned, or neither")
         for node in [self.root, *nodes]:
             _require(node.keys == sorted(node.children), "keys differ from the children's")
+            nested = any(b.startswith(a) for a, b in pairwise(node.keys))
+            _require(not nested, "part of a block beside a block that begins with it")
             _require(
                 not node.children or node is self.root or self._is_whole(node), "children of part of a block"
             )

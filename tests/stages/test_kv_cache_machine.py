@@ -23,7 +23,11 @@ from epd.types import PlaceholderRange
 BLOCK_SIZE = 3
 TIGHT, ROOMY = (5, 7), (400, 400)
 # Few tokens and few media, so that requests often begin alike.
-QUESTIONS = st.lists(st.integers(0, 1), max_size=9)
+QUESTIONS = st.builds(
+    lambda tokens, length: tokens[:length],
+    st.sampled_from([(0, 1, 0, 1, 1, 0, 1, 1, 0), (0, 1, 0, 0, 0, 1, 1, 0, 1), (1, 1, 0, 1, 0, 0, 1, 0, 1)]),
+    st.sampled_from([0, 1, 3, 4, 5, 8, 9]),
+)
 MEDIA = st.sampled_from([(), (b"A",), (b"B",), (b"A", b"B")])
 UNIT_LENGTH = 4
 MAX_CACHED = st.sampled_from([0, 4, 20, 20, 20])
