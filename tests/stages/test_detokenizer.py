@@ -182,6 +182,18 @@ def test_a_stop_that_comes_too_early_is_text_but_may_begin_there() -> None:
     assert (checker.push("ND and more"), checker.matched) == ("", "END")
 
 
+def test_a_stop_that_comes_too_early_may_be_the_start_of_the_next() -> None:
+    checker = StopChecker(["abab"])
+    assert checker.push("abab", may_stop=False) == "ab"
+    assert (checker.push("ab"), checker.matched) == ("", "abab")
+
+
+def test_of_two_stops_that_end_together_the_longer_counts() -> None:
+    for stops in (["b", "ab"], ["ab", "b"]):
+        checker = StopChecker(stops)
+        assert (checker.push("cab"), checker.matched) == ("c", "ab")
+
+
 def test_without_stop_strings_text_passes_untouched() -> None:
     checker = StopChecker(())
     assert [checker.push("a"), checker.push(""), checker.finish()] == ["a", "", ""]

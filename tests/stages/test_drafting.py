@@ -52,8 +52,9 @@ def test_longer_contexts_count_more_than_later_ones() -> None:
 
 
 def test_large_token_ids_are_told_apart() -> None:
-    ids = [2**21 - 1, 2**21 - 2, 2**20]
-    assert proposal([*ids, 5, *reversed(ids), 6, *ids], 1) == [5]
+    high, low = 2**21 - 1, 2**20 - 1  # the same but for the highest bit
+    assert proposal([high, 1, 5, low, 1, 6, high, 1], 1) == [5]
+    assert proposal([1, high, 5, 1, low, 6, 1, high], 1) == [5]
 
 
 def test_nothing_is_proposed_without_a_repetition() -> None:
@@ -134,6 +135,24 @@ def test_belief_follows_when_the_text_changes() -> None:
     assert drafted[500:600].count(0) > 90
     assert min(drafted[900:1200]) >= 6
     assert drafted[1700:].count(0) > 280
+
+
+def test_belief_follows_when_the_load_changes() -> None:
+    """The device was idle next to the weights' traffic; then others fill it."""
+    gain = DraftGain(8)
+    drafted = run_steps(gain, 1000, memory_bound, always(2)) + run_steps(gain, 1000, compute_bound, always(2))
+    assert drafted[500:1000].count(2) > 480
+    assert drafted[1800:].count(0) > 180
+
+
+def test_work_per_token_does_not_grow_with_the_sequence() -> None:
+    """Only n-grams that end in new tokens are taken up."""
+    lookup = PromptLookup()
+    proposal(list(range(50)), 1, lookup)
+    follows = lookup._follows[2]
+    follows.clear()
+    proposal(list(range(51)), 1, lookup)
+    assert list(follows.values()) == [50]
 
 
 def test_more_sequences_make_drafts_pay_less() -> None:
