@@ -167,7 +167,7 @@ def test_a_shared_run_is_read_once() -> None:
 
 
 def test_runs_that_part_are_followed_while_they_are_shared() -> None:
-    tables = np.array([[3, 4, 5, 6, 7, 0], [3, 4, 5, 6, 9, 2], [3, 4, 8, 0, 0, 0]], np.int32)
+    tables = np.array([[3, 4, 5, 6, 7, 0], [3, 4, 5, 6, 9, 2], [3, 4, 5, 0, 0, 0]], np.int32)
     runs = find_runs(tables, np.array([18, 24, 10]), 4, least_alone=8, least_shared=4)
     assert runs == [SharedRun((0, 1, 2), 0, 8, 12), SharedRun((0, 1), 8, 8, 20)]
 
