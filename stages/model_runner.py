@@ -47,17 +47,15 @@ class Segment:
     num_logits: int = 1
 
 
+@dataclass(frozen=True, slots=True)
 class _PagedLayers:
-    """What the attention function needs to know of a pass: caches and the plan of each layer."""
+    """What the attention function needs to know of a pass. caches, plans: of each layer."""
 
-    def __init__(self, pools: KVPools, plans: Sequence[AttentionPlan]) -> None:
-        of_layer = [
-            plans[group] for group, pool in enumerate(pools.groups) for _ in range(pool.layout.num_layers)
-        ]
-        self._layers = [(*pools.layer(index), plan) for index, plan in enumerate(of_layer)]
+    caches: Sequence[tuple[Tensor, Tensor]]
+    plans: Sequence[AttentionPlan]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor, AttentionPlan]:
-        return self._layers[index]
+        return *self.caches[index], self.plans[index]
 
 
 class ModelRunner:
@@ -72,6 +70,11 @@ class ModelRunner:
         self._decoder: nn.Module = model.get_decoder()
         self._head: nn.Module = model.get_output_embeddings()
         self._device = next(self._decoder.parameters()).device
+        # Of each layer, its group and its caches.
+        self._groups = [
+            group for group, pool in enumerate(pools.groups) for _ in range(pool.layout.num_layers)
+        ]
+        self._caches = [pools.layer(index) for index in range(len(self._groups))]
 
     @torch.inference_mode()
     def run(self, segments: Sequence[Segment]) -> Tensor:
@@ -89,10 +92,13 @@ class ModelRunner:
             inputs_embeds=embeds,
             position_ids=self._moved(positions if len(positions) == 1 else positions[:, None]),
             use_cache=False,
-            paged=_PagedLayers(self.pools, plans),
+            paged=_PagedLayers(self._caches, [plans[group] for group in self._groups]),
             **extra,
         ).last_hidden_state
-        logits: Tensor = self._head(hidden[0, self._moved(_logit_rows(segments, ends))])
+        rows = hidden[0]
+        if sum(segment.num_logits for segment in segments) < len(rows):
+            rows = rows[self._moved(_logit_rows(segments, ends))]
+        logits: Tensor = self._head(rows)
         return logits
 
     def _attention_batch(
