@@ -283,8 +283,9 @@ def test_names_are_unique_while_they_are_open() -> None:
     serve(cache, "one", text(1))
     with pytest.raises(ValueError, match="'one' is open already"):
         cache.open("one", text(1), max_cached=0)
-    with pytest.raises(ValueError, match="'one' is open already"):
-        cache.fork("one", "one")
+    cache.fork("one", "two")
+    with pytest.raises(ValueError, match="'two' is open already"):
+        cache.fork("one", "two")
     cache.free("one")
     assert "one" not in cache
     serve(cache, "one", text(1))
@@ -326,6 +327,15 @@ def test_a_fork_without_room_is_refused_and_changes_nothing() -> None:
     with pytest.raises(ValueError, match="the copy for a fork of request 'parent'"):
         cache.fork("parent", "child")
     assert "child" not in cache
+
+
+def test_a_fork_under_a_name_that_is_taken_evicts_nothing() -> None:
+    cache = manager(3)
+    served(cache, "idle", text(9))
+    serve(cache, "parent", text(*range(6)))
+    with pytest.raises(ValueError, match="'parent' is open already"):
+        cache.fork("parent", "parent")
+    assert cache.num_cached(text(9)) == 1
 
 
 def test_rejected_drafts_give_their_blocks_back() -> None:
