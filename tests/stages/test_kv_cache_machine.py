@@ -187,12 +187,20 @@ class KVCacheMachine(RuleBasedStateMachine):
         if not is_possible:
             self.must_refuse(lambda: self.manager.allocate(request_id, num_tokens))
             return
-        idle_free = [pool.num_free for pool in self.manager._pools]
+        added = num_tokens - self.manager.num_tokens(request_id)
+        num_free = [pool.num_free for pool in self.manager._pools]
         held = [len(self.manager.block_table(request_id, group)) for group in (0, 1)]
         self.manager.allocate(request_id, num_tokens)
         taken = [len(self.manager.block_table(request_id, group)) - held[group] for group in (0, 1)]
-        num_evicted = max(0, *(taken[group] - idle_free[group] for group in (0, 1)))
+        num_evicted = max(0, *(taken[group] - num_free[group] for group in (0, 1)))
         assert self.manager._cache.eviction_order() == order[num_evicted:]
+        for group in (0, 1):
+            assert self.room(request_id, group) >= added
+            assert taken[group] == 0 or self.room(request_id, group) < added + BLOCK_SIZE
+
+    def room(self, request_id: str, group: int) -> int:
+        num_slots = len(self.manager.block_table(request_id, group)) * BLOCK_SIZE
+        return num_slots - self.manager.num_tokens(request_id, group)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), num_tokens=st.integers(0, 8), generated=st.lists(st.integers(0, 1), max_size=2))
@@ -208,11 +216,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         model = self.requests[request_id]
         self.carry_out_copies()
         done = self.manager.num_tokens(request_id)
-        rooms = [
-            len(self.manager.block_table(request_id, group)) * BLOCK_SIZE
-            - self.manager.num_tokens(request_id, group)
-            for group in (0, 1)
-        ]
+        rooms = [self.room(request_id, group) for group in (0, 1)]
         stop = done + max(0, min(num_tokens, *rooms, len(model.identity) - done))
         new = rows_of(model.identity, stop)[done:]
         self.num_drafts += 1
