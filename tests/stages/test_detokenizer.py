@@ -213,6 +213,7 @@ def test_a_stream_without_a_stop_gives_all_in_the_end() -> None:
     assert "".join(out) == "so "
     assert stream.finish() == f"nev{REPLACEMENT}"
     assert not stream.is_stopped
+    assert (stream.push(TOKENIZER("n")["input_ids"][0]), stream.finish()) == ("", "n")
 
 
 def test_streamed_text_passes_on_what_it_has_when_it_has_it() -> None:
