@@ -180,7 +180,7 @@ class LocalFleet:
         self._infos = {name: WorkerInfo(name, roles) for name, roles in config.workers.items()}
         self._threads: dict[str, _WorkerThread] = {}
         self._stopped: list[_WorkerThread] = []
-        self._readers: dict[str, FrameReader] = {}
+        self.readers: dict[str, FrameReader] = {}
         self._executor = ThreadPoolExecutor(config.num_video_threads, thread_name_prefix="video")
         self._events: asyncio.Queue[FleetEvent | None] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -197,8 +197,8 @@ class LocalFleet:
         return core
 
     async def start(self) -> None:
-        self._readers = {name: FrameReader() for name, info in self._infos.items() if "video" in info.roles}
-        await asyncio.gather(*(self._start(name) for name in self._infos if name not in self._readers))
+        self.readers = {name: FrameReader() for name, info in self._infos.items() if "video" in info.roles}
+        await asyncio.gather(*(self._start(name) for name in self._infos if name not in self.readers))
         self._spawn(self._watch())
 
     async def _start(self, name: str) -> None:
@@ -218,7 +218,7 @@ class LocalFleet:
             task.cancel()
         for thread in self._threads.values():
             self._stop(thread, "the fleet is closed")
-        for reader in self._readers.values():
+        for reader in self.readers.values():
             reader.close()
         await asyncio.to_thread(self._join)
         self._events.put_nowait(None)
@@ -250,12 +250,12 @@ class LocalFleet:
         return await self._read(target, message)
 
     async def _read(self, target: str, message: Message[Any]) -> UInt8Array | None:
-        reader = self._readers[target]
+        reader = self.readers[target]
         if not self._infos[target].is_alive:
             raise WorkerLostError(f"worker '{target}' is gone; it is being started again")
         loop = asyncio.get_running_loop()
         frames = await loop.run_in_executor(self._executor, reader.handle, message)
-        if self._readers[target] is not reader:
+        if self.readers[target] is not reader:
             raise WorkerLostError(f"worker '{target}' was lost meanwhile; ask another")
         return frames
 
@@ -289,8 +289,8 @@ class LocalFleet:
         if self._is_closed or not info.is_alive:
             return
         self._infos[name] = replace(info, is_alive=False)
-        if name in self._readers:
-            self._readers[name].close()
+        if name in self.readers:
+            self.readers[name].close()
         else:
             self._stop(self._threads[name], f"worker '{name}' is gone: {reason}")
             for stage in info.roles:
@@ -308,8 +308,8 @@ class LocalFleet:
         await asyncio.sleep(self._config.restart_s)
         info = self._infos[name]
         self._infos[name] = replace(info, incarnation=info.incarnation + 1)
-        if name in self._readers:
-            self._readers[name] = FrameReader()
+        if name in self.readers:
+            self.readers[name] = FrameReader()
         else:
             await self._start(name)
         self._infos[name] = replace(self._infos[name], is_alive=True)

@@ -43,8 +43,11 @@ class _Feed:
 
 @dataclass(frozen=True, slots=True)
 class _Issued:
+    """An open ticket. owner: the request it was granted to. group: which of the request's groups it is."""
+
     ticket: Ticket
     owner: str
+    group: int
 
 
 class MediaFeeds:
@@ -83,7 +86,7 @@ class MediaFeeds:
     def _tell_failed(self, failed: dict[GroupKey, str], news: News) -> None:
         if failed:
             news.events += [
-                GroupFailed(transfer_id, failed[issued.ticket.key])
+                GroupFailed(issued.owner, issued.group, transfer_id, failed[issued.ticket.key])
                 for transfer_id, issued in self._issued.items()
                 if issued.ticket.key in failed
             ]
@@ -115,8 +118,9 @@ class MediaFeeds:
 
     def _issue(self, feed: _Feed, index: int, ticket: Ticket, news: News) -> None:
         request_id = feed.request.request_id
-        self._issued[ticket.transfer_id] = _Issued(ticket, request_id)
-        news.events.append(Granted(request_id, feed.numbers[index], ticket))
+        number = feed.numbers[index]
+        self._issued[ticket.transfer_id] = _Issued(ticket, request_id, number)
+        news.events.append(Granted(request_id, number, ticket))
 
     def advance(self, request_id: str, num_computed: int) -> None:
         """Prompt tokens [0, num_computed) are computed: their embeddings may go."""

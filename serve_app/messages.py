@@ -198,8 +198,10 @@ class TicketsDropped:
 
 @dataclass(frozen=True, slots=True)
 class GroupFailed:
-    """An encoder could not make the group of a ticket."""
+    """An encoder could not make a group of a request: `Reissue` its ticket or abort the request."""
 
+    request_id: str
+    group: int
     transfer_id: str
     error: str
 
@@ -225,10 +227,14 @@ class RequestFailed:
 
 @dataclass(frozen=True, slots=True)
 class SpanDone:
-    """A piece of work on a request, for its timeline. queued_s: how long it had waited at the worker."""
+    """A piece of work on a request, for its timeline.
+
+    service_s: seconds of work on it since its last span there. queued_s: how long it had waited for it.
+    """
 
     request_id: str
     span: StageSpan
+    service_s: float
     queued_s: float = 0.0
 
 

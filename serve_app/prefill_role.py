@@ -21,6 +21,7 @@ class _Progress:
     """A prompt on its way through the engine. ends: of each group, its last token and one.
 
     submitted_s, admitted_s: Unix time. num_spanned: groups whose span has been told.
+    service_s: of the steps since then.
     """
 
     message: Prefill
@@ -28,6 +29,7 @@ class _Progress:
     submitted_s: float
     admitted_s: float = 0.0
     num_spanned: int = 0
+    service_s: float = 0.0
 
 
 class PrefillRole:
@@ -113,13 +115,16 @@ class PrefillRole:
         request = prompt.message.request
         done = [n for n in range(prompt.num_spanned, len(prompt.ends)) if prompt.ends[n] <= num_computed]
         prompt.num_spanned += len(done)
+        now_s = self._clock()
+        prompt.service_s += now_s - start_s
         is_over = num_computed >= request.num_prompt_tokens
         if not done and not is_over:
             return
-        item, group = _place(prompt.message.groups, done[-1]) if done and not is_over else (None, None)
-        span = StageSpan("prefill", self._worker, start_s, self._clock(), item=item, group=group)
+        item, group = _place(prompt.message.groups, done[-1]) if done else (None, None)
+        span = StageSpan("prefill", self._worker, start_s, now_s, item=item, group=group)
         queued_s = prompt.admitted_s - prompt.submitted_s if is_over else 0.0
-        news.events.append(SpanDone(request.request_id, span, queued_s=max(0.0, queued_s)))
+        news.events.append(SpanDone(request.request_id, span, prompt.service_s, queued_s))
+        prompt.service_s = 0.0
 
     def _take_handovers(self, result: StepResult, news: News) -> None:
         """A decode worker that did not take what it had room for: the request is done again."""

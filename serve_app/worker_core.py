@@ -55,7 +55,8 @@ class WorkerCore:
         self._builder = StageBuilder(settings, transport)
         self._clock = clock
         self._news = News()
-        self._hosted: dict[Stage, Role] = {}
+        # What runs: beside its roles those that are not wanted any more, until they have nothing left.
+        self.hosted: dict[Stage, Role] = {}
         self._num_switches = 0
         self._set_roles(roles)
 
@@ -75,10 +76,10 @@ class WorkerCore:
             case Reserve():
                 return self._reserve(message)
             case Abort():
-                for role in self._hosted.values():
+                for role in self.hosted.values():
                     role.abort(message.request_ids, self._news)
             case PeerLost():
-                return tuple(lost for role in self._hosted.values() for lost in role.drop_peer(message.name))
+                return tuple(lost for role in self.hosted.values() for lost in role.drop_peer(message.name))
             case SetRoles():
                 self._switch(message.roles)
             case _:
@@ -87,14 +88,14 @@ class WorkerCore:
 
     @property
     def _encoding(self) -> EncodeRole:
-        role = self._hosted.get("encode")
+        role = self.hosted.get("encode")
         if not isinstance(role, EncodeRole):
             raise lost_stage("encode")
         return role
 
     @property
     def _prefilling(self) -> PrefillRole:
-        role = self._hosted.get("prefill")
+        role = self.hosted.get("prefill")
         if not isinstance(role, PrefillRole):
             raise lost_stage("prefill")
         return role
@@ -105,16 +106,16 @@ class WorkerCore:
         return has_role and self._prefilling.submit(message)
 
     def _reserve(self, message: Reserve) -> KVTicket | None:
-        role = self._hosted.get("decode")
+        role = self.hosted.get("decode")
         return role.reserve(message) if isinstance(role, DecodeRole) and "decode" in self.roles else None
 
     def _cancel(self, transfer_ids: Sequence[str]) -> None:
-        role = self._hosted.get("encode")
+        role = self.hosted.get("encode")
         if isinstance(role, EncodeRole):
             role.cancel(transfer_ids)
 
     def _reissue(self, transfer_ids: Sequence[str]) -> None:
-        role = self._hosted.get("prefill")
+        role = self.hosted.get("prefill")
         if isinstance(role, PrefillRole):
             role.feeds.reissue(transfer_ids, self._news)
 
@@ -126,8 +127,8 @@ class WorkerCore:
 
     def _set_roles(self, roles: frozenset[Stage]) -> None:
         self.roles = roles
-        for stage in sorted(_stages_of(roles) - self._hosted.keys()):
-            self._hosted[stage] = self._build(stage)
+        for stage in sorted(_stages_of(roles) - self.hosted.keys()):
+            self.hosted[stage] = self._build(stage)
 
     def _build(self, stage: Stage) -> Role:
         name = endpoint(self.name, stage)
@@ -142,25 +143,25 @@ class WorkerCore:
     def _drop_drained(self) -> None:
         """Lets go of stages that are not wanted any more and have nothing left to do."""
         wanted = _stages_of(self.roles)
-        for stage in [stage for stage in self._hosted if stage not in wanted]:
-            if not self._hosted[stage].has_work():
-                del self._hosted[stage]
+        for stage in [stage for stage in self.hosted if stage not in wanted]:
+            if not self.hosted[stage].has_work():
+                del self.hosted[stage]
                 self._builder.transport.close(endpoint(self.name, stage))
-        if not self._hosted.keys() & {"prefill", "decode"}:
+        if not self.hosted.keys() & {"prefill", "decode"}:
             self._builder.drop_language_model()
 
     # Work
 
     def step(self) -> bool:
         """Moves every role on by one step. Returns whether anything has moved."""
-        has_moved = [role.step(self._news) for role in self._hosted.values()]
-        if self._hosted.keys() != _stages_of(self.roles):
+        has_moved = [role.step(self._news) for role in self.hosted.values()]
+        if self.hosted.keys() != _stages_of(self.roles):
             self._drop_drained()
         return any(has_moved)
 
     def has_work(self) -> bool:
         """Whether anything is not over: then what comes from other workers may need a step."""
-        return any(role.has_work() for role in self._hosted.values())
+        return any(role.has_work() for role in self.hosted.values())
 
     def take_report(self) -> WorkerReport | None:
         """What there is to tell; None if there is nothing."""
@@ -172,7 +173,7 @@ class WorkerCore:
 
     def load(self) -> WorkerLoad:
         """All roles together."""
-        loads = [role.load() for role in self._hosted.values()]
+        loads = [role.load() for role in self.hosted.values()]
         return WorkerLoad(
             num_waiting=sum(load.num_waiting for load in loads),
             num_running=sum(load.num_running for load in loads),
@@ -184,7 +185,7 @@ class WorkerCore:
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless all books of all roles agree."""
-        for role in self._hosted.values():
+        for role in self.hosted.values():
             role.check_integrity()
 
 

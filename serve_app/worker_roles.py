@@ -110,11 +110,9 @@ class EncodeRole:
         return was_busy
 
     def _span(self, job: _Job) -> SpanDone:
-        message = job.message
-        span = StageSpan(
-            "encode", self._worker, job.started_s, self._clock(), item=message.item, group=message.group
-        )
-        return SpanDone(message.request_id, span, queued_s=job.started_s - job.submitted_s)
+        message, now_s = job.message, self._clock()
+        span = StageSpan("encode", self._worker, job.started_s, now_s, item=message.item, group=message.group)
+        return SpanDone(message.request_id, span, now_s - job.started_s, job.started_s - job.submitted_s)
 
     def has_work(self) -> bool:
         return self.stage.has_work()

@@ -1,0 +1,110 @@
+"""Who waits for room, in which order, and who is told to come again: a bounded queue with deadlines.
+
+    enter: full, or too late by what has been measured -> OverloadedError
+    waiting: those done again first, then by arrival; only the first few may look for room
+    leave: placed, gone, or past its deadline -> OverloadedError
+
+Time is passed in, in seconds on any one clock.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass, field
+
+from epd.errors import OverloadedError
+
+_WEIGHT_OF_NEW = 0.1  # of a measurement, in the running means
+_LEAST_RETRY_S, _MOST_RETRY_S = 1.0, 60.0
+
+
+@dataclass(order=True, slots=True)
+class _Waiting:
+    is_new: bool
+    number: int
+    request_id: str = field(compare=False)
+    deadline_s: float = field(compare=False)
+
+
+class _Mean:
+    """A running mean that forgets; None before the first measurement."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+
+    def add(self, value: float) -> None:
+        self.value = value if self.value is None else self.value + _WEIGHT_OF_NEW * (value - self.value)
+
+
+class AdmissionQueue:
+    """Requests that wait to be given to workers."""
+
+    def __init__(self, max_waiting: int) -> None:
+        self.max_waiting = max_waiting
+        self.num_refused = 0
+        self._waiting: list[_Waiting] = []
+        self._num_entered = 0
+        self._placed_s: float | None = None  # the last time that one left while another waited
+        self._interval_s = _Mean()  # between two that find room while there is a queue
+        self._first_token_s = _Mean()  # from room to first token
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def check(self, now_s: float, deadline_s: float) -> None:
+        """Raises OverloadedError if a request that came now would be refused."""
+        if len(self._waiting) >= self.max_waiting:
+            raise self._refusal(f"{len(self._waiting)} requests wait; allowed {self.max_waiting}")
+        expected_s = self.expected_wait_s(len(self._waiting)) + (self._first_token_s.value or 0.0)
+        if self._waiting and now_s + expected_s > deadline_s:
+            left_s = deadline_s - now_s
+            raise self._refusal(f"a first token takes {expected_s:.1f} s; the deadline is in {left_s:.1f} s")
+
+    def enter(self, request_id: str, now_s: float, deadline_s: float, *, is_new: bool = True) -> None:
+        """Queues a request: a new one last, one to be done again before all new ones and never refused.
+
+        Raises OverloadedError as `check` does.
+        """
+        if is_new:
+            self.check(now_s, deadline_s)
+        if not self._waiting:
+            self._placed_s = None
+        insort(self._waiting, _Waiting(is_new, self._num_entered, request_id, deadline_s))
+        self._num_entered += 1
+
+    def is_turn(self, request_id: str, num_first: int = 1) -> bool:
+        """Whether the request is among the first, whose turn it is to look for room."""
+        return any(each.request_id == request_id for each in self._waiting[:num_first])
+
+    def check_deadline(self, request_id: str, now_s: float) -> None:
+        """Raises OverloadedError for a request that has waited too long."""
+        waiting = self._find(request_id)
+        if waiting is not None and now_s > waiting.deadline_s:
+            raise self._refusal("no worker had room before the deadline")
+
+    def place(self, request_id: str, now_s: float) -> None:
+        """The request has found room."""
+        self.leave(request_id)
+        if self._placed_s is not None:
+            self._interval_s.add(now_s - self._placed_s)
+        self._placed_s = now_s if self._waiting else None
+
+    def leave(self, request_id: str) -> None:
+        """The request waits no longer. Unknown ids are ignored."""
+        self._waiting = [each for each in self._waiting if each.request_id != request_id]
+
+    def record_first_token(self, seconds: float) -> None:
+        """A request had its first token so long after it had found room."""
+        self._first_token_s.add(seconds)
+
+    def expected_wait_s(self, num_ahead: int) -> float:
+        """Until a request with so many before it finds room; 0 as long as nothing is known."""
+        return (num_ahead + 1) * (self._interval_s.value or 0.0)
+
+    def _find(self, request_id: str) -> _Waiting | None:
+        return next((each for each in self._waiting if each.request_id == request_id), None)
+
+    def _refusal(self, reason: str) -> OverloadedError:
+        self.num_refused += 1
+        retry_s = min(max(self.expected_wait_s(len(self._waiting)), _LEAST_RETRY_S), _MOST_RETRY_S)
+        return OverloadedError(f"{reason}; try again in {retry_s:.0f} s", retry_s)

@@ -1,0 +1,139 @@
+"""Groups on their way to encoders: who has which ticket, and who takes the next one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from encoders.groups import MediaGroup
+from epd.connectors import Ticket
+from epd.errors import UnavailableError
+from epd.routing import Router
+from serve_app.fleet import Bulk, Fleet, WorkerLostError
+from serve_app.messages import CancelTickets, EncodeGroup, Reissue
+
+
+@dataclass(frozen=True, slots=True)
+class _Dealt:
+    """A ticket that an encoder has. receiver: the prefill worker that gave it out."""
+
+    worker: str
+    receiver: str
+    group: MediaGroup
+
+
+class EncodeDesk:
+    """Shared by all requests of one orchestrator."""
+
+    def __init__(self, fleet: Fleet, router: Router, *, max_backlog_patches: int) -> None:
+        """max_backlog_patches: an encoder with more than that outstanding is given nothing more."""
+        self._fleet = fleet
+        self._router = router
+        self._max_backlog = max_backlog_patches
+        self._dealt: dict[str, _Dealt] = {}
+        self._has_room = asyncio.Event()
+
+    def __len__(self) -> int:
+        """Tickets that encoders have."""
+        return len(self._dealt)
+
+    def wake(self) -> None:
+        """Encoders may have come or changed."""
+        self._has_room.set()
+
+    async def encoder(self) -> str:
+        """The encoder that takes the next group; waits until there is one with room."""
+        while True:
+            names = [
+                name for name in self._alive() if self._router.books(name).encode_patches < self._max_backlog
+            ]
+            if names:
+                return self._router.encoder(names)
+            self._has_room.clear()
+            await self._has_room.wait()
+
+    def encoder_with(self, group: MediaGroup) -> str | None:
+        """The encoder that may have the group in its cache."""
+        return self._router.encoder_with(self._alive(), group.spec.key)
+
+    def _alive(self) -> list[str]:
+        return [
+            info.name for info in self._fleet.workers.values() if info.is_alive and "encode" in info.roles
+        ]
+
+    def book(self, worker: str, receiver: str, group: MediaGroup, ticket: Ticket) -> None:
+        """The group is for this encoder; `give` follows."""
+        self._dealt[ticket.transfer_id] = _Dealt(worker, receiver, group)
+        self._router.books(worker).encode_patches += group.spec.num_patches
+
+    async def give(self, worker: str, message: EncodeGroup, frames: Bulk | None) -> bool:
+        """Hands a booked group over. False if the encoder has no such role, or lacks it and has no frames.
+
+        A worker that is lost meanwhile is as good as one that took it: its tickets are issued anew.
+        """
+        transfer_id = message.ticket.transfer_id
+        try:
+            is_taken = await self._fleet.send("encode", worker, message, frames)
+        except WorkerLostError:
+            return True
+        except UnavailableError:
+            is_taken = False
+        except BaseException:
+            self._forget(transfer_id)
+            raise
+        if not is_taken:
+            self._forget(transfer_id)
+        return is_taken
+
+    def arrived(self, transfer_ids: Iterable[str]) -> None:
+        """The groups are where they are wanted."""
+        for transfer_id in transfer_ids:
+            dealt = self._forget(transfer_id)
+            if dealt is not None:
+                self._router.remember_group(dealt.worker, dealt.group.spec.key)
+
+    async def dropped(self, transfer_ids: Iterable[str]) -> None:
+        """Nobody wants the groups any more; encoders are told."""
+        by_worker: dict[str, list[str]] = {}
+        for transfer_id in transfer_ids:
+            dealt = self._forget(transfer_id)
+            if dealt is not None:
+                by_worker.setdefault(dealt.worker, []).append(transfer_id)
+        for worker, ids in by_worker.items():
+            await self._tell(worker, CancelTickets(tuple(ids)))
+
+    async def reissue(self, receiver: str, ticket_ids: Iterable[str]) -> None:
+        """Asks for the groups of these tickets to be granted anew."""
+        ids = tuple(ticket_ids)
+        for transfer_id in ids:
+            self._forget(transfer_id)
+        try:
+            await self._fleet.send("prefill", receiver, Reissue(ids))
+        except UnavailableError:
+            return  # then its requests are done again anyway
+
+    async def lost(self, worker: str) -> None:
+        """A worker is gone: what it should encode is granted anew, what should come to it is forgotten."""
+        for transfer_id in [i for i, dealt in self._dealt.items() if dealt.receiver == worker]:
+            self._forget(transfer_id)
+        by_receiver: dict[str, list[str]] = {}
+        for transfer_id, dealt in self._dealt.items():
+            if dealt.worker == worker:
+                by_receiver.setdefault(dealt.receiver, []).append(transfer_id)
+        for receiver, ids in by_receiver.items():
+            await self.reissue(receiver, ids)
+        self.wake()
+
+    def _forget(self, transfer_id: str) -> _Dealt | None:
+        dealt = self._dealt.pop(transfer_id, None)
+        if dealt is not None:
+            self._router.books(dealt.worker).encode_patches -= dealt.group.spec.num_patches
+            self.wake()
+        return dealt
+
+    async def _tell(self, worker: str, message: CancelTickets) -> None:
+        try:
+            await self._fleet.send("encode", worker, message)
+        except UnavailableError:
+            return

@@ -1,0 +1,160 @@
+"""The groups of one try, from the room that is granted to an encoder; frames are fetched in order, by item.
+
+granted  ->  an encoder has it cached?  ->  frames: from the image, or from a video decoder  ->  encoder
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from epd.errors import EPDError, UnavailableError
+from serve_app.attempt import Attempt
+from serve_app.encode_desk import EncodeDesk
+from serve_app.fleet import Bulk, Fleet, WorkerLostError
+from serve_app.messages import CloseStream, EncodeGroup, Granted, ReadFrames
+from serve_app.task_group import Tasks
+from serve_app.worker_roles import Clock
+
+_RETRY_S = 0.05
+
+
+class _ItemFrames:
+    """The frames of one item, from one decoder as long as that lives."""
+
+    def __init__(self, fleet: Fleet, attempt: Attempt, item: int) -> None:
+        self._fleet = fleet
+        self._attempt = attempt
+        self._item = item
+        self._worker: str | None = None
+        self._num_streams = 0
+
+    async def read(self, index: int, patience_s: float) -> Bulk:
+        """The item's group `index`. Raises MediaError, UnavailableError where no decoder can be had."""
+        media = self._attempt.answer.plan.media[self._item]
+        cuts = self._attempt.answer.plan.cuts(self._item)
+        source = self._attempt.answer.request.media[self._item].path
+        deadline = asyncio.get_running_loop().time() + patience_s
+        while True:
+            try:
+                worker = self._worker or self._choose()
+                message = ReadFrames(self._stream_id, source, media.plan, cuts, index)
+                return await self._fleet.fetch("video", worker, message)
+            except (WorkerLostError, UnavailableError):
+                self._worker = None
+                if asyncio.get_running_loop().time() > deadline:
+                    raise
+                await asyncio.sleep(_RETRY_S)
+
+    @property
+    def _stream_id(self) -> str:
+        return f"{self._attempt.id}/{self._item}/{self._num_streams}"
+
+    def _choose(self) -> str:
+        names = [i.name for i in self._fleet.workers.values() if i.is_alive and "video" in i.roles]
+        if not names:
+            raise UnavailableError("no video decoder is there; try again")
+        self._num_streams += 1
+        self._worker = names[hash(self._stream_id) % len(names)]
+        return self._worker
+
+    async def close(self) -> None:
+        if self._worker is not None:
+            try:
+                await self._fleet.send("video", self._worker, CloseStream(self._stream_id))
+            except UnavailableError:
+                return  # it is gone, and the stream with it
+
+
+class GroupFeed:
+    """Brings every group that is granted to an encoder; a group may be granted again."""
+
+    def __init__(
+        self, fleet: Fleet, desk: EncodeDesk, attempt: Attempt, clock: Clock, *, patience_s: float
+    ) -> None:
+        """patience_s: to wait for a video decoder when all are lost."""
+        self._fleet = fleet
+        self._desk = desk
+        self._attempt = attempt
+        self._clock = clock
+        self._patience_s = patience_s
+        self._granted: dict[int, asyncio.Queue[Granted]] = {}  # by item
+        self._frames: dict[int, _ItemFrames] = {}
+        self._tasks = Tasks()
+
+    def grant(self, granted: Granted) -> None:
+        """There is room for a group."""
+        item = self._attempt.answer.plan.groups[granted.group].item
+        if item not in self._granted:
+            self._granted[item] = asyncio.Queue()
+            self._frames[item] = _ItemFrames(self._fleet, self._attempt, item)
+            self._tasks.spawn(self._guarded(self._serve_item(item)))
+        self._granted[item].put_nowait(granted)
+
+    async def close(self) -> None:
+        """Stops all that is on its way; encoders are told by who gave the tickets out."""
+        self._tasks.cancel()
+        await self._tasks.wait()
+        for frames in self._frames.values():
+            await frames.close()
+
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        """What goes wrong for good ends the try."""
+        try:
+            await work
+        except EPDError as error:
+            self._attempt.fail(error)
+
+    async def _serve_item(self, item: int) -> None:
+        queue, plan = self._granted[item], self._attempt.answer.plan
+        while True:
+            granted = await queue.get()
+            if await self._from_cache(granted):
+                continue
+            frames = await self._read(granted.group)
+            worker = await self._desk.encoder()
+            self._desk.book(worker, self._attempt.prefill_worker, plan.groups[granted.group], granted.ticket)
+            self._tasks.spawn(self._guarded(self._give(worker, granted, frames)))
+            del frames
+
+    async def _from_cache(self, granted: Granted) -> bool:
+        group = self._attempt.answer.plan.groups[granted.group]
+        worker = self._desk.encoder_with(group)
+        if worker is None:
+            return False
+        self._desk.book(worker, self._attempt.prefill_worker, group, granted.ticket)
+        return await self._desk.give(worker, self._message(granted), None)
+
+    async def _read(self, number: int) -> Bulk:
+        plan = self._attempt.answer.plan
+        image = plan.image_of(number)
+        if image is not None:
+            return image
+        start_s = self._clock()
+        item, index = plan.groups[number].item, plan.index_in_item(number)
+        frames = await self._frames[item].read(index, self._patience_s)
+        self._attempt.answer.timings.decode_video_s += self._clock() - start_s
+        self._attempt.answer.note_span("decode_video", "video", start_s, item=item, group=index)
+        return frames
+
+    async def _give(self, worker: str, granted: Granted, frames: Bulk) -> None:
+        """Until an encoder takes it: the role of one may just have changed."""
+        group = self._attempt.answer.plan.groups[granted.group]
+        while not await self._desk.give(worker, self._message(granted), frames):
+            await asyncio.sleep(_RETRY_S)
+            worker = await self._desk.encoder()
+            self._desk.book(worker, self._attempt.prefill_worker, group, granted.ticket)
+
+    def _message(self, granted: Granted) -> EncodeGroup:
+        plan = self._attempt.answer.plan
+        group, index = plan.groups[granted.group], plan.index_in_item(granted.group)
+        return EncodeGroup(
+            self._attempt.id,
+            granted.ticket,
+            group.plan,
+            group.start,
+            group.stop,
+            item=group.item,
+            group=index,
+        )

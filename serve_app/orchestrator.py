@@ -1,0 +1,283 @@
+"""Answers requests with a fleet of workers: plans, places, follows, and does again what was lost.
+
+    answer():  plan (in a thread) -> try: place, feed groups, tokens come -> complete
+                                       ^ lost with a worker: at most `max_attempts` times
+    events:    reports of workers -> the tries they speak of;  a lost worker -> recovery of what it had
+
+What a loss costs: an encoder, its groups on their way; a prefill worker, the prompts it had not handed over,
+their embeddings come from the encoders' caches; a decode worker, the prompts that are not at a prefill worker
+any more. Tokens that were passed on are dropped by their index when they come again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+
+from epd.admission import AdmissionQueue
+from epd.errors import EncodeError, UnavailableError
+from epd.routing import Router, role_letters, topology_name
+from serve_app.attempt import Attempt, Ending
+from serve_app.encode_desk import EncodeDesk
+from serve_app.fleet import Fleet, WorkerBack, WorkerLost
+from serve_app.group_feed import GroupFeed
+from serve_app.live_answer import LiveAnswer
+from serve_app.messages import (
+    Abort,
+    Admitted,
+    Granted,
+    GroupFailed,
+    GroupsArrived,
+    HandedOver,
+    RequestFailed,
+    SpanDone,
+    TicketsDropped,
+    WorkerEvent,
+    WorkerLoad,
+    WorkerReport,
+)
+from serve_app.placement import Placement, PlacementLimits
+from serve_app.planning import AnswerPlan, Planner
+from serve_app.recovery import Recovery
+from serve_app.service import AnswerItem, AnswerRequest, ModelCard, ServiceStatus, WorkerStatus
+from serve_app.task_group import Tasks
+from stages.generation import TokenOutput
+
+_MAX_GROUP_FAILURES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class OrchestratorConfig:
+    """max_waiting: requests in the queue for room. max_wait_s: there, where a request has no deadline.
+
+    max_attempts: tries of one request. max_prefills, unavailable_s: see `PlacementLimits`.
+    max_backlog_patches: see `EncodeDesk`. num_planning_threads: that probe media and tokenise.
+    """
+
+    max_waiting: int = 256
+    max_wait_s: float = 120.0
+    max_attempts: int = 5
+    max_prefills: int = 16
+    unavailable_s: float = 60.0
+    max_backlog_patches: int = 32_768
+    num_planning_threads: int = 2
+
+
+class Orchestrator:
+    """An AnswerService. Used from one event loop, which nothing here blocks."""
+
+    def __init__(self, fleet: Fleet, planner: Planner, config: OrchestratorConfig | None = None) -> None:
+        self.config = config or OrchestratorConfig()
+        self.router = Router()
+        self.queue = AdmissionQueue(self.config.max_waiting)
+        self._fleet = fleet
+        self._planner = planner
+        limits = PlacementLimits(self.config.max_prefills, self.config.unavailable_s)
+        self._placement = Placement(fleet, self.router, self.queue, limits, time.time)
+        self._desk = EncodeDesk(fleet, self.router, max_backlog_patches=self.config.max_backlog_patches)
+        self._attempts: dict[str, Attempt] = {}
+        self._feeds: dict[str, GroupFeed] = {}
+        self._recovery = Recovery(fleet, self.router, self._desk, self._placement, self._attempts)
+        self._loads: dict[str, WorkerLoad] = {}
+        self._counters: Counter[str] = Counter()
+        self._numbers = count(1)
+        self._tasks = Tasks()
+        self._following: asyncio.Task[None] | None = None
+        self._threads = ThreadPoolExecutor(self.config.num_planning_threads, thread_name_prefix="planning")
+
+    @property
+    def models(self) -> Sequence[ModelCard]:
+        return (self._planner.card,)
+
+    async def start(self) -> None:
+        """Starts the fleet. Raises EPDError when a worker cannot start."""
+        await self._fleet.start()
+        self._following = asyncio.create_task(self._follow())
+
+    async def close(self) -> None:
+        """Ends the fleet and whatever runs."""
+        self._tasks.cancel()
+        await self._tasks.wait()
+        await self._fleet.close()
+        if self._following is not None:
+            await self._following
+        self._threads.shutdown(cancel_futures=True)
+
+    # Answers
+
+    async def answer(self, request: AnswerRequest) -> AsyncGenerator[AnswerItem, None]:
+        """See `AnswerService`."""
+        now_s = time.time()
+        deadline_s = request.deadline_s or now_s + self.config.max_wait_s
+        self.queue.check(now_s, deadline_s)
+        plan = await self._plan(request)
+        answer = LiveAnswer(request, plan, self._planner.texts, time.time)
+        running = self._tasks.spawn(self._run(answer, deadline_s))
+        try:
+            async for item in answer.items():
+                yield item
+        finally:
+            running.cancel()
+
+    async def _plan(self, request: AnswerRequest) -> AnswerPlan:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._planner.plan, request)
+
+    async def _run(self, answer: LiveAnswer, deadline_s: float) -> None:
+        """All tries of a request. What ends it reaches the consumer through the answer."""
+        try:
+            for number in range(self.config.max_attempts):
+                attempt = Attempt(next(self._numbers), answer, self.router)
+                if await self._try(attempt, deadline_s, is_new=number == 0) is Ending.COMPLETE:
+                    answer.finish(attempt.decode_worker)
+                    return
+                answer.num_retries += 1
+                answer.forget_early()
+                self._counters["retries"] += 1
+            raise UnavailableError(
+                f"the request was lost with {self.config.max_attempts} workers in turn; ask again"
+            )
+        except Exception as error:  # noqa: BLE001 - the consumer waits for it
+            answer.fail(error)
+
+    async def _try(self, attempt: Attempt, deadline_s: float, *, is_new: bool) -> Ending:
+        feed = GroupFeed(self._fleet, self._desk, attempt, time.time, patience_s=self.config.unavailable_s)
+        self._attempts[attempt.id], self._feeds[attempt.id] = attempt, feed
+        ending = None
+        try:
+            await self._placement.place(attempt, deadline_s, is_new=is_new)
+            ending = await attempt.wait()
+            return ending
+        finally:
+            del self._attempts[attempt.id], self._feeds[attempt.id]
+            attempt.unbook()
+            self._tasks.spawn(self._free(attempt, feed, is_complete=ending is Ending.COMPLETE))
+
+    async def _free(self, attempt: Attempt, feed: GroupFeed, *, is_complete: bool) -> None:
+        """Leaves nothing of a try anywhere."""
+        if not is_complete:
+            await asyncio.gather(*(self._abort(attempt, worker) for worker in sorted(attempt.touched)))
+        await feed.close()
+        self._placement.wake()
+
+    async def _abort(self, attempt: Attempt, worker: str) -> None:
+        stage = "prefill" if worker == attempt.prefill_worker else "decode"
+        try:
+            await self._fleet.send(stage, worker, Abort((attempt.id,)))  # type: ignore[arg-type]
+        except UnavailableError:
+            return  # it is gone, and the try with it
+
+    @property
+    def num_attempts(self) -> int:
+        """Requests that are being worked on."""
+        return len(self._attempts) + len(self.queue)
+
+    @property
+    def num_tickets(self) -> int:
+        """Groups that encoders have."""
+        return len(self._desk)
+
+    # What workers say
+
+    async def _follow(self) -> None:
+        async for event in self._fleet.events():
+            if isinstance(event, WorkerReport):
+                self._take_report(event)
+            elif isinstance(event, WorkerLost):
+                self._counters["workers_lost"] += 1
+                self._loads.pop(event.name, None)
+                self._recovery.lose(event.name)
+            elif isinstance(event, WorkerBack):
+                self._desk.wake()
+                self._placement.wake()
+
+    def _take_report(self, report: WorkerReport) -> None:
+        self._loads[report.worker] = report.load
+        for event in report.events:
+            self._take_event(report.worker, event)
+        by_request: dict[str, list[TokenOutput]] = {}
+        for output in report.outputs:
+            by_request.setdefault(output.request_id, []).append(output)
+        for request_id, outputs in by_request.items():
+            self._take_tokens(request_id, outputs)
+
+    def _take_event(self, worker: str, event: WorkerEvent) -> None:
+        if isinstance(event, GroupsArrived):
+            self._desk.arrived(event.transfer_ids)
+        elif isinstance(event, TicketsDropped):
+            self._tasks.spawn(self._desk.dropped(event.transfer_ids))
+        elif isinstance(event, GroupFailed):
+            self._take_failure(worker, event)
+        elif event.request_id in self._attempts:
+            self._take_news(self._attempts[event.request_id], event)
+
+    def _take_news(
+        self, attempt: Attempt, event: Admitted | Granted | HandedOver | RequestFailed | SpanDone
+    ) -> None:
+        match event:
+            case Admitted():
+                attempt.answer.cached_tokens = event.num_cached
+            case Granted():
+                self._feeds[attempt.id].grant(event)
+            case HandedOver():
+                attempt.is_handed_over = True
+            case SpanDone():
+                attempt.answer.note(event)
+            case RequestFailed(is_final=True):
+                attempt.fail(event.error)
+            case RequestFailed():
+                attempt.end(Ending.LOST)
+
+    def _take_failure(self, worker: str, event: GroupFailed) -> None:
+        attempt = self._attempts.get(event.request_id)
+        if attempt is not None:
+            attempt.failures[event.group] += 1
+            if attempt.failures[event.group] > _MAX_GROUP_FAILURES:
+                attempt.fail(EncodeError(f"a group could not be encoded: {event.error}; send it again"))
+                return
+        self._tasks.spawn(self._desk.reissue(worker, [event.transfer_id]))
+
+    def _take_tokens(self, request_id: str, outputs: Sequence[TokenOutput]) -> None:
+        attempt = self._attempts.get(request_id)
+        if attempt is None:
+            return
+        attempt.answer.take(outputs)
+        if attempt.answer.has_begun and attempt.unbook_prefill():
+            self.queue.record_first_token(time.time() - attempt.placed_s)
+            self._placement.wake()
+        if attempt.answer.is_complete:
+            attempt.end(Ending.COMPLETE)
+
+    # Status
+
+    async def status(self) -> ServiceStatus:
+        """See `AnswerService`."""
+        infos = self._fleet.workers.values()
+        alive = {stage for info in infos if info.is_alive for stage in info.roles}
+        counters = Counter(self._counters)
+        for load in self._loads.values():
+            counters.update(load.counters)
+        counters["refused"] = self.queue.num_refused
+        return ServiceStatus(
+            is_ready=alive >= {"video", "encode", "prefill", "decode"},
+            topology=topology_name([info.roles for info in infos]),
+            workers=tuple(self._worker_status(info.name) for info in infos),
+            counters=dict(counters),
+        )
+
+    def _worker_status(self, name: str) -> WorkerStatus:
+        info, load = self._fleet.workers[name], self._loads.get(name, WorkerLoad())
+        return WorkerStatus(
+            name=name,
+            roles=role_letters(info.roles),
+            is_alive=info.is_alive,
+            num_waiting=load.num_waiting,
+            num_running=load.num_running,
+            kv_usage=load.kv_usage,
+            encoder_cache_usage=load.encoder_cache_usage,
+            num_role_switches=load.num_role_switches,
+        )

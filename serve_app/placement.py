@@ -1,0 +1,195 @@
+"""Where a request goes: room at a decode worker, then at a prefill worker, or the queue for both."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from epd.admission import AdmissionQueue
+from epd.connectors import KVTicket
+from epd.errors import UnavailableError
+from epd.routing import Router, Stage
+from serve_app.attempt import Attempt
+from serve_app.fleet import Fleet, WorkerLostError
+from serve_app.messages import Abort, Message, Prefill, Redirect, ReplyT, Reserve, endpoint
+
+# Requests that look for room side by side, and that ask one worker at a time: a worker that does not
+# answer holds up so many, and no others.
+_NUM_FIRST = 8
+_MAX_ASKING = 2
+_POLL_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementLimits:
+    """max_prefills: requests whose prompt one worker computes at a time.
+
+    unavailable_s: to wait for a role that no worker has.
+    """
+
+    max_prefills: int
+    unavailable_s: float
+
+
+class Placement:
+    """Gives tries to workers. clock: Unix time, seconds."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        router: Router,
+        queue: AdmissionQueue,
+        limits: PlacementLimits,
+        clock: Callable[[], float],
+    ) -> None:
+        self._fleet = fleet
+        self._router = router
+        self._queue = queue
+        self._limits = limits
+        self._clock = clock
+        self._asking: Counter[str] = Counter()
+        self._change = asyncio.Event()
+
+    def wake(self) -> None:
+        """There may be room now where there was none."""
+        self._change.set()
+        self._change = asyncio.Event()
+
+    async def place(self, attempt: Attempt, deadline_s: float, *, is_new: bool) -> None:
+        """Returns when workers have taken it. Raises OverloadedError, UnavailableError, InfeasibleError."""
+        self._queue.enter(attempt.id, self._clock(), deadline_s, is_new=is_new)
+        start_s = self._clock()
+        try:
+            while not (self._queue.is_turn(attempt.id, _NUM_FIRST) and await self._try(attempt)):
+                self._queue.check_deadline(attempt.id, self._clock())
+                self._check_roles(self._clock() - start_s)
+                await self._changed()
+            self._queue.place(attempt.id, self._clock())
+        finally:
+            self._queue.leave(attempt.id)
+            self.wake()
+        attempt.placed_s = self._clock()
+        attempt.answer.queued.prefill_s += attempt.placed_s - start_s
+        attempt.is_placed = True
+
+    async def redirect(self, attempt: Attempt) -> bool:
+        """Finds another decode worker for a request that its prefill worker still has; False: redo it."""
+        end_s = self._clock() + self._limits.unavailable_s
+        while not attempt.has_ended and self._clock() < end_s:
+            for worker in self._decoders():
+                attempt.rebook_decode(worker)
+                seen = self._seen(attempt)
+                ticket = await self._reserve(attempt, worker)
+                if ticket is not None:
+                    return await self._redirected(attempt, ticket) and self._seen(attempt) == seen
+            await self._changed()
+        return False
+
+    async def _redirected(self, attempt: Attempt, ticket: KVTicket) -> bool:
+        try:
+            return await self._fleet.send("prefill", attempt.prefill_worker, Redirect(attempt.id, ticket))
+        except WorkerLostError:
+            return False
+
+    async def _try(self, attempt: Attempt) -> bool:
+        """Asks workers once. Whatever comes of it, nothing is left where it was refused."""
+        plan = attempt.answer.plan
+        media, num_tokens = plan.visual_tokens, len(plan.prompt)
+        for worker in self._router.prefill_order(self._prefillers(), media, num_tokens):
+            is_merged = "decode" in self._fleet.workers[worker].roles
+            if await (self._submit_merged if is_merged else self._submit_split)(attempt, worker):
+                self._router.remember_prefix(worker, media)
+                return True
+            attempt.unbook()
+        return False
+
+    async def _submit_merged(self, attempt: Attempt, worker: str) -> bool:
+        attempt.book(worker, worker)
+        return await self._submit(attempt, None)
+
+    async def _submit_split(self, attempt: Attempt, prefiller: str) -> bool:
+        for decoder in self._decoders():
+            attempt.book(prefiller, decoder)
+            ticket = await self._reserve(attempt, decoder)
+            if ticket is None:
+                continue
+            if await self._submit(attempt, ticket):
+                return True
+            await self._abort(attempt, decoder)
+            return False
+        return False
+
+    async def _submit(self, attempt: Attempt, ticket: KVTicket | None) -> bool:
+        """False also if a worker was lost, or started again, while it was asked: that would go unnoticed."""
+        seen = self._seen(attempt)
+        plan = attempt.answer.plan
+        message = Prefill(plan.generate_request(attempt.id), plan.groups, ticket)
+        is_taken = await self._ask("prefill", attempt.prefill_worker, message)
+        if is_taken and self._seen(attempt) != seen:
+            await self._abort(attempt, attempt.prefill_worker)
+            return False
+        return bool(is_taken)
+
+    async def _reserve(self, attempt: Attempt, worker: str) -> KVTicket | None:
+        plan = attempt.answer.plan
+        sender = endpoint(attempt.prefill_worker, "prefill")
+        message = Reserve(attempt.id, sender, plan.identity, plan.params)
+        return await self._ask("decode", worker, message)
+
+    async def _ask(self, stage: Stage, worker: str, message: Message[ReplyT]) -> ReplyT | None:
+        """The reply; None from a worker that is gone."""
+        self._asking[worker] += 1
+        try:
+            return await self._fleet.send(stage, worker, message)
+        except WorkerLostError:
+            return None
+        finally:
+            self._asking[worker] -= 1
+
+    async def _abort(self, attempt: Attempt, worker: str) -> None:
+        try:
+            await self._fleet.send("decode", worker, Abort((attempt.id,)))
+        except WorkerLostError:
+            return
+
+    def _seen(self, attempt: Attempt) -> list[tuple[bool, int]]:
+        """Of both its workers, whether it lives and which incarnation it is."""
+        infos = [self._fleet.workers[name] for name in (attempt.prefill_worker, attempt.decode_worker)]
+        return [(info.is_alive, info.incarnation) for info in infos]
+
+    def _prefillers(self) -> list[str]:
+        return [
+            name
+            for name in self._with_role("prefill")
+            if self._asking[name] < _MAX_ASKING
+            and self._router.books(name).num_prefills < self._limits.max_prefills
+        ]
+
+    def _decoders(self) -> list[str]:
+        """Workers that go on with what others have prefilled, the best first."""
+        workers = self._fleet.workers
+        names = [
+            name
+            for name in self._with_role("decode")
+            if "prefill" not in workers[name].roles and self._asking[name] < _MAX_ASKING
+        ]
+        return self._router.decode_order(names)
+
+    def _with_role(self, stage: Stage) -> list[str]:
+        return [info.name for info in self._fleet.workers.values() if info.is_alive and stage in info.roles]
+
+    def _check_roles(self, waited_s: float) -> None:
+        missing: list[Stage] = [each for each in ("prefill", "decode") if not self._with_role(each)]
+        if missing and waited_s > self._limits.unavailable_s:
+            raise UnavailableError(
+                f"no worker for {' and '.join(missing)} since {waited_s:.0f} s; see /health and try again"
+            )
+
+    async def _changed(self) -> None:
+        change = self._change
+        try:
+            await asyncio.wait_for(change.wait(), _POLL_S)
+        except TimeoutError:
+            return

@@ -1,0 +1,133 @@
+"""From a checked request to everything that workers have to be told of it, before a frame is decoded."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from encoders import load_adapter
+from encoders.adapter import PromptPlan
+from encoders.groups import MediaGroup, plan_groups
+from encoders.identity import prompt_identity
+from epd.errors import RequestError
+from epd.kv_identity import TokenIdentity
+from epd.sampling_params import SamplingParams
+from epd.types import UInt8Array, Usage
+from serve_app.service import AnswerRequest, ModelCard
+from serve_app.token_text import TokenTexts
+from serve_app.worker_stages import generation_settings
+from stages.colocated import DEFAULT_GROUP_TOKENS
+from stages.generation import GenerateRequest
+from stages.media import PlannedMedia, plan_media
+from stages.weights import weights_revision
+
+_MAX_SEED = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPlan:
+    """A planned request. params: complete. seed: the same however often the request is done again.
+
+    media: of each item its source and plan, and the pixels of an image. groups: of all items, in order.
+    plan_s: seconds that planning took.
+    """
+
+    prompt: PromptPlan
+    identity: TokenIdentity
+    groups: tuple[MediaGroup, ...]
+    media: tuple[PlannedMedia, ...]
+    mm_hashes: tuple[str, ...]
+    params: SamplingParams
+    seed: int
+    plan_s: float
+
+    def generate_request(self, request_id: str) -> GenerateRequest:
+        return GenerateRequest(request_id, self.prompt, self.identity, self.params, self.seed)
+
+    def cuts(self, item: int) -> tuple[tuple[int, int], ...]:
+        """The groups of one item: units [start, stop), in order."""
+        return tuple((group.start, group.stop) for group in self.groups if group.item == item)
+
+    def index_in_item(self, number: int) -> int:
+        """Which group of its item the group `number` is."""
+        item = self.groups[number].item
+        return number - next(i for i, group in enumerate(self.groups) if group.item == item)
+
+    def image_of(self, number: int) -> UInt8Array | None:
+        """The pixels of an image's group, uint8 [N, h, w, 3]; None for a video's."""
+        group = self.groups[number]
+        image = self.media[group.item].image
+        if image is None:
+            return None
+        # An image whose plan has several units is either one picture or as many tiles.
+        tiles = image if group.stop - group.start == len(image) else image[group.start : group.stop]
+        pixels: UInt8Array = tiles.numpy()
+        return pixels
+
+    @property
+    def visual_tokens(self) -> tuple[tuple[str, int], ...]:
+        """(mm_hash, visual tokens) of each item, as the router wants them."""
+        return tuple(
+            (mm_hash, item.plan.num_tokens)
+            for mm_hash, item in zip(self.mm_hashes, self.prompt.media, strict=True)
+        )
+
+    def usage(self, num_completion_tokens: int) -> Usage:
+        num_frames = sum(item.plan.num_frames for item in self.media)
+        return Usage(num_frames, self.prompt.num_visual_tokens, len(self.prompt), num_completion_tokens)
+
+
+class Planner:
+    """Plans requests to one model, without its weights. Blocks: to be used in threads, by several at once."""
+
+    def __init__(
+        self, model_path: Path, name: str | None = None, *, group_tokens: int = DEFAULT_GROUP_TOKENS
+    ) -> None:
+        """name: under which the model is asked for; by default the folder's. Raises ModelError."""
+        self.adapter = load_adapter(model_path)
+        self.settings = generation_settings(model_path, self.adapter)
+        self.texts = TokenTexts(self.adapter.tokenizer)
+        self._tokenizing = threading.Lock()  # a fast tokenizer can only be borrowed by one thread
+        self._group_tokens = group_tokens
+        self._revision = weights_revision(model_path)
+        self.card = ModelCard(name or model_path.name, int(time.time()), _max_model_len(model_path))
+
+    def plan(self, request: AnswerRequest) -> AnswerPlan:
+        """Raises MediaError, RequestError."""
+        start = time.perf_counter()
+        media = tuple(plan_media(self.adapter, each.path, request.sampling) for each in request.media)
+        plans = [item.plan for item in media]
+        with self._tokenizing:
+            prompt = self.adapter.plan_chat(plans, request.messages)
+        self._check_length(prompt)
+        hashes = tuple(source.mm_hash for source in request.media)
+        groups = plan_groups(plans, hashes, model=self._revision, group_tokens=self._group_tokens)
+        seed = request.params.seed
+        return AnswerPlan(
+            prompt=prompt,
+            identity=prompt_identity(prompt, hashes),
+            groups=tuple(groups),
+            media=media,
+            mm_hashes=hashes,
+            params=self.settings.completed(request.params),
+            seed=secrets.randbelow(_MAX_SEED) if seed is None else seed,
+            plan_s=time.perf_counter() - start,
+        )
+
+    def _check_length(self, prompt: PromptPlan) -> None:
+        most = self.card.max_model_len
+        if most is not None and len(prompt) >= most:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens; allowed: fewer than {most}; ask for less"
+            )
+
+
+def _max_model_len(path: Path) -> int | None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
+    most = getattr(config, "max_position_embeddings", None)
+    return int(most) if most else None
