@@ -143,11 +143,9 @@ class MediaSpool:
         folder = RequestFolder(Path(tempfile.mkdtemp(dir=self.path)), self.budget)
         loop = asyncio.get_running_loop()
         try:
-            yield tuple(
-                await asyncio.gather(
-                    *(loop.run_in_executor(self._threads, self._source, one, folder) for one in references)
-                )
-            )
+            work = [loop.run_in_executor(self._threads, self._source, one, folder) for one in references]
+            del references  # a data: URL holds a whole medium
+            yield tuple(await asyncio.gather(*work))
         finally:
             folder.close()
 

@@ -31,7 +31,7 @@ TIMINGS = StageTimings(
 class FakeService:
     """error: raised after `words_before_error` words. word_s: seconds before each word.
 
-    open_answers, closed_answers: answers begun and those whose iterator has ended in any way. requests: as
+    num_open, num_closed: answers begun and those whose iterator has ended in any way. requests: as
     received; files_seen: the bytes of their media, as read while the answer ran.
     """
 
@@ -45,9 +45,15 @@ class FakeService:
     files_seen: list[list[bytes]] = field(default_factory=list)
     num_open: int = 0
     num_closed: int = 0
+    _kept: list[AsyncGenerator[AnswerItem, None]] = field(default_factory=list)
     models: tuple[ModelCard, ...] = (ModelCard("shapes-vl", 1_700_000_000, 4096), ModelCard("other/vl", 1))
 
-    async def answer(self, request: AnswerRequest) -> AsyncGenerator[AnswerItem, None]:
+    def answer(self, request: AnswerRequest) -> AsyncGenerator[AnswerItem, None]:
+        """Keeps the iterator: only closing it ends it, not that nobody has it any more."""
+        self._kept.append(self._answer(request))
+        return self._kept[-1]
+
+    async def _answer(self, request: AnswerRequest) -> AsyncGenerator[AnswerItem, None]:
         self.requests.append(request)
         self.files_seen.append([source.path.read_bytes() for source in request.media])
         self.num_open += 1

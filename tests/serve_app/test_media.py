@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import http.server
 import os
 import threading
@@ -14,6 +15,8 @@ import pytest
 
 from epd.content import content_hash
 from serve_app.front import ApiSettings
+from serve_app.media_spool import MediaReference
+from serve_app.protocol import ChatRequest
 from tests.serve_app.conftest import JSON, Front, data_url, image_part, video_part
 from tests.serve_app.fakes import FakeService
 from tests.video.corpus import corpus
@@ -233,6 +236,19 @@ def test_a_service_that_fails_leaves_no_file(run_front: Callable[..., Front], me
     front = run_front(FakeService(error=RuntimeError("broken")))
     assert front.ask_about(image_part(data_url(media["image"], "image/png"))).status_code == 500
     front.wait_until_empty()
+
+
+def test_media_sent_as_text_are_not_held_while_they_are_asked_about(
+    run_front: Callable[..., Front], media: dict[str, Path]
+) -> None:
+    front = run_front(FakeService(words=("word ",) * 100, word_s=0.02))
+    content = [image_part(data_url(media["image"], "image/png"))]
+    body = {"messages": [{"role": "user", "content": content}], "stream": True}
+    with front.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        assert next(response.iter_lines())
+        assert front.server.front.bodies.num_taken == 0
+        held = [one for one in gc.get_objects() if type(one) in (ChatRequest, MediaReference)]
+        assert held == []
 
 
 def test_a_client_that_leaves_while_its_media_come(run_front: Callable[..., Front], web: str) -> None:
