@@ -33,15 +33,17 @@ _LEAST_CPUS = 8
 
 @dataclass(frozen=True, slots=True)
 class RaySettings:
-    """address: of a running cluster, None starts one. num_cpus, object_store_bytes: of one that is started.
+    """address: of a running cluster; None starts one, with num_cpus and object_store_bytes.
 
     object_store_bytes: memory for frames on their way and, between machines, embeddings, keys and values.
+    shows_logs: whether what its processes log comes to stderr.
     """
 
     address: str | None = None
     num_cpus: int | None = None
     object_store_bytes: int = 256 << 20
     namespace: str = "epd"
+    shows_logs: bool = False
 
 
 @contextmanager
@@ -73,7 +75,7 @@ def _start(settings: RaySettings) -> None:
             num_cpus=settings.num_cpus or max(_LEAST_CPUS, 2 * (os.cpu_count() or 1)),
             object_store_memory=settings.object_store_bytes,
             include_dashboard=False,
-            log_to_driver=False,
+            log_to_driver=settings.shows_logs,
             logging_level=logging.ERROR,
             _node_ip_address=LOOPBACK,
         )
@@ -88,7 +90,7 @@ def _connect(settings: RaySettings) -> None:
             address=settings.address,
             namespace=settings.namespace,
             runtime_env={"env_vars": WORKER_ENVIRONMENT},
-            log_to_driver=False,
+            log_to_driver=settings.shows_logs,
             logging_level=logging.ERROR,
         )
     except (OSError, RuntimeError, ValueError) as error:

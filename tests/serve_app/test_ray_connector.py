@@ -162,11 +162,14 @@ def test_what_nobody_waits_for_is_not_kept(files: PoolFiles) -> None:
 def test_files_of_a_fleet_whose_process_is_gone_are_removed(files: PoolFiles) -> None:
     host = new_fleet_id().split("-")[0]
     dead = PoolFiles(f"{host}-4194305-0000")  # more than the system's largest process id
-    orphan, elsewhere = dead.create("e0.encode-kv", 10), PoolFiles("other-4194305-0").create("x", 10)
-    mine = files.create("p0.prefill-kv", 10)
-    remove_orphans()
-    assert (orphan.exists(), elsewhere.exists(), mine.exists()) == (False, True, True)
-    elsewhere.unlink()
+    others = PoolFiles("other-4194305-0")
+    orphan, theirs, mine = (each.create("e0.encode-kv", 10) for each in (dead, others, files))
+    try:
+        remove_orphans()
+        assert (orphan.exists(), theirs.exists(), mine.exists()) == (False, True, True)
+    finally:
+        dead.remove_all()
+        others.remove_all()
 
 
 def test_a_file_that_does_not_fit_in_memory_goes_elsewhere(

@@ -1,0 +1,156 @@
+"""The verb `epd serve`: part of the composition root, see epd/cli.py."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from epd import console
+from epd.errors import RequestError
+from epd.topology import parse_topology
+
+if TYPE_CHECKING:
+    from serve_app.app import AppArgs
+
+_Model = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[MODEL]", help="Folder in Hugging Face layout; by default the embedded shapes-vl."
+    ),
+]
+_Topology = Annotated[
+    str,
+    typer.Option(
+        metavar="T",
+        help="Numbers of workers, each before what they do: encode, prefill, decode; 1epd is one for all.",
+    ),
+]
+_Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")]
+_Port = Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="Port to listen on.")]
+_ModelName = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="What requests call the model; by default its folder's name."),
+]
+_ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar="EPD_API_KEY", metavar="KEY", help="What clients must send; by default everybody is let in."
+    ),
+]
+_MediaPath = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Folder that file:// media may be in; by default none are read."),
+]
+_MediaHosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allowed-media-host",
+        metavar="HOST",
+        help="Host to fetch media from, even a private one; repeat it. By default every public host.",
+    ),
+]
+_Address = Annotated[
+    str | None,
+    typer.Option(metavar="RAY", help="Address of a running Ray cluster; by default one is started here."),
+]
+_VideoThreads = Annotated[int, typer.Option(metavar="N", min=1, help="Videos decoded at once.")]
+_KVTokens = Annotated[
+    int | None, typer.Option("--num-kv-tokens", metavar="N", help="Room for keys and values at each worker.")
+]
+_Dtype = Annotated[str, typer.Option(metavar="TYPE", help="float32, bfloat16 or float16.")]
+_Drain = Annotated[
+    float, typer.Option("--drain", metavar="S", help="Seconds for requests to end at the end.")
+]
+_Verbose = Annotated[bool, typer.Option("--verbose", help="Show what the processes log, a line per request.")]
+
+
+def serve(
+    model: _Model = None,
+    topology: _Topology = "1e1p1d",
+    host: _Host = "127.0.0.1",
+    port: _Port = 8000,
+    model_name: _ModelName = None,
+    api_key: _ApiKey = None,
+    allowed_media_path: _MediaPath = None,
+    allowed_media_host: _MediaHosts = None,
+    address: _Address = None,
+    video_threads: _VideoThreads = 2,
+    num_kv_tokens: _KVTokens = None,
+    dtype: _Dtype = "float32",
+    drain: _Drain = 30.0,
+    verbose: _Verbose = False,
+) -> None:
+    """Serve a model behind an OpenAI-compatible API, its stages on processes of their own.
+
+    Prints a line when it is ready. SIGINT or SIGTERM ends it when the requests under way have been answered.
+    """
+    start_s = time.monotonic()
+    parse_topology(topology)  # before anything slow
+    options = {
+        "model": model,
+        "model_name": model_name,
+        "topology": topology,
+        "dtype": dtype,
+        "num_video_threads": video_threads,
+        "num_kv_tokens": num_kv_tokens,
+        "api_key": api_key,
+        "allowed_media_path": allowed_media_path,
+        "allowed_media_hosts": allowed_media_host or None,
+        "drain_s": drain,
+    }
+    args = _app_args(options)
+    with _served(args, host, port, address, verbose) as url:
+        name = model_name or args.model_path.name
+        seconds = time.monotonic() - start_s
+        print(f"ready in {seconds:.1f} s: {url}/v1 serves {name} on {topology}", flush=True)
+        _wait_for_signal()
+        print("draining; once more ends at once", file=sys.stderr)
+
+
+def _app_args(options: dict[str, Any]) -> AppArgs:
+    """Checked. Raises EPDError."""
+    with console.status("loading"):
+        from pydantic import ValidationError
+
+        from serve_app.app import AppArgs
+
+    try:
+        return AppArgs(**options)
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        place = "--" + "-".join(str(part) for part in first["loc"]).replace("_", "-")
+        raise RequestError(f"{place}: {first['msg']}") from None
+
+
+@contextlib.contextmanager
+def _served(args: AppArgs, host: str, port: int, address: str | None, verbose: bool) -> Iterator[str]:
+    """The URL of the running server."""
+    from serve_app.ray_cluster import RaySettings
+    from serve_app.ray_server import HttpSettings, served_app
+
+    http = HttpSettings(host, port)
+    with served_app(args, http, RaySettings(address=address, shows_logs=verbose)):
+        yield http.url
+
+
+def _wait_for_signal() -> None:
+    """Returns on SIGINT or SIGTERM; the next one is a KeyboardInterrupt."""
+    stopped = threading.Event()
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.default_int_handler)
+        stopped.set()
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, stop)
+    stopped.wait()

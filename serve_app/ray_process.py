@@ -1,0 +1,40 @@
+"""Processes of this machine that are not our children: told at once when they end, and ended for certain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+
+
+class WatchedProcess:
+    """A process of this machine, by its id. on_end: called once, in the event loop that is running now.
+
+    Raises ProcessLookupError for one that is not there any more.
+    """
+
+    def __init__(self, pid: int, on_end: Callable[[str], None]) -> None:
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = os.pidfd_open(pid)
+        self._loop.add_reader(self._descriptor, self._ended)
+
+    def kill(self) -> None:
+        """Ends it with SIGKILL, which even one that is stopped cannot put off. It is not watched any more."""
+        if self._descriptor >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+        self.forget()
+
+    def forget(self) -> None:
+        """It is not watched any more. May be called again."""
+        if self._descriptor >= 0:
+            self._loop.remove_reader(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _ended(self) -> None:
+        self.forget()
+        self._on_end("its process ended")
