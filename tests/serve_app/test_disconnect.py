@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 
+from serve_app.front import ApiSettings, FrontDoor
+from serve_app.protocol import ChatRequest
+from serve_app.record import RequestRecord
 from tests.serve_app.conftest import QUESTION, Front, data_url, image_part
 from tests.serve_app.fakes import FakeService
 from tests.serve_app.server import wait_until
@@ -73,3 +77,18 @@ def test_others_do_not_notice(run_front: Callable[..., Front]) -> None:
             next(leaves.iter_lines())
         assert [line for line in lines if line][-1] == "data: [DONE]"
     front.wait_until_empty()
+
+
+def test_an_answer_is_closed_between_two_of_its_items(tmp_path: Path) -> None:
+    """As when a client goes away while a piece is being sent to it."""
+    service = FakeService()
+    front = FrontDoor(service, ApiSettings(spool_folder=tmp_path))
+
+    async def leave_early() -> None:
+        items = front.items(ChatRequest.model_validate(QUESTION), RequestRecord(model="shapes-vl"))
+        await anext(items)
+        await items.aclose()
+        assert (service.num_open, service.num_closed, front.num_requests) == (1, 1, 0)
+
+    asyncio.run(leave_early())
+    front.close()
