@@ -27,7 +27,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self._references = [0] * num_blocks
-        self._is_free = bytearray([1]) * num_blocks
+        self._is_free = bytearray([1]) * num_blocks + bytearray(1)  # none after the last
 
     def references(self, block: int) -> int:
         """How many hold the block; 0 is free."""
@@ -43,7 +43,7 @@ class BlockPool:
         taken: list[int] = []
         block = self.num_blocks if after is None else after + 1
         while len(taken) < count:
-            if block >= self.num_blocks or not self._is_free[block]:
+            if not self._is_free[block]:
                 block = self._start(count - len(taken))
             self._is_free[block] = 0
             self._references[block] = 1
@@ -56,10 +56,11 @@ class BlockPool:
         """Where a run of `count` blocks, if it can be had, starts: mid-way in the widest gap."""
         if self.num_free <= count:
             return self._is_free.index(1)
-        ends = np.flatnonzero(np.diff(np.frombuffer(self._is_free, np.int8), prepend=0, append=0))
-        starts, lengths = ends[::2], ends[1::2] - ends[::2]
-        widest = int(lengths.argmax())
-        start, length = int(starts[widest]), int(lengths[widest])
+        used = np.flatnonzero(~np.frombuffer(self._is_free, np.bool_))
+        distances = np.diff(used, prepend=-1)
+        widest = int(distances.argmax())
+        length = int(distances[widest]) - 1
+        start = int(used[widest]) - length
         return start + max(length - count, 0) // 2 if start else 0
 
     def share(self, block: int) -> None:
@@ -80,7 +81,7 @@ class BlockPool:
     def check_integrity(self) -> None:
         """Raises AssertionError unless the free blocks are those without references."""
         free = [int(not count) for count in self._references]
-        if list(self._is_free) != free or sum(free) != self.num_free:
+        if list(self._is_free) != [*free, 0] or sum(free) != self.num_free:
             raise AssertionError(f"{sum(free)} blocks have no references, {self.num_free} count as free")
 
 
@@ -140,9 +141,9 @@ class BlockTable:
         return source, target
 
     def cut(self, num_tokens: int) -> None:
-        """Releases the blocks past `num_tokens`, the last first."""
+        """Releases the blocks past `num_tokens`."""
         keep = -(-num_tokens // self.block_size)
-        for block in reversed(self.blocks[keep:]):
+        for block in self.blocks[keep:]:
             self.pool.release(block)
         del self.blocks[keep:]
         self.num_tokens = min(self.num_tokens, num_tokens)

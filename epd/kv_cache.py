@@ -176,14 +176,14 @@ class KVCacheManager:
         """Tokens [0, num_tokens) are written; whole blocks become shareable.
 
         identity: of these tokens, and maybe of more; it is kept, and read again by `free`.
-        Raises ValueError for fewer tokens than before, or more than there is room for.
+        Raises ValueError for fewer tokens than before, or more than are known or have room.
         """
         request = self._requests[request_id]
         added = num_tokens - request.tables[0].num_tokens
-        if added < 0 or num_tokens > request.capacity:
+        if added < 0 or num_tokens > request.capacity or num_tokens > len(identity):
             raise ValueError(
-                f"request '{request_id}' cannot commit {num_tokens} tokens: {request.num_tokens} are "
-                f"written, {request.capacity} have room; allocate or truncate first"
+                f"request '{request_id}' cannot commit {num_tokens} tokens: {request.num_tokens} are written,"
+                f" {request.capacity} have room, {len(identity)} are known; allocate, append or truncate first"
             )
         for table in request.tables:
             table.num_tokens += added
