@@ -109,10 +109,10 @@ class ModelRunner:
         cached = np.array([segment.num_cached[group] for segment in segments], dtype=np.int32)
         lengths = np.diff(starts)
         tables = _padded([segment.block_tables[group] for segment in segments])
-        owners = np.repeat(np.arange(len(segments)), lengths)
-        at = (
-            np.arange(ends[-1]) + (cached - starts[:-1])[owners]
-        )  # of each new token, its place in its request
+        owners, at = np.arange(len(segments)), cached  # of each new token: its request, its place in it
+        if ends[-1] > len(segments):
+            owners = np.repeat(owners, lengths)
+            at = np.arange(ends[-1]) + (cached - starts[:-1])[owners]
         slots = tables[owners, at // block_size].astype(np.int64) * block_size + at % block_size
         return AttentionBatch(starts, cached + lengths, tables, slots, block_size)
 
