@@ -183,7 +183,7 @@ class KVCacheManager:
         if added < 0 or num_tokens > request.capacity or num_tokens > len(identity):
             raise ValueError(
                 f"request '{request_id}' cannot commit {num_tokens} tokens: {request.num_tokens} are written,"
-                f" {request.capacity} have room, {len(identity)} are known; allocate, append or truncate first"
+                f" {request.capacity} have room, {len(identity)} are known; allocate or truncate first"
             )
         for table in request.tables:
             table.num_tokens += added
