@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
@@ -16,6 +16,9 @@ from openai import OpenAI
 from serve_app.api import ApiSettings
 from tests.serve_app.fakes import FakeService
 from tests.serve_app.server import Server, served, wait_until
+
+if TYPE_CHECKING:
+    from tests.serve_app.ray_session import RaySession
 
 JSON = dict[str, Any]
 QUESTION: JSON = {"messages": [{"role": "user", "content": "What colour is it?"}]}
@@ -105,3 +108,12 @@ def image_part(url: str) -> JSON:
 
 def video_part(url: str) -> JSON:
     return {"type": "video_url", "video_url": {"url": url}}
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[RaySession]:
+    """Ray and Serve, started once."""
+    from tests.serve_app.ray_session import ray_with_serve
+
+    with ray_with_serve() as session:
+        yield session
