@@ -1,0 +1,99 @@
+"""Worker processes killed and stopped while streams run: all complete, with the tokens they would have had.
+
+`make soak` runs many more streams, and harms a worker of every role in both ways.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from epd.sampling_params import SamplingParams
+from serve_app.ray_memory import PoolFiles
+from tests.serve_app.orchestration import Answered, Question, deployed
+from tests.serve_app.ray_session import IGNORED, RayDeployment, RaySession, ray_deployed
+
+pytestmark = [pytest.mark.filterwarnings(each) for each in IGNORED]
+
+IS_SOAK = "EPD_SOAK" in os.environ
+NUM_STREAMS, TOPOLOGY = (200, "2e2p2d") if IS_SOAK else (24, "1e1p1d")
+TOPOLOGY = os.environ.get("EPD_SOAK") or TOPOLOGY
+HARMS = [
+    (name, number)
+    for number in (signal.SIGKILL, signal.SIGSTOP)
+    for name in ("v0", "e0", "p0", "d0")
+    if IS_SOAK or (name, number) in {("e0", 9), ("p0", 9), ("d0", 9), ("p0", 19), ("v0", 19)}
+]
+KINDS = (("image",), ("video",), (), ("image", "tall_video"))
+HANG_S = 6.0
+
+
+@pytest.fixture(scope="module")
+def questions(media: dict[str, Path]) -> list[Question]:
+    """Greedy and drawn, long enough to be met in the middle."""
+    return [
+        Question(
+            tuple(media[name] for name in KINDS[number % len(KINDS)]),
+            f"what {number}?",
+            SamplingParams(max_tokens=150, ignore_eos=True, temperature=number % 3 / 2, seed=number),
+        )
+        for number in range(NUM_STREAMS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoints: dict[str, Path], questions: list[Question]) -> list[tuple[int, ...]]:
+    """What comes of the questions when nothing happens."""
+
+    async def run() -> list[tuple[int, ...]]:
+        async with deployed(checkpoints["qwen2_5_vl"], "1epd") as deployment:
+            return [answer.tokens for answer in await deployment.ask_all(questions)]
+
+    return asyncio.run(run())
+
+
+def test_processes_that_are_killed_and_stopped_change_no_token(
+    ray_session: RaySession,
+    checkpoints: dict[str, Path],
+    questions: list[Question],
+    expected: list[tuple[int, ...]],
+) -> None:
+    before = PoolFiles("").paths()
+
+    async def run() -> list[Answered]:
+        async with ray_deployed(checkpoints["qwen2_5_vl"], TOPOLOGY, hang_s=HANG_S) as deployment:
+            answers = await asked_while_harmed(deployment, questions)
+            counters = (await deployment.service.status()).counters
+            assert counters["workers_lost"] == len(HARMS)
+            assert deployment.service.num_attempts == deployment.service.num_tickets == 0
+            return answers
+
+    answers = asyncio.run(run())
+    assert [answer.tokens for answer in answers] == expected
+    assert sum(answer.end.num_retries for answer in answers if answer.end) > 0
+    assert PoolFiles("").paths() == before
+
+
+async def asked_while_harmed(deployment: RayDeployment, questions: list[Question]) -> list[Answered]:
+    """Some questions for each harm, which comes at a random moment while they are answered."""
+    rng = random.Random(7)
+    answers: list[Answered] = []
+    share = len(questions) // len(HARMS)
+    for number, (name, how) in enumerate(HARMS):
+        first = number * share
+        last = len(questions) if (name, how) == HARMS[-1] else first + share
+        asking = asyncio.create_task(deployment.ask_all(questions[first:last]))
+        await asyncio.sleep(rng.uniform(0.0, 0.4))
+        place = deployment.ray_fleet.place(name)
+        assert place is not None
+        life = deployment.ray_fleet.workers[name].incarnation
+        os.kill(place.pid, how)
+        answers += await asking
+        while not (info := deployment.ray_fleet.workers[name]).is_alive or info.incarnation == life:
+            await asyncio.sleep(0.05)
+    return answers
