@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test check fix bench clean
+.PHONY: help demo test test-topologies soak check fix bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -23,6 +23,12 @@ demo: $(STAMP) ## make a 60 s video, ask five questions, print answers, truth an
 
 test: check ## lint, types and all tests (under 15 minutes on 2 cores)
 	$(BIN)/python -m pytest
+
+test-topologies: $(STAMP) ## ask the app on Ray in every topology (5 minutes)
+	EPD_TEST_TOPOLOGIES="1epd 1ep1d 1e1pd 1e1p1d 2e1p1d 2e2p2d" $(BIN)/python -m pytest tests/serve_app/test_ray_app.py
+
+soak: $(STAMP) ## 200 streams while workers of every role are killed and stopped (10 minutes)
+	EPD_SOAK=2e2p2d $(BIN)/python -m pytest tests/serve_app/test_faults.py -o timeout=1800
 
 check: $(STAMP) ## lint and types only
 	$(BIN)/ruff check .
