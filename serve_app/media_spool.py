@@ -11,15 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import video
 from epd.content import content_hash
 from epd.errors import (
     MediaError,
-    MediaForbiddenError,
-    MediaLimitError,
-    MediaNotFoundError,
     OverloadedError,
     RequestError,
     UnsupportedMediaError,
@@ -169,8 +165,8 @@ class MediaSpool:
             raise RequestError(
                 f"received a media URL that begins with {url[:16]!r}; allowed {', '.join(SCHEMES)}; use one"
             )
-        if scheme == "file":
-            return allowed_file(url, self._policy)
+        if scheme == "file":  # used where it lies: `video.fetch` would read all of it into memory
+            return video.allowed_file(url, self._policy.media_folder, self._policy.max_bytes)
         return folder.write(video.fetch(url, self._policy))
 
 
@@ -178,29 +174,3 @@ def without_path(error: MediaError, path: Path | None, label: str) -> MediaError
     """The same error about `label` instead of a path of ours."""
     text = str(error).replace(str(path), "the file") if path else str(error)
     return type(error)(f"{label}: {text}")
-
-
-def allowed_file(url: str, policy: FetchPolicy) -> Path:
-    """The regular file, every link followed, that a file: URL names within the policy's folder and size.
-
-    It is used where it lies: `video.fetch` would judge it alike, but read all of it into memory.
-    Raises MediaForbiddenError, MediaNotFoundError, MediaLimitError.
-    """
-    if policy.media_folder is None:
-        raise MediaForbiddenError("received a file: URL; allowed: none; start the server with a media folder")
-    parts = urlsplit(url)
-    try:
-        path = Path(unquote(parts.path)).resolve(strict=True)
-        num_bytes = path.stat().st_size
-    except (OSError, ValueError, RuntimeError) as error:
-        raise MediaNotFoundError("no file at the file: URL; give that of a readable file") from error
-    is_inside = path.is_relative_to(policy.media_folder.resolve())
-    if not is_inside or not path.is_file() or parts.netloc not in ("", "localhost"):
-        raise MediaForbiddenError(
-            "the file: URL does not name a regular file within the server's media folder; move it there"
-        )
-    if num_bytes > policy.max_bytes:
-        raise MediaLimitError(
-            f"the file has {num_bytes} bytes; allowed {policy.max_bytes}; shorten or scale the video"
-        )
-    return path

@@ -8,6 +8,7 @@ from video.fetch import FetchPolicy, fetch
 from video.images import load_image, media_kind
 from video.info import VideoInfo
 from video.limits import Limits
+from video.local_files import allowed_file
 from video.probe import probe
 from video.reference import reference_decode
 from video.sampling import sample_times
@@ -20,6 +21,7 @@ __all__ = [
     "GroupStream",
     "Limits",
     "VideoInfo",
+    "allowed_file",
     "decode",
     "fetch",
     "load_image",

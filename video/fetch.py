@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 import http.client
-import stat
 import threading
 import time
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from urllib.parse import SplitResult, unquote, unquote_to_bytes, urljoin, urlspl
 
 from epd.errors import MediaForbiddenError, MediaLimitError, MediaNotFoundError, UnsupportedMediaError
 from video.addresses import PinnedConnection, PinnedTLSConnection, Resolver, checked_address, resolve
+from video.local_files import allowed_file, check_size
 
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 CHUNK_BYTES = 1 << 16
@@ -53,50 +53,23 @@ def fetch(source: str | Path, policy: FetchPolicy = DEFAULT_POLICY) -> bytes:
     if scheme in ("http", "https"):
         return _Download(policy).get(source)
     if scheme == "file":
-        return _read_local(_path_of(source), policy)
+        return _read_local(source, policy)
     if "://" in source[:32]:
         raise UnsupportedMediaError(
             f"received the scheme {scheme}:; allowed http, https, data, file; use one of them"
         )
-    return _read_local(Path(source), policy)
+    return _read_local(source, policy)
 
 
-def _path_of(url: str) -> Path:
-    parts = urlsplit(url)
-    if parts.netloc not in ("", "localhost"):
-        raise MediaForbiddenError(
-            f"received a file on the host {parts.netloc}; allowed: local files; use http(s)"
-        )
-    return Path(unquote(parts.path))
-
-
-def _read_local(path: Path, policy: FetchPolicy) -> bytes:
-    """The bytes of a regular file that lies, every link followed, within the media folder."""
-    if policy.media_folder is None:
-        raise MediaForbiddenError(
-            f"received the local path {path}; allowed: none; set media_folder to allow a folder"
-        )
+def _read_local(source: str | Path, policy: FetchPolicy) -> bytes:
+    path = allowed_file(source, policy.media_folder, policy.max_bytes)
     try:
-        resolved = path.resolve(strict=True)
-        if not resolved.is_relative_to(policy.media_folder.resolve()):
-            raise MediaForbiddenError(
-                f"{path} is outside the media folder; allowed: {policy.media_folder}; move it there"
-            )
-        status = resolved.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise MediaForbiddenError(f"{path} is not a regular file; allowed: regular files; copy it to one")
-        _check_size(str(path), status.st_size, policy)
-        with resolved.open("rb") as file:
+        with path.open("rb") as file:
             return file.read(policy.max_bytes)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise MediaNotFoundError(f"cannot read {path}: {error}; give the path of a readable file") from error
-
-
-def _check_size(what: str, num_bytes: int, policy: FetchPolicy) -> None:
-    if num_bytes > policy.max_bytes:
-        raise MediaLimitError(
-            f"{what} has {num_bytes} bytes; allowed {policy.max_bytes}; shorten or scale the video"
-        )
+    except OSError as error:
+        raise MediaNotFoundError(
+            f"cannot read {source}: {error.strerror}; give the path of a readable file"
+        ) from error
 
 
 def _read_data_uri(uri: str, policy: FetchPolicy) -> bytes:
@@ -105,7 +78,7 @@ def _read_data_uri(uri: str, policy: FetchPolicy) -> bytes:
         raise UnsupportedMediaError(
             "received a data: URI without a comma; allowed data:TYPE;base64,DATA; mend it"
         )
-    _check_size("the data: URI", len(payload) * 3 // 4 - 2, policy)
+    check_size("the data: URI", len(payload) * 3 // 4 - 2, policy.max_bytes)
     try:
         if head.lower().endswith(";base64"):
             data = base64.b64decode(unquote(payload), validate=True)
@@ -115,7 +88,7 @@ def _read_data_uri(uri: str, policy: FetchPolicy) -> bytes:
         raise UnsupportedMediaError(
             f"received a data: URI that is not base64 ({error}); allowed: base64; encode it"
         ) from error
-    _check_size("the data: URI", len(data), policy)
+    check_size("the data: URI", len(data), policy.max_bytes)
     return data
 
 
@@ -194,11 +167,11 @@ class _Download:
 
     def _body(self, response: http.client.HTTPResponse, name: str) -> bytes:
         """The whole body, refused as soon as it is too large or too slow."""
-        _check_size(name, int(response.getheader("Content-Length") or 0), self._policy)
+        check_size(name, int(response.getheader("Content-Length") or 0), self._policy.max_bytes)
         body = bytearray()
         while chunk := response.read1(CHUNK_BYTES):
             body += chunk
-            _check_size(name, len(body), self._policy)
+            check_size(name, len(body), self._policy.max_bytes)
         self._left_s()  # what the watchdog cut off looks like an end
         if response.length:
             raise http.client.IncompleteRead(bytes(body[:0]), response.length)
