@@ -23,7 +23,7 @@ class Attempt:
 
     prefill_worker, decode_worker: chosen, and the same one where roles are merged. touched: all workers that
     were ever told of it. is_placed: whether both have taken it. is_handed_over: whether decode goes on alone.
-    placed_s: Unix time. failures: of its groups, how often one could not be encoded.
+    started_s: when its workers were asked, Unix time. failures: of a group, how often it was not encoded.
     """
 
     def __init__(self, number: int, answer: LiveAnswer, router: Router) -> None:
@@ -34,7 +34,7 @@ class Attempt:
         self.touched: set[str] = set()
         self.is_placed = False
         self.is_handed_over = False
-        self.placed_s = 0.0
+        self.started_s = 0.0
         self.failures: Counter[int] = Counter()
         self._router = router
         self._is_prefilling = False

@@ -7,19 +7,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from encoders.groups import MediaGroup
-from epd.connectors import Ticket
 from epd.errors import UnavailableError
 from epd.routing import Router
 from serve_app.fleet import Bulk, Fleet, WorkerLostError
-from serve_app.messages import CancelTickets, EncodeGroup, Reissue
+from serve_app.messages import CancelTickets, EncodeGroup, Granted, Reissue
 
 
 @dataclass(frozen=True, slots=True)
 class _Dealt:
-    """A ticket that an encoder has. receiver: the prefill worker that gave it out."""
+    """A ticket that an encoder has. receiver: the prefill worker that gave it out, for the request."""
 
     worker: str
     receiver: str
+    request_id: str
     group: MediaGroup
 
 
@@ -62,9 +62,9 @@ class EncodeDesk:
             info.name for info in self._fleet.workers.values() if info.is_alive and "encode" in info.roles
         ]
 
-    def book(self, worker: str, receiver: str, group: MediaGroup, ticket: Ticket) -> None:
+    def book(self, worker: str, receiver: str, granted: Granted, group: MediaGroup) -> None:
         """The group is for this encoder; `give` follows."""
-        self._dealt[ticket.transfer_id] = _Dealt(worker, receiver, group)
+        self._dealt[granted.ticket.transfer_id] = _Dealt(worker, receiver, granted.request_id, group)
         self._router.books(worker).encode_patches += group.spec.num_patches
 
     async def give(self, worker: str, message: EncodeGroup, frames: Bulk | None) -> bool:
@@ -93,12 +93,12 @@ class EncodeDesk:
             if dealt is not None:
                 self._router.remember_group(dealt.worker, dealt.group.spec.key)
 
-    async def dropped(self, transfer_ids: Iterable[str]) -> None:
-        """Nobody wants the groups any more; encoders are told."""
+    async def drop_request(self, request_id: str) -> None:
+        """Groups of a request that is over: who still wants one is granted it anew. Encoders are told."""
         by_worker: dict[str, list[str]] = {}
-        for transfer_id in transfer_ids:
-            dealt = self._forget(transfer_id)
-            if dealt is not None:
+        for transfer_id, dealt in list(self._dealt.items()):
+            if dealt.request_id == request_id:
+                self._forget(transfer_id)
                 by_worker.setdefault(dealt.worker, []).append(transfer_id)
         for worker, ids in by_worker.items():
             await self._tell(worker, CancelTickets(tuple(ids)))

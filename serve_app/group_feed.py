@@ -92,9 +92,12 @@ class GroupFeed:
             self._tasks.spawn(self._guarded(self._serve_item(item)))
         self._granted[item].put_nowait(granted)
 
-    async def close(self) -> None:
-        """Stops all that is on its way; encoders are told by who gave the tickets out."""
+    def stop(self) -> None:
+        """Nothing more goes out."""
         self._tasks.cancel()
+
+    async def close(self) -> None:
+        """Ends what was stopped, and lets go of the decoders."""
         await self._tasks.wait()
         for frames in self._frames.values():
             await frames.close()
@@ -114,7 +117,7 @@ class GroupFeed:
                 continue
             frames = await self._read(granted.group)
             worker = await self._desk.encoder()
-            self._desk.book(worker, self._attempt.prefill_worker, plan.groups[granted.group], granted.ticket)
+            self._desk.book(worker, self._attempt.prefill_worker, granted, plan.groups[granted.group])
             self._tasks.spawn(self._guarded(self._give(worker, granted, frames)))
             del frames
 
@@ -123,7 +126,7 @@ class GroupFeed:
         worker = self._desk.encoder_with(group)
         if worker is None:
             return False
-        self._desk.book(worker, self._attempt.prefill_worker, group, granted.ticket)
+        self._desk.book(worker, self._attempt.prefill_worker, granted, group)
         return await self._desk.give(worker, self._message(granted), None)
 
     async def _read(self, number: int) -> Bulk:
@@ -144,7 +147,7 @@ class GroupFeed:
         while not await self._desk.give(worker, self._message(granted), frames):
             await asyncio.sleep(_RETRY_S)
             worker = await self._desk.encoder()
-            self._desk.book(worker, self._attempt.prefill_worker, group, granted.ticket)
+            self._desk.book(worker, self._attempt.prefill_worker, granted, group)
 
     def _message(self, granted: Granted) -> EncodeGroup:
         plan = self._attempt.answer.plan

@@ -19,7 +19,7 @@ from typing import Any, cast
 import numpy as np
 
 from epd.connectors import EncoderConnector, KVConnector
-from epd.errors import EPDError
+from epd.errors import CancelledError, EPDError
 from epd.routing import Stage
 from epd.types import UInt8Array
 from serve_app.fleet import Bulk, FleetEvent, WorkerBack, WorkerInfo, WorkerLost, WorkerLostError
@@ -250,14 +250,16 @@ class LocalFleet:
         return await self._read(target, message)
 
     async def _read(self, target: str, message: Message[Any]) -> UInt8Array | None:
-        reader = self.readers[target]
-        if not self._infos[target].is_alive:
+        reader, before = self.readers[target], self._infos[target]
+        if not before.is_alive:
             raise WorkerLostError(f"worker '{target}' is gone; it is being started again")
         loop = asyncio.get_running_loop()
-        frames = await loop.run_in_executor(self._executor, reader.handle, message)
-        if self.readers[target] is not reader:
-            raise WorkerLostError(f"worker '{target}' was lost meanwhile; ask another")
-        return frames
+        try:
+            return await loop.run_in_executor(self._executor, reader.handle, message)
+        except CancelledError as error:
+            if self._infos[target] == before:
+                raise
+            raise WorkerLostError(f"worker '{target}' was lost meanwhile; ask another") from error
 
     async def events(self) -> AsyncIterator[FleetEvent]:
         while True:

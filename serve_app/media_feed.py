@@ -17,7 +17,7 @@ from encoders import Adapter
 from encoders.groups import MediaGroup
 from epd.connectors import Ticket
 from epd.encoder_cache import GroupKey
-from serve_app.messages import Granted, GroupFailed, GroupsArrived, TicketsDropped
+from serve_app.messages import Granted, GroupFailed, GroupsArrived
 from serve_app.worker_roles import News
 from stages.embedding_receiver import EmbeddingReceiver
 from stages.generation import GenerateRequest
@@ -143,18 +143,14 @@ class MediaFeeds:
         """Ends a request, whatever it still waits for. Unknown ids are ignored."""
         if request_id not in self._feeds:
             return
-        dropped = tuple(ticket.transfer_id for ticket in self._forget(request_id))
-        if dropped:
-            news.events.append(TicketsDropped(dropped))
+        self._forget(request_id)
         orphans = [i for i, issued in self._issued.items() if issued.owner == request_id]
         self.reissue(orphans, news)
 
-    def _forget(self, request_id: str) -> list[Ticket]:
+    def _forget(self, request_id: str) -> None:
         del self._feeds[request_id]
-        dropped = self.receiver.close(request_id)
-        for ticket in dropped:
+        for ticket in self.receiver.close(request_id):
             self._issued.pop(ticket.transfer_id, None)
-        return dropped
 
     def reissue(self, transfer_ids: Sequence[str], news: News) -> None:
         """Grants groups anew, to who waits for them. Tickets that are not open are ignored."""

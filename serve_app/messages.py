@@ -190,13 +190,6 @@ class GroupsArrived:
 
 
 @dataclass(frozen=True, slots=True)
-class TicketsDropped:
-    """Tickets whose groups nobody waits for any more."""
-
-    transfer_ids: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class GroupFailed:
     """An encoder could not make a group of a request: `Reissue` its ticket or abort the request."""
 
@@ -238,9 +231,7 @@ class SpanDone:
     queued_s: float = 0.0
 
 
-WorkerEvent = (
-    Admitted | Granted | GroupsArrived | TicketsDropped | GroupFailed | HandedOver | RequestFailed | SpanDone
-)
+WorkerEvent = Admitted | Granted | GroupsArrived | GroupFailed | HandedOver | RequestFailed | SpanDone
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,6 @@ from serve_app.messages import (
     HandedOver,
     RequestFailed,
     SpanDone,
-    TicketsDropped,
     WorkerEvent,
     WorkerLoad,
     WorkerReport,
@@ -154,6 +153,7 @@ class Orchestrator:
             return ending
         finally:
             del self._attempts[attempt.id], self._feeds[attempt.id]
+            feed.stop()  # before anything is forgotten, so that nothing comes after
             attempt.unbook()
             self._tasks.spawn(self._free(attempt, feed, is_complete=ending is Ending.COMPLETE))
 
@@ -161,6 +161,7 @@ class Orchestrator:
         """Leaves nothing of a try anywhere."""
         if not is_complete:
             await asyncio.gather(*(self._abort(attempt, worker) for worker in sorted(attempt.touched)))
+            await self._desk.drop_request(attempt.id)
         await feed.close()
         self._placement.wake()
 
@@ -208,8 +209,6 @@ class Orchestrator:
     def _take_event(self, worker: str, event: WorkerEvent) -> None:
         if isinstance(event, GroupsArrived):
             self._desk.arrived(event.transfer_ids)
-        elif isinstance(event, TicketsDropped):
-            self._tasks.spawn(self._desk.dropped(event.transfer_ids))
         elif isinstance(event, GroupFailed):
             self._take_failure(worker, event)
         elif event.request_id in self._attempts:
@@ -247,7 +246,7 @@ class Orchestrator:
             return
         attempt.answer.take(outputs)
         if attempt.answer.has_begun and attempt.unbook_prefill():
-            self.queue.record_first_token(time.time() - attempt.placed_s)
+            self.queue.record_first_token(time.time() - attempt.started_s)
             self._placement.wake()
         if attempt.answer.is_complete:
             attempt.end(Ending.COMPLETE)

@@ -70,8 +70,7 @@ class Placement:
         finally:
             self._queue.leave(attempt.id)
             self.wake()
-        attempt.placed_s = self._clock()
-        attempt.answer.queued.prefill_s += attempt.placed_s - start_s
+        attempt.answer.queued.prefill_s += attempt.started_s - start_s
         attempt.is_placed = True
 
     async def redirect(self, attempt: Attempt) -> bool:
@@ -95,6 +94,7 @@ class Placement:
 
     async def _try(self, attempt: Attempt) -> bool:
         """Asks workers once. Whatever comes of it, nothing is left where it was refused."""
+        attempt.started_s = self._clock()
         plan = attempt.answer.plan
         media, num_tokens = plan.visual_tokens, len(plan.prompt)
         for worker in self._router.prefill_order(self._prefillers(), media, num_tokens):

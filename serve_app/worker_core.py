@@ -58,10 +58,13 @@ class WorkerCore:
         # What runs: beside its roles those that are not wanted any more, until they have nothing left.
         self.hosted: dict[Stage, Role] = {}
         self._num_switches = 0
+        self._is_load_untold = False
+        self._has_moved = False
         self._set_roles(roles)
 
     def handle(self, message: Message[Any], bulk: UInt8Array | None = None) -> Any:
         """Acts upon a message and returns its reply. bulk: frames, uint8 [N, h, w, 3]. Raises EPDError."""
+        self._is_load_untold = True
         match message:
             case EncodeGroup():
                 return self._encoding.submit(message, bulk)
@@ -157,18 +160,21 @@ class WorkerCore:
         has_moved = [role.step(self._news) for role in self.hosted.values()]
         if self.hosted.keys() != _stages_of(self.roles):
             self._drop_drained()
-        return any(has_moved)
+        self._has_moved = any(has_moved)
+        self._is_load_untold |= self._has_moved
+        return self._has_moved
 
     def has_work(self) -> bool:
         """Whether anything is not over: then what comes from other workers may need a step."""
         return any(role.has_work() for role in self.hosted.values())
 
     def take_report(self) -> WorkerReport | None:
-        """What there is to tell; None if there is nothing."""
+        """What there is to tell; None if there is nothing. When it comes to rest, its load alone."""
         news = self._news
-        if not (news.events or news.outputs):
+        is_at_rest = self._is_load_untold and not self._has_moved
+        if not (news.events or news.outputs or is_at_rest):
             return None
-        self._news = News()
+        self._news, self._is_load_untold = News(), False
         return WorkerReport(self.name, tuple(news.events), tuple(news.outputs), self.load())
 
     def load(self) -> WorkerLoad:

@@ -20,7 +20,7 @@ from serve_app.local_fleet import LocalFleet, LocalFleetConfig
 from serve_app.orchestrator import Orchestrator, OrchestratorConfig
 from serve_app.planning import Planner
 from serve_app.prefill_role import PrefillRole
-from serve_app.service import AnswerEnd, AnswerRequest, MediaSource, StageSpan, TokenDelta
+from serve_app.service import AnswerEnd, AnswerRequest, MediaSource, StageSpan, TokenDelta, TokenLogprob
 from serve_app.worker_core import WorkerCore
 from serve_app.worker_roles import EncodeRole
 from serve_app.worker_stages import WorkerSettings
@@ -78,6 +78,7 @@ class Answered:
 
     token_ids: dict[int, list[int]] = field(default_factory=dict)
     text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     spans: list[StageSpan] = field(default_factory=list)
     end: AnswerEnd | None = None
 
@@ -115,6 +116,7 @@ class Deployment:
                 if isinstance(item, TokenDelta):
                     answered.token_ids.setdefault(item.index, []).extend(item.token_ids)
                     answered.text += item.text
+                    answered.logprobs += item.logprobs
                 elif isinstance(item, StageSpan):
                     answered.spans.append(item)
                 else:
@@ -134,6 +136,9 @@ class Deployment:
             core.check_integrity()
 
     def leftovers(self) -> list[str]:
+        lost = [info.name for info in self.fleet.workers.values() if not info.is_alive]
+        if lost:
+            return [f"{lost} are not back"]
         left = [f"{core.name} has work" for core in self.cores() if core.has_work()]
         left += [f"{core.name} uses KV" for core in self.cores() if core.load().kv_usage]
         left += [f"{core.name} holds embeddings" for core in self.cores() if num_held(core)]
