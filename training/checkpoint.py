@@ -144,7 +144,6 @@ def build_processor(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLProcessor:
             size=size,
             fps=1,
             max_frames=MAX_FRAMES,
-            do_sample_frames=True,
             patch_size=14,
             merge_size=2,
             cap_pixels_per_frame=False,
