@@ -1,0 +1,24 @@
+"""What the stages of a model cost on a device: measured, or computed and marked as such."""
+
+from epd.profiles.analytic import Efficiency, analytic_profile
+from epd.profiles.cost import Measurement, Span, StageCost, StageTable, fit_table
+from epd.profiles.files import dump_profile, load_profile, parse_profile
+from epd.profiles.media import MediaRule, MediaWork
+from epd.profiles.profile import MemoryNeeds, Profile
+
+__all__ = [
+    "Efficiency",
+    "Measurement",
+    "MediaRule",
+    "MediaWork",
+    "MemoryNeeds",
+    "Profile",
+    "Span",
+    "StageCost",
+    "StageTable",
+    "analytic_profile",
+    "dump_profile",
+    "fit_table",
+    "load_profile",
+    "parse_profile",
+]

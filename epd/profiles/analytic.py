@@ -1,0 +1,122 @@
+"""Profiles of devices that are not at hand: from FLOPs, bytes and stated efficiencies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from epd.profiles.catalog import Device, ModelShape, device_named, model_named
+from epd.profiles.cost import Span, StageCost, StageTable
+from epd.profiles.profile import MemoryNeeds, Profile
+
+_BYTES_PER_VALUE = 2
+_MAX_CONTEXT = 131_072
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Shares of the data sheet that are reached, and overheads in seconds.
+
+    compute: of FLOPs in large matrix products. memory: of bandwidth while weights or keys are read. link: of
+    bandwidth between devices. launch_s: of one pass of the language model; call_s: of one call of the tower;
+    transfer_s: of one transfer. pixels_per_s: a CPU thread decoding H.264; image_pixels_per_s: JPEG.
+    """
+
+    compute: float = 0.5
+    memory: float = 0.7
+    link: float = 0.6
+    launch_s: float = 0.002
+    call_s: float = 0.003
+    transfer_s: float = 0.001
+    pixels_per_s: float = 1.5e8
+    image_pixels_per_s: float = 6e7
+
+    def __post_init__(self) -> None:
+        if not all(0 < share <= 1 for share in (self.compute, self.memory, self.link)):
+            raise ValueError(f"efficiencies are shares, above 0 and at most 1, got {self}")
+
+
+def analytic_profile(device: str, model: str, efficiency: Efficiency | None = None) -> Profile:
+    """A profile that says it is analytic. Raises RequestError for names that are not in the catalogue."""
+    efficiency = efficiency or Efficiency()
+    on, of = device_named(device), model_named(model)
+    return Profile(
+        name=f"{of.name}@{on.name}",
+        model=of.name,
+        device=on.name,
+        is_analytic=True,
+        media=of.media,
+        memory=_memory(on, of),
+        encode=_encode(on, of, efficiency),
+        prefill=_prefill(on, of, efficiency),
+        decode=_decode(on, of, efficiency),
+        transfer=_transfer(on, efficiency),
+        video={"h264": _per_pixel(1 / efficiency.pixels_per_s, "source pixels", "frames")},
+        images=_per_pixel(1 / efficiency.image_pixels_per_s, "pixels", "images"),
+        price_per_hour=on.price_per_hour,
+        assumptions=_assumptions(efficiency),
+    )
+
+
+def _memory(on: Device, of: ModelShape) -> MemoryNeeds:
+    return MemoryNeeds(
+        device_bytes=on.memory_bytes,
+        vision_weight_bytes=of.vision.num_parameters * _BYTES_PER_VALUE,
+        language_weight_bytes=of.language.num_parameters * _BYTES_PER_VALUE,
+        kv_bytes_per_token=of.language.kv_values_per_token * _BYTES_PER_VALUE,
+        embedding_bytes_per_token=of.language.hidden * of.embeddings_per_token * _BYTES_PER_VALUE,
+    )
+
+
+def _reading_s(on: Device, num_parameters: int, efficiency: Efficiency) -> float:
+    return num_parameters * _BYTES_PER_VALUE / (on.memory_bytes_per_s * efficiency.memory)
+
+
+def _encode(on: Device, of: ModelShape, efficiency: Efficiency) -> StageTable:
+    cost = StageCost(
+        efficiency.call_s,
+        _reading_s(on, of.vision.num_parameters, efficiency),
+        of.vision.flops_per_token / (on.flops_per_s * efficiency.compute),
+    )
+    return StageTable("patches", "groups", cost, Span(1, 262_144), Span(1, 256))
+
+
+def _prefill(on: Device, of: ModelShape, efficiency: Efficiency) -> StageTable:
+    per_flop_s = 1 / (on.flops_per_s * efficiency.compute)
+    cost = StageCost(
+        efficiency.launch_s,
+        _reading_s(on, of.language.num_parameters, efficiency),
+        of.language.flops_per_token * per_flop_s,
+        of.language.flops_per_pair * per_flop_s,
+    )
+    return StageTable("new tokens", "token pairs", cost, Span(1, _MAX_CONTEXT), Span(1, _MAX_CONTEXT**2))
+
+
+def _decode(on: Device, of: ModelShape, efficiency: Efficiency) -> StageTable:
+    kv_bytes = of.language.kv_values_per_token * _BYTES_PER_VALUE
+    cost = StageCost(
+        efficiency.launch_s,
+        _reading_s(on, of.language.num_parameters, efficiency),
+        of.language.flops_per_token / (on.flops_per_s * efficiency.compute),
+        kv_bytes / (on.memory_bytes_per_s * efficiency.memory),
+    )
+    return StageTable("sequences", "context tokens", cost, Span(1, 1024), Span(1, 1024 * _MAX_CONTEXT))
+
+
+def _transfer(on: Device, efficiency: Efficiency) -> StageTable:
+    cost = StageCost(efficiency.transfer_s, 0.0, 1 / (on.link_bytes_per_s * efficiency.link))
+    return StageTable("bytes", "transfers", cost, Span(0, 2**36), Span(0, 1))
+
+
+def _per_pixel(per_pixel_s: float, units: str, items: str) -> StageTable:
+    return StageTable(units, items, StageCost(per_unit_s=per_pixel_s), Span(1, 2**33), Span(0, 2**20))
+
+
+def _assumptions(efficiency: Efficiency) -> tuple[str, ...]:
+    return (
+        "analytic: computed from FLOPs and bytes, nothing was measured",
+        f"{efficiency.compute:.0%} of dense 16-bit FLOPs, {efficiency.memory:.0%} of memory bandwidth, "
+        f"{efficiency.link:.0%} of link bandwidth",
+        f"{efficiency.launch_s * 1e3:g} ms per pass, {efficiency.call_s * 1e3:g} ms per call of the tower",
+        f"one CPU thread decodes {efficiency.pixels_per_s:.2g} pixels/s of H.264, "
+        f"{efficiency.image_pixels_per_s:.2g} of JPEG",
+    )

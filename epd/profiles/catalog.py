@@ -1,0 +1,144 @@
+"""Devices and models that profiles can be computed for, as their makers describe them. Numbers only.
+
+Sources: NVIDIA's data sheets (dense BF16, no sparsity); the config.json of each model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from epd.errors import RequestError
+from epd.profiles.media import MediaRule
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """flops_per_s: dense 16 bit. link: between devices of one machine. price_per_hour: US dollars, on demand,
+    of the order that clouds ask; an assumption, to be replaced."""
+
+    name: str
+    flops_per_s: float
+    memory_bytes: int
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    price_per_hour: float
+
+
+@dataclass(frozen=True, slots=True)
+class Transformer:
+    """A stack of layers. mlp_matrices: 3 for a gated MLP. attended: tokens that one attends to in a tower."""
+
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_hidden: int
+    mlp_matrices: int = 3
+    vocabulary: int = 0
+    attended: int = 0
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the layers and, if there is a vocabulary, its two matrices."""
+        attention = self.hidden * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        mlp = self.mlp_matrices * self.hidden * self.mlp_hidden
+        return self.num_layers * (attention + mlp) + 2 * self.vocabulary * self.hidden
+
+    @property
+    def flops_per_token(self) -> float:
+        """Of the matrix products with weights, and of attention over `attended` tokens."""
+        weights = self.num_parameters - self.vocabulary * self.hidden
+        return 2.0 * weights + self.attended * self.flops_per_pair
+
+    @property
+    def flops_per_pair(self) -> float:
+        """Attention of one token to one other: its score and its weighted sum, in all layers."""
+        return 4.0 * self.num_layers * self.num_heads * self.head_dim
+
+    @property
+    def kv_values_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A vision-language model. embeddings_per_token: 1, and one more for each deepstack feature."""
+
+    name: str
+    vision: Transformer
+    language: Transformer
+    media: MediaRule
+    embeddings_per_token: int = 1
+
+
+_GB, _TB = 10**9, 10**12
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("a100-80gb", 312 * _TB, 80 * _GB, 2.039 * _TB, 300 * _GB, 1.8),
+        Device("h100", 989 * _TB, 80 * _GB, 3.35 * _TB, 450 * _GB, 3.0),
+        Device("h200", 989 * _TB, 141 * _GB, 4.8 * _TB, 450 * _GB, 3.8),
+    )
+}
+
+_QWEN2_7B = Transformer(28, 3584, 28, 4, 128, 18944, vocabulary=152064)
+_SIGLIP_400M = Transformer(27, 1152, 16, 16, 72, 4304, mlp_matrices=2, attended=1024)
+_INTERNVIT_300M = Transformer(24, 1024, 16, 16, 64, 4096, mlp_matrices=2, attended=1025)
+_INTERNVIT_6B = Transformer(45, 3200, 25, 25, 128, 12800, mlp_matrices=2, attended=1025)
+_QWEN25_VISION = Transformer(32, 1280, 16, 16, 80, 3420, attended=128)
+_QWEN3_VISION = Transformer(27, 1152, 16, 16, 72, 4304, mlp_matrices=2, attended=1024)
+_MINICPM_MEDIA = MediaRule("tiles", 14, tile_tokens=64, max_tiles=9)
+_INTERNVL_MEDIA = MediaRule("tiles", 14, tile_tokens=256, max_tiles=12)
+
+MODELS = {
+    model.name: model
+    for model in (
+        ModelShape("minicpm-v-2.6", _SIGLIP_400M, _QWEN2_7B, _MINICPM_MEDIA),
+        ModelShape(
+            "internvl2-8b",
+            _INTERNVIT_300M,
+            Transformer(32, 4096, 32, 8, 128, 14336, vocabulary=92553),
+            _INTERNVL_MEDIA,
+        ),
+        ModelShape(
+            "internvl2-26b",
+            _INTERNVIT_6B,
+            Transformer(48, 6144, 48, 8, 128, 16384, vocabulary=92553),
+            _INTERNVL_MEDIA,
+        ),
+        ModelShape("qwen2.5-vl-7b", _QWEN25_VISION, _QWEN2_7B, MediaRule("grid", 14)),
+        ModelShape(
+            "qwen3-vl-4b",
+            Transformer(24, 1024, 16, 16, 64, 4096, mlp_matrices=2, attended=1024),
+            Transformer(36, 2560, 32, 8, 128, 9728, vocabulary=151936),
+            MediaRule("grid", 16),
+            embeddings_per_token=4,
+        ),
+        ModelShape(
+            "qwen3-vl-8b",
+            _QWEN3_VISION,
+            Transformer(36, 4096, 32, 8, 128, 12288, vocabulary=151936),
+            MediaRule("grid", 16),
+            embeddings_per_token=4,
+        ),
+    )
+}
+
+
+def device_named(name: str) -> Device:
+    """Raises RequestError for a device that is not in the catalogue."""
+    if name not in DEVICES:
+        raise RequestError(
+            f"device is {name!r}; known are {', '.join(DEVICES)}; measure others with epd profile"
+        )
+    return DEVICES[name]
+
+
+def model_named(name: str) -> ModelShape:
+    """Raises RequestError for a model that is not in the catalogue."""
+    if name not in MODELS:
+        raise RequestError(
+            f"model is {name!r}; known are {', '.join(MODELS)}; measure others with epd profile"
+        )
+    return MODELS[name]

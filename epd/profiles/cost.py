@@ -1,0 +1,132 @@
+"""What a stage costs: one formula for all of them, its range of validity, and how it is fitted.
+
+    seconds = fixed + max(floor, per_unit x units) + per_item x items
+
+    stage      units              items
+    encode     patches            groups encoded together (batch)
+    prefill    new tokens         pairs of a new token and one it attends to, past tokens included
+    decode     sequences (batch)  context tokens of all sequences
+    transfer   bytes              transfers
+    video      source pixels      frames wanted
+
+floor is the time to read the weights: below it, more units cost nothing (a roofline).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float64Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """The coefficients of the formula, seconds."""
+
+    fixed_s: float = 0.0
+    floor_s: float = 0.0
+    per_unit_s: float = 0.0
+    per_item_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not all(0 <= value < np.inf for value in (self.fixed_s, self.floor_s, *self.slopes)):
+            raise ValueError(f"costs must be finite and at least 0 s, got {self}")
+
+    @property
+    def slopes(self) -> tuple[float, float]:
+        return self.per_unit_s, self.per_item_s
+
+    def seconds(self, units: float, items: float = 0.0) -> float:
+        return self.fixed_s + max(self.floor_s, self.per_unit_s * units) + self.per_item_s * items
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """From low to high, both included."""
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= self.high:
+            raise ValueError(f"a span goes upward from 0 or more, got {self.low} to {self.high}")
+
+    def holds(self, value: float) -> bool:
+        return self.low <= value <= self.high
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Span:
+        return cls(min(values), max(values))
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One point: the median of `num_repeats` runs. spread_s: between the quartiles."""
+
+    units: float
+    items: float
+    median_s: float
+    spread_s: float
+    num_repeats: int
+
+    def __post_init__(self) -> None:
+        if self.median_s <= 0 or self.spread_s < 0 or self.num_repeats < 1:
+            raise ValueError(f"a measurement needs a time above 0 and at least 1 repeat, got {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class StageTable:
+    """What is known of one stage. measurements: none where the cost was computed, not measured.
+
+    units, items: what they count. valid_units, valid_items: where the cost was measured or computed for;
+    elsewhere it is extrapolated. error: mean absolute error of the cost on its measurements, relative.
+    """
+
+    units: str
+    items: str
+    cost: StageCost
+    valid_units: Span
+    valid_items: Span
+    error: float = 0.0
+    measurements: tuple[Measurement, ...] = ()
+
+    def is_valid(self, units: float, items: float = 0.0) -> bool:
+        return self.valid_units.holds(units) and self.valid_items.holds(items)
+
+
+def fit_table(units: str, items: str, measurements: Sequence[Measurement]) -> StageTable:
+    """The cost with the least squares of relative errors. Raises ValueError without a measurement."""
+    if not measurements:
+        raise ValueError(f"a cost by {units} and {items} needs at least 1 measurement")
+    columns = np.array([(1.0, point.units, point.items) for point in measurements])
+    seconds = np.array([point.median_s for point in measurements])
+    fixed_s, per_unit_s, per_item_s = _nonnegative_fit(columns / seconds[:, None], np.ones(len(seconds)))
+    cost = StageCost(fixed_s, 0.0, per_unit_s, per_item_s)
+    errors = [abs(cost.seconds(point.units, point.items) / point.median_s - 1) for point in measurements]
+    return StageTable(
+        units,
+        items,
+        cost,
+        Span.of([point.units for point in measurements]),
+        Span.of([point.items for point in measurements]),
+        float(np.mean(errors)),
+        tuple(measurements),
+    )
+
+
+def _nonnegative_fit(columns: Float64Array, target: Float64Array) -> list[float]:
+    """Least squares with coefficients of at least 0: the best over every set of columns that may count."""
+    best, least = np.zeros(columns.shape[1]), np.inf
+    for chosen in product((False, True), repeat=columns.shape[1]):
+        found = np.zeros(columns.shape[1])
+        if any(chosen):
+            found[list(chosen)] = np.linalg.lstsq(columns[:, chosen], target, rcond=None)[0]
+        residual = float(((columns @ found - target) ** 2).sum())
+        if (found >= 0).all() and residual < least:
+            best, least = found, residual
+    return [float(value) for value in best]

@@ -1,0 +1,62 @@
+"""Profiles as JSON: units in every name, validated on the way in; and profiles by name.
+
+A name such as qwen2.5-vl-7b@h100 is computed, anything else is read as a file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from epd.errors import RequestError
+from epd.profiles.analytic import analytic_profile
+from epd.profiles.profile import Profile
+
+_UNITS = {
+    "seconds": "fixed + max(floor, per_unit * units) + per_item * items; units and items are named per stage",
+    "names": "_s seconds, _bytes bytes, per_hour currency; spread_s lies between the quartiles",
+}
+
+
+class _ProfileFile(BaseModel):
+    """The edge: unknown fields are refused, in the dataclasses within too, for they inherit this."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: Literal["epd profile, version 1"]
+    units: dict[str, str] = {}
+    profile: Profile
+
+
+def dump_profile(profile: Profile) -> str:
+    """As JSON, one profile to a file."""
+    file = _ProfileFile(format="epd profile, version 1", units=_UNITS, profile=profile)
+    return file.model_dump_json(indent=1) + "\n"
+
+
+def parse_profile(text: str, name: str = "profile") -> Profile:
+    """What `dump_profile` wrote. Raises RequestError for unknown fields, impossible values or no JSON."""
+    try:
+        return _ProfileFile.model_validate_json(text).profile
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise RequestError(f"{name}: {where}: {first['msg']}; write a profile with epd profile") from None
+
+
+def load_profile(name_or_path: str) -> Profile:
+    """A profile by name (MODEL@DEVICE) or from a file. Raises RequestError."""
+    path = Path(name_or_path)
+    model, separator, device = name_or_path.partition("@")
+    if separator and not path.exists():
+        return analytic_profile(device, model)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        raise RequestError(
+            f"profile {name_or_path!r} is neither a file that can be read nor MODEL@DEVICE; "
+            "try qwen2.5-vl-7b@h100"
+        ) from None
+    return parse_profile(text, repr(name_or_path))

@@ -1,0 +1,82 @@
+"""What media become in a model: patches for its vision tower, tokens for its language model. Integers only.
+
+image 4032x3024, MiniCPM-V      9 slices + 1 overview = 10 tiles of 1024 patches and 64 tokens
+image 1280x720, Qwen2.5-VL      a grid of 14 pixel patches, four of which make a token
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from epd.workload import Resolution, VideoSpec
+
+
+@dataclass(frozen=True, slots=True)
+class MediaWork:
+    """One image, or one group of a video. num_frames: to be decoded for it."""
+
+    num_patches: int
+    num_tokens: int
+    num_frames: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MediaRule:
+    """How a family cuts media.
+
+    kind grid: patches of `patch` pixels over the whole frame, `merge` x `merge` of them a token, the frame
+    scaled to at most max_pixels; a video takes `frames_per_unit` frames for one time step.
+    kind tiles: up to max_tiles tiles of tile_patches patches and tile_tokens tokens each, of `patch` pixels
+    side, and an overview; a video frame is one tile.
+    video_fps, max_frames: how videos are sampled. group_frames: frames that travel together.
+    """
+
+    kind: Literal["grid", "tiles"]
+    patch: int
+    merge: int = 2
+    max_pixels: int = 12_845_056
+    max_frame_pixels: int = 602_112
+    frames_per_unit: int = 2
+    tile_patches: int = 1024
+    tile_tokens: int = 64
+    max_tiles: int = 9
+    video_fps: float = 2.0
+    max_frames: int = 768
+    group_frames: int = 8
+
+    def image(self, size: Resolution) -> MediaWork:
+        if self.kind == "tiles":
+            return self._tiles(size)
+        patches = self._grid_patches(size, self.max_pixels)
+        return MediaWork(patches, patches // self.merge**2)
+
+    def video(self, spec: VideoSpec) -> tuple[MediaWork, ...]:
+        """The groups of a video, in order."""
+        num_frames = self.num_sampled(spec)
+        starts = range(0, num_frames, self.group_frames)
+        return tuple(self._group(spec.size, min(self.group_frames, num_frames - start)) for start in starts)
+
+    def num_sampled(self, spec: VideoSpec) -> int:
+        return max(1, min(math.ceil(spec.duration_s * self.video_fps), self.max_frames, spec.num_frames))
+
+    def _tiles(self, size: Resolution) -> MediaWork:
+        """As many tiles as the image has times the pixels of one, and one for the whole."""
+        area = size.width * size.height / self.patch**2 / self.tile_patches
+        wanted = min(self.max_tiles, max(1, math.ceil(area)))
+        num_tiles = wanted + (wanted > 1)
+        return MediaWork(num_tiles * self.tile_patches, num_tiles * self.tile_tokens)
+
+    def _grid_patches(self, size: Resolution, max_pixels: int) -> int:
+        side = self.patch * self.merge
+        scale = min(1.0, math.sqrt(max_pixels / (size.width * size.height)))
+        wide, high = (max(1, int(length * scale / side)) for length in (size.width, size.height))
+        return wide * high * self.merge**2
+
+    def _group(self, size: Resolution, num_frames: int) -> MediaWork:
+        if self.kind == "tiles":
+            return MediaWork(num_frames * self.tile_patches, num_frames * self.tile_tokens, num_frames)
+        units = -(-num_frames // self.frames_per_unit)
+        patches = units * self._grid_patches(size, self.max_frame_pixels)
+        return MediaWork(patches, patches // self.merge**2, num_frames)

@@ -1,0 +1,63 @@
+"""A profile: what every stage of one model costs on one device, and what it keeps in memory. Frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from epd.errors import RequestError
+from epd.profiles.cost import StageCost, StageTable
+from epd.profiles.media import MediaRule
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeeds:
+    """Bytes. kv_per_token: keys and values of all layers. embedding: of one visual token, as it travels."""
+
+    device_bytes: int
+    vision_weight_bytes: int
+    language_weight_bytes: int
+    kv_bytes_per_token: int
+    embedding_bytes_per_token: int
+
+    def kv_tokens(self, *, has_vision: bool, utilization: float = 0.9) -> int:
+        """Tokens of keys and values that fit beside the weights; 0 if the weights do not fit."""
+        weights = self.language_weight_bytes + has_vision * self.vision_weight_bytes
+        free = self.device_bytes * utilization - weights
+        return max(0, int(free // self.kv_bytes_per_token))
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What a simulation knows of a model on a device.
+
+    is_analytic: computed from FLOPs, bytes and the efficiencies that `assumptions` state; nothing measured.
+    transfer: of embeddings and of keys and values, from worker to worker. video: by codec, on one CPU thread.
+    images: decoding one, by its pixels, on one CPU thread. switch_s: a worker that takes another role.
+    price_per_hour: of one device, in any currency; None if it is not known.
+    """
+
+    name: str
+    model: str
+    device: str
+    is_analytic: bool
+    media: MediaRule
+    memory: MemoryNeeds
+    encode: StageTable
+    prefill: StageTable
+    decode: StageTable
+    transfer: StageTable
+    video: Mapping[str, StageTable] = field(default_factory=dict)
+    images: StageTable | None = None
+    switch_s: float = 0.7
+    price_per_hour: float | None = None
+    assumptions: tuple[str, ...] = ()
+
+    def video_cost(self, codec: str) -> StageCost:
+        """Of decoding. Raises RequestError for a codec that was not measured."""
+        if codec not in self.video:
+            raise RequestError(
+                f"profile {self.name!r} has no video codec {codec!r}; it has {', '.join(self.video)}; "
+                "measure it with epd profile"
+            )
+        return self.video[codec].cost

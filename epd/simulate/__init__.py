@@ -1,0 +1,8 @@
+"""A discrete-event simulator that drives the live system's own policies."""
+
+from epd.simulate.deployment import Deployment, Sharding
+from epd.simulate.records import SimulationResult
+from epd.simulate.requests import Job, JobMaker
+from epd.simulate.simulation import Simulation
+
+__all__ = ["Deployment", "Job", "JobMaker", "Sharding", "Simulation", "SimulationResult"]

@@ -1,0 +1,62 @@
+"""What is simulated: workers, how they batch, shard and hand over. Frozen and resolved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from epd.errors import InfeasibleError
+from epd.profiles.profile import Profile
+from epd.routing import Stage
+from epd.scheduling import SchedulerConfig
+from epd.topology import Topology
+
+# groups: of one request over all encoders. request: all of it on one encoder. local: where it is prefilled.
+Sharding = Literal["groups", "request", "local"]
+
+_DEFAULT_LIMITS = SchedulerConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """A topology and all settings that change what it does.
+
+    language: limits of workers that prefill, merged roles included. decode: of those that only decode.
+    max_batch_patches: that an encoder takes together; one group is always taken. is_overlapped: groups are
+    prefilled and handed over as they come, instead of all at once. cpu_threads: that decode media, for the
+    whole machine. kv_tokens: of each worker, None for what fits the device. max_waiting, max_wait_s: before
+    requests are refused. is_stepwise: every decode step is an event of its own, the slow twin of taking many.
+    """
+
+    topology: Topology
+    language: SchedulerConfig = _DEFAULT_LIMITS
+    decode: SchedulerConfig = _DEFAULT_LIMITS
+    max_batch_patches: int = 4096
+    sharding: Sharding = "groups"
+    is_overlapped: bool = True
+    cpu_threads: int = 16
+    kv_tokens: int | None = None
+    block_size: int = 16
+    enable_prefix_caching: bool = False
+    max_waiting: int = 4096
+    max_wait_s: float = 600.0
+    is_stepwise: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.max_batch_patches, self.cpu_threads, self.block_size, self.max_waiting) < 1:
+            raise ValueError(f"every limit must be at least 1, got {self}")
+
+    def scheduler_config(self, roles: frozenset[Stage]) -> SchedulerConfig:
+        return self.language if "prefill" in roles else self.decode
+
+    def num_blocks(self, profile: Profile, roles: frozenset[Stage]) -> int:
+        """KV blocks of one worker. Raises InfeasibleError when its weights leave no room for one."""
+        has_vision = "encode" in roles
+        tokens = self.kv_tokens or profile.memory.kv_tokens(has_vision=has_vision)
+        if tokens < self.block_size:
+            raise InfeasibleError(
+                f"memory binds: the weights of {profile.model} leave no room for keys and values in "
+                f"{profile.memory.device_bytes / 1e9:.0f} GB of {profile.device}; take a larger device "
+                "or split the encoder off"
+            )
+        return tokens // self.block_size

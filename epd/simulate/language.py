@@ -1,0 +1,316 @@
+"""A worker's language model: the live scheduler and KV cache, driven by costs instead of a device.
+
+Between two events a worker that only decodes does the same thing again and again, so these steps are taken
+at once:
+
+    step cost     A + c * context, all whole ticks; the context grows by one token per sequence
+    k steps       k * A + c * (k * context + sequences * k * (k - 1) / 2)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from epd.errors import InfeasibleError
+from epd.kv_cache import KVCacheManager, KVCacheSpec
+from epd.profiles.profile import Profile
+from epd.scheduling import Chunk, ScheduledRequest, Scheduler, SchedulerConfig, SchedulerOutput
+from epd.simulate.clock import ticks_of
+from epd.simulate.requests import Job, RequestState
+
+
+class PassCost:
+    """Ticks of a forward pass."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._prefill = profile.prefill.cost
+        self._decode = profile.decode.cost
+        self._restore = profile.transfer.cost
+        self._kv_bytes = profile.memory.kv_bytes_per_token
+        self.per_context = ticks_of(self._decode.per_item_s)
+
+    def decode_base(self, num_sequences: int) -> int:
+        return ticks_of(self._decode.seconds(num_sequences))
+
+    def mixed(self, output: SchedulerOutput) -> int:
+        """A pass with prefill chunks; decodes ride along and add their own tokens and context."""
+        num_tokens = num_pairs = num_decodes = num_context = 0
+        for chunk in output.chunks:
+            length = chunk.stop - chunk.start
+            if chunk.request.is_decoding:
+                num_decodes += 1
+                num_context += chunk.stop
+            else:
+                num_tokens += length
+                num_pairs += length * chunk.start + length * (length + 1) // 2
+        moved = sum(restore.stop - restore.start for restore in output.restores)
+        moved += sum(preemption.num_tokens for preemption in output.preemptions)
+        extra = ticks_of(self._restore.seconds(moved * self._kv_bytes)) if moved else 0
+        if not num_tokens:
+            return extra + self.decode_base(num_decodes) + self.per_context * num_context
+        riding = ticks_of(self._decode.per_unit_s * num_decodes) + self.per_context * num_context
+        return extra + ticks_of(self._prefill.seconds(num_tokens, num_pairs)) + riding
+
+
+@dataclass(slots=True)
+class _Run:
+    """Decode steps of the same requests, taken at once. base, context: ticks and tokens of the first."""
+
+    requests: list[ScheduledRequest]
+    num_steps: int
+    base: int
+    context: int
+    per_context: int
+
+    def ticks(self, num_steps: int) -> int:
+        pairs = len(self.requests) * (num_steps * (num_steps - 1) // 2)
+        return num_steps * self.base + self.per_context * (num_steps * self.context + pairs)
+
+    def steps_until(self, ticks: int) -> int:
+        """The least number of steps, at least 1, that take `ticks` or longer."""
+        low, high = 1, self.num_steps
+        while low < high:
+            middle = (low + high) // 2
+            if self.ticks(middle) >= ticks:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+
+@dataclass(frozen=True, slots=True)
+class PassResult:
+    """What came of a pass. first_tokens: requests whose prompt is computed. finished: whose answer is."""
+
+    first_tokens: list[RequestState]
+    finished: list[RequestState]
+
+
+class LanguageSide:
+    """One worker's engine. hands_over: it only prefills; blocks stay held until `release`."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        config: SchedulerConfig,
+        spec: KVCacheSpec,
+        *,
+        hands_over: bool,
+        enable_prefix_caching: bool,
+        is_stepwise: bool,
+    ) -> None:
+        self.kv = KVCacheManager(spec, enable_prefix_caching=enable_prefix_caching)
+        self.scheduler = Scheduler(config, self.kv)
+        self.num_arriving = 0
+        self.num_held = 0
+        self._cost = PassCost(profile)
+        self._hands_over = hands_over
+        self._is_stepwise = is_stepwise
+        self._states: dict[str, RequestState] = {}
+        self._requests: dict[str, ScheduledRequest] = {}
+        self._output: SchedulerOutput | None = None
+        self._run: _Run | None = None
+        self._is_admission_stuck = False
+
+    # Requests
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that run, wait or arrive."""
+        return len(self._states) + self.num_arriving
+
+    def has_work(self) -> bool:
+        return bool(self._states or self.num_arriving or self.num_held)
+
+    def check_fits(self, job: Job) -> None:
+        """Raises InfeasibleError for a request that could never run to its end here."""
+        needed = job.num_prompt_tokens + (1 if self._hands_over else job.output_tokens)
+        capacity = min(self.kv.spec.num_blocks) * self.kv.block_size
+        if needed > capacity:
+            raise InfeasibleError(
+                f"{needed} tokens of prompt and output do not fit into a KV cache of {capacity}; "
+                "shorten them or give the worker more memory"
+            )
+
+    def add(self, state: RequestState) -> None:
+        """Queues a request for prefill. Raises InfeasibleError if it can never fit."""
+        job = state.job
+        request = ScheduledRequest(
+            state.request_id,
+            state.identity,
+            job.num_prompt_tokens,
+            job.num_prompt_tokens + (1 if self._hands_over else job.output_tokens),
+            state.num_ready,
+        )
+        self.scheduler.add(request)
+        self._states[state.request_id], self._requests[state.request_id] = state, request
+        self._is_admission_stuck = False
+
+    def set_ready(self, state: RequestState) -> None:
+        """More of its embeddings have come."""
+        request = self._requests.get(state.request_id)
+        if request is not None:
+            request.num_ready = max(request.num_ready, state.num_ready)
+
+    def reserve(self, state: RequestState) -> bool:
+        """Room for a prompt that another worker will compute, as `epd.handover.DecodeReception` has it."""
+        if self.num_requests >= self.scheduler.config.max_num_seqs:
+            return False
+        num_tokens, size = state.job.num_prompt_tokens, self.kv.block_size
+        identity = state.identity
+        whole = self.kv.num_cached(identity, num_tokens) // size * size
+        self.kv.open(state.request_id, identity, max_cached=whole)
+        if not self.kv.can_allocate(state.request_id, num_tokens + 1):
+            self.kv.free(state.request_id)
+            return False
+        self.kv.allocate(state.request_id, num_tokens + 1)
+        self.num_arriving += 1
+        return True
+
+    def adopt(self, state: RequestState) -> None:
+        """Goes on with a request whose keys and values have arrived; its first token is known."""
+        job = state.job
+        self.num_arriving -= 1
+        self.kv.commit(state.request_id, state.identity, job.num_prompt_tokens)
+        request = ScheduledRequest(
+            state.request_id,
+            state.identity,
+            job.num_prompt_tokens,
+            job.num_prompt_tokens + job.output_tokens,
+            job.num_prompt_tokens,
+            num_tokens=job.num_prompt_tokens + 1,
+            num_computed=job.num_prompt_tokens,
+        )
+        self.scheduler.adopt(request)
+        self._states[state.request_id], self._requests[state.request_id] = state, request
+
+    def release(self, request_id: str) -> None:
+        self.scheduler.release(request_id)
+        self.num_held -= 1
+        self._is_admission_stuck = False
+
+    # One pass, or many
+
+    def start(self, *, is_single: bool = False) -> int | None:
+        """Books the next pass, or a run of decode steps; its ticks, None if there is nothing to compute.
+
+        is_single: others wait for their turn after one pass.
+        """
+        run = None if is_single or self._is_stepwise else self._plan_run()
+        if run is not None:
+            self._run = run
+            return run.ticks(run.num_steps)
+        num_running = len(self.scheduler.running)
+        output = self.scheduler.schedule()
+        left = num_running + len(output.admitted) - len(self.scheduler.running)
+        self._is_admission_stuck = not output.admitted and not left
+        if not output.chunks:
+            return self.start(is_single=is_single) if output.admitted else None
+        self._output = output
+        ticks = self._cost.mixed(output)
+        for restore in output.restores:
+            self.scheduler.advance(restore.request, restore.stop)
+        return ticks
+
+    def _plan_run(self) -> _Run | None:
+        """Steps until the first answer ends, if nothing but decoding can happen and there is room for it."""
+        running = self.scheduler.running
+        if not running or len(running) > self.scheduler.config.max_num_batched_tokens:
+            return None
+        if self.scheduler.waiting and (self.kv.enable_prefix_caching or not self._is_admission_stuck):
+            return None
+        decoding = [request for request in running if request.is_decoding]
+        if not decoding or any(each.num_computable > 0 for each in running if not each.is_decoding):
+            return None
+        steps = self._fitting_steps(decoding, min(map(self._remaining, decoding)))
+        if steps < 1:
+            return None
+        context = sum(request.num_computed for request in decoding) + len(decoding)
+        base = self._cost.decode_base(len(decoding))
+        return _Run(decoding, steps, base, context, self._cost.per_context)
+
+    @staticmethod
+    def _remaining(request: ScheduledRequest) -> int:
+        return request.max_total_tokens - request.num_tokens
+
+    def _fitting_steps(self, running: Sequence[ScheduledRequest], steps: int) -> int:
+        """The most steps, up to `steps`, for which no request has to give way."""
+        free = self.kv.num_free_blocks()
+        if len(running) * (steps // self.kv.block_size + 1) <= free:
+            return steps
+        low, high = 0, steps
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._blocks_for(running, middle) <= free:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _blocks_for(self, running: Sequence[ScheduledRequest], steps: int) -> int:
+        """Blocks that `steps` steps take from the pool."""
+        size = self.kv.block_size
+        return sum(
+            max(0, -(-(each.num_computed + steps) // size) - len(self.kv.block_table(each.request_id)))
+            for each in running
+        )
+
+    def cut(self, elapsed: int) -> int | None:
+        """Ends a run with the step that is under way after `elapsed` ticks; its ticks, None if it ends then
+        anyway. The blocks of its steps are booked at once, as single steps would have by now."""
+        run = self._run
+        if run is None:
+            return None
+        steps = run.steps_until(elapsed)
+        for request in run.requests:
+            self.kv.allocate(request.request_id, request.num_computed + steps)
+        if steps == run.num_steps:
+            return None
+        run.num_steps = steps
+        return run.ticks(steps)
+
+    def end(self) -> PassResult:
+        """Books what `start` computed."""
+        if self._run is not None:
+            run, self._run = self._run, None
+            return self._end_run(run)
+        assert self._output is not None
+        output, self._output = self._output, None
+        result = PassResult([], [])
+        for chunk in output.chunks:
+            self._end_chunk(chunk, result)
+        return result
+
+    def _end_run(self, run: _Run) -> PassResult:
+        result, steps = PassResult([], []), run.num_steps
+        for request in run.requests:
+            self.kv.allocate(request.request_id, request.num_computed + steps)
+            request.num_tokens += steps
+            self.scheduler.advance(request, request.num_computed + steps)
+            if not self._remaining(request):
+                self._finish(request, result)
+        return result
+
+    def _end_chunk(self, chunk: Chunk, result: PassResult) -> None:
+        request = chunk.request
+        is_sampled, is_first = chunk.is_sampled, request.num_tokens == request.num_prompt_tokens
+        self.scheduler.advance(request, chunk.stop)
+        if not is_sampled:
+            return
+        request.num_tokens += 1
+        state = self._states[request.request_id]
+        if is_first:
+            result.first_tokens.append(state)
+        if self._hands_over and is_first:
+            del self._states[request.request_id], self._requests[request.request_id]
+            self.scheduler.remove(request, hold=True)
+            self.num_held += 1
+        elif not self._remaining(request):
+            self._finish(request, result)
+
+    def _finish(self, request: ScheduledRequest, result: PassResult) -> None:
+        self.scheduler.remove(request)
+        del self._requests[request.request_id]
+        self._is_admission_stuck = False
+        result.finished.append(self._states.pop(request.request_id))

@@ -1,0 +1,127 @@
+"""What came of every request, in one table of fixed-size rows, so that a million of them fit in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from epd.metrics import SLO, RequestRecord, RunReport, report_of
+from epd.simulate.clock import TICKS_PER_S
+from epd.simulate.requests import RequestState
+
+# Times in ticks; -1 for what has not happened.
+ROW = np.dtype(
+    [
+        ("index", "i8"), ("due", "i8"), ("placed", "i8"), ("media_read", "i8"), ("encoded", "i8"),
+        ("first_token", "i8"), ("adopted", "i8"), ("end", "i8"), ("prompt_tokens", "i4"),
+        ("output_tokens", "i4"), ("is_refused", "?"),
+    ]
+)  # fmt: skip
+_FIRST_CAPACITY = 1024
+
+
+class RecordTable:
+    """Rows in the order in which requests ended; grows by doubling."""
+
+    def __init__(self) -> None:
+        self._rows: NDArray[np.void] = np.zeros(_FIRST_CAPACITY, ROW)
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def add(self, state: RequestState, end: int, *, is_refused: bool = False) -> None:
+        if self._length == len(self._rows):
+            self._rows = np.concatenate([self._rows, np.zeros(len(self._rows), ROW)])
+        job = state.job
+        self._rows[self._length] = (
+            job.index, job.due, state.placed, state.media_read, state.encoded, state.first_token,
+            state.adopted, end, job.num_prompt_tokens, job.output_tokens, is_refused,
+        )  # fmt: skip
+        self._length += 1
+
+    def rows(self) -> NDArray[np.void]:
+        """By index of the request."""
+        rows = self._rows[: self._length]
+        return rows[np.argsort(rows["index"], kind="stable")]
+
+
+def _seconds(ticks: Any) -> NDArray[np.float64]:
+    return np.asarray(ticks, np.float64) / TICKS_PER_S
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something a worker did, for a trace. Times in ticks."""
+
+    worker: str
+    name: str
+    start: int
+    ticks: int
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationResult:
+    """rows: see ROW. spans: only where they were asked for. switches: (seconds, worker, new roles)."""
+
+    rows: NDArray[np.void]
+    num_events: int
+    num_preempted: int
+    switches: tuple[tuple[float, str, str], ...] = ()
+    spans: tuple[Span, ...] = ()
+
+    def seconds(self, start: str, stop: str) -> NDArray[np.float64]:
+        """From one moment to another, of the requests for which both have come."""
+        rows = self.rows[(self.rows[start] >= 0) & (self.rows[stop] >= 0) & ~self.rows["is_refused"]]
+        return _seconds(rows[stop] - rows[start])
+
+    @property
+    def ttft_s(self) -> NDArray[np.float64]:
+        return self.seconds("due", "first_token")
+
+    @property
+    def e2e_s(self) -> NDArray[np.float64]:
+        return self.seconds("due", "end")
+
+    @property
+    def tpot_s(self) -> NDArray[np.float64]:
+        rows = self.rows[(self.rows["output_tokens"] > 1) & ~self.rows["is_refused"]]
+        return _seconds((rows["end"] - rows["first_token"]) / (rows["output_tokens"] - 1))
+
+    def attainment(self, slo: SLO) -> float:
+        """Share of all requests that kept the objectives; refused ones did not."""
+        rows = self.rows
+        good = ~rows["is_refused"]
+        num_gaps = np.maximum(rows["output_tokens"] - 1, 1)
+        for limit_s, ticks in (
+            (slo.ttft_s, rows["first_token"] - rows["due"]),
+            (slo.tpot_s, (rows["end"] - rows["first_token"]) / num_gaps),
+            (slo.e2e_s, rows["end"] - rows["due"]),
+        ):
+            if limit_s is not None:
+                good &= ticks <= limit_s * TICKS_PER_S
+        return float(good.mean())
+
+    def records(self) -> Iterator[RequestRecord]:
+        """As the load generator has them; only the first token's time is kept."""
+        for row in self.rows:
+            due_s, first_s, end_s = (float(row[name]) / TICKS_PER_S for name in ("due", "first_token", "end"))
+            is_refused = bool(row["is_refused"])
+            yield RequestRecord(
+                index=int(row["index"]),
+                due_s=due_s,
+                sent_s=due_s,
+                end_s=end_s,
+                token_times_s=() if is_refused else (first_s,),
+                prompt_tokens=int(row["prompt_tokens"]),
+                completion_tokens=0 if is_refused else int(row["output_tokens"]),
+                error="refused" if is_refused else None,
+            )
+
+    def report(self, slo: SLO) -> RunReport:
+        return report_of([list(self.records())], slo)

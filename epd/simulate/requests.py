@@ -1,0 +1,140 @@
+"""What a request is to the simulator: groups of media, tokens, and how far it has come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+import numpy as np
+
+from epd.kv_identity import TokenIdentity
+from epd.profiles.cost import StageCost
+from epd.profiles.media import MediaWork
+from epd.profiles.profile import Profile
+from epd.simulate.clock import ticks_of
+from epd.workload import PlannedRequest, RequestShape
+
+
+@lru_cache(maxsize=32)
+def _blank_identity(num_tokens: int) -> TokenIdentity:
+    return TokenIdentity(np.zeros((num_tokens, 3), np.int64))
+
+
+def blank_identity(job: Job) -> TokenIdentity:
+    """Rows that say nothing, shared by all requests: for when no cache compares them."""
+    return _blank_identity(1 << (job.num_prompt_tokens + job.output_tokens).bit_length())
+
+
+@dataclass(frozen=True, slots=True)
+class GroupWork:
+    """One group: what the tower and the prompt get of it, and the CPU time before that, ticks."""
+
+    media: MediaWork
+    decode_ticks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request to come. media_key: equal keys are equal media. is_new: nothing of it was seen before."""
+
+    index: int
+    due: int
+    groups: tuple[GroupWork, ...]
+    text_tokens: int
+    output_tokens: int
+    media_key: int
+    text_key: int
+
+    @property
+    def num_visual_tokens(self) -> int:
+        return sum(group.media.num_tokens for group in self.groups)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.num_visual_tokens + self.text_tokens
+
+    @property
+    def num_patches(self) -> int:
+        return sum(group.media.num_patches for group in self.groups)
+
+
+class JobMaker:
+    """Makes jobs of planned requests; equal shapes share their groups."""
+
+    def __init__(self, profile: Profile, codec: str = "h264") -> None:
+        self._profile = profile
+        self._codec = codec
+        self._groups: dict[RequestShape, tuple[GroupWork, ...]] = {}
+
+    def jobs(self, requests: Iterable[PlannedRequest]) -> Iterator[Job]:
+        return map(self.job, requests)
+
+    def job(self, request: PlannedRequest) -> Job:
+        shape = request.shape
+        key = RequestShape(1, 1, shape.images, shape.videos)
+        if key not in self._groups:
+            self._groups[key] = tuple(self._works(key))
+        return Job(
+            request.index,
+            ticks_of(request.due_s),
+            self._groups[key],
+            shape.text_tokens,
+            shape.output_tokens,
+            request.media_seed,
+            request.text_seed,
+        )
+
+    def _works(self, shape: RequestShape) -> Iterator[GroupWork]:
+        media = self._profile.media
+        images = self._profile.images
+        cost = images.cost if images is not None else StageCost()
+        for size in shape.images:
+            seconds = cost.seconds(size.width * size.height, 1)
+            yield GroupWork(media.image(size), ticks_of(seconds))
+        for video in shape.videos:
+            groups = media.video(video)
+            num_sampled = sum(group.num_frames for group in groups)
+            pixels = video.num_frames * video.size.width * video.size.height
+            cost = self._profile.video_cost(self._codec)
+            for group in groups:
+                seconds = cost.seconds(pixels * group.num_frames / num_sampled, group.num_frames)
+                yield GroupWork(group, ticks_of(seconds))
+
+
+class RequestState:
+    """How far a request has come. Times in ticks, -1 before they are known."""
+
+    __slots__ = (
+        "adopted", "decode_worker", "encoded", "end", "first_token", "identity", "is_added", "job",
+        "media_read", "missing", "placed", "prefill_worker", "request_id", "starts",
+    )  # fmt: skip
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.request_id = str(job.index)
+        self.identity = blank_identity(job)
+        self.placed = self.media_read = self.encoded = self.first_token = self.adopted = self.end = -1
+        self.prefill_worker = self.decode_worker = ""
+        self.is_added = False
+        self.missing: set[int] = set()
+        self.starts = (0, *accumulate(group.media.num_tokens for group in job.groups))
+
+    @property
+    def num_ready(self) -> int:
+        """Tokens of the prompt that may be computed: up to the first group that is missing."""
+        return self.starts[min(self.missing)] if self.missing else self.job.num_prompt_tokens
+
+
+def identity_of(job: Job) -> TokenIdentity:
+    """Rows of prompt and output: media by their key, question and answer by the request's own."""
+    visual, total = job.num_visual_tokens, job.num_prompt_tokens + job.output_tokens
+    rows = np.zeros((total, 3), np.int64)
+    rows[:visual, 0] = -1 - np.arange(visual)
+    rows[:visual, 1] = job.media_key
+    rows[visual:, 0] = (job.text_key + np.arange(total - visual)) % 2**62
+    rows[job.num_prompt_tokens :, 0] = (
+        job.text_key + 7919 * (job.index + 1) + np.arange(job.output_tokens)
+    ) % 2**62
+    return TokenIdentity(rows)

@@ -1,0 +1,404 @@
+"""A whole fleet, simulated: requests from arrival to their last token, on the live system's own policies.
+
+    arrive | admission: a prefill worker, room at a decode worker | media read | groups dealt to encoders
+           | embeddings move | prefill, the live scheduler | keys and values move | decode | done
+
+What is the live code: Router, AdmissionQueue, plan_shards, pick_batch, Scheduler, KVCacheManager. What stands
+in for devices: costs of a Profile, and events in whole picoseconds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+from epd.admission import AdmissionQueue
+from epd.encoder_cache import GroupKey
+from epd.errors import InfeasibleError, OverloadedError
+from epd.kv_cache import KVCacheSpec
+from epd.profiles.profile import Profile
+from epd.routing import Router, Stage
+from epd.sharding import plan_shards
+from epd.simulate.clock import EventQueue, Rank, seconds_of, ticks_of
+from epd.simulate.deployment import Deployment
+from epd.simulate.encoding import EncodeSide, EncodeTask, encode_task
+from epd.simulate.language import LanguageSide, PassResult
+from epd.simulate.records import RecordTable, SimulationResult, Span
+from epd.simulate.requests import Job, RequestState, identity_of
+from epd.simulate.switching import Switch, SwitchPolicy, WorkerView
+from epd.simulate.worker import CpuPool, Worker
+from epd.topology import letters_of
+
+OnProgress = Callable[[int], None]
+_PROGRESS_EVERY = 256
+_LOOKS_OF_USAGE = 5
+
+
+class Simulation:
+    """One run. The same jobs and deployment give the same result, to the last tick."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        deployment: Deployment,
+        *,
+        policy: SwitchPolicy | None = None,
+        has_spans: bool = False,
+    ) -> None:
+        """has_spans: keep what every worker did. Raises InfeasibleError if weights do not fit."""
+        self.profile = profile
+        self.deployment = deployment
+        self.events = EventQueue()
+        self.records = RecordTable()
+        self._spans: list[Span] | None = [] if has_spans else None
+        self._router = Router()
+        self._admission = AdmissionQueue(deployment.max_waiting)
+        self._waiting: deque[RequestState] = deque()
+        self._cpu = CpuPool(self.events, deployment.cpu_threads)
+        self._workers = {
+            spec.name: self._worker(spec.name, spec.roles) for spec in deployment.topology.workers()
+        }
+        self._candidates: dict[Stage, list[str]] = {}
+        self._policy = policy
+        self._switching: set[str] = set()
+        self._switches: list[tuple[float, str, str]] = []
+        self._looks: deque[tuple[int, dict[str, int]]] = deque(maxlen=_LOOKS_OF_USAGE)
+        self._num_open = 0
+
+    # Set-up
+
+    def _worker(self, name: str, roles: frozenset[Stage]) -> Worker:
+        on_span = None if self._spans is None else self._spans.append
+        worker = Worker(name, roles, self.events, self._encoded, self._passed, on_span)
+        self._host(worker, roles)
+        return worker
+
+    def _host(self, worker: Worker, roles: frozenset[Stage]) -> None:
+        """Gives a worker the sides that its roles need."""
+        worker.roles = roles
+        deployment = self.deployment
+        worker.encoder = EncodeSide(self.profile, deployment.max_batch_patches) if "encode" in roles else None
+        worker.language = None
+        if roles & {"prefill", "decode"}:
+            spec = KVCacheSpec((deployment.num_blocks(self.profile, roles),), deployment.block_size)
+            worker.language = LanguageSide(
+                self.profile,
+                deployment.scheduler_config(roles),
+                spec,
+                hands_over="decode" not in roles,
+                enable_prefix_caching=deployment.enable_prefix_caching,
+                is_stepwise=deployment.is_stepwise,
+            )
+
+    def _with_role(self, stage: Stage) -> list[str]:
+        """Names of the workers that take new work of a stage."""
+        if stage not in self._candidates:
+            self._candidates[stage] = [
+                worker.name
+                for worker in self._workers.values()
+                if stage in worker.roles and worker.name not in self._switching
+            ]
+        return self._candidates[stage]
+
+    def _decoders(self) -> list[str]:
+        """Those that go on with prompts of others: workers that prefill too decode their own."""
+        return [name for name in self._with_role("decode") if "prefill" not in self._workers[name].roles]
+
+    # The run
+
+    def run(self, jobs: Iterable[Job], on_progress: OnProgress | None = None) -> SimulationResult:
+        """Until every request has ended. jobs: in order of arrival; taken one at a time."""
+        source = iter(jobs)
+        self._plan_arrival(source)
+        self._plan_look()
+        while self.events.step():
+            if on_progress is not None and self.events.num_happened % _PROGRESS_EVERY == 0:
+                on_progress(len(self.records))
+        if self._num_open:
+            raise AssertionError(f"{self._num_open} requests never ended: {list(self._waiting)[:3]}")
+        sides = [worker.language for worker in self._workers.values() if worker.language is not None]
+        return SimulationResult(
+            self.records.rows(),
+            self.events.num_happened,
+            sum(side.scheduler.num_preempted for side in sides),
+            tuple(self._switches),
+            tuple(self._spans or ()),
+        )
+
+    def _plan_arrival(self, source: Iterator[Job]) -> None:
+        job = next(source, None)
+        if job is None:
+            return
+        self._num_open += 1
+        self.events.push(job.due, Rank.ARRIVAL, partial(self._arrive, job, source))
+
+    def _arrive(self, job: Job, source: Iterator[Job]) -> None:
+        self._plan_arrival(source)
+        state = RequestState(job)
+        if self.deployment.enable_prefix_caching:
+            state.identity = identity_of(job)
+        now_s = seconds_of(self.events.now)
+        try:
+            self._admission.enter(state.request_id, now_s, now_s + self.deployment.max_wait_s)
+        except OverloadedError:
+            self._record(state, is_refused=True)
+            return
+        self._waiting.append(state)
+        self._place_waiting()
+
+    def _record(self, state: RequestState, *, is_refused: bool = False) -> None:
+        state.end = self.events.now
+        self._num_open -= 1
+        self.records.add(state, state.end, is_refused=is_refused)
+
+    # Placement
+
+    def _place_waiting(self) -> None:
+        """Places requests, first come, first served, until one finds no room."""
+        while self._waiting:
+            state = self._waiting[0]
+            now_s = seconds_of(self.events.now)
+            try:
+                self._admission.check_deadline(state.request_id, now_s)
+                if not self._place(state):
+                    return
+                self._admission.place(state.request_id, now_s)
+                self._waiting.popleft()
+                self._begin(state)
+            except (OverloadedError, InfeasibleError):
+                self._admission.leave(state.request_id)
+                self._waiting.popleft()
+                self._record(state, is_refused=True)
+
+    def _place(self, state: RequestState) -> bool:
+        """Chooses a prefill worker and, unless that decodes too, reserves room at a decode worker."""
+        job, router = state.job, self._router
+        prefillers = self._with_role("prefill")
+        if not prefillers:
+            return False
+        media = [(str(job.media_key), job.num_visual_tokens)] if job.groups else []
+        prefill = router.prefill_order(prefillers, media, job.num_prompt_tokens)[0]
+        self._language(prefill).check_fits(job)
+        if "decode" in self._workers[prefill].roles:
+            decode = prefill
+        else:
+            found = self._reserve(state)
+            if found is None:
+                return False
+            decode = found
+        state.prefill_worker, state.decode_worker, state.placed = prefill, decode, self.events.now
+        books = router.books(prefill)
+        books.prefill_tokens += job.num_prompt_tokens
+        books.num_prefills += 1
+        router.books(decode).num_decodes += 1
+        if self.deployment.enable_prefix_caching:
+            router.remember_prefix(prefill, media)
+        return True
+
+    def _reserve(self, state: RequestState) -> str | None:
+        if state.job.output_tokens == 1:  # nothing to decode: any of them in name only
+            return self._decoders()[0] if self._decoders() else None
+        for name in self._router.decode_order(self._decoders()):
+            worker = self._workers[name]
+            assert worker.language is not None
+            worker.language.check_fits(state.job)
+            worker.wake()  # blocks of the steps under way are booked before others are
+            if worker.language.reserve(state):
+                return name
+        return None
+
+    # Media
+
+    def _begin(self, state: RequestState) -> None:
+        state.missing = self._missing_groups(state)
+        if not state.missing:
+            state.media_read = state.encoded = self.events.now
+        if not state.missing or self.deployment.is_overlapped:
+            self._submit(state)
+        unread = len(state.missing)
+
+        def read(group: int) -> None:
+            nonlocal unread
+            unread -= 1
+            if unread == 0:
+                state.media_read = self.events.now
+            if self.deployment.is_overlapped:
+                self._deal(state, [group])
+            elif unread == 0:
+                self._deal(state, sorted(state.missing))
+
+        for group in sorted(state.missing):
+            self._cpu.submit(state.job.groups[group].decode_ticks, partial(read, group))
+
+    def _missing_groups(self, state: RequestState) -> set[int]:
+        """Groups whose tokens the prefill worker has not cached: the others are neither read nor encoded."""
+        num_groups = len(state.job.groups)
+        if not self.deployment.enable_prefix_caching or not num_groups:
+            return set(range(num_groups))
+        kv = self._language(state.prefill_worker).kv
+        num_cached = kv.num_cached(state.identity, state.job.num_prompt_tokens - 1)
+        return {group for group in range(num_groups) if state.starts[group + 1] > num_cached}
+
+    def _language(self, name: str) -> LanguageSide:
+        side = self._workers[name].language
+        assert side is not None
+        return side
+
+    def _submit(self, state: RequestState) -> None:
+        """Hands the request to its prefill worker."""
+        state.is_added = True
+        self._language(state.prefill_worker).add(state)
+        self._workers[state.prefill_worker].wake()
+
+    def _deal(self, state: RequestState, groups: Sequence[int]) -> None:
+        """Gives groups to encoders as the live system does: whole runs, or one by one as they come."""
+        for encoder, group in self._shares(state, groups):
+            key = GroupKey(str(state.job.media_key), (), (group, group + 1), (1, 1), self.profile.model)
+            worker = self._workers[encoder]
+            assert worker.encoder is not None
+            self._router.books(encoder).encode_patches += state.job.groups[group].media.num_patches
+            worker.encoder.queue.append(encode_task(state, group, key))
+            worker.wake()
+
+    def _shares(self, state: RequestState, groups: Sequence[int]) -> list[tuple[str, int]]:
+        encoders = self._with_role("encode")
+        sharding = self.deployment.sharding
+        if sharding == "local":
+            return [(state.prefill_worker, group) for group in groups]
+        if sharding == "request" or len(groups) == 1:
+            encoder = self._router.encoder(encoders)
+            return [(encoder, group) for group in groups]
+        patches = [state.job.groups[group].media.num_patches for group in groups]
+        loads = [self._router.books(name).encode_patches for name in encoders]
+        shards = plan_shards(patches, loads)
+        return [(encoders[shard.encoder], groups[place]) for shard in shards for place in shard.groups]
+
+    def _encoded(self, worker: Worker, tasks: list[EncodeTask]) -> None:
+        """Embeddings leave for where they are prefilled."""
+        for task in tasks:
+            media = task.state.job.groups[task.group].media
+            self._router.books(worker.name).encode_patches -= media.num_patches
+            if worker.name == task.state.prefill_worker:
+                self._embeddings_arrived(task)
+                continue
+            num_bytes = media.num_tokens * self.profile.memory.embedding_bytes_per_token
+            self._after_transfer(num_bytes, partial(self._embeddings_arrived, task))
+
+    def _after_transfer(self, num_bytes: int, then: Callable[[], None]) -> None:
+        ticks = ticks_of(self.profile.transfer.cost.seconds(num_bytes, 1))
+        self.events.push(self.events.now + ticks, Rank.END, then)
+
+    def _embeddings_arrived(self, task: EncodeTask) -> None:
+        state = task.state
+        state.missing.discard(task.group)
+        if not state.missing:
+            state.encoded = self.events.now
+        if state.is_added:
+            self._workers[state.prefill_worker].wake()
+            self._language(state.prefill_worker).set_ready(state)
+        elif not state.missing:
+            self._submit(state)
+
+    # Tokens
+
+    def _passed(self, worker: Worker, result: PassResult) -> None:
+        for state in result.first_tokens:
+            self._first_token(worker, state)
+        for state in result.finished:
+            self._router.books(worker.name).num_decodes -= 1
+            self._record(state)
+        if result.finished or result.first_tokens:
+            self._place_waiting()
+
+    def _first_token(self, worker: Worker, state: RequestState) -> None:
+        state.first_token = self.events.now
+        books = self._router.books(worker.name)
+        books.prefill_tokens -= state.job.num_prompt_tokens
+        books.num_prefills -= 1
+        self._admission.record_first_token(seconds_of(self.events.now - state.placed))
+        if state.decode_worker == worker.name:
+            return
+        if state.job.output_tokens == 1:
+            self._language(worker.name).release(state.request_id)
+            self._router.books(state.decode_worker).num_decodes -= 1
+            self._record(state)
+            return
+        tokens = state.job.num_prompt_tokens
+        if self.deployment.is_overlapped:  # all but the last chunk have gone while it was computed
+            tokens = min(tokens, self.deployment.language.max_chunk_tokens)
+        num_bytes = tokens * self.profile.memory.kv_bytes_per_token
+        self._after_transfer(num_bytes, partial(self._handed_over, worker, state))
+
+    def _handed_over(self, prefill: Worker, state: RequestState) -> None:
+        state.adopted = self.events.now
+        self._language(prefill.name).release(state.request_id)
+        prefill.wake()
+        decode = self._workers[state.decode_worker]
+        decode.wake()
+        self._language(decode.name).adopt(state)
+
+    # Roles
+
+    def _plan_look(self) -> None:
+        if self._policy is not None:
+            at = self.events.now + ticks_of(self._policy.interval_s)
+            self.events.push(at, Rank.POLICY, self._look)
+
+    def _look(self) -> None:
+        """Lets the policy see all workers; it looks again as long as there is anything to see."""
+        assert self._policy is not None
+        views = [self._view(worker) for worker in self._workers.values()]
+        self._looks.append(
+            (self.events.now, {each.name: each.encode_ticks for each in self._workers.values()})
+        )
+        switch = self._policy.decide(seconds_of(self.events.now), views)
+        if switch is not None:
+            self._begin_switch(switch)
+        if self._num_open:
+            self._plan_look()
+
+    def _view(self, worker: Worker) -> WorkerView:
+        since, before = self._looks[0] if self._looks else (0, {})
+        ticks = worker.encode_ticks - before.get(worker.name, 0)
+        books = self._router.books(worker.name)
+        num_queued = len(worker.encoder.queue) if worker.encoder is not None else 0
+        return WorkerView(
+            worker.name,
+            worker.roles,
+            ticks / (self.events.now - since),
+            books.num_prefills + books.num_decodes + num_queued,
+            worker.name in self._switching,
+        )
+
+    def _begin_switch(self, switch: Switch) -> None:
+        """Nothing new for the worker; what waits for its encoder goes to the others."""
+        worker = self._workers[switch.worker]
+        self._switching.add(worker.name)
+        self._candidates.clear()
+        if worker.encoder is not None and self._with_role("encode"):
+            tasks, worker.encoder.queue = worker.encoder.queue, []
+            for task in tasks:
+                self._router.books(worker.name).encode_patches -= task.waiting.num_patches
+                self._deal(task.state, [task.group])
+        self._await_drained(worker, switch.roles)
+
+    def _await_drained(self, worker: Worker, roles: frozenset[Stage]) -> None:
+        if worker.has_work() or self._is_booked(worker.name):
+            at = self.events.now + ticks_of(0.01)
+            self.events.push(at, Rank.POLICY, partial(self._await_drained, worker, roles))
+        else:
+            at = self.events.now + ticks_of(self.profile.switch_s)
+            self.events.push(at, Rank.POLICY, partial(self._end_switch, worker, roles))
+
+    def _is_booked(self, name: str) -> bool:
+        books = self._router.books(name)
+        return bool(books.num_prefills or books.num_decodes or books.encode_patches)
+
+    def _end_switch(self, worker: Worker, roles: frozenset[Stage]) -> None:
+        self._host(worker, roles)
+        self._router.forget(worker.name)
+        self._switching.discard(worker.name)
+        self._candidates.clear()
+        self._switches.append((seconds_of(self.events.now), worker.name, letters_of(roles)))
+        self._place_waiting()

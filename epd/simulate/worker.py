@@ -1,0 +1,138 @@
+"""A worker: one device, whose roles take turns. And the CPU threads that decode media."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from epd.routing import Stage
+from epd.simulate.clock import EventQueue, Rank
+from epd.simulate.encoding import EncodeSide, EncodeTask
+from epd.simulate.language import LanguageSide, PassResult
+from epd.simulate.records import Span
+
+OnSpan = Callable[[Span], None]
+
+
+class Worker:
+    """What one device does, one thing at a time: a batch of the encoder, then a pass of the language model.
+
+    roles: what is sent to it. A role that it had before goes on until nothing is left of it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        roles: frozenset[Stage],
+        events: EventQueue,
+        on_encoded: Callable[[Worker, list[EncodeTask]], None],
+        on_passed: Callable[[Worker, PassResult], None],
+        on_span: OnSpan | None = None,
+    ) -> None:
+        self.name = name
+        self.roles = roles
+        self.encoder: EncodeSide | None = None
+        self.language: LanguageSide | None = None
+        self.busy_ticks = 0
+        self.encode_ticks = 0
+        self._events = events
+        self._on_encoded = on_encoded
+        self._on_passed = on_passed
+        self._on_span = on_span
+        self._started = -1
+        self._is_encoding = False
+        self._was_encoding = False
+        self._is_woken = False
+        self._version = 0
+
+    @property
+    def is_busy(self) -> bool:
+        return self._started >= 0
+
+    def has_work(self) -> bool:
+        sides = (self.encoder, self.language)
+        return self.is_busy or any(side is not None and side.has_work() for side in sides)
+
+    def wake(self) -> None:
+        """Something has changed: an idle worker looks for work once all of this instant is known, a run of
+        decode steps ends with the step that is under way."""
+        if self.is_busy:
+            self._cut()
+        elif not self._is_woken:
+            self._is_woken = True
+            self._events.push(self._events.now, Rank.START, self._start)
+
+    def _start(self) -> None:
+        self._is_woken = False
+        if self.is_busy:
+            return
+        for is_encoding in (not self._was_encoding, self._was_encoding):
+            ticks = self._start_encoder() if is_encoding else self._start_language()
+            if ticks is not None:
+                self._started, self._is_encoding = self._events.now, is_encoding
+                self._plan_end(ticks)
+                return
+
+    def _start_encoder(self) -> int | None:
+        return self.encoder.start() if self.encoder is not None else None
+
+    def _start_language(self) -> int | None:
+        if self.language is None:
+            return None
+        return self.language.start(is_single=self.encoder is not None and bool(self.encoder.queue))
+
+    def _plan_end(self, ticks: int) -> None:
+        self._version += 1
+        self._events.push(self._started + ticks, Rank.END, partial(self._end, self._version))
+
+    def _cut(self) -> None:
+        if self._is_encoding or self.language is None:
+            return
+        ticks = self.language.cut(self._events.now - self._started)
+        if ticks is not None:
+            self._plan_end(ticks)
+
+    def _end(self, version: int) -> None:
+        if version != self._version:
+            return
+        started, self._started = self._started, -1
+        self._was_encoding = self._is_encoding
+        self.busy_ticks += self._events.now - started
+        if self._on_span is not None:
+            name = "encode" if self._is_encoding else "language"
+            self._on_span(Span(self.name, name, started, self._events.now - started))
+        if self._is_encoding:
+            assert self.encoder is not None
+            self.encode_ticks += self._events.now - started
+            self._on_encoded(self, self.encoder.end())
+        else:
+            assert self.language is not None
+            self._on_passed(self, self.language.end())
+        self.wake()
+
+
+class CpuPool:
+    """Threads that take tasks in the order in which they came."""
+
+    def __init__(self, events: EventQueue, num_threads: int) -> None:
+        self._events = events
+        self._num_free = num_threads
+        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
+
+    def submit(self, ticks: int, done: Callable[[], None]) -> None:
+        if self._num_free:
+            self._num_free -= 1
+            self._run(ticks, done)
+        else:
+            self._waiting.append((ticks, done))
+
+    def _run(self, ticks: int, done: Callable[[], None]) -> None:
+        self._events.push(self._events.now + ticks, Rank.END, partial(self._end, done))
+
+    def _end(self, done: Callable[[], None]) -> None:
+        if self._waiting:
+            self._run(*self._waiting.popleft())
+        else:
+            self._num_free += 1
+        done()
