@@ -73,6 +73,9 @@ class EncodeDesk:
         A worker that is lost meanwhile is as good as one that took it: its tickets are issued anew.
         """
         transfer_id = message.ticket.transfer_id
+        dealt = self._dealt.get(transfer_id)
+        if dealt is None or not self._fleet.workers[dealt.receiver].is_alive:
+            return True  # after `PeerLost` the encoder would keep what nobody takes
         try:
             is_taken = await self._fleet.send("encode", worker, message, frames)
         except WorkerLostError:

@@ -20,6 +20,7 @@ from serve_app.messages import Abort, Message, Prefill, Redirect, ReplyT, Reserv
 _NUM_FIRST = 8
 _MAX_ASKING = 2
 _POLL_S = 0.25
+_Seen = list[tuple[bool, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +83,9 @@ class Placement:
                 seen = self._seen(attempt)
                 ticket = await self._reserve(attempt, worker)
                 if ticket is not None:
-                    return await self._redirected(attempt, ticket) and self._seen(attempt) == seen
+                    return await self._give(attempt, Redirect(attempt.id, ticket), seen)
             await self._changed()
         return False
-
-    async def _redirected(self, attempt: Attempt, ticket: KVTicket) -> bool:
-        try:
-            return await self._fleet.send("prefill", attempt.prefill_worker, Redirect(attempt.id, ticket))
-        except WorkerLostError:
-            return False
 
     async def _try(self, attempt: Attempt) -> bool:
         """Asks workers once. Whatever comes of it, nothing is left where it was refused."""
@@ -107,25 +102,33 @@ class Placement:
 
     async def _submit_merged(self, attempt: Attempt, worker: str) -> bool:
         attempt.book(worker, worker)
-        return await self._submit(attempt, None)
+        return await self._give(attempt, self._prefill(attempt, None), self._seen(attempt))
 
     async def _submit_split(self, attempt: Attempt, prefiller: str) -> bool:
         for decoder in self._decoders():
             attempt.book(prefiller, decoder)
+            seen = self._seen(attempt)
             ticket = await self._reserve(attempt, decoder)
             if ticket is None:
                 continue
-            if await self._submit(attempt, ticket):
+            if await self._give(attempt, self._prefill(attempt, ticket), seen):
                 return True
             await self._abort(attempt, decoder)
             return False
         return False
 
-    async def _submit(self, attempt: Attempt, ticket: KVTicket | None) -> bool:
-        """False also if a worker was lost, or started again, while it was asked: that would go unnoticed."""
-        seen = self._seen(attempt)
+    def _prefill(self, attempt: Attempt, ticket: KVTicket | None) -> Prefill:
         plan = attempt.answer.plan
-        message = Prefill(plan.generate_request(attempt.id), plan.groups, ticket)
+        return Prefill(plan.generate_request(attempt.id), plan.groups, ticket)
+
+    async def _give(self, attempt: Attempt, message: Prefill | Redirect, seen: _Seen) -> bool:
+        """Hands it to the prefill worker, unless one of its workers is not the one that was seen.
+
+        A message that speaks of a lost decode worker must not come after `PeerLost`, which would clean up
+        after it; and of a loss while it was on its way nobody else would take notice.
+        """
+        if self._seen(attempt) != seen:
+            return False
         is_taken = await self._ask("prefill", attempt.prefill_worker, message)
         if is_taken and self._seen(attempt) != seen:
             await self._abort(attempt, attempt.prefill_worker)
@@ -154,7 +157,7 @@ class Placement:
         except WorkerLostError:
             return
 
-    def _seen(self, attempt: Attempt) -> list[tuple[bool, int]]:
+    def _seen(self, attempt: Attempt) -> _Seen:
         """Of both its workers, whether it lives and which incarnation it is."""
         infos = [self._fleet.workers[name] for name in (attempt.prefill_worker, attempt.decode_worker)]
         return [(info.is_alive, info.incarnation) for info in infos]
