@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import aclosing
-from http import HTTPStatus
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from epd.errors import EPDError, http_status
+from serve_app.event_stream import EventStream
 from serve_app.front import FrontDoor
 from serve_app.http_guard import bug_reply, error_reply
 from serve_app.protocol import ChatRequest
@@ -20,17 +19,9 @@ from serve_app.record import CLIENT_GONE, RequestRecord, server_timing
 from serve_app.replies import DONE, ChunkBuilder, CompletionBuilder, checked_end, event
 from serve_app.service import AnswerItem
 
-logger = logging.getLogger(__name__)
-
-_STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
-
 
 class ChatAnswer(Response):
-    """A completion or a stream of chunks. Errors before the first item are raised, later ones are sent."""
+    """A completion or a stream of chunks. Errors before the first bytes are raised, later ones are sent."""
 
     def __init__(self, front: FrontDoor, chat: ChatRequest, record: RequestRecord) -> None:
         super().__init__()
@@ -38,6 +29,7 @@ class ChatAnswer(Response):
         self._num_choices = chat.n or 1
         self._has_logprobs = bool(chat.logprobs)
         self._includes_usage = bool(chat.stream_options and chat.stream_options.include_usage)
+        self._keep_alive_s = front.settings.keep_alive_s
         self._items = front.items(chat, record)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -63,49 +55,34 @@ class ChatAnswer(Response):
         await Response(body, headers=headers, media_type="application/json")(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
-        """The status is sent with the first item, so that a refusal has a status of its own."""
+        async with EventStream(send, self._keep_alive_s) as stream:
+            async with aclosing(self._items) as items:
+                await self._relay(items, stream)
+            await stream.end()
+
+    async def _relay(self, items: AsyncIterator[AnswerItem], stream: EventStream) -> None:
+        """Before the first bytes an error is raised; after them it is the last event."""
+        try:
+            await self._send_events(items, stream)
+        except EPDError as error:
+            if not stream.has_begun:
+                raise
+            self._record.status, self._record.error = http_status(error), type(error).__name__
+            await stream.write(event(error_reply(error)))
+        except Exception:
+            if stream.has_begun:
+                await stream.write(event(bug_reply(self._record)))
+            raise
+
+    async def _send_events(self, items: AsyncIterator[AnswerItem], stream: EventStream) -> None:
+        """All chunks of an item in one write."""
         builder = ChunkBuilder(
             self._record, includes_usage=self._includes_usage, has_logprobs=self._has_logprobs
         )
-        async with aclosing(self._items) as items:
-            first = await anext(items, None)
-            if first is None:
-                checked_end(None)
-                return
-            await send({"type": "http.response.start", "status": HTTPStatus.OK, "headers": _STREAM_HEADERS})
-            await self._send_events(builder, first, items, send)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _send_events(
-        self,
-        builder: ChunkBuilder,
-        first: AnswerItem,
-        items: AsyncGenerator[AnswerItem, None],
-        send: Send,
-    ) -> None:
-        try:
-            await _send_chunks(builder, first, send)
-            async for item in items:
-                await _send_chunks(builder, item, send)
-            for chunk in builder.last_chunks():
-                await _send(event(chunk), send)
-            await _send(DONE, send)
-        except EPDError as error:
-            self._record.status, self._record.error = http_status(error), type(error).__name__
-            await _send(event(error_reply(error)), send)
-        except Exception:
-            await _send(event(bug_reply(self._record)), send)
-            raise
-
-
-async def _send_chunks(builder: ChunkBuilder, item: AnswerItem, send: Send) -> None:
-    """All chunks of an item in one write."""
-    if data := b"".join(event(chunk) for chunk in builder.chunks(item)):
-        await _send(data, send)
-
-
-async def _send(data: bytes, send: Send) -> None:
-    await send({"type": "http.response.body", "body": data, "more_body": True})
+        async for item in items:
+            if data := b"".join(event(chunk) for chunk in builder.chunks(item)):
+                await stream.write(data)
+        await stream.write(b"".join(event(chunk) for chunk in builder.last_chunks()) + DONE)
 
 
 async def _until_disconnect(work: Coroutine[Any, Any, None], receive: Receive) -> bool:

@@ -36,6 +36,7 @@ class ApiSettings:
     max_spooled_bytes: of the media of all requests. spool_folder: None is the system's temporary folder.
     max_requests: being answered at once. max_media: of one request. num_fetch_threads: media fetched at once.
     default_params: where a request says nothing. default_deadline_s: of the first token, from arrival.
+    keep_alive_s: of silence in a stream, then a comment is sent.
     """
 
     api_key: str | None = field(default=None, repr=False)
@@ -49,6 +50,7 @@ class ApiSettings:
     num_fetch_threads: int = 8
     default_params: SamplingParams = field(default_factory=SamplingParams)
     default_deadline_s: float | None = None
+    keep_alive_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)

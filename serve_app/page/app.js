@@ -116,7 +116,8 @@ async function* eventsOf(body) {
     const blocks = (buffer + value).split("\n\n");
     buffer = blocks.pop();
     for (const block of blocks) {
-      const data = block.replace(/^data: /, "");
+      if (!block.startsWith("data: ")) continue; // a comment that keeps the connection alive
+      const data = block.slice("data: ".length);
       if (data === "[DONE]") return;
       yield JSON.parse(data);
     }
