@@ -51,7 +51,7 @@ class LocalFleetConfig:
 
 
 @dataclass(slots=True)
-class _Hubs:
+class Hubs:
     """Of all workers: one for embeddings, one for keys and values."""
 
     embeddings: InProcessHub = field(default_factory=InProcessHub)
@@ -63,11 +63,11 @@ class _Hubs:
 
 
 @dataclass(slots=True)
-class _LocalTransport:
-    """One worker's way into the hubs. wake: its thread."""
+class LocalTransport:
+    """A worker's way into the hubs. wake: tells its thread that there is mail."""
 
-    hubs: _Hubs
-    wake: Callable[[], None]
+    hubs: Hubs = field(default_factory=Hubs)
+    wake: Callable[[], None] | None = None
 
     def embeddings(self, name: str, shape: EncoderPoolShape) -> tuple[EncoderPool, EncoderConnector]:
         pool = shape.build()
@@ -95,7 +95,7 @@ class _WorkerThread:
         self,
         info: WorkerInfo,
         settings: WorkerSettings,
-        hubs: _Hubs,
+        hubs: Hubs,
         post: Callable[..., None],
         on_event: Callable[[FleetEvent], None],
         ready: asyncio.Future[None],
@@ -131,7 +131,7 @@ class _WorkerThread:
         self._thread.join(timeout=10)
 
     def _run(self) -> None:
-        transport = _LocalTransport(self._hubs, self._wake.set)
+        transport = LocalTransport(self._hubs, self._wake.set)
         try:
             self.core = WorkerCore(self.info.name, self.info.roles, self._settings, transport)
         except EPDError as error:
@@ -176,7 +176,7 @@ class LocalFleet:
     def __init__(self, config: LocalFleetConfig, settings: WorkerSettings) -> None:
         self._config = config
         self._settings = settings
-        self._hubs = _Hubs()
+        self._hubs = Hubs()
         self._infos = {name: WorkerInfo(name, roles) for name, roles in config.workers.items()}
         self._threads: dict[str, _WorkerThread] = {}
         self._stopped: list[_WorkerThread] = []

@@ -1,0 +1,112 @@
+"""Who waits, who is refused, and when the refused are told to come again."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd.admission import AdmissionQueue
+from epd.errors import OverloadedError
+
+NEVER_S = 1e9
+
+
+def placed_every(seconds: float, count: int = 50) -> AdmissionQueue:
+    """A queue that has found room for one request in so many seconds, while others waited."""
+    queue = AdmissionQueue(1000)
+    for number in range(count + 2):
+        queue.enter(str(number), 0.0, NEVER_S)
+    for number in range(count):
+        queue.place(str(number), number * seconds)
+    for number in (count, count + 1):
+        queue.leave(str(number))
+    return queue
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_again() -> None:
+    queue = AdmissionQueue(2)
+    queue.enter("a", 0.0, NEVER_S)
+    queue.enter("b", 0.0, NEVER_S)
+    with pytest.raises(OverloadedError, match="allowed 2") as refusal:
+        queue.enter("c", 0.0, NEVER_S)
+    assert refusal.value.retry_after_s == 1.0
+    assert queue.num_refused == 1
+    queue.leave("a")
+    queue.enter("c", 0.0, NEVER_S)
+    assert len(queue) == 2
+
+
+def test_waits_are_expected_by_the_rate_that_was_measured() -> None:
+    queue = placed_every(2.0)
+    assert queue.expected_wait_s(4) == pytest.approx(10.0)
+    queue.enter("a", 100.0, NEVER_S)
+    queue.check(100.0, deadline_s=105.0)
+    with pytest.raises(OverloadedError) as refusal:
+        queue.check(100.0, deadline_s=103.0)
+    assert refusal.value.retry_after_s == pytest.approx(4.0)
+
+
+def test_the_first_token_counts_into_what_a_deadline_must_allow() -> None:
+    queue = placed_every(0.1)
+    queue.record_first_token(5.0)
+    queue.enter("a", 0.0, NEVER_S)
+    with pytest.raises(OverloadedError):
+        queue.check(0.0, deadline_s=4.0)
+    queue.check(0.0, deadline_s=6.0)
+
+
+def test_an_empty_queue_takes_whatever_comes() -> None:
+    queue = placed_every(10.0)
+    queue.check(0.0, deadline_s=0.1)
+
+
+def test_idle_time_between_requests_is_no_service_time() -> None:
+    queue = AdmissionQueue(10)
+    for number in range(5):
+        queue.enter("a", number * 100.0, NEVER_S)
+        queue.place("a", number * 100.0 + 0.1)
+    assert queue.expected_wait_s(10) == 0.0
+
+
+def test_what_is_done_again_goes_first_and_is_never_refused() -> None:
+    queue = AdmissionQueue(1)
+    queue.enter("new", 0.0, NEVER_S)
+    queue.enter("again", 0.0, NEVER_S, is_new=False)
+    assert queue.is_turn("again")
+    assert not queue.is_turn("new")
+    assert queue.is_turn("new", 2)
+
+
+def test_past_its_deadline_a_request_waits_no_longer() -> None:
+    queue = AdmissionQueue(1)
+    queue.enter("a", 0.0, 10.0)
+    queue.check_deadline("a", 9.0)
+    with pytest.raises(OverloadedError):
+        queue.check_deadline("a", 11.0)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["enter", "again", "place", "leave"]), st.integers(0, 5))))
+def test_the_queue_is_bounded_and_in_order(steps: list[tuple[str, int]]) -> None:
+    """Against a plain list of (is new, number of arrival, id)."""
+    queue, model = AdmissionQueue(3), list[tuple[bool, int, str]]()
+    for number, (step, name) in enumerate(steps):
+        request_id = str(name)
+        is_there = any(each[2] == request_id for each in model)
+        if step == "enter" and not is_there:
+            if len(model) >= 3:
+                with pytest.raises(OverloadedError):
+                    queue.enter(request_id, number, NEVER_S)
+            else:
+                queue.enter(request_id, number, NEVER_S)
+                model.append((True, number, request_id))
+        elif step == "again" and not is_there:
+            queue.enter(request_id, number, NEVER_S, is_new=False)
+            model.append((False, number, request_id))
+        elif step in ("place", "leave"):
+            (queue.leave if step == "leave" else lambda i, now=number: queue.place(i, now))(request_id)
+            model = [each for each in model if each[2] != request_id]
+        model.sort()
+        assert len(queue) == len(model)
+        assert [queue.is_turn(each[2], place + 1) for place, each in enumerate(model)] == [True] * len(model)
+        assert all(not queue.is_turn(each[2], place) for place, each in enumerate(model))
