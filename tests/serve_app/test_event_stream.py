@@ -13,6 +13,7 @@ from epd.errors import UnavailableError
 from serve_app.event_stream import EventStream
 from tests.serve_app.conftest import QUESTION, Front
 from tests.serve_app.fakes import WORDS, FakeService
+from tests.serve_app.server import wait_until
 
 COMMENT = ": keep-alive"
 
@@ -25,14 +26,14 @@ def test_comments_come_before_the_first_token_and_between_tokens(run_front: Call
     front = run_front(FakeService(word_s=0.35), keep_alive_s=0.1)
     seen = blocks(front.ask(stream=True).text)
     first_word = next(index for index, block in enumerate(seen) if WORDS[0] in block)
-    assert seen[:3] == [COMMENT] * 3
+    assert seen[0] == COMMENT
     assert COMMENT in seen[first_word:]
     assert seen[-1] == "data: [DONE]"
     assert all(block == COMMENT or block.startswith("data: ") for block in seen)
 
 
 def test_a_lively_stream_has_none(run_front: Callable[..., Front]) -> None:
-    front = run_front(FakeService(words=("word ",) * 20, word_s=0.03), keep_alive_s=0.3)
+    front = run_front(FakeService(words=("word ",) * 20, word_s=0.03), keep_alive_s=2.0)
     assert COMMENT not in front.ask(stream=True).text
 
 
@@ -53,12 +54,12 @@ def test_an_error_after_a_comment_is_the_last_event(
     *comments, last = blocks(response.text)
     assert set(comments) == {COMMENT}
     assert json.loads(last.removeprefix("data: "))["error"]["message"] == "all gone"
-    front.wait_until_empty()
+    wait_until(lambda: "request_id=" in caplog.text)
     assert "status=503 error=UnavailableError" in caplog.text
 
 
 def test_an_error_before_any_comment_has_its_status(run_front: Callable[..., Front]) -> None:
-    front = run_front(FakeService(error=UnavailableError("all gone")), keep_alive_s=0.5)
+    front = run_front(FakeService(error=UnavailableError("all gone")), keep_alive_s=5.0)
     assert front.ask(stream=True).status_code == 503
 
 
