@@ -69,7 +69,7 @@ class MediaFeeds:
         if not numbers:
             return
         self.receiver.open(request.request_id, [groups[number].spec for number in numbers])
-        ends = tuple(_end(request, groups[number]) for number in numbers)
+        ends = tuple(group_end(request, groups[number]) for number in numbers)
         joiner = Joiner(self._adapter, request.prompt.media)
         self._feeds[request.request_id] = _Feed(request, groups, numbers, ends, joiner)
 
@@ -174,10 +174,10 @@ class MediaFeeds:
 
 def needed_groups(request: GenerateRequest, groups: Sequence[MediaGroup], num_cached: int) -> tuple[int, ...]:
     """Numbers of the groups whose tokens are not all among the first `num_cached` of the prompt."""
-    return tuple(number for number, group in enumerate(groups) if _end(request, group) > num_cached)
+    return tuple(number for number, group in enumerate(groups) if group_end(request, group) > num_cached)
 
 
-def _end(request: GenerateRequest, group: MediaGroup) -> int:
+def group_end(request: GenerateRequest, group: MediaGroup) -> int:
     """Prompt tokens [0, end) end with the last that depends on the group."""
     item = request.prompt.media[group.item]
     last = len(item.units) if item.plan.is_joined_whole else group.stop

@@ -72,7 +72,7 @@ class EncodeGroup(Message[bool]):
     """Units [start, stop) of an item for a ticket; frames come as bulk, or not at all.
 
     The reply tells whether it was taken; without frames, it is refused unless it is in the encoder's cache.
-    item, group: for spans.
+    plan: may lack its times. item, group: for spans.
     """
 
     request_id: str

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from encoders.groups import MediaGroup
 from epd.connectors import KVTicket, TransferOutcome
 from epd.errors import InfeasibleError, UnavailableError
-from serve_app.media_feed import MediaFeeds
+from serve_app.media_feed import MediaFeeds, group_end
 from serve_app.messages import Admitted, Prefill, RequestFailed, SpanDone, WorkerLoad, endpoint
 from serve_app.service import StageSpan
 from serve_app.worker_roles import Clock, News
@@ -20,15 +20,16 @@ from stages.prefill import PrefillStage
 class _Progress:
     """A prompt on its way through the engine. ends: of each group, its last token and one.
 
-    submitted_s, admitted_s: Unix time. num_spanned: groups whose span has been told.
-    service_s: of the steps since then.
+    submitted_s: Unix time. num_spanned: leading groups that were cached, or whose span has been told.
+    queued_s: until it was admitted. service_s: of the steps since the last span.
     """
 
     message: Prefill
     ends: tuple[int, ...]
     submitted_s: float
-    admitted_s: float = 0.0
+    is_admitted: bool = False
     num_spanned: int = 0
+    queued_s: float = 0.0
     service_s: float = 0.0
 
 
@@ -47,8 +48,7 @@ class PrefillRole:
         if not self._has_room(message.request):
             return False
         self.stage.submit(message.request, message.ticket)
-        items = message.request.prompt.media
-        ends = tuple(items[group.item].units[-1].stop for group in message.groups)
+        ends = tuple(group_end(message.request, group) for group in message.groups)
         self._prompts[message.request.request_id] = _Progress(message, ends, self._clock())
         return True
 
@@ -87,9 +87,11 @@ class PrefillRole:
     def _take_admissions(self, result: StepResult, news: News) -> None:
         for admission in result.admissions:
             prompt = self._prompts.get(admission.request_id)
-            if prompt is None or prompt.admitted_s:  # one that decodes, or comes back from host memory
+            if prompt is None or prompt.is_admitted:  # one that decodes, or comes back from host memory
                 continue
-            prompt.admitted_s = self._clock()
+            prompt.is_admitted = True
+            prompt.queued_s = self._clock() - prompt.submitted_s
+            prompt.num_spanned = sum(end <= admission.num_cached for end in prompt.ends)
             news.events.append(Admitted(admission.request_id, admission.num_cached))
             try:
                 self.feeds.open(prompt.message.request, prompt.message.groups, admission.num_cached)
@@ -111,20 +113,18 @@ class PrefillRole:
                 del self._prompts[request_id]
 
     def _tell_spans(self, prompt: _Progress, start_s: float, num_computed: int, news: News) -> None:
-        """One span for each step that ends groups, and one for the step that ends the prompt."""
+        """A span for each group that the step has ended, and one for a question that ends after them."""
         request = prompt.message.request
         done = [n for n in range(prompt.num_spanned, len(prompt.ends)) if prompt.ends[n] <= num_computed]
         prompt.num_spanned += len(done)
         now_s = self._clock()
         prompt.service_s += now_s - start_s
         is_over = num_computed >= request.num_prompt_tokens
-        if not done and not is_over:
-            return
-        item, group = _place(prompt.message.groups, done[-1]) if done else (None, None)
-        span = StageSpan("prefill", self._worker, start_s, now_s, item=item, group=group)
-        queued_s = prompt.admitted_s - prompt.submitted_s if is_over else 0.0
-        news.events.append(SpanDone(request.request_id, span, prompt.service_s, queued_s))
-        prompt.service_s = 0.0
+        places: list[tuple[int | None, int | None]] = [_place(prompt.message.groups, each) for each in done]
+        for item, group in places or ([(None, None)] if is_over else []):
+            span = StageSpan("prefill", self._worker, start_s, now_s, item=item, group=group)
+            news.events.append(SpanDone(request.request_id, span, prompt.service_s, prompt.queued_s))
+            prompt.service_s = prompt.queued_s = 0.0
 
     def _take_handovers(self, result: StepResult, news: News) -> None:
         """A decode worker that did not take what it had room for: the request is done again."""

@@ -32,6 +32,7 @@ from serve_app.messages import (
     RequestFailed,
     Reserve,
     SetRoles,
+    SpanDone,
     WorkerEvent,
     endpoint,
 )
@@ -178,6 +179,10 @@ def test_a_request_goes_through_three_workers(bench: Bench, question: Question) 
     assert bench.submit("r", plan)
     bench.finish({"r": (question, plan)})
     assert kinds(bench.events).count(HandedOver) == 1
+    spans = [event.span for _, event in bench.events if isinstance(event, SpanDone)]
+    encoded = {(span.item, span.group) for span in spans if span.stage == "encode"}
+    assert len(encoded) == len(plan.groups)
+    assert {(span.item, span.group) for span in spans if span.stage == "prefill"} > {(0, 0), (0, 1), (1, 0)}
     arrived = [event for _, event in bench.events if isinstance(event, GroupsArrived)]
     assert sum(len(event.transfer_ids) for event in arrived) == len(plan.groups) > 3
     assert len(bench.tokens("r")) <= MAX_TOKENS
