@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from epd import console
 from epd.errors import RequestError
-from epd.topology import parse_topology
 
 if TYPE_CHECKING:
-    from serve_app.app import AppArgs
+    from serve_app.app_args import AppArgs
 
 _Model = Annotated[
     Path | None,
@@ -35,7 +33,7 @@ _Topology = Annotated[
     ),
 ]
 _Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")]
-_Port = Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="Port to listen on.")]
+_Port = Annotated[int, typer.Option(metavar="N", min=1, max=65535, help="Port to listen on.")]
 _ModelName = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="What requests call the model; by default its folder's name."),
@@ -94,7 +92,6 @@ def serve(
     Prints a line when it is ready. SIGINT or SIGTERM ends it when the requests under way have been answered.
     """
     start_s = time.monotonic()
-    parse_topology(topology)  # before anything slow
     options = {
         "model": model,
         "model_name": model_name,
@@ -118,13 +115,12 @@ def serve(
 
 def _app_args(options: dict[str, Any]) -> AppArgs:
     """Checked. Raises EPDError."""
-    with console.status("loading"):
-        from pydantic import ValidationError
+    from pydantic import ValidationError
 
-        from serve_app.app import AppArgs
+    from serve_app.app_args import AppArgs
 
     try:
-        return AppArgs(**options)
+        return AppArgs(**options).resolved()
     except ValidationError as error:
         first = error.errors(include_input=False)[0]
         place = "--" + "-".join(str(part) for part in first["loc"]).replace("_", "-")

@@ -10,19 +10,15 @@ with them.
 
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import SecretStr
 from ray import serve
 
-from epd.errors import ModelNotFoundError
-from epd.models import embedded_model_path
-from epd.routing import Stage
-from epd.topology import parse_topology
 from serve_app.api import ApiSettings, create_api
+from serve_app.app_args import AppArgs
 from serve_app.orchestrator import Orchestrator, OrchestratorConfig
 from serve_app.planning import Planner
 from serve_app.ray_fleet import RayFleet, RayFleetConfig
@@ -34,64 +30,12 @@ API_KEY_VARIABLE = "EPD_API_KEY"
 _MAX_REFUSING = 64
 
 
-class AppArgs(BaseModel):
-    """What the application is made of.
-
-    model: a folder in Hugging Face layout, by default the embedded shapes-vl. model_name: asked for under it.
-    topology: see `epd.topology`. num_video_workers: that decode video, with num_video_threads each.
-    api_key: by default what EPD_API_KEY is set to; without one everybody is let in.
-    allowed_media_path: folder that file:// media may be read from. allowed_media_hosts: see `FetchPolicy`.
-    num_kv_tokens: room for keys and values at each worker. max_requests: answered at once.
-    max_waiting, max_wait_s: for room at the workers. hang_s: without a sign of life a worker is lost after.
-    drain_s: that requests are given to end when the application does.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-    model: Path | None = None
-    model_name: str | None = None
-    topology: str = "1e1p1d"
-    dtype: str = "float32"
-    num_video_workers: int = Field(default=1, ge=1, le=64)
-    num_video_threads: int = Field(default=2, ge=1, le=64)
-    num_kv_tokens: int | None = Field(default=None, ge=1)
-    api_key: SecretStr | None = None
-    allowed_media_path: Path | None = None
-    allowed_media_hosts: frozenset[str] | None = None
-    max_requests: int = Field(default=512, ge=1)
-    max_waiting: int = Field(default=256, ge=0)
-    max_wait_s: float = Field(default=120.0, gt=0)
-    hang_s: float = Field(default=10.0, gt=0)
-    drain_s: float = Field(default=30.0, ge=0)
-
-    @property
-    def model_path(self) -> Path:
-        """Raises ModelNotFoundError when there is no model."""
-        path = self.model or embedded_model_path()
-        if not (path / "config.json").is_file():
-            raise ModelNotFoundError(
-                f"received the model '{path}', where there is no config.json; give a folder in Hugging Face "
-                "layout, or leave it out for the embedded model"
-            )
-        return path
-
-    @property
-    def workers(self) -> Mapping[str, frozenset[Stage]]:
-        """Roles by name. Raises RequestError for what is no topology."""
-        workers = {worker.name: worker.roles for worker in parse_topology(self.topology).workers()}
-        return workers | {f"v{number}": _VIDEO for number in range(self.num_video_workers)}
-
-
-_VIDEO: frozenset[Stage] = frozenset({"video"})
-
-
 def build_app(args: AppArgs) -> serve.Application:
     """The application, not running yet. Raises EPDError for a model or topology that cannot be."""
-    args = _with_key(args)
-    workers, model_path = args.workers, args.model_path.resolve()
+    args = _with_key(args).resolved()
 
     def api() -> FastAPI:
-        return _create(args, workers, model_path)
+        return _create(args)
 
     deployment = serve.deployment(
         name="ingress",
@@ -109,15 +53,15 @@ def _with_key(args: AppArgs) -> AppArgs:
     return args if args.api_key or not key else args.model_copy(update={"api_key": SecretStr(key)})
 
 
-def _create(args: AppArgs, workers: Mapping[str, frozenset[Stage]], model_path: Path) -> FastAPI:
+def _create(args: AppArgs) -> FastAPI:
     """In the ingress: the front over its service, which starts and ends with it."""
     _log_requests()
     fleet = RayFleet(
-        RayFleetConfig(workers, hang_s=args.hang_s, num_video_threads=args.num_video_threads),
-        WorkerSettings(model_path, dtype=args.dtype, num_kv_tokens=args.num_kv_tokens),
+        RayFleetConfig(args.workers, hang_s=args.hang_s, num_video_threads=args.num_video_threads),
+        WorkerSettings(args.model_path, dtype=args.dtype, num_kv_tokens=args.num_kv_tokens),
     )
     config = OrchestratorConfig(max_waiting=args.max_waiting, max_wait_s=args.max_wait_s)
-    service = Orchestrator(fleet, Planner(model_path, args.model_name), config)
+    service = Orchestrator(fleet, Planner(args.model_path, args.model_name), config)
     app = create_api(service, _settings(args))
     front_lifespan = app.router.lifespan_context
 

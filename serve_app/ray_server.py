@@ -14,7 +14,8 @@ from ray.serve.config import ProxyLocation
 from ray.serve.exceptions import RayServeException
 
 from epd.errors import UnavailableError
-from serve_app.app import AppArgs, build_app
+from serve_app.app import build_app
+from serve_app.app_args import AppArgs
 from serve_app.ray_cluster import RaySettings, ray_cluster
 
 APP_NAME = "epd"

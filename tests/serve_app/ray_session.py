@@ -14,7 +14,8 @@ from typing import Any
 from ray import serve
 from ray.serve.config import ProxyLocation
 
-from serve_app.app import AppArgs, build_app
+from serve_app.app import build_app
+from serve_app.app_args import AppArgs
 from serve_app.orchestrator import Orchestrator, OrchestratorConfig
 from serve_app.planning import Planner
 from serve_app.ray_cluster import RaySettings, ray_cluster

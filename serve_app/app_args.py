@@ -1,0 +1,71 @@
+"""What the application on Ray is made of, checked before anything slow is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
+
+from epd.errors import ModelNotFoundError
+from epd.models import embedded_model_path
+from epd.routing import Stage
+from epd.topology import parse_topology
+
+_VIDEO: frozenset[Stage] = frozenset({"video"})
+
+
+class AppArgs(BaseModel):
+    """What the application is made of.
+
+    model: a folder in Hugging Face layout, by default the embedded shapes-vl. model_name: asked for under it.
+    topology: see `epd.topology`. num_video_workers: that decode video, with num_video_threads each.
+    api_key: by default what EPD_API_KEY is set to; without one everybody is let in.
+    allowed_media_path: folder that file:// media may be read from. allowed_media_hosts: see `FetchPolicy`.
+    num_kv_tokens: room for keys and values at each worker. max_requests: answered at once.
+    max_waiting, max_wait_s: for room at the workers. hang_s: without a sign of life a worker is lost after.
+    drain_s: that requests are given to end when the application does.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    model: Path | None = None
+    model_name: str | None = None
+    topology: str = "1e1p1d"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    num_video_workers: int = Field(default=1, ge=1, le=64)
+    num_video_threads: int = Field(default=2, ge=1, le=64)
+    num_kv_tokens: int | None = Field(default=None, ge=1)
+    api_key: SecretStr | None = None
+    allowed_media_path: Path | None = None
+    allowed_media_hosts: frozenset[str] | None = None
+    max_requests: int = Field(default=512, ge=1)
+    max_waiting: int = Field(default=256, ge=0)
+    max_wait_s: float = Field(default=120.0, gt=0)
+    hang_s: float = Field(default=10.0, gt=0)
+    drain_s: float = Field(default=30.0, ge=0)
+
+    @property
+    def model_path(self) -> Path:
+        """Raises ModelNotFoundError when there is no model."""
+        path = self.model or embedded_model_path()
+        if not (path / "config.json").is_file():
+            raise ModelNotFoundError(
+                f"received the model '{path}', where there is no config.json; give a folder in Hugging Face "
+                "layout, or leave it out for the embedded model"
+            )
+        return path
+
+    def resolved(self) -> Self:
+        """The same for any process of this machine. Raises EPDError for a model or topology that is none."""
+        parse_topology(self.topology)
+        folder = self.allowed_media_path
+        paths = {"model": self.model_path.resolve(), "allowed_media_path": folder and folder.resolve()}
+        return self.model_copy(update=paths)
+
+    @property
+    def workers(self) -> Mapping[str, frozenset[Stage]]:
+        """Roles by name. Raises RequestError for what is no topology."""
+        workers = {worker.name: worker.roles for worker in parse_topology(self.topology).workers()}
+        return workers | {f"v{number}": _VIDEO for number in range(self.num_video_workers)}
