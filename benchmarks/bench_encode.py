@@ -11,18 +11,14 @@ shapes without memory, and read from tiny checkpoints. Results go to benchmarks/
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import logging
 import os
-import platform
 import random
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +29,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch  # noqa: E402 - after sys.path
 import transformers  # noqa: E402
 from encode_models import PUBLISHED  # noqa: E402
+from reporting import Row, Section, run_sections, setting  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from encoders import ADAPTERS, Adapter, MediaPlan, VideoFacts  # noqa: E402
@@ -44,10 +41,8 @@ from epd.sharding import imbalance, plan_shards  # noqa: E402
 from stages.weights import load_role, skeleton  # noqa: E402
 from tests.encoders.tiny_tiles import BUILDERS  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results"
 GROUP_TOKENS = 256
 IMAGE_SIZE = (1080, 1920)
-Row = dict[str, Any]
 
 # Real frame sizes for the tiny checkpoints: their processors are replaced by those of published models.
 VISION = {
@@ -256,73 +251,31 @@ def _weights(name: str, how: str, encode: int, language: int) -> Row:
     }
 
 
-def setting() -> Row:
-    """Where and with what this was measured."""
-    names = ("torch", "torchvision", "transformers", "numpy")
-    return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "load_average_1min": round(os.getloadavg()[0], 1),
-        "python": platform.python_version(),
-        **{name: version(name) for name in names},
-        "group_tokens": GROUP_TOKENS,
-    }
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-TITLES = {
-    "preprocess": "Preprocessing, one core: ours over Hugging Face's processor (aim: 0.25)",
-    "balance": "Patches of the largest shard over the mean (aim: 1.1 when groups are many)",
-    "weights": "Bytes of weights by role",
-}
-
-
-def markdown(results: Row) -> str:
-    lines = ["# The encode stage", "", "`python benchmarks/bench_encode.py`", ""]
-    lines += [f"- {key}: {value}" for key, value in results["setting"].items()]
-    for section, title in TITLES.items():
-        rows = results.get(section)
-        if rows:
-            lines += ["", f"## {title}", "", _table(rows)]
-    return "\n".join(lines) + "\n"
-
-
-def _table(rows: list[Row]) -> str:
-    head = " | ".join(rows[0])
-    body = "\n".join(f"| {' | '.join(str(value) for value in row.values())} |" for row in rows)
-    return f"| {head} |\n|{'---|' * len(rows[0])}\n{body}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few frames and repeats; writes nothing")
-    parser.add_argument("--section", choices=TITLES, action="append", help="only this; may be repeated")
-    arguments = parser.parse_args()
+    parser.add_argument("--section", action="append", help="preprocess, balance or weights; may be repeated")
+    options = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    frames, repeats = (8, 3) if arguments.quick else (64, 15)
-    run = {
-        "preprocess": lambda: preprocess_rows(frames, repeats),
-        "balance": balance_rows,
-        "weights": weight_rows,
+    frames, repeats = (8, 3) if options.quick else (64, 15)
+    sections = {
+        "preprocess": Section(
+            "Preprocessing, one core: ours over Hugging Face's processor (aim: 0.25)",
+            lambda: preprocess_rows(frames, repeats),
+        ),
+        "balance": Section(
+            "Patches of the largest shard over the mean (aim: 1.1 when groups are many)", balance_rows
+        ),
+        "weights": Section("Bytes of weights by role", weight_rows),
     }
-    path = RESULTS / "encode.json"
-    results: Row = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    for section in arguments.section or TITLES:
-        results[section] = run[section]()
-    results = {"setting": setting(), **{name: results[name] for name in TITLES if name in results}}
-    print(json.dumps(results, indent=1))
-    if not arguments.quick:
-        RESULTS.mkdir(exist_ok=True)
-        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        (RESULTS / "encode.md").write_text(markdown(results), encoding="utf-8")
+    run_sections(
+        "encode",
+        "The encode stage",
+        sections,
+        options.section or list(sections),
+        lambda: setting(("torch", "torchvision", "transformers", "numpy"), group_tokens=GROUP_TOKENS),
+        save=not options.quick,
+    )
 
 
 if __name__ == "__main__":
