@@ -10,14 +10,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from epd.errors import RequestError
-
-if TYPE_CHECKING:
-    from serve_app.app_args import AppArgs
 
 _Model = Annotated[
     Path | None,
@@ -113,8 +110,8 @@ def serve(
         print("draining; once more ends at once", file=sys.stderr)
 
 
-def _app_args(options: dict[str, Any]) -> AppArgs:
-    """Checked. Raises EPDError."""
+def _app_args(options: dict[str, Any]) -> Any:
+    """The application's checked arguments. Raises EPDError."""
     from pydantic import ValidationError
 
     from serve_app.app_args import AppArgs
@@ -128,7 +125,7 @@ def _app_args(options: dict[str, Any]) -> AppArgs:
 
 
 @contextlib.contextmanager
-def _served(args: AppArgs, host: str, port: int, address: str | None, verbose: bool) -> Iterator[str]:
+def _served(args: Any, host: str, port: int, address: str | None, verbose: bool) -> Iterator[str]:
     """The URL of the running server."""
     from serve_app.ray_cluster import RaySettings
     from serve_app.ray_server import HttpSettings, served_app
