@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from epd.errors import OverloadedError
 
 _WEIGHT_OF_NEW = 0.1  # of a measurement, in the running means
+_MAX_OVERTAKEN = 32
 _LEAST_RETRY_S, _MOST_RETRY_S = 1.0, 60.0
 
 
@@ -24,6 +25,7 @@ class _Waiting:
     number: int
     request_id: str = field(compare=False)
     deadline_s: float = field(compare=False)
+    num_overtaken: int = field(default=0, compare=False)  # by requests behind it that found room
 
 
 class _Mean:
@@ -51,11 +53,15 @@ class AdmissionQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def check(self, now_s: float, deadline_s: float) -> None:
-        """Raises OverloadedError if a request that came now would be refused."""
-        if len(self._waiting) >= self.max_waiting:
-            raise self._refusal(f"{len(self._waiting)} requests wait; allowed {self.max_waiting}")
-        expected_s = self.expected_wait_s(len(self._waiting)) + (self._first_token_s.value or 0.0)
+    def check(self, now_s: float, deadline_s: float, *, num_coming: int = 0) -> None:
+        """Raises OverloadedError if a request that came now would be refused.
+
+        num_coming: requests that were not refused and have not entered yet.
+        """
+        num_ahead = len(self._waiting) + num_coming
+        if num_ahead >= self.max_waiting:
+            raise self._refusal(f"{num_ahead} requests wait; allowed {self.max_waiting}")
+        expected_s = self.expected_wait_s(num_ahead) + (self._first_token_s.value or 0.0)
         if self._waiting and now_s + expected_s > deadline_s:
             left_s = deadline_s - now_s
             raise self._refusal(f"a first token takes {expected_s:.1f} s; the deadline is in {left_s:.1f} s")
@@ -73,7 +79,12 @@ class AdmissionQueue:
         self._num_entered += 1
 
     def is_turn(self, request_id: str, num_first: int = 1) -> bool:
-        """Whether the request is among the first, whose turn it is to look for room."""
+        """Whether the request is among the first, whose turn it is to look for room.
+
+        Once too many have overtaken the first, it is the turn of that one alone, so that none starves.
+        """
+        if self._waiting and self._waiting[0].num_overtaken >= _MAX_OVERTAKEN:
+            num_first = 1
         return any(each.request_id == request_id for each in self._waiting[:num_first])
 
     def check_deadline(self, request_id: str, now_s: float) -> None:
@@ -84,6 +95,10 @@ class AdmissionQueue:
 
     def place(self, request_id: str, now_s: float) -> None:
         """The request has found room."""
+        for waiting in self._waiting:
+            if waiting.request_id == request_id:
+                break
+            waiting.num_overtaken += 1
         self.leave(request_id)
         if self._placed_s is not None:
             self._interval_s.add(now_s - self._placed_s)

@@ -48,6 +48,7 @@ from serve_app.task_group import Tasks
 from stages.generation import TokenOutput
 
 _MAX_GROUP_FAILURES = 3
+_DRAIN_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,8 @@ class Orchestrator:
         self._loads: dict[str, WorkerLoad] = {}
         self._counters: Counter[str] = Counter()
         self._numbers = count(1)
+        self._num_planning = 0
+        self._is_draining = False
         self._tasks = Tasks()
         self._following: asyncio.Task[None] | None = None
         self._threads = ThreadPoolExecutor(self.config.num_planning_threads, thread_name_prefix="planning")
@@ -98,8 +101,16 @@ class Orchestrator:
         await self._fleet.start()
         self._following = asyncio.create_task(self._follow())
 
+    async def drain(self, timeout_s: float) -> bool:
+        """Takes nothing new and waits for what runs. Returns whether all of it has ended in time."""
+        self._is_draining = True
+        end_s = time.monotonic() + timeout_s
+        while self.num_attempts and time.monotonic() < end_s:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        return self.num_attempts == 0
+
     async def close(self) -> None:
-        """Ends the fleet and whatever runs."""
+        """Ends the fleet and whatever runs: answers under way raise UnavailableError."""
         self._tasks.cancel()
         await self._tasks.wait()
         await self._fleet.close()
@@ -113,7 +124,9 @@ class Orchestrator:
         """See `AnswerService`."""
         now_s = time.time()
         deadline_s = request.deadline_s or now_s + self.config.max_wait_s
-        self.queue.check(now_s, deadline_s)
+        if self._is_draining:
+            raise UnavailableError("the service is going down; ask another, or again later")
+        self.queue.check(now_s, deadline_s, num_coming=self._num_planning)
         plan = await self._plan(request)
         answer = LiveAnswer(request, plan, self._planner.texts, time.time)
         running = self._tasks.spawn(self._run(answer, deadline_s))
@@ -124,7 +137,12 @@ class Orchestrator:
             running.cancel()
 
     async def _plan(self, request: AnswerRequest) -> AnswerPlan:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._planner.plan, request)
+        self._num_planning += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, self._planner.plan, request)
+        finally:
+            self._num_planning -= 1
 
     async def _run(self, answer: LiveAnswer, deadline_s: float) -> None:
         """All tries of a request. What ends it reaches the consumer through the answer."""
@@ -140,6 +158,9 @@ class Orchestrator:
             raise UnavailableError(
                 f"the request was lost with {self.config.max_attempts} workers in turn; ask again"
             )
+        except asyncio.CancelledError:
+            answer.fail(UnavailableError("the service has been closed; ask again when it is back"))
+            raise
         except Exception as error:  # noqa: BLE001 - the consumer waits for it
             answer.fail(error)
 
@@ -174,8 +195,8 @@ class Orchestrator:
 
     @property
     def num_attempts(self) -> int:
-        """Requests that are being worked on."""
-        return len(self._attempts) + len(self.queue)
+        """Requests that have not ended."""
+        return len(self._attempts) + self._num_planning
 
     @property
     def num_tickets(self) -> int:

@@ -78,6 +78,28 @@ def test_what_is_done_again_goes_first_and_is_never_refused() -> None:
     assert queue.is_turn("new", 2)
 
 
+def test_a_request_that_many_overtake_gets_a_turn_of_its_own() -> None:
+    queue = AdmissionQueue(100)
+    queue.enter("large", 0.0, NEVER_S)
+    for number in range(40):
+        queue.enter(str(number), 0.0, NEVER_S)
+    for number in range(32):
+        assert queue.is_turn(str(number), 8)
+        queue.place(str(number), 0.0)
+    assert queue.is_turn("large", 8)
+    assert not queue.is_turn("32", 8)
+    queue.place("large", 0.0)
+    assert queue.is_turn("32", 8)
+
+
+def test_requests_on_their_way_to_the_queue_count() -> None:
+    queue = AdmissionQueue(3)
+    queue.enter("a", 0.0, NEVER_S)
+    queue.check(0.0, NEVER_S, num_coming=1)
+    with pytest.raises(OverloadedError):
+        queue.check(0.0, NEVER_S, num_coming=2)
+
+
 def test_past_its_deadline_a_request_waits_no_longer() -> None:
     queue = AdmissionQueue(1)
     queue.enter("a", 0.0, 10.0)
