@@ -40,7 +40,7 @@ def create_api(service: AnswerService, settings: ApiSettings | None = None) -> F
     front = FrontDoor(service, settings or ApiSettings())
     app = _App(title="epd", docs_url=None, redoc_url=None, lifespan=_lifespan)
     app.state.front = front
-    app.add_middleware(RequestEdge, on_finished=front.finish)
+    app.add_middleware(RequestEdge, on_finished=front.finish, allowed_hosts=front.settings.allowed_hosts)
     install_error_handlers(app)
     app.include_router(_open)
     app.include_router(_guarded, dependencies=[Depends(KeyCheck(front.settings.api_key))])

@@ -37,6 +37,7 @@ class ApiSettings:
     max_requests: being answered at once. max_media: of one request. num_fetch_threads: media fetched at once.
     default_params: where a request says nothing. default_deadline_s: of the first token, from arrival.
     keep_alive_s: of silence in a stream, then a comment is sent.
+    allowed_hosts: names that clients may call the server by, see `host_check.served_hosts`; None for any.
     """
 
     api_key: str | None = field(default=None, repr=False)
@@ -51,6 +52,7 @@ class ApiSettings:
     default_params: SamplingParams = field(default_factory=SamplingParams)
     default_deadline_s: float | None = None
     keep_alive_s: float = 10.0
+    allowed_hosts: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

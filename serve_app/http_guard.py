@@ -26,6 +26,7 @@ from epd.errors import (
     RequestLimitError,
     http_status,
 )
+from serve_app.host_check import has_allowed_host
 from serve_app.media_spool import ByteBudget
 from serve_app.protocol import ErrorBody, ErrorReply
 from serve_app.record import RequestRecord
@@ -44,11 +45,20 @@ _MAX_SHOWN_ERRORS = 3
 
 
 class RequestEdge:
-    """Gives every HTTP request a record, its id to every answer, and every bug an answer."""
+    """Gives every HTTP request a record, its id to every answer, and every bug an answer.
 
-    def __init__(self, app: ASGIApp, on_finished: Callable[[RequestRecord], None]) -> None:
+    allowed_hosts: see `host_check`; None for any.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        on_finished: Callable[[RequestRecord], None],
+        allowed_hosts: frozenset[str] | None = None,
+    ) -> None:
         self._app = app
         self._on_finished = on_finished
+        self._allowed_hosts = allowed_hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -67,7 +77,7 @@ class RequestEdge:
             await send(message)
 
         try:
-            await self._app(scope, receive, send_with_id)
+            await self._app_for(scope)(scope, receive, send_with_id)
         except Exception:  # the edge of the process: a bug ends one request, not the server
             logger.exception("request_id=%s ended by a bug", record.request_id)
             record.status, record.error = HTTPStatus.INTERNAL_SERVER_ERROR.value, "bug"
@@ -75,6 +85,21 @@ class RequestEdge:
                 await bug_response(record)(scope, receive, send_with_id)
         finally:
             self._on_finished(record)
+
+    def _app_for(self, scope: Scope) -> ASGIApp:
+        if self._allowed_hosts is None or has_allowed_host(scope, self._allowed_hosts):
+            return self._app
+        return _foreign_host_response()
+
+
+def _foreign_host_response() -> JSONResponse:
+    message = (
+        "received a Host header with a name that is not this server's; allowed: localhost, addresses and "
+        "the names it was started with; start it with --allowed-host NAME"
+    )
+    return JSONResponse(
+        _reply(HTTPStatus.FORBIDDEN, message, "host_forbidden").model_dump(), HTTPStatus.FORBIDDEN
+    )
 
 
 def record_of(request: Request) -> RequestRecord:
@@ -105,11 +130,12 @@ class KeyCheck:
 async def read_body(request: Request, max_bytes: int, budget: ByteBudget) -> bytearray:
     """The JSON body, refused as soon as it is too large. What it takes of the budget is noted in the record.
 
-    Only `application/json`, which no browser sends to another site unasked.
+    Only `application/json`, which no browser sends to another site unasked; no type at all only from what
+    is no browser.
     Raises RequestError, RequestLimitError, OverloadedError.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type not in _JSON_TYPES:
+    if content_type not in _JSON_TYPES or (not content_type and "origin" in request.headers):
         raise RequestError(
             f"received the content type {content_type[:50]!r}; allowed: application/json; set the header"
         )
