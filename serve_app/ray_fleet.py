@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_CALLS = 10_000  # of one actor at once, most of which wait
 _RETRY_S = 0.05  # between questions whether a process is there
+_REMOVE_S = 5.0  # for files on other machines to be removed
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,22 @@ class RayFleet:
             if member.process is not None:
                 member.process.forget()
         self._files.remove_all()
+        await self._remove_elsewhere()
         self._events.put_nowait(None)
+
+    async def _remove_elsewhere(self) -> None:
+        """Files of pools on other machines where workers have been."""
+        nodes = {each.place.node_id for each in self._members.values() if each.place} - {self._node_id}
+        removing = []
+        for node in nodes:
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
+            task = ray.remote(_remove_files).options(num_cpus=0, scheduling_strategy=there)
+            removing.append(asyncio.ensure_future(_awaited(task.remote(self._fleet_id))))
+        if removing:  # one that is gone has none any more
+            await asyncio.wait(removing, timeout=_REMOVE_S)
+            for each in removing:
+                each.add_done_callback(_noted)
+                each.cancel()
 
     # Messages
 
@@ -356,6 +372,10 @@ class RayFleet:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _remove_files(fleet_id: str) -> None:
+    PoolFiles(fleet_id).remove_all()
 
 
 async def _awaited(ref: Any) -> Any:

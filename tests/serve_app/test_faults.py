@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,6 +80,22 @@ def test_processes_that_are_killed_and_stopped_change_no_token(
     assert [answer.tokens for answer in answers] == expected
     assert sum(answer.end.num_retries for answer in answers if answer.end) > 0
     assert PoolFiles("").paths() == before
+
+
+@pytest.mark.skipif(not IS_SOAK, reason="takes a minute of both cores: make soak")
+def test_a_machine_that_is_lost_changes_no_token(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Two Ray nodes, one killed with its workers while streams run; see `tests/serve_app/two_nodes.py`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.serve_app.two_nodes", checkpoints["qwen2_5_vl"], tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["is_equal"]
+    assert result["num_lost"] == len(result["there"]) > 0
 
 
 async def asked_while_harmed(deployment: RayDeployment, questions: list[Question]) -> list[Answered]:
