@@ -1,0 +1,66 @@
+"""The ingress of the application: the HTTP front over an orchestrator and its fleet, which it owns."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from serve_app.api import ApiSettings, create_api
+from serve_app.app_args import AppArgs
+from serve_app.orchestrator import Orchestrator, OrchestratorConfig
+from serve_app.planning import Planner
+from serve_app.ray_fleet import RayFleet, RayFleetConfig
+from serve_app.worker_stages import WorkerSettings
+from video import FetchPolicy
+
+
+def create_ingress(args: AppArgs) -> FastAPI:
+    """The front over its service, which starts and ends with it."""
+    _log_requests()
+    fleet = RayFleet(
+        RayFleetConfig(args.workers, hang_s=args.hang_s, num_video_threads=args.num_video_threads),
+        WorkerSettings(args.model_path, dtype=args.dtype, num_kv_tokens=args.num_kv_tokens),
+    )
+    config = OrchestratorConfig(max_waiting=args.max_waiting, max_wait_s=args.max_wait_s)
+    service = Orchestrator(fleet, Planner(args.model_path, args.model_name), config)
+    app = create_api(service, _settings(args))
+    front_lifespan = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        try:
+            await service.start()
+            async with front_lifespan(app):
+                yield
+        finally:
+            await service.close()
+
+    app.router.lifespan_context = lifespan
+    return app
+
+
+def _settings(args: AppArgs) -> ApiSettings:
+    policy = FetchPolicy(
+        allowed_hosts=args.allowed_media_hosts,
+        media_folder=args.allowed_media_path,
+        max_bytes=ApiSettings().fetch.max_bytes,
+    )
+    return ApiSettings(
+        api_key=args.api_key.get_secret_value() if args.api_key else None,
+        fetch=policy,
+        max_requests=args.max_requests,
+    )
+
+
+def _log_requests() -> None:
+    """A line for every finished request on stderr, which Ray keeps in a file, and shows if it is asked."""
+    logger = logging.getLogger("serve_app")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
