@@ -21,7 +21,8 @@ from serve_app.media_spool import ByteBudget, MediaSpool
 from serve_app.metrics import FrontMetrics
 from serve_app.protocol import ChatRequest, EpdOptions
 from serve_app.record import RequestRecord
-from serve_app.service import AnswerItem, AnswerRequest, AnswerService, MediaSource
+from serve_app.service import AnswerItem, AnswerRequest, AnswerService, MediaSource, StageSpan
+from serve_app.tracing import tracing_of
 from video import FetchPolicy
 
 _RETRY_AFTER_S = 1.0
@@ -38,6 +39,8 @@ class ApiSettings:
     default_params: where a request says nothing. default_deadline_s: of the first token, from arrival.
     keep_alive_s: of silence in a stream, then a comment is sent.
     allowed_hosts: names that clients may call the server by, see `host_check.served_hosts`; None for any.
+    trace_dir: a Chrome trace of each request is written there, the latest `max_traces` are kept.
+    otlp_endpoint: base URL of a collector that gets OpenTelemetry traces.
     """
 
     api_key: str | None = field(default=None, repr=False)
@@ -53,6 +56,9 @@ class ApiSettings:
     default_deadline_s: float | None = None
     keep_alive_s: float = 10.0
     allowed_hosts: frozenset[str] | None = None
+    trace_dir: Path | None = None
+    max_traces: int = 256
+    otlp_endpoint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,7 @@ class FrontDoor:
         self.service = service
         self.settings = settings
         self.metrics = FrontMetrics()
+        self.tracing = tracing_of(settings.trace_dir, settings.max_traces, settings.otlp_endpoint)
         self.bodies = ByteBudget(settings.max_held_body_bytes, "request bodies")
         self.num_requests = 0
         self.spool = MediaSpool(
@@ -77,9 +84,14 @@ class FrontDoor:
             max_spooled_bytes=settings.max_spooled_bytes,
             num_threads=settings.num_fetch_threads,
         )
+        watch = self.metrics.watch
+        watch("held_body_bytes", "Of requests being read.", lambda: self.bodies.num_taken)
+        watch("spooled_media_bytes", "Of requests being answered.", lambda: self.spool.budget.num_taken)
+        watch("dropped_traces", "Traces not written since the start.", lambda: self.tracing.num_dropped)
 
     def close(self) -> None:
         self.spool.close()
+        self.tracing.close()
 
     async def read(self, request: Request) -> ChatRequest:
         """The checked JSON of a chat request. Raises EPDError."""
@@ -97,6 +109,7 @@ class FrontDoor:
     async def items(self, chat: ChatRequest, record: RequestRecord) -> AsyncGenerator[AnswerItem, None]:
         """The answer. Whenever this ends or is closed, nothing of the request is left. Raises EPDError."""
         messages, references = conversation(chat.messages, self.settings.max_media)
+        shows_spans = record.is_stream and bool(chat.epd and chat.epd.events)
         request = partial(self._request, record, messages, self._options(chat))
         record.num_media = len(references)
         with self._admitted():
@@ -106,7 +119,8 @@ class FrontDoor:
                 async with aclosing(self.service.answer(request(media))) as items:
                     async for item in items:
                         record.note(item)
-                        yield item
+                        if shows_spans or not isinstance(item, StageSpan):
+                            yield item
 
     def _options(self, chat: ChatRequest) -> _Options:
         """Raises RequestError for options that make no sense."""
@@ -134,7 +148,7 @@ class FrontDoor:
             retention_min=options.ours.retention_min,
             arrival_s=record.arrival_s,
             deadline_s=None if patience_s is None else record.arrival_s + patience_s,
-            wants_spans=options.ours.events and record.is_stream,
+            wants_spans=(options.ours.events and record.is_stream) or self.tracing.is_on,
         )
 
     @contextmanager
@@ -163,3 +177,5 @@ class FrontDoor:
         if record.is_answer:
             self.metrics.observe(record)
             record.log()
+            if self.tracing.is_on:
+                self.tracing.add(record.trace())

@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -64,7 +64,10 @@ class RequestEdge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = RequestRecord(is_answer=(scope["method"], scope["path"]) == ANSWER_ROUTE)
+        record = RequestRecord(
+            is_answer=(scope["method"], scope["path"]) == ANSWER_ROUTE,
+            traceparent=Headers(scope=scope).get("traceparent", ""),
+        )
         scope.setdefault("state", {})["record"] = record
         started = False
 
@@ -198,8 +201,9 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _on_invalid)
 
 
-async def _on_epd_error(_: Request, error: Exception) -> JSONResponse:
+async def _on_epd_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, EPDError)
+    record_of(request).error = type(error).__name__
     headers = {}
     if isinstance(error, OverloadedError):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))

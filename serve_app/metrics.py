@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -22,10 +22,13 @@ class FrontMetrics:
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
-        self._workers = _Workers()
+        self._workers = _Workers(own_counters=frozenset(_AMOUNTS))
         registry.register(self._workers)
         self._requests = Counter(
             "epd_requests", "Finished requests.", ["status", "stream"], registry=registry
+        )
+        self._errors = Counter(
+            "epd_request_errors", "Finished requests by what went wrong.", ["error"], registry=registry
         )
         self.in_flight = Gauge("epd_requests_in_flight", "Requests being answered.", registry=registry)
         self._ttft_s = Histogram(
@@ -54,6 +57,8 @@ class FrontMetrics:
     def observe(self, record: RequestRecord) -> None:
         """Adds a finished request."""
         self._requests.labels(str(record.status), str(record.is_stream).lower()).inc()
+        if record.error:
+            self._errors.labels(record.error).inc()
         if record.status != HTTPStatus.OK or record.end is None:
             return
         self._total_s.observe(record.total_s)
@@ -66,6 +71,10 @@ class FrontMetrics:
                 histogram.labels(stage).observe(seconds)
         for name, amount in _amounts_of(record).items():
             self._amounts[name].inc(amount)
+
+    def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
+        """A gauge, asked for its value whenever it is shown."""
+        Gauge(f"epd_{name}", text, registry=self._registry).set_function(value)
 
     def render(self, status: ServiceStatus) -> bytes:
         """The text that Prometheus scrapes."""
@@ -80,7 +89,22 @@ _AMOUNTS = {
     "completion_tokens": "Tokens of answers",
     "visual_tokens": "Visual tokens in prompts",
     "visual_tokens_dropped": "Visual tokens dropped by reduction",
-    "retries": "Pieces of work that were done again elsewhere",
+    "request_retries": "Pieces of work that were done again elsewhere",
+}
+# What workers and the orchestrator count, see `ServiceStatus.counters`; others are shown as well.
+SERVICE_COUNTERS = {
+    "computed_tokens": "Tokens that went through the language model.",
+    "encode_batches": "Passes through the encoder.",
+    "encoded_groups": "Groups of frames and images that were encoded.",
+    "encoded_patches": "Patches that were encoded.",
+    "encoder_cache_hits": "Groups whose embeddings were there already.",
+    "encoder_cache_misses": "Groups whose embeddings were not there.",
+    "generated_tokens": "Tokens that were sampled, those that nobody got too.",
+    "preemptions": "Requests that gave their KV blocks back and were computed again.",
+    "prefix_cached_tokens": "Tokens of prompts whose keys and values were there already.",
+    "refused": "Requests that found no room in time.",
+    "retries": "Tries of requests that were lost with a worker.",
+    "workers_lost": "Workers that died or hung.",
 }
 
 
@@ -95,19 +119,23 @@ def _amounts_of(record: RequestRecord) -> dict[str, int]:
         "completion_tokens": end.usage.completion_tokens,
         "visual_tokens": end.usage.visual_tokens,
         "visual_tokens_dropped": max(0, end.visual_tokens_before - end.usage.visual_tokens),
-        "retries": end.num_retries,
+        "request_retries": end.num_retries,
     }
 
 
 class _Workers(Collector):
-    """The last status of the service as metrics."""
+    """The last status of the service as metrics. own_counters: names it may not use, the front has them."""
 
-    def __init__(self) -> None:
+    def __init__(self, own_counters: frozenset[str]) -> None:
+        self._own_counters = own_counters
         self.status = ServiceStatus(is_ready=False, topology="")
 
     def collect(self) -> Iterator[Metric]:
         workers = self.status.workers
         yield GaugeMetricFamily("epd_ready", "Every role has a worker.", value=float(self.status.is_ready))
+        topology = GaugeMetricFamily("epd_topology_info", "As in 2e1p1d; always 1.", labels=["topology"])
+        topology.add_metric([self.status.topology], 1)
+        yield topology
         yield self._gauge("up", "The worker lives.", [float(worker.is_alive) for worker in workers])
         yield self._gauge("waiting", "Work queued at it.", [worker.num_waiting for worker in workers])
         yield self._gauge("running", "Work it does.", [worker.num_running for worker in workers])
@@ -122,7 +150,9 @@ class _Workers(Collector):
             switches.add_metric([worker.name], worker.num_role_switches)
         yield switches
         for name, total in self.status.counters.items():
-            yield CounterMetricFamily(f"epd_{name}", "Told by the service.", value=total)
+            if name not in self._own_counters:
+                text = SERVICE_COUNTERS.get(name, "Told by the service.")
+                yield CounterMetricFamily(f"epd_{name}", text, value=total)
 
     def _gauge(self, name: str, text: str, values: list[float | None] | list[float] | list[int]) -> Metric:
         gauge = GaugeMetricFamily(f"epd_worker_{name}", text, labels=["worker", "roles"])

@@ -14,6 +14,28 @@ from serve_app.service import AnswerEnd, AnswerItem, StageSpan, TokenDelta
 logger = logging.getLogger(__name__)
 
 CLIENT_GONE = 499
+# More spans of one request are not kept: a day of video has 20,000 groups.
+MAX_SPANS = 100_000
+
+Attributes = dict[str, str | int | float | bool]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTrace:
+    """A finished request for a trace. Times are Unix time in seconds.
+
+    traceparent: of W3C Trace Context, as the client sent it. error: as in `RequestRecord`.
+    attributes: under OpenTelemetry's names.
+    """
+
+    request_id: str
+    start_s: float
+    stop_s: float
+    first_token_s: float | None
+    error: str
+    traceparent: str
+    attributes: Attributes
+    spans: tuple[StageSpan, ...]
 
 
 @dataclass(slots=True)
@@ -38,9 +60,14 @@ class RequestRecord:
     end: AnswerEnd | None = None
     status: int | None = None
     error: str = ""
+    traceparent: str = ""
+    spans: list[StageSpan] = field(default_factory=list)
 
     def note(self, item: AnswerItem) -> None:
-        if isinstance(item, TokenDelta):
+        if isinstance(item, StageSpan):
+            if len(self.spans) < MAX_SPANS:
+                self.spans.append(item)
+        elif isinstance(item, TokenDelta):
             self.last = perf_counter()
             self.first = self.first or self.last
             self.num_pieces += 1
@@ -64,25 +91,98 @@ class RequestRecord:
         gaps = self.end.usage.completion_tokens - 1
         return (self.last - self.first) / gaps if gaps > 0 else None
 
+    def trace(self) -> RequestTrace:
+        """Of a finished request: no prompt, no media, no URL, no key."""
+        return RequestTrace(
+            request_id=self.request_id,
+            start_s=self.arrival_s,
+            stop_s=self.arrival_s + self.total_s,
+            first_token_s=None if self.ttft_s is None else self.arrival_s + self.ttft_s,
+            error=self.error,
+            traceparent=self.traceparent,
+            attributes=self._attributes(),
+            spans=tuple(self.spans),
+        )
+
+    def _attributes(self) -> Attributes:
+        known: dict[str, str | int | float | bool | None] = {
+            "epd.request_id": self.request_id,
+            "http.response.status_code": self.status,
+            "error.type": self.error or None,
+            "gen_ai.operation.name": "chat",
+            "gen_ai.request.model": self.model or None,
+            "epd.ttft_s": self.ttft_s,
+            "epd.stream": self.is_stream,
+            "epd.media": self.num_media,
+        }
+        if self.end is not None:
+            known |= {
+                "gen_ai.usage.input_tokens": self.end.usage.prompt_tokens,
+                "gen_ai.usage.output_tokens": self.end.usage.completion_tokens,
+                "epd.frames": self.end.usage.num_frames,
+                "epd.visual_tokens": self.end.usage.visual_tokens,
+                "epd.cached_tokens": self.end.cached_tokens,
+                "epd.retries": self.end.num_retries,
+            }
+        return {name: value for name, value in known.items() if value is not None}
+
     def log(self) -> None:
         """One line for a finished request: no prompt, no media, no URL, no key."""
-        usage = self.end.usage if self.end else None
+        fields: dict[str, object] = {
+            "request_id": self.request_id,
+            "status": self.status,
+            "error": self.error or None,
+            "model": self.model or None,
+            "stream": self.is_stream,
+            "media": self.num_media,
+            **_amounts(self.end),
+            "ttft_s": _rounded(self.ttft_s),
+            "tpot_s": _rounded(self.tpot_s),
+            "total_s": _rounded(self.total_s),
+            "stages_s": _shown_seconds(self.end.timings) if self.end else None,
+            "queued_s": _shown_seconds(self.end.queued) if self.end else None,
+        }
         logger.info(
-            "request_id=%s status=%s error=%s model=%s stream=%s media=%d frames=%s prompt_tokens=%s "
-            "cached_tokens=%s completion_tokens=%s ttft_s=%s total_s=%.3f",
-            self.request_id,
-            self.status,
-            self.error or "-",
-            self.model or "-",
-            self.is_stream,
-            self.num_media,
-            usage.num_frames if usage else "-",
-            usage.prompt_tokens if usage else "-",
-            self.end.cached_tokens if self.end else "-",
-            usage.completion_tokens if usage else "-",
-            "-" if self.ttft_s is None else f"{self.ttft_s:.3f}",
-            self.total_s,
+            "%s", " ".join(f"{name}={'-' if value is None else value}" for name, value in fields.items())
         )
+
+
+def _amounts(end: AnswerEnd | None) -> dict[str, int | None]:
+    """Names are there without an end too, so that every line has the same."""
+    if end is None:
+        return dict.fromkeys(_AMOUNTS)
+    usage = end.usage
+    values = (
+        usage.num_frames,
+        usage.visual_tokens,
+        max(0, end.visual_tokens_before - usage.visual_tokens),
+        usage.prompt_tokens,
+        end.cached_tokens,
+        usage.completion_tokens,
+        end.num_retries,
+    )
+    return dict(zip(_AMOUNTS, values, strict=True))
+
+
+_AMOUNTS = (
+    "frames",
+    "visual_tokens",
+    "dropped_tokens",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "retries",
+)
+
+
+def _rounded(seconds: float | None) -> str | None:
+    return None if seconds is None else f"{seconds:.4f}"
+
+
+def _shown_seconds(timings: StageTimings) -> str | None:
+    """As in probe:0.010,encode:0.300: the stages that took time."""
+    parts = [f"{name}:{seconds:.3f}" for name, seconds in seconds_by_stage(timings).items() if seconds > 0]
+    return ",".join(parts) or None
 
 
 def seconds_by_stage(timings: StageTimings) -> dict[str, float]:

@@ -41,6 +41,7 @@ class FakeService:
     words: tuple[str, ...] = WORDS
     is_ready: bool = True
     has_end: bool = True
+    counters: dict[str, float] = field(default_factory=lambda: {"encoder_cache_hits": 7.0})
     requests: list[AnswerRequest] = field(default_factory=list)
     files_seen: list[list[bytes]] = field(default_factory=list)
     num_open: int = 0
@@ -101,5 +102,5 @@ class FakeService:
                 WorkerStatus("p0", "p", num_running=2, kv_usage=0.5, num_role_switches=3),
                 WorkerStatus("d0", "d", kv_usage=0.125),
             ),
-            counters={"encoder_cache_hits": 7.0},
+            counters=self.counters,
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from serve_app.metrics import SERVICE_COUNTERS
 from tests.serve_app.conftest import Front, data_url, image_part
 from tests.serve_app.fakes import USAGE, FakeService
 from tests.serve_app.server import wait_until
@@ -43,6 +44,8 @@ def test_metrics_of_requests(run_front: Callable[..., Front]) -> None:
     assert seen["epd_completion_tokens_total"] == 2 * USAGE.completion_tokens
     assert seen["epd_cached_tokens_total"] == 32
     assert seen["epd_visual_tokens_dropped_total"] == 48
+    assert seen["epd_request_errors_total,error=RequestError"] == 1
+    assert seen["epd_held_body_bytes"] == seen["epd_spooled_media_bytes"] == seen["epd_dropped_traces"] == 0
 
 
 def test_metrics_of_workers(front: Front) -> None:
@@ -55,6 +58,27 @@ def test_metrics_of_workers(front: Front) -> None:
     assert seen["epd_worker_encoder_cache_usage,roles=e,worker=e0"] == 0.25
     assert seen["epd_role_switches_total,worker=p0"] == 3
     assert seen["epd_encoder_cache_hits_total"] == 7
+    assert seen["epd_topology_info,topology=2e1p1d"] == 1
+
+
+def test_a_counter_of_the_service_does_not_repeat_one_of_the_front(run_front: Callable[..., Front]) -> None:
+    """Prometheus takes nothing from a page that has a metric twice."""
+    service = FakeService(counters={"frames": 3.0, "retries": 2.0, "new_one": 1.0})
+    text = run_front(service).http.get("/metrics").text
+    names = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(names) == len(set(names))
+    assert "epd_frames_total 0.0" in text
+    assert {"epd_retries_total 2.0", "epd_new_one_total 1.0"} <= set(text.splitlines())
+
+
+def test_the_counters_of_workers_are_described() -> None:
+    """Their names stand in the code that counts them."""
+    sources = "".join(
+        path.read_text()
+        for path in (Path(__file__).parents[2] / "serve_app").glob("*.py")
+        if path.name != "metrics.py"
+    )
+    assert [name for name in SERVICE_COUNTERS if f'"{name}"' not in sources] == []
 
 
 def test_two_apps_count_for_themselves(run_front: Callable[..., Front]) -> None:
@@ -102,10 +126,19 @@ def test_one_line_for_a_request_and_no_secret_in_it(
     front.wait_until_empty()
     wait_until(lambda: caplog.text.count("request_id=") == 3)
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("serve_app")]
+    lines.sort(key=lambda line: line.split()[1])  # a line may come after the next answer
     assert len(lines) == 3
     assert "status=200" in lines[0]
-    assert "media=1 frames=8 prompt_tokens=40 cached_tokens=16 completion_tokens=4 ttft_s=0." in lines[0]
-    assert "status=400" in lines[1]
+    for part in (
+        "model=shapes-vl stream=False media=1 frames=8 visual_tokens=24 dropped_tokens=24 prompt_tokens=40 ",
+        "cached_tokens=16 completion_tokens=4 retries=0 ttft_s=0.",
+        "stages_s=probe:0.010,decode_video:0.200,encode:0.300,prefill:0.100,decode:0.050 queued_s=-",
+    ):
+        assert part in lines[0]
+    assert "status=400 error=RequestError" in lines[1]
+    assert [field.partition("=")[0] for field in lines[2].split()] == [
+        field.partition("=")[0] for field in lines[0].split()
+    ]
     assert "status=403 error=MediaForbiddenError" in lines[2]
     for secret in ("secret question", "sesame", url[:40], "hidden"):
         assert secret not in caplog.text
