@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from epd import console
 from epd.cli_bench import bench
 from epd.cli_serve import serve
+from epd.cli_simulate import simulate
 from epd.errors import EPDError, exit_code
 from epd.models import embedded_model_path
 from epd.types import Answer
@@ -182,6 +183,7 @@ def _write_demo_video(out: Path, seconds: float, fps: int, size: str, seed: int)
 
 app.command()(bench)
 app.command()(serve)
+app.command()(simulate)
 
 
 def main() -> None:

@@ -1,0 +1,163 @@
+"""Goodput of one deployment: the highest rate at which enough requests keep their objectives.
+
+bound     what the stages can do at most, from costs alone: no queue, no wait
+search    between 0 and the bound by halving, each step a simulation of the same requests at another rate
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from epd.errors import InfeasibleError
+from epd.metrics import SLO
+from epd.profiles.profile import Profile
+from epd.routing import Stage
+from epd.simulate.clock import TICKS_PER_S, seconds_of
+from epd.simulate.deployment import Deployment
+from epd.simulate.records import SimulationResult
+from epd.simulate.requests import Job
+from epd.simulate.simulation import Simulation
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Requests to come at a mean rate of one per second, objectives, and how many requests must keep them."""
+
+    jobs: tuple[Job, ...]
+    slo: SLO
+    attainment: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not self.jobs or not 0 < self.attainment <= 1:
+            raise ValueError(
+                f"a demand needs requests and an attainment above 0, at most 1; got {len(self.jobs)} and "
+                f"{self.attainment}"
+            )
+
+    @classmethod
+    def of(cls, jobs: Sequence[Job], slo: SLO, attainment: float = 0.9) -> Demand:
+        """Scales the times of `jobs` to one per second."""
+        span = jobs[-1].due - jobs[0].due
+        scale = TICKS_PER_S * (len(jobs) - 1) / span if span else 1.0
+        return cls(
+            tuple(replace(job, due=round((job.due - jobs[0].due) * scale)) for job in jobs), slo, attainment
+        )
+
+    def at(self, rate_per_s: float) -> list[Job]:
+        """The same requests, faster or slower."""
+        return [replace(job, due=round(job.due / rate_per_s)) for job in self.jobs]
+
+
+@dataclass(frozen=True, slots=True)
+class MeanWork:
+    """Seconds of one worker that a request takes in each stage, on average, waits left out."""
+
+    encode_s: float
+    prefill_s: float
+    decode_s: float
+
+    def seconds(self, roles: frozenset[Stage]) -> float:
+        parts: dict[Stage, float] = {
+            "encode": self.encode_s, "prefill": self.prefill_s, "decode": self.decode_s,
+        }  # fmt: skip
+        return sum(parts[stage] for stage in roles)
+
+
+def mean_work(profile: Profile, deployment: Deployment, demand: Demand) -> MeanWork:
+    """The least that a request costs: batches as full as they may be, reads and waits left out."""
+    jobs = demand.jobs
+    encode = profile.encode.cost
+    prefill = profile.prefill.cost
+    decode = profile.decode.cost
+    seats = _largest_batch(profile, deployment, demand)
+    step_s = decode.seconds(seats) / seats
+    encode_s = sum(encode.per_unit_s * job.num_patches for job in jobs)
+    prefill_s = sum(
+        prefill.per_unit_s * job.num_prompt_tokens
+        + prefill.per_item_s * job.num_prompt_tokens * (job.num_prompt_tokens + 1) / 2
+        for job in jobs
+    )
+    decode_s = sum(
+        (job.output_tokens - 1)
+        * (step_s + decode.per_item_s * (job.num_prompt_tokens + job.output_tokens / 2))
+        for job in jobs
+    )
+    return MeanWork(encode_s / len(jobs), prefill_s / len(jobs), decode_s / len(jobs))
+
+
+def _largest_batch(profile: Profile, deployment: Deployment, demand: Demand) -> int:
+    """Sequences in a step: as the seats allow, and as the objective for output tokens does."""
+    seats = max(deployment.decode.max_num_seqs, deployment.language.max_num_seqs)
+    limit_s = demand.slo.tpot_s
+    while limit_s is not None and seats > 1 and profile.decode.cost.seconds(seats) > 2 * limit_s:
+        seats -= 1
+    return seats
+
+
+def rate_bound(profile: Profile, deployment: Deployment, demand: Demand) -> float:
+    """Requests per second that no schedule can exceed: the first role whose workers are all busy.
+
+    Merged roles may do any of their stages, so every set of stages must fit the workers that do any of it.
+    """
+    work = mean_work(profile, deployment, demand)
+    groups = deployment.topology.groups
+    stages: tuple[Stage, ...] = ("encode", "prefill", "decode")
+    bound = float("inf")
+    for mask in range(1, 8):
+        chosen = frozenset(stage for place, stage in enumerate(stages) if mask >> place & 1)
+        seconds = work.seconds(chosen)
+        if seconds > 0:
+            bound = min(bound, sum(g.num_workers for g in groups if g.roles & chosen) / seconds)
+    return bound
+
+
+def simulate_at(
+    profile: Profile, deployment: Deployment, demand: Demand, rate_per_s: float
+) -> SimulationResult:
+    return Simulation(profile, deployment).run(demand.at(rate_per_s))
+
+
+def goodput(
+    profile: Profile, deployment: Deployment, demand: Demand, *, at_least: float = 0.0, num_halvings: int = 7
+) -> float:
+    """Requests per second; 0 if even a trickle misses the objectives, or what is below `at_least`.
+
+    The answer is exact to bound / 2 ** num_halvings, from below. Raises InfeasibleError if memory binds.
+    """
+    high = rate_bound(profile, deployment, demand)
+    if high <= at_least or not _keeps(profile, deployment, demand, max(at_least, high / 2.0**num_halvings)):
+        return 0.0
+    low = max(at_least, high / 2.0**num_halvings)
+    for _ in range(num_halvings):
+        middle = (low + high) / 2
+        if _keeps(profile, deployment, demand, middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _keeps(profile: Profile, deployment: Deployment, demand: Demand, rate_per_s: float) -> bool:
+    result = simulate_at(profile, deployment, demand, rate_per_s)
+    return result.attainment(demand.slo) >= demand.attainment
+
+
+def unloaded(profile: Profile, deployment: Deployment, demand: Demand) -> tuple[float, float]:
+    """TTFT and TPOT, seconds, that the share `attainment` of requests keeps with nobody else about."""
+    few = replace(demand, jobs=demand.jobs[:32])
+    work = mean_work(profile, deployment, few)
+    alone_s = sum((work.encode_s, work.prefill_s, work.decode_s, 1.0)) * 20
+    result = simulate_at(profile, deployment, few, 1 / alone_s)
+    if result.rows["is_refused"].any():
+        raise InfeasibleError(
+            "memory binds: a request does not fit into the KV cache of a worker; ask for less media or take "
+            "a larger device"
+        )
+    place = min(len(few.jobs) - 1, int(demand.attainment * len(few.jobs)))
+    ttft_s, tpot_s = sorted(result.ttft_s), sorted(result.tpot_s)
+    return float(ttft_s[place]), float(tpot_s[min(place, len(tpot_s) - 1)]) if tpot_s else 0.0
+
+
+def seconds_simulated(result: SimulationResult) -> float:
+    return seconds_of(int(result.rows["end"].max()))

@@ -1,0 +1,216 @@
+"""The search: highest goodput per device over a space, by branch and bound on simulated goodput.
+
+Candidates are tried in order of what they could do at most (`rate_bound`). One that cannot beat the best two
+so far is not simulated at all; one that misses the objectives at a slightly higher rate than these is given
+up after that one simulation. What is left out can therefore not have been the answer, to the search's
+resolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from epd.errors import InfeasibleError
+from epd.planning.goodput import Demand, goodput, rate_bound, unloaded
+from epd.planning.space import Settings, Space, is_colocated, reduced, resized
+from epd.profiles.profile import Profile
+from epd.simulate.deployment import Deployment
+from epd.topology import Topology
+
+OnProgress = Callable[[int, int], None]
+# A candidate must be better by this much, so that equals are not simulated to the end.
+LEAST_GAIN = 1.01
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A point of the space. bound: requests per second it cannot exceed."""
+
+    topology: Topology
+    settings: Settings
+    deployment: Deployment
+    bound: float
+
+    @property
+    def num_devices(self) -> int:
+        return self.topology.num_workers
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A candidate and its goodput, requests per second."""
+
+    candidate: Candidate
+    goodput: float
+
+    @property
+    def per_device(self) -> float:
+        return self.goodput / self.candidate.num_devices
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """runner_up: the best of another topology. colocated: the best where every worker does everything.
+
+    encoder_scaling: (encoders, goodput) of the winner with more or fewer of them; empty with merged roles.
+    """
+
+    winner: Scored
+    runner_up: Scored | None
+    colocated: Scored | None
+    num_candidates: int
+    num_simulated: int
+    encoder_scaling: tuple[tuple[int, float], ...] = ()
+
+
+class Planner:
+    """Searches one space for one demand. base: what the space does not choose."""
+
+    def __init__(self, profile: Profile, demand: Demand, space: Space, base: Deployment) -> None:
+        self.profile = profile
+        self.demand = demand
+        self.space = space
+        self._base = base
+        self._demands = {share: self._reduced(share) for share in space.retentions}
+
+    def _reduced(self, retention: float) -> Demand:
+        return replace(self.demand, jobs=reduced(self.demand.jobs, retention))
+
+    def demand_of(self, candidate: Candidate) -> Demand:
+        return self._demands[candidate.settings.retention]
+
+    def candidates(self) -> list[Candidate]:
+        """All points whose weights fit, those that could do most first."""
+        found = [
+            candidate
+            for topology in self.space.topologies()
+            for settings in self.space.settings(topology)
+            if (candidate := self._candidate(topology, settings)) is not None
+        ]
+        return sorted(found, key=lambda each: (-each.bound, str(each.topology)))
+
+    def _candidate(self, topology: Topology, settings: Settings) -> Candidate | None:
+        deployment = settings.deployment(topology, self._base)
+        try:
+            for group in topology.groups:
+                deployment.num_blocks(self.profile, group.roles)
+        except InfeasibleError:
+            return None
+        demand = self._demands[settings.retention]
+        return Candidate(topology, settings, deployment, rate_bound(self.profile, deployment, demand))
+
+    def goodput(self, candidate: Candidate, at_least: float = 0.0) -> float:
+        demand = self.demand_of(candidate)
+        return goodput(self.profile, candidate.deployment, demand, at_least=at_least)
+
+    def exhaustive(self) -> Scored:
+        """The best of all, each simulated to the end: the slow twin of `search`."""
+        scored = [Scored(each, self.goodput(each)) for each in self.candidates()]
+        return max(scored, key=lambda each: each.goodput)
+
+    def search(self, on_progress: OnProgress | None = None) -> SearchResult:
+        """Raises InfeasibleError, with the constraint that binds, when nothing keeps the objectives."""
+        candidates = self.candidates()
+        if not candidates:
+            raise InfeasibleError(_memory_binds(self.profile))
+        best: dict[str, Scored] = {}
+        num_simulated = 0
+        for done, candidate in enumerate(self._in_turns(candidates), start=1):
+            if on_progress is not None:
+                on_progress(done, len(candidates))
+            floor = self._floor(best, candidate)
+            if candidate.bound <= floor:
+                continue
+            num_simulated += 1
+            found = self.goodput(candidate, floor)
+            if found > floor:
+                best[str(candidate.topology)] = Scored(candidate, found)
+        if not best:
+            raise InfeasibleError(self._binding(candidates))
+        ranked = self._ranked(best)
+        colocated = next((each for each in ranked if is_colocated(each.candidate.topology)), None)
+        return SearchResult(
+            ranked[0],
+            ranked[1] if len(ranked) > 1 else None,
+            colocated,
+            len(candidates),
+            num_simulated,
+            tuple(self.encoder_scaling(ranked[0].candidate)),
+        )
+
+    @staticmethod
+    def _in_turns(candidates: list[Candidate]) -> Iterator[Candidate]:
+        """Colocated layouts first, for every plan is to be compared with them; then by bound."""
+        yield from (each for each in candidates if is_colocated(each.topology))
+        yield from (each for each in candidates if not is_colocated(each.topology))
+
+    @staticmethod
+    def _floor(best: dict[str, Scored], candidate: Candidate) -> float:
+        """What a candidate must beat: the best of its own topology, and the second best of the others, for
+        there is to be a runner-up. Colocated layouts need beat only each other."""
+        name = str(candidate.topology)
+        own = best[name].goodput if name in best else 0.0
+        others = sorted((each.goodput for key, each in best.items() if key != name), reverse=True)
+        second = others[1] if len(others) > 1 and not is_colocated(candidate.topology) else 0.0
+        return LEAST_GAIN * max(own, second)
+
+    def _ranked(self, best: dict[str, Scored]) -> list[Scored]:
+        """The best two and the colocated one, scored again from scratch and so on the same scale."""
+        ranked = sorted(best.values(), key=lambda each: -each.goodput)
+        kept = ranked[:2] + [each for each in ranked[2:] if is_colocated(each.candidate.topology)]
+        scored = [Scored(each.candidate, self.goodput(each.candidate)) for each in kept]
+        return sorted(scored, key=lambda each: -each.goodput)
+
+    def _binding(self, candidates: list[Candidate]) -> str:
+        """Which objective is missed even with nobody else about, by the layout that comes closest."""
+        slo = self.demand.slo
+        times = [
+            (*unloaded(self.profile, each.deployment, self.demand_of(each)), each)
+            for each in _one_of_each_topology(candidates)
+        ]
+        ttft_s, _, fastest = min(times, key=lambda each: each[0])
+        if slo.ttft_s is not None and ttft_s > slo.ttft_s:
+            return (
+                f"TTFT binds: alone on {fastest.topology}, the fastest layout, a request takes "
+                f"{ttft_s:.3g} s to its first token, the objective is {slo.ttft_s:g} s; raise it above that, "
+                "send less media or take faster devices"
+            )
+        _, tpot_s, fastest = min(times, key=lambda each: each[1])
+        if slo.tpot_s is not None and tpot_s > slo.tpot_s:
+            return (
+                f"TPOT binds: alone on {fastest.topology}, a request takes {tpot_s:.3g} s per output token, "
+                f"the objective is {slo.tpot_s:g} s; raise it above that or take faster devices"
+            )
+        return (
+            "TTFT and TPOT bind together: each is kept by some layout, both by none; raise one of them, or "
+            f"lower the attainment of {self.demand.attainment:g}"
+        )
+
+    def encoder_scaling(self, candidate: Candidate) -> Iterator[tuple[int, float]]:
+        """Goodput by the number of encoders, all else as in the plan: up to twice as many as it has."""
+        sizes = {group.letters: group.num_workers for group in candidate.topology.groups}
+        if "e" not in sizes:
+            return
+        for count in _counts_around(sizes["e"]):
+            topology = resized(candidate.topology, "e", count)
+            other = self._candidate(topology, candidate.settings)
+            if other is not None:
+                yield count, self.goodput(other)
+
+
+def _counts_around(count: int) -> list[int]:
+    return sorted({max(1, count // 2), max(1, count - 1), count, count + 1, 2 * count})
+
+
+def _one_of_each_topology(candidates: list[Candidate]) -> list[Candidate]:
+    return list({str(each.topology): each for each in reversed(candidates)}.values())
+
+
+def _memory_binds(profile: Profile) -> str:
+    memory = profile.memory
+    weights = (memory.language_weight_bytes + memory.vision_weight_bytes) / 1e9
+    return (
+        f"memory binds: {profile.model} has {weights:.1f} GB of weights, {profile.device} "
+        f"{memory.device_bytes / 1e9:.0f} GB; take a larger device or a smaller model"
+    )

@@ -1,0 +1,159 @@
+"""What a plan may be: topologies of so many devices, merged roles included, and settings of each.
+
+3 devices    1e1p1d   2ep1d 1ep2d   1e2pd 2e1pd   3epd
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from epd.errors import RequestError
+from epd.profiles.media import MediaWork
+from epd.scheduling import SchedulerConfig
+from epd.simulate.deployment import Deployment, Sharding
+from epd.simulate.requests import GroupWork, Job
+from epd.topology import MAX_WORKERS, Topology, WorkerGroup, parse_topology
+
+# Above so many devices splits are taken from a grid: a share of a few percent more or less of one stage.
+_EXACT_DEVICES = 16
+_GRID = 16
+_MERGED = (("ep", "d"), ("e", "pd"))
+
+
+def splits(num_devices: int, num_parts: int) -> Iterator[tuple[int, ...]]:
+    """Every way to give each part at least one device; on a grid where there are many devices."""
+    if num_devices <= _EXACT_DEVICES:
+        yield from _exact_splits(num_devices, num_parts)
+        return
+    for parts in _exact_splits(_GRID, num_parts):
+        sizes = [part * num_devices // _GRID for part in parts[:-1]]
+        yield (*sizes, num_devices - sum(sizes))
+
+
+def _exact_splits(total: int, num_parts: int) -> Iterator[tuple[int, ...]]:
+    if num_parts == 1:
+        yield (total,)
+        return
+    for first in range(1, total - num_parts + 2):
+        for rest in _exact_splits(total - first, num_parts - 1):
+            yield (first, *rest)
+
+
+def topologies(num_devices: int) -> list[Topology]:
+    """All layouts of so many devices: each stage apart, two of them merged, and all of them."""
+    if not 1 <= num_devices <= MAX_WORKERS:
+        raise RequestError(
+            f"number of devices is {num_devices}, it must be 1 to {MAX_WORKERS}; plan a part of them"
+        )
+    found = [_topology(sizes, ("e", "p", "d")) for sizes in splits(num_devices, 3)]
+    for letters in _MERGED:
+        found += [_topology(sizes, letters) for sizes in splits(num_devices, 2)]
+    return [*found, parse_topology(f"{num_devices}epd")]
+
+
+def _topology(sizes: tuple[int, ...], letters: tuple[str, ...]) -> Topology:
+    return parse_topology("".join(f"{size}{part}" for size, part in zip(sizes, letters, strict=True)))
+
+
+def resized(topology: Topology, letters: str, num_workers: int) -> Topology:
+    """The same layout with another number of workers of one kind."""
+    groups = tuple(
+        WorkerGroup(num_workers, group.roles) if group.letters == letters else group
+        for group in topology.groups
+    )
+    return Topology(groups)
+
+
+def is_colocated(topology: Topology) -> bool:
+    return all(group.letters == "epd" for group in topology.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One choice of everything but the topology. retention: share of the visual tokens that is kept."""
+
+    encode_patches: int
+    language_seats: int
+    decode_seats: int
+    chunk_tokens: int
+    sharding: Sharding
+    retention: float = 1.0
+
+    def deployment(self, topology: Topology, base: Deployment) -> Deployment:
+        batched = max(self.chunk_tokens, base.language.max_num_batched_tokens, self.decode_seats)
+        return replace(
+            base,
+            topology=topology,
+            language=SchedulerConfig(batched, self.language_seats, self.chunk_tokens),
+            decode=SchedulerConfig(batched, self.decode_seats, self.chunk_tokens),
+            max_batch_patches=self.encode_patches,
+            sharding=self.sharding,
+        )
+
+    def __str__(self) -> str:
+        kept = "" if self.retention == 1 else f", {self.retention:.0%} of visual tokens"
+        return (
+            f"encode batches of {self.encode_patches} patches, {self.language_seats} requests in prefill, "
+            f"{self.decode_seats} in decode, chunks of {self.chunk_tokens}, sharding {self.sharding}{kept}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Values to choose from. With merged encode and prefill, `local` encodes where it is prefilled.
+
+    has_merged_roles: otherwise every stage is on workers of its own.
+    """
+
+    num_devices: int
+    encode_patches: tuple[int, ...] = (4096, 32768)
+    language_seats: tuple[int, ...] = (16, 64)
+    decode_seats: tuple[int, ...] = (128,)
+    chunk_tokens: tuple[int, ...] = (2048, 8192)
+    shardings: tuple[Sharding, ...] = ("groups", "request")
+    retentions: tuple[float, ...] = (1.0,)
+    has_merged_roles: bool = True
+
+    def topologies(self) -> list[Topology]:
+        found = topologies(self.num_devices)
+        return [
+            each for each in found if self.has_merged_roles or all(len(g.roles) == 1 for g in each.groups)
+        ]
+
+    def settings(self, topology: Topology) -> Iterator[Settings]:
+        shardings = self.shardings
+        if any({"encode", "prefill"} <= group.roles for group in topology.groups):
+            shardings = (*shardings, "local")
+        elif sum(group.num_workers for group in topology.groups if "encode" in group.roles) == 1:
+            shardings = shardings[:1]  # one encoder gets all of it either way
+        has_decoders = any(group.letters == "d" for group in topology.groups)
+        choices = product(
+            self.encode_patches,
+            self.language_seats,
+            self.decode_seats if has_decoders else self.decode_seats[:1],
+            self.chunk_tokens,
+            shardings,
+            self.retentions,
+        )
+        return (Settings(*choice) for choice in choices)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a topology, such as 6e1p1d, is among those searched."""
+        return name in map(str, self.topologies())
+
+
+def reduced(jobs: tuple[Job, ...], retention: float) -> tuple[Job, ...]:
+    """The same requests with a share of their visual tokens; the tower still sees every patch."""
+    if retention == 1:
+        return jobs
+    return tuple(
+        replace(job, groups=tuple(_reduced_group(group, retention) for group in job.groups)) for job in jobs
+    )
+
+
+def _reduced_group(group: GroupWork, retention: float) -> GroupWork:
+    media = group.media
+    kept = max(1, round(media.num_tokens * retention))
+    return GroupWork(MediaWork(media.num_patches, kept, media.num_frames), group.decode_ticks)

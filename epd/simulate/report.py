@@ -1,0 +1,97 @@
+"""A simulation in numbers: for people as tables, for machines as one record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from epd.metrics import SLO, Latency
+from epd.simulate.published import Row, worst
+from epd.simulate.records import SimulationResult
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_STAGES = (
+    ("wait for room", "due", "placed"),
+    ("read media", "placed", "media_read"),
+    ("encode, rest", "media_read", "encoded"),
+    ("prefill, rest", "encoded", "first_token"),
+    ("hand-over", "first_token", "adopted"),
+)
+
+
+def print_rows(rows: Sequence[Row], console: Console) -> None:
+    """Simulated beside published."""
+    from rich.table import Table
+
+    table = Table("system", "case", "metric", box=None, pad_edge=False)
+    for name in ("simulated", "published", "error"):
+        table.add_column(name, justify="right")
+    table.add_column("fitted")
+    for row in rows:
+        figures = (f"{row.simulated:.3g}", f"{row.published:.3g}", f"{row.error:+.1%}")
+        table.add_row(row.system, row.case, row.metric, *figures, "yes" if row.is_fitted else "")
+    console.print(table)
+    if any(not row.is_fitted for row in rows):
+        far = worst(rows)
+        console.print(
+            f"largest error of a row that was not fitted: {far.error:+.1%} ({far.system}, {far.case})"
+        )
+
+
+def latencies(result: SimulationResult) -> dict[str, Latency | None]:
+    """TTFT, TPOT and E2E, and the stages that make up TTFT, which follow one another."""
+    figures = {"TTFT": result.ttft_s, "TPOT": result.tpot_s, "E2E": result.e2e_s}
+    figures |= {name: result.seconds(start, stop) for name, start, stop in _STAGES}
+    return {name: Latency.of(map(float, values)) for name, values in figures.items()}
+
+
+def result_record(result: SimulationResult, slo: SLO) -> dict[str, Any]:
+    """As `--json` prints it. Seconds."""
+    duration_s = float(result.rows["end"].max()) / 1e12
+    good = result.attainment(slo)
+    return {
+        "num_requests": len(result.rows),
+        "num_refused": int(result.rows["is_refused"].sum()),
+        "num_preempted": result.num_preempted,
+        "duration_s": duration_s,
+        "slo_attainment": good,
+        "goodput_per_s": good * len(result.rows) / duration_s,
+        "latencies": {
+            name: {"mean_s": each.mean_s, "p50_s": each.p50_s, "p90_s": each.p90_s, "p99_s": each.p99_s}
+            for name, each in latencies(result).items()
+            if each is not None
+        },
+        "switches": [
+            {"at_s": at_s, "worker": worker, "roles": roles} for at_s, worker, roles in result.switches
+        ],
+    }
+
+
+def print_result(result: SimulationResult, slo: SLO, console: Console) -> None:
+    from rich.table import Table
+
+    table = Table("seconds", box=None, pad_edge=False)
+    for name in ("mean", "p50", "p90", "p99"):
+        table.add_column(name, justify="right")
+    for name, each in latencies(result).items():
+        if each is not None:
+            values = (each.mean_s, each.p50_s, each.p90_s, each.p99_s)
+            table.add_row(name, *(f"{value:.4g}" for value in values))
+    console.print(table)
+    record = result_record(result, slo)
+    console.print(
+        f"{record['num_requests']} requests in {record['duration_s']:.1f} s simulated; "
+        f"{record['num_refused']} refused, {record['num_preempted']} times one gave way; "
+        f"{record['slo_attainment']:.1%} kept the objectives, {record['goodput_per_s']:.3g} a second"
+    )
+    for switch in record["switches"]:
+        console.print(f"at {switch['at_s']:.1f} s {switch['worker']} became {switch['roles']}")
+
+
+def is_within(rows: Sequence[Row], share: float) -> bool:
+    """Whether every row that was not fitted is that close to what was published."""
+    return bool(np.all([abs(row.error) <= share for row in rows if not row.is_fitted]))
