@@ -28,7 +28,15 @@ def test_own_names_and_addresses_are_answered(run_front: Callable[..., Front], h
 
 @pytest.mark.parametrize(
     "host",
-    ["evil.example:8000", "xvideo.example", "video.example.evil", "inner.example", "localhost.evil", ""],
+    [
+        "evil.example:8000",
+        "xvideo.example",
+        "video.example.evil",
+        "inner.example",
+        "localhost.evil",
+        "evillocalhost",
+        "",
+    ],
 )
 @pytest.mark.parametrize("path", ["/", "/v1/models", "/metrics"])
 def test_other_names_are_not(run_front: Callable[..., Front], host: str, path: str) -> None:

@@ -106,6 +106,14 @@ def test_a_dropped_video_is_asked_about(
     assert request.messages[0].parts[-1].text == "Which colour?"
 
 
+def test_comments_in_a_stream_are_passed_over(
+    run_front: Callable[..., Front], open_page: Callable[[Front], Page]
+) -> None:
+    page = open_page(run_front(FakeService(word_s=0.3), keep_alive_s=0.05))
+    ask(page, "What?")
+    expect(page.locator("#answer")).to_have_text(TEXT)
+
+
 def test_the_timeline_shows_groups_by_stage_and_worker(
     front: Front, open_page: Callable[[Front], Page]
 ) -> None:
