@@ -78,14 +78,18 @@ class AdmissionQueue:
         insort(self._waiting, _Waiting(is_new, self._num_entered, request_id, deadline_s))
         self._num_entered += 1
 
-    def is_turn(self, request_id: str, num_first: int = 1) -> bool:
-        """Whether the request is among the first, whose turn it is to look for room.
+    def first(self, num_first: int = 1) -> list[str]:
+        """The requests, so many at most, whose turn it is to look for room.
 
         Once too many have overtaken the first, it is the turn of that one alone, so that none starves.
         """
         if self._waiting and self._waiting[0].num_overtaken >= _MAX_OVERTAKEN:
             num_first = 1
-        return any(each.request_id == request_id for each in self._waiting[:num_first])
+        return [each.request_id for each in self._waiting[:num_first]]
+
+    def is_turn(self, request_id: str, num_first: int = 1) -> bool:
+        """Whether the request is one of those."""
+        return request_id in self.first(num_first)
 
     def check_deadline(self, request_id: str, now_s: float) -> None:
         """Raises OverloadedError for a request that has waited too long."""

@@ -19,7 +19,7 @@ from serve_app.messages import Abort, Message, Prefill, Redirect, ReplyT, Reserv
 # answer holds up so many, and no others.
 _NUM_FIRST = 8
 _MAX_ASKING = 2
-_POLL_S = 0.25
+_POLL_S = 0.5
 _Seen = list[tuple[bool, int]]
 
 
@@ -51,31 +51,43 @@ class Placement:
         self._limits = limits
         self._clock = clock
         self._asking: Counter[str] = Counter()
-        self._change = asyncio.Event()
+        self._waiting: dict[str, asyncio.Event] = {}  # of tries, set when they should look again
+        self._redirecting: set[str] = set()
 
     def wake(self) -> None:
-        """There may be room now where there was none."""
-        self._change.set()
-        self._change = asyncio.Event()
+        """There may be room now where there was none: for those whose turn it is, not for hundreds."""
+        for attempt_id in (*self._queue.first(_NUM_FIRST), *self._redirecting):
+            self._waiting[attempt_id].set()
 
     async def place(self, attempt: Attempt, deadline_s: float, *, is_new: bool) -> None:
         """Returns when workers have taken it. Raises OverloadedError, UnavailableError, InfeasibleError."""
         self._queue.enter(attempt.id, self._clock(), deadline_s, is_new=is_new)
         start_s = self._clock()
+        self._waiting[attempt.id] = asyncio.Event()
         try:
             while not (self._queue.is_turn(attempt.id, _NUM_FIRST) and await self._try(attempt)):
                 self._queue.check_deadline(attempt.id, self._clock())
                 self._check_roles(self._clock() - start_s)
-                await self._changed()
+                await self._changed(attempt)
             self._queue.place(attempt.id, self._clock())
         finally:
             self._queue.leave(attempt.id)
+            del self._waiting[attempt.id]
             self.wake()
         attempt.answer.queued.prefill_s += attempt.started_s - start_s
         attempt.is_placed = True
 
     async def redirect(self, attempt: Attempt) -> bool:
         """Finds another decode worker for a request that its prefill worker still has; False: redo it."""
+        self._redirecting.add(attempt.id)
+        self._waiting[attempt.id] = asyncio.Event()
+        try:
+            return await self._redirect(attempt)
+        finally:
+            self._redirecting.remove(attempt.id)
+            del self._waiting[attempt.id]
+
+    async def _redirect(self, attempt: Attempt) -> bool:
         end_s = self._clock() + self._limits.unavailable_s
         while not attempt.has_ended and self._clock() < end_s:
             for worker in self._decoders():
@@ -84,7 +96,7 @@ class Placement:
                 ticket = await self._reserve(attempt, worker)
                 if ticket is not None:
                     return await self._give(attempt, Redirect(attempt.id, ticket), seen)
-            await self._changed()
+            await self._changed(attempt)
         return False
 
     async def _try(self, attempt: Attempt) -> bool:
@@ -190,9 +202,12 @@ class Placement:
                 f"no worker for {' and '.join(missing)} since {waited_s:.0f} s; see /health and try again"
             )
 
-    async def _changed(self) -> None:
-        change = self._change
+    async def _changed(self, attempt: Attempt) -> None:
+        """Until there is reason to look again since it last did, or to look at the clock."""
+        change = self._waiting[attempt.id]
         try:
             await asyncio.wait_for(change.wait(), _POLL_S)
         except TimeoutError:
             return
+        finally:
+            change.clear()

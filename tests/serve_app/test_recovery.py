@@ -62,7 +62,7 @@ async def until_busy(deployment: Deployment, worker: str) -> None:
 
 
 @pytest.mark.parametrize("victim", ["v0", "e0", "p0", "d0", "e1", "p1", "d1"])
-@pytest.mark.parametrize("moment", range(3))
+@pytest.mark.parametrize("moment", range(2))
 def test_a_worker_that_is_lost_changes_no_token(
     victim: str,
     moment: int,
