@@ -259,5 +259,5 @@ def test_options_that_make_no_sense_are_refused(
 def test_a_question_cannot_smuggle_in_media_tokens(
     subject: Subject, media: dict[str, Path], token: str
 ) -> None:
-    with pytest.raises(RequestError, match="reserved"):
+    with pytest.raises(RequestError, match="stands for media"):
         subject.pipeline.ask([media["image"]], f"what {token} is this", max_tokens=2)
