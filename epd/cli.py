@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from epd import console
 from epd.cli_bench import bench
+from epd.cli_plan import plan
 from epd.cli_serve import serve
 from epd.cli_simulate import simulate
 from epd.errors import EPDError, exit_code
@@ -184,6 +185,7 @@ def _write_demo_video(out: Path, seconds: float, fps: int, size: str, seed: int)
 app.command()(bench)
 app.command()(serve)
 app.command()(simulate)
+app.command()(plan)
 
 
 def main() -> None:

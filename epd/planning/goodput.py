@@ -6,6 +6,7 @@ search    between 0 and the bound by halving, each step a simulation of the same
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,14 +20,23 @@ from epd.simulate.records import SimulationResult
 from epd.simulate.requests import Job
 from epd.simulate.simulation import Simulation
 
+# Closer to the bound a queue has no steady state: a short run would only not see it grow.
+MAX_LOAD = 0.95
+_LEAST_REQUESTS = 100
+
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Requests to come at a mean rate of one per second, objectives, and how many requests must keep them."""
+    """Requests to come at a mean rate of one per second, objectives, and how many requests must keep them.
+
+    horizon_s: how long arrivals are simulated; at a rate that needs fewer requests than there are, only these
+    are taken, at least a hundred.
+    """
 
     jobs: tuple[Job, ...]
     slo: SLO
     attainment: float = 0.9
+    horizon_s: float = math.inf
 
     def __post_init__(self) -> None:
         if not self.jobs or not 0 < self.attainment <= 1:
@@ -36,17 +46,21 @@ class Demand:
             )
 
     @classmethod
-    def of(cls, jobs: Sequence[Job], slo: SLO, attainment: float = 0.9) -> Demand:
+    def of(
+        cls, jobs: Sequence[Job], slo: SLO, attainment: float = 0.9, horizon_s: float = math.inf
+    ) -> Demand:
         """Scales the times of `jobs` to one per second."""
         span = jobs[-1].due - jobs[0].due
         scale = TICKS_PER_S * (len(jobs) - 1) / span if span else 1.0
-        return cls(
-            tuple(replace(job, due=round((job.due - jobs[0].due) * scale)) for job in jobs), slo, attainment
-        )
+        scaled = tuple(replace(job, due=round((job.due - jobs[0].due) * scale)) for job in jobs)
+        return cls(scaled, slo, attainment, horizon_s)
 
     def at(self, rate_per_s: float) -> list[Job]:
         """The same requests, faster or slower."""
-        return [replace(job, due=round(job.due / rate_per_s)) for job in self.jobs]
+        num = len(self.jobs)
+        if rate_per_s * self.horizon_s < num:
+            num = min(num, max(_LEAST_REQUESTS, math.ceil(rate_per_s * self.horizon_s)))
+        return [replace(job, due=round(job.due / rate_per_s)) for job in self.jobs[:num]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +137,10 @@ def goodput(
 ) -> float:
     """Requests per second; 0 if even a trickle misses the objectives, or what is below `at_least`.
 
-    The answer is exact to bound / 2 ** num_halvings, from below. Raises InfeasibleError if memory binds.
+    The answer is exact to bound / 2 ** num_halvings, from below, and at most MAX_LOAD of the bound.
+    Raises InfeasibleError if memory binds.
     """
-    high = rate_bound(profile, deployment, demand)
+    high = MAX_LOAD * rate_bound(profile, deployment, demand)
     if high <= at_least or not _keeps(profile, deployment, demand, max(at_least, high / 2.0**num_halvings)):
         return 0.0
     low = max(at_least, high / 2.0**num_halvings)

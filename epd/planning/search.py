@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from epd.errors import InfeasibleError
-from epd.planning.goodput import Demand, goodput, rate_bound, unloaded
+from epd.planning.goodput import MAX_LOAD, Demand, goodput, rate_bound, unloaded
 from epd.planning.space import Settings, Space, is_colocated, reduced, resized
 from epd.profiles.profile import Profile
 from epd.simulate.deployment import Deployment
@@ -120,7 +120,7 @@ class Planner:
             if on_progress is not None:
                 on_progress(done, len(candidates))
             floor = self._floor(best, candidate)
-            if candidate.bound <= floor:
+            if MAX_LOAD * candidate.bound <= floor:
                 continue
             num_simulated += 1
             found = self.goodput(candidate, floor)

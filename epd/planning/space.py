@@ -16,37 +16,41 @@ from epd.simulate.deployment import Deployment, Sharding
 from epd.simulate.requests import GroupWork, Job
 from epd.topology import MAX_WORKERS, Topology, WorkerGroup, parse_topology
 
-# Above so many devices splits are taken from a grid: a share of a few percent more or less of one stage.
-_EXACT_DEVICES = 16
-_GRID = 16
+# Devices that are laid out together: those of one machine. More are several such cells.
+MAX_CELL = 8
 _MERGED = (("ep", "d"), ("e", "pd"))
 
 
 def splits(num_devices: int, num_parts: int) -> Iterator[tuple[int, ...]]:
-    """Every way to give each part at least one device; on a grid where there are many devices."""
-    if num_devices <= _EXACT_DEVICES:
-        yield from _exact_splits(num_devices, num_parts)
-        return
-    for parts in _exact_splits(_GRID, num_parts):
-        sizes = [part * num_devices // _GRID for part in parts[:-1]]
-        yield (*sizes, num_devices - sum(sizes))
-
-
-def _exact_splits(total: int, num_parts: int) -> Iterator[tuple[int, ...]]:
+    """Every way to give each part at least one device."""
     if num_parts == 1:
-        yield (total,)
+        yield (num_devices,)
         return
-    for first in range(1, total - num_parts + 2):
-        for rest in _exact_splits(total - first, num_parts - 1):
+    for first in range(1, num_devices - num_parts + 2):
+        for rest in splits(num_devices - first, num_parts - 1):
             yield (first, *rest)
 
 
-def topologies(num_devices: int) -> list[Topology]:
-    """All layouts of so many devices: each stage apart, two of them merged, and all of them."""
+def cells_of(num_devices: int) -> tuple[int, int]:
+    """(cells, devices in each): as few cells as may be, all alike; what does not divide is left over.
+
+    Raises RequestError for fewer than one or more than `MAX_WORKERS` devices.
+    """
     if not 1 <= num_devices <= MAX_WORKERS:
         raise RequestError(
             f"number of devices is {num_devices}, it must be 1 to {MAX_WORKERS}; plan a part of them"
         )
+    num_cells = -(-num_devices // MAX_CELL)
+    return num_cells, num_devices // num_cells
+
+
+def times(topology: Topology, num_cells: int) -> Topology:
+    """So many of a topology, as one."""
+    return Topology(tuple(WorkerGroup(num_cells * g.num_workers, g.roles) for g in topology.groups))
+
+
+def topologies(num_devices: int) -> list[Topology]:
+    """All layouts of so many devices: each stage apart, two of them merged, and all of them."""
     found = [_topology(sizes, ("e", "p", "d")) for sizes in splits(num_devices, 3)]
     for letters in _MERGED:
         found += [_topology(sizes, letters) for sizes in splits(num_devices, 2)]

@@ -35,8 +35,8 @@ def paper_space(*, has_merged_roles: bool = False) -> Space:
     return Space(
         8,
         encode_patches=(1,),
-        language_seats=(1, 2, 8),
-        decode_seats=(1, 8, 128),
+        language_seats=(1, 2),
+        decode_seats=(1, 128),
         chunk_tokens=(_WHOLE,),
         shardings=("groups", "request"),
         has_merged_roles=has_merged_roles,

@@ -1,0 +1,191 @@
+"""The answer of `epd plan`: what to run, what was assumed, what came second and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from epd.errors import InfeasibleError
+from epd.planning.goodput import Demand, mean_work, simulate_at
+from epd.planning.search import OnProgress, Planner, Scored, SearchResult
+from epd.planning.space import is_colocated, times
+from epd.profiles.profile import Profile
+from epd.topology import Topology
+
+# A gain smaller than this is not worth the hand-overs: the search resolves little more.
+_WORTH = 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """winner: what to run. reason: why the runner-up lost, None without one. verdict: split up, or not."""
+
+    profile: Profile
+    demand: Demand
+    search: SearchResult
+    reason: str | None
+    verdict: str
+    assumptions: tuple[str, ...]
+    num_cells: int = 1
+
+    @property
+    def topology(self) -> Topology:
+        """Of all cells together."""
+        return times(self.winner.candidate.topology, self.num_cells)
+
+    @property
+    def goodput(self) -> float:
+        return self.winner.goodput * self.num_cells
+
+    @property
+    def winner(self) -> Scored:
+        return self.search.winner
+
+    @property
+    def cost_per_thousand(self) -> float | None:
+        """Price of a thousand requests at goodput, in the profile's currency."""
+        price = self.profile.price_per_hour
+        if price is None:
+            return None
+        return price * self.winner.candidate.num_devices / (self.winner.goodput * 3600) * 1000
+
+    def record(self) -> dict[str, Any]:
+        """For `--json` and plan.yaml: `topology` and `settings` are what `epd serve` needs."""
+        return {
+            "topology": str(self.topology),
+            "num_cells": self.num_cells,
+            "settings": settings_record(self.winner),
+            "goodput_per_s": round(self.goodput, 4),
+            "goodput_per_device_per_s": round(self.winner.per_device, 5),
+            "num_devices": self.topology.num_workers,
+            "objectives": {
+                "ttft_s": self.demand.slo.ttft_s,
+                "tpot_s": self.demand.slo.tpot_s,
+                "attainment": self.demand.attainment,
+            },
+            "profile": self.profile.name,
+            "is_analytic": self.profile.is_analytic,
+            "cost_per_thousand_requests": self.cost_per_thousand,
+            "runner_up": _scored_record(self.search.runner_up),
+            "runner_up_lost_because": self.reason,
+            "colocated": _scored_record(self.search.colocated),
+            "verdict": self.verdict,
+            "encoder_scaling": [
+                {"encoders": count, "goodput_per_s": round(value, 4)}
+                for count, value in self.search.encoder_scaling
+            ],
+            "num_candidates": self.search.num_candidates,
+            "num_simulated": self.search.num_simulated,
+            "assumptions": list(self.assumptions),
+        }
+
+
+def settings_record(scored: Scored) -> dict[str, Any]:
+    """Names as `SchedulerConfig` and the workers have them."""
+    settings, deployment = scored.candidate.settings, scored.candidate.deployment
+    return {
+        "max_batch_patches": settings.encode_patches,
+        "max_num_batched_tokens": deployment.language.max_num_batched_tokens,
+        "max_chunk_tokens": settings.chunk_tokens,
+        "max_num_seqs": settings.language_seats,
+        "decode_max_num_seqs": settings.decode_seats,
+        "sharding": settings.sharding,
+        "retention": settings.retention,
+    }
+
+
+def _scored_record(scored: Scored | None) -> dict[str, Any] | None:
+    if scored is None:
+        return None
+    return {"topology": str(scored.candidate.topology), "goodput_per_s": round(scored.goodput, 4)}
+
+
+def make_plan(
+    planner: Planner,
+    *,
+    num_cells: int = 1,
+    min_rate: float | None = None,
+    on_progress: OnProgress | None = None,
+) -> Plan:
+    """Searches and explains. num_cells: how many times the planner's space there is; a request stays in one.
+
+    Raises InfeasibleError, which names what binds.
+    """
+    result = planner.search(on_progress)
+    if min_rate is not None and result.winner.goodput * num_cells < min_rate:
+        raise InfeasibleError(_rate_binds(planner, result.winner, min_rate / num_cells, num_cells))
+    reason = None
+    if result.runner_up is not None:
+        reason = why_it_lost(planner, result.runner_up, result.winner)
+    assumptions = (*planner.profile.assumptions, *_ASSUMED)
+    if num_cells > 1:
+        assumptions += (
+            f"{num_cells} equal cells, each with requests of its own; the runner-up's figures and those by "
+            "number of encoders are of one cell",
+        )
+    return Plan(planner.profile, planner.demand, result, reason, verdict(result), assumptions, num_cells)
+
+
+_ASSUMED = (
+    "nothing is cached: every request brings new media",
+    "links do not get in each other's way; every device of a kind is as fast as every other",
+)
+
+
+def stage_loads(planner: Planner, scored: Scored, rate_per_s: float) -> dict[str, float]:
+    """Share of the time that each kind of worker must be busy at a rate, at the least."""
+    candidate = scored.candidate
+    work = mean_work(planner.profile, candidate.deployment, planner.demand_of(candidate))
+    return {
+        group.letters: rate_per_s * work.seconds(group.roles) / group.num_workers
+        for group in candidate.topology.groups
+    }
+
+
+def why_it_lost(planner: Planner, loser: Scored, winner: Scored) -> str:
+    """What happens to the runner-up at the winner's rate."""
+    demand = planner.demand_of(loser.candidate)
+    result = simulate_at(planner.profile, loser.candidate.deployment, demand, winner.goodput)
+    loads = stage_loads(planner, loser, winner.goodput)
+    busiest = max(loads, key=lambda letters: loads[letters])
+    missed = []
+    for name, limit_s, values in (
+        ("TTFT", demand.slo.ttft_s, result.ttft_s),
+        ("TPOT", demand.slo.tpot_s, result.tpot_s),
+    ):
+        place = min(len(values) - 1, int(demand.attainment * len(values)))
+        if limit_s is not None and len(values) and sorted(values)[place] > limit_s:
+            missed.append(f"{name} of {sorted(values)[place]:.3g} s against {limit_s:g} s")
+    return (
+        f"at {winner.goodput:.3g} requests/s its {busiest} workers would be busy {loads[busiest]:.0%} of the "
+        f"time and {result.attainment(demand.slo):.0%} of requests would keep the objectives"
+        + (f" ({' and '.join(missed)} at the {demand.attainment:.0%} mark)" if missed else "")
+    )
+
+
+def verdict(result: SearchResult) -> str:
+    """Whether to disaggregate, in one sentence."""
+    winner, colocated = result.winner, result.colocated
+    if is_colocated(winner.candidate.topology):
+        return "do not disaggregate: workers that do everything serve the most requests per device"
+    if colocated is None:
+        return f"disaggregate: no colocated layout keeps the objectives, {winner.candidate.topology} does"
+    gain = winner.goodput / colocated.goodput
+    if gain < _WORTH:
+        return (
+            f"do not disaggregate: {winner.candidate.topology} gains {gain - 1:.1%} over "
+            f"{colocated.candidate.topology}, less than the search resolves"
+        )
+    return f"disaggregate: {gain:.2f} times the goodput of {colocated.candidate.topology}"
+
+
+def _rate_binds(planner: Planner, winner: Scored, min_rate: float, num_cells: int) -> str:
+    loads = stage_loads(planner, winner, winner.goodput)
+    busiest = max(loads, key=lambda letters: loads[letters])
+    needed = num_cells * winner.candidate.num_devices * min_rate / winner.goodput
+    return (
+        f"throughput binds: {num_cells * min_rate:g} requests/s are asked for, the best layout, "
+        f"{winner.candidate.topology} on {num_cells} cells, serves {num_cells * winner.goodput:.3g} with its "
+        f"{busiest} workers busy {loads[busiest]:.0%}; take about {needed:.0f} devices or relax the "
+        "objectives"
+    )

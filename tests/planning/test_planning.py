@@ -1,0 +1,202 @@
+"""The planner: the space, the search against trying everything, what binds, and when not to disaggregate."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from epd.cli import app
+from epd.errors import InfeasibleError, RequestError
+from epd.metrics import SLO
+from epd.planning.goodput import MAX_LOAD, Demand, goodput, rate_bound, simulate_at
+from epd.planning.plan import make_plan
+from epd.planning.search import LEAST_GAIN, Planner
+from epd.planning.space import Settings, Space, cells_of, splits, times, topologies
+from epd.planning.table5 import paper_planner, paper_space, random_goodputs, table_5
+from epd.profiles import Profile, analytic_profile
+from epd.simulate import Deployment, JobMaker
+from epd.topology import parse_topology
+from epd.workload_config import MixPart, WorkloadConfig
+
+PROFILE = analytic_profile("a100-80gb", "qwen2.5-vl-7b")
+BASE = Deployment(parse_topology("1epd"), cpu_threads=64)
+HEAVY = {"images": "1..3", "image_size": "1288x952", "output_tokens": "20..60"}
+TEXT = {"text_tokens": "200..400", "output_tokens": "100"}
+
+
+def demand(profile: Profile, slo: SLO, num: int = 60, **part: str) -> Demand:
+    config = WorkloadConfig(rate=1.0, num_requests=num, mix=(MixPart.model_validate(part),))
+    return Demand.of(list(JobMaker(profile).jobs(config.resolve().requests(0))), slo)
+
+
+def planner(space: Space, slo: SLO, **part: str) -> Planner:
+    return Planner(PROFILE, demand(PROFILE, slo, **part), space, BASE)
+
+
+def test_topologies_of_three_devices_are_those_drawn() -> None:
+    assert set(map(str, topologies(3))) == {"1e1p1d", "2ep1d", "1ep2d", "1e2pd", "2e1pd", "3epd"}
+
+
+def test_the_space_of_eight_holds_the_published_optima() -> None:
+    """Table 5's 6E1P1D, the 5E2P1D of the experiments, and every split with one decoder."""
+    for space in (Space(8), paper_space()):
+        assert all(name in space for name in ("6e1p1d", "5e2p1d", "1e6p1d", "1e1p6d"))
+    assert len(list(splits(8, 3))) == 21
+    assert "7ep1d" in Space(8)
+    assert "7ep1d" not in paper_space()
+    assert "5e2p2d" not in Space(8)
+
+
+def test_many_devices_are_cells() -> None:
+    assert [cells_of(num) for num in (1, 8, 9, 16, 100, 256)] == [
+        (1, 1),
+        (1, 8),
+        (2, 4),
+        (2, 8),
+        (13, 7),
+        (32, 8),
+    ]
+    assert str(times(parse_topology("5e2p1d"), 32)) == "160e64p32d"
+    for num in (0, 257):
+        with pytest.raises(RequestError, match="1 to 256"):
+            cells_of(num)
+
+
+def test_table_5() -> None:
+    """The plan in the paper's own space is the paper's optimum, and 2.2 times what chance finds."""
+    rows = {row.system: row for row in table_5()}
+    assert rows["optimum"].case.endswith("6e1p1d")
+    assert rows["optimum / random"].simulated >= 2.2
+    assert rows["optimum"].simulated >= 2.2 * np.mean(random_goodputs(seed=1))
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "slo", "part"),
+    [
+        (2, SLO(2.0, 0.05), HEAVY),
+        (3, SLO(1.5, 0.04), HEAVY),
+        (3, SLO(0.5, 0.02), TEXT),
+    ],
+)
+def test_the_search_equals_trying_everything(num_devices: int, slo: SLO, part: dict[str, str]) -> None:
+    space = Space(num_devices, encode_patches=(4096,), language_seats=(64,), chunk_tokens=(512, 8192))
+    small = Planner(PROFILE, demand(PROFILE, slo, 30, **part), space, BASE)
+    found, truth = small.search(), small.exhaustive()
+    assert found.winner.goodput >= truth.goodput / LEAST_GAIN**2
+    assert found.num_simulated < found.num_candidates
+    assert found.runner_up is None or found.runner_up.goodput <= found.winner.goodput
+
+
+def test_goodput_is_the_edge_of_what_keeps_the_objectives() -> None:
+    want = demand(PROFILE, SLO(1.5, 0.05), 100, **HEAVY)
+    deployment = Settings(4096, 16, 128, 2048, "groups").deployment(parse_topology("2e2p1d"), BASE)
+    rate = goodput(PROFILE, deployment, want)
+    bound = rate_bound(PROFILE, deployment, want)
+    assert 0 < rate <= MAX_LOAD * bound
+    assert simulate_at(PROFILE, deployment, want, rate).attainment(want.slo) >= want.attainment
+    beyond = simulate_at(PROFILE, deployment, want, rate + bound / 64)
+    assert beyond.attainment(want.slo) < want.attainment or rate + bound / 64 > MAX_LOAD * bound
+
+
+def test_no_schedule_exceeds_the_bound() -> None:
+    """A hundred times the bound, all at once: the fleet is not done sooner than the bound allows."""
+    want = demand(PROFILE, SLO(ttft_s=1e6), 200, **HEAVY)
+    for name in ("1e1p1d", "2ep1d", "1e2pd", "2epd"):
+        deployment = Settings(32768, 64, 128, 8192, "groups").deployment(parse_topology(name), BASE)
+        bound = rate_bound(PROFILE, deployment, want)
+        result = simulate_at(PROFILE, deployment, want, 100 * bound)
+        done_s = result.rows["end"].max() / 1e12
+        assert len(want.jobs) / done_s <= bound * 1.001, name
+
+
+@pytest.mark.parametrize(
+    ("slo", "words"),
+    [(SLO(ttft_s=0.05), "TTFT binds"), (SLO(tpot_s=0.005), "TPOT binds")],
+)
+def test_an_impossible_objective_is_named(slo: SLO, words: str) -> None:
+    with pytest.raises(InfeasibleError, match=words):
+        planner(Space(3, chunk_tokens=(8192,)), slo, **HEAVY).search()
+
+
+def test_weights_that_do_not_fit_bind() -> None:
+    profile = analytic_profile("a100-80gb", "internvl2-26b")
+    small = replace(profile, memory=replace(profile.memory, device_bytes=30 * 10**9))
+    want = demand(small, SLO(ttft_s=5.0), 20, **HEAVY)
+    with pytest.raises(InfeasibleError, match="memory binds"):
+        Planner(small, want, Space(3), BASE).search()
+
+
+def test_a_rate_that_is_too_high_binds() -> None:
+    with pytest.raises(InfeasibleError, match=r"throughput binds: 1e\+06"):
+        make_plan(planner(Space(2, language_seats=(16,)), SLO(2.0, 0.05), **HEAVY), min_rate=1e6)
+
+
+def test_text_alone_is_not_disaggregated() -> None:
+    """Without images encoders idle, and with an easy objective merged roles balance themselves."""
+    plan = make_plan(planner(Space(3), SLO(5.0, 0.2), **TEXT))
+    assert plan.verdict.startswith("do not disaggregate")
+    assert plan.search.colocated is not None
+
+
+def test_a_plan_says_what_it_rests_on() -> None:
+    plan = make_plan(planner(Space(3, encode_patches=(4096,), language_seats=(16,)), SLO(1.0, 0.03), **HEAVY))
+    record = plan.record()
+    assert any("analytic" in line for line in record["assumptions"])
+    assert record["runner_up_lost_because"].startswith("at ")
+    assert record["cost_per_thousand_requests"] == pytest.approx(
+        3 * 1.8 / 3.6 / plan.winner.goodput, rel=1e-6
+    )
+    parse_topology(record["topology"])
+
+
+def test_more_encoders_help_until_something_else_binds() -> None:
+    paper = paper_planner()
+    best = next(each for each in paper.candidates() if str(each.topology) == "6e1p1d")
+    scaling = dict(paper.encoder_scaling(best))
+    assert scaling[3] < scaling[5] < scaling[6] < scaling[7]
+
+
+def test_fewer_tokens_are_a_choice_only_where_it_is_allowed() -> None:
+    for retentions in ((1.0,), (1.0, 0.25)):
+        space = Space(2, encode_patches=(32768,), language_seats=(64,), retentions=retentions)
+        found = planner(space, SLO(1.0, 0.05), **HEAVY).search()
+        assert found.winner.candidate.settings.retention == retentions[-1]
+
+
+def run(*options: str) -> object:
+    return app(["plan", *options], standalone_mode=False)
+
+
+def test_the_verb_prints_a_plan_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.yaml"
+    options = ["--gpus", "2", "--slo-ttft", "2", "--slo-tpot", "0.05", "--workload", "images"]
+    run(*options, "--out", str(path))
+    text = capsys.readouterr().out
+    plan = yaml.safe_load(path.read_text())
+    assert text.startswith(f"run {plan['topology']}")
+    assert "per thousand requests" in text
+    assert "disaggregate" in text
+    run(*options, "--json")
+    assert json.loads(capsys.readouterr().out) == plan
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--gpus", "2", "--slo-ttft", "0.001"], 3, "TTFT binds"),
+        (["--gpus", "2"], 2, "no objective"),
+        (["--gpus", "0", "--slo-ttft", "1"], 2, "1 to 256"),
+        (["--gpus", "2", "--slo-ttft", "1", "--attainment", "1.5"], 2, "attainment"),
+        (["--gpus", "2", "--slo-ttft", "1", "--out", "/no/where/plan.yaml"], 2, "cannot write"),
+    ],
+)
+def test_the_verb_ends_with_its_exit_code(
+    options: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*options) == code
+    assert words in capsys.readouterr().err
