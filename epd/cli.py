@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from epd import console
 from epd.cli_bench import bench
 from epd.cli_plan import plan
+from epd.cli_profile import profile
 from epd.cli_serve import serve
 from epd.cli_simulate import simulate
 from epd.errors import EPDError, exit_code
@@ -186,6 +187,7 @@ app.command()(bench)
 app.command()(serve)
 app.command()(simulate)
 app.command()(plan)
+app.command()(profile)
 
 
 def main() -> None:

@@ -1,0 +1,45 @@
+"""How a stage is measured: which points, how often, and what is kept of it. The action is passed in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from time import perf_counter
+
+import numpy as np
+
+from epd.profiles.cost import Measurement, StageTable, fit_table
+
+Action = Callable[[], object]
+
+
+def measurement(units: float, items: float, seconds: Sequence[float]) -> Measurement:
+    """The median and what lies between the quartiles. Raises ValueError for no run at all."""
+    low, middle, high = map(float, np.percentile(np.asarray(seconds), (25, 50, 75)))
+    return Measurement(units, items, middle, high - low, len(seconds))
+
+
+def timed(action: Action) -> float:
+    start = perf_counter()
+    action()
+    return perf_counter() - start
+
+
+def measured(points: Iterable[tuple[float, float, Action]], num_repeats: int) -> list[Measurement]:
+    """Runs every point in turn, so often, after one run that does not count.
+
+    In turns, so that a machine that is busy for a while spoils one run of each point, not all of one.
+    """
+    listed = list(points)
+    for _, _, action in listed:
+        action()
+    seconds = [[timed(action) for _, _, action in listed] for _ in range(num_repeats)]
+    return [
+        measurement(units, items, column)
+        for (units, items, _), column in zip(listed, zip(*seconds, strict=True), strict=True)
+    ]
+
+
+def table(
+    units: str, items: str, points: Iterable[tuple[float, float, Action]], num_repeats: int
+) -> StageTable:
+    return fit_table(units, items, measured(points, num_repeats))
