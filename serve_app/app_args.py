@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Self
@@ -23,6 +24,7 @@ class AppArgs(BaseModel):
     topology: see `epd.topology`. num_video_workers: that decode video, with num_video_threads each.
     api_key: by default what EPD_API_KEY is set to; without one everybody is let in.
     allowed_media_path: folder that file:// media may be read from. allowed_media_hosts: see `FetchPolicy`.
+    num_threads: of torch in each stage worker, by default the machine's cores shared out among them.
     num_kv_tokens: room for keys and values at each worker. max_requests: answered at once.
     max_waiting, max_wait_s: for room at the workers. hang_s: without a sign of life a worker is lost after.
     drain_s: that requests are given to end when the application does.
@@ -36,6 +38,7 @@ class AppArgs(BaseModel):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     num_video_workers: int = Field(default=1, ge=1, le=64)
     num_video_threads: int = Field(default=2, ge=1, le=64)
+    num_threads: int | None = Field(default=None, ge=1, le=256)
     num_kv_tokens: int | None = Field(default=None, ge=1)
     api_key: SecretStr | None = None
     allowed_media_path: Path | None = None
@@ -56,6 +59,12 @@ class AppArgs(BaseModel):
                 "layout, or leave it out for the embedded model"
             )
         return path
+
+    @property
+    def threads_per_worker(self) -> int:
+        """Those of torch in each stage worker."""
+        share = (os.cpu_count() or 1) // parse_topology(self.topology).num_workers
+        return self.num_threads or max(1, share)
 
     def resolved(self) -> Self:
         """The same for any process of this machine. Raises EPDError for a model or topology that is none."""

@@ -21,7 +21,12 @@ def create_ingress(args: AppArgs) -> FastAPI:
     """The front over its service, which starts and ends with it."""
     _log_requests()
     fleet = RayFleet(
-        RayFleetConfig(args.workers, hang_s=args.hang_s, num_video_threads=args.num_video_threads),
+        RayFleetConfig(
+            args.workers,
+            hang_s=args.hang_s,
+            num_threads=args.threads_per_worker,
+            num_video_threads=args.num_video_threads,
+        ),
         WorkerSettings(args.model_path, dtype=args.dtype, num_kv_tokens=args.num_kv_tokens),
     )
     config = OrchestratorConfig(max_waiting=args.max_waiting, max_wait_s=args.max_wait_s)

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from epd.errors import EPDError, UnavailableError
 from epd.routing import Stage
 from epd.types import UInt8Array
-from serve_app.messages import Message, WorkerLoad, WorkerReport
+from serve_app.messages import Message, WorkerReport
 from serve_app.worker_core import WorkerCore
 from serve_app.worker_stages import Transport, WorkerSettings
 
@@ -47,7 +48,7 @@ class WorkerThread:
         self._has_news = asyncio.Event()
         self._wake = threading.Event()
         self._step_began_s = 0.0
-        self._last_load = WorkerLoad()
+        self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._ready: asyncio.Future[None] = self._loop.create_future()
 
@@ -62,6 +63,11 @@ class WorkerThread:
 
     def wake(self) -> None:
         """Something has come for the stages. From any thread."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """The thread ends after the step under way."""
+        self._is_stopped = True
         self._wake.set()
 
     @property
@@ -81,8 +87,8 @@ class WorkerThread:
     def _run(self) -> None:
         try:
             core = WorkerCore(*self._arguments)
-            self._loop.call_soon_threadsafe(_resolve, self._ready, None)
-            while True:
+            self._post(_resolve, self._ready, None)
+            while not self._is_stopped:
                 self._turn(core)
         except EPDError as error:
             self._break(error)
@@ -93,8 +99,8 @@ class WorkerThread:
     def _break(self, error: EPDError) -> None:
         """The thread ends; who waits for the start, or for reports, is told."""
         self.failure = str(error)
-        self._loop.call_soon_threadsafe(_fail, self._ready, error)
-        self._loop.call_soon_threadsafe(self._has_news.set)
+        self._post(_fail, self._ready, error)
+        self._post(self._has_news.set)
 
     def _turn(self, core: WorkerCore) -> None:
         self._wake.clear()
@@ -103,27 +109,25 @@ class WorkerThread:
         while self._inbox:
             self._answer(core, self._inbox.popleft())
         has_moved = core.step()
-        is_busy = has_moved or has_mail
-        report = core.take_report() or (None if is_busy else self._changed_load(core))
+        report = core.take_report()
         self._step_began_s = 0.0
         if report is not None:
-            self._last_load = report.load
-            self._loop.call_soon_threadsafe(self._tell, report)
-        if not is_busy:
+            self._post(self._tell, report)
+        if not (has_moved or has_mail):
             self._wake.wait(_POLL_S if core.has_work() else _IDLE_S)
-
-    def _changed_load(self, core: WorkerCore) -> WorkerReport | None:
-        """A report of nothing but how the worker is, when that has changed without any news."""
-        load = core.load()
-        return WorkerReport(core.name, load=load) if load != self._last_load else None
 
     def _answer(self, core: WorkerCore, call: Call) -> None:
         try:
             value = core.handle(call.message, call.bulk)
         except EPDError as error:
-            self._loop.call_soon_threadsafe(_fail, call.reply, error)
+            self._post(_fail, call.reply, error)
         else:
-            self._loop.call_soon_threadsafe(_resolve, call.reply, value)
+            self._post(_resolve, call.reply, value)
+
+    def _post(self, function: Callable[..., object], *arguments: object) -> None:
+        """Calls something in the event loop; nothing when that has ended, and with it the process."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)
 
     def _tell(self, report: WorkerReport) -> None:
         self._reports.append(report)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+import torch
 
 from epd.errors import EPDError
 from epd.routing import Stage
@@ -44,13 +45,17 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a worker is started with. life: of this start alone. fleet_id: see `PoolFiles`."""
+    """What a worker is started with.
+
+    life: of this start alone. fleet_id: see `PoolFiles`. num_threads: of torch, or that read video.
+    """
 
     name: str
     life: str
     roles: frozenset[Stage]
     settings: WorkerSettings
     fleet_id: str
+    num_threads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,7 @@ class StageActor:
 
     async def start(self, start: Start) -> Reply:
         """Loads the weights. Whatever an earlier life has left on this machine is removed."""
+        torch.set_num_threads(start.num_threads)
         files = PoolFiles(start.fleet_id)
         files.remove_of(start.name)
         self._name, self._life = start.name, start.life
@@ -196,9 +202,9 @@ class VideoActor:
     async def place(self) -> Place:
         return Place(self._node_id, os.getpid())
 
-    async def start(self, start: Start, num_threads: int) -> Reply:
+    async def start(self, start: Start) -> Reply:
         self._name, self._life = start.name, start.life
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="video")
+        self._executor = ThreadPoolExecutor(start.num_threads, thread_name_prefix="video")
         return Reply()
 
     async def handle(self, life: str, _number: int, message: Message[Any], _bulk: BulkArgument) -> Reply:

@@ -30,7 +30,7 @@ HARMS = [
     (name, number)
     for number in (signal.SIGKILL, signal.SIGSTOP)
     for name in ("v0", "e0", "p0", "d0")
-    if IS_SOAK or (name, number) in {("e0", 9), ("p0", 9), ("d0", 9), ("p0", 19), ("v0", 19)}
+    if IS_SOAK or (name, number) in {("e0", signal.SIGKILL), ("d0", signal.SIGKILL), ("p0", signal.SIGSTOP)}
 ]
 KINDS = (("image",), ("video",), (), ("image", "tall_video"))
 HANG_S = 6.0

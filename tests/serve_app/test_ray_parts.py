@@ -1,0 +1,161 @@
+"""Parts of a fleet of processes that need no Ray: order of messages, processes that end, worker threads."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd.errors import EPDError, ModelError
+from serve_app.messages import Abort, CancelTickets, Redirect
+from serve_app.ray_process import WatchedProcess
+from serve_app.ray_thread import Call, WorkerThread
+from serve_app.ray_worker import Line
+from serve_app.worker_stages import WorkerSettings
+from stages.encoder_pool import EncoderPoolShape
+
+SOON_S = 10.0
+
+
+@given(st.permutations(range(8)), st.data())
+def test_calls_pass_in_the_order_of_their_numbers(numbers: list[int], data: st.DataObject) -> None:
+    """Whatever the order in which they come, and however long each takes before it can pass."""
+    naps = data.draw(st.lists(st.integers(0, 3), min_size=8, max_size=8))
+    passed: list[int] = []
+
+    async def call(line: Line, number: int) -> None:
+        for _ in range(naps[number]):
+            await asyncio.sleep(0)
+        await line.wait(number)
+        passed.append(number)
+        line.passed()
+
+    async def run() -> None:
+        line = Line()
+        await asyncio.gather(*(call(line, number) for number in numbers))
+
+    asyncio.run(asyncio.wait_for(run(), SOON_S))
+    assert passed == list(range(8))
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def test_the_end_of_a_process_is_told_at_once(process: subprocess.Popen[bytes]) -> None:
+    async def run() -> str:
+        told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        watched = WatchedProcess(process.pid, told.set_result)
+        process.kill()
+        reason = await asyncio.wait_for(told, SOON_S)
+        watched.kill()  # it may be given up again
+        return reason
+
+    assert asyncio.run(run()) == "its process ended"
+
+
+def test_a_process_that_is_stopped_can_be_ended(process: subprocess.Popen[bytes]) -> None:
+    told: list[str] = []
+
+    async def run() -> None:
+        watched = WatchedProcess(process.pid, told.append)
+        os.kill(process.pid, signal.SIGSTOP)
+        watched.kill()
+        await asyncio.to_thread(process.wait, SOON_S)
+
+    asyncio.run(run())
+    assert process.returncode == -signal.SIGKILL
+    assert told == []
+
+
+def test_a_process_that_is_gone_cannot_be_watched(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+    async def run() -> None:
+        with pytest.raises(ProcessLookupError):
+            WatchedProcess(process.pid, print)
+
+    asyncio.run(run())
+
+
+class NoTransport:
+    """For an encoder that nobody asks anything of."""
+
+    def embeddings(self, _name: str, shape: EncoderPoolShape) -> Any:
+        return shape.build(), SilentConnector()
+
+    def kv(self, _name: str, _shape: Any) -> Any:
+        raise NotImplementedError
+
+    def close(self, _name: str) -> None: ...
+
+
+class SilentConnector:
+    name = "e0.encode"
+    is_broken = False
+
+    def poll(self) -> list[Any]:
+        if self.is_broken:
+            raise KeyError("a bug")
+        return []
+
+
+def settings(path: Path) -> WorkerSettings:
+    return WorkerSettings(path, num_embeddings=64)
+
+
+async def handled(thread: WorkerThread, message: Any) -> Any:
+    reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    thread.put(Call(message, None, reply))
+    return await asyncio.wait_for(reply, SOON_S)
+
+
+def test_a_thread_answers_and_goes_on_after_refusals(checkpoints: dict[str, Path]) -> None:
+    async def run() -> None:
+        thread = WorkerThread("e0", frozenset({"encode"}), settings(checkpoints["qwen2_5_vl"]), NoTransport())
+        await thread.start()
+        assert await handled(thread, CancelTickets(("none",))) is None
+        with pytest.raises(EPDError, match="no role 'prefill'"):
+            await handled(thread, Redirect("r", None))  # type: ignore[arg-type]
+        assert await handled(thread, Abort(("none",))) is None
+        assert not any(report.events or report.outputs for report in await thread.take_reports(0.01))
+        assert thread.failure == ""
+        thread.stop()
+
+    asyncio.run(run())
+
+
+def test_a_bug_in_a_step_ends_the_thread_with_its_reason(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        thread = WorkerThread("e0", frozenset({"encode"}), settings(checkpoints["qwen2_5_vl"]), NoTransport())
+        await thread.start()
+        monkeypatch.setattr(SilentConnector, "is_broken", True)
+        thread.wake()
+        await thread.take_reports(SOON_S)
+        assert thread.failure == "KeyError: 'a bug'"
+
+    asyncio.run(run())
+
+
+def test_a_model_that_does_not_load_is_told_at_the_start(tmp_path: Path) -> None:
+    async def run() -> None:
+        thread = WorkerThread("e0", frozenset({"encode"}), settings(tmp_path / "none"), NoTransport())
+        with pytest.raises(ModelError):
+            await thread.start()
+
+    asyncio.run(run())
