@@ -50,6 +50,7 @@ from stages.visual_inputs import PlacedEmbeddings  # noqa: E402
 
 COUNTS = (1, 8, 32)
 MAX_TOKENS = (16, 128)  # of an answer, drawn evenly between
+MAX_IMAGES = 16  # that are encoded together
 STEP_CONTEXTS = (100, 1000)
 PATH = embedded_model_path()
 
@@ -97,26 +98,35 @@ class Ours:
     @torch.inference_mode()
     def answer(self, asked: Sequence[Request]) -> Outcome:
         start = time.perf_counter()
-        for index, request in enumerate(asked):
-            self._add(f"r{index}", request)
-        tokens: dict[str, list[int]] = {}
+        self.add(asked)
+        tokens: dict[str, list[int]] = {f"r{index}": [] for index in range(len(asked))}
         first: dict[str, float] = {}
         while self.engine.has_work():
             for output in self.engine.step().outputs:
                 first.setdefault(output.request_id, time.perf_counter() - start)
-                tokens.setdefault(output.request_id, []).append(output.token.token_id)
+                tokens[output.request_id].append(output.token.token_id)
         seconds = time.perf_counter() - start
-        return Outcome(seconds, statistics.mean(first.values()), [tuple(tokens[k]) for k in sorted(tokens)])
+        return Outcome(seconds, statistics.mean(first.values()), [tuple(each) for each in tokens.values()])
 
-    def _add(self, name: str, request: Request) -> None:
-        pixels = torch.from_numpy(request.image)
-        plan = self.adapter.plan_image(*pixels.shape[:2])
-        prompt = self.adapter.plan_prompt([plan], request.question)
-        sampling = SamplingParams(max_tokens=request.num_tokens)
-        self.engine.add(GenerateRequest(name, prompt, prompt_identity(prompt, [name]), sampling))
-        patches = self.adapter.preprocess(self.adapter.resize(pixels, plan), plan)
-        (rows,) = self.adapter.encode_batch(self.tower, [PatchRun("image", patches, plan.grid)])
-        self.engine.add_embeddings(name, PlacedEmbeddings(rows, prompt.media[0].token_indices(0, 1)))
+    @torch.inference_mode()
+    def add(self, asked: Sequence[Request]) -> None:
+        """Queues requests; images of one size are encoded together, as the encode stage does."""
+        runs, items = [], []
+        for index, request in enumerate(asked):
+            pixels = torch.from_numpy(request.image)
+            plan = self.adapter.plan_image(*pixels.shape[:2])
+            prompt = self.adapter.plan_prompt([plan], request.question)
+            sampling = SamplingParams(max_tokens=request.num_tokens)
+            identity = prompt_identity(prompt, [f"r{index}"])
+            self.engine.add(GenerateRequest(f"r{index}", prompt, identity, sampling))
+            patches = self.adapter.preprocess(self.adapter.resize(pixels, plan), plan)
+            runs.append(PatchRun("image", patches, plan.grid))
+            items.append(prompt.media[0])
+        for start in range(0, len(runs), MAX_IMAGES):
+            encoded = self.adapter.encode_batch(self.tower, runs[start : start + MAX_IMAGES])
+            for index, rows in enumerate(encoded, start):
+                placed = PlacedEmbeddings(rows, items[index].token_indices(0, 1))
+                self.engine.add_embeddings(f"r{index}", placed)
 
 
 class FirstToken(StoppingCriteria):
@@ -305,8 +315,7 @@ def memory_rows(counts: Sequence[int]) -> list[Row]:
     for count in counts:
         ours = Ours()
         engine, pools = ours.engine, ours.engine.pools
-        for index, request in enumerate(requests(count, seed=0)):
-            ours._add(f"r{index}", request)
+        ours.add(requests(count, seed=0))
         for _ in range(8):
             engine.step()
         tokens = sum(engine.num_computed(each.request_id) for each in engine.scheduler.running)
