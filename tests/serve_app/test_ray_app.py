@@ -198,3 +198,10 @@ def test_settings_reach_the_front(app: App, media: dict[str, Path]) -> None:
     )
     assert refused.status_code == 403
     assert "epd_" in app.http.get("/metrics").text
+
+
+def test_the_cluster_asks_for_a_token(ray_session: RaySession) -> None:
+    """On Ray releases that can. Who reaches its ports could run code otherwise."""
+    raylet = pytest.importorskip("ray._raylet")
+    assert os.environ["RAY_AUTH_TOKEN"]
+    assert raylet.get_authentication_mode() == raylet.AuthenticationMode.TOKEN
