@@ -187,6 +187,17 @@ def test_the_fast_path_is_exact_for_any_load(
     assert (fast.rows == slow.rows).all()
 
 
+@pytest.mark.parametrize("kv_tokens", [500, 700, 1000, 2000])
+def test_blocks_of_steps_under_way_are_booked_when_another_asks_for_room(kv_tokens: int) -> None:
+    """Room, not seats, decides who is let in: a reservation must see what a run has taken by then."""
+    part = {"images": "0", "text_tokens": "20..200", "output_tokens": "50..250"}
+    work = jobs(PROFILE, 80, rate=30.0, **part)
+    fast = simulate(PROFILE, "1e1p1d", work, kv_tokens=kv_tokens)
+    slow = simulate(PROFILE, "1e1p1d", work, kv_tokens=kv_tokens, is_stepwise=True)
+    assert (fast.rows == slow.rows).all()
+    assert fast.num_preempted > 0
+
+
 def test_every_request_ends_once_and_times_go_forward() -> None:
     work = jobs(PROFILE, 300, rate=20.0, images="1..3")
     rows = simulate(PROFILE, "3e2p3d", work).rows
