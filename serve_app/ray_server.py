@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import logging
 import re
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from http import HTTPStatus
 
+import httpx
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import ProxyLocation
 from ray.serve.exceptions import RayServeException
 
-from epd.errors import UnavailableError
+from epd.errors import RequestError, UnavailableError
 from serve_app.app import build_app
 from serve_app.app_args import AppArgs
 from serve_app.ray_cluster import RaySettings, ray_cluster
 
 APP_NAME = "epd"
+# Where a server that listens everywhere is asked.
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _ERROR_LINE = re.compile(r"^(?:epd\.errors\.)?\w*Error: .+", re.MULTILINE)
 
 
@@ -32,6 +37,30 @@ class HttpSettings:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
 
+    def check_free(self) -> None:
+        """Raises RequestError when the address cannot be listened on."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            socket.create_server((self.host, self.port), family=family).close()
+        except OSError as error:
+            raise RequestError(
+                f"cannot listen on {self.host} port {self.port}: {error.strerror}; give another --port"
+            ) from error
+
+    def check_answers(self) -> None:
+        """Raises UnavailableError when the application is not there: Serve may listen elsewhere."""
+        host = _LOOPBACK.get(self.host, self.host)
+        try:
+            response = httpx.get(f"{replace(self, host=host).url}/health", trust_env=False)
+            found = "" if response.status_code == HTTPStatus.OK else str(response.status_code)
+        except httpx.HTTPError as error:
+            found = type(error).__name__
+        if found:
+            raise UnavailableError(
+                f"{self.url}/health gives {found}; Serve runs on that cluster with other options; use its "
+                "port, or have it shut down"
+            )
+
 
 @contextmanager
 def served_app(args: AppArgs, http: HttpSettings, cluster: RaySettings) -> Iterator[None]:
@@ -40,6 +69,8 @@ def served_app(args: AppArgs, http: HttpSettings, cluster: RaySettings) -> Itera
     Raises EPDError for what cannot be served.
     """
     app = build_app(args)
+    if cluster.address is None:
+        http.check_free()
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     with ray_cluster(cluster):
         try:
@@ -52,6 +83,7 @@ def served_app(args: AppArgs, http: HttpSettings, cluster: RaySettings) -> Itera
         except (RayServeException, RayError, RuntimeError) as error:
             raise UnavailableError(f"the application does not start: {_reason(error)}") from error
         try:
+            http.check_answers()
             yield
         finally:
             serve.delete(APP_NAME)

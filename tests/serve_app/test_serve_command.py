@@ -44,6 +44,16 @@ def test_what_cannot_be_served_is_told_at_once(options: list[str], said: str) ->
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_a_port_that_is_taken_is_told_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = subprocess.run(
+            command("--port", port), capture_output=True, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: cannot listen on 127.0.0.1 port {port}: ")
+
+
 def test_it_answers_and_drains(tmp_path: Path) -> None:
     mark = secrets.token_hex(8)
     with running(mark, tmp_path, "--topology", "1epd") as (process, url):
