@@ -65,6 +65,25 @@ _Dtype = Annotated[str, typer.Option(metavar="TYPE", help="float32, bfloat16 or 
 _Drain = Annotated[
     float, typer.Option("--drain", metavar="S", help="Seconds for requests to end at the end.")
 ]
+_AllowedHosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allowed-host",
+        metavar="NAME",
+        help="Name that clients may call the server by, beside its address; repeat it. By default any, but "
+        "for a server on loopback without a key.",
+    ),
+]
+_TraceDir = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Folder for a Chrome trace of each request.")
+]
+_MaxTraces = Annotated[int, typer.Option(metavar="N", min=1, help="Traces kept there, the latest.")]
+_OtlpEndpoint = Annotated[
+    str | None,
+    typer.Option(
+        envvar="OTEL_EXPORTER_OTLP_ENDPOINT", metavar="URL", help="Collector of OpenTelemetry traces."
+    ),
+]
 _Verbose = Annotated[bool, typer.Option("--verbose", help="Show what the processes log, a line per request.")]
 
 
@@ -82,12 +101,18 @@ def serve(
     num_kv_tokens: _KVTokens = None,
     dtype: _Dtype = "float32",
     drain: _Drain = 30.0,
+    allowed_host: _AllowedHosts = None,
+    trace_dir: _TraceDir = None,
+    max_traces: _MaxTraces = 256,
+    otlp_endpoint: _OtlpEndpoint = None,
     verbose: _Verbose = False,
 ) -> None:
     """Serve a model behind an OpenAI-compatible API, its stages on processes of their own.
 
     Prints a line when it is ready. SIGINT or SIGTERM ends it when the requests under way have been answered.
     """
+    from serve_app.host_check import served_hosts
+
     start_s = time.monotonic()
     options = {
         "model": model,
@@ -100,6 +125,10 @@ def serve(
         "allowed_media_path": allowed_media_path,
         "allowed_media_hosts": allowed_media_host or None,
         "drain_s": drain,
+        "served_hosts": served_hosts(host, has_key=bool(api_key), extra=allowed_host or ()),
+        "trace_dir": trace_dir,
+        "max_traces": max_traces,
+        "otlp_endpoint": otlp_endpoint,
     }
     args = _app_args(options)
     with _served(args, host, port, address, verbose) as url:

@@ -28,6 +28,9 @@ class AppArgs(BaseModel):
     num_kv_tokens: room for keys and values at each worker. max_requests: answered at once.
     max_waiting, max_wait_s: for room at the workers. hang_s: without a sign of life a worker is lost after.
     drain_s: that requests are given to end when the application does.
+    served_hosts: names that clients may call the server by, None for any: see `serve_app.host_check`.
+    trace_dir: a Chrome trace of each request is written there, the latest max_traces are kept.
+    otlp_endpoint: base URL of a collector that gets OpenTelemetry traces.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
@@ -48,6 +51,10 @@ class AppArgs(BaseModel):
     max_wait_s: float = Field(default=120.0, gt=0)
     hang_s: float = Field(default=10.0, gt=0)
     drain_s: float = Field(default=30.0, ge=0)
+    served_hosts: frozenset[str] | None = None
+    trace_dir: Path | None = None
+    max_traces: int = Field(default=256, ge=1)
+    otlp_endpoint: str | None = None
 
     @property
     def model_path(self) -> Path:
@@ -69,9 +76,9 @@ class AppArgs(BaseModel):
     def resolved(self) -> Self:
         """The same for any process of this machine. Raises EPDError for a model or topology that is none."""
         parse_topology(self.topology)
-        folder = self.allowed_media_path
-        paths = {"model": self.model_path.resolve(), "allowed_media_path": folder and folder.resolve()}
-        return self.model_copy(update=paths)
+        folders = {"allowed_media_path": self.allowed_media_path, "trace_dir": self.trace_dir}
+        paths = {name: folder and folder.resolve() for name, folder in folders.items()}
+        return self.model_copy(update={"model": self.model_path.resolve(), **paths})
 
     @property
     def workers(self) -> Mapping[str, frozenset[Stage]]:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
+from epd.errors import EPDError
 from serve_app.api import ApiSettings, create_api
 from serve_app.app_args import AppArgs
 from serve_app.orchestrator import Orchestrator, OrchestratorConfig
@@ -17,8 +18,8 @@ from serve_app.worker_stages import WorkerSettings
 from video import FetchPolicy
 
 
-def create_ingress(args: AppArgs) -> FastAPI:
-    """The front over its service, which starts and ends with it."""
+async def create_ingress(args: AppArgs) -> FastAPI:
+    """The front over its service, which runs by now and ends with the app. Raises EPDError."""
     _log_requests()
     fleet = RayFleet(
         RayFleetConfig(
@@ -37,13 +38,17 @@ def create_ingress(args: AppArgs) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
-            await service.start()
             async with front_lifespan(app):
                 yield
         finally:
             await service.close()
 
     app.router.lifespan_context = lifespan
+    try:
+        await service.start()
+    except EPDError:
+        await service.close()
+        raise
     return app
 
 
@@ -57,6 +62,10 @@ def _settings(args: AppArgs) -> ApiSettings:
         api_key=args.api_key.get_secret_value() if args.api_key else None,
         fetch=policy,
         max_requests=args.max_requests,
+        allowed_hosts=args.served_hosts,
+        trace_dir=args.trace_dir,
+        max_traces=args.max_traces,
+        otlp_endpoint=args.otlp_endpoint,
     )
 
 
