@@ -5,8 +5,8 @@
 start: seconds until the first answer, and memory of each process, for several topologies.
 overlap: a cold question about a 10-minute 720p video: time to the first token against the slowest stage and
 against the sum of the stages; then a second question about it. Each repeat has other bytes and equal frames.
-flood: short questions about images from a closed loop give the capacity; then ten times as many arrive as
-that, and what is answered, refused and held in memory is counted.
+flood: questions about images with answers of 96 tokens, from a closed loop, give the capacity; then ten times
+as many arrive, and what is answered, refused and held in memory is counted. The generator shares the cores.
 Results go to benchmarks/results/serve.{json,md}.
 """
 
@@ -210,7 +210,7 @@ def flood_rows(topology: str, num_requests: int) -> list[Row]:
     """Goodput at capacity and at ten times that."""
     slo = ["--slo-ttft", "10"]
     with serving(topology) as server:
-        common = ["--workload", "images", "--max-tokens", "16", "--ignore-eos", *slo]
+        common = ["--workload", "images", "--max-tokens", "96", "--ignore-eos", *slo]
         calm = bench(server, *common, "--concurrency", "8", "--num-requests", str(num_requests))
         before = sum(server.memory_mb().values())
         rate = 10 * calm["goodput"]
