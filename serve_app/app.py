@@ -25,10 +25,18 @@ def build_app(args: AppArgs) -> serve.Application:
     """The application, not running yet. Raises EPDError for a model or topology that cannot be."""
     args = _with_key(args).resolved()
 
-    def api() -> FastAPI:
-        from serve_app.app_ingress import create_ingress  # torch, which only the replica needs
+    made: list[FastAPI] = []
 
-        return create_ingress(args)
+    class Ingress:
+        """Made before Serve asks for the HTTP app: what fails here is told to who deploys."""
+
+        async def __init__(self) -> None:  # type: ignore[misc] # Serve awaits it
+            from serve_app.app_ingress import create_ingress  # torch, which only the replica needs
+
+            made.append(await create_ingress(args))
+
+    def api() -> FastAPI:
+        return made.pop()
 
     deployment = serve.deployment(
         name="ingress",
@@ -38,7 +46,7 @@ def build_app(args: AppArgs) -> serve.Application:
         max_constructor_retry_count=1,
         ray_actor_options={"num_cpus": 0},
     )
-    return deployment(serve.ingress(api)()).bind()
+    return deployment(serve.ingress(api)(Ingress)).bind()
 
 
 def _with_key(args: AppArgs) -> AppArgs:

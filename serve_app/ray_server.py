@@ -6,7 +6,7 @@ import logging
 import re
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 
@@ -16,7 +16,8 @@ from ray.exceptions import RayError
 from ray.serve.config import ProxyLocation
 from ray.serve.exceptions import RayServeException
 
-from epd.errors import RequestError, UnavailableError
+from epd import errors
+from epd.errors import EPDError, RequestError, UnavailableError
 from serve_app.app import build_app
 from serve_app.app_args import AppArgs
 from serve_app.ray_cluster import RaySettings, ray_cluster
@@ -24,7 +25,7 @@ from serve_app.ray_cluster import RaySettings, ray_cluster
 APP_NAME = "epd"
 # Where a server that listens everywhere is asked.
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-_ERROR_LINE = re.compile(r"^(?:epd\.errors\.)?\w*Error: .+", re.MULTILINE)
+_RAISED = re.compile(r"^epd\.errors\.(\w+): (.+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ def served_app(args: AppArgs, http: HttpSettings, cluster: RaySettings) -> Itera
             )
             serve.run(app, name=APP_NAME, route_prefix="/")
         except (RayServeException, RayError, RuntimeError) as error:
-            raise UnavailableError(f"the application does not start: {_reason(error)}") from error
+            raise _start_error(error) from error
         try:
             http.check_answers()
             yield
@@ -89,7 +90,13 @@ def served_app(args: AppArgs, http: HttpSettings, cluster: RaySettings) -> Itera
             serve.delete(APP_NAME)
 
 
-def _reason(error: Exception) -> str:
-    """What is said last in a traceback that came as text, else the first line."""
-    lines = _ERROR_LINE.findall(str(error))
-    return lines[-1] if lines else str(error).partition("\n")[0]
+def _start_error(error: Exception) -> EPDError:
+    """What the ingress raised while it started, if that was it: Serve tells it as the text of a traceback."""
+    with suppress(RayServeException, RayError, KeyError):
+        message = serve.status().applications[APP_NAME].deployments["ingress"].message
+        for name, text in reversed(_RAISED.findall(message)):
+            kind = getattr(errors, name, None)
+            if isinstance(kind, type) and issubclass(kind, EPDError):
+                return kind(text)
+    first_line = str(error).partition("\n")[0]
+    return UnavailableError(f"the application does not start: {first_line}; see the logs in /tmp/ray")

@@ -15,7 +15,7 @@ from typing import Any
 from epd.errors import EPDError, UnavailableError
 from epd.routing import Stage
 from epd.types import UInt8Array
-from serve_app.messages import Message, WorkerReport
+from serve_app.messages import Message, WorkerLoad, WorkerReport
 from serve_app.worker_core import WorkerCore
 from serve_app.worker_stages import Transport, WorkerSettings
 
@@ -48,6 +48,7 @@ class WorkerThread:
         self._has_news = asyncio.Event()
         self._wake = threading.Event()
         self._step_began_s = 0.0
+        self._told_load = WorkerLoad()
         self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._ready: asyncio.Future[None] = self._loop.create_future()
@@ -109,12 +110,19 @@ class WorkerThread:
         while self._inbox:
             self._answer(core, self._inbox.popleft())
         has_moved = core.step()
-        report = core.take_report()
+        is_busy = has_moved or has_mail
+        report = core.take_report() or (None if is_busy else self._changed_load(core))
         self._step_began_s = 0.0
         if report is not None:
+            self._told_load = report.load
             self._post(self._tell, report)
-        if not (has_moved or has_mail):
+        if not is_busy:
             self._wake.wait(_POLL_S if core.has_work() else _IDLE_S)
+
+    def _changed_load(self, core: WorkerCore) -> WorkerReport | None:
+        """A report of nothing but the load, when that has changed without news: by a receipt, say."""
+        load = core.load()
+        return WorkerReport(core.name, load=load) if load != self._told_load else None
 
     def _answer(self, core: WorkerCore, call: Call) -> None:
         try:
