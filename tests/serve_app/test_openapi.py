@@ -58,7 +58,8 @@ def test_every_answer_is_as_promised(offline: Front, label: str, mode: Generatio
         seen.add(response.status_code)
 
     ask()
-    assert seen & ({400, 405} if mode is GenerationMode.NEGATIVE else {200, 403, 404}), seen
+    # What suits the schema may still make no sense, such as an empty question.
+    assert seen & ({400, 405} if mode is GenerationMode.NEGATIVE else {200, 400, 403, 404}), seen
     assert offline.ask().status_code == 200
 
 
