@@ -10,7 +10,6 @@ from encoders.adapter import (
     Sampling,
     VideoFacts,
     place,
-    visual_mask,
 )
 from encoders.chat import ChatMessage, ContentPart, check_question
 from encoders.registry import ADAPTERS, load_adapter
@@ -30,5 +29,4 @@ __all__ = [
     "check_question",
     "load_adapter",
     "place",
-    "visual_mask",
 ]

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -252,10 +251,3 @@ def place(token_embeddings: Tensor, visual_mask: Tensor, embeddings: Embeddings)
     """[1, T, C]: the token embeddings, with the rows of `embeddings` where `visual_mask` [1, T] is true."""
     rows = embeddings.rows.to(token_embeddings.dtype)
     return token_embeddings.masked_scatter(visual_mask[..., None], rows)
-
-
-def visual_mask(indices: Int64Array, start: int, stop: int) -> Tensor:
-    """bool [1, stop - start]: where the prompt positions `indices` fall in the chunk [start, stop)."""
-    mask = torch.zeros(1, stop - start, dtype=torch.bool)
-    mask[0, torch.from_numpy(indices - start)] = True
-    return mask

@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from time import perf_counter
 from typing import Any
 
 from tokenizers import decoders
@@ -208,32 +207,3 @@ class TextStream:
     def finish(self) -> str:
         """The rest of a text that ends without a stop string."""
         return self._checker.push(self._detokenizer.finish(), may_stop=False) + self._checker.finish()
-
-
-class StreamedText:
-    """An answer while it grows.
-
-    start: `perf_counter` when the request came. ttft_s: seconds from then to the first token.
-    """
-
-    def __init__(self, tokenizer: Any, on_text: OnText | None, start: float) -> None:
-        self.token_ids: list[int] = []
-        self.text = ""
-        self.ttft_s = 0.0
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
-        self._on_text = on_text
-        self._start = start
-
-    def consume(self, tokens: Iterable[int]) -> None:
-        """Takes all tokens, passing text on as soon as it is known."""
-        for token_id in tokens:
-            if not self.token_ids:
-                self.ttft_s = perf_counter() - self._start
-            self.token_ids.append(token_id)
-            self._emit(self._detokenizer.push(token_id))
-        self._emit(self._detokenizer.finish())
-
-    def _emit(self, piece: str) -> None:
-        self.text += piece
-        if piece and self._on_text:
-            self._on_text(piece)

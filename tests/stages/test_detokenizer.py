@@ -17,7 +17,6 @@ from stages.detokenizer import (
     ByteLevelDecoder,
     IncrementalDetokenizer,
     StopChecker,
-    StreamedText,
     TextStream,
     TokenBytes,
     WindowDecoder,
@@ -214,20 +213,3 @@ def test_a_stream_without_a_stop_gives_all_in_the_end() -> None:
     assert stream.finish() == f"nev{REPLACEMENT}"
     assert not stream.is_stopped
     assert (stream.push(TOKENIZER("n")["input_ids"][0]), stream.finish()) == ("", "n")
-
-
-def test_streamed_text_passes_on_what_it_has_when_it_has_it() -> None:
-    heard: list[str] = []
-    text = StreamedText(TOKENIZER, heard.append, start=0.0)
-    tokens = iter(byte_level_tokenizer()("hé")["input_ids"])
-
-    def watched():  # type: ignore[no-untyped-def]
-        for token_id, known in zip(tokens, ([], ["h"], ["h"]), strict=True):
-            assert heard == known
-            yield token_id
-
-    text.consume(watched())
-
-    assert heard == ["h", "é"]
-    assert text.text == "hé"
-    assert text.ttft_s > 0
