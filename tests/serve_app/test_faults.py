@@ -78,6 +78,7 @@ def test_processes_that_are_killed_and_stopped_change_no_token(
 
     answers = asyncio.run(run())
     assert [answer.tokens for answer in answers] == expected
+    assert sum(answer.end.num_retries for answer in answers if answer.end) > 0
     assert PoolFiles("").paths() == before
 
 
@@ -106,6 +107,8 @@ async def asked_while_harmed(deployment: RayDeployment, questions: list[Question
         first = number * share
         last = len(questions) if (name, how) == HARMS[-1] else first + share
         asking = asyncio.create_task(deployment.ask_all(questions[first:last]))
+        while not deployment.service.num_attempts:  # on a busy machine, workers have none at once
+            await asyncio.sleep(0.01)
         await asyncio.sleep(rng.uniform(0.0, 0.4))
         place = deployment.ray_fleet.place(name)
         assert place is not None
