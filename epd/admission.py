@@ -92,10 +92,20 @@ class AdmissionQueue:
         return request_id in self.first(num_first)
 
     def check_deadline(self, request_id: str, now_s: float) -> None:
-        """Raises OverloadedError for a request that has waited too long."""
-        waiting = self._find(request_id)
-        if waiting is not None and now_s > waiting.deadline_s:
+        """Raises OverloadedError for a request that has waited too long, or will have by what is known now.
+
+        A burst that comes before anything has been measured is let in; this is where it is cut to size.
+        """
+        for num_ahead, waiting in enumerate(self._waiting):
+            if waiting.request_id == request_id:
+                self._check_waiting(waiting, num_ahead, now_s)
+
+    def _check_waiting(self, waiting: _Waiting, num_ahead: int, now_s: float) -> None:
+        if now_s > waiting.deadline_s:
             raise self._refusal("no worker had room before the deadline")
+        expected_s = num_ahead * (self._interval_s.value or 0.0) + (self._first_token_s.value or 0.0)
+        if num_ahead and waiting.is_new and now_s + expected_s > waiting.deadline_s:
+            raise self._refusal(f"behind {num_ahead} others a first token takes {expected_s:.1f} s")
 
     def place(self, request_id: str, now_s: float) -> None:
         """The request has found room."""
@@ -119,9 +129,6 @@ class AdmissionQueue:
     def expected_wait_s(self, num_ahead: int) -> float:
         """Until a request with so many before it finds room; 0 as long as nothing is known."""
         return (num_ahead + 1) * (self._interval_s.value or 0.0)
-
-    def _find(self, request_id: str) -> _Waiting | None:
-        return next((each for each in self._waiting if each.request_id == request_id), None)
 
     def _refusal(self, reason: str) -> OverloadedError:
         self.num_refused += 1

@@ -62,6 +62,14 @@ _KVTokens = Annotated[
     int | None, typer.Option("--num-kv-tokens", metavar="N", help="Room for keys and values at each worker.")
 ]
 _Dtype = Annotated[str, typer.Option(metavar="TYPE", help="float32, bfloat16 or float16.")]
+_SloTTFT = Annotated[
+    float | None,
+    typer.Option(
+        "--slo-ttft",
+        metavar="S",
+        help="Seconds in which the first token must come: requests that cannot make it are refused with 429.",
+    ),
+]
 _Drain = Annotated[
     float, typer.Option("--drain", metavar="S", help="Seconds for requests to end at the end.")
 ]
@@ -100,6 +108,7 @@ def serve(
     video_threads: _VideoThreads = 2,
     num_kv_tokens: _KVTokens = None,
     dtype: _Dtype = "float32",
+    slo_ttft: _SloTTFT = None,
     drain: _Drain = 30.0,
     allowed_host: _AllowedHosts = None,
     trace_dir: _TraceDir = None,
@@ -124,6 +133,7 @@ def serve(
         "api_key": api_key,
         "allowed_media_path": allowed_media_path,
         "allowed_media_hosts": allowed_media_host or None,
+        "slo_ttft_s": slo_ttft,
         "drain_s": drain,
         "served_hosts": served_hosts(host, has_key=bool(api_key), extra=allowed_host or ()),
         "trace_dir": trace_dir,

@@ -26,7 +26,8 @@ class AppArgs(BaseModel):
     allowed_media_path: folder that file:// media may be read from. allowed_media_hosts: see `FetchPolicy`.
     num_threads: of torch in each stage worker, by default the machine's cores shared out among them.
     num_kv_tokens: room for keys and values at each worker. max_requests: answered at once.
-    max_waiting, max_wait_s: for room at the workers. hang_s: without a sign of life a worker is lost after.
+    max_waiting, max_wait_s: for room at the workers. slo_ttft_s: a request whose first token cannot come so
+    soon is refused, by default none is. hang_s: without a sign of life a worker is lost after.
     drain_s: that requests are given to end when the application does.
     served_hosts: names that clients may call the server by, None for any: see `serve_app.host_check`.
     trace_dir: a Chrome trace of each request is written there, the latest max_traces are kept.
@@ -49,6 +50,7 @@ class AppArgs(BaseModel):
     max_requests: int = Field(default=512, ge=1)
     max_waiting: int = Field(default=256, ge=0)
     max_wait_s: float = Field(default=120.0, gt=0)
+    slo_ttft_s: float | None = Field(default=None, gt=0)
     hang_s: float = Field(default=10.0, gt=0)
     drain_s: float = Field(default=30.0, ge=0)
     served_hosts: frozenset[str] | None = None

@@ -62,6 +62,7 @@ def _settings(args: AppArgs) -> ApiSettings:
         api_key=args.api_key.get_secret_value() if args.api_key else None,
         fetch=policy,
         max_requests=args.max_requests,
+        default_deadline_s=args.slo_ttft_s,
         allowed_hosts=args.served_hosts,
         trace_dir=args.trace_dir,
         max_traces=args.max_traces,

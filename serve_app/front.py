@@ -54,7 +54,7 @@ class ApiSettings:
     num_fetch_threads: int = 8
     default_params: SamplingParams = field(default_factory=SamplingParams)
     default_deadline_s: float | None = None
-    keep_alive_s: float = 10.0
+    keep_alive_s: float = 15.0
     allowed_hosts: frozenset[str] | None = None
     trace_dir: Path | None = None
     max_traces: int = 256

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -106,6 +108,18 @@ def test_past_its_deadline_a_request_waits_no_longer() -> None:
     queue.check_deadline("a", 9.0)
     with pytest.raises(OverloadedError):
         queue.check_deadline("a", 11.0)
+
+
+def test_a_burst_before_anything_was_measured_is_cut_to_size_as_soon_as_something_is() -> None:
+    queue = AdmissionQueue(100)
+    for number in range(20):
+        queue.enter(str(number), 0.0, 10.0)
+    for number in range(5):
+        queue.place(str(number), 1.0 + number)
+    for number in range(5, 20):
+        refuses = pytest.raises(OverloadedError) if number > 10 else nullcontext()
+        with refuses:
+            queue.check_deadline(str(number), 5.0)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["enter", "again", "place", "leave"]), st.integers(0, 5))))
