@@ -250,10 +250,7 @@ class ColocatedPipeline:
         start: float,
         timings: StageTimings,
     ) -> Answer:
-        prompt = self.adapter.plan_prompt(context.plans, question)
-        context.check_prefix_of(prompt)
-        identity = prompt_identity(prompt, context.mm_hashes)
-        request = GenerateRequest(self._new_id(), prompt, identity, sampling, parent=context.request_id)
+        request = self._request(context, question, sampling)
         outputs: list[TokenOutput] = []
         ttft_s = 0.0
         for output in self._outputs(request, timings):
@@ -262,11 +259,48 @@ class ColocatedPipeline:
             if on_text and output.text:
                 on_text(output.text)
         timings.total_s = perf_counter() - start
-        token_ids = tuple(output.token.token_id for output in outputs)
-        usage = Usage(context.num_frames, prompt.num_visual_tokens, len(prompt), len(token_ids))
-        logger.info("answered: %s, first token after %.3f s, %.3f s in all", usage, ttft_s, timings.total_s)
-        text = "".join(output.text for output in outputs)
-        return Answer(text, token_ids, outputs[-1].finish_reason or "length", ttft_s, timings, usage)
+        answer = _as_answer(context, request, outputs, ttft_s, timings)
+        logger.info(
+            "answered: %s, first token after %.3f s, %.3f s in all", answer.usage, ttft_s, timings.total_s
+        )
+        return answer
+
+    def _request(self, context: MediaContext, question: str, sampling: SamplingParams) -> GenerateRequest:
+        """What to ask the engine for one question. Raises ModelError, see `MediaContext.check_prefix_of`."""
+        prompt = self.adapter.plan_prompt(context.plans, question)
+        context.check_prefix_of(prompt)
+        identity = prompt_identity(prompt, context.mm_hashes)
+        return GenerateRequest(self._new_id(), prompt, identity, sampling, parent=context.request_id)
+
+    @torch.inference_mode()
+    def answer_all(
+        self, context: MediaContext, questions: Sequence[str], *, max_tokens: int | None = None
+    ) -> list[Answer]:
+        """Answers several questions about prefilled media in common steps, each as `answer` does alone.
+
+        Every answer's timings and ttft_s count from this call; all share one total. Raises RequestError.
+        """
+        start = perf_counter()
+        requests = [
+            self._request(context, question, self._sampling(question, max_tokens)) for question in questions
+        ]
+        outputs: dict[str, list[TokenOutput]] = {request.request_id: [] for request in requests}
+        first_s: dict[str, float] = {}
+        try:
+            for request in requests:
+                self._add(request)
+            while self.engine.has_work():
+                for output in self.engine.step().outputs:
+                    outputs[output.request_id].append(output)
+                    first_s.setdefault(output.request_id, perf_counter() - start)
+        finally:
+            for request in requests:
+                self.engine.abort(request.request_id)
+        timings = StageTimings(total_s=perf_counter() - start)
+        return [
+            _as_answer(context, request, outputs[request.request_id], first_s[request.request_id], timings)
+            for request in requests
+        ]
 
     def _outputs(self, request: GenerateRequest, timings: StageTimings) -> Iterator[TokenOutput]:
         """What the request's answer gains, step by step; a consumer that goes away ends it."""
@@ -298,6 +332,21 @@ class ColocatedPipeline:
 
     def _new_id(self) -> str:
         return f"colocated-{next(self._ids)}"
+
+
+def _as_answer(
+    context: MediaContext,
+    request: GenerateRequest,
+    outputs: Sequence[TokenOutput],
+    ttft_s: float,
+    timings: StageTimings,
+) -> Answer:
+    """An answer that is complete, from its outputs in order."""
+    prompt = request.prompt
+    token_ids = tuple(output.token.token_id for output in outputs)
+    usage = Usage(context.num_frames, prompt.num_visual_tokens, len(prompt), len(token_ids))
+    text = "".join(output.text for output in outputs)
+    return Answer(text, token_ids, outputs[-1].finish_reason or "length", ttft_s, timings, usage)
 
 
 def build_engine(
