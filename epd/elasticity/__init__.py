@@ -1,0 +1,36 @@
+"""Elasticity as policy, without I/O: load is estimated, roles are switched and replicas wanted by it.
+
+samples of workers -> LoadEstimator -> ClusterLoad -> RoleController -> Switch
+                                                   -> ReplicaAdviser -> workers of each role
+"""
+
+from epd.elasticity.controller import ControllerConfig, Decision, RoleController, Switch
+from epd.elasticity.estimator import EstimatorConfig, LoadEstimator
+from epd.elasticity.load import (
+    ClusterLoad,
+    RequestWork,
+    Roles,
+    StageLoad,
+    StageSample,
+    WorkerSample,
+    WorkerStanding,
+)
+from epd.elasticity.replicas import ReplicaAdviser, ReplicaConfig
+
+__all__ = [
+    "ClusterLoad",
+    "ControllerConfig",
+    "Decision",
+    "EstimatorConfig",
+    "LoadEstimator",
+    "ReplicaAdviser",
+    "ReplicaConfig",
+    "RequestWork",
+    "RoleController",
+    "Roles",
+    "StageLoad",
+    "StageSample",
+    "Switch",
+    "WorkerSample",
+    "WorkerStanding",
+]
