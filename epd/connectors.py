@@ -108,7 +108,8 @@ class HandoverState:
     prompt_token_ids: int64 [T]. first_tokens: of each of the request's answers.
     next_position: of the first token of the answer, in every row of positions.
     num_position_rows: 3 for a model with multimodal positions, otherwise 1.
-    seed: of the draws, chosen by now if the params leave it open.
+    seed: of the draws, chosen by now if the params leave it open. later_token_ids: of a request that is moved
+    in the middle of its only answer, what followed the first token.
     """
 
     request_id: str
@@ -118,6 +119,7 @@ class HandoverState:
     num_position_rows: int
     params: SamplingParams
     seed: int
+    later_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,6 +208,11 @@ class Scheduler:
     def is_held(self, request_id: str) -> bool:
         return request_id in self._held
 
+    def take_back(self, request: ScheduledRequest) -> None:
+        """Runs a request that was removed and held, with its blocks and at its old place."""
+        self._held.remove(request.request_id)
+        insort(self.running, request, key=_by_arrival)
+
     def schedule(self) -> SchedulerOutput:
         """Decides one step and books its blocks; `advance` must follow for every chunk."""
         output = SchedulerOutput()

@@ -2,7 +2,12 @@
 
     reserve: room or a refusal | keys and values arrive chunk by chunk | complete: decodes with all the others
 
-It has no embeddings, so a request that gives way is kept in host memory, never computed again.
+It has no embeddings, so a request that gives way is kept in host memory, never computed again. In the middle
+of its answer a request can be moved to another decode worker:
+
+    here    pause: no more tokens | move: keys, values, tokens so far | receipt: blocks are freed
+                                                                      | failed, or the other is lost: goes on
+    there                         reserve                             | decodes from the next token
 """
 
 from __future__ import annotations
@@ -10,10 +15,11 @@ from __future__ import annotations
 import numpy as np
 
 from encoders import PromptPlan
-from epd.connectors import HandoverState, KVConnector, KVTicket, TransferOutcome
-from epd.handover import DecodeReception
+from epd.connectors import FirstToken, HandoverState, KVConnector, KVTicket, TransferOutcome
+from epd.handover import DecodeReception, KVOutbox
 from epd.kv_identity import TokenIdentity
 from epd.sampling_params import SamplingParams
+from stages.choice import Choice
 from stages.engine import LanguageEngine
 from stages.generation import GenerateRequest, StepResult
 from stages.sampler import SampledToken
@@ -27,7 +33,10 @@ class DecodeStage:
             raise ValueError("a decode worker cannot compute media again; set preemption to 'offload'")
         self.engine = engine
         self.reception = DecodeReception(engine.kv, connector)
+        self.outbox = KVOutbox(engine.kv, connector)
         self._identities: dict[str, TokenIdentity] = {}
+        self._paused: dict[str, Choice] = {}
+        self._leaving: set[str] = set()  # over, but for blocks that may still be read
 
     def reserve(
         self, request_id: str, sender: str, identity: TokenIdentity, sampling: SamplingParams
@@ -37,7 +46,8 @@ class DecodeStage:
         Nothing is queued: a refused request is for another worker, or for later. Raises InfeasibleError when
         it could never fit, ValueError for a request that is here already.
         """
-        if self.num_requests >= self.engine.scheduler.config.max_num_seqs:
+        is_moving_away = request_id in self._paused or request_id in self._leaving
+        if is_moving_away or self.num_requests >= self.engine.scheduler.config.max_num_seqs:
             return None
         room = 1 + (sampling.n - 1) * self.engine.kv.block_size
         ticket = self.reception.reserve(request_id, sender, identity, num_output_tokens=room)
@@ -47,15 +57,19 @@ class DecodeStage:
 
     @property
     def num_requests(self) -> int:
-        """Requests that decode, wait for room to go on, or are still arriving."""
+        """Requests that decode, wait for room to go on, are still arriving or being moved."""
         scheduler = self.engine.scheduler
-        return len(scheduler.running) + len(scheduler.waiting) + len(self.reception)
+        return len(scheduler.running) + len(scheduler.waiting) + len(self.reception) + len(self._paused)
 
     def abort(self, request_id: str) -> None:
-        """Forgets a request, arriving or decoding. Unknown ids are ignored."""
+        """Forgets a request, arriving, decoding or being moved. Unknown ids are ignored."""
         self.reception.cancel(request_id)
         self._identities.pop(request_id, None)
-        self.engine.abort(request_id)
+        if self._paused.pop(request_id, None) is not None:
+            self.outbox.abort(request_id, "the request was aborted")
+            self._leaving.add(request_id)
+        elif request_id not in self._leaving:
+            self.engine.abort(request_id)
 
     def fail_sender(self, sender: str) -> list[str]:
         """A prefill worker is gone. Returns the requests that had not arrived whole; they are forgotten."""
@@ -64,26 +78,75 @@ class DecodeStage:
             del self._identities[request_id]
         return lost
 
+    # Moving to another decode worker
+
+    def pause(self, request_id: str) -> TokenIdentity | None:
+        """Stops a request that decodes, so that it can be moved; the tokens whose keys and values are there.
+
+        None for one that is not here or cannot be moved now: it goes on.
+        """
+        choice = self.engine.detach(request_id)
+        if choice is None:
+            return None
+        self._paused[request_id] = choice
+        return TokenIdentity(choice.scheduled.identity.rows[: choice.scheduled.num_computed])
+
+    def move(self, request_id: str, ticket: KVTicket) -> bool:
+        """Sends a paused request to where the ticket is from. False for one that is not paused here."""
+        choice = self._paused.get(request_id)
+        if choice is None or self.outbox.is_open(request_id):
+            return False
+        self.outbox.open(ticket)
+        self.outbox.send(request_id, _moved_state(choice))
+        return True
+
+    def resume(self, request_id: str) -> None:
+        """Goes on with a paused request that is not being moved. Unknown ids are ignored."""
+        if request_id in self._paused and not self.outbox.is_open(request_id):
+            self.engine.attach(self._paused.pop(request_id))
+
+    def drop_receiver(self, receiver: str) -> None:
+        """Another decode worker is gone: what was moved to it goes on here."""
+        for request_id in self.outbox.drop_receiver(receiver):
+            self.resume(request_id)
+
     def has_work(self) -> bool:
-        """Whether a request decodes or is still to arrive."""
-        return self.engine.has_work() or len(self.reception) > 0
+        """Whether a request decodes, is still to arrive or not gone yet."""
+        is_moving = bool(self._paused) or bool(self._leaving)
+        return self.engine.has_work() or len(self.reception) > 0 or is_moving
 
     def step(self) -> StepResult:
-        """Takes what has arrived, then one step of the engine."""
+        """Takes what has arrived, lets go of what has left, then one step of the engine."""
+        self._take_receipts()
         ends = self.reception.poll()
         for end in ends:
             identity = self._identities.pop(end.request_id)
             if end.outcome is TransferOutcome.DELIVERED and end.state is not None:
                 first = [SampledToken(t.token_id, t.logprob, t.top_logprobs) for t in end.state.first_tokens]
-                self.engine.adopt(_request(end.state, identity), first)
+                self.engine.adopt(_request(end.state, identity), first, end.state.later_token_ids)
         result = self.engine.step()
         result.handovers += ends
         return result
 
+    def _take_receipts(self) -> None:
+        for end in self.outbox.poll():
+            if end.outcome is TransferOutcome.DELIVERED:
+                del self._paused[end.request_id]
+                self._leaving.add(end.request_id)
+            else:
+                self.resume(end.request_id)
+        for request_id in [each for each in self._leaving if self.outbox.is_settled(each)]:
+            self._leaving.remove(request_id)
+            self.engine.release(request_id)
+
     def check_integrity(self) -> None:
-        """Raises AssertionError unless engine and reception agree."""
+        """Raises AssertionError unless engine, reception and outbox agree."""
         self.engine.check_integrity()
         self.reception.check_integrity()
+        self.outbox.check_integrity()
+        lost = [each for each in (*self._paused, *self._leaving) if not self.engine.is_held(each)]
+        if lost:
+            raise AssertionError(f"{lost} are being moved without their blocks")
         if len(self._identities) != len(self.reception):
             raise AssertionError(f"identities of {set(self._identities)} are not those that arrive")
 
@@ -93,4 +156,22 @@ def _request(state: HandoverState, identity: TokenIdentity) -> GenerateRequest:
     num_tokens = len(state.prompt_token_ids)
     positions = np.zeros((state.num_position_rows, num_tokens), dtype=np.int64)
     prompt = PromptPlan(state.prompt_token_ids, positions, state.next_position, ())
+    if len(identity) > num_tokens:  # one that was moved: its answer is appended again
+        identity = TokenIdentity(identity.rows[:num_tokens])
     return GenerateRequest(state.request_id, prompt, identity, state.params, state.seed)
+
+
+def _moved_state(choice: Choice) -> HandoverState:
+    """What another decode worker needs to go on in the middle of an answer."""
+    request, prompt = choice.request, choice.request.prompt
+    first, *later = choice.known_ids[len(prompt) :].tolist()
+    return HandoverState(
+        request_id=request.request_id,
+        prompt_token_ids=prompt.token_ids,
+        first_tokens=(FirstToken(first),),
+        next_position=prompt.next_position,
+        num_position_rows=len(prompt.positions),
+        params=request.sampling,
+        seed=request.seed,
+        later_token_ids=tuple(later),
+    )

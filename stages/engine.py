@@ -92,10 +92,13 @@ class LanguageEngine:
             choice.visual.add(placed)
             choice.scheduled.num_ready = max(choice.scheduled.num_ready, choice.visual.num_ready)
 
-    def adopt(self, request: GenerateRequest, first: Sequence[SampledToken]) -> None:
-        """Goes on with a request whose prompt is in this cache: blocks open under its id, all tokens written.
+    def adopt(
+        self, request: GenerateRequest, first: Sequence[SampledToken], later_ids: Sequence[int] = ()
+    ) -> None:
+        """Goes on with a request whose tokens but the last are in this cache: blocks open under its id.
 
         first: the first token of each of its choices, which somebody else has sampled and sent on.
+        later_ids: what followed it, of a request with one choice that is moved in the middle of its answer.
         """
         visual = VisualInputs(request.prompt, request.num_prompt_tokens)
         visual.skip(request.num_prompt_tokens)
@@ -104,6 +107,29 @@ class LanguageEngine:
         self._choices[choice.request_id] = choice
         self.scheduler.adopt(choice.scheduled)
         self._begin([choice, *self._siblings(choice)], first, StepResult())
+        for token_id in later_ids:
+            choice.push(SampledToken(token_id))
+        choice.scheduled.num_computed += len(later_ids)
+
+    def detach(self, request_id: str) -> Choice | None:
+        """Takes a request that decodes out of the queues; its blocks are held until `attach` or `release`.
+
+        None, and nothing is changed, for one that cannot be moved now: it has several choices, waits for
+        room, or its layers differ in length.
+        """
+        choice = self._choices.get(request_id)
+        if choice is None or choice.request.sampling.n > 1 or not choice.scheduled.is_decoding:
+            return None
+        lengths = {self.kv.num_tokens(request_id, group) for group in range(len(self.kv.spec.num_blocks))}
+        if len(lengths) > 1:
+            return None
+        self._remove(choice, hold=True)
+        return choice
+
+    def attach(self, choice: Choice) -> None:
+        """Goes on with a request that was detached."""
+        self._choices[choice.request_id] = choice
+        self.scheduler.take_back(choice.scheduled)
 
     def abort(self, request_id: str, *, hold: bool = False) -> None:
         """Forgets a request and all its choices, whatever state they are in; unknown ids are ignored.

@@ -1,0 +1,146 @@
+"""Answers moved between decode workers in their middle: the same tokens, whoever is lost meanwhile."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from epd.sampling_params import SamplingParams
+from stages.decode import DecodeStage
+from tests.stages.conftest import Subject
+from tests.stages.prompts import MAX_TOKENS, Prompt
+from tests.stages.test_split_stages import Deployment
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
+
+# What depends on the tokens before: draws, penalties, the end that may not come yet, text that is held back.
+DRAWN = SamplingParams(
+    max_tokens=MAX_TOKENS,
+    temperature=0.8,
+    repetition_penalty=1.3,
+    presence_penalty=0.5,
+    min_tokens=4,
+    logprobs=2,
+    stop=("no such text",),
+)
+GREEDY = SamplingParams(max_tokens=MAX_TOKENS)
+
+
+def move(deployment: Deployment, name: str, target: str) -> bool:
+    """Begins a move, as a router would; False, and the request goes on, if it cannot be."""
+    source = deployment.decode[deployment.placed[name]]
+    identity = source.pause(name)
+    if identity is None:
+        return False
+    sender = deployment.placed[name]
+    ticket = deployment.decode[target].reserve(name, sender, identity, GREEDY)
+    if ticket is None:
+        source.resume(name)
+        return False
+    assert source.move(name, ticket)
+    deployment.placed[name] = target
+    return True
+
+
+def is_decoding(stage: DecodeStage, name: str) -> bool:
+    return any(each.request_id == name and each.is_decoding for each in stage.engine.scheduler.running)
+
+
+def run_moving(deployment: Deployment, prompts: dict[str, Prompt], sampling: SamplingParams) -> int:
+    """Runs all to their end while they are moved at random. Returns how often one was."""
+    for name, prompt in prompts.items():
+        assert deployment.submit(name, prompt, sampling)
+        for group in prompt.groups:
+            deployment.prefill.add_embeddings(name, group)
+    num_moved = 0
+    for _ in range(400):
+        deployment.step()
+        for name in prompts:
+            other = deployment.rng.choice(sorted(deployment.decode.keys() - {deployment.placed[name]}))
+            if deployment.rng.random() < 0.3:
+                num_moved += move(deployment, name, other)
+        if all(deployment.is_over(name) for name in prompts):
+            break
+    deployment.settle()
+    return num_moved
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_a_moved_answer_goes_on_with_the_same_tokens(a_family: Subject, sampling: SamplingParams) -> None:
+    prompts = a_family.mix(8)
+    expected = Deployment(a_family, 1, random.Random(0)).run(prompts, sampling)
+    deployment = Deployment(a_family, 3, random.Random(1))
+    assert run_moving(deployment, prompts, sampling) > 10
+    assert {name: deployment.tokens(name) for name in prompts} == expected
+
+
+def test_an_answer_goes_on_where_it_was_if_the_other_worker_is_lost(a_family: Subject) -> None:
+    deployment = Deployment(a_family, 1, random.Random(0))
+    prompt = a_family.prompts[1]
+    begin(deployment, prompt)
+    deployment.decode["d1"] = deployment.new_decode("d1")
+    assert move(deployment, "r", "d1")
+    deployment.hub.disconnect("d1")
+    del deployment.decode["d1"]
+    for _ in range(3):
+        deployment.step()
+    assert not deployment.is_over("r")  # nobody goes on with it until the loss is told
+    deployment.decode["d0"].drop_receiver("d1")
+    for _ in range(20):
+        deployment.step()
+    assert deployment.tokens("r") == prompt.expected
+    deployment.settle()
+
+
+def test_an_answer_goes_on_where_it_was_if_the_other_worker_does_not_want_it(a_family: Subject) -> None:
+    deployment = Deployment(a_family, 2, random.Random(0))
+    prompt = a_family.prompts[1]
+    begin(deployment, prompt)
+    other = {"d0": "d1", "d1": "d0"}[deployment.placed["r"]]
+    assert move(deployment, "r", other)
+    deployment.decode[other].abort("r")
+    for _ in range(20):
+        deployment.step()
+    assert deployment.tokens("r") == prompt.expected
+    deployment.settle()
+
+
+@pytest.mark.parametrize("steps", range(3))
+def test_an_answer_that_is_aborted_while_it_moves_leaves_nothing(a_family: Subject, steps: int) -> None:
+    deployment = Deployment(a_family, 2, random.Random(steps))
+    begin(deployment, a_family.prompts[2])
+    source = deployment.decode[deployment.placed["r"]]
+    assert move(deployment, "r", {"d0": "d1", "d1": "d0"}[deployment.placed["r"]])
+    for _ in range(steps):
+        source.step()
+    for stage in deployment.decode.values():
+        stage.abort("r")
+    deployment.settle()
+
+
+def test_what_cannot_be_moved_goes_on(a_family: Subject) -> None:
+    """Several answers to one prompt share blocks; a request that is not decoding has nothing to move."""
+    deployment = Deployment(a_family, 1, random.Random(0))
+    several = SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0, n=2)
+    assert deployment.submit("r", a_family.prompts[0], several)
+    stage = deployment.decode["d0"]
+    assert stage.pause("r") is None
+    while not stage.engine.scheduler.running:
+        deployment.step()
+    assert stage.pause("r") is None
+    assert stage.pause("unknown") is None
+    for _ in range(40):
+        deployment.step()
+    assert deployment.is_over("r", n=2)
+    deployment.settle()
+
+
+def begin(deployment: Deployment, prompt: Prompt) -> None:
+    """The request "r", up to some tokens of its answer."""
+    assert deployment.submit("r", prompt, GREEDY)
+    for group in prompt.groups:
+        deployment.prefill.add_embeddings("r", group)
+    while len(deployment.tokens("r")) < 4:
+        deployment.step()
+    assert is_decoding(deployment.decode[deployment.placed["r"]], "r")
