@@ -1,0 +1,65 @@
+"""Fresh videos of the shapes world, and questions about them, from a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import count
+
+from epd.errors import RequestError
+from epd.eval.items import EvalCase, EvalItem, EvalVideo
+from epd.shapes import make_questions, make_scene
+
+# Seeds from here on are never drawn in training; the first billion of them is that of the model card.
+HELD_OUT_SEED = 2_000_000_000
+_SEEDS_PER_RUN = 1_000_000_000
+_SEEDS_PER_SECOND = 100_000
+# A time that is asked about lies this far from any change: twice the gap between frames at one a second.
+_TIME_MARGIN_S = 2.0
+_MAX_DURATION_S = _SEEDS_PER_RUN // _SEEDS_PER_SECOND - 1
+
+
+def demo_cases(
+    num_questions: int, num_frames: Sequence[int], seed: int, duration_s: float | None = None
+) -> list[EvalCase]:
+    """Videos with `num_questions` questions in all, for each number of frames.
+
+    duration_s: of every video, which are then the same for each number of frames; by default one second for
+    each frame. Raises RequestError for numbers that make no sense.
+    """
+    if num_questions < 1 or seed < 0:
+        raise RequestError(
+            f"--demo is {num_questions} and --seed {seed}; draw at least 1 question from a seed of 0 or more"
+        )
+    return [
+        EvalCase(video, frames)
+        for frames in num_frames
+        for video in _videos(num_questions, seed, duration_s or float(frames))
+    ]
+
+
+def _videos(num_questions: int, seed: int, duration_s: float) -> list[EvalVideo]:
+    """One question of every kind about each video; the last video is asked what is left."""
+    if not 2 <= duration_s <= _MAX_DURATION_S:
+        raise RequestError(
+            f"videos of {duration_s:g} s cannot be drawn; ask for 2 to {_MAX_DURATION_S}, by --seconds"
+        )
+    first = HELD_OUT_SEED + (seed + 1) * _SEEDS_PER_RUN + int(duration_s) * _SEEDS_PER_SECOND
+    videos: list[EvalVideo] = []
+    for number in count():
+        if num_questions <= 0:
+            break
+        videos.append(_video(first + number, duration_s, num_questions))
+        num_questions -= len(videos[-1].items)
+    return videos
+
+
+def _video(seed: int, duration_s: float, max_questions: int) -> EvalVideo:
+    scene = make_scene(seed, duration_s)
+    name = f"shapes-{duration_s:g}s-{seed}"
+    questions = make_questions(scene, random.Random(seed), time_margin_s=_TIME_MARGIN_S)[:max_questions]
+    items = tuple(
+        EvalItem(f"{name}-{index}", question.text, question.answer, kind=str(question.kind))
+        for index, question in enumerate(questions)
+    )
+    return EvalVideo(name, scene, items)

@@ -1,0 +1,119 @@
+"""A question whose right answer is known: how it is put to a model, and how the answer is judged."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from epd.shapes import Scene
+
+LETTERS = "ABCDEFGHIJ"
+# "B", "(B)", "B." or "B) two", but not "A cat".
+_LEADING_LETTER = re.compile(r"\(?([A-J])(?:[).:,]|\s*$)")
+_NAMED_LETTER = re.compile(r"\b(?:answer|option|choice)\b(?:\s+is)?\s*:?\s*\(?([A-J])\b", re.IGNORECASE)
+_LONE_LETTER = re.compile(r"(?<![\w'])([A-J])(?![\w'])")
+
+
+@dataclass(frozen=True, slots=True)
+class EvalItem:
+    """One question about one video.
+
+    item_id: unique in its data set. kind: what accuracy is also told by, empty if the data set has none.
+    options: of a multiple-choice question, without their letters. answer: the right option's letter, or,
+    without options, the right words.
+    """
+
+    item_id: str
+    question: str
+    answer: str
+    options: tuple[str, ...] = ()
+    kind: str = ""
+
+    def __post_init__(self) -> None:
+        if self.options and self.answer not in tuple(LETTERS[: len(self.options)]):
+            raise ValueError(f"the answer must be a letter of {len(self.options)} options, got {self}")
+
+    @property
+    def prompt(self) -> str:
+        """What the model is asked: the question, or, with options, the prompt of Video-MME's protocol."""
+        if not self.options:
+            return self.question
+        letters = LETTERS[: len(self.options)]
+        allowed = f"{', '.join(letters[:-1])}, or {letters[-1]}" if len(letters) > 2 else " or ".join(letters)
+        lines = [f"{letter}. {option}" for letter, option in zip(letters, self.options, strict=True)]
+        return "\n".join(
+            [
+                "Select the best answer to the following multiple-choice question based on the video. "
+                f"Respond with only the letter ({allowed}) of the correct option.",
+                self.question,
+                *lines,
+                "The best answer is:",
+            ]
+        )
+
+    def is_answered_by(self, text: str) -> bool:
+        """Whether a model's answer is right; case, outer space and a final full stop do not count."""
+        if self.options:
+            return chosen_letter(text, self.options) == self.answer
+        return _plain(text) == _plain(self.answer)
+
+
+def chosen_letter(text: str, options: tuple[str, ...]) -> str | None:
+    """Which option an answer means, None where that cannot be told.
+
+    A letter at the start counts first, then one that is called the answer, then the words of exactly one
+    option, and last the only capital letter that stands alone.
+    """
+    letters = LETTERS[: len(options)]
+    text = text.strip()
+    for match in (_LEADING_LETTER.match(text), _NAMED_LETTER.search(text)):
+        if match and match[1].upper() in letters:
+            return match[1].upper()
+    same = [letter for letter, option in zip(letters, options, strict=True) if _plain(option) == _plain(text)]
+    if len(same) == 1:
+        return same[0]
+    alone = {letter for letter in _LONE_LETTER.findall(text) if letter in letters}
+    return alone.pop() if len(alone) == 1 else None
+
+
+def _plain(text: str) -> str:
+    return text.strip().rstrip(".").strip().lower()
+
+
+@dataclass(frozen=True, slots=True)
+class EvalVideo:
+    """One video and all questions about it.
+
+    source: a path or an address, or the scene that is to be drawn. name: unique in its data set.
+    """
+
+    name: str
+    source: str | Scene
+    items: tuple[EvalItem, ...]
+
+    def __post_init__(self) -> None:
+        if not self.items:
+            raise ValueError(f"video {self.name!r} has no questions")
+
+
+@dataclass(frozen=True, slots=True)
+class EvalCase:
+    """A video looked at through `num_frames` frames."""
+
+    video: EvalVideo
+    num_frames: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class EvalSetting:
+    """How visual tokens are reduced: by a method, to a share of them. All tokens: FULL."""
+
+    method: str
+    retention: float
+
+    @property
+    def is_full(self) -> bool:
+        return self.retention == 1.0
+
+
+FULL = EvalSetting("full", 1.0)
