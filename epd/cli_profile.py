@@ -139,6 +139,8 @@ class _Bench:
                 f"measured: {repeats} runs a point, every stage alone, float32, {_num_threads()} threads",
                 "a transfer is a copy in memory; messages between processes are not in it",
             ),
+            dtype="float32",
+            num_threads=_num_threads(),
         )
 
     def _encode_points(self) -> Points:
@@ -229,6 +231,7 @@ class _Bench:
 
     def _memory(self) -> MemoryNeeds:
         from epd.profiles import MemoryNeeds
+        from stages.colocated import default_kv_tokens
         from stages.model_runner import kv_layout
 
         tower = self.adapter.vision_tower(self.model)
@@ -236,12 +239,14 @@ class _Bench:
         total = sum(each.numel() * each.element_size() for each in self.model.parameters())
         config = self.model.config
         layers = 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
+        kv_bytes = kv_layout(self.model).bytes_per_token
         return MemoryNeeds(
             device_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             vision_weight_bytes=vision,
             language_weight_bytes=total - vision,
-            kv_bytes_per_token=kv_layout(self.model).bytes_per_token,
+            kv_bytes_per_token=kv_bytes,
             embedding_bytes_per_token=4 * layers * config.get_text_config().hidden_size,
+            max_kv_tokens=default_kv_tokens(kv_bytes),
         )
 
 

@@ -61,6 +61,15 @@ _VideoThreads = Annotated[int, typer.Option(metavar="N", min=1, help="Videos dec
 _KVTokens = Annotated[
     int | None, typer.Option("--num-kv-tokens", metavar="N", help="Room for keys and values at each worker.")
 ]
+_Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--num-threads",
+        metavar="N",
+        min=1,
+        help="Threads of torch in each worker; by default the machine's cores shared out among them.",
+    ),
+]
 _Dtype = Annotated[str, typer.Option(metavar="TYPE", help="float32, bfloat16 or float16.")]
 _SloTTFT = Annotated[
     float | None,
@@ -92,10 +101,19 @@ _OtlpEndpoint = Annotated[
         envvar="OTEL_EXPORTER_OTLP_ENDPOINT", metavar="URL", help="Collector of OpenTelemetry traces."
     ),
 ]
+_PlanFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan",
+        metavar="FILE",
+        help="Plan of epd plan --out to serve by; options that are given win over it.",
+    ),
+]
 _Verbose = Annotated[bool, typer.Option("--verbose", help="Show what the processes log, a line per request.")]
 
 
 def serve(
+    context: typer.Context,
     model: _Model = None,
     topology: _Topology = "1e1p1d",
     host: _Host = "127.0.0.1",
@@ -116,6 +134,7 @@ def serve(
     otlp_endpoint: _OtlpEndpoint = None,
     verbose: _Verbose = False,
 ) -> None:
+    plan: _PlanFile = None,
     """Serve a model behind an OpenAI-compatible API, its stages on processes of their own.
 
     Prints a line when it is ready. SIGINT or SIGTERM ends it when the requests under way have been answered.
@@ -142,15 +161,42 @@ def serve(
     }
     args = _app_args(options)
     with _served(args, host, port, address, verbose) as url:
+    if plan is not None:
+        options = _planned(plan, options, context)
         name = model_name or args.model_path.name
         seconds = time.monotonic() - start_s
-        print(f"ready in {seconds:.1f} s: {url}/v1 serves {name} on {topology}", flush=True)
+        print(f"ready in {seconds:.1f} s: {url}/v1 serves {name} on {args.topology}", flush=True)
         _wait_for_signal()
         print("draining; once more ends at once", file=sys.stderr)
 
 
 def _app_args(options: dict[str, Any]) -> Any:
     """The application's checked arguments. Raises EPDError."""
+# Arguments of the application whose option has another name.
+_OPTION_NAMES = {"num_video_threads": "video_threads", "slo_ttft_s": "slo_ttft"}
+
+
+def _planned(path: Path, options: dict[str, Any], context: typer.Context) -> dict[str, Any]:
+    """The options with what a plan decides, but for those that were given. Raises RequestError."""
+    from epd.models import embedded_model_path
+    from epd.planning.files import load_plan
+
+    plan = load_plan(path)
+    plan.check_model(options["model_name"] or (options["model"] or embedded_model_path()).resolve().name)
+    decided = {
+        name: value
+        for name, value in plan.app_options().items()
+        if _is_default(context, _OPTION_NAMES.get(name, name))
+    }
+    return options | decided
+
+
+def _is_default(context: typer.Context, option: str) -> bool:
+    """Whether an option was left out; what is no option of the verb was."""
+    source = context.get_parameter_source(option)
+    return source is None or source.name == "DEFAULT"
+
+
     from pydantic import ValidationError
 
     from serve_app.app_args import AppArgs

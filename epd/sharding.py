@@ -12,6 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+# groups: of one request over all encoders. request: all of it on one encoder. local: where it is prefilled.
+Sharding = Literal["groups", "request", "local"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 from epd.errors import ModelNotFoundError
 from epd.models import embedded_model_path
 from epd.routing import Stage
+from epd.scheduling import SchedulerConfig
+from epd.sharding import Sharding
 from epd.topology import parse_topology
 
 _VIDEO: frozenset[Stage] = frozenset({"video"})
@@ -32,6 +34,9 @@ class AppArgs(BaseModel):
     served_hosts: names that clients may call the server by, None for any: see `serve_app.host_check`.
     trace_dir: a Chrome trace of each request is written there, the latest max_traces are kept.
     otlp_endpoint: base URL of a collector that gets OpenTelemetry traces.
+    max_batch_patches: that an encoder takes together. max_num_batched_tokens, max_chunk_tokens, max_num_seqs:
+    see `SchedulerConfig`. decode_max_num_seqs: of workers that only decode, by default the same.
+    sharding: of one request's groups: over all encoders, on one, or where it is prefilled.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
@@ -57,6 +62,12 @@ class AppArgs(BaseModel):
     trace_dir: Path | None = None
     max_traces: int = Field(default=256, ge=1)
     otlp_endpoint: str | None = None
+    max_batch_patches: int = Field(default=4096, ge=1)
+    max_num_batched_tokens: int = Field(default=2048, ge=1)
+    max_chunk_tokens: int = Field(default=2048, ge=1)
+    max_num_seqs: int = Field(default=64, ge=1)
+    decode_max_num_seqs: int | None = Field(default=None, ge=1)
+    sharding: Sharding = "groups"
 
     @property
     def model_path(self) -> Path:
@@ -74,6 +85,11 @@ class AppArgs(BaseModel):
         """Those of torch in each stage worker."""
         share = (os.cpu_count() or 1) // parse_topology(self.topology).num_workers
         return self.num_threads or max(1, share)
+
+    def scheduler(self, *, is_decode: bool) -> SchedulerConfig:
+        """Of workers that only decode, or of the others."""
+        seqs = (self.decode_max_num_seqs if is_decode else None) or self.max_num_seqs
+        return SchedulerConfig(self.max_num_batched_tokens, seqs, self.max_chunk_tokens)
 
     def resolved(self) -> Self:
         """The same for any process of this machine. Raises EPDError for a model or topology that is none."""

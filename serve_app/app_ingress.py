@@ -28,9 +28,18 @@ async def create_ingress(args: AppArgs) -> FastAPI:
             num_threads=args.threads_per_worker,
             num_video_threads=args.num_video_threads,
         ),
-        WorkerSettings(args.model_path, dtype=args.dtype, num_kv_tokens=args.num_kv_tokens),
+        WorkerSettings(
+            args.model_path,
+            dtype=args.dtype,
+            num_kv_tokens=args.num_kv_tokens,
+            scheduler=args.scheduler(is_decode=False),
+            max_batch_patches=args.max_batch_patches,
+            decode_scheduler=args.scheduler(is_decode=True),
+        ),
     )
-    config = OrchestratorConfig(max_waiting=args.max_waiting, max_wait_s=args.max_wait_s)
+    config = OrchestratorConfig(
+        max_waiting=args.max_waiting, max_wait_s=args.max_wait_s, sharding=args.sharding
+    )
     service = Orchestrator(fleet, Planner(args.model_path, args.model_name), config)
     app = create_api(service, _settings(args))
     front_lifespan = app.router.lifespan_context

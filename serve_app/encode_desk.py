@@ -42,12 +42,15 @@ class EncodeDesk:
         """Encoders may have come or changed."""
         self._has_room.set()
 
-    async def encoder(self) -> str:
-        """The encoder that takes the next group; waits until there is one with room."""
+    async def encoder(self, wanted: str | None = None) -> str:
+        """The encoder that takes the next group; waits until there is one with room.
+
+        wanted: the one that should take it, as long as it is there.
+        """
         while True:
-            names = [
-                name for name in self._alive() if self._router.books(name).encode_patches < self._max_backlog
-            ]
+            alive = self._alive()
+            among = [wanted] if wanted is not None and wanted in alive else alive
+            names = [name for name in among if self._router.books(name).encode_patches < self._max_backlog]
             if names:
                 return self._router.encoder(names)
             self._has_room.clear()

@@ -10,6 +10,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from epd.errors import EPDError, UnavailableError
+from epd.sharding import Sharding
 from serve_app.attempt import Attempt
 from serve_app.encode_desk import EncodeDesk
 from serve_app.fleet import Bulk, Fleet, WorkerLostError
@@ -71,7 +72,14 @@ class GroupFeed:
     """Brings every group that is granted to an encoder; a group may be granted again."""
 
     def __init__(
-        self, fleet: Fleet, desk: EncodeDesk, attempt: Attempt, clock: Clock, *, patience_s: float
+        self,
+        fleet: Fleet,
+        desk: EncodeDesk,
+        attempt: Attempt,
+        clock: Clock,
+        *,
+        patience_s: float,
+        sharding: Sharding = "groups",
     ) -> None:
         """patience_s: to wait for a video decoder when all are lost."""
         self._fleet = fleet
@@ -79,6 +87,8 @@ class GroupFeed:
         self._attempt = attempt
         self._clock = clock
         self._patience_s = patience_s
+        self._sharding = sharding
+        self._first_encoder: str | None = None
         self._granted: dict[int, asyncio.Queue[Granted]] = {}  # by item
         self._frames: dict[int, _ItemFrames] = {}
         self._tasks = Tasks()
@@ -116,10 +126,19 @@ class GroupFeed:
             if await self._from_cache(granted):
                 continue
             frames = await self._read(granted.group)
-            worker = await self._desk.encoder()
+            worker = await self._encoder()
             self._desk.book(worker, self._attempt.prefill_worker, granted, plan.groups[granted.group])
             self._tasks.spawn(self._guarded(self._give(worker, granted, frames)))
             del frames
+
+    async def _encoder(self) -> str:
+        """The one that the kind of sharding wants, as long as it is there, or the least loaded."""
+        if self._sharding == "local":
+            return await self._desk.encoder(self._attempt.prefill_worker)
+        worker = await self._desk.encoder(self._first_encoder)
+        if self._sharding == "request":
+            self._first_encoder = worker
+        return worker
 
     async def _from_cache(self, granted: Granted) -> bool:
         group = self._attempt.answer.plan.groups[granted.group]
@@ -146,7 +165,7 @@ class GroupFeed:
         group = self._attempt.answer.plan.groups[granted.group]
         while not await self._desk.give(worker, self._message(granted), frames):
             await asyncio.sleep(_RETRY_S)
-            worker = await self._desk.encoder()
+            worker = await self._encoder()
             self._desk.book(worker, self._attempt.prefill_worker, granted, group)
 
     def _message(self, granted: Granted) -> EncodeGroup:

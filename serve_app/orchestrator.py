@@ -22,6 +22,7 @@ from itertools import count
 from epd.admission import AdmissionQueue
 from epd.errors import EncodeError, UnavailableError
 from epd.routing import Router, role_letters, topology_name
+from epd.sharding import Sharding
 from serve_app.attempt import Attempt, Ending
 from serve_app.encode_desk import EncodeDesk
 from serve_app.fleet import Fleet, WorkerBack, WorkerLost
@@ -57,6 +58,7 @@ class OrchestratorConfig:
 
     max_attempts: tries of one request. max_prefills, unavailable_s: see `PlacementLimits`.
     max_backlog_patches: see `EncodeDesk`. num_planning_threads: that probe media and tokenise.
+    sharding: of one request's groups over the encoders.
     """
 
     max_waiting: int = 256
@@ -66,6 +68,7 @@ class OrchestratorConfig:
     unavailable_s: float = 60.0
     max_backlog_patches: int = 32_768
     num_planning_threads: int = 2
+    sharding: Sharding = "groups"
 
 
 class Orchestrator:
@@ -165,7 +168,14 @@ class Orchestrator:
             answer.fail(error)
 
     async def _try(self, attempt: Attempt, deadline_s: float, *, is_new: bool) -> Ending:
-        feed = GroupFeed(self._fleet, self._desk, attempt, time.time, patience_s=self.config.unavailable_s)
+        feed = GroupFeed(
+            self._fleet,
+            self._desk,
+            attempt,
+            time.time,
+            patience_s=self.config.unavailable_s,
+            sharding=self.config.sharding,
+        )
         self._attempts[attempt.id], self._feeds[attempt.id] = attempt, feed
         ending = None
         try:

@@ -36,7 +36,8 @@ class WorkerSettings:
 
     dtype: a name in torch. num_kv_tokens: room for keys and values, None as `ColocatedPipeline.load` has it.
     max_draft: see `LanguageEngine`. num_embeddings: room for embeddings, at an encoder and at its receivers.
-    max_batch_patches: that an encoder takes together.
+    max_batch_patches: that an encoder takes together. decode_scheduler: of workers that only decode, None for
+    `scheduler`.
     """
 
     model_path: Path
@@ -50,6 +51,7 @@ class WorkerSettings:
     embeddings_per_block: int = 16
     max_batch_patches: int = 4096
 
+    decode_scheduler: SchedulerConfig | None = None
     @property
     def torch_dtype(self) -> torch.dtype:
         dtype = getattr(torch, self.dtype)
@@ -95,18 +97,18 @@ class StageBuilder:
         return EmbeddingReceiver(cache, pool, connector)
 
     def prefill(self, name: str) -> PrefillStage:
-        engine, connector = self._engine(name)
+        engine, connector = self._engine(name, self.settings.decode_scheduler or self.settings.scheduler)
         return PrefillStage(engine, connector)
 
     def decode(self, name: str) -> DecodeStage:
-        engine, connector = self._engine(name)
+        engine, connector = self._engine(name, self.settings.scheduler)
         return DecodeStage(engine, connector)
 
     def drop_language_model(self) -> None:
         """Lets go of the weights that neither prefill nor decode needs now."""
         self._language = None
 
-    def _engine(self, name: str) -> tuple[LanguageEngine, KVConnector]:
+    def _engine(self, name: str, scheduler: SchedulerConfig) -> tuple[LanguageEngine, KVConnector]:
         settings, model = self.settings, self._language_model()
         layout = kv_layout(model)
         num_tokens = settings.num_kv_tokens or default_kv_tokens(layout.bytes_per_token)
@@ -116,7 +118,7 @@ class StageBuilder:
             ModelRunner(model, self.adapter, pools),
             self.adapter.tokenizer,
             self.generation.eos_ids,
-            settings.scheduler,
+            scheduler,
             enable_prefix_caching=settings.enable_prefix_caching,
             max_draft=settings.max_draft,
         )

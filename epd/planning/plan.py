@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from epd.errors import InfeasibleError
+from epd.planning.files import FORMAT
 from epd.planning.goodput import Demand, mean_work, simulate_at
 from epd.planning.search import OnProgress, Planner, Scored, SearchResult
 from epd.planning.space import is_colocated, times
@@ -50,19 +51,52 @@ class Plan:
         return price * self.winner.candidate.num_devices / (self.winner.goodput * 3600) * 1000
 
     def record(self) -> dict[str, Any]:
-        """For `--json` and plan.yaml: `topology` and `settings` are what `epd serve` needs."""
+        """For `--json` and plan.yaml: what `epd serve` reads, see `PlanFile`, and an explanation."""
         return {
+            "format": FORMAT,
+            "model": self.profile.model,
             "topology": str(self.topology),
-            "num_cells": self.num_cells,
-            "settings": settings_record(self.winner),
-            "goodput_per_s": round(self.goodput, 4),
-            "goodput_per_device_per_s": round(self.winner.per_device, 5),
-            "num_devices": self.topology.num_workers,
+            "settings": self._settings(),
             "objectives": {
                 "ttft_s": self.demand.slo.ttft_s,
                 "tpot_s": self.demand.slo.tpot_s,
                 "attainment": self.demand.attainment,
             },
+            "explanation": self._explanation(),
+        }
+
+    def _settings(self) -> dict[str, Any]:
+        """Under the names of the application's arguments."""
+        settings, deployment = self.winner.candidate.settings, self.winner.candidate.deployment
+        return {
+            "max_batch_patches": settings.encode_patches,
+            "max_num_batched_tokens": deployment.language.max_num_batched_tokens,
+            "max_chunk_tokens": settings.chunk_tokens,
+            "max_num_seqs": settings.language_seats,
+            "decode_max_num_seqs": settings.decode_seats,
+            "sharding": settings.sharding,
+            "retention": settings.retention,
+            "dtype": self.profile.dtype,
+            "num_video_threads": deployment.cpu_threads,
+            "num_threads": self.profile.num_threads,
+            "num_kv_tokens": deployment.block_size * self._num_blocks(),
+        }
+
+    def _num_blocks(self) -> int:
+        """KV blocks of a worker, as many at each: what the one with the least room has."""
+        deployment = self.winner.candidate.deployment
+        return min(
+            deployment.num_blocks(self.profile, group.roles)
+            for group in deployment.topology.groups
+            if group.roles != {"encode"}
+        )
+
+    def _explanation(self) -> dict[str, Any]:
+        return {
+            "num_cells": self.num_cells,
+            "goodput_per_s": round(self.goodput, 4),
+            "goodput_per_device_per_s": round(self.winner.per_device, 5),
+            "num_devices": self.topology.num_workers,
             "profile": self.profile.name,
             "is_analytic": self.profile.is_analytic,
             "cost_per_thousand_requests": self.cost_per_thousand,
@@ -78,20 +112,6 @@ class Plan:
             "num_simulated": self.search.num_simulated,
             "assumptions": list(self.assumptions),
         }
-
-
-def settings_record(scored: Scored) -> dict[str, Any]:
-    """Names as `SchedulerConfig` and the workers have them."""
-    settings, deployment = scored.candidate.settings, scored.candidate.deployment
-    return {
-        "max_batch_patches": settings.encode_patches,
-        "max_num_batched_tokens": deployment.language.max_num_batched_tokens,
-        "max_chunk_tokens": settings.chunk_tokens,
-        "max_num_seqs": settings.language_seats,
-        "decode_max_num_seqs": settings.decode_seats,
-        "sharding": settings.sharding,
-        "retention": settings.retention,
-    }
 
 
 def _scored_record(scored: Scored | None) -> dict[str, Any] | None:

@@ -12,7 +12,8 @@ from itertools import product
 from epd.errors import RequestError
 from epd.profiles.media import MediaWork
 from epd.scheduling import SchedulerConfig
-from epd.simulate.deployment import Deployment, Sharding
+from epd.sharding import Sharding
+from epd.simulate.deployment import Deployment
 from epd.simulate.requests import GroupWork, Job
 from epd.topology import MAX_WORKERS, Topology, WorkerGroup, parse_topology
 

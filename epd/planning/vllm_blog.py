@@ -18,7 +18,8 @@ from epd.profiles.analytic import analytic_profile
 from epd.profiles.cost import StageCost
 from epd.profiles.profile import Profile
 from epd.scheduling import SchedulerConfig
-from epd.simulate.deployment import Deployment, Sharding
+from epd.sharding import Sharding
+from epd.simulate.deployment import Deployment
 from epd.simulate.published import VLLM_BLOG, Row
 from epd.simulate.requests import JobMaker
 from epd.topology import parse_topology

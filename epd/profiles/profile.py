@@ -12,19 +12,24 @@ from epd.profiles.media import MediaRule
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """Bytes. kv_per_token: keys and values of all layers. embedding: of one visual token, as it travels."""
+    """Bytes. kv_per_token: keys and values of all layers. embedding: of one visual token, as it travels.
+
+    max_kv_tokens: that a worker is given at most, whatever would fit.
+    """
 
     device_bytes: int
     vision_weight_bytes: int
     language_weight_bytes: int
     kv_bytes_per_token: int
     embedding_bytes_per_token: int
+    max_kv_tokens: int | None = None
 
     def kv_tokens(self, *, has_vision: bool, utilization: float = 0.9) -> int:
         """Tokens of keys and values that fit beside the weights; 0 if the weights do not fit."""
         weights = self.language_weight_bytes + has_vision * self.vision_weight_bytes
         free = self.device_bytes * utilization - weights
-        return max(0, int(free // self.kv_bytes_per_token))
+        fitting = max(0, int(free // self.kv_bytes_per_token))
+        return fitting if self.max_kv_tokens is None else min(fitting, self.max_kv_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,8 @@ class Profile:
     is_analytic: computed from FLOPs, bytes and the efficiencies that `assumptions` state; nothing measured.
     transfer: of embeddings and of keys and values, from worker to worker. video: by codec, on one CPU thread.
     images: decoding one, by its pixels, on one CPU thread. switch_s: a worker that takes another role.
-    price_per_hour: of one device, in any currency; None if it is not known.
+    price_per_hour: of one device, in any currency; None if it is not known. dtype: of the weights.
+    num_threads: of torch in a worker, None where the CPU does not compute.
     """
 
     name: str
@@ -52,6 +58,8 @@ class Profile:
     switch_s: float = 0.7
     price_per_hour: float | None = None
     assumptions: tuple[str, ...] = ()
+    dtype: str = "bfloat16"
+    num_threads: int | None = None
 
     def video_cost(self, codec: str) -> StageCost:
         """Of decoding. Raises RequestError for a codec that was not measured."""

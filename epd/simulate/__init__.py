@@ -1,6 +1,7 @@
 """A discrete-event simulator that drives the live system's own policies."""
 
-from epd.simulate.deployment import Deployment, Sharding
+from epd.sharding import Sharding
+from epd.simulate.deployment import Deployment
 from epd.simulate.records import SimulationResult
 from epd.simulate.requests import Job, JobMaker
 from epd.simulate.simulation import Simulation

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from epd.errors import InfeasibleError
 from epd.profiles.profile import Profile
 from epd.routing import Stage
 from epd.scheduling import SchedulerConfig
+from epd.sharding import Sharding
 from epd.topology import Topology
-
-# groups: of one request over all encoders. request: all of it on one encoder. local: where it is prefilled.
-Sharding = Literal["groups", "request", "local"]
 
 _DEFAULT_LIMITS = SchedulerConfig()
 

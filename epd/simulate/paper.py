@@ -18,7 +18,8 @@ from epd.profiles.analytic import analytic_profile
 from epd.profiles.cost import StageCost
 from epd.profiles.profile import Profile
 from epd.scheduling import SchedulerConfig
-from epd.simulate.deployment import Deployment, Sharding
+from epd.sharding import Sharding
+from epd.simulate.deployment import Deployment
 from epd.simulate.published import TABLE_1, TABLE_4, TABLE_6, Row
 from epd.simulate.records import SimulationResult
 from epd.simulate.requests import JobMaker

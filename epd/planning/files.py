@@ -1,0 +1,104 @@
+"""Plans as files, from `epd plan --out` to `epd serve --plan`: validated on the way in, like profiles."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from epd.errors import RequestError
+from epd.sharding import Sharding
+
+FORMAT: Literal["epd plan, version 1"] = "epd plan, version 1"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PlanSettings(_Strict):
+    """What a plan decides beside the topology, under the names of the application's arguments.
+
+    None: the plan does not decide it. retention: share of the visual tokens that is kept.
+    """
+
+    max_batch_patches: int = Field(ge=1)
+    max_num_batched_tokens: int = Field(ge=1)
+    max_chunk_tokens: int = Field(ge=1)
+    max_num_seqs: int = Field(ge=1)
+    decode_max_num_seqs: int = Field(ge=1)
+    sharding: Sharding
+    retention: float = Field(gt=0, le=1)
+    dtype: Literal["float32", "bfloat16", "float16"]
+    num_video_threads: int = Field(ge=1)
+    num_threads: int | None = Field(default=None, ge=1)
+    num_kv_tokens: int | None = Field(default=None, ge=1)
+
+
+class PlanObjectives(_Strict):
+    """Seconds, and the share of requests that must keep them."""
+
+    ttft_s: float | None = Field(default=None, gt=0)
+    tpot_s: float | None = Field(default=None, gt=0)
+    attainment: float = Field(gt=0, le=1)
+
+
+class PlanFile(_Strict):
+    """A plan as it is written. explanation: what `epd plan` prints; nothing is read from it."""
+
+    format: Literal["epd plan, version 1"]
+    model: str
+    topology: str
+    settings: PlanSettings
+    objectives: PlanObjectives
+    explanation: dict[str, Any] = {}
+
+    def app_options(self) -> dict[str, Any]:
+        """Arguments of the application that the plan decides. Raises RequestError for what it cannot do."""
+        decided = self.settings.model_dump(exclude={"retention"}, exclude_none=True)
+        if self.settings.retention < 1:
+            raise RequestError(
+                f"the plan keeps {self.settings.retention:.0%} of the visual tokens, epd serve keeps all of "
+                "them; plan with --min-retention 1"
+            )
+        if self.objectives.ttft_s is not None:
+            decided["slo_ttft_s"] = self.objectives.ttft_s
+        return {"topology": self.topology, **decided}
+
+    def check_model(self, name: str) -> None:
+        """name: of the model's folder, or what requests call it. Raises RequestError for another model."""
+        wanted, found = _words(self.model), _words(name)
+        if found[: len(wanted)] != wanted:
+            raise RequestError(
+                f"the plan is for {self.model!r}, the model to serve is {name!r}; plan for this model, or if "
+                f"it is the same say so with --model-name {self.model}"
+            )
+
+
+def _words(name: str) -> list[str]:
+    """So that Qwen2.5-VL-7B-Instruct is a qwen2.5-vl-7b, and Qwen2.5-VL-72B is not."""
+    return re.findall(r"[a-z0-9]+", name.lower())
+
+
+def load_plan(path: Path) -> PlanFile:
+    """What `epd plan --out` wrote. Raises RequestError for unknown fields, impossible values or no YAML."""
+    import yaml  # type: ignore[import-untyped]  # its stubs are another package
+
+    try:
+        record = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        raise RequestError(
+            f"the plan {str(path)!r} cannot be read; write one with epd plan --out {path.name}"
+        ) from None
+    except yaml.YAMLError as error:
+        raise RequestError(f"the plan {str(path)!r} is no YAML: {' '.join(str(error).split())}") from None
+    try:
+        return PlanFile.model_validate(record)
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise RequestError(
+            f"the plan {str(path)!r}: {where}: {first['msg']}; write one with epd plan --out"
+        ) from None
