@@ -5,19 +5,40 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from epd.elasticity.load import ClusterLoad, RequestWork, WorkerSample
+from epd.elasticity.load import (
+    ClusterLoad,
+    RequestWork,
+    StageLoad,
+    StageNeed,
+    StageSample,
+    WorkerSample,
+    WorkerStanding,
+    damped,
+    time_share,
+)
+from epd.elasticity.rates import StageCosts
+from epd.elasticity.traffic import Traffic
 from epd.profiles.cost import StageCost
 from epd.routing import Stage
+from epd.topology import STAGES
+
+_LEAST_KV_USAGE = 0.05  # below which it says nothing about how many requests would fit
+_NOTHING = StageSample()
 
 
 @dataclass(frozen=True, slots=True)
 class EstimatorConfig:
     """horizon_s: how far ahead utilisation is predicted. memory_s: after which what was seen has lost most
-    of its weight. window_s: of arrivals that `recent` keeps."""
+    of its weight. window_s: of arrivals that `recent` keeps. min_arrivals: before a load counts as known."""
 
     horizon_s: float = 30.0
     memory_s: float = 20.0
     window_s: float = 600.0
+    min_arrivals: int = 5
+
+    def __post_init__(self) -> None:
+        if min(self.horizon_s, self.memory_s, self.window_s) <= 0 or self.min_arrivals < 1:
+            raise ValueError(f"times must be above 0 s and arrivals at least 1, got {self}")
 
 
 class LoadEstimator:
@@ -28,23 +49,136 @@ class LoadEstimator:
     ) -> None:
         """costs: what is known beforehand of a round, by units; measurements take over as they come."""
         self.config = config or EstimatorConfig()
-        self._costs = dict(costs or {})
+        self._traffic = Traffic(self.config.memory_s, self.config.window_s)
+        self._costs = StageCosts(self.config.memory_s, costs or {})
+        self._last: dict[str, WorkerSample] = {}
 
     def arrived(self, now_s: float, work: RequestWork) -> None:
         """A request has come and was not refused."""
-        raise NotImplementedError
+        self._traffic.arrived(now_s, work)
 
-    def finished(self, now_s: float, num_output_tokens: int) -> None:
-        """An answer is complete."""
-        raise NotImplementedError
+    def finished(self, _now_s: float) -> None:
+        """An answer has come to its end."""
+        self._traffic.finished()
+
+    def recent(self, now_s: float) -> tuple[tuple[float, RequestWork], ...]:
+        """Arrivals of the last window_s: (when, what), oldest first, the latest 10,000 at most."""
+        return self._traffic.recent(now_s)
 
     def observe(self, now_s: float, workers: Sequence[WorkerSample], *, num_waiting: int = 0) -> ClusterLoad:
         """The load now. workers: all that live. num_waiting: requests that no worker has taken yet.
 
         A worker whose totals have shrunk has been started anew.
         """
-        raise NotImplementedError
+        done = {stage: [self._done(worker, stage) for worker in workers] for stage in STAGES}
+        for stage, samples in done.items():
+            for sample in samples:
+                self._costs.add(stage, sample)
+        elapsed_s = self._traffic.look(now_s, sum(sample.done_units for sample in done["decode"]))
+        self._last = {worker.name: worker for worker in workers}
+        needs = self._needs(workers)
+        stages = {}
+        for stage in STAGES:
+            busy_s = sum(sample.busy_s for sample in done[stage])
+            stages[stage] = self._stage(stage, workers, needs, busy_s / elapsed_s if elapsed_s else 0.0)
+        trend = self._traffic.trend
+        return ClusterLoad(
+            now_s, trend.rate, trend.slope, trend.memory_s, num_waiting, stages,
+            tuple(self._standing(worker, needs) for worker in workers),
+            len(needs) == len(STAGES) and self._traffic.num_arrived >= self.config.min_arrivals,
+        )  # fmt: skip
 
-    def recent(self, now_s: float) -> tuple[tuple[float, RequestWork], ...]:
-        """Arrivals of the last window_s: (when, what), oldest first, the latest 10,000 at most."""
-        raise NotImplementedError
+    def _done(self, worker: WorkerSample, stage: Stage) -> StageSample:
+        """What the worker has done at a stage since the last look."""
+        now = worker.stages.get(stage, _NOTHING)
+        before = self._last.get(worker.name)
+        old = before.stages.get(stage, _NOTHING) if before is not None else now
+        if now.done_units < old.done_units or now.num_rounds < old.num_rounds or now.busy_s < old.busy_s:
+            old = _NOTHING
+        return StageSample(
+            done_units=now.done_units - old.done_units,
+            num_rounds=now.num_rounds - old.num_rounds,
+            busy_s=now.busy_s - old.busy_s,
+        )
+
+    # From metrics to load
+
+    def _needs(self, workers: Sequence[WorkerSample]) -> dict[Stage, StageNeed]:
+        """By stage; without those of which nothing is known."""
+        traffic, line = self._traffic, self._costs.decode
+        needs: dict[Stage, StageNeed | None] = {
+            "encode": self._unit_need("encode", traffic.patches, traffic.media_share),
+            "prefill": self._unit_need("prefill", traffic.prompt_tokens, 1.0),
+            "decode": line and StageNeed(1.0, traffic.output_tokens, *line, _max_batch(workers)),
+        }
+        return {stage: need for stage, need in needs.items() if need is not None}
+
+    def _unit_need(self, stage: Stage, units: float, share: float) -> StageNeed | None:
+        if not units:
+            return StageNeed()
+        unit_s = self._costs.unit_s(stage, units)
+        return None if unit_s is None else StageNeed(share, part_s=units * unit_s)
+
+    def _stage(
+        self, stage: Stage, workers: Sequence[WorkerSample], needs: Mapping[Stage, StageNeed], busy: float
+    ) -> StageLoad:
+        """busy: workers at work on it, on average since the last look."""
+        need = needs.get(stage, StageNeed())
+        num_workers = sum(time_share(each.roles, stage, needs) for each in workers if stage in each.roles)
+        num_requests, queued_s = self._queued(stage, workers, needs)
+        trend = self._traffic.trend
+        ahead = damped(trend.rate, trend.slope, trend.memory_s, self.config.horizon_s)
+        predicted = _ratio(ahead * need.share * need.request_s, num_workers)
+        utilisation = min(_ratio(busy, num_workers), 1.0)
+        return StageLoad(stage, need, num_workers, num_requests, queued_s, utilisation, predicted)
+
+    def _queued(
+        self, stage: Stage, workers: Sequence[WorkerSample], needs: Mapping[Stage, StageNeed]
+    ) -> tuple[float, float]:
+        """Requests at a stage, and the seconds of work that they are."""
+        samples = [worker.stages[stage] for worker in workers if stage in worker.stages]
+        queued_s = sum(self._queued_s(stage, sample, needs) for sample in samples)
+        if stage == "encode":
+            return self._num_encoding(workers), queued_s
+        num_requests = float(sum(sample.num_requests for sample in samples))
+        if stage == "decode":
+            return num_requests, queued_s
+        # A prompt whose media are being encoded waits at its prefill worker already.
+        num_ready = max(0.0, num_requests - self._num_encoding(workers))
+        return num_ready, queued_s * _ratio(num_ready, num_requests)
+
+    def _num_encoding(self, workers: Sequence[WorkerSample]) -> float:
+        """Requests at the encoders, which share them, by the patches that are left."""
+        units = sum(worker.stages.get("encode", _NOTHING).queued_units for worker in workers)
+        return units / self._traffic.patches if self._traffic.patches else 0.0
+
+    def _queued_s(self, stage: Stage, sample: StageSample, needs: Mapping[Stage, StageNeed]) -> float:
+        """Seconds until a worker has done what it has at a stage."""
+        if stage == "decode":
+            need, num = needs.get(stage, StageNeed()), sample.num_requests
+            return need.num_parts * (need.round_s + need.part_s * num) if num else 0.0
+        traffic = self._traffic
+        typical = traffic.patches if stage == "encode" else traffic.prompt_tokens
+        return sample.queued_units * (self._costs.unit_s(stage, typical) or 0.0)
+
+    def _standing(self, worker: WorkerSample, needs: Mapping[Stage, StageNeed]) -> WorkerStanding:
+        return WorkerStanding(
+            worker.name, worker.roles, worker.since_s,
+            {stage: self._queued_s(stage, sample, needs) for stage, sample in worker.stages.items()},
+            sum(sample.num_requests for sample in worker.stages.values()),
+            worker.kv_usage, worker.is_switching,
+        )  # fmt: skip
+
+
+def _max_batch(workers: Sequence[WorkerSample]) -> float | None:
+    """Requests whose keys and values fit one decode worker, by how full those are that have some."""
+    decoders = [worker for worker in workers if worker.kv_usage is not None and "decode" in worker.stages]
+    usage = sum(worker.kv_usage or 0.0 for worker in decoders)
+    num_requests = sum(worker.stages["decode"].num_requests for worker in decoders)
+    if not num_requests or usage < _LEAST_KV_USAGE * len(decoders):
+        return None
+    return max(1.0, num_requests / usage)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0

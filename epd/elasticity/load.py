@@ -5,7 +5,9 @@ The same metrics come from the live system and from the simulator:
     stage     unit            queued_units                                   a round
     encode    patch           given to it, not encoded                       one batch
     prefill   prompt token    given to it, not computed, media missing too   one pass with a prompt in it
-    decode    output token    0: how long answers get is estimated           one pass without a prompt
+    decode    output token    0: how long answers get is estimated           one pass with answers in it
+
+A pass with prompts and answers is a round of both; its time is split by what each of them adds.
 
 A worker's *work* at a stage is in seconds of one worker, at the rate that was measured. Requests count
 wherever they are: where answers are generated side by side a queue cannot be told from a batch.
@@ -13,7 +15,8 @@ wherever they are: where answers are generated side by side a queue cannot be to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from epd.routing import Stage
@@ -84,46 +87,92 @@ class WorkerStanding:
 
 
 @dataclass(frozen=True, slots=True)
+class StageNeed:
+    """What one more request takes of a stage.
+
+    share: of arriving requests, that come to the stage at all. num_parts: of a request; a worker with b
+    requests does one part of each in round_s + part_s * b. max_batch: requests at once on one worker, None
+    where no limit is known.
+    """
+
+    share: float = 0.0
+    num_parts: float = 1.0
+    round_s: float = 0.0
+    part_s: float = 0.0
+    max_batch: float | None = None
+
+    @property
+    def request_s(self) -> float:
+        """Seconds of one worker for one request, with as many others at once as there may be."""
+        per_part = self.round_s / self.max_batch if self.max_batch else 0.0
+        return self.num_parts * (self.part_s + per_part)
+
+
+@dataclass(frozen=True, slots=True)
 class StageLoad:
     """One stage of the whole cluster.
 
     num_workers: that serve it; a worker of several roles counts by the share of its time that it needs here.
-    num_requests: at this stage, a fraction where several workers share one. queued_s: seconds of work of one
-    worker that they are. round_s, request_s: a worker with b requests does one part of each in round_s +
-    request_s * b; num_parts: of a request. max_batch: requests at once on one worker; None: no limit known.
-    utilisation: share of the time that its workers were busy since the last look. predicted: needed share of
-    their time at the end of the horizon; above 1 a queue grows.
+    num_requests: at this stage. queued_s: seconds of work of one worker that they are. utilisation: share of
+    the time that its workers were busy since the last look. predicted: the share of their time needed at the
+    end of the horizon, with the largest batches; above 1 a queue grows.
     """
 
     stage: Stage
+    need: StageNeed
     num_workers: float
     num_requests: float
     queued_s: float
-    round_s: float
-    request_s: float
-    num_parts: float
-    max_batch: float | None
     utilisation: float
     predicted: float
 
     @property
     def service_rate(self) -> float:
-        """Requests per second that one worker can do, as many at once as it takes."""
-        batch = self.max_batch
-        part_s = self.request_s + (self.round_s / batch if batch else 0.0)
-        seconds = self.num_parts * part_s
-        return 1.0 / seconds if seconds > 0 else float("inf")
+        """Requests per second that one worker can do."""
+        return 1 / self.need.request_s if self.need.request_s > 0 else math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterLoad:
-    """All that is known at `now_s`. arrival_rate, arrival_trend: requests per second, and its change per
-    second. num_waiting: requests that no worker has taken yet. is_known: enough was seen to decide on."""
+    """All that is known at `now_s`.
+
+    arrival_rate: requests per second. arrival_trend: its change per second, which is believed for about
+    trend_s. num_waiting: requests that no worker has taken yet. is_known: enough was seen to decide on.
+    """
 
     now_s: float
     arrival_rate: float
     arrival_trend: float
+    trend_s: float
     num_waiting: int
     stages: Mapping[Stage, StageLoad]
     workers: tuple[WorkerStanding, ...]
     is_known: bool = True
+
+    def arrivals_at(self, ahead_s: float) -> float:
+        """Requests per second, so far ahead."""
+        return damped(self.arrival_rate, self.arrival_trend, self.trend_s, ahead_s)
+
+    def capacity(self, roles: Iterable[Roles]) -> dict[Stage, float]:
+        """Workers that each stage has of workers with such roles, by the needs of this load."""
+        total = dict.fromkeys(self.stages, 0.0)
+        for each in roles:
+            for stage in each & total.keys():
+                total[stage] += time_share(
+                    each, stage, {name: load.need for name, load in self.stages.items()}
+                )
+        return total
+
+
+def damped(rate: float, slope: float, memory_s: float, ahead_s: float) -> float:
+    """A rate with a trend that is believed less the farther it is drawn out; at least 0."""
+    return max(0.0, rate + slope * memory_s * (1 - math.exp(-ahead_s / memory_s)))
+
+
+def time_share(roles: Roles, stage: Stage, needs: Mapping[Stage, StageNeed]) -> float:
+    """The share of a worker's time that goes to one of its stages: by what a request takes of each."""
+    if len(roles) == 1:
+        return 1.0
+    seconds = {each: needs[each].share * needs[each].request_s for each in roles if each in needs}
+    total = sum(seconds.values())
+    return seconds.get(stage, 0.0) / total if 0 < total < math.inf else 1 / len(roles)
