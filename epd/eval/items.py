@@ -111,9 +111,5 @@ class EvalSetting:
     method: str
     retention: float
 
-    @property
-    def is_full(self) -> bool:
-        return self.retention == 1.0
-
 
 FULL = EvalSetting("full", 1.0)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.console import Console
 
-_COLUMNS = ("kept", "tokens", "KV, MB", "right %", "95 %", "of full %", "won", "lost", "p", "TTFT, s")
+_COLUMNS = ("kept", "tokens", "KV MB", "right", "95 %", "of full", "won", "lost", "p", "TTFT")
 
 
 def print_rows(rows: Sequence[EvalRow], console: Console) -> None:
@@ -32,10 +32,9 @@ def print_rows(rows: Sequence[EvalRow], console: Console) -> None:
         )
         console.print(table)
         console.print()
-    console.print(
-        "kept: share of visual tokens; of full: of the accuracy with all tokens, by paired answers;"
-    )
-    console.print("won, lost: questions right only here, only with all tokens; p: their exact McNemar test")
+    console.print("kept: share of visual tokens. right: % of answers, with its 95 % interval.")
+    console.print("of full: % of the accuracy with all tokens. won, lost: right only here, right")
+    console.print("only with all tokens. p: of won against lost, exact McNemar. TTFT: cold, s.")
 
 
 def _cells(row: EvalRow) -> list[str]:
@@ -43,13 +42,13 @@ def _cells(row: EvalRow) -> list[str]:
     return [
         f"{row.retention:g}",
         str(row.visual_tokens),
-        f"{row.kv_bytes / 1e6:.2f}",
+        f"{row.kv_bytes / 1e6:.3g}",
         f"{row.accuracy * 100:.1f}",
         f"{row.interval.low * 100:.1f}-{row.interval.high * 100:.1f}",
         "" if is_full or row.relative_accuracy is None else f"{row.relative_accuracy * 100:.1f}",
         "" if is_full else str(row.wins),
         "" if is_full else str(row.losses),
-        "" if is_full or row.p_value is None else f"{row.p_value:.2g}",
+        "" if is_full or row.p_value is None else f"{row.p_value:.1g}",
         "" if row.ttft_s is None else f"{row.ttft_s:.3f}",
     ]
 

@@ -63,24 +63,28 @@ class KindAccuracy:
     accuracy: float
 
 
-def eval_rows(
-    log: VerdictLog, methods: Sequence[str], retentions: Sequence[float], num_frames: Sequence[int]
-) -> list[EvalRow]:
-    """Rows by frames, then method, then retention, as asked for; what has no verdicts has no row.
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What rows are wanted: every method at every retention and number of frames."""
 
-    With all tokens a method changes nothing: its row at retention 1.0 is that of all tokens.
-    """
-    verdicts = _by_setting(log.verdicts)
-    samples = _by_setting(log.samples)
-    rows = []
-    for frames in num_frames:
-        full = verdicts.get((FULL, frames), [])
-        for method in methods:
-            for retention in retentions:
-                key = (setting_of(method, retention), frames)
-                if key in verdicts:
-                    rows.append(_row(method, key, verdicts[key], full, samples.get(key, [])))
-    return rows
+    methods: tuple[str, ...]
+    retentions: tuple[float, ...]
+    num_frames: tuple[int, ...]
+
+    @classmethod
+    def of(cls, log: VerdictLog) -> Asked:
+        """All that a log holds; where it holds only all tokens, that counts as a method."""
+        settings = dict.fromkeys(verdict.setting for verdict in log.verdicts)
+        methods = dict.fromkeys(setting.method for setting in settings if setting != FULL)
+        retentions = sorted({setting.retention for setting in settings}, reverse=True)
+        frames = sorted({verdict.num_frames for verdict in log.verdicts})
+        return cls(tuple(methods) or (FULL.method,), tuple(retentions), tuple(frames))
+
+    @property
+    def settings(self) -> tuple[EvalSetting, ...]:
+        """What has to be measured: all tokens, always, and each method at less."""
+        pairs = (setting_of(method, kept) for method in self.methods for kept in self.retentions)
+        return tuple(dict.fromkeys([FULL, *pairs]))
 
 
 def setting_of(method: str, retention: float) -> EvalSetting:
@@ -88,19 +92,32 @@ def setting_of(method: str, retention: float) -> EvalSetting:
     return FULL if retention == 1.0 else EvalSetting(method, retention)
 
 
-def all_rows(log: VerdictLog) -> list[EvalRow]:
-    """Rows of everything in a log: all tokens first, then the methods, at each of its frames."""
-    settings = list(dict.fromkeys(verdict.setting for verdict in log.verdicts))
-    methods = list(dict.fromkeys(setting.method for setting in settings if setting != FULL))
-    retentions = sorted({setting.retention for setting in settings if setting != FULL}, reverse=True)
-    frames = sorted({verdict.num_frames for verdict in log.verdicts})
+def eval_rows(log: VerdictLog, asked: Asked) -> list[EvalRow]:
+    """Rows by frames, then method, then retention, as asked for; what has no verdicts has no row.
+
+    With all tokens a method changes nothing: its row at retention 1.0 is that of all tokens.
+    """
+    verdicts = _by_setting(log.verdicts)
+    samples = _by_setting(log.samples)
+    rows = []
+    for frames in asked.num_frames:
+        full = verdicts.get((FULL, frames), [])
+        for method in asked.methods:
+            for retention in asked.retentions:
+                key = (setting_of(method, retention), frames)
+                if key in verdicts:
+                    rows.append(_row(method, key, verdicts[key], full, samples.get(key, [])))
+    return rows
+
+
+def table_rows(log: VerdictLog, asked: Asked) -> list[EvalRow]:
+    """Rows for people: at each number of frames all tokens once, then the methods at less."""
+    less = tuple(kept for kept in asked.retentions if kept != 1.0)
     return [
         row
-        for each in frames
-        for row in (
-            *eval_rows(log, [FULL.method], [1.0], [each]),
-            *eval_rows(log, methods, retentions, [each]),
-        )
+        for frames in asked.num_frames
+        for part in (Asked((FULL.method,), (1.0,), (frames,)), Asked(asked.methods, less, (frames,)))
+        for row in eval_rows(log, part)
     ]
 
 

@@ -23,11 +23,12 @@ from epd.eval.items import EvalCase, EvalSetting
 class RunInfo:
     """What all verdicts of a file have in common. data: a question file's path, or "demo".
 
-    seed, duration_s: of demo videos; duration_s is 0 for one second a frame.
+    max_tokens: of an answer. seed, duration_s: of demo videos; duration_s is 0 for one second a frame.
     """
 
     data: str
     model: str
+    max_tokens: int
     seed: int = 0
     duration_s: float = 0.0
 
