@@ -14,6 +14,7 @@ from epd.errors import RequestError
 if TYPE_CHECKING:
     from epd.planning.plan import Plan
     from epd.planning.search import Planner
+    from epd.profiles import Profile
     from epd.workload_config import WorkloadConfig
 
 _Gpus = Annotated[int, typer.Option("--gpus", metavar="N", help="Devices to lay out, 1 to 256.")]
@@ -25,7 +26,10 @@ _Workload = Annotated[
     str | None, typer.Option(metavar="NAME", help="text, images, video, mixed, or a YAML or JSON file.")
 ]
 _TraceFile = Annotated[
-    Path | None, typer.Option("--trace", metavar="FILE", help="CSV with the columns of the Azure LMM trace.")
+    Path | None,
+    typer.Option(
+        "--trace", metavar="FILE", help="CSV with the columns of the Azure LMM trace, or our access log."
+    ),
 ]
 _SloTtft = Annotated[float | None, typer.Option(metavar="S", help="Objective: time to the first token.")]
 _SloTpot = Annotated[float | None, typer.Option(metavar="S", help="Objective: time per token after it.")]
@@ -71,13 +75,15 @@ def plan(
     """
     from epd.planning.plan import make_plan
     from epd.planning.space import cells_of
+    from epd.profiles import load_profile
 
     _check(slo_ttft, slo_tpot, attainment, min_retention, cpu_threads, out)
-    config = workload_config(workload, None, None, trace, None)
+    loaded = load_profile(profile)
+    config = workload_config(workload, None, None, trace, None, loaded.media)
     retentions = tuple(share for share in _RETENTIONS if share >= min_retention)
     num_cells, per_cell = cells_of(gpus)
     planner = _planner(
-        per_cell, profile, config, (slo_ttft, slo_tpot, attainment), retentions, cpu_threads, seed
+        per_cell, loaded, config, (slo_ttft, slo_tpot, attainment), retentions, cpu_threads, seed
     )
     with console.progress_bar("layouts") as show:
         found = make_plan(planner, num_cells=num_cells, min_rate=min_rate, on_progress=show)
@@ -114,7 +120,7 @@ def _check(
 
 def _planner(
     gpus: int,
-    profile: str,
+    profile: Profile,
     config: WorkloadConfig,
     objectives: tuple[float | None, float | None, float],
     retentions: tuple[float, ...],
@@ -125,11 +131,9 @@ def _planner(
     from epd.planning.goodput import Demand
     from epd.planning.search import Planner
     from epd.planning.space import Space
-    from epd.profiles import load_profile
     from epd.simulate import Deployment, JobMaker
     from epd.topology import parse_topology
 
-    loaded = load_profile(profile)
     fields = {
         "num_requests": _NUM_REQUESTS,
         "duration_s": None,
@@ -138,11 +142,11 @@ def _planner(
     }
     requests = config.model_copy(update=fields).resolve().requests(seed)
     ttft_s, tpot_s, attainment = objectives
-    jobs = list(JobMaker(loaded).jobs(requests))
+    jobs = list(JobMaker(profile).jobs(requests))
     longest_s = (ttft_s or 1.0) + (tpot_s or 0.05) * max(job.output_tokens for job in jobs)
     demand = Demand.of(jobs, SLO(ttft_s, tpot_s), attainment, _HORIZON * longest_s)
     base = Deployment(parse_topology("1epd"), cpu_threads=cpu_threads)
-    return Planner(loaded, demand, Space(gpus, retentions=retentions), base)
+    return Planner(profile, demand, Space(gpus, retentions=retentions), base)
 
 
 def _print(found: Plan) -> None:

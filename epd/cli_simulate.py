@@ -11,6 +11,7 @@ from epd import console
 from epd.errors import RequestError
 
 if TYPE_CHECKING:
+    from epd.profiles import MediaRule, Profile
     from epd.simulate import Deployment, SimulationResult
     from epd.workload_config import WorkloadConfig
 
@@ -35,7 +36,10 @@ _Workload = Annotated[
 _Rate = Annotated[float | None, typer.Option(metavar="R", help="Requests per second.")]
 _NumRequests = Annotated[int | None, typer.Option(metavar="N", help="Requests in all.")]
 _TraceFile = Annotated[
-    Path | None, typer.Option("--trace", metavar="FILE", help="CSV with the columns of the Azure LMM trace.")
+    Path | None,
+    typer.Option(
+        "--trace", metavar="FILE", help="CSV with the columns of the Azure LMM trace, or our access log."
+    ),
 ]
 _RepeatRate = Annotated[
     float | None,
@@ -83,13 +87,16 @@ def simulate(
 
     With --scenario: simulated beside published. Otherwise requests of a workload on a topology.
     """
+    from epd.profiles import load_profile
+
     _check_outputs(chrome_trace, plot)
     if scenario is not None:
         _show_scenario(scenario, as_json, plot)
         return
-    config = workload_config(workload, rate, num_requests, trace, repeat_rate)
+    loaded = load_profile(profile)
+    config = workload_config(workload, rate, num_requests, trace, repeat_rate, loaded.media)
     deployment = _deployment(topology, sharding, whole, cpu_threads, has_repeats=config.repeat_rate > 0)
-    result = _run(profile, deployment, config, seed, has_spans=chrome_trace is not None)
+    result = _run(loaded, deployment, config, seed, has_spans=chrome_trace is not None)
     _show_result(result, slo_ttft, slo_tpot, as_json)
     if chrome_trace is not None:
         from epd.simulate.chrome import chrome_trace as dump
@@ -133,11 +140,19 @@ def workload_config(
     num_requests: int | None,
     trace: Path | None,
     repeat_rate: float | None,
+    media: MediaRule,
 ) -> WorkloadConfig:
-    """A preset or a file, with what was given on the command line."""
+    """A preset or a file, with what was given on the command line. media: of the model."""
     from epd.workload_config import load_workload
 
-    options = {"rate": rate, "num_requests": num_requests, "trace": trace, "repeat_rate": repeat_rate}
+    options = {
+        "rate": rate,
+        "num_requests": num_requests,
+        "trace": trace,
+        "repeat_rate": repeat_rate,
+        "token_side": media.patch * media.merge,
+        "frames_per_s": media.video_fps,
+    }
     fields = {name: value for name, value in options.items() if value is not None}
     return load_workload(source or (None if trace else "images"), fields)
 
@@ -167,19 +182,17 @@ def _deployment(
 
 
 def _run(
-    profile: str, deployment: Deployment, config: WorkloadConfig, seed: int, *, has_spans: bool
+    profile: Profile, deployment: Deployment, config: WorkloadConfig, seed: int, *, has_spans: bool
 ) -> SimulationResult:
-    from epd.profiles import load_profile
     from epd.simulate import JobMaker, Simulation
 
-    loaded = load_profile(profile)
-    simulation = Simulation(loaded, deployment, has_spans=has_spans)
+    simulation = Simulation(profile, deployment, has_spans=has_spans)
     workload = config.resolve()
     if not workload.is_open_loop:
         raise RequestError(
             "a closed loop has no times of arrival to simulate; give --rate and another arrival"
         )
-    jobs = JobMaker(loaded).jobs(workload.requests(seed))
+    jobs = JobMaker(profile).jobs(workload.requests(seed))
     with console.progress_bar("requests") as show:
         num = config.num_requests
         return simulation.run(jobs, None if num is None else lambda done: show(done, num))

@@ -24,6 +24,7 @@ from epd.arrivals import (
 from epd.errors import RequestError
 from epd.spread import Spread
 from epd.workload import Mix, Resolution, ShapeClass, Workload
+from epd.workload_log import ModelSight
 from epd.workload_trace import TraceMedia, open_trace, trace_arrivals, trace_shapes
 
 # A spread in its notation; files may give plain numbers.
@@ -68,7 +69,8 @@ class WorkloadConfig(BaseModel):
 
     burstiness: of bursty arrivals, see BurstyArrivals. ramp_from: the rate at the start of a ramp that
     reaches `rate` after ramp_s (by default at the end of the run). tokens_per_image: what an image took of a
-    trace's ContextTokens. A trace takes sizes of media from the first part of the mix, and the token counts
+    trace's ContextTokens. token_side, frames_per_s: of the model that wrote an access log, see `ModelSight`.
+    A trace takes sizes of media from the first part of the mix, and the token counts
     given there as caps.
     """
 
@@ -85,6 +87,8 @@ class WorkloadConfig(BaseModel):
     repeat_rate: float = 0.0
     trace: Path | None = None
     tokens_per_image: int = 256
+    token_side: int = 28
+    frames_per_s: float = 2.0
     mix: tuple[MixPart, ...] = (MixPart(),)
 
     def resolve(self) -> Workload:
@@ -139,6 +143,7 @@ class WorkloadConfig(BaseModel):
             video_size=part.video_size[0],
             max_text_tokens=round(part.text_tokens.mean) if "text_tokens" in given else None,
             max_output_tokens=round(part.output_tokens.mean) if "output_tokens" in given else None,
+            sight=ModelSight(self.token_side, frames_per_s=self.frames_per_s),
         )
         return self._workload(trace_arrivals(rows, self.rate), trace_shapes(rows, media))
 

@@ -1,4 +1,4 @@
-"""Workloads from traces: CSV with the columns of the public Azure LMM inference trace.
+"""Workloads from traces: our own access log, or CSV with the columns of the public Azure LMM inference trace.
 
     TIMESTAMP                    NumImages  ContextTokens  GeneratedTokens
     2024-10-15 00:00:01.250000   2          1743           112
@@ -6,24 +6,26 @@
 TIMESTAMP is a date and time, or seconds; ContextTokens counts text and images together; NumImages may be
 missing (the text traces), and VideoSeconds, a column of ours, adds one video of that length. Names in any
 case, columns in any order, others ignored. Source: AzureLMMInferenceDataset2025 of the Azure Public Dataset
-(ModServe, SoCC 2025).
+(ModServe, SoCC 2025). The access log: see `epd.workload_log`.
 """
 
 from __future__ import annotations
 
 import csv
 import gzip
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from epd.arrivals import TraceArrivals
 from epd.errors import RequestError
 from epd.workload import RequestShape, Resolution, TraceShapes, VideoSpec
+from epd.workload_log import MARK, LogRow, ModelSight, log_shape, parse_log
 
 _REQUIRED = ("timestamp", "contexttokens", "generatedtokens")
+_NUM_SNIFFED = 1000
 _IMAGE_SIZE, _VIDEO_SIZE = Resolution(448, 448), Resolution(640, 360)
 
 
@@ -43,6 +45,7 @@ class TraceMedia:
     """What a trace does not tell: sizes of media, and how many tokens of the context an image took.
 
     max_text_tokens, max_output_tokens: longer texts and answers are cut, for models with a shorter context.
+    sight: of the model that wrote an access log.
     """
 
     image_size: Resolution = _IMAGE_SIZE
@@ -51,8 +54,13 @@ class TraceMedia:
     video_size: Resolution = _VIDEO_SIZE
     max_text_tokens: int | None = None
     max_output_tokens: int | None = None
+    sight: ModelSight = field(default_factory=ModelSight)
 
-    def shape(self, row: TraceRow) -> RequestShape:
+    def shape(self, row: TraceRow | LogRow) -> RequestShape:
+        if isinstance(row, LogRow):
+            text, output = row.text_tokens, row.completion_tokens
+            most_text, most_output = self.max_text_tokens or text, self.max_output_tokens or output
+            return log_shape(row, self.sight, self.video_fps, most_text, most_output)
         text = max(1, row.context_tokens - row.num_images * self.tokens_per_image)
         return RequestShape(
             min(text, self.max_text_tokens or text),
@@ -62,15 +70,27 @@ class TraceMedia:
         )
 
 
-def open_trace(path: Path, max_rows: int | None = None) -> list[TraceRow]:
-    """The first rows of a trace file, plain or gzip. Raises RequestError where it cannot be read."""
+def open_trace(path: Path, max_rows: int | None = None) -> Sequence[TraceRow | LogRow]:
+    """The first rows of a trace file, CSV or access log, plain or gzip. Raises RequestError where it cannot
+    be read."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open() as lines:
-            return parse_trace(lines, max_rows)
+            return _parse_any(lines, max_rows)
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise RequestError(
-            f"the trace {str(path)!r} cannot be read: {error}; give a CSV or CSV.gz file"
+            f"the trace {str(path)!r} cannot be read: {error}; give a CSV file or an access log, or either "
+            "with gzip"
         ) from None
+
+
+def _parse_any(lines: Iterable[str], max_rows: int | None) -> Sequence[TraceRow | LogRow]:
+    """A log may begin with lines of others, so its mark is looked for in the first thousand."""
+    source = iter(lines)
+    head = list(islice(source, _NUM_SNIFFED))
+    whole = chain(head, source)
+    if any(MARK in line for line in head):
+        return parse_log(whole, max_rows)
+    return parse_trace(whole, max_rows)
 
 
 def parse_trace(lines: Iterable[str], max_rows: int | None = None) -> list[TraceRow]:
@@ -120,7 +140,7 @@ def _seconds(text: str) -> float:
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
-def trace_arrivals(rows: Iterable[TraceRow], rate_per_s: float | None = None) -> TraceArrivals:
+def trace_arrivals(rows: Iterable[TraceRow | LogRow], rate_per_s: float | None = None) -> TraceArrivals:
     """The times of a trace; with a rate, stretched or pressed so that this is the mean rate."""
     times_s = [row.time_s for row in rows]
     scale = 1.0
@@ -129,6 +149,6 @@ def trace_arrivals(rows: Iterable[TraceRow], rate_per_s: float | None = None) ->
     return TraceArrivals(tuple(time_s * scale for time_s in times_s))
 
 
-def trace_shapes(rows: Iterable[TraceRow], media: TraceMedia) -> TraceShapes:
+def trace_shapes(rows: Iterable[TraceRow | LogRow], media: TraceMedia) -> TraceShapes:
     """The shapes of a trace."""
     return TraceShapes(tuple(media.shape(row) for row in rows))
