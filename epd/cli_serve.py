@@ -124,6 +124,7 @@ def serve(
     allowed_media_host: _MediaHosts = None,
     address: _Address = None,
     video_threads: _VideoThreads = 2,
+    num_threads: _Threads = None,
     num_kv_tokens: _KVTokens = None,
     dtype: _Dtype = "float32",
     slo_ttft: _SloTTFT = None,
@@ -133,8 +134,8 @@ def serve(
     max_traces: _MaxTraces = 256,
     otlp_endpoint: _OtlpEndpoint = None,
     verbose: _Verbose = False,
-) -> None:
     plan: _PlanFile = None,
+) -> None:
     """Serve a model behind an OpenAI-compatible API, its stages on processes of their own.
 
     Prints a line when it is ready. SIGINT or SIGTERM ends it when the requests under way have been answered.
@@ -148,6 +149,7 @@ def serve(
         "topology": topology,
         "dtype": dtype,
         "num_video_threads": video_threads,
+        "num_threads": num_threads,
         "num_kv_tokens": num_kv_tokens,
         "api_key": api_key,
         "allowed_media_path": allowed_media_path,
@@ -159,10 +161,10 @@ def serve(
         "max_traces": max_traces,
         "otlp_endpoint": otlp_endpoint,
     }
-    args = _app_args(options)
-    with _served(args, host, port, address, verbose) as url:
     if plan is not None:
         options = _planned(plan, options, context)
+    args = _app_args(options)
+    with _served(args, host, port, address, verbose) as url:
         name = model_name or args.model_path.name
         seconds = time.monotonic() - start_s
         print(f"ready in {seconds:.1f} s: {url}/v1 serves {name} on {args.topology}", flush=True)
@@ -170,8 +172,6 @@ def serve(
         print("draining; once more ends at once", file=sys.stderr)
 
 
-def _app_args(options: dict[str, Any]) -> Any:
-    """The application's checked arguments. Raises EPDError."""
 # Arguments of the application whose option has another name.
 _OPTION_NAMES = {"num_video_threads": "video_threads", "slo_ttft_s": "slo_ttft"}
 
@@ -197,6 +197,8 @@ def _is_default(context: typer.Context, option: str) -> bool:
     return source is None or source.name == "DEFAULT"
 
 
+def _app_args(options: dict[str, Any]) -> Any:
+    """The application's checked arguments. Raises EPDError."""
     from pydantic import ValidationError
 
     from serve_app.app_args import AppArgs

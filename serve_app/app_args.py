@@ -82,8 +82,8 @@ class AppArgs(BaseModel):
 
     @property
     def threads_per_worker(self) -> int:
-        """Those of torch in each stage worker."""
-        share = (os.cpu_count() or 1) // parse_topology(self.topology).num_workers
+        """Those of torch in each stage worker. One core is left to HTTP and Ray, which serve all of them."""
+        share = ((os.cpu_count() or 1) - 1) // parse_topology(self.topology).num_workers
         return self.num_threads or max(1, share)
 
     def scheduler(self, *, is_decode: bool) -> SchedulerConfig:

@@ -67,6 +67,8 @@ def _start(settings: RaySettings) -> None:
     """A new cluster, even where another runs on this machine. Its processes inherit the environment."""
     os.environ |= {name: value for name, value in WORKER_ENVIRONMENT.items() if name not in os.environ}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray's own default is 15: whatever else the machine runs would come before all that answers requests.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # who has it may run code as this user
     try:
         ray.init(
