@@ -15,8 +15,15 @@ from encoders import Sampling
 from encoders.chat import ChatMessage
 from epd.errors import OverloadedError
 from epd.sampling_params import SamplingParams
-from serve_app.http_guard import describe, read_body, record_of
-from serve_app.intake import check_supported, conversation, model_name, sampling_params, video_sampling
+from serve_app.http_guard import read_body, record_of
+from serve_app.intake import (
+    check_supported,
+    conversation,
+    describe,
+    model_name,
+    sampling_params,
+    video_sampling,
+)
 from serve_app.media_spool import ByteBudget, MediaSpool
 from serve_app.metrics import FrontMetrics
 from serve_app.protocol import ChatRequest, EpdOptions

@@ -8,12 +8,10 @@ import math
 import re
 from collections.abc import Callable
 from http import HTTPStatus
-from itertools import pairwise
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -41,7 +39,6 @@ _ERROR_TYPES = {
 }
 ANSWER_ROUTE = ("POST", "/v1/chat/completions")
 _JSON_TYPES = ("", "application/json")
-_MAX_SHOWN_ERRORS = 3
 
 
 class RequestEdge:
@@ -159,25 +156,6 @@ def _check_size(num_bytes: int, max_bytes: int) -> None:
         raise RequestLimitError(
             f"the body has more than {max_bytes} bytes; allowed that many; send media by URL"
         )
-
-
-def describe(error: ValidationError) -> RequestError:
-    """Where and how a body is not as it should be, in one line, without what was received."""
-    errors = error.errors(include_url=False, include_context=False, include_input=False)
-    deep = [one for one in errors if one["loc"][-1:] != ("str",)]  # a list of parts is no text either
-    shown = [f"{_place(one['loc'])}: {one['msg']}" for one in deep or errors]
-    more = f" and {len(shown) - _MAX_SHOWN_ERRORS} more" if len(shown) > _MAX_SHOWN_ERRORS else ""
-    return RequestError(f"the request does not fit: {'; '.join(shown[:_MAX_SHOWN_ERRORS])}{more}")
-
-
-def _place(location: tuple[int | str, ...]) -> str:
-    """As in messages[0].content[1].text: without the names of a union's members, which follow an index."""
-    shown = ""
-    for before, one in pairwise(("", *location)):
-        is_member = isinstance(one, str) and (isinstance(before, int) or one == "str" or "[" in one)
-        if not is_member:
-            shown += f"[{one}]" if isinstance(one, int) else f".{one}"
-    return shown.lstrip(".") or "the body"
 
 
 def error_reply(error: EPDError) -> ErrorReply:

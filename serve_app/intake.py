@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
+
+from pydantic import ValidationError
 
 from encoders import Sampling
 from encoders.chat import ChatMessage, ContentPart, check_chat
@@ -29,6 +32,26 @@ _SAME_NAME = (
 )  # fmt: skip
 # Fields that change the answer and that nobody here does: silence would be a lie.
 _REFUSED_UNLESS_EMPTY = ("tools", "functions", "logit_bias")
+_MAX_SHOWN_ERRORS = 3
+
+
+def describe(error: ValidationError) -> RequestError:
+    """Where and how a body is not as it should be, in one line, without what was received."""
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    deep = [one for one in errors if one["loc"][-1:] != ("str",)]  # a list of parts is no text either
+    shown = [f"{_place(one['loc'])}: {one['msg']}" for one in deep or errors]
+    more = f" and {len(shown) - _MAX_SHOWN_ERRORS} more" if len(shown) > _MAX_SHOWN_ERRORS else ""
+    return RequestError(f"the request does not fit: {'; '.join(shown[:_MAX_SHOWN_ERRORS])}{more}")
+
+
+def _place(location: tuple[int | str, ...]) -> str:
+    """As in messages[0].content[1].text: without the names of a union's members, which follow an index."""
+    shown = ""
+    for before, one in pairwise(("", *location)):
+        is_member = isinstance(one, str) and (isinstance(before, int) or one == "str" or "[" in one)
+        if not is_member:
+            shown += f"[{one}]" if isinstance(one, int) else f".{one}"
+    return shown.lstrip(".") or "the body"
 
 
 def check_supported(chat: ChatRequest) -> None:

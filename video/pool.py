@@ -11,6 +11,7 @@ import heapq
 import itertools
 import os
 import threading
+import time
 from typing import Literal, Protocol
 
 from video.cpus import usable_cpus
@@ -35,6 +36,7 @@ class DecodePool:
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
+        self.busy_s = 0.0  # of all threads together
         self._queue: list[tuple[float, int, Task]] = []
         self._order = itertools.count()
         self._ready = threading.Condition()
@@ -67,7 +69,11 @@ class DecodePool:
 
     def _work(self) -> None:
         while (task := self._take()) is not None:
-            if task.step() == "again":
+            start_s = time.monotonic()
+            result = task.step()
+            with self._ready:
+                self.busy_s += time.monotonic() - start_s
+            if result == "again":
                 self.submit(task)
 
     def _take(self) -> Task | None:
