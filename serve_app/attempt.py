@@ -16,6 +16,7 @@ class Ending(StrEnum):
 
     COMPLETE = "complete"
     LOST = "lost"  # with a worker: the request is to be done again
+    TAKEN_BACK = "taken back"  # from a worker that changes its roles: it is given to others
 
 
 class Attempt:
@@ -23,6 +24,7 @@ class Attempt:
 
     prefill_worker, decode_worker: chosen, and the same one where roles are merged. touched: all workers that
     were ever told of it. is_placed: whether both have taken it. is_handed_over: whether decode goes on alone.
+    moving_to: another decode worker that its answer is being moved to, if any.
     started_s: when its workers were asked, Unix time. failures: of a group, how often it was not encoded.
     """
 
@@ -34,6 +36,7 @@ class Attempt:
         self.touched: set[str] = set()
         self.is_placed = False
         self.is_handed_over = False
+        self.moving_to = ""
         self.started_s = 0.0
         self.failures: Counter[int] = Counter()
         self._router = router
@@ -75,6 +78,13 @@ class Attempt:
         books.prefill_tokens += len(self.answer.plan.prompt)
         self._router.books(decode_worker).num_decodes += 1
         self._is_prefilling = self._is_decoding = True
+
+    def arrive(self, worker: str) -> None:
+        """A decode worker has all of it."""
+        self.is_handed_over = True
+        if worker == self.moving_to:
+            self.moving_to = ""
+            self.rebook_decode(worker)
 
     def rebook_decode(self, worker: str) -> None:
         """Another decode worker takes it."""

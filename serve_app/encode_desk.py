@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from encoders.groups import MediaGroup
@@ -61,9 +61,7 @@ class EncodeDesk:
         return self._router.encoder_with(self._alive(), group.spec.key)
 
     def _alive(self) -> list[str]:
-        return [
-            info.name for info in self._fleet.workers.values() if info.is_alive and "encode" in info.roles
-        ]
+        return [info.name for info in self._fleet.workers.values() if info.takes("encode")]
 
     def book(self, worker: str, receiver: str, granted: Granted, group: MediaGroup) -> None:
         """The group is for this encoder; `give` follows."""
@@ -119,16 +117,31 @@ class EncodeDesk:
         except UnavailableError:
             return  # then its requests are done again anyway
 
+    async def take_back(self, worker: str, transfer_ids: Collection[str] | None = None) -> int:
+        """Has groups that an encoder has, by default all, granted anew, for others. Returns how many."""
+        ids = [
+            transfer_id
+            for transfer_id, dealt in self._dealt.items()
+            if dealt.worker == worker and (transfer_ids is None or transfer_id in transfer_ids)
+        ]
+        if ids:
+            await self._tell(worker, CancelTickets(tuple(ids)))
+            await self._reissue_all(ids)
+        return len(ids)
+
+    async def _reissue_all(self, transfer_ids: Collection[str]) -> None:
+        by_receiver: dict[str, list[str]] = {}
+        for transfer_id in transfer_ids:
+            if transfer_id in self._dealt:
+                by_receiver.setdefault(self._dealt[transfer_id].receiver, []).append(transfer_id)
+        for receiver, ids in by_receiver.items():
+            await self.reissue(receiver, ids)
+
     async def lost(self, worker: str) -> None:
         """A worker is gone: what it should encode is granted anew, what should come to it is forgotten."""
         for transfer_id in [i for i, dealt in self._dealt.items() if dealt.receiver == worker]:
             self._forget(transfer_id)
-        by_receiver: dict[str, list[str]] = {}
-        for transfer_id, dealt in self._dealt.items():
-            if dealt.worker == worker:
-                by_receiver.setdefault(dealt.receiver, []).append(transfer_id)
-        for receiver, ids in by_receiver.items():
-            await self.reissue(receiver, ids)
+        await self._reissue_all([i for i, dealt in self._dealt.items() if dealt.worker == worker])
         self.wake()
 
     def _forget(self, transfer_id: str) -> _Dealt | None:

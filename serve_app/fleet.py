@@ -7,12 +7,12 @@ starts it again under its old name with all its state gone.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from epd.errors import UnavailableError
 from epd.routing import Stage
-from serve_app.messages import Message, ReplyT, WorkerReport
+from serve_app.messages import Message, Offload, ReplyT, SetRoles, WorkerReport
 
 # A NumPy array, or a fleet's own handle on one that lies elsewhere. The orchestrator only passes it on.
 Bulk = object
@@ -24,12 +24,29 @@ class WorkerLostError(UnavailableError):
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """A worker as it is now. incarnation: how often it has been started, from 1."""
+    """A worker as it is now. incarnation: how often it has been started, from 1.
+
+    closed: roles that it gives up, or takes up anew, and gets no work for meanwhile.
+    """
 
     name: str
     roles: frozenset[Stage]
     is_alive: bool = True
     incarnation: int = 1
+    closed: frozenset[Stage] = frozenset()
+
+    def takes(self, stage: Stage) -> bool:
+        """Whether it can be given work for the role."""
+        return self.is_alive and stage in self.roles and stage not in self.closed
+
+    def told(self, message: Message[Any]) -> WorkerInfo:
+        """What it is once it has been sent the message: the next one will find it so."""
+        match message:
+            case Offload():
+                return replace(self, closed=self.roles - message.roles)
+            case SetRoles():
+                return replace(self, roles=message.roles, closed=frozenset())
+        return self
 
 
 @dataclass(frozen=True, slots=True)

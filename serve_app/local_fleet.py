@@ -20,11 +20,11 @@ import numpy as np
 
 from epd.connectors import EncoderConnector, KVConnector
 from epd.errors import CancelledError, EPDError
-from epd.routing import Stage
+from epd.routing import ROLE_LETTERS, Stage
 from epd.types import UInt8Array
 from serve_app.fleet import Bulk, FleetEvent, WorkerBack, WorkerInfo, WorkerLost, WorkerLostError
 from serve_app.frame_reader import FrameReader
-from serve_app.messages import Message, ReplyT, SetRoles, WorkerReport, endpoint
+from serve_app.messages import Message, ReplyT, WorkerReport, endpoint
 from serve_app.worker_core import WorkerCore
 from serve_app.worker_stages import WorkerSettings
 from stages.connectors import InProcessHub
@@ -241,8 +241,7 @@ class LocalFleet:
         thread.calls.add(reply)
         reply.add_done_callback(thread.calls.discard)
         thread.put(_Call(message, bulk, reply))
-        if isinstance(message, SetRoles):
-            self._infos[target] = replace(self._infos[target], roles=message.roles)
+        self._infos[target] = self._infos[target].told(message)
         return cast(ReplyT, await reply)
 
     async def fetch(self, stage: Stage, target: str, message: Message[None]) -> Bulk:
@@ -290,12 +289,12 @@ class LocalFleet:
         info = self._infos[name]
         if self._is_closed or not info.is_alive:
             return
-        self._infos[name] = replace(info, is_alive=False)
+        self._infos[name] = replace(info, is_alive=False, closed=frozenset())
         if name in self.readers:
             self.readers[name].close()
         else:
             self._stop(self._threads[name], f"worker '{name}' is gone: {reason}")
-            for stage in info.roles:
+            for stage in ROLE_LETTERS:
                 self._hubs.close(endpoint(name, stage))
         self._events.put_nowait(WorkerLost(name, reason))
         self._spawn(self._restart(name))

@@ -18,6 +18,7 @@ from typing import Generic, TypeVar
 from encoders.adapter import MediaPlan
 from encoders.groups import MediaGroup
 from epd.connectors import KVTicket, Ticket
+from epd.elasticity import StageSample
 from epd.errors import EPDError
 from epd.kv_identity import TokenIdentity
 from epd.routing import Stage
@@ -162,6 +163,80 @@ class SetRoles(Message[None]):
     roles: frozenset[Stage]
 
 
+# To a worker whose roles are being changed, in this order; `SetRoles`, new or former, ends it at any point
+
+
+@dataclass(frozen=True, slots=True)
+class Offload(Message[None]):
+    """Until `SetRoles` it takes work of these roles only, and lets go of no stage."""
+
+    roles: frozenset[Stage]
+
+
+@dataclass(frozen=True, slots=True)
+class RemainingWork:
+    """What stages still have. is_over: nothing, and nobody reads their memory.
+
+    waiting: not begun: requests at a prefill stage, transfers at an encode stage. arriving: requests reserved
+    at a decode stage. running: all others, but for those that are on their way to another decode worker.
+    """
+
+    is_over: bool
+    waiting: tuple[str, ...] = ()
+    arriving: tuple[str, ...] = ()
+    running: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AskRemaining(Message[RemainingWork]):
+    """What these stages still have."""
+
+    stages: frozenset[Stage]
+
+
+@dataclass(frozen=True, slots=True)
+class Pause(Message[TokenIdentity | None]):
+    """Stops an answer, to be moved to another decode worker. The reply: its tokens that are to be sent.
+
+    None: it is not here, or cannot be moved now, and goes on.
+    """
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Move(Message[bool]):
+    """Sends a paused request to where there is room for it. If that does not take it, it goes on here.
+
+    False: it is not here any more.
+    """
+
+    request_id: str
+    ticket: KVTicket
+
+
+@dataclass(frozen=True, slots=True)
+class Resume(Message[None]):
+    """Goes on with a paused request that nobody else has room for. Unknown ids are ignored."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class OnloadTimes:
+    """Seconds of bringing up stages: weights_s of finding their weights, the rest is pools and books."""
+
+    weights_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Onload(Message[OnloadTimes]):
+    """Brings up the stages of these roles beside those it has; takes no work for them before `SetRoles`."""
+
+    roles: frozenset[Stage]
+
+
 # From workers
 
 
@@ -238,7 +313,8 @@ WorkerEvent = Admitted | Granted | GroupsArrived | GroupFailed | HandedOver | Re
 class WorkerLoad:
     """How a worker is. Usages: shares of its memory in use, None where it has none.
 
-    counters: totals since its start, under names as in `ServiceStatus.counters`.
+    counters: totals since its start, under names as in `ServiceStatus.counters`. stages: what its load is
+    estimated from, for each role that it does.
     """
 
     num_waiting: int = 0
@@ -247,6 +323,7 @@ class WorkerLoad:
     encoder_cache_usage: float | None = None
     num_role_switches: int = 0
     counters: Mapping[str, float] = field(default_factory=dict)
+    stages: Mapping[Stage, StageSample] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

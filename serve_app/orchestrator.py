@@ -16,12 +16,12 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 
 from epd.admission import AdmissionQueue
 from epd.errors import EncodeError, UnavailableError
-from epd.routing import Router, role_letters, topology_name
+from epd.routing import Router, Stage, role_letters, topology_name
 from epd.sharding import Sharding
 from serve_app.attempt import Attempt, Ending
 from serve_app.encode_desk import EncodeDesk
@@ -44,7 +44,15 @@ from serve_app.messages import (
 from serve_app.placement import Placement, PlacementLimits
 from serve_app.planning import AnswerPlan, Planner
 from serve_app.recovery import Recovery
-from serve_app.service import AnswerItem, AnswerRequest, ModelCard, ServiceStatus, WorkerStatus
+from serve_app.role_switch import RoleSwitcher, SwitchLimits, SwitchParts
+from serve_app.service import (
+    AnswerItem,
+    AnswerRequest,
+    ModelCard,
+    RoleSwitch,
+    ServiceStatus,
+    WorkerStatus,
+)
 from serve_app.task_group import Tasks
 from stages.generation import TokenOutput
 
@@ -58,7 +66,7 @@ class OrchestratorConfig:
 
     max_attempts: tries of one request. max_prefills, unavailable_s: see `PlacementLimits`.
     max_backlog_patches: see `EncodeDesk`. num_planning_threads: that probe media and tokenise.
-    sharding: of one request's groups over the encoders.
+    sharding: of one request's groups over the encoders. switching: limits of changes of roles.
     """
 
     max_waiting: int = 256
@@ -69,6 +77,7 @@ class OrchestratorConfig:
     max_backlog_patches: int = 32_768
     num_planning_threads: int = 2
     sharding: Sharding = "groups"
+    switching: SwitchLimits = field(default_factory=SwitchLimits)
 
 
 class Orchestrator:
@@ -86,6 +95,8 @@ class Orchestrator:
         self._attempts: dict[str, Attempt] = {}
         self._feeds: dict[str, GroupFeed] = {}
         self._recovery = Recovery(fleet, self.router, self._desk, self._placement, self._attempts)
+        parts = SwitchParts(fleet, self.router, self._desk, self._placement, self._attempts)
+        self.switcher = RoleSwitcher(parts, self.config.switching)
         self._loads: dict[str, WorkerLoad] = {}
         self._counters: Counter[str] = Counter()
         self._numbers = count(1)
@@ -116,6 +127,7 @@ class Orchestrator:
         """Ends the fleet and whatever runs: answers under way raise UnavailableError."""
         self._tasks.cancel()
         await self._tasks.wait()
+        await self.switcher.close()
         await self._fleet.close()
         if self._following is not None:
             await self._following
@@ -150,14 +162,18 @@ class Orchestrator:
     async def _run(self, answer: LiveAnswer, deadline_s: float) -> None:
         """All tries of a request. What ends it reaches the consumer through the answer."""
         try:
-            for number in range(self.config.max_attempts):
+            num_lost, is_new = 0, True
+            while num_lost < self.config.max_attempts:
                 attempt = Attempt(next(self._numbers), answer, self.router)
-                if await self._try(attempt, deadline_s, is_new=number == 0) is Ending.COMPLETE:
+                ending = await self._try(attempt, deadline_s, is_new=is_new)
+                if ending is Ending.COMPLETE:
                     answer.finish(attempt.decode_worker)
                     return
+                is_new = False
+                num_lost += ending is Ending.LOST
                 answer.num_retries += 1
                 answer.forget_early()
-                self._counters["retries"] += 1
+                self._counters["retries"] += ending is Ending.LOST
             raise UnavailableError(
                 f"the request was lost with {self.config.max_attempts} workers in turn; ask again"
             )
@@ -243,10 +259,10 @@ class Orchestrator:
         elif isinstance(event, GroupFailed):
             self._take_failure(worker, event)
         elif event.request_id in self._attempts:
-            self._take_news(self._attempts[event.request_id], event)
+            self._take_news(worker, self._attempts[event.request_id], event)
 
     def _take_news(
-        self, attempt: Attempt, event: Admitted | Granted | HandedOver | RequestFailed | SpanDone
+        self, worker: str, attempt: Attempt, event: Admitted | Granted | HandedOver | RequestFailed | SpanDone
     ) -> None:
         match event:
             case Admitted():
@@ -254,7 +270,7 @@ class Orchestrator:
             case Granted():
                 self._feeds[attempt.id].grant(event)
             case HandedOver():
-                attempt.is_handed_over = True
+                attempt.arrive(worker)
             case SpanDone():
                 attempt.answer.note(event)
             case RequestFailed(is_final=True):
@@ -282,6 +298,12 @@ class Orchestrator:
         if attempt.answer.is_complete:
             attempt.end(Ending.COMPLETE)
 
+    # Roles
+
+    async def switch_roles(self, worker: str, roles: frozenset[Stage]) -> RoleSwitch:
+        """See `AnswerService`."""
+        return await self.switcher.switch(worker, roles)
+
     # Status
 
     async def status(self) -> ServiceStatus:
@@ -297,6 +319,8 @@ class Orchestrator:
             topology=topology_name([info.roles for info in infos]),
             workers=tuple(self._worker_status(info.name) for info in infos),
             counters=dict(counters),
+            switches=tuple(self.switcher.last),
+            switch_totals=self.switcher.totals,
         )
 
     def _worker_status(self, name: str) -> WorkerStatus:
@@ -310,4 +334,5 @@ class Orchestrator:
             kv_usage=load.kv_usage,
             encoder_cache_usage=load.encoder_cache_usage,
             num_role_switches=load.num_role_switches,
+            is_switching=name in self.switcher.in_flight,
         )

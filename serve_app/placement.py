@@ -10,10 +10,22 @@ from dataclasses import dataclass
 from epd.admission import AdmissionQueue
 from epd.connectors import KVTicket
 from epd.errors import UnavailableError
+from epd.kv_identity import TokenIdentity
 from epd.routing import Router, Stage
 from serve_app.attempt import Attempt
 from serve_app.fleet import Fleet, WorkerLostError
-from serve_app.messages import Abort, Message, Prefill, Redirect, ReplyT, Reserve, endpoint
+from serve_app.messages import (
+    Abort,
+    Message,
+    Move,
+    Pause,
+    Prefill,
+    Redirect,
+    ReplyT,
+    Reserve,
+    Resume,
+    endpoint,
+)
 
 # Requests that look for room side by side, and that ask one worker at a time: a worker that does not
 # answer holds up so many, and no others.
@@ -99,13 +111,70 @@ class Placement:
             await self._changed(attempt)
         return False
 
+    # Away from a decode worker that takes nothing more
+
+    async def redirect_once(self, attempt: Attempt) -> bool:
+        """Has the prefill worker hand a request over to another decode worker; False: nothing has changed.
+
+        What had arrived at the former one is forgotten there.
+        """
+        former, plan = attempt.decode_worker, attempt.answer.plan
+        sender = endpoint(attempt.prefill_worker, "prefill")
+        for worker in self._router.decode_order(self._split_decoders()):
+            message = Reserve(attempt.id, sender, plan.identity, plan.params)
+            ticket = await self._offered(attempt, worker, message)
+            if ticket is None:
+                continue
+            is_taken = await self._ask("prefill", attempt.prefill_worker, Redirect(attempt.id, ticket))
+            if is_taken and attempt.decode_worker == former:
+                attempt.rebook_decode(worker)
+                await self._abort(attempt, former)
+                return True
+            await self._abort(attempt, worker)
+            return False
+        return False
+
+    async def move(self, attempt: Attempt) -> bool:
+        """Begins to move an answer in its middle to another decode worker; False: it goes on where it is.
+
+        It is there when that worker tells so: see `Attempt.arrive`. Not to be cancelled.
+        """
+        former = attempt.decode_worker
+        is_moving = False
+        try:
+            identity = await self._ask("decode", former, Pause(attempt.id))
+            is_moving = identity is not None and await self._move(attempt, former, identity)
+        finally:
+            if not is_moving:
+                await self._ask("decode", former, Resume(attempt.id))
+        return is_moving
+
+    async def _move(self, attempt: Attempt, former: str, identity: TokenIdentity) -> bool:
+        message = Reserve(attempt.id, endpoint(former, "decode"), identity, attempt.answer.plan.params)
+        for worker in self._router.decode_order(self._split_decoders()):
+            ticket = await self._offered(attempt, worker, message)
+            if ticket is None:
+                continue
+            attempt.moving_to = worker
+            if await self._ask("decode", former, Move(attempt.id, ticket)):
+                return True
+            attempt.moving_to = ""
+            await self._abort(attempt, worker)
+            return False
+        return False
+
+    async def _offered(self, attempt: Attempt, worker: str, message: Reserve) -> KVTicket | None:
+        """Room for a request that another worker has."""
+        attempt.touched.add(worker)
+        return await self._ask("decode", worker, message)
+
     async def _try(self, attempt: Attempt) -> bool:
         """Asks workers once. Whatever comes of it, nothing is left where it was refused."""
         attempt.started_s = self._clock()
         plan = attempt.answer.plan
         media, num_tokens = plan.visual_tokens, len(plan.prompt)
         for worker in self._router.prefill_order(self._prefillers(), media, num_tokens):
-            is_merged = "decode" in self._fleet.workers[worker].roles
+            is_merged = self._fleet.workers[worker].takes("decode")
             if await (self._submit_merged if is_merged else self._submit_split)(attempt, worker):
                 self._router.remember_prefix(worker, media)
                 return True
@@ -184,16 +253,16 @@ class Placement:
 
     def _decoders(self) -> list[str]:
         """Workers that go on with what others have prefilled, the best first."""
+        return self._router.decode_order(
+            [name for name in self._split_decoders() if self._asking[name] < _MAX_ASKING]
+        )
+
+    def _split_decoders(self) -> list[str]:
         workers = self._fleet.workers
-        names = [
-            name
-            for name in self._with_role("decode")
-            if "prefill" not in workers[name].roles and self._asking[name] < _MAX_ASKING
-        ]
-        return self._router.decode_order(names)
+        return [name for name in self._with_role("decode") if "prefill" not in workers[name].roles]
 
     def _with_role(self, stage: Stage) -> list[str]:
-        return [info.name for info in self._fleet.workers.values() if info.is_alive and stage in info.roles]
+        return [info.name for info in self._fleet.workers.values() if info.takes(stage)]
 
     def _check_roles(self, waited_s: float) -> None:
         missing: list[Stage] = [each for each in ("prefill", "decode") if not self._with_role(each)]

@@ -7,11 +7,21 @@ from dataclasses import dataclass
 
 from encoders.groups import MediaGroup
 from epd.connectors import KVTicket, TransferOutcome
+from epd.elasticity import StageSample
 from epd.errors import InfeasibleError, UnavailableError
+from epd.routing import Stage
 from serve_app.media_feed import MediaFeeds, group_end
-from serve_app.messages import Admitted, Prefill, RequestFailed, SpanDone, WorkerLoad, endpoint
+from serve_app.messages import (
+    Admitted,
+    Prefill,
+    RemainingWork,
+    RequestFailed,
+    SpanDone,
+    WorkerLoad,
+    endpoint,
+)
 from serve_app.service import StageSpan
-from serve_app.worker_roles import Clock, News
+from serve_app.worker_roles import Clock, News, Rounds
 from stages.generation import GenerateRequest, StepResult
 from stages.prefill import PrefillStage
 
@@ -42,6 +52,7 @@ class PrefillRole:
         self._worker = worker
         self._clock = clock
         self._prompts: dict[str, _Progress] = {}
+        self._prefills, self._decodes = Rounds(), Rounds()
 
     def submit(self, message: Prefill) -> bool:
         """See `Prefill`. Raises InfeasibleError, RequestError."""
@@ -78,11 +89,20 @@ class PrefillRole:
         has_fed = self.feeds.step(news)
         start_s = self._clock()
         result = self.stage.step()
+        self._count(result, self._clock() - start_s)
         news.outputs += result.outputs
         self._take_admissions(result, news)
         self._take_progress(result, start_s, news)
         self._take_handovers(result, news)
         return has_fed or bool(result.num_tokens or result.admissions or result.handovers)
+
+    def _count(self, result: StepResult, seconds: float) -> None:
+        """A pass with a prompt in it counts for prefill, whatever else rides along."""
+        num_decoded = sum(request_id not in self._prompts for request_id in result.computed)
+        if num_decoded < len(result.computed):
+            self._prefills.add(result.num_tokens - num_decoded, seconds)
+        else:
+            self._decodes.add(result.num_tokens, seconds)
 
     def _take_admissions(self, result: StepResult, news: News) -> None:
         for admission in result.admissions:
@@ -147,6 +167,21 @@ class PrefillRole:
         """The requests on their way to a decode worker that is gone: redirect or abort them."""
         return tuple(self.stage.drop_receiver(endpoint(worker, "decode")))
 
+    def remaining(self) -> RemainingWork:
+        waiting = {each.request_id for each in self.stage.engine.scheduler.waiting if not each.num_offloaded}
+        unbegun = waiting & self._prompts.keys()
+        running = self.stage.request_ids - unbegun
+        return RemainingWork(not self.has_work(), tuple(sorted(unbegun)), running=tuple(sorted(running)))
+
+    def _queued_tokens(self) -> int:
+        """Prompt tokens that are to be computed."""
+        engine = self.stage.engine
+        return sum(
+            prompt.message.request.num_prompt_tokens
+            - (engine.num_computed(request_id) if request_id in engine.kv else 0)
+            for request_id, prompt in self._prompts.items()
+        )
+
     def load(self) -> WorkerLoad:
         engine = self.stage.engine
         cache = self.feeds.receiver.reception.cache
@@ -163,7 +198,18 @@ class PrefillRole:
                 "encoder_cache_hits": cache.counts.hits,
                 "encoder_cache_misses": cache.counts.misses,
             },
+            stages=self._samples(),
         )
+
+    def _samples(self) -> dict[Stage, StageSample]:
+        """Of decode too, where this worker answers requests to their end."""
+        num_decodes = sum(each.is_decoding for each in self.stage.engine.scheduler.running)
+        samples: dict[Stage, StageSample] = {
+            "prefill": self._prefills.sample(len(self._prompts), self._queued_tokens())
+        }
+        if num_decodes or self._decodes.num_rounds:
+            samples["decode"] = self._decodes.sample(num_decodes)
+        return samples
 
     def check_integrity(self) -> None:
         self.stage.check_integrity()

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from epd.errors import EPDError, UnavailableError
 from epd.routing import Stage
 from serve_app.fleet import Bulk, FleetEvent, WorkerBack, WorkerInfo, WorkerLost
-from serve_app.messages import Message, ReplyT, SetRoles
+from serve_app.messages import Message, ReplyT
 from serve_app.ray_member import Call, RayFleetConfig, RayMember, awaited, noted
 from serve_app.ray_memory import PoolFiles, new_fleet_id, remove_orphans
 from serve_app.ray_worker import Place
@@ -109,8 +109,7 @@ class RayFleet:
         member = self._members[target]
         call = member.new_call(message, bulk, is_fetch=False)
         self._outbox.put_nowait((member, call))
-        if isinstance(message, SetRoles):
-            member.info = replace(member.info, roles=message.roles)
+        member.info = member.info.told(message)
         return cast(ReplyT, await call.reply)
 
     async def fetch(

@@ -175,7 +175,8 @@ class RayMember:
 
     def lose(self, reason: str) -> None:
         """Ends the process, whatever it does, and fails what was sent to it."""
-        self.info = replace(self.info, is_alive=False, incarnation=self.info.incarnation + 1)
+        incarnation = self.info.incarnation + 1
+        self.info = replace(self.info, is_alive=False, incarnation=incarnation, closed=frozenset())
         self.is_up = False
         if self._process is not None:
             self._process.kill()

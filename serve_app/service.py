@@ -10,7 +10,7 @@ answer ends: a service on other machines moves their bytes itself.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -149,7 +149,7 @@ class WorkerStatus:
     roles: what it does, one letter each: v video decoding, e encode, p prefill, d decode.
     num_waiting, num_running: requests or groups queued at it, and in work.
     kv_usage, encoder_cache_usage: shares of its memory in use, None where it has none.
-    num_role_switches: since it started.
+    num_role_switches: since it started. is_switching: it is giving up roles, and takes no work for them.
     """
 
     name: str
@@ -160,6 +160,77 @@ class WorkerStatus:
     kv_usage: float | None = None
     encoder_cache_usage: float | None = None
     num_role_switches: int = 0
+    is_switching: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSwitch:
+    """How a worker's change of roles went. before, after: letters of its roles.
+
+    at_s: when it began, Unix time. Seconds: of the phases, see `serve_app.role_switch`; weights_s: of onload,
+    spent on finding weights. num_handed_on: requests and groups that went to others before they were begun,
+    num_moved: answers that did in their middle, num_redone: requests and groups done again.
+    error: why it has its former roles; empty if it has the new ones.
+    """
+
+    worker: str
+    before: str
+    after: str
+    at_s: float
+    offload_s: float
+    migrate_s: float
+    onload_s: float
+    announce_s: float
+    weights_s: float = 0.0
+    num_handed_on: int = 0
+    num_moved: int = 0
+    num_redone: int = 0
+    error: str = ""
+
+    @property
+    def kind(self) -> str:
+        """As in e->p."""
+        return f"{self.before}->{self.after}"
+
+    @property
+    def total_s(self) -> float:
+        return self.offload_s + self.migrate_s + self.onload_s + self.announce_s
+
+    def line(self) -> str:
+        """For a log."""
+        return (
+            f"worker={self.worker} switch={self.kind} total_s={self.total_s:.3f} "
+            f"offload_s={self.offload_s:.3f} migrate_s={self.migrate_s:.3f} onload_s={self.onload_s:.3f} "
+            f"handed_on={self.num_handed_on} moved={self.num_moved} redone={self.num_redone} "
+            f"error={self.error or '-'}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchTotals:
+    """All switches of one kind, since the start. Seconds: of those that worked, all together."""
+
+    kind: str
+    num_done: int = 0
+    num_failed: int = 0
+    offload_s: float = 0.0
+    migrate_s: float = 0.0
+    onload_s: float = 0.0
+    announce_s: float = 0.0
+
+    def plus(self, switch: RoleSwitch) -> SwitchTotals:
+        """With one more."""
+        if switch.error:
+            return replace(self, num_failed=self.num_failed + 1)
+        return SwitchTotals(
+            self.kind,
+            self.num_done + 1,
+            self.num_failed,
+            self.offload_s + switch.offload_s,
+            self.migrate_s + switch.migrate_s,
+            self.onload_s + switch.onload_s,
+            self.announce_s + switch.announce_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,13 +239,16 @@ class ServiceStatus:
 
     is_ready: whether every role that an answer needs has a worker. topology: as in `2e1p1d`.
     counters: totals since the start that only the service knows, under Prometheus names without prefix,
-    such as encoder_cache_hits; each is shown as epd_<name>_total.
+    such as encoder_cache_hits; each is shown as epd_<name>_total. switches: the last changes of roles, oldest
+    first; switch_totals: of all of them, by kind.
     """
 
     is_ready: bool
     topology: str
     workers: tuple[WorkerStatus, ...] = ()
     counters: Mapping[str, float] = field(default_factory=dict)
+    switches: tuple[RoleSwitch, ...] = ()
+    switch_totals: tuple[SwitchTotals, ...] = ()
 
 
 class AnswerService(Protocol):

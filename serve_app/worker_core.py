@@ -19,14 +19,22 @@ from epd.types import UInt8Array
 from serve_app.media_feed import MediaFeeds
 from serve_app.messages import (
     Abort,
+    AskRemaining,
     CancelTickets,
     EncodeGroup,
     Message,
+    Move,
+    Offload,
+    Onload,
+    OnloadTimes,
+    Pause,
     PeerLost,
     Prefill,
     Redirect,
     Reissue,
+    RemainingWork,
     Reserve,
+    Resume,
     SetRoles,
     WorkerLoad,
     WorkerReport,
@@ -58,8 +66,10 @@ class WorkerCore:
         # What runs: beside its roles those that are not wanted any more, until they have nothing left.
         self.hosted: dict[Stage, Role] = {}
         self._num_switches = 0
+        self._is_switching = False
         self._is_load_untold = False
         self._has_moved = False
+        self._settled_roles = roles
         self._set_roles(roles)
 
     def handle(self, message: Message[Any], bulk: UInt8Array | None = None) -> Any:
@@ -83,8 +93,27 @@ class WorkerCore:
                     role.abort(message.request_ids, self._news)
             case PeerLost():
                 return tuple(lost for role in self.hosted.values() for lost in role.drop_peer(message.name))
+            case _:
+                return self._handle_switch(message)
+        return None
+
+    def _handle_switch(self, message: Message[Any]) -> Any:
+        """Messages of a change of roles."""
+        match message:
             case SetRoles():
                 self._switch(message.roles)
+            case Offload():
+                self.roles, self._is_switching = message.roles, True
+            case AskRemaining():
+                return self._remaining(message.stages)
+            case Pause():
+                return self._decoding.stage.pause(message.request_id)
+            case Move():
+                return self._decoding.stage.move(message.request_id, message.ticket)
+            case Resume():
+                self._decoding.stage.resume(message.request_id)
+            case Onload():
+                return self._onload(message.roles)
             case _:
                 raise TypeError(f"a worker takes no {type(message).__name__}")
         return None
@@ -101,6 +130,13 @@ class WorkerCore:
         role = self.hosted.get("prefill")
         if not isinstance(role, PrefillRole):
             raise lost_stage("prefill")
+        return role
+
+    @property
+    def _decoding(self) -> DecodeRole:
+        role = self.hosted.get("decode")
+        if not isinstance(role, DecodeRole):
+            raise lost_stage("decode")
         return role
 
     def _submit(self, message: Prefill) -> bool:
@@ -125,27 +161,48 @@ class WorkerCore:
     # Roles
 
     def _switch(self, roles: frozenset[Stage]) -> None:
-        self._num_switches += roles != self.roles
+        self._num_switches += roles != self._settled_roles
+        self._is_switching = False
         self._set_roles(roles)
+        if "decode" in self.hosted:  # what was stopped to be moved, and nobody else has taken
+            self._decoding.stage.resume_all()
 
     def _set_roles(self, roles: frozenset[Stage]) -> None:
-        self.roles = roles
-        for stage in sorted(_stages_of(roles) - self.hosted.keys()):
+        self._bring_up(roles)
+        self.roles = self._settled_roles = roles
+
+    def _bring_up(self, roles: frozenset[Stage]) -> None:
+        for stage in sorted(stages_of(roles) - self.hosted.keys()):
             self.hosted[stage] = self._build(stage)
+
+    def _onload(self, roles: frozenset[Stage]) -> OnloadTimes:
+        """Raises ModelError."""
+        start_s, before_s = time.perf_counter(), self._builder.weights_s
+        self._bring_up(roles)
+        return OnloadTimes(self._builder.weights_s - before_s, time.perf_counter() - start_s)
+
+    def _remaining(self, stages: frozenset[Stage]) -> RemainingWork:
+        left = [role.remaining() for stage, role in self.hosted.items() if stage in stages]
+        return RemainingWork(
+            is_over=all(each.is_over for each in left),
+            waiting=tuple(name for each in left for name in each.waiting),
+            arriving=tuple(name for each in left for name in each.arriving),
+            running=tuple(name for each in left for name in each.running),
+        )
 
     def _build(self, stage: Stage) -> Role:
         name = endpoint(self.name, stage)
         if stage == "encode":
             return EncodeRole(self.name, self._builder.encode(name), self._clock)
         if stage == "decode":
-            return DecodeRole(self._builder.decode(name))
+            return DecodeRole(self._builder.decode(name), self._clock)
         prefill = self._builder.prefill(name)
         feeds = MediaFeeds(self._builder.adapter, prefill, self._builder.receiver(name))
         return PrefillRole(self.name, prefill, feeds, self._clock)
 
     def _drop_drained(self) -> None:
         """Lets go of stages that are not wanted any more and have nothing left to do."""
-        wanted = _stages_of(self.roles)
+        wanted = stages_of(self.roles)
         for stage in [stage for stage in self.hosted if stage not in wanted]:
             if not self.hosted[stage].has_work():
                 del self.hosted[stage]
@@ -158,7 +215,7 @@ class WorkerCore:
     def step(self) -> bool:
         """Moves every role on by one step. Returns whether anything has moved."""
         has_moved = [role.step(self._news) for role in self.hosted.values()]
-        if self.hosted.keys() != _stages_of(self.roles):
+        if not self._is_switching and self.hosted.keys() != stages_of(self.roles):
             self._drop_drained()
         self._has_moved = any(has_moved)
         self._is_load_untold |= self._has_moved
@@ -187,6 +244,7 @@ class WorkerCore:
             encoder_cache_usage=_highest([load.encoder_cache_usage for load in loads]),
             num_role_switches=self._num_switches,
             counters=_summed([load.counters for load in loads]),
+            stages={stage: sample for load in loads for stage, sample in load.stages.items()},
         )
 
     def check_integrity(self) -> None:
@@ -195,7 +253,7 @@ class WorkerCore:
             role.check_integrity()
 
 
-def _stages_of(roles: frozenset[Stage]) -> frozenset[Stage]:
+def stages_of(roles: frozenset[Stage]) -> frozenset[Stage]:
     """The stages that a worker of these roles needs: prefill decodes too where the roles are merged."""
     return roles - {"decode"} if "prefill" in roles else roles
 

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from epd.connectors import KVTicket, TransferOutcome
+from epd.elasticity import StageSample
 from epd.errors import EncodeError, UnavailableError
 from epd.types import UInt8Array
 from serve_app.messages import (
     EncodeGroup,
     HandedOver,
+    RemainingWork,
     Reserve,
     SpanDone,
     WorkerEvent,
@@ -56,6 +58,10 @@ class Role(Protocol):
         """Another worker is gone: see `serve_app.messages.PeerLost`."""
         ...
 
+    def remaining(self) -> RemainingWork:
+        """What is not over: see `serve_app.messages.RemainingWork`."""
+        ...
+
     def load(self) -> WorkerLoad: ...
 
     def check_integrity(self) -> None:
@@ -70,6 +76,25 @@ class _Job:
     started_s: float = 0.0
 
 
+@dataclass(slots=True)
+class Rounds:
+    """Totals of one kind of pass, as `epd.elasticity` wants them: units done, passes, seconds."""
+
+    done_units: float = 0.0
+    num_rounds: int = 0
+    busy_s: float = 0.0
+
+    def add(self, num_units: float, seconds: float) -> None:
+        """A pass, if anything was done in it."""
+        if num_units:
+            self.done_units += num_units
+            self.num_rounds += 1
+            self.busy_s += seconds
+
+    def sample(self, num_requests: int, queued_units: float = 0.0) -> StageSample:
+        return StageSample(num_requests, queued_units, self.done_units, self.num_rounds, self.busy_s)
+
+
 class EncodeRole:
     """Groups in, offers of embeddings out."""
 
@@ -78,6 +103,7 @@ class EncodeRole:
         self._worker = worker
         self._clock = clock
         self._begun: list[_Job] = []
+        self._busy_s = 0.0
 
     def submit(self, message: EncodeGroup, frames: UInt8Array | None) -> bool:
         """See `EncodeGroup`. Raises InfeasibleError."""
@@ -104,7 +130,9 @@ class EncodeRole:
 
     def step(self, news: News) -> bool:
         was_busy = self.stage.outstanding_patches > 0
-        self.stage.step()
+        start_s = self._clock()
+        if self.stage.step():
+            self._busy_s += self._clock() - start_s
         begun, self._begun = self._begun, []
         news.events += [self._span(job) for job in begun]
         return was_busy
@@ -124,6 +152,9 @@ class EncodeRole:
         self.stage.drop_receiver(endpoint(worker, "prefill"))
         return ()
 
+    def remaining(self) -> RemainingWork:
+        return RemainingWork(not self.has_work(), waiting=tuple(self.stage.waiting_transfers))
+
     def load(self) -> WorkerLoad:
         cache, counts = self.stage.cache, self.stage.counts
         return WorkerLoad(
@@ -135,6 +166,15 @@ class EncodeRole:
                 "encoded_patches": counts.num_patches,
                 "encode_batches": counts.num_batches,
             },
+            stages={
+                "encode": StageSample(
+                    self.stage.num_waiting,
+                    self.stage.outstanding_patches,
+                    counts.num_patches,
+                    counts.num_batches,
+                    self._busy_s,
+                )
+            },
         )
 
     def check_integrity(self) -> None:
@@ -144,15 +184,19 @@ class EncodeRole:
 class DecodeRole:
     """Reserved requests in, tokens out."""
 
-    def __init__(self, stage: DecodeStage) -> None:
+    def __init__(self, stage: DecodeStage, clock: Clock) -> None:
         self.stage = stage
+        self._clock = clock
+        self._rounds = Rounds()
 
     def reserve(self, message: Reserve) -> KVTicket | None:
         """See `Reserve`. Raises InfeasibleError."""
         return self.stage.reserve(message.request_id, message.sender, message.identity, message.sampling)
 
     def step(self, news: News) -> bool:
+        start_s = self._clock()
         result = self.stage.step()
+        self._rounds.add(len(result.computed), self._clock() - start_s)
         news.outputs += result.outputs
         # Those that failed are told by the prefill worker, which knows whether that matters.
         news.events += [
@@ -168,7 +212,14 @@ class DecodeRole:
             self.stage.abort(request_id)
 
     def drop_peer(self, worker: str) -> tuple[str, ...]:
-        return tuple(self.stage.fail_sender(endpoint(worker, "prefill")))
+        self.stage.drop_receiver(endpoint(worker, "decode"))
+        senders = (endpoint(worker, "prefill"), endpoint(worker, "decode"))
+        return tuple(lost for sender in senders for lost in self.stage.fail_sender(sender))
+
+    def remaining(self) -> RemainingWork:
+        return RemainingWork(
+            not self.has_work(), arriving=self.stage.arriving, running=tuple(self.stage.engine.request_ids)
+        )
 
     def load(self) -> WorkerLoad:
         engine = self.stage.engine
@@ -179,6 +230,9 @@ class DecodeRole:
             counters={
                 "generated_tokens": engine.counts.num_generated_tokens,
                 "preemptions": engine.scheduler.num_preempted,
+            },
+            stages={
+                "decode": self._rounds.sample(len(engine.scheduler.running) + len(engine.scheduler.waiting))
             },
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,8 +51,8 @@ class WorkerSettings:
     num_embeddings: int = 65_536
     embeddings_per_block: int = 16
     max_batch_patches: int = 4096
-
     decode_scheduler: SchedulerConfig | None = None
+
     @property
     def torch_dtype(self) -> torch.dtype:
         dtype = getattr(torch, self.dtype)
@@ -83,6 +84,7 @@ class StageBuilder:
         self.transport = transport
         self.adapter: Adapter = load_adapter(settings.model_path)
         self.generation = generation_settings(settings.model_path, self.adapter)
+        self.weights_s = 0.0  # spent on weights so far
         self._language: Any = None
 
     def encode(self, name: str) -> EncodeStage:
@@ -97,11 +99,11 @@ class StageBuilder:
         return EmbeddingReceiver(cache, pool, connector)
 
     def prefill(self, name: str) -> PrefillStage:
-        engine, connector = self._engine(name, self.settings.decode_scheduler or self.settings.scheduler)
+        engine, connector = self._engine(name, self.settings.scheduler)
         return PrefillStage(engine, connector)
 
     def decode(self, name: str) -> DecodeStage:
-        engine, connector = self._engine(name, self.settings.scheduler)
+        engine, connector = self._engine(name, self.settings.decode_scheduler or self.settings.scheduler)
         return DecodeStage(engine, connector)
 
     def drop_language_model(self) -> None:
@@ -139,8 +141,11 @@ class StageBuilder:
         return self._language
 
     def _load(self, role: Role) -> Any:
+        start_s = time.perf_counter()
         with _LOADING:
-            return load_role(self.settings.model_path, role, self.settings.torch_dtype).model
+            model = load_role(self.settings.model_path, role, self.settings.torch_dtype).model
+        self.weights_s += time.perf_counter() - start_s
+        return model
 
 
 def embedding_layout(config: Any, dtype: torch.dtype) -> EmbeddingLayout:

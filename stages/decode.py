@@ -61,6 +61,11 @@ class DecodeStage:
         scheduler = self.engine.scheduler
         return len(scheduler.running) + len(scheduler.waiting) + len(self.reception) + len(self._paused)
 
+    @property
+    def arriving(self) -> tuple[str, ...]:
+        """Requests that have room and are not there yet."""
+        return tuple(self._identities)
+
     def abort(self, request_id: str) -> None:
         """Forgets a request, arriving, decoding or being moved. Unknown ids are ignored."""
         self.reception.cancel(request_id)
@@ -104,6 +109,11 @@ class DecodeStage:
         """Goes on with a paused request that is not being moved. Unknown ids are ignored."""
         if request_id in self._paused and not self.outbox.is_open(request_id):
             self.engine.attach(self._paused.pop(request_id))
+
+    def resume_all(self) -> None:
+        """Goes on with all paused requests that are not being moved."""
+        for request_id in list(self._paused):
+            self.resume(request_id)
 
     def drop_receiver(self, receiver: str) -> None:
         """Another decode worker is gone: what was moved to it goes on here."""

@@ -105,6 +105,11 @@ class EncodeStage:
         return len(self._waiting)
 
     @property
+    def waiting_transfers(self) -> list[str]:
+        """The transfers that wait for these jobs."""
+        return [job.ticket.transfer_id for job in self._waiting]
+
+    @property
     def outstanding_patches(self) -> int:
         """Patches of the jobs that wait: what new work queues behind."""
         return sum(job.num_patches for job in self._waiting)

@@ -153,6 +153,11 @@ class LanguageEngine:
         """Whether any request is not over yet."""
         return bool(self._choices)
 
+    @property
+    def request_ids(self) -> list[str]:
+        """Of all requests that are not over, in order of arrival."""
+        return list(dict.fromkeys(choice.request.request_id for choice in self._choices.values()))
+
     def num_computed(self, request_id: str) -> int:
         """Tokens of a running or held request that are in the cache."""
         return self.kv.num_tokens(request_id)

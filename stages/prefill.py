@@ -83,6 +83,11 @@ class PrefillStage:
         else:
             self.engine.abort(request_id)
 
+    @property
+    def request_ids(self) -> set[str]:
+        """Requests that are not over, those that are being handed over too."""
+        return {*self.engine.request_ids, *self._handovers}
+
     def has_work(self) -> bool:
         """Whether a request is not over, or somebody may still read the blocks of one."""
         return self.engine.has_work() or bool(self._handovers) or bool(self._leaving)
