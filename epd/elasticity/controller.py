@@ -4,20 +4,24 @@
     cost    what the drain, the load of weights and lost caches take back of that
     switch  when the gain exceeds the cost by a margin, look after look
 
+No switch may leave a stage needing more of its workers' time than the worst stage needs now, unless there is
+time to spare: a bottleneck is not exchanged for a worse one.
+
 A stage that gave workers away and now wants them back, or the other way round, has turned. With each turn the
 margin and the time between turns double, so no load, however it swings, can make roles go to and fro.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from epd.elasticity.history import SwitchHistory
 from epd.elasticity.load import ClusterLoad, Roles, WorkerStanding
-from epd.elasticity.outlook import Outlook, Phase, look_ahead
+from epd.elasticity.outlook import USABLE, Outlook, Phase, look_ahead
 from epd.routing import Stage, role_letters
 
 # Why nothing was switched; "switch" where something was.
@@ -236,7 +240,9 @@ class RoleController:
             self._weigh(load, base, now, worker, roles)
             for worker in workers
             for roles in self.config.roles
-            if roles != worker.roles and self._waiting(base, roles - worker.roles) >= self.config.min_waiting
+            if roles != worker.roles
+            and self._waiting(base, roles - worker.roles) >= self.config.min_waiting
+            and self._is_bearable(load, now, worker, roles)
         ]
         helpful = [option for option in options if option.gain_s > 0]
         return max(helpful, key=lambda option: option.net_s, default=None)
@@ -251,6 +257,12 @@ class RoleController:
     @staticmethod
     def _waiting(outlook: Outlook, stages: frozenset[Stage]) -> float:
         return max((outlook.most_waiting.get(stage, 0.0) for stage in stages), default=0.0)
+
+    @staticmethod
+    def _is_bearable(load: ClusterLoad, now: dict[str, Roles], worker: WorkerStanding, roles: Roles) -> bool:
+        """Whether no stage would be a worse bottleneck than there is, or there is none."""
+        worst = _most_needed(load, load.capacity(now.values()))
+        return _most_needed(load, load.capacity({**now, worker.name: roles}.values())) <= max(worst, USABLE)
 
     def _ahead(
         self, load: ClusterLoad, phases: Sequence[Phase], lost: frozenset[Stage] = frozenset()
@@ -301,3 +313,11 @@ class RoleController:
         count = self._streak[2] if self._streak is not None and self._streak[:2] == key else 0
         self._streak = (*key, count + 1)
         return count + 1
+
+
+def _most_needed(load: ClusterLoad, capacity: Mapping[Stage, float]) -> float:
+    """Of all stages, the largest share of their workers' time that is needed at the end of the horizon."""
+    needed = [each.predicted * each.num_workers for each in load.stages.values()]
+    workers = [capacity[stage] for stage in load.stages]
+    shares = (need / num if num else math.inf for need, num in zip(needed, workers, strict=True) if need)
+    return max(shares, default=0.0)

@@ -139,18 +139,9 @@ class LoadEstimator:
         samples = [worker.stages[stage] for worker in workers if stage in worker.stages]
         queued_s = sum(self._queued_s(stage, sample, needs) for sample in samples)
         if stage == "encode":
-            return self._num_encoding(workers), queued_s
-        num_requests = float(sum(sample.num_requests for sample in samples))
-        if stage == "decode":
-            return num_requests, queued_s
-        # A prompt whose media are being encoded waits at its prefill worker already.
-        num_ready = max(0.0, num_requests - self._num_encoding(workers))
-        return num_ready, queued_s * _ratio(num_ready, num_requests)
-
-    def _num_encoding(self, workers: Sequence[WorkerSample]) -> float:
-        """Requests at the encoders, which share them, by the patches that are left."""
-        units = sum(worker.stages.get("encode", _NOTHING).queued_units for worker in workers)
-        return units / self._traffic.patches if self._traffic.patches else 0.0
+            # Encoders share requests: how many there are is told by the patches that are left.
+            return _ratio(sum(sample.queued_units for sample in samples), self._traffic.patches), queued_s
+        return float(sum(sample.num_requests for sample in samples)), queued_s
 
     def _queued_s(self, stage: Stage, sample: StageSample, needs: Mapping[Stage, StageNeed]) -> float:
         """Seconds until a worker has done what it has at a stage."""

@@ -2,10 +2,12 @@
 
 The same metrics come from the live system and from the simulator:
 
-    stage     unit            queued_units                                   a round
-    encode    patch           given to it, not encoded                       one batch
-    prefill   prompt token    given to it, not computed, media missing too   one pass with a prompt in it
-    decode    output token    0: how long answers get is estimated           one pass with answers in it
+    stage     unit            queued_units                             a round
+    encode    patch           given to it, not encoded                 one batch
+    prefill   prompt token    that could be computed now               one pass with prompts in it
+    decode    output token    0: how long answers get is estimated     one pass with answers in it
+
+A prompt whose media have not been decoded or encoded waits for others, not for its prefill worker.
 
 A pass with prompts and answers is a round of both; its time is split by what each of them adds.
 
@@ -41,7 +43,8 @@ class RequestWork:
 class StageSample:
     """One stage of one worker. queued_units, num_requests: now. The others are totals that only grow.
 
-    num_requests: at this stage; for decode, those whose prompt is there and whose answer is not complete.
+    num_requests: at this stage; for prefill, those with tokens that could be computed now; for decode, those
+    whose prompt is there and whose answer is not complete.
     done_units, num_rounds, busy_s: units done, rounds that it took, and seconds spent on them.
     """
 

@@ -19,7 +19,7 @@ from epd.routing import Stage
 
 _NUM_STEPS = 60
 # Of a worker's time that can be used before the chance of arrivals makes queues: fluids know no chance.
-_USABLE = 0.85
+USABLE = 0.85
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class _Line:
 
     def serve(self, num_workers: float, step_s: float) -> float:
         """Requests that are done."""
-        at_work = min(num_workers * _USABLE, self.num_requests)
+        at_work = min(num_workers * USABLE, self.num_requests)
         if self.work_s <= at_work * step_s:
             done, self.num_requests, self.work_s = self.num_requests, 0.0, 0.0
             return done

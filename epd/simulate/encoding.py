@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from epd.elasticity import StageSample
 from epd.encode_batching import WaitingGroup, pick_batch
 from epd.encoder_cache import GroupKey
 from epd.profiles.profile import Profile
 from epd.simulate.clock import ticks_of
 from epd.simulate.requests import RequestState
+from epd.simulate.work_done import WorkDone
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,7 @@ class EncodeSide:
         self._cost = profile.encode.cost
         self._max_batch_patches = max_batch_patches
         self._batch: list[EncodeTask] = []
+        self._done = WorkDone()
 
     def has_work(self) -> bool:
         return bool(self.queue or self._batch)
@@ -47,9 +51,19 @@ class EncodeSide:
         self._batch = [task for task in self.queue if task.waiting.key in keys]
         self.queue = [task for task in self.queue if task.waiting.key not in keys]
         patches = sum(waiting[index].num_patches for index in picked)
-        return ticks_of(self._cost.seconds(patches, len(picked)))
+        ticks = ticks_of(self._cost.seconds(patches, len(picked)))
+        self._done.add(_patches(self._batch), ticks)
+        return ticks
 
     def end(self) -> list[EncodeTask]:
         """The batch that `start` took. Groups of equal content have shared the work."""
         done, self._batch = self._batch, []
         return done
+
+    def sample(self) -> StageSample:
+        """What has been done, a batch from its beginning on, and what waits."""
+        return self._done.sample(len({id(task.state) for task in self.queue}), _patches(self.queue))
+
+
+def _patches(tasks: Iterable[EncodeTask]) -> int:
+    return sum(task.waiting.num_patches for task in tasks)

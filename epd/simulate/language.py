@@ -9,15 +9,18 @@ at once:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from epd.elasticity import StageSample
 from epd.errors import InfeasibleError
 from epd.kv_cache import KVCacheManager, KVCacheSpec
 from epd.profiles.profile import Profile
+from epd.routing import Stage
 from epd.scheduling import Chunk, ScheduledRequest, Scheduler, SchedulerConfig, SchedulerOutput
 from epd.simulate.clock import ticks_of
 from epd.simulate.requests import Job, RequestState
+from epd.simulate.work_done import WorkDone
 
 
 class PassCost:
@@ -49,8 +52,12 @@ class PassCost:
         extra = ticks_of(self._restore.seconds(moved * self._kv_bytes)) if moved else 0
         if not num_tokens:
             return extra + self.decode_base(num_decodes) + self.per_context * num_context
-        riding = ticks_of(self._decode.per_unit_s * num_decodes) + self.per_context * num_context
-        return extra + ticks_of(self._prefill.seconds(num_tokens, num_pairs)) + riding
+        return extra + ticks_of(self._prefill.seconds(num_tokens, num_pairs)) + self.riding(output)
+
+    def riding(self, output: SchedulerOutput) -> int:
+        """Of a pass with prefill chunks, what its decodes add."""
+        decodes = [chunk.stop for chunk in output.chunks if chunk.request.is_decoding]
+        return ticks_of(self._decode.per_unit_s * len(decodes)) + self.per_context * sum(decodes)
 
 
 @dataclass(slots=True)
@@ -110,6 +117,7 @@ class LanguageSide:
         self._states: dict[str, RequestState] = {}
         self._requests: dict[str, ScheduledRequest] = {}
         self._output: SchedulerOutput | None = None
+        self._prefilled, self._decoded = WorkDone(), WorkDone()
         self._run: _Run | None = None
         self._is_admission_stuck = False
 
@@ -209,9 +217,30 @@ class LanguageSide:
             return self.start(is_single=is_single) if output.admitted else None
         self._output = output
         ticks = self._cost.mixed(output)
+        self._count(output, ticks)
         for restore in output.restores:
             self.scheduler.advance(restore.request, restore.stop)
         return ticks
+
+    def _count(self, output: SchedulerOutput, ticks: int) -> None:
+        """A pass counts for both stages, each with what it adds."""
+        num_decodes = sum(chunk.request.is_decoding for chunk in output.chunks)
+        num_prompt = output.num_tokens - num_decodes
+        riding = self._cost.riding(output) if num_prompt else ticks
+        self._decoded.add(num_decodes, riding)
+        self._prefilled.add(num_prompt, ticks - riding)
+
+    def samples(self) -> Mapping[Stage, StageSample]:
+        """What has been done, a pass from its beginning and a run at its end, and what waits."""
+        prompts = decodes = tokens = 0
+        for request in self._requests.values():
+            left = request.num_prompt_tokens - request.num_computed
+            if request.num_tokens > request.num_prompt_tokens:
+                decodes += 1
+            elif left > 0 and request.num_computable > 0:
+                prompts += 1
+                tokens += min(left, request.num_computable)
+        return {"prefill": self._prefilled.sample(prompts, tokens), "decode": self._decoded.sample(decodes)}
 
     def _plan_run(self) -> _Run | None:
         """Steps until the first answer ends, if nothing but decoding can happen and there is room for it."""
@@ -284,6 +313,7 @@ class LanguageSide:
 
     def _end_run(self, run: _Run) -> PassResult:
         result, steps = PassResult([], []), run.num_steps
+        self._decoded.add(steps * len(run.requests), run.ticks(steps), steps)
         for request in run.requests:
             self.kv.allocate(request.request_id, request.num_computed + steps)
             request.num_tokens += steps

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from epd.admission import AdmissionQueue
+from epd.elasticity import Switch
 from epd.encoder_cache import GroupKey
 from epd.errors import InfeasibleError, OverloadedError
 from epd.kv_cache import KVCacheSpec
@@ -26,13 +27,12 @@ from epd.simulate.encoding import EncodeSide, EncodeTask, encode_task
 from epd.simulate.language import LanguageSide, PassResult
 from epd.simulate.records import RecordTable, SimulationResult, Span
 from epd.simulate.requests import Job, RequestState, identity_of
-from epd.simulate.switching import Switch, SwitchPolicy, WorkerView
+from epd.simulate.switching import Elasticity, RoleSwitching, sample_of
 from epd.simulate.worker import CpuPool, Worker
 from epd.topology import letters_of
 
 OnProgress = Callable[[int], None]
 _PROGRESS_EVERY = 256
-_LOOKS_OF_USAGE = 5
 
 
 class Simulation:
@@ -43,7 +43,7 @@ class Simulation:
         profile: Profile,
         deployment: Deployment,
         *,
-        policy: SwitchPolicy | None = None,
+        elasticity: Elasticity | None = None,
         has_spans: bool = False,
     ) -> None:
         """has_spans: keep what every worker did. Raises InfeasibleError if weights do not fit."""
@@ -60,10 +60,10 @@ class Simulation:
             spec.name: self._worker(spec.name, spec.roles) for spec in deployment.topology.workers()
         }
         self._candidates: dict[Stage, list[str]] = {}
-        self._policy = policy
+        self._switcher = None if elasticity is None else RoleSwitching(profile, elasticity)
+        self._since_s = dict.fromkeys(self._workers, 0.0)
         self._switching: set[str] = set()
         self._switches: list[tuple[float, str, str]] = []
-        self._looks: deque[tuple[int, dict[str, int]]] = deque(maxlen=_LOOKS_OF_USAGE)
         self._num_open = 0
 
     # Set-up
@@ -144,6 +144,8 @@ class Simulation:
         except OverloadedError:
             self._record(state, is_refused=True)
             return
+        if self._switcher is not None:
+            self._switcher.arrived(now_s, job)
         self._waiting.append(state)
         self._place_waiting()
 
@@ -151,6 +153,8 @@ class Simulation:
         state.end = self.events.now
         self._num_open -= 1
         self.records.add(state, state.end, is_refused=is_refused)
+        if self._switcher is not None and not is_refused:
+            self._switcher.estimator.finished(seconds_of(state.end))
 
     # Placement
 
@@ -341,35 +345,24 @@ class Simulation:
     # Roles
 
     def _plan_look(self) -> None:
-        if self._policy is not None:
-            at = self.events.now + ticks_of(self._policy.interval_s)
+        if self._switcher is not None:
+            at = self.events.now + ticks_of(self._switcher.interval_s)
             self.events.push(at, Rank.POLICY, self._look)
 
     def _look(self) -> None:
-        """Lets the policy see all workers; it looks again as long as there is anything to see."""
-        assert self._policy is not None
-        views = [self._view(worker) for worker in self._workers.values()]
-        self._looks.append(
-            (self.events.now, {each.name: each.encode_ticks for each in self._workers.values()})
-        )
-        switch = self._policy.decide(seconds_of(self.events.now), views)
+        """Lets the controller see all workers; it looks again as long as there is anything to see."""
+        assert self._switcher is not None
+        for worker in self._workers.values():
+            worker.wake()  # steps under way are booked as single ones would have been
+        samples = [
+            sample_of(each, self._since_s[each.name], is_switching=each.name in self._switching)
+            for each in self._workers.values()
+        ]
+        switch = self._switcher.look(seconds_of(self.events.now), samples, len(self._waiting))
         if switch is not None:
             self._begin_switch(switch)
         if self._num_open:
             self._plan_look()
-
-    def _view(self, worker: Worker) -> WorkerView:
-        since, before = self._looks[0] if self._looks else (0, {})
-        ticks = worker.encode_ticks - before.get(worker.name, 0)
-        books = self._router.books(worker.name)
-        num_queued = len(worker.encoder.queue) if worker.encoder is not None else 0
-        return WorkerView(
-            worker.name,
-            worker.roles,
-            ticks / (self.events.now - since),
-            books.num_prefills + books.num_decodes + num_queued,
-            worker.name in self._switching,
-        )
 
     def _begin_switch(self, switch: Switch) -> None:
         """Nothing new for the worker; what waits for its encoder goes to the others."""
@@ -381,24 +374,32 @@ class Simulation:
             for task in tasks:
                 self._router.books(worker.name).encode_patches -= task.waiting.num_patches
                 self._deal(task.state, [task.group])
-        self._await_drained(worker, switch.roles)
+        self._await_drained(worker, switch)
 
-    def _await_drained(self, worker: Worker, roles: frozenset[Stage]) -> None:
+    def _await_drained(self, worker: Worker, switch: Switch) -> None:
         if worker.has_work() or self._is_booked(worker.name):
             at = self.events.now + ticks_of(0.01)
-            self.events.push(at, Rank.POLICY, partial(self._await_drained, worker, roles))
+            self.events.push(at, Rank.POLICY, partial(self._await_drained, worker, switch))
         else:
             at = self.events.now + ticks_of(self.profile.switch_s)
-            self.events.push(at, Rank.POLICY, partial(self._end_switch, worker, roles))
+            self.events.push(at, Rank.POLICY, partial(self._end_switch, worker, switch))
 
     def _is_booked(self, name: str) -> bool:
         books = self._router.books(name)
         return bool(books.num_prefills or books.num_decodes or books.encode_patches)
 
-    def _end_switch(self, worker: Worker, roles: frozenset[Stage]) -> None:
-        self._host(worker, roles)
-        self._router.forget(worker.name)
+    def _end_switch(self, worker: Worker, switch: Switch) -> None:
+        """It has its new roles; or its old ones again, if the switch fails."""
+        assert self._switcher is not None
+        now_s = seconds_of(self.events.now)
         self._switching.discard(worker.name)
         self._candidates.clear()
-        self._switches.append((seconds_of(self.events.now), worker.name, letters_of(roles)))
+        if self._switcher.elasticity.is_failing(switch):
+            self._switcher.controller.failed(now_s, worker.name)
+        else:
+            self._host(worker, switch.roles)
+            self._router.forget(worker.name)
+            self._since_s[worker.name] = now_s
+            self._switches.append((now_s, worker.name, letters_of(switch.roles)))
+            self._switcher.controller.succeeded(now_s, worker.name)
         self._place_waiting()

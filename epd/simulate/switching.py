@@ -1,67 +1,83 @@
-"""Role switching in a simulation: what a policy may see, and one simple policy.
+"""Role switching in a simulation: the live estimator and controller, fed with what simulated workers do.
 
 The order of a switch is the paper's (EPD, section 3.4): offload, the worker gets nothing new and ends what it
-has; migrate and onload, `switch_s`; then it takes its new role.
+has; migrate and onload, `switch_s`; then it takes its new roles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
+from epd.elasticity import (
+    ControllerConfig,
+    EstimatorConfig,
+    LoadEstimator,
+    RequestWork,
+    RoleController,
+    StageSample,
+    Switch,
+    WorkerSample,
+)
+from epd.profiles.cost import StageCost
+from epd.profiles.profile import Profile
 from epd.routing import Stage
+from epd.simulate.requests import Job
+from epd.simulate.worker import Worker
+
+_MEAN_CONTEXT = 1024  # tokens a decode step is taken to read of each sequence, before any was measured
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerView:
-    """What is known of one worker. encode_usage: share of the time, over the last looks, that it encoded."""
+class Elasticity:
+    """Settings of the two. max_tokens: that requests allow for their answers; None: as many as they will get.
 
-    name: str
-    roles: frozenset[Stage]
-    encode_usage: float
-    num_requests: int
-    is_switching: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Switch:
-    """A worker that is to take other roles."""
-
-    worker: str
-    roles: frozenset[Stage]
-
-
-class SwitchPolicy(Protocol):
-    """Looks at all workers every interval_s."""
-
-    @property
-    def interval_s(self) -> float: ...
-
-    def decide(self, now_s: float, workers: Sequence[WorkerView], /) -> Switch | None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class DecodePressure:
-    """Turns encoders into decoders while decode batches are too large and encoders have time to spare.
-
-    max_batch: mean requests per decode worker above which it acts. max_usage: of the encoders that would be
-    left, so that it stops before they become the bottleneck. One switch at a time, so that each is seen to
-    work before the next.
+    is_failing: whether a switch, drained and about to load, is to fail; its worker keeps its old roles.
     """
 
-    max_batch: float
-    max_usage: float = 0.75
-    interval_s: float = 2.0
+    controller: ControllerConfig = field(default_factory=ControllerConfig)
+    estimator: EstimatorConfig = field(default_factory=EstimatorConfig)
+    max_tokens: int | None = None
+    is_failing: Callable[[Switch], bool] = lambda _: False
 
-    def decide(self, _now_s: float, workers: Sequence[WorkerView], /) -> Switch | None:
-        encoders = [each for each in workers if each.roles == {"encode"}]
-        decoders = [each for each in workers if each.roles == {"decode"}]
-        if any(each.is_switching for each in workers) or len(encoders) < 2 or not decoders:
-            return None
-        batch = sum(each.num_requests for each in decoders) / len(decoders)
-        usage = sum(each.encode_usage for each in workers) / (len(encoders) - 1)
-        if batch <= self.max_batch or usage > self.max_usage:
-            return None
-        spare = min(encoders, key=lambda each: (each.num_requests, each.name))
-        return Switch(spare.name, frozenset({"decode"}))
+
+class RoleSwitching:
+    """Decides on the load of a simulated fleet. Times in seconds."""
+
+    def __init__(self, profile: Profile, elasticity: Elasticity) -> None:
+        self.elasticity = elasticity
+        config = replace(elasticity.controller, load_s=profile.switch_s)
+        self.controller = RoleController(config)
+        self.estimator = LoadEstimator(elasticity.estimator, known_costs(profile))
+
+    @property
+    def interval_s(self) -> float:
+        return self.controller.config.interval_s
+
+    def arrived(self, now_s: float, job: Job) -> None:
+        max_tokens = self.elasticity.max_tokens or job.output_tokens
+        self.estimator.arrived(now_s, RequestWork(job.num_patches, job.num_prompt_tokens, max_tokens))
+
+    def look(self, now_s: float, workers: Sequence[WorkerSample], num_waiting: int) -> Switch | None:
+        return self.controller.decide(now_s, self.estimator.observe(now_s, workers, num_waiting=num_waiting))
+
+
+def known_costs(profile: Profile) -> dict[Stage, StageCost]:
+    """What the estimator may know beforehand."""
+    decode = profile.decode.cost
+    per_sequence_s = decode.per_unit_s + decode.per_item_s * _MEAN_CONTEXT
+    decode = replace(decode, per_unit_s=per_sequence_s, per_item_s=0.0)
+    return {"encode": profile.encode.cost, "prefill": profile.prefill.cost, "decode": decode}
+
+
+def sample_of(worker: Worker, since_s: float, *, is_switching: bool) -> WorkerSample:
+    """A simulated worker's metrics, for each stage that it has a side for."""
+    stages: dict[Stage, StageSample] = {}
+    kv_usage = None
+    if worker.encoder is not None:
+        stages["encode"] = worker.encoder.sample()
+    if worker.language is not None:
+        kv_usage = worker.language.kv.usage
+        sides = worker.language.samples()
+        stages |= {stage: sides[stage] for stage in sides.keys() & worker.roles}
+    return WorkerSample(worker.name, worker.roles, since_s, stages, kv_usage, is_switching)

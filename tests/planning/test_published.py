@@ -12,7 +12,7 @@ from epd.planning.scenarios import SCENARIOS, run_scenario
 from epd.planning.vllm_blog import vllm_blog
 from epd.simulate.paper import (
     FITTED_ROWS,
-    TABLE_6_POLICY,
+    TABLE_6_ELASTICITY,
     TABLE_6_SHAPES,
     Experiment,
     PaperFit,
@@ -95,7 +95,7 @@ def test_sharding_and_disaggregation_gain_what_was_published(tables: dict[str, l
 
 def test_switching_ends_where_the_paper_does() -> None:
     """5E1P2D becomes 2E1P5D while requests come; each switch takes the profile's 0.7 s."""
-    experiment = Experiment(paper_deployment("5e1p2d"), 3.0, TABLE_6_SHAPES, TABLE_6_POLICY)
+    experiment = Experiment(paper_deployment("5e1p2d"), 3.0, TABLE_6_SHAPES, TABLE_6_ELASTICITY)
     result = experiment.run(paper_profile())
     last_s = result.rows["due"].max() / 1e12
     switches = [roles for at_s, _, roles in result.switches if at_s < last_s]

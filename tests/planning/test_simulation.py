@@ -15,7 +15,7 @@ from epd.profiles import Profile, StageCost, analytic_profile
 from epd.scheduling import SchedulerConfig
 from epd.simulate import Deployment, Job, JobMaker, Simulation, SimulationResult
 from epd.simulate.clock import EventQueue, Rank, ticks_of
-from epd.simulate.switching import DecodePressure
+from epd.simulate.switching import Elasticity
 from epd.topology import parse_topology
 from epd.workload import Resolution
 from epd.workload_config import MixPart, WorkloadConfig
@@ -229,12 +229,14 @@ def test_figures_are_those_of_the_load_generator() -> None:
 
 def test_encoders_become_decoders_while_they_have_time_to_spare() -> None:
     profile = plain_profile()
-    work = jobs(profile, 60, rate=1.5, images="1", image_size="448x448", output_tokens="800")
+    # A step takes as long again for each sequence, so that another decoder helps.
+    profile = replace(profile, decode=replace(profile.decode, cost=flat(0.01, 0.01)))
+    work = jobs(profile, 120, rate=1.5, images="1", image_size="448x448", output_tokens="150")
     deployment = Deployment(parse_topology("4e1p1d"), kv_tokens=100_000)
-    result = Simulation(profile, deployment, policy=DecodePressure(max_batch=2.0)).run(work)
-    assert len(result.rows) == 60
+    result = Simulation(profile, deployment, elasticity=Elasticity()).run(work)
+    assert len(result.rows) == 120
     assert [roles for _, _, roles in result.switches] == ["d"] * len(result.switches)
-    # One encode takes a second, 1.5 come per second: two encoders must be left while requests come.
+    # 1.5 come per second, for a second of encoding and 1.5 of decoding each: two encoders, three decoders.
     assert len([at for at, _, _ in result.switches if at < work[-1].due / 1e12]) == 2
 
 

@@ -1,0 +1,27 @@
+"""What a stage of a worker has done, as `epd.elasticity` wants to know it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from epd.elasticity import StageSample
+from epd.simulate.clock import seconds_of
+
+
+@dataclass(slots=True)
+class WorkDone:
+    """Totals since the worker took the role: units, rounds, and ticks spent on them."""
+
+    units: int = 0
+    rounds: int = 0
+    ticks: int = 0
+
+    def add(self, units: int, ticks: int, rounds: int = 1) -> None:
+        """Rounds in which something was done."""
+        if units:
+            self.units += units
+            self.rounds += rounds
+            self.ticks += ticks
+
+    def sample(self, num_requests: int, queued_units: int = 0) -> StageSample:
+        return StageSample(num_requests, queued_units, self.units, self.rounds, seconds_of(self.ticks))
