@@ -173,14 +173,16 @@ class PrefillRole:
         running = self.stage.request_ids - unbegun
         return RemainingWork(not self.has_work(), tuple(sorted(unbegun)), running=tuple(sorted(running)))
 
-    def _queued_tokens(self) -> int:
-        """Prompt tokens that are to be computed."""
-        engine = self.stage.engine
-        return sum(
-            prompt.message.request.num_prompt_tokens
-            - (engine.num_computed(request_id) if request_id in engine.kv else 0)
-            for request_id, prompt in self._prompts.items()
-        )
+    def _waiting_sample(self) -> StageSample:
+        """Prompts with tokens that could be computed now: those whose media are missing wait for others."""
+        scheduler = self.stage.engine.scheduler
+        left = [
+            min(each.num_computable, each.num_prompt_tokens - each.num_computed)
+            for each in (*scheduler.running, *scheduler.waiting)
+            if each.request_id in self._prompts
+        ]
+        num_tokens = [num for num in left if num > 0]
+        return self._prefills.sample(len(num_tokens), sum(num_tokens))
 
     def load(self) -> WorkerLoad:
         engine = self.stage.engine
@@ -204,9 +206,7 @@ class PrefillRole:
     def _samples(self) -> dict[Stage, StageSample]:
         """Of decode too, where this worker answers requests to their end."""
         num_decodes = sum(each.is_decoding for each in self.stage.engine.scheduler.running)
-        samples: dict[Stage, StageSample] = {
-            "prefill": self._prefills.sample(len(self._prompts), self._queued_tokens())
-        }
+        samples: dict[Stage, StageSample] = {"prefill": self._waiting_sample()}
         if num_decodes or self._decodes.num_rounds:
             samples["decode"] = self._decodes.sample(num_decodes)
         return samples
