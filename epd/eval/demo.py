@@ -20,26 +20,32 @@ _MAX_DURATION_S = _SEEDS_PER_RUN // _SEEDS_PER_SECOND - 1
 
 
 def demo_cases(
-    num_questions: int, num_frames: Sequence[int], seed: int, duration_s: float | None = None
+    num_questions: int,
+    num_frames: Sequence[int],
+    seed: int,
+    duration_s: float | None = None,
+    num_per_kind: int = 1,
 ) -> list[EvalCase]:
     """Videos with `num_questions` questions in all, for each number of frames.
 
     duration_s: of every video, which are then the same for each number of frames; by default one second for
-    each frame. Raises RequestError for numbers that make no sense.
+    each frame. num_per_kind: most questions of one kind about a video.
+    Raises RequestError for numbers that make no sense.
     """
-    if num_questions < 1 or seed < 0:
+    if min(num_questions, num_per_kind) < 1 or seed < 0:
         raise RequestError(
-            f"--demo is {num_questions} and --seed {seed}; draw at least 1 question from a seed of 0 or more"
+            f"--demo is {num_questions}, --per-kind {num_per_kind} and --seed {seed}; "
+            "draw at least 1 question of a kind from a seed of 0 or more"
         )
     return [
         EvalCase(video, frames)
         for frames in num_frames
-        for video in _videos(num_questions, seed, duration_s or float(frames))
+        for video in _videos(num_questions, seed, duration_s or float(frames), num_per_kind)
     ]
 
 
-def _videos(num_questions: int, seed: int, duration_s: float) -> list[EvalVideo]:
-    """One question of every kind about each video; the last video is asked what is left."""
+def _videos(num_questions: int, seed: int, duration_s: float, num_per_kind: int) -> list[EvalVideo]:
+    """Questions of every kind about each video; the last video is asked what is left."""
     if not 2 <= duration_s <= _MAX_DURATION_S:
         raise RequestError(
             f"videos of {duration_s:g} s cannot be drawn; ask for 2 to {_MAX_DURATION_S}, by --seconds"
@@ -49,15 +55,17 @@ def _videos(num_questions: int, seed: int, duration_s: float) -> list[EvalVideo]
     for number in count():
         if num_questions <= 0:
             break
-        videos.append(_video(first + number, duration_s, num_questions))
+        videos.append(_video(first + number, duration_s, num_per_kind, num_questions))
         num_questions -= len(videos[-1].items)
     return videos
 
 
-def _video(seed: int, duration_s: float, max_questions: int) -> EvalVideo:
+def _video(seed: int, duration_s: float, num_per_kind: int, max_questions: int) -> EvalVideo:
+    """Questions that were drawn twice are asked once."""
     scene = make_scene(seed, duration_s)
     name = f"shapes-{duration_s:g}s-{seed}"
-    questions = make_questions(scene, random.Random(seed), time_margin_s=_TIME_MARGIN_S)[:max_questions]
+    drawn = make_questions(scene, random.Random(seed), num_per_kind, _TIME_MARGIN_S)
+    questions = list({question.text: question for question in drawn}.values())[:max_questions]
     items = tuple(
         EvalItem(f"{name}-{index}", question.text, question.answer, kind=str(question.kind))
         for index, question in enumerate(questions)

@@ -18,12 +18,15 @@ from typing import Any, TypeAlias
 from epd.errors import RequestError
 from epd.eval.items import EvalCase, EvalSetting
 
+DEMO = "demo"
+
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What all verdicts of a file have in common. data: a question file's path, or "demo".
+    """What all verdicts of a file have in common. data: a question file's path, or DEMO.
 
-    max_tokens: of an answer. seed, duration_s: of demo videos; duration_s is 0 for one second a frame.
+    max_tokens: of an answer. seed, duration_s, num_per_kind: of a demo, where duration_s is 0 for one second
+    a frame.
     """
 
     data: str
@@ -31,6 +34,7 @@ class RunInfo:
     max_tokens: int
     seed: int = 0
     duration_s: float = 0.0
+    num_per_kind: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,15 @@ def test_a_demo_has_exactly_as_many_questions_as_asked_for_at_each_number_of_fra
     assert kinds >= {"colour", "presence", "order", "count", "after"}
 
 
+def test_more_questions_of_a_kind_need_fewer_videos_and_repeat_none() -> None:
+    cases = demo_cases(60, [32], seed=0, num_per_kind=3)
+    assert len(cases) < len(demo_cases(60, [32], seed=0)) / 2
+    assert sum(len(case.video.items) for case in cases) == 60
+    for case in cases:
+        questions = [item.question for item in case.video.items]
+        assert len(set(questions)) == len(questions)
+
+
 def test_the_same_seed_draws_the_same_demo_and_more_questions_only_add_to_it() -> None:
     few, many, other = demo_cases(12, [8], 1), demo_cases(30, [8], 1), demo_cases(12, [8], 2)
     assert few == demo_cases(12, [8], 1)
