@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from epd import console
+from epd.cli_batch import batch
 from epd.cli_bench import bench
 from epd.cli_plan import plan
 from epd.cli_profile import profile
@@ -183,6 +184,7 @@ def _write_demo_video(out: Path, seconds: float, fps: int, size: str, seed: int)
         return write_demo_video(out, scene, fps=fps, height=height, width=width, progress=show)
 
 
+app.command()(batch)
 app.command()(bench)
 app.command()(serve)
 app.command()(simulate)

@@ -1,0 +1,98 @@
+"""A queue between two threads that holds so much and no more, by weight."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class QueueClosed(Exception):
+    """Nothing comes any more, or nobody takes it."""
+
+
+class BoundedQueue(Generic[T]):
+    """First in, first out. What alone weighs more than is allowed goes in when the queue is empty."""
+
+    def __init__(self, max_weight: int) -> None:
+        self._max_weight = max_weight
+        self._items: deque[tuple[T, int]] = deque()
+        self._weight = 0
+        self._changed = threading.Condition()
+        self._is_ended = False
+        self._is_closed = False
+
+    def put(self, item: T, weight: int = 0) -> None:
+        """Waits for room. Raises QueueClosed when the queue is closed, also while waiting."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._has_room(weight))
+            if self._is_closed:
+                raise QueueClosed
+            self._items.append((item, weight))
+            self._weight += weight
+            self._changed.notify_all()
+
+    def _has_room(self, weight: int) -> bool:
+        return not self._items or self._weight + weight <= self._max_weight
+
+    def get(self, timeout_s: float | None = None) -> T | None:
+        """The oldest item; None when there is none in time. Raises QueueClosed after the last one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._items or self._is_ended or self._is_closed, timeout_s)
+            if self._is_closed or (self._is_ended and not self._items):
+                raise QueueClosed
+            if not self._items:
+                return None
+            item, weight = self._items.popleft()
+            self._weight -= weight
+            self._changed.notify_all()
+            return item
+
+    def __iter__(self) -> Iterator[T]:
+        """Everything until the end; stops at once when the queue is closed."""
+        while True:
+            try:
+                item = self.get()
+            except QueueClosed:
+                return
+            assert item is not None
+            yield item
+
+    def end(self) -> None:
+        """Nothing more will be put in; what is in can still be taken."""
+        with self._changed:
+            self._is_ended = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Drops what is in and wakes everybody."""
+        with self._changed:
+            self._is_closed = True
+            self._items.clear()
+            self._weight = 0
+            self._changed.notify_all()
+
+
+class BusyClock:
+    """Seconds that one thread has worked; what it is in the middle of counts. Read by any thread."""
+
+    def __init__(self) -> None:
+        self._total_s = 0.0
+        self._since_s: float | None = None
+
+    def start(self) -> None:
+        self._since_s = time.monotonic()
+
+    def stop(self) -> None:
+        since_s, self._since_s = self._since_s, None
+        if since_s is not None:
+            self._total_s += time.monotonic() - since_s
+
+    @property
+    def total_s(self) -> float:
+        since_s = self._since_s
+        return self._total_s + (0.0 if since_s is None else time.monotonic() - since_s)

@@ -1,0 +1,157 @@
+"""A run of `epd batch`: index, leave out what is done, order, ask, write, sum up.
+
+    IN.jsonl -> LineIndex -> groups in a good order -> Backend -> outcomes -> OUT.jsonl, OUT.errors.jsonl
+
+Only what is in work is in memory. Everything written before a kill is left out of the next run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+from epd.batch.line_index import LineGroup, LineIndex
+from epd.batch.lines import JSON, LineDefaults
+from epd.batch.order import CostModel, in_busy_order
+from epd.batch.progress import ShowBatch
+from epd.batch.records import error_record, result_record
+from epd.batch.result_files import ResultFiles, errors_path
+from epd.batch.summary import Summary, peak_bytes
+from epd.batch.tasks import Answered, Backend, MediaTask, Outcome
+from epd.batch.utilisation import Utilisation
+from epd.errors import RequestError
+
+_SAMPLE_S = 0.1
+_CHUNK = 256
+
+# Starts what answers, once it is known that there is something to ask.
+OpenBackend = Callable[[LineIndex], AbstractContextManager[Backend]]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """source: the lines. out: the results. defaults: for lines that do not say."""
+
+    source: Path
+    out: Path
+    defaults: LineDefaults
+
+    def check(self) -> None:
+        """Raises RequestError when results would be written into the input."""
+        for path in (self.out, errors_path(self.out)):
+            if path.exists() and self.source.exists() and path.samefile(self.source):
+                raise RequestError(f"'{path}' is the input; name another file for the results")
+
+
+def run_batch(
+    plan: BatchPlan,
+    open_backend: OpenBackend,
+    *,
+    show_indexing: Callable[[int, int], None] = lambda *_: None,
+    show: ShowBatch = lambda *_: None,
+    utilisation: Utilisation | None = None,
+) -> Summary:
+    """Answers or explains every line that no earlier run has. utilisation: filled as the run goes.
+
+    Raises EPDError for an input or output that cannot be used, and when nothing can be answered any more.
+    """
+    plan.check()
+    with closing(LineIndex(plan.source, plan.defaults)) as index, closing(ResultFiles(plan.out)) as files:
+        index.build(show_indexing)
+        run = _Run(index, files, utilisation or Utilisation(), show)
+        run.explain_refused()
+        if index.has_questions:
+            with open_backend(index) as backend:
+                return run.answer_all(backend)
+        return run.summary(None)
+
+
+class _Run:
+    """One run over an index that is built."""
+
+    def __init__(
+        self, index: LineIndex, files: ResultFiles, utilisation: Utilisation, show: ShowBatch
+    ) -> None:
+        self._index = index
+        self._files = files
+        self._utilisation = utilisation
+        self._show = show
+        self._num_lines = index.num_lines
+        self._num_done_before = index.forget(files.done())
+        self._num_groups = index.num_groups
+        self._num_left = index.num_lines
+        self._costs = CostModel()
+        self._num_bytes_given = self._num_lines_given = 0
+        self._start_s = time.monotonic()
+        self._sampled_s = 0.0
+
+    def explain_refused(self) -> None:
+        for chunk in _chunks(error_record(line) for line in self._index.refused()):
+            self._files.add([], chunk)
+            self._num_left -= len(chunk)
+
+    def answer_all(self, backend: Backend) -> Summary:
+        self._start_s = time.monotonic()
+        with backend.run(self._tasks(backend)) as outcomes:
+            for outcome in outcomes:
+                if outcome is not None:
+                    self._write(outcome)
+                self._watch(backend, is_warm=isinstance(outcome, Answered))
+        return self.summary(backend)
+
+    def _tasks(self, backend: Backend) -> Iterator[MediaTask]:
+        """Asked for by the backend's threads, one at a time."""
+        for group in in_busy_order(self._index.groups(), self._costs):
+            yield MediaTask(group.first, self._index.lines(group))
+            self._note_given(group, backend)
+
+    def _note_given(self, group: LineGroup, backend: Backend) -> None:
+        """What was given so far is about what was worked on."""
+        self._num_bytes_given += group.num_bytes
+        self._num_lines_given += group.num_lines
+        self._costs.learn(backend.busy_s(), self._num_bytes_given, self._num_lines_given)
+
+    def _write(self, outcome: Outcome) -> None:
+        if isinstance(outcome, Answered):
+            self._files.add([result_record(outcome)], [])
+        else:
+            self._files.add([], [error_record(outcome)])
+        self._num_left -= 1
+
+    def _watch(self, backend: Backend, *, is_warm: bool) -> None:
+        """Samples how busy the stages are, now and then, and draws it."""
+        now_s = time.monotonic()
+        if is_warm:
+            self._utilisation.mark_warm(now_s, backend.busy_s())
+        if now_s - self._sampled_s < _SAMPLE_S:
+            return
+        self._sampled_s = now_s
+        busy_s = backend.busy_s()
+        self._utilisation.add(now_s, busy_s)
+        done = self._num_lines - self._num_left
+        self._show(done, self._num_lines, self._utilisation.recent(now_s, busy_s))
+
+    def summary(self, backend: Backend | None) -> Summary:
+        now_s = time.monotonic()
+        answered = Summary(
+            num_lines=self._num_lines,
+            num_done_before=self._num_done_before,
+            num_groups=self._num_groups,
+            tally=self._files.tally,
+            wall_s=now_s - self._start_s,
+            peak_bytes=peak_bytes(),
+        )
+        if backend is None:
+            return answered
+        shares = self._utilisation.shares(now_s, backend.busy_s())
+        return replace(answered, counts=backend.counts(), utilisation=shares)
+
+
+def _chunks(records: Iterable[JSON]) -> Iterator[list[JSON]]:
+    remaining = iter(records)
+    while chunk := list(islice(remaining, _CHUNK)):
+        yield chunk

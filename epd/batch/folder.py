@@ -1,0 +1,46 @@
+"""A folder of videos and a file of questions as lines of our short form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from epd.errors import RequestError
+
+# Of the containers that are read; beside videos lie files of other kinds.
+VIDEO_SUFFIXES = frozenset(
+    f".{name}"
+    for name in "mp4 m4v mov mkv webm avi ts mts m2ts mpg mpeg flv wmv asf ogv 3gp nut mxf".split()  # noqa: SIM905
+)
+
+
+def write_lines(out: Path, folder: Path, questions: Path) -> int:
+    """One line for each video and question, named as in "clip.mp4#2"; returns how many.
+
+    Videos are the files of the folder with the suffix of one, in order of their names. Raises RequestError
+    when there are no videos or no questions.
+    """
+    asked = _questions(questions)
+    videos = sorted(path for path in folder.iterdir() if path.suffix.lower() in VIDEO_SUFFIXES)
+    if not videos:
+        raise RequestError(
+            f"'{folder}' holds no videos; allowed: files that end in {', '.join(sorted(VIDEO_SUFFIXES))}"
+        )
+    with out.open("w", encoding="utf-8") as file:
+        for path in videos:
+            for number, question in enumerate(asked, start=1):
+                name = f"{path.name}#{number}"
+                record = {"id": name, "video": str(path.absolute()), "question": question}
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    return len(videos) * len(asked)
+
+
+def _questions(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"cannot read '{path}': {error}; give a text file, a question a line") from error
+    asked = [line.strip() for line in lines if line.strip()]
+    if not asked:
+        raise RequestError(f"'{path}' holds no question; write one a line")
+    return asked

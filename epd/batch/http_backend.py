@@ -1,0 +1,230 @@
+"""Answers `epd batch` with a server of the OpenAI chat API, questions about the same media together.
+
+    media a   first question | the others, at once
+    media b         first question | the others, at once
+
+The first question brings the media into the server's caches; the others find them there. Requests that are
+refused for load, or lost with a connection, are sent again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from http import HTTPStatus
+from typing import Any
+
+import httpx
+
+from epd.batch.bounded_queue import BoundedQueue, QueueClosed
+from epd.batch.lines import JSON, BatchLine
+from epd.batch.tasks import Answered, BackendCounts, Failed, MediaTask, Outcome
+from epd.errors import UnavailableError
+from epd.load.endpoint import Endpoint, parse_endpoints
+
+MAX_TASKS = 4
+MAX_REQUESTS = 16
+MAX_OUTCOMES = 1024
+NUM_TRIES = 6
+_TICK_S = 0.1
+_CONNECT_S = 30.0
+_TIMEOUT_S = 3600.0
+_FIRST_PAUSE_S = 0.5
+_JOIN_S = 10.0
+_AGAIN = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE)
+# Of the stages that our server reports.
+_STAGES = {
+    "decode_video": "decode",
+    "preprocess": "encode",
+    "encode": "encode",
+    "prefill": "language",
+    "decode": "language",
+}
+
+
+class HttpBackend:
+    """A `Backend` over HTTP. Stages are as the server reports them, and empty if it is not ours."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._busy_s: dict[str, float] = {}
+        self._num_cold = 0
+
+    @classmethod
+    @contextmanager
+    def open(cls, url: str, api_key: str | None) -> Iterator[HttpBackend]:
+        """Raises RequestError for what is no URL, UnavailableError when nobody answers there."""
+        (endpoint,) = parse_endpoints([url], api_key=api_key)
+        backend = cls(endpoint)
+        backend.check_answers()
+        yield backend
+
+    def check_answers(self) -> None:
+        try:
+            answer = httpx.get(
+                f"{self._endpoint.url}/v1/models",
+                headers=self._endpoint.headers,
+                timeout=_CONNECT_S,
+                trust_env=False,
+            )
+            found = "" if answer.status_code == HTTPStatus.OK else f"status {answer.status_code}"
+        except httpx.HTTPError as error:
+            found = type(error).__name__
+        if found:
+            raise UnavailableError(
+                f"{self._endpoint.shown_url}/v1/models gives {found}; start the server, or give its --api-key"
+            )
+
+    @contextmanager
+    def run(self, tasks: Iterator[MediaTask]) -> Iterator[Iterator[Outcome | None]]:
+        outcomes: BoundedQueue[Outcome | BaseException | None] = BoundedQueue(MAX_OUTCOMES)
+        loop = asyncio.new_event_loop()
+        work = loop.create_task(_Work(self, tasks, outcomes).run())
+        thread = threading.Thread(target=_worked, args=(loop, work, outcomes), name="batch-http", daemon=True)
+        thread.start()
+        try:
+            yield _outcomes(outcomes)
+        finally:
+            outcomes.close()
+            with suppress(RuntimeError):  # the loop may be over
+                loop.call_soon_threadsafe(work.cancel)
+            thread.join(_JOIN_S)
+
+    def note(self, completion: JSON) -> None:
+        """Keeps what the server tells of the work for one answer."""
+        report = completion.get("epd")
+        if not isinstance(report, dict):
+            return
+        stages_s = report.get("stages_s") or {}
+        for name, stage in _STAGES.items():
+            self._busy_s[stage] = self._busy_s.get(stage, 0.0) + float(stages_s.get(name, 0.0))
+        self._num_cold += float(stages_s.get("encode", 0.0)) > 0
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return self._endpoint
+
+    def busy_s(self) -> Mapping[str, float]:
+        return dict(self._busy_s)
+
+    def counts(self) -> BackendCounts:
+        """Requests for which something was encoded; the server does not tell of media."""
+        return BackendCounts(num_encoded=self._num_cold)
+
+
+def _worked(
+    loop: asyncio.AbstractEventLoop,
+    work: asyncio.Task[None],
+    outcomes: BoundedQueue[Outcome | BaseException | None],
+) -> None:
+    error: BaseException | None = None
+    try:
+        loop.run_until_complete(work)
+    except BaseException as raised:  # noqa: BLE001 - told to whoever waits for the outcomes
+        error = raised
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+    finally:
+        loop.close()
+    with suppress(QueueClosed):
+        outcomes.put(error or StopIteration(), 1)
+
+
+def _outcomes(outcomes: BoundedQueue[Outcome | BaseException | None]) -> Iterator[Outcome | None]:
+    while True:
+        outcome = outcomes.get(_TICK_S)
+        if isinstance(outcome, StopIteration):
+            return
+        if isinstance(outcome, BaseException):
+            raise outcome
+        yield outcome
+
+
+class _Work:
+    """One batch, in one event loop."""
+
+    def __init__(
+        self,
+        backend: HttpBackend,
+        tasks: Iterator[MediaTask],
+        outcomes: BoundedQueue[Outcome | BaseException | None],
+    ) -> None:
+        self._backend = backend
+        self._tasks = tasks
+        self._outcomes = outcomes
+        self._seats = asyncio.Semaphore(MAX_REQUESTS)
+        self._url = f"{backend.endpoint.url}/v1/chat/completions"
+        self._http = httpx.AsyncClient(
+            trust_env=False,
+            headers=backend.endpoint.headers,
+            timeout=httpx.Timeout(_TIMEOUT_S, connect=_CONNECT_S, pool=None),
+        )
+
+    async def run(self) -> None:
+        """Some tasks at once; the next one when one has ended."""
+        async with self._http, asyncio.TaskGroup() as group:
+            for _ in range(MAX_TASKS):
+                group.create_task(self._work())
+
+    async def _work(self) -> None:
+        for task in self._tasks:
+            await self._answer_all(task)
+
+    async def _answer_all(self, task: MediaTask) -> None:
+        """The first question alone, the others as fast as there are seats."""
+        await self._answer(next(task.lines))
+        async with asyncio.TaskGroup() as group:
+            for line in task.lines:
+                await self._seats.acquire()
+                asked = group.create_task(self._answer(line))
+                asked.add_done_callback(lambda _: self._seats.release())
+
+    async def _answer(self, line: BatchLine) -> None:
+        outcome = await self._outcome(line)
+        if isinstance(outcome, Answered):
+            self._backend.note(outcome.completion)
+        await asyncio.to_thread(self._outcomes.put, outcome, 1)
+
+    async def _outcome(self, line: BatchLine) -> Outcome:
+        """Raises UnavailableError when the server does not answer, however often it is asked."""
+        pause_s = _FIRST_PAUSE_S
+        for _ in range(NUM_TRIES):
+            try:
+                answer = await self._http.post(self._url, json=line.body)
+            except httpx.HTTPError as error:
+                reason = type(error).__name__
+            else:
+                if answer.status_code not in _AGAIN:
+                    return _read(line, answer)
+                reason = f"status {answer.status_code}"
+            await asyncio.sleep(pause_s)
+            pause_s *= 2
+        raise UnavailableError(
+            f"{self._backend.endpoint.shown_url} gave {reason}, {NUM_TRIES} times in a row; when it answers, "
+            "run the same command again to go on"
+        )
+
+
+def _read(line: BatchLine, answer: httpx.Response) -> Outcome:
+    try:
+        record: Any = answer.json()
+    except ValueError:
+        record = None
+    if answer.status_code == HTTPStatus.OK and _is_completion(record):
+        return Answered(line, record)
+    error = record.get("error") if isinstance(record, dict) else None
+    error = error if isinstance(error, dict) else {}
+    kind = str(error.get("code") or error.get("type") or "server_error")
+    message = str(error.get("message") or json.dumps(record)[:200])
+    return Failed(line, kind, " ".join(message.split()), answer.status_code)
+
+
+def _is_completion(record: Any) -> bool:
+    try:
+        choice = record["choices"][0]
+        return isinstance(choice["message"], dict) and "finish_reason" in choice
+    except (LookupError, TypeError):
+        return False

@@ -1,0 +1,222 @@
+"""Where the lines of an input file are, by what they have in common: a temporary database, not the lines.
+
+The file may be longer than memory. One pass notes of each line its place, its id and its group; the database
+lies in an unnamed temporary file that is gone when the process is, however it ends. A line is read again when
+it is its turn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from epd.batch.lines import (
+    BatchLine,
+    Form,
+    LineDefaults,
+    LineError,
+    LineId,
+    id_key,
+    parse_line,
+    shared_prefix,
+)
+from epd.batch.media_names import SCHEMA as MEDIA_SCHEMA
+from epd.batch.media_names import KnownMedium, MediaNames
+from epd.errors import RequestError
+
+_SCHEMA = """
+CREATE TABLE lines (
+    number INTEGER PRIMARY KEY,
+    key TEXT UNIQUE NOT NULL,
+    start INTEGER NOT NULL,
+    family BLOB
+);
+CREATE INDEX lines_by_family ON lines (family, number);
+CREATE TABLE families (family BLOB PRIMARY KEY, num_bytes INTEGER NOT NULL, has_media INTEGER NOT NULL);
+CREATE TABLE refused (number INTEGER PRIMARY KEY, message TEXT NOT NULL);
+"""
+_CHUNK = 256
+_FORGET_CHUNK = 10_000
+_PROGRESS_EVERY = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedLine:
+    """A line that nobody can be asked. line_id: None where there is none to be read."""
+
+    number: int
+    line_id: LineId | None
+    form: Form
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class LineGroup:
+    """Lines with the same media before their questions. first: the number of its first line.
+
+    num_bytes: of the media, 0 where that is not known. has_media: whether there are any.
+    """
+
+    first: int
+    num_lines: int
+    num_bytes: int
+    has_media: bool
+
+
+class LineIndex:
+    """An input file, indexed. Reading groups and lines is for any thread."""
+
+    def __init__(self, source: Path, defaults: LineDefaults) -> None:
+        """Reads the file once. Raises RequestError for a file that cannot be read, and for an id twice."""
+        self.source = source
+        self._defaults = defaults
+        self._lock = threading.Lock()
+        self._database = sqlite3.connect("", check_same_thread=False, isolation_level=None)
+        self._database.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;")
+        self._database.executescript(MEDIA_SCHEMA + _SCHEMA)
+        self.media = MediaNames(self._database)
+        try:
+            self._file = source.open("rb")
+        except OSError as error:
+            raise RequestError(f"cannot read '{source}': {error.strerror}; name a file of lines") from error
+
+    def close(self) -> None:
+        self._file.close()
+        self._database.close()
+
+    def build(self, progress: Callable[[int, int], None] = lambda *_: None) -> None:
+        """The pass over the file. progress: told of bytes read, and of all. Raises RequestError."""
+        size, start = self.source.stat().st_size, 0
+        self._database.execute("BEGIN")
+        for number, text in enumerate(self._file, start=1):
+            if text.strip():
+                self._note(text, number, start)
+            start += len(text)
+            if number % _PROGRESS_EVERY == 0:
+                progress(start, size)
+        self._database.execute("COMMIT")
+
+    def _note(self, text: bytes, number: int, start: int) -> None:
+        try:
+            line = parse_line(text, number, self._defaults)
+        except LineError as error:
+            key = _line_key(number) if error.line_id is None else id_key(error.line_id)
+            self._insert(number, key, start, None)
+            self._database.execute("INSERT INTO refused VALUES (?, ?)", (number, str(error)))
+        else:
+            self._insert(number, line.key, start, self._family(line))
+
+    def _insert(self, number: int, key: str, start: int, family: bytes | None) -> None:
+        query = "SELECT number FROM lines WHERE key = ?"
+        twin = self._database.execute(query, (key,)).fetchone()
+        if twin is not None:
+            raise RequestError(
+                f"line {number} of '{self.source}' has the id {key} of line {twin[0]}; give each line its own"
+            )
+        self._database.execute("INSERT INTO lines VALUES (?, ?, ?, ?)", (number, key, start, family))
+
+    def _family(self, line: BatchLine) -> bytes:
+        """What its group is known by."""
+        prefix = shared_prefix(line.body)
+        media: list[KnownMedium] = [self.media.find(url) for url in prefix.urls]
+        name = repr(([each.media for each in media], prefix.frame)).encode()
+        family = hashlib.blake2b(name, digest_size=16).digest()
+        num_bytes = sum(each.num_bytes for each in media)
+        self._database.execute(
+            "INSERT OR IGNORE INTO families VALUES (?, ?, ?)", (family, num_bytes, bool(media))
+        )
+        return family
+
+    def forget(self, keys: Iterable[str]) -> int:
+        """Leaves out lines that are done already; returns how many they were."""
+        num_before = self.num_lines
+        remaining = iter(keys)
+        while chunk := [(key,) for key in islice(remaining, _FORGET_CHUNK)]:
+            self._database.executemany("DELETE FROM lines WHERE key = ?", chunk)
+        return num_before - self.num_lines
+
+    @property
+    def num_lines(self) -> int:
+        """Lines that are to be answered or explained."""
+        return self._count("SELECT count(*) FROM lines")
+
+    @property
+    def num_groups(self) -> int:
+        """Groups with media."""
+        return self._count(
+            "SELECT count(DISTINCT lines.family) FROM lines JOIN families USING (family) WHERE has_media"
+        )
+
+    @property
+    def has_questions(self) -> bool:
+        """Whether anybody has to be asked anything."""
+        return self._count("SELECT EXISTS (SELECT 1 FROM lines WHERE family IS NOT NULL)") > 0
+
+    def _count(self, query: str) -> int:
+        with self._lock:
+            return int(self._database.execute(query).fetchone()[0])
+
+    def refused(self) -> Iterator[RefusedLine]:
+        """Lines that nobody can be asked, in order."""
+        query = (
+            "SELECT number, start, message FROM lines JOIN refused USING (number) "
+            "WHERE number > ? ORDER BY number LIMIT ?"
+        )
+        for number, start, message in self._pages(query):
+            try:
+                self._read(start, number)
+            except LineError as error:
+                yield RefusedLine(number, error.line_id, error.form, message)
+
+    def groups(self) -> Iterator[LineGroup]:
+        """In order of their first lines."""
+        with self._lock:
+            self._database.executescript(
+                "CREATE TEMP TABLE IF NOT EXISTS firsts AS"
+                " SELECT min(number) AS first, count(*) AS num_lines, family FROM lines"
+                " WHERE family IS NOT NULL GROUP BY family;"
+                "CREATE INDEX IF NOT EXISTS firsts_in_order ON firsts (first);"
+            )
+        query = (
+            "SELECT first, num_lines, num_bytes, has_media FROM firsts JOIN families USING (family) "
+            "WHERE first > ? ORDER BY first LIMIT ?"
+        )
+        for first, num_lines, num_bytes, has_media in self._pages(query):
+            yield LineGroup(first, num_lines, num_bytes, bool(has_media))
+
+    def lines(self, group: LineGroup) -> Iterator[BatchLine]:
+        """The lines of a group, in order. Raises RequestError when the file has changed."""
+        query = (
+            "SELECT number, start FROM lines WHERE family = (SELECT family FROM lines WHERE number = "
+            f"{group.first:d}) AND number > ? ORDER BY number LIMIT ?"
+        )
+        for number, start in self._pages(query):
+            yield self._read(start, number)
+
+    def _pages(self, query: str) -> Iterator[Any]:
+        """Rows of a query whose first column goes up, some at a time: nothing stays open in between."""
+        last = 0
+        while True:
+            with self._lock:
+                rows = self._database.execute(query, (last, _CHUNK)).fetchall()
+            yield from rows
+            if len(rows) < _CHUNK:
+                return
+            last = rows[-1][0]
+
+    def _read(self, start: int, number: int) -> BatchLine:
+        with self._lock:
+            self._file.seek(start)
+            text = self._file.readline()
+        return parse_line(text, number, self._defaults)
+
+
+def _line_key(number: int) -> str:
+    """Of a line without an id; no id is written like this."""
+    return f"line {number}"

@@ -1,0 +1,234 @@
+"""One line of an input file: our short form, or OpenAI's batch form, told apart line by line.
+
+    {"id": 1, "video": "clip.mp4", "question": "How many shapes?", "answer": "3"}
+    {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
+
+Both become the body of a chat request. Questions share what they have in common
+up to the last of their media:
+
+    [system][media] | [question a]        equal prefixes: decoded, encoded and prefilled once
+    [system][media] | [question b]
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from epd.errors import RequestError
+
+JSON = dict[str, Any]
+Form = Literal["short", "openai"]
+LineId = str | int
+
+CHAT_URL = "/v1/chat/completions"
+_SHORT_KEYS = ("id", "video", "images", "question", "answer", "fps", "num_frames", "max_tokens")
+_OPENAI_KEYS = ("custom_id", "method", "url", "body")
+_URL_PREFIXES = ("http://", "https://", "data:", "file:")
+_MEDIA_PARTS = ("image_url", "video_url")
+_TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
+_SAMPLING_PLACES = ("epd", "mm_processor_kwargs")
+_RATES = ("fps", "num_frames")
+
+
+class LineError(RequestError):
+    """A line that cannot be asked. line_id: if it is known."""
+
+    def __init__(self, message: str, line_id: LineId | None = None, form: Form = "short") -> None:
+        super().__init__(message)
+        self.line_id = line_id
+        self.form = form
+
+
+@dataclass(frozen=True, slots=True)
+class LineDefaults:
+    """What holds for lines that do not say. folder: where the short form's relative paths begin."""
+
+    folder: Path
+    fps: float | None = None
+    num_frames: int | None = None
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLine:
+    """One question. number: from 1, as editors count. body: of a chat request. expected: the right answer."""
+
+    number: int
+    line_id: LineId
+    form: Form
+    body: JSON
+    expected: str | None = None
+
+    @property
+    def key(self) -> str:
+        """The id as JSON: 1 and "1" are two ids."""
+        return id_key(self.line_id)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """What a question may have in common with others. urls: of its media, in order; none: nothing to share.
+
+    frame: JSON of everything else up to the last of the media, and of the options that change them.
+    """
+
+    urls: tuple[str, ...]
+    frame: str
+
+
+def id_key(line_id: LineId) -> str:
+    return json.dumps(line_id, ensure_ascii=False)
+
+
+def parse_line(text: bytes, number: int, defaults: LineDefaults) -> BatchLine:
+    """Raises LineError for a line that is neither form, or asks for nothing that makes sense."""
+    try:
+        record = json.loads(text)
+    except ValueError as error:
+        raise LineError(f"this line is no JSON: {error}; give one object on each line") from None
+    if not isinstance(record, dict):
+        raise LineError(f"this line is a JSON {type(record).__name__}; give an object")
+    if "custom_id" in record:
+        return _parse_openai(record, number, defaults)
+    return _parse_short(record, number, defaults)
+
+
+def _parse_short(record: JSON, number: int, defaults: LineDefaults) -> BatchLine:
+    line_id = _checked_id(record.get("id"), "id", "short")
+    try:
+        _check_keys(record, _SHORT_KEYS)
+        expected = record.get("answer")
+        if expected is not None and not isinstance(expected, str):
+            raise RequestError(f"answer is {expected!r}; allowed: a text; put it in quotes")
+        return BatchLine(number, line_id, "short", _short_body(record, defaults), expected)
+    except RequestError as error:
+        raise LineError(str(error), line_id) from None
+
+
+def _short_body(record: JSON, defaults: LineDefaults) -> JSON:
+    question = record.get("question")
+    if not isinstance(question, str) or not question.strip():
+        raise RequestError(f"question is {question!r}; allowed: a text; ask something")
+    parts: list[JSON] = list(_media_parts(record, defaults.folder))
+    body: JSON = {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]}
+    rates = {name: record[name] for name in _RATES if record.get(name) is not None}
+    if rates:
+        body["epd"] = rates
+    if record.get("max_tokens") is not None:
+        body["max_tokens"] = record["max_tokens"]
+    return _with_defaults(body, defaults)
+
+
+def _media_parts(record: JSON, folder: Path) -> Iterator[JSON]:
+    video, images = record.get("video"), record.get("images")
+    if (video is None) == (images is None):
+        raise RequestError(f"video is {video!r} and images is {images!r}; give one of the two")
+    if isinstance(video, str) and video:
+        yield _part("video_url", media_url(video, folder))
+    elif isinstance(images, list) and images and all(isinstance(each, str) and each for each in images):
+        yield from (_part("image_url", media_url(each, folder)) for each in images)
+    else:
+        name, value = ("images", images) if video is None else ("video", video)
+        raise RequestError(f"{name} is {value!r}; allowed: a path for video, a list of paths for images")
+
+
+def _part(kind: str, url: str) -> JSON:
+    return {"type": kind, kind: {"url": url}}
+
+
+def media_url(source: str, folder: Path) -> str:
+    """A URL as it is, a path as a file: URL; a relative path begins at `folder`."""
+    if source.startswith(_URL_PREFIXES):
+        return source
+    try:
+        return (folder / source).absolute().as_uri()
+    except ValueError as error:
+        raise RequestError(f"{source!r} is no path ({error}); give the path of a file") from None
+
+
+def _parse_openai(record: JSON, number: int, defaults: LineDefaults) -> BatchLine:
+    line_id = _checked_id(record["custom_id"], "custom_id", "openai")
+    try:
+        _check_keys(record, _OPENAI_KEYS)
+        if (record.get("method"), record.get("url")) != ("POST", CHAT_URL):
+            raise RequestError(
+                f"received {record.get('method')!r} {record.get('url')!r}; allowed: 'POST' {CHAT_URL!r}"
+            )
+        body = record.get("body")
+        if not isinstance(body, dict):
+            raise RequestError(f"body is {body!r}; allowed: an object, the body of a chat request")
+        body = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
+        return BatchLine(number, line_id, "openai", _with_defaults(body, defaults))
+    except RequestError as error:
+        raise LineError(str(error), line_id, "openai") from None
+
+
+def _checked_id(value: Any, name: str, form: Form) -> LineId:
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise LineError(f"{name} is {value!r}; allowed: a text or a whole number; name the line", None, form)
+    return value
+
+
+def _check_keys(record: JSON, known: tuple[str, ...]) -> None:
+    unknown = next((name for name in record if name not in known), None)
+    if unknown is not None:
+        raise RequestError(f"there is no field {unknown!r}; the fields are {', '.join(known)}")
+
+
+def _with_defaults(body: JSON, defaults: LineDefaults) -> JSON:
+    """The body with the defaults where it says nothing; a rate or number of frames rules out both."""
+    if defaults.max_tokens is not None and all(body.get(name) is None for name in _TOKEN_LIMITS):
+        body = {**body, "max_tokens": defaults.max_tokens}
+    rates = {"fps": defaults.fps, "num_frames": defaults.num_frames}
+    rates = {name: value for name, value in rates.items() if value is not None}
+    places = [body.get(place) for place in _SAMPLING_PLACES]
+    says = any(isinstance(place, dict) and place.get(name) for place in places for name in _RATES)
+    if rates and not says:
+        ours = body.get("epd")
+        body = {**body, "epd": {**(ours if isinstance(ours, dict) else {}), **rates}}
+    return body
+
+
+def shared_prefix(body: JSON) -> SharedPrefix:
+    """Of any body, also of one that no server would take: then there may be nothing to share."""
+    messages = body.get("messages")
+    messages = messages if isinstance(messages, list) else []
+    places = [place for place, message in enumerate(messages) if any(_urls(message))]
+    if not places:
+        return SharedPrefix((), "")
+    before, last = messages[: places[-1]], messages[places[-1]]
+    parts = last["content"]
+    stop = 1 + max(place for place, part in enumerate(parts) if _url_of(part) is not None)
+    common = [*before, {**last, "content": parts[:stop]}]
+    options = [body.get("model"), *(body.get(place) for place in _SAMPLING_PLACES)]
+    urls = tuple(url for message in common for url in _urls(message))
+    return SharedPrefix(urls, json.dumps([options, _without_urls(common)], sort_keys=True))
+
+
+def _urls(message: Any) -> Iterator[str]:
+    content = message.get("content") if isinstance(message, dict) else None
+    for part in content if isinstance(content, list) else ():
+        url = _url_of(part)
+        if url is not None:
+            yield url
+
+
+def _url_of(part: Any) -> str | None:
+    kind = part.get("type") if isinstance(part, dict) else None
+    place = part.get(kind) if kind in _MEDIA_PARTS else None
+    url = place.get("url") if isinstance(place, dict) else None
+    return url if isinstance(url, str) else None
+
+
+def _without_urls(messages: list[Any]) -> list[Any]:
+    """The same messages with a mark where each medium stands."""
+    return [
+        {**message, "content": [part["type"] if _url_of(part) is not None else part for part in content]}
+        if isinstance(message, dict) and isinstance(content := message.get("content"), list)
+        else message
+        for message in messages
+    ]

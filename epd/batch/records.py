@@ -1,0 +1,76 @@
+"""What is written of a line: our short form or OpenAI's batch output, as the line itself was."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from epd.batch.line_index import RefusedLine
+from epd.batch.lines import JSON, Form, LineId, id_key
+from epd.batch.tasks import Answered, Failed
+
+_REFUSED_STATUS = 400
+
+
+def is_same_answer(answer: str, expected: str) -> bool:
+    """Whatever the case, surrounding space or final full stop."""
+    return _normalised(answer) == _normalised(expected)
+
+
+def _normalised(text: str) -> str:
+    return text.strip().rstrip(".").casefold()
+
+
+def result_record(outcome: Answered) -> JSON:
+    """One line of the results."""
+    line, completion = outcome.line, outcome.completion
+    if line.form == "openai":
+        response = {
+            "status_code": 200,
+            "request_id": str(completion.get("id", "")),
+            "body": completion,
+        }
+        return _openai(line.line_id, response, None)
+    answer = answer_text(completion)
+    choice = completion["choices"][0]
+    record: JSON = {"id": line.line_id, "answer": answer, "finish_reason": choice["finish_reason"]}
+    if line.expected is not None:
+        record |= {"expected": line.expected, "is_right": is_same_answer(answer, line.expected)}
+    return record | {"usage": completion.get("usage")}
+
+
+def answer_text(completion: Mapping[str, Any]) -> str:
+    """Of the first choice."""
+    return str(completion["choices"][0]["message"]["content"] or "")
+
+
+def error_record(outcome: Failed | RefusedLine) -> JSON:
+    """One line beside the results. A line without an id is told by its number."""
+    if isinstance(outcome, Failed):
+        line = outcome.line
+        return _error(line.line_id, line.number, line.form, outcome.kind, outcome.message, outcome.status)
+    refused = (outcome.line_id, outcome.number, outcome.form)
+    return _error(*refused, "RequestError", outcome.message, _REFUSED_STATUS)
+
+
+def _error(line_id: LineId | None, number: int, form: Form, kind: str, message: str, status: int) -> JSON:
+    if form == "openai":
+        body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
+        response = {"status_code": status, "request_id": "", "body": body}
+        return _openai(line_id, response, {"code": kind, "message": message}, number)
+    return {"id": line_id, "line": number, "error": {"type": kind, "message": message}}
+
+
+def _openai(line_id: LineId | None, response: JSON, error: JSON | None, number: int | None = None) -> JSON:
+    name = hashlib.blake2b(repr(line_id or number).encode(), digest_size=12).hexdigest()
+    record: JSON = {"id": f"batch_req_{name}", "custom_id": line_id, "response": response, "error": error}
+    return record if line_id is not None else {**record, "line": number}
+
+
+def key_of(record: JSON) -> str | None:
+    """The key of the line that a written record is about; None for what is no record of ours."""
+    line_id = record.get("custom_id") if "custom_id" in record else record.get("id")
+    if line_id is not None:
+        return id_key(line_id)
+    return f"line {record['line']}" if isinstance(record.get("line"), int) else None

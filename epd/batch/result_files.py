@@ -1,0 +1,140 @@
+"""The two files of a run, OUT.jsonl and OUT.errors.jsonl: whole lines, each line of the input once.
+
+A run that is killed leaves at most a torn last line, which the next run cuts off. Lines are added to the end
+with one write, so nobody ever reads half of one. The files are locked while a run writes to them; the lock
+goes with its process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from epd.batch.lines import JSON
+from epd.batch.records import key_of
+from epd.errors import RequestError
+
+# Of what is lost when the machine goes down; a process that is killed loses nothing.
+_SYNC_S = 1.0
+_TAIL_BYTES = 1 << 16
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the files hold. num_checked: answers whose line says what is right."""
+
+    num_answered: int = 0
+    num_failed: int = 0
+    num_checked: int = 0
+    num_right: int = 0
+
+    def count(self, record: JSON, *, is_error: bool) -> None:
+        self.num_failed += is_error
+        self.num_answered += not is_error
+        if "is_right" in record:
+            self.num_checked += 1
+            self.num_right += bool(record["is_right"])
+
+
+def errors_path(out: Path) -> Path:
+    """OUT.errors.jsonl for OUT.jsonl."""
+    return out.with_name(f"{out.stem}.errors{out.suffix}")
+
+
+class ResultFiles:
+    """Opened for adding, locked against other runs."""
+
+    def __init__(self, out: Path) -> None:
+        """Raises RequestError for files that cannot be written, or that another run writes."""
+        self.tally = Tally()
+        self._results = _open_locked(out)
+        try:
+            self._errors = _open_locked(errors_path(out))
+        except RequestError:
+            self._results.close()
+            raise
+        self._synced_s = time.monotonic()
+        for file in (self._results, self._errors):
+            _cut_torn_line(file)
+
+    def close(self) -> None:
+        self._sync()
+        self._errors.close()
+        self._results.close()
+
+    def done(self) -> Iterator[str]:
+        """The keys of the lines that are answered or explained already; counts them."""
+        for file in (self._results, self._errors):
+            file.seek(0)
+            for text in file:
+                record = _record(text, file.name)
+                key = key_of(record)
+                if key is not None:
+                    self.tally.count(record, is_error=file is self._errors)
+                    yield key
+
+    def add(self, results: Sequence[JSON], errors: Sequence[JSON]) -> None:
+        """Writes records, each file's with one write."""
+        self._write(self._results, results)
+        self._write(self._errors, errors)
+        if time.monotonic() - self._synced_s > _SYNC_S:
+            self._sync()
+
+    def _write(self, file: IO[bytes], records: Sequence[JSON]) -> None:
+        for record in records:
+            self.tally.count(record, is_error=file is self._errors)
+        data = b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records)
+        while data:
+            data = data[os.write(file.fileno(), data) :]
+
+    def _sync(self) -> None:
+        for file in (self._results, self._errors):
+            os.fsync(file.fileno())
+        self._synced_s = time.monotonic()
+
+
+def _open_locked(path: Path) -> IO[bytes]:
+    try:
+        file = path.open("a+b")
+    except OSError as error:
+        raise RequestError(
+            f"cannot write '{path}': {error.strerror}; name a file in a folder of yours"
+        ) from error
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise RequestError(
+            f"another run writes to '{path}'; wait for its end, or name another file"
+        ) from error
+    return file
+
+
+def _cut_torn_line(file: IO[bytes]) -> None:
+    """Ends the file with its last whole line."""
+    stop = file.seek(0, os.SEEK_END)
+    while stop:
+        start = max(0, stop - _TAIL_BYTES)
+        file.seek(start)
+        newline = file.read(stop - start).rfind(b"\n")
+        if newline >= 0:
+            stop = start + newline + 1
+            break
+        stop = start
+    file.truncate(stop)
+
+
+def _record(text: bytes, name: str) -> JSON:
+    try:
+        record = json.loads(text)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict):
+        raise RequestError(f"'{name}' holds {text[:60]!r}, which is no result; name another file")
+    return record

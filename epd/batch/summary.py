@@ -1,0 +1,87 @@
+"""What a run came to."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from epd.batch.result_files import Tally
+from epd.batch.tasks import BackendCounts
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """num_lines: of the input. num_done_before: by earlier runs. tally: of what the files hold in the end.
+
+    num_groups: groups of lines with the same media before their questions, of this run. wall_s: of this run,
+    from when the model was there. utilisation: share of the time from the first answer on that each stage
+    worked. peak_bytes: of this process's memory.
+    """
+
+    num_lines: int
+    num_done_before: int
+    num_groups: int
+    tally: Tally
+    wall_s: float
+    counts: BackendCounts = field(default_factory=BackendCounts)
+    utilisation: Mapping[str, float] = field(default_factory=dict)
+    peak_bytes: int = 0
+
+    @property
+    def num_now(self) -> int:
+        """Lines answered or explained by this run."""
+        return self.tally.num_answered + self.tally.num_failed - self.num_done_before
+
+    @property
+    def lines_per_s(self) -> float:
+        return self.num_now / self.wall_s if self.wall_s > 0 else 0.0
+
+    @property
+    def accuracy(self) -> float | None:
+        """The share of right answers, where lines say what is right."""
+        return self.tally.num_right / self.tally.num_checked if self.tally.num_checked else None
+
+    def record(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "num_lines": self.num_lines,
+            "num_done_before": self.num_done_before,
+            **asdict(self.tally),
+            "accuracy": self.accuracy,
+            "num_groups": self.num_groups,
+            **asdict(self.counts),
+            "wall_s": round(self.wall_s, 3),
+            "lines_per_s": round(self.lines_per_s, 3),
+            "utilisation": {name: round(share, 3) for name, share in self.utilisation.items()},
+            "peak_bytes": self.peak_bytes,
+        }
+
+    def lines(self) -> list[str]:
+        """For people."""
+        tally, counts = self.tally, self.counts
+        before = f", {self.num_done_before} of them before" if self.num_done_before else ""
+        lines = [
+            f"{tally.num_answered} of {self.num_lines} lines answered, {tally.num_failed} failed{before}",
+            f"{self.num_now} lines about {self.num_groups} media in {self.wall_s:.1f} s, "
+            f"{self.lines_per_s:.2f} a second",
+        ]
+        if self.accuracy is not None:
+            lines.append(f"{tally.num_right} of {tally.num_checked} answers right ({self.accuracy:.1%})")
+        if counts.num_decoded is not None:
+            lines.append(
+                f"media decoded {counts.num_decoded}, encoded {counts.num_encoded}, "
+                f"prefilled {counts.num_prefilled} times"
+            )
+        if self.utilisation:
+            shares = ", ".join(f"{name} {share:.0%}" for name, share in self.utilisation.items())
+            lines.append(f"busy since the first answer: {shares}")
+        return lines
+
+
+def peak_bytes() -> int:
+    """The most memory this process has held."""
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return size if sys.platform == "darwin" else size * 1024

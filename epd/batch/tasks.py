@@ -1,0 +1,72 @@
+"""What a backend is given, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from epd.batch.lines import JSON, BatchLine
+from epd.errors import EPDError, http_status
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MediaTask:
+    """Questions with the same media before them. lines: at least one, taken one by one, by any thread."""
+
+    number: int
+    lines: Iterator[BatchLine]
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A line and the completion it got, in the form of OpenAI's API."""
+
+    line: BatchLine
+    completion: JSON
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A line and why it has no answer. kind: the name of the error's class. status: of HTTP."""
+
+    line: BatchLine
+    kind: str
+    message: str
+    status: int = 500
+
+    @classmethod
+    def of(cls, line: BatchLine, error: EPDError) -> Failed:
+        return cls(line, type(error).__name__, " ".join(str(error).split()), http_status(error))
+
+
+Outcome = Answered | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class BackendCounts:
+    """How often something was done, where that is known. Of each medium: decoded, encoded, prefilled."""
+
+    num_decoded: int | None = None
+    num_encoded: int | None = None
+    num_prefilled: int | None = None
+
+
+class Backend(Protocol):
+    """Whatever answers tasks."""
+
+    def run(self, tasks: Iterator[MediaTask]) -> AbstractContextManager[Iterator[Outcome | None]]:
+        """What comes of the lines of all tasks, in any order; None when nothing came for a moment.
+
+        A task is taken when there is room for it, so that little is held whatever their number is. Leaving
+        the block ends the work. What goes wrong with one line or its media is a `Failed`; raises EPDError
+        when nothing can be answered any more.
+        """
+        ...
+
+    def busy_s(self) -> Mapping[str, float]:
+        """Seconds that each stage has worked since the start, by its name; of several workers their mean."""
+        ...
+
+    def counts(self) -> BackendCounts: ...

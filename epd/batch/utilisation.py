@@ -1,0 +1,62 @@
+"""How busy each stage is, over time, in few samples however long a run is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_MAX_SAMPLES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """busy_s: seconds that each stage has worked up to time_s."""
+
+    time_s: float
+    busy_s: Mapping[str, float]
+
+
+class Utilisation:
+    """Samples of how long stages have worked; when there are too many, every second one goes."""
+
+    def __init__(self, max_samples: int = _MAX_SAMPLES) -> None:
+        self.samples: list[Sample] = []
+        self._max_samples = max_samples
+        self._least_gap_s = 0.0
+        self._warm: Sample | None = None
+
+    def add(self, time_s: float, busy_s: Mapping[str, float]) -> None:
+        """A sample, unless the last is more recent than the gap between those that are kept."""
+        if self.samples and time_s - self.samples[-1].time_s < self._least_gap_s:
+            return
+        self.samples.append(Sample(time_s, dict(busy_s)))
+        if len(self.samples) > self._max_samples:
+            del self.samples[1::2]
+            span_s = self.samples[-1].time_s - self.samples[0].time_s
+            self._least_gap_s = span_s / len(self.samples)
+
+    def mark_warm(self, time_s: float, busy_s: Mapping[str, float]) -> None:
+        """What came before does not count, the first time this is called."""
+        self._warm = self._warm or Sample(time_s, dict(busy_s))
+
+    def shares(self, time_s: float, busy_s: Mapping[str, float]) -> dict[str, float]:
+        """Of the time since the run was warm, the share that each stage has worked; none before it was."""
+        return {} if self._warm is None else _shares(self._warm, Sample(time_s, busy_s))
+
+    def recent(self, time_s: float, busy_s: Mapping[str, float], window_s: float = 5.0) -> dict[str, float]:
+        """The same of the last seconds."""
+        before = [sample for sample in self.samples if sample.time_s <= time_s - window_s]
+        start = before[-1] if before else next(iter(self.samples), None)
+        return {} if start is None else _shares(start, Sample(time_s, busy_s))
+
+    def steps(self) -> list[tuple[float, dict[str, float]]]:
+        """(time, shares) for each gap between samples, by the time at its end."""
+        pairs = zip(self.samples, self.samples[1:], strict=False)
+        return [(after.time_s, _shares(before, after)) for before, after in pairs]
+
+
+def _shares(before: Sample, after: Sample) -> dict[str, float]:
+    span_s = after.time_s - before.time_s
+    if span_s <= 0:
+        return {}
+    return {name: (busy_s - before.busy_s.get(name, 0.0)) / span_s for name, busy_s in after.busy_s.items()}
