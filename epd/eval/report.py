@@ -33,8 +33,10 @@ def print_rows(rows: Sequence[EvalRow], console: Console) -> None:
         console.print(table)
         console.print()
     console.print("kept: share of visual tokens. right: % of answers, with its 95 % interval.")
-    console.print("of full: % of the accuracy with all tokens. won, lost: right only here, right")
-    console.print("only with all tokens. p: of won against lost, exact McNemar. TTFT: cold, s.")
+    other = {row.against for row in rows} - {FULL.method}
+    against = f"with {other.pop()}" if other else "with all tokens"
+    console.print(f"of full: % of the accuracy with all tokens. won, lost: right only here, only {against}.")
+    console.print("p: of won against lost, exact McNemar. TTFT: cold, s.")
 
 
 def _cells(row: EvalRow) -> list[str]:

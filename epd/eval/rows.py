@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from statistics import fmean, median
 from typing import Any
 
@@ -18,7 +19,8 @@ class EvalRow:
 
     accuracy: of `num_questions`, with its 95 % interval. accuracy_of_full: of all tokens, on those of the
     questions that were also asked so; relative_accuracy: the share of that which is left.
-    wins, losses: of these, right only here, right only with all tokens; p_value: of the two, exact McNemar.
+    wins, losses: right only here, right only with `against`, which is all tokens ("full") or a method at the
+    same retention; p_value: of the two, exact McNemar, None where nothing was asked both ways.
     visual_tokens, kv_bytes: kept for a video, on average.
     ttft_s, prefill_s: medians over `num_cold` requests, None without any. kinds: accuracy by kind.
     """
@@ -32,6 +34,7 @@ class EvalRow:
     interval: Interval
     accuracy_of_full: float | None
     relative_accuracy: float | None
+    against: str
     wins: int
     losses: int
     p_value: float | None
@@ -65,31 +68,64 @@ class KindAccuracy:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What rows are wanted: every method at every retention and number of frames."""
+    """What rows are wanted: every method at every retention and number of frames.
+
+    against: what each is tested against, all tokens or another method at the same retention.
+    """
 
     methods: tuple[str, ...]
     retentions: tuple[float, ...]
     num_frames: tuple[int, ...]
+    against: str = FULL.method
 
     @classmethod
-    def of(cls, log: VerdictLog) -> Asked:
+    def of(cls, log: VerdictLog, against: str = FULL.method) -> Asked:
         """All that a log holds; where it holds only all tokens, that counts as a method."""
         settings = dict.fromkeys(verdict.setting for verdict in log.verdicts)
         methods = dict.fromkeys(setting.method for setting in settings if setting != FULL)
         retentions = sorted({setting.retention for setting in settings}, reverse=True)
         frames = sorted({verdict.num_frames for verdict in log.verdicts})
-        return cls(tuple(methods) or (FULL.method,), tuple(retentions), tuple(frames))
+        return cls(tuple(methods) or (FULL.method,), tuple(retentions), tuple(frames), against)
 
     @property
     def settings(self) -> tuple[EvalSetting, ...]:
         """What has to be measured: all tokens, always, and each method at less."""
-        pairs = (setting_of(method, kept) for method in self.methods for kept in self.retentions)
+        methods = dict.fromkeys([*self.methods, self.against])
+        pairs = [setting_of(method, kept) for method in methods for kept in self.retentions]
         return tuple(dict.fromkeys([FULL, *pairs]))
 
 
 def setting_of(method: str, retention: float) -> EvalSetting:
     """FULL for all tokens, whatever the method."""
-    return FULL if retention == 1.0 else EvalSetting(method, retention)
+    return FULL if retention == 1.0 or method == FULL.method else EvalSetting(method, retention)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pairs:
+    """Questions that were asked both ways. num_there: those that the other way got right."""
+
+    num_questions: int
+    num_there: int
+    wins: int
+    losses: int
+
+    @classmethod
+    def of(cls, here: Sequence[Verdict], there: Sequence[Verdict]) -> _Pairs:
+        is_right_there = {verdict.item_id: verdict.is_right for verdict in there}
+        pairs = [
+            (each.is_right, is_right_there[each.item_id]) for each in here if each.item_id in is_right_there
+        ]
+        wins, losses = pairs.count((True, False)), pairs.count((False, True))
+        return cls(len(pairs), sum(right for _, right in pairs), wins, losses)
+
+    @property
+    def accuracy_there(self) -> float | None:
+        return self.num_there / self.num_questions if self.num_questions else None
+
+    @property
+    def relative_accuracy(self) -> float | None:
+        """Accuracy here as a share of that there."""
+        return 1 + (self.wins - self.losses) / self.num_there if self.num_there else None
 
 
 def eval_rows(log: VerdictLog, asked: Asked) -> list[EvalRow]:
@@ -97,16 +133,17 @@ def eval_rows(log: VerdictLog, asked: Asked) -> list[EvalRow]:
 
     With all tokens a method changes nothing: its row at retention 1.0 is that of all tokens.
     """
-    verdicts = _by_setting(log.verdicts)
-    samples = _by_setting(log.samples)
+    verdicts, samples = _by_setting(log.verdicts), _by_setting(log.samples)
     rows = []
-    for frames in asked.num_frames:
+    for frames, method, retention in product(asked.num_frames, asked.methods, asked.retentions):
+        here = verdicts.get((setting_of(method, retention), frames), [])
         full = verdicts.get((FULL, frames), [])
-        for method in asked.methods:
-            for retention in asked.retentions:
-                key = (setting_of(method, retention), frames)
-                if key in verdicts:
-                    rows.append(_row(method, key, verdicts[key], full, samples.get(key, [])))
+        there = verdicts.get((setting_of(asked.against, retention), frames), [])
+        cold = samples.get((setting_of(method, retention), frames), [])
+        if here:
+            rows.append(
+                _row(method, here, _Pairs.of(here, full), asked.against, _Pairs.of(here, there), cold)
+            )
     return rows
 
 
@@ -116,8 +153,10 @@ def table_rows(log: VerdictLog, asked: Asked) -> list[EvalRow]:
     return [
         row
         for frames in asked.num_frames
-        for part in (Asked((FULL.method,), (1.0,), (frames,)), Asked(asked.methods, less, (frames,)))
-        for row in eval_rows(log, part)
+        for row in (
+            *eval_rows(log, Asked((FULL.method,), (1.0,), (frames,))),
+            *eval_rows(log, Asked(asked.methods, less, (frames,), asked.against)),
+        )
     ]
 
 
@@ -132,34 +171,29 @@ def _by_setting(
 
 def _row(
     method: str,
-    key: tuple[EvalSetting, int],
     verdicts: Sequence[Verdict],
-    full: Sequence[Verdict],
+    with_full: _Pairs,
+    against: str,
+    with_other: _Pairs,
     samples: Sequence[TTFTSample],
 ) -> EvalRow:
-    is_right_in_full = {verdict.item_id: verdict.is_right for verdict in full}
-    pairs = [
-        (each.is_right, is_right_in_full[each.item_id])
-        for each in verdicts
-        if each.item_id in is_right_in_full
-    ]
-    wins, losses = pairs.count((True, False)), pairs.count((False, True))
-    num_full = sum(of_full for _, of_full in pairs)
+    """verdicts: at least one, all of one retention and number of frames."""
     num_right = sum(verdict.is_right for verdict in verdicts)
     videos = {verdict.video: verdict for verdict in verdicts}.values()
     return EvalRow(
         method=method,
-        retention=key[0].retention,
-        num_frames=key[1],
+        retention=verdicts[0].retention,
+        num_frames=verdicts[0].num_frames,
         num_questions=len(verdicts),
         num_videos=len(videos),
         accuracy=num_right / len(verdicts),
         interval=wilson_interval(num_right, len(verdicts)),
-        accuracy_of_full=num_full / len(pairs) if pairs else None,
-        relative_accuracy=1 + (wins - losses) / num_full if num_full else None,
-        wins=wins,
-        losses=losses,
-        p_value=mcnemar_p(wins, losses) if pairs else None,
+        accuracy_of_full=with_full.accuracy_there,
+        relative_accuracy=with_full.relative_accuracy,
+        against=against,
+        wins=with_other.wins,
+        losses=with_other.losses,
+        p_value=mcnemar_p(with_other.wins, with_other.losses) if with_other.num_questions else None,
         visual_tokens=round(fmean(verdict.visual_tokens for verdict in videos)),
         kv_bytes=round(fmean(verdict.kv_bytes for verdict in videos)),
         ttft_s=median(sample.ttft_s for sample in samples) if samples else None,

@@ -116,6 +116,16 @@ def test_a_log_is_shown_whole_with_all_tokens_once() -> None:
     assert [row.method for row in table_rows(log, Asked.of(log))] == ["full", "half"]
 
 
+def test_methods_can_be_tested_against_each_other() -> None:
+    log = judged_log()
+    log.append([verdict(EvalSetting("other", 0.5), number, number < 4) for number in range(10)])
+    half, other = eval_rows(log, Asked(("half", "other"), (0.5,), (8,), against="other"))
+    assert (half.against, half.wins, half.losses, half.p_value) == ("other", 3, 0, pytest.approx(0.25))
+    assert (half.accuracy_of_full, half.relative_accuracy) == (pytest.approx(0.8), pytest.approx(7 / 8))
+    assert (other.wins, other.losses, other.p_value) == (0, 0, 1.0)
+    assert EvalSetting("x", 0.5) in Asked(("half",), (0.5,), (8,), against="x").settings
+
+
 def test_pairs_are_only_questions_asked_both_ways() -> None:
     log = VerdictLog(RUN)
     log.append([verdict(FULL, number, True) for number in range(4)])
