@@ -103,6 +103,12 @@ class Router:
                 return sum(num_tokens for _, num_tokens in media[:length])
         return 0
 
+    def workers_with(self, media: Sequence[tuple[str, int]]) -> set[str]:
+        """Workers that had a run of leading items last."""
+        hashes = tuple(mm_hash for mm_hash, _ in media)
+        found = (self._prefixes.get(hashes[:length]) for length in range(1, len(media) + 1))
+        return {worker for worker in found if worker is not None}
+
     def remember_prefix(self, worker: str, media: Sequence[tuple[str, int]]) -> None:
         """The worker has been given a prompt that begins with these media."""
         hashes = tuple(mm_hash for mm_hash, _ in media)

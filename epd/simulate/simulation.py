@@ -9,22 +9,20 @@ in for devices: costs of a Profile, and events in whole picoseconds.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
-from epd.admission import AdmissionQueue
 from epd.elasticity import Switch
 from epd.encoder_cache import GroupKey
-from epd.errors import InfeasibleError, OverloadedError
 from epd.kv_cache import KVCacheSpec
 from epd.profiles.profile import Profile
-from epd.routing import Router, Stage
+from epd.routing import Stage
 from epd.sharding import plan_shards
 from epd.simulate.clock import EventQueue, Rank, seconds_of, ticks_of
 from epd.simulate.deployment import Deployment
 from epd.simulate.encoding import EncodeSide, EncodeTask, encode_task
 from epd.simulate.language import LanguageSide, PassResult
+from epd.simulate.placement import Placement
 from epd.simulate.records import RecordTable, SimulationResult, Span
 from epd.simulate.requests import Job, RequestState, identity_of
 from epd.simulate.switching import Elasticity, RoleSwitching, sample_of
@@ -52,17 +50,14 @@ class Simulation:
         self.events = EventQueue()
         self.records = RecordTable()
         self._spans: list[Span] | None = [] if has_spans else None
-        self._router = Router()
-        self._admission = AdmissionQueue(deployment.max_waiting)
-        self._waiting: deque[RequestState] = deque()
         self._cpu = CpuPool(self.events, deployment.cpu_threads)
         self._workers = {
             spec.name: self._worker(spec.name, spec.roles) for spec in deployment.topology.workers()
         }
-        self._candidates: dict[Stage, list[str]] = {}
+        self._placement = Placement(deployment, self.events, self._workers, self._begin, self._refused)
+        self._chooser = self._placement.chooser
         self._switcher = None if elasticity is None else RoleSwitching(profile, elasticity)
         self._since_s = dict.fromkeys(self._workers, 0.0)
-        self._switching: set[str] = set()
         self._switches: list[tuple[float, str, str]] = []
         self._num_open = 0
 
@@ -91,20 +86,6 @@ class Simulation:
                 is_stepwise=deployment.is_stepwise,
             )
 
-    def _with_role(self, stage: Stage) -> list[str]:
-        """Names of the workers that take new work of a stage."""
-        if stage not in self._candidates:
-            self._candidates[stage] = [
-                worker.name
-                for worker in self._workers.values()
-                if stage in worker.roles and worker.name not in self._switching
-            ]
-        return self._candidates[stage]
-
-    def _decoders(self) -> list[str]:
-        """Those that go on with prompts of others: workers that prefill too decode their own."""
-        return [name for name in self._with_role("decode") if "prefill" not in self._workers[name].roles]
-
     # The run
 
     def run(self, jobs: Iterable[Job], on_progress: OnProgress | None = None) -> SimulationResult:
@@ -116,7 +97,7 @@ class Simulation:
             if on_progress is not None and self.events.num_happened % _PROGRESS_EVERY == 0:
                 on_progress(len(self.records))
         if self._num_open:
-            raise AssertionError(f"{self._num_open} requests never ended: {list(self._waiting)[:3]}")
+            raise AssertionError(f"{self._num_open} requests never ended")
         sides = [worker.language for worker in self._workers.values() if worker.language is not None]
         return SimulationResult(
             self.records.rows(),
@@ -138,16 +119,15 @@ class Simulation:
         state = RequestState(job)
         if self.deployment.enable_prefix_caching:
             state.identity = identity_of(job)
-        now_s = seconds_of(self.events.now)
-        try:
-            self._admission.enter(state.request_id, now_s, now_s + self.deployment.max_wait_s)
-        except OverloadedError:
-            self._record(state, is_refused=True)
+        if not self._placement.enter(state):
+            self._refused(state)
             return
         if self._switcher is not None:
-            self._switcher.arrived(now_s, job)
-        self._waiting.append(state)
-        self._place_waiting()
+            self._switcher.arrived(seconds_of(self.events.now), job)
+        self._placement.place_waiting()
+
+    def _refused(self, state: RequestState) -> None:
+        self._record(state, is_refused=True)
 
     def _record(self, state: RequestState, *, is_refused: bool = False) -> None:
         state.end = self.events.now
@@ -155,62 +135,6 @@ class Simulation:
         self.records.add(state, state.end, is_refused=is_refused)
         if self._switcher is not None and not is_refused:
             self._switcher.estimator.finished(seconds_of(state.end))
-
-    # Placement
-
-    def _place_waiting(self) -> None:
-        """Places requests, first come, first served, until one finds no room."""
-        while self._waiting:
-            state = self._waiting[0]
-            now_s = seconds_of(self.events.now)
-            try:
-                self._admission.check_deadline(state.request_id, now_s)
-                if not self._place(state):
-                    return
-                self._admission.place(state.request_id, now_s)
-                self._waiting.popleft()
-                self._begin(state)
-            except (OverloadedError, InfeasibleError):
-                self._admission.leave(state.request_id)
-                self._waiting.popleft()
-                self._record(state, is_refused=True)
-
-    def _place(self, state: RequestState) -> bool:
-        """Chooses a prefill worker and, unless that decodes too, reserves room at a decode worker."""
-        job, router = state.job, self._router
-        prefillers = self._with_role("prefill")
-        if not prefillers:
-            return False
-        media = [(str(job.media_key), job.num_visual_tokens)] if job.groups else []
-        prefill = router.prefill_order(prefillers, media, job.num_prompt_tokens)[0]
-        self._language(prefill).check_fits(job)
-        if "decode" in self._workers[prefill].roles:
-            decode = prefill
-        else:
-            found = self._reserve(state)
-            if found is None:
-                return False
-            decode = found
-        state.prefill_worker, state.decode_worker, state.placed = prefill, decode, self.events.now
-        books = router.books(prefill)
-        books.prefill_tokens += job.num_prompt_tokens
-        books.num_prefills += 1
-        router.books(decode).num_decodes += 1
-        if self.deployment.enable_prefix_caching:
-            router.remember_prefix(prefill, media)
-        return True
-
-    def _reserve(self, state: RequestState) -> str | None:
-        if state.job.output_tokens == 1:  # nothing to decode: any of them in name only
-            return self._decoders()[0] if self._decoders() else None
-        for name in self._router.decode_order(self._decoders()):
-            worker = self._workers[name]
-            assert worker.language is not None
-            worker.language.check_fits(state.job)
-            worker.wake()  # blocks of the steps under way are booked before others are
-            if worker.language.reserve(state):
-                return name
-        return None
 
     # Media
 
@@ -261,20 +185,20 @@ class Simulation:
             key = GroupKey(str(state.job.media_key), (), (group, group + 1), (1, 1), self.profile.model)
             worker = self._workers[encoder]
             assert worker.encoder is not None
-            self._router.books(encoder).encode_patches += state.job.groups[group].media.num_patches
+            self._chooser.book(encoder, encode_patches=state.job.groups[group].media.num_patches)
             worker.encoder.queue.append(encode_task(state, group, key))
             worker.wake()
 
     def _shares(self, state: RequestState, groups: Sequence[int]) -> list[tuple[str, int]]:
-        encoders = self._with_role("encode")
+        encoders = self._placement.with_role("encode")
         sharding = self.deployment.sharding
         if sharding == "local":
             return [(state.prefill_worker, group) for group in groups]
         if sharding == "request" or len(groups) == 1:
-            encoder = self._router.encoder(encoders)
+            encoder = self._chooser.encoder(encoders)
             return [(encoder, group) for group in groups]
         patches = [state.job.groups[group].media.num_patches for group in groups]
-        loads = [self._router.books(name).encode_patches for name in encoders]
+        loads = [self._chooser.router.books(name).encode_patches for name in encoders]
         shards = plan_shards(patches, loads)
         return [(encoders[shard.encoder], groups[place]) for shard in shards for place in shard.groups]
 
@@ -282,7 +206,7 @@ class Simulation:
         """Embeddings leave for where they are prefilled."""
         for task in tasks:
             media = task.state.job.groups[task.group].media
-            self._router.books(worker.name).encode_patches -= media.num_patches
+            self._chooser.book(worker.name, encode_patches=-media.num_patches)
             if worker.name == task.state.prefill_worker:
                 self._embeddings_arrived(task)
                 continue
@@ -310,22 +234,19 @@ class Simulation:
         for state in result.first_tokens:
             self._first_token(worker, state)
         for state in result.finished:
-            self._router.books(worker.name).num_decodes -= 1
+            self._chooser.book(worker.name, num_decodes=-1)
             self._record(state)
         if result.finished or result.first_tokens:
-            self._place_waiting()
+            self._placement.place_waiting()
 
     def _first_token(self, worker: Worker, state: RequestState) -> None:
         state.first_token = self.events.now
-        books = self._router.books(worker.name)
-        books.prefill_tokens -= state.job.num_prompt_tokens
-        books.num_prefills -= 1
-        self._admission.record_first_token(seconds_of(self.events.now - state.placed))
+        self._placement.first_token(worker.name, state)
         if state.decode_worker == worker.name:
             return
         if state.job.output_tokens == 1:
             self._language(worker.name).release(state.request_id)
-            self._router.books(state.decode_worker).num_decodes -= 1
+            self._chooser.book(state.decode_worker, num_decodes=-1)
             self._record(state)
             return
         tokens = state.job.num_prompt_tokens
@@ -355,10 +276,10 @@ class Simulation:
         for worker in self._workers.values():
             worker.wake()  # steps under way are booked as single ones would have been
         samples = [
-            sample_of(each, self._since_s[each.name], is_switching=each.name in self._switching)
+            sample_of(each, self._since_s[each.name], is_switching=each.name in self._placement.switching)
             for each in self._workers.values()
         ]
-        switch = self._switcher.look(seconds_of(self.events.now), samples, len(self._waiting))
+        switch = self._switcher.look(seconds_of(self.events.now), samples, self._placement.num_waiting)
         if switch is not None:
             self._begin_switch(switch)
         if self._num_open:
@@ -367,12 +288,12 @@ class Simulation:
     def _begin_switch(self, switch: Switch) -> None:
         """Nothing new for the worker; what waits for its encoder goes to the others."""
         worker = self._workers[switch.worker]
-        self._switching.add(worker.name)
-        self._candidates.clear()
-        if worker.encoder is not None and self._with_role("encode"):
+        self._placement.switching.add(worker.name)
+        self._placement.forget_roles()
+        if worker.encoder is not None and self._placement.with_role("encode"):
             tasks, worker.encoder.queue = worker.encoder.queue, []
             for task in tasks:
-                self._router.books(worker.name).encode_patches -= task.waiting.num_patches
+                self._chooser.book(worker.name, encode_patches=-task.waiting.num_patches)
                 self._deal(task.state, [task.group])
         self._await_drained(worker, switch)
 
@@ -385,21 +306,21 @@ class Simulation:
             self.events.push(at, Rank.POLICY, partial(self._end_switch, worker, switch))
 
     def _is_booked(self, name: str) -> bool:
-        books = self._router.books(name)
+        books = self._chooser.router.books(name)
         return bool(books.num_prefills or books.num_decodes or books.encode_patches)
 
     def _end_switch(self, worker: Worker, switch: Switch) -> None:
         """It has its new roles; or its old ones again, if the switch fails."""
         assert self._switcher is not None
         now_s = seconds_of(self.events.now)
-        self._switching.discard(worker.name)
-        self._candidates.clear()
+        self._placement.switching.discard(worker.name)
+        self._placement.forget_roles()
         if self._switcher.elasticity.is_failing(switch):
             self._switcher.controller.failed(now_s, worker.name)
         else:
             self._host(worker, switch.roles)
-            self._router.forget(worker.name)
+            self._chooser.router.forget(worker.name)
             self._since_s[worker.name] = now_s
             self._switches.append((now_s, worker.name, letters_of(switch.roles)))
             self._switcher.controller.succeeded(now_s, worker.name)
-        self._place_waiting()
+        self._placement.place_waiting()

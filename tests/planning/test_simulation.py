@@ -64,7 +64,7 @@ def simulate(profile: Profile, topology: str, work: list[Job], **settings: objec
         if worker.language is not None:
             worker.language.scheduler.check_integrity()
             assert worker.language.kv.usage == 0
-        books = simulation._router.books(worker.name)
+        books = simulation._chooser.router.books(worker.name)
         assert (books.prefill_tokens, books.num_prefills, books.num_decodes, books.encode_patches) == (0,) * 4
     return result
 
