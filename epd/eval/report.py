@@ -35,8 +35,8 @@ def print_rows(rows: Sequence[EvalRow], console: Console) -> None:
     console.print("kept: share of visual tokens. right: % of answers, with its 95 % interval.")
     other = {row.against for row in rows} - {FULL.method}
     against = f"with {other.pop()}" if other else "with all tokens"
-    console.print(f"of full: % of the accuracy with all tokens. won, lost: right only here, only {against}.")
-    console.print("p: of won against lost, exact McNemar. TTFT: cold, s.")
+    console.print("of full: % of the accuracy with all tokens. TTFT: cold, s.")
+    console.print(f"won, lost: right only here, only {against}. p: exact McNemar test of these.")
 
 
 def _cells(row: EvalRow) -> list[str]:
@@ -70,6 +70,7 @@ def plot_rows(rows: Sequence[EvalRow], path: Path) -> None:
         _plot_panel(panel, [row for row in rows if row.num_frames == num_frames])
         panel.set_title(f"{num_frames} frames")
     axes[0][0].set_ylabel("accuracy")
+    axes[0][-1].legend(loc="lower right")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
@@ -89,7 +90,6 @@ def _plot_panel(axes: Axes, rows: Sequence[EvalRow]) -> None:
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend()
 
 
 # Methods that look at nothing: what any other has to beat.
@@ -110,4 +110,5 @@ def _plot_line(axes: Any, method: str, rows: Sequence[EvalRow]) -> None:
         marker="o",
         markersize=4,
         capsize=2,
+        elinewidth=0.6,
     )
