@@ -13,6 +13,7 @@ model, T prompt tokens.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from encoders.chat import ChatMessage
+from epd.reduction import ReductionPolicy, Window
 from epd.types import MediaKind, PlaceholderRange
 
 Int64Array = NDArray[np.int64]
@@ -109,22 +111,53 @@ class MediaPlan:
 
 @dataclass(frozen=True, slots=True)
 class MediaItem:
-    """One image or video placed in a prompt: where each of its units goes, in order.
+    """One image or video placed in a prompt: where its units go, in order.
 
-    units: a range for each, or a single one for an item that is joined whole.
+    units: a range for each; a single one for an item that is joined whole; one for each window if only some
+    of the tokens are kept. windows: of a reduced item, else none.
     """
 
     plan: MediaPlan
     units: tuple[PlaceholderRange, ...]
+    windows: tuple[Window, ...] = ()
 
     def __post_init__(self) -> None:
-        needed = 1 if self.plan.is_joined_whole else self.plan.num_units
+        needed = 1 if self.plan.is_joined_whole else len(self.windows) or self.plan.num_units
         if len(self.units) != needed:
             raise ValueError(f"{needed} units need as many ranges, got {len(self.units)}")
 
+    @property
+    def num_tokens(self) -> int:
+        """Visual tokens in the prompt."""
+        return sum(unit.length for unit in self.units)
+
+    def unit_run(self, index: int) -> tuple[int, int]:
+        """Units [start, stop) whose tokens stand in range `index`."""
+        if self.windows:
+            return self.windows[index].start, self.windows[index].stop
+        return (0, self.plan.num_units) if self.plan.is_joined_whole else (index, index + 1)
+
+    def range_of(self, unit: int) -> PlaceholderRange:
+        """Where the tokens of a unit stand, perhaps among those of others."""
+        if self.windows:
+            return self.units[bisect_right(self.windows, unit, key=lambda window: window.start) - 1]
+        return self.units[0 if self.plan.is_joined_whole else unit]
+
     def token_indices(self, start: int, stop: int) -> Int64Array:
-        """int64 [V]: prompt positions of the visual tokens of units [start, stop), in order."""
+        """int64 [V]: prompt positions of the visual tokens in ranges [start, stop), in order."""
         return np.concatenate([np.arange(unit.offset, unit.stop) for unit in self.units[start:stop]])
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReduction:
+    """Which tokens of a prompt are kept is decided by `policy` when they are there.
+
+    positions: of each item the M-RoPE or plain positions of all its visual tokens, int64 [rows, V]; kept
+    tokens keep theirs. Empty for an item that is not reduced.
+    """
+
+    policy: ReductionPolicy
+    positions: tuple[Int64Array, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +167,15 @@ class PromptPlan:
     token_ids: int64 [T], placeholders included.
     positions: int64 [3, T], M-RoPE rows time, height, width, where text repeats in all three; else [1, T].
     next_position: the position of the first generated token; each further token is one later.
-    media: items in order of appearance.
+    media: items in order of appearance. reduction: when only some of the visual tokens are kept; then their
+    positions are known only with them, and stand here as those of the first ones.
     """
 
     token_ids: Int64Array
     positions: Int64Array
     next_position: int
     media: tuple[MediaItem, ...]
+    reduction: PromptReduction | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -152,6 +187,11 @@ class PromptPlan:
 
     @property
     def num_visual_tokens(self) -> int:
+        return sum(item.num_tokens for item in self.media)
+
+    @property
+    def num_visual_tokens_before(self) -> int:
+        """Those that there would be without reduction."""
         return sum(item.plan.num_tokens for item in self.media)
 
 

@@ -46,7 +46,8 @@ def plan_groups(
 ) -> list[MediaGroup]:
     """All groups of a request in order, of about `group_tokens` embeddings and at least one unit each.
 
-    mm_hashes: of each item's bytes. model: name and revision of the weights. reduction: of tokens, if any.
+    mm_hashes: of each item's bytes. model: name and revision of the weights. reduction: of what is encoded;
+    not of what is kept of it, so that requests that keep different shares share an encoding.
     """
     groups = []
     for item, (plan, mm_hash) in enumerate(zip(plans, mm_hashes, strict=True)):

@@ -10,13 +10,15 @@ from epd.kv_identity import DIGEST_BYTES, TokenIdentity, token_identity
 from epd.types import PlaceholderRange
 
 
-def prompt_identity(prompt: PromptPlan, mm_hashes: Sequence[str], *, reduction: str = "") -> TokenIdentity:
-    """Of every token of the prompt. mm_hashes: of each item's bytes. reduction: of tokens, if any.
+def prompt_identity(prompt: PromptPlan, mm_hashes: Sequence[str]) -> TokenIdentity:
+    """Of every token of the prompt. mm_hashes: of each item's bytes.
 
     A unit of a video is known by its own frames, so a longer look at the same video begins with equal tokens.
+    What is kept of a window depends on all that came before it, too.
     """
     if len(mm_hashes) != len(prompt.media):
         raise ValueError(f"{len(prompt.media)} media need as many hashes, got {len(mm_hashes)}")
+    reduction = prompt.reduction.policy.key if prompt.reduction else ""
     units = [
         unit
         for item, mm_hash in zip(prompt.media, mm_hashes, strict=True)
@@ -27,12 +29,14 @@ def prompt_identity(prompt: PromptPlan, mm_hashes: Sequence[str], *, reduction: 
 
 def _units(item: MediaItem, mm_hash: str, reduction: str) -> Iterator[tuple[PlaceholderRange, bytes]]:
     plan = item.plan
+    facts = (mm_hash, plan.kind, plan.size, plan.grid.h, plan.grid.w, plan.unit_span_s)
+    before = b""
     for index, place in enumerate(item.units):
-        last = plan.num_units if plan.is_joined_whole else index + 1
-        facts = (mm_hash, plan.kind, plan.size, plan.grid.h, plan.grid.w, plan.unit_span_s, reduction)
-        shown = _shown(plan, index, last)
+        shown = (_shown(plan, *item.unit_run(index)), reduction, before, item.windows[index : index + 1])
         digest = hashlib.blake2b(repr((facts, shown)).encode(), digest_size=DIGEST_BYTES).digest()
         yield place, digest
+        if item.windows:
+            before = digest
 
 
 def _shown(plan: MediaPlan, start: int, stop: int) -> tuple[float, ...]:

@@ -98,12 +98,20 @@ class StageTimings:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one request took, in frames and tokens."""
+    """What one request took, in frames and tokens.
+
+    visual_tokens: in the prompt. visual_tokens_before: those that there would be without reduction.
+    """
 
     num_frames: int
     visual_tokens: int
     prompt_tokens: int
     completion_tokens: int
+    visual_tokens_before: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.visual_tokens_before:
+            object.__setattr__(self, "visual_tokens_before", self.visual_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ class MediaFeeds:
             return
         self.receiver.open(request.request_id, [groups[number].spec for number in numbers])
         ends = tuple(group_end(request, groups[number]) for number in numbers)
-        joiner = Joiner(self._adapter, request.prompt.media)
+        joiner = Joiner(self._adapter, request.prompt)
         self._feeds[request.request_id] = _Feed(request, groups, numbers, ends, joiner)
 
     def step(self, news: News) -> bool:
@@ -173,15 +173,21 @@ class MediaFeeds:
 
 
 def needed_groups(request: GenerateRequest, groups: Sequence[MediaGroup], num_cached: int) -> tuple[int, ...]:
-    """Numbers of the groups whose tokens are not all among the first `num_cached` of the prompt."""
-    return tuple(number for number, group in enumerate(groups) if group_end(request, group) > num_cached)
+    """Numbers of the groups whose tokens are not all among the first `num_cached` of the prompt.
+
+    Of a reduced item none or all: what is kept of the rest depends on what came before.
+    """
+    items = request.prompt.media
+    ends = [
+        items[group.item].units[-1].stop if items[group.item].windows else group_end(request, group)
+        for group in groups
+    ]
+    return tuple(number for number, end in enumerate(ends) if end > num_cached)
 
 
 def group_end(request: GenerateRequest, group: MediaGroup) -> int:
     """Prompt tokens [0, end) end with the last that depends on the group."""
-    item = request.prompt.media[group.item]
-    last = len(item.units) if item.plan.is_joined_whole else group.stop
-    return item.units[last - 1].stop
+    return request.prompt.media[group.item].range_of(group.stop - 1).stop
 
 
 def _index_of(feed: _Feed, key: GroupKey) -> int:

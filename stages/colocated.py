@@ -13,8 +13,9 @@ import logging
 import os
 import uuid
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from time import perf_counter
@@ -23,22 +24,24 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from encoders import Adapter, MediaItem, MediaPlan, PromptPlan, Sampling, check_question, load_adapter
+from encoders import Adapter, Embeddings, MediaPlan, PromptPlan, Sampling, check_question, load_adapter
 from encoders.adapter import PatchRun
 from encoders.identity import prompt_identity
+from encoders.reduction import reduce_prompt
 from epd.errors import InfeasibleError, ModelError
+from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.scheduling import SchedulerConfig
 from epd.types import Answer, StageTimings, Usage
 from stages.detokenizer import OnText
 from stages.engine import LanguageEngine
 from stages.generation import Extent, GenerateRequest, GenerationSettings, TokenOutput
+from stages.joining import Joiner
 from stages.kv_pool import KVGroupShape, KVPoolsShape
 from stages.loader import load_model, use_threads
 from stages.media import PlannedMedia, UnitRun, plan_media, unit_runs
 from stages.model_runner import ModelRunner, kv_layout
 from stages.timing import busy
-from stages.visual_inputs import PlacedEmbeddings
 
 logger = logging.getLogger(__name__)
 
@@ -61,11 +64,18 @@ class MediaContext:
     """Media that has been decoded, encoded and prefilled once, for any number of questions.
 
     The engine holds the blocks of [system][media] as long as this object lives; answers share them. `timings`
-    is what it took to get there. request_id: of the held blocks, None without media.
+    is what it took to get there. request_id: of the held blocks, None without media. reduction: of tokens.
     """
 
-    def __init__(self, plans: tuple[MediaPlan, ...], prompt: PromptPlan, request_id: str | None) -> None:
+    def __init__(
+        self,
+        plans: tuple[MediaPlan, ...],
+        prompt: PromptPlan,
+        request_id: str | None,
+        reduction: ReductionPolicy,
+    ) -> None:
         self.plans = plans
+        self.reduction = reduction
         self.prefix_ids = prompt.token_ids[: prompt.prefix_length]
         self.request_id = request_id
         self.mm_hashes = [uuid.uuid4().hex for _ in plans]
@@ -79,6 +89,26 @@ class MediaContext:
         """Raises ModelError when the chat template lets the question change what comes before the media."""
         if not np.array_equal(self.prefix_ids, prompt.token_ids[: len(self.prefix_ids)]):
             raise ModelError("the chat template puts the question before the media; it must come after them")
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedGroup:
+    """Units [start, stop) of item `item`, encoded. num_frames: of its source."""
+
+    item: int
+    start: int
+    stop: int
+    embeddings: Embeddings
+    num_frames: int
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedMedia:
+    """Media that has been decoded and encoded once, to be prefilled any number of times. Holds it all."""
+
+    plans: tuple[MediaPlan, ...]
+    groups: tuple[EncodedGroup, ...]
+    timings: StageTimings
 
 
 class ColocatedPipeline:
@@ -133,6 +163,7 @@ class ColocatedPipeline:
         *,
         fps: float | None = None,
         num_frames: int | None = None,
+        reduction: ReductionPolicy = KEEP_ALL,
         max_tokens: int | None = None,
         on_text: OnText | None = None,
         progress: Progress | None = None,
@@ -140,7 +171,9 @@ class ColocatedPipeline:
         """Answers one question about media, or about none. Options as in `prefill_media` and `answer`."""
         start = perf_counter()
         sampling = self._sampling(question, max_tokens)
-        context = self.prefill_media(media, fps=fps, num_frames=num_frames, progress=progress)
+        context = self.prefill_media(
+            media, fps=fps, num_frames=num_frames, reduction=reduction, progress=progress
+        )
         return self._answer(context, question, sampling, on_text, start, context.timings)
 
     def answer(
@@ -172,23 +205,68 @@ class ColocatedPipeline:
         *,
         fps: float | None = None,
         num_frames: int | None = None,
+        reduction: ReductionPolicy = KEEP_ALL,
         progress: Progress | None = None,
     ) -> MediaContext:
         """Decodes, encodes and prefills images and videos, in the order given, before any question is known.
 
         fps, num_frames: which frames of each video, one of the two or neither: then as the processor has it.
+        reduction: which of their tokens are kept, by default all.
         Raises MediaError, RequestError, InfeasibleError when the media do not fit into the KV cache.
         """
         timings = StageTimings()
         with busy(timings, "total_s"):
-            with busy(timings, "probe_s"):
-                planned = [plan_media(self.adapter, source, Sampling(fps, num_frames)) for source in media]
-            plans = tuple(item.plan for item in planned)
-            prompt = self.adapter.plan_prompt(plans, _SOME_QUESTION)
-            context = MediaContext(plans, prompt, self._new_id() if plans else None)
-            context.timings = timings
-            if context.request_id is not None:
-                self._prefill(context, context.request_id, planned, prompt, progress)
+            planned = self._planned(media, Sampling(fps, num_frames), timings)
+            with closing(self._encoded(planned, timings)) as groups:
+                return self._prefilled([item.plan for item in planned], groups, reduction, timings, progress)
+
+    def encode_media(
+        self, media: Sequence[str | Path], *, fps: float | None = None, num_frames: int | None = None
+    ) -> EncodedMedia:
+        """The first half of `prefill_media`: decodes and encodes, and holds all embeddings."""
+        timings = StageTimings()
+        with busy(timings, "total_s"):
+            planned = self._planned(media, Sampling(fps, num_frames), timings)
+            with closing(self._encoded(planned, timings)) as groups:
+                return EncodedMedia(tuple(item.plan for item in planned), tuple(groups), timings)
+
+    def prefill_encoded(
+        self, encoded: EncodedMedia, *, reduction: ReductionPolicy = KEEP_ALL
+    ) -> MediaContext:
+        """The second half: the same context as `prefill_media` gives. Its timings count from this call."""
+        timings = StageTimings()
+        with busy(timings, "total_s"):
+            return self._prefilled(encoded.plans, encoded.groups, reduction, timings, None)
+
+    def _planned(
+        self, media: Sequence[str | Path], sampling: Sampling, timings: StageTimings
+    ) -> list[PlannedMedia]:
+        with busy(timings, "probe_s"):
+            return [plan_media(self.adapter, source, sampling) for source in media]
+
+    def _encoded(
+        self, planned: Sequence[PlannedMedia], timings: StageTimings
+    ) -> Generator[EncodedGroup, None, None]:
+        """All groups of all items, in order; later ones are being decoded meanwhile."""
+        for number, media in enumerate(planned):
+            with closing(unit_runs(media, self._group_tokens, timings)) as runs:
+                for run in runs:
+                    embeddings = self._encode(media.plan, run, timings)
+                    yield EncodedGroup(number, run.start, run.stop, embeddings, run.num_frames)
+
+    def _prefilled(
+        self,
+        plans: Sequence[MediaPlan],
+        groups: Iterable[EncodedGroup],
+        reduction: ReductionPolicy,
+        timings: StageTimings,
+        progress: Progress | None,
+    ) -> MediaContext:
+        prompt = reduce_prompt(self.adapter.plan_prompt(plans, _SOME_QUESTION), reduction)
+        context = MediaContext(tuple(plans), prompt, self._new_id() if plans else None, reduction)
+        context.timings = timings
+        if context.request_id is not None:
+            self._prefill(context, context.request_id, prompt, groups, progress)
         return context
 
     @torch.inference_mode()
@@ -196,8 +274,8 @@ class ColocatedPipeline:
         self,
         context: MediaContext,
         request_id: str,
-        planned: Sequence[PlannedMedia],
         prompt: PromptPlan,
+        groups: Iterable[EncodedGroup],
         progress: Progress | None,
     ) -> None:
         """Works through all groups of all items in order; whatever happens, nothing is left behind."""
@@ -205,7 +283,7 @@ class ColocatedPipeline:
         sampling = self.settings.defaults
         self._add(GenerateRequest(request_id, prompt, identity, sampling, extent=Extent.MEDIA))
         try:
-            self._prefill_groups(context, request_id, planned, prompt, progress)
+            self._prefill_groups(context, request_id, prompt, groups, progress)
         except BaseException:
             self.engine.abort(request_id)
             raise
@@ -215,30 +293,31 @@ class ColocatedPipeline:
         self,
         context: MediaContext,
         request_id: str,
-        planned: Sequence[PlannedMedia],
         prompt: PromptPlan,
+        groups: Iterable[EncodedGroup],
         progress: Progress | None,
     ) -> None:
         num_done = 0
-        for media, item in zip(planned, prompt.media, strict=True):
-            with closing(unit_runs(media, self._group_tokens, context.timings)) as runs:
-                for run in runs:
-                    self.engine.add_embeddings(request_id, self._encode(item, run, context.timings))
-                    with busy(context.timings, "prefill_s"):
-                        while self.engine.step().num_tokens:
-                            pass
-                    num_done += run.num_frames
-                    if progress:
-                        progress(num_done, context.num_frames)
+        joiner = Joiner(self.adapter, prompt)
+        for group in groups:
+            with busy(context.timings, "prefill_s"):
+                placed = joiner.push_units(group.item, group.start, group.stop, group.embeddings)
+                if placed is not None:
+                    self.engine.add_embeddings(request_id, placed)
+                while self.engine.step().num_tokens:
+                    pass
+            num_done += group.num_frames
+            if progress:
+                progress(num_done, context.num_frames)
 
-    def _encode(self, item: MediaItem, run: UnitRun, timings: StageTimings) -> PlacedEmbeddings:
+    @torch.inference_mode()
+    def _encode(self, plan: MediaPlan, run: UnitRun, timings: StageTimings) -> Embeddings:
         with busy(timings, "preprocess_s"):
-            patches = self.adapter.preprocess(run.frames, item.plan)
+            patches = self.adapter.preprocess(run.frames, plan)
         with busy(timings, "encode_s"):
-            patch_run = PatchRun(item.plan.kind, patches, item.plan.grid.cut(run.stop - run.start))
+            patch_run = PatchRun(plan.kind, patches, plan.grid.cut(run.stop - run.start))
             (encoded,) = self.adapter.encode_batch(self._tower, [patch_run])
-            embeddings = self.adapter.join(encoded, item.plan, run.start, run.stop)
-        return PlacedEmbeddings(embeddings, item.token_indices(run.start, run.stop))
+        return encoded
 
     @torch.inference_mode()
     def _answer(
@@ -267,7 +346,7 @@ class ColocatedPipeline:
 
     def _request(self, context: MediaContext, question: str, sampling: SamplingParams) -> GenerateRequest:
         """What to ask the engine for one question. Raises ModelError, see `MediaContext.check_prefix_of`."""
-        prompt = self.adapter.plan_prompt(context.plans, question)
+        prompt = reduce_prompt(self.adapter.plan_prompt(context.plans, question), context.reduction)
         context.check_prefix_of(prompt)
         identity = prompt_identity(prompt, context.mm_hashes)
         return GenerateRequest(self._new_id(), prompt, identity, sampling, parent=context.request_id)
@@ -344,7 +423,13 @@ def _as_answer(
     """An answer that is complete, from its outputs in order."""
     prompt = request.prompt
     token_ids = tuple(output.token.token_id for output in outputs)
-    usage = Usage(context.num_frames, prompt.num_visual_tokens, len(prompt), len(token_ids))
+    usage = Usage(
+        context.num_frames,
+        prompt.num_visual_tokens,
+        len(prompt),
+        len(token_ids),
+        prompt.num_visual_tokens_before,
+    )
     text = "".join(output.text for output in outputs)
     return Answer(text, token_ids, outputs[-1].finish_reason or "length", ttft_s, timings, usage)
 

@@ -90,6 +90,8 @@ class LanguageEngine:
         choice = self._choices.get(request_id)
         if choice is not None:
             choice.visual.add(placed)
+            if placed.positions is not None:
+                choice.positions[:, placed.indices] = placed.positions
             choice.scheduled.num_ready = max(choice.scheduled.num_ready, choice.visual.num_ready)
 
     def adopt(

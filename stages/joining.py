@@ -2,41 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
-from encoders import Adapter, Embeddings, MediaItem
+import numpy as np
+
+from encoders import Adapter, Embeddings, MediaItem, PromptPlan
 from encoders.groups import MediaGroup
+from encoders.reduction import Kept, TokenReducer
 from stages.visual_inputs import PlacedEmbeddings, concatenated
 
 
 class Joiner:
-    """Takes the groups of one prompt in order; gives each at once, but an item joined whole at its end."""
+    """Takes what was encoded for one prompt, in order; gives each at once, but for two cases.
 
-    def __init__(self, adapter: Adapter, items: Sequence[MediaItem]) -> None:
-        """items: of the request's prompt, in order."""
+    An item that is joined whole comes at its end; of one that is reduced, what is kept of a window comes when
+    the window is there.
+    """
+
+    def __init__(self, adapter: Adapter, prompt: PromptPlan) -> None:
         self._adapter = adapter
-        self._items = items
+        self._prompt = prompt
         self._parts: list[Embeddings] = []
         self._start = 0
+        self._reducer: TokenReducer | None = None
 
     def push(self, group: MediaGroup, embeddings: Embeddings) -> PlacedEmbeddings | None:
-        """What the next group completes; None while more of its item has to come."""
-        plan = self._items[group.item].plan
+        """What the next group completes; None while more has to come."""
+        return self.push_units(group.item, group.start, group.stop, embeddings)
+
+    def push_units(
+        self, number: int, start: int, stop: int, embeddings: Embeddings
+    ) -> PlacedEmbeddings | None:
+        """The same for units [start, stop) of item `number`."""
+        item = self._prompt.media[number]
         if not self._parts:
-            self._start = group.start
+            self._start = start
         self._parts.append(embeddings)
-        if plan.is_joined_whole and group.stop < plan.num_units:
+        if item.plan.is_joined_whole and stop < item.plan.num_units:
             return None
-        rows = self._adapter.join(concatenated(self._parts), plan, self._start, group.stop)
+        rows = self._adapter.join(concatenated(self._parts), item.plan, self._start, stop)
         self._parts = []
-        return PlacedEmbeddings(rows, self._items[group.item].token_indices(self._start, group.stop))
+        if item.windows:
+            return self._reduced(number, item, start, rows)
+        return PlacedEmbeddings(rows, item.token_indices(self._start, stop))
+
+    def _reduced(self, number: int, item: MediaItem, start: int, rows: Embeddings) -> PlacedEmbeddings | None:
+        reduction = self._prompt.reduction
+        assert reduction is not None
+        if start == 0:
+            self._reducer = TokenReducer(reduction.policy, item)
+        assert self._reducer is not None, "the first units of a reduced item must come first"
+        kept = list(self._reducer.push(rows))
+        return _placed(item, kept, reduction.positions[number]) if kept else None
+
+
+def _placed(item: MediaItem, kept: list[Kept], positions: np.ndarray) -> PlacedEmbeddings:
+    indices = np.concatenate([each.indices for each in kept])
+    return PlacedEmbeddings(
+        concatenated([each.embeddings for each in kept]),
+        item.token_indices(kept[0].window, kept[-1].window + 1),
+        positions[:, indices],
+    )
 
 
 def joined(
-    adapter: Adapter, items: Sequence[MediaItem], groups: Iterable[tuple[MediaGroup, Embeddings]]
+    adapter: Adapter, prompt: PromptPlan, groups: Iterable[tuple[MediaGroup, Embeddings]]
 ) -> Iterator[PlacedEmbeddings]:
     """What a `Joiner` makes of all groups of a prompt, in order."""
-    joiner = Joiner(adapter, items)
+    joiner = Joiner(adapter, prompt)
     for group, embeddings in groups:
         placed = joiner.push(group, embeddings)
         if placed is not None:

@@ -20,10 +20,14 @@ from encoders.adapter import Int64Array
 
 @dataclass(frozen=True, slots=True)
 class PlacedEmbeddings:
-    """Visual tokens and the prompt positions, int64 [V], that they stand at."""
+    """Visual tokens and the places in the prompt, int64 [V], that they stand at.
+
+    positions: int64 [rows, V], where only these tokens tell them: see `PromptPlan.reduction`.
+    """
 
     embeddings: Embeddings
     indices: Int64Array
+    positions: Int64Array | None = None
 
     def __post_init__(self) -> None:
         if len(self.embeddings) != len(self.indices):

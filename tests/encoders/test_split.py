@@ -43,7 +43,7 @@ def answer(family: Family, media: list[Media], num_encoders: int) -> list[int]:
         "r", groups, lambda group: workers.frames(media, group)
     )
     outputs = []
-    for placed in joined(family.adapter, prompt.media, encoded):
+    for placed in joined(family.adapter, prompt, encoded):
         engine.add_embeddings("r", placed)
         outputs += engine.step().outputs
     while engine.has_work():

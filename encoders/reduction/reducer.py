@@ -1,0 +1,66 @@
+"""The visual tokens of one item in, unit by unit; those that are kept out, window by window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from encoders.adapter import Embeddings, Int64Array, MediaItem
+from encoders.reduction.selection import Method, new_method
+from epd.reduction import ReductionPolicy, Window
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What is kept of one window. indices: int64 [k], ascending, of the tokens of the whole item."""
+
+    window: int
+    embeddings: Embeddings
+    indices: Int64Array
+
+
+class TokenReducer:
+    """Holds what it needs to know of the past of one item, which must come in order and without gaps."""
+
+    def __init__(self, policy: ReductionPolicy, item: MediaItem) -> None:
+        """item: of a reduced prompt."""
+        self._method: Method = new_method(policy.method)
+        self._windows = item.windows
+        self._tokens_per_unit = item.plan.tokens_per_unit
+        self._next = 0  # window
+        self._rest: Embeddings | None = None  # what has come of it
+
+    def push(self, embeddings: Embeddings) -> Iterator[Kept]:
+        """The tokens of the next units, whole ones; gives what is kept of the windows that they complete."""
+        if self._rest is not None:
+            embeddings = _joined(self._rest, embeddings)
+        start = 0
+        while self._next < len(self._windows):
+            window = self._windows[self._next]
+            if len(embeddings) - start < window.num_tokens:
+                break
+            yield self._reduce(window, _rows(embeddings, slice(start, start + window.num_tokens)))
+            start += window.num_tokens
+            self._next += 1
+        self._rest = _rows(embeddings, slice(start, None)) if start < len(embeddings) else None
+
+    def _reduce(self, window: Window, embeddings: Embeddings) -> Kept:
+        units = embeddings.rows.view(window.stop - window.start, self._tokens_per_unit, -1)
+        chosen = self._method.choose(units, window.num_kept)
+        first = window.start * self._tokens_per_unit
+        kept = Embeddings(
+            self._method.merge(embeddings.rows, chosen),
+            tuple(self._method.merge(layer, chosen) for layer in embeddings.deepstack),
+        )
+        return Kept(self._next, kept, first + chosen.numpy())
+
+
+def _rows(embeddings: Embeddings, part: slice) -> Embeddings:
+    return Embeddings(embeddings.rows[part], tuple(layer[part] for layer in embeddings.deepstack))
+
+
+def _joined(first: Embeddings, second: Embeddings) -> Embeddings:
+    layers = zip(first.deepstack, second.deepstack, strict=True)
+    return Embeddings(torch.cat([first.rows, second.rows]), tuple(torch.cat(pair) for pair in layers))

@@ -1,0 +1,285 @@
+"""Which visual tokens of a window are kept, from the window and the past of its item alone.
+
+Shapes: U units of the window, S tokens of a unit, in raster order, C channels, k tokens to keep.
+No method sees a question or an attention map, so what is kept serves every question, and fast kernels stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from epd.reduction import SELECTION_METHODS
+
+_MOST_DISSIMILAR = 2.0  # 1 - the least cosine
+_TINY = 1e-6
+_FRAME_TEMPERATURE = 0.1
+_MEMORY_UNITS = 8
+_LEAST_WEIGHT = 0.25
+_STANDING_OUT = 0.7
+_CHANGE, _MOST_CHANGE = 0.5, 1.0
+_LEAST_TO_SPREAD = 2
+_GOLDEN = 0.6180339887498949
+
+
+class Method(Protocol):
+    """One way to choose, with what it remembers of one item."""
+
+    def choose(self, units: Tensor, num_kept: int) -> Tensor:
+        """int64 [k], ascending, of the window's tokens. units: [U, S, C], of the next window."""
+        ...
+
+    def merge(self, rows: Tensor, chosen: Tensor) -> Tensor:
+        """[k, C]: what stands for the window's rows [U * S, C] in the places of the chosen ones."""
+        ...
+
+
+class _Dropping:
+    """What is not chosen is gone."""
+
+    def merge(self, rows: Tensor, chosen: Tensor) -> Tensor:
+        return rows[chosen]
+
+
+class RandomTokens(_Dropping):
+    """A control: any token is as good as another. The same ones every time."""
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+
+    def choose(self, units: Tensor, num_kept: int) -> Tensor:
+        order = torch.randperm(units.shape[0] * units.shape[1], generator=self._generator)
+        return order[:num_kept].sort().values
+
+
+class UniformPooling:
+    """A control: runs of neighbours in raster and time order, of equal length, become their mean."""
+
+    def choose(self, units: Tensor, num_kept: int) -> Tensor:
+        """The middle of each run."""
+        edges = _edges(units.shape[0] * units.shape[1], num_kept)
+        return (edges[:-1] + edges[1:] - 1) // 2
+
+    def merge(self, rows: Tensor, chosen: Tensor) -> Tensor:
+        edges = _edges(len(rows), len(chosen))
+        lengths = edges.diff()
+        owners = torch.repeat_interleave(torch.arange(len(chosen)), lengths)
+        sums = torch.zeros(len(chosen), rows.shape[1], dtype=rows.dtype).index_add_(0, owners, rows)
+        return sums / lengths[:, None]
+
+
+class EVS(_Dropping):
+    """What differs most from the same place one unit earlier (Efficient Video Sampling, as in vLLM).
+
+    The first unit of an item is kept before anything else.
+    """
+
+    def __init__(self) -> None:
+        self._last: Tensor | None = None  # [S, C]
+
+    def choose(self, units: Tensor, num_kept: int) -> Tensor:
+        tokens = normalize(units, dim=-1)
+        before = torch.cat([tokens[:1] if self._last is None else self._last[None], tokens[:-1]])
+        scores = 1 - (tokens * before).sum(-1)
+        if self._last is None:
+            scores[0] = _MOST_DISSIMILAR
+        self._last = tokens[-1]
+        return _best(scores.flatten(), num_kept)
+
+
+class VidCom2(_Dropping):
+    """Frames that are unlike the video get more tokens; in a frame, those unlike frame and video.
+
+    Source: Liu et al. 2025, "Video Compression Commander", sections 3.2 and 3.3. The mean of the video is of
+    what has been seen so far.
+    """
+
+    def __init__(self) -> None:
+        self._sum: Tensor | None = None
+        self._count = 0
+
+    def choose(self, units: Tensor, num_kept: int) -> Tensor:
+        tokens = normalize(units, dim=-1)
+        total = tokens.sum((0, 1))
+        self._sum = total if self._sum is None else self._sum + total
+        self._count += tokens.shape[0] * tokens.shape[1]
+        video = normalize(self._sum / self._count, dim=-1)
+        frames = normalize(tokens.mean(1), dim=-1)  # [U, C]
+        uniqueness = -(frames @ video)
+        shares = 1 + torch.softmax((uniqueness - uniqueness.max()) / _FRAME_TEMPERATURE, 0)
+        budgets = _budgets(shares - shares.mean() + 1, num_kept, tokens.shape[1])
+        scores = -(tokens @ video) - (tokens * frames[:, None]).sum(-1)
+        return _best_per_unit(scores, budgets)
+
+
+class Novelty(_Dropping):
+    """What is new at its place, one from each direction: in the manner of GleanVID.
+
+    A token is as novel as it is unlike everything lately seen at its place. Units share the budget by how
+    unevenly novelty is spread in them (Gini), so that a unit in which little happens gets little. Within a
+    unit tokens are taken by what is left of them outside of the space that those before span.
+    """
+
+    def __init__(self) -> None:
+        self._past: Tensor | None = None  # [up to _MEMORY_UNITS, S, C]
+
+    def choose(self, units: Tensor, num_kept: int) -> Tensor:
+        tokens = normalize(units, dim=-1)
+        novelty = self._novelty(tokens)
+        weights = novelty.mean(1) * (_LEAST_WEIGHT + _gini(novelty))
+        budgets = _budgets(weights / weights.mean().clamp_min(_TINY), num_kept, tokens.shape[1])
+        kept = [
+            _complementary(unit, scores, int(budget)) + number * tokens.shape[1]
+            for number, (unit, scores, budget) in enumerate(zip(tokens, novelty, budgets, strict=True))
+        ]
+        return torch.cat(kept)
+
+    def _novelty(self, tokens: Tensor) -> Tensor:
+        """[U, S]: 1 - the largest cosine with the last units at the same place."""
+        past = tokens[:0] if self._past is None else self._past
+        line = torch.cat([past, tokens])
+        self._past = line[-_MEMORY_UNITS:]
+        novelty = torch.full(tokens.shape[:2], _MOST_DISSIMILAR)
+        for unit in range(len(tokens)):
+            at = len(past) + unit
+            seen = line[max(0, at - _MEMORY_UNITS) : at]
+            if len(seen):
+                novelty[unit] = 1 - (seen * tokens[unit]).sum(-1).max(0).values
+        return novelty
+
+
+class Balanced(_Dropping):
+    """Every unit keeps about as many, most of them what stands out from the background, some of the rest.
+
+    A token stands out by how unlike it is to the usual token at its place - the median over the window,
+    averaged with those of earlier windows - and, half as much, to the last one there. A model that reads only
+    what stands out loses count of time and of what is not there; so once a unit keeps two or more, a share of
+    them is spread over the frame, moving on from unit to unit.
+    """
+
+    def __init__(self) -> None:
+        self._background: Tensor | None = None  # [S, C]
+        self._last: Tensor | None = None  # [S, C]
+        self._num_units = 0
+
+    def choose(self, units: Tensor, num_kept: int) -> Tensor:
+        tokens = normalize(units, dim=-1)
+        before = torch.cat([-tokens[:1] if self._last is None else self._last[None], tokens[:-1]])
+        change = (1 - (tokens * before).sum(-1)).clamp(max=_MOST_CHANGE)
+        scores = 1 - (tokens * self._update_background(tokens)).sum(-1) + _CHANGE * change
+        self._last = tokens[-1]
+        budgets = _even_budgets(scores, num_kept)
+        is_spread = num_kept >= _LEAST_TO_SPREAD * len(tokens)
+        standing = (_STANDING_OUT * budgets).round().clamp(min=1).long() if is_spread else budgets
+        standing = torch.minimum(standing, budgets)
+        is_kept = _ranks(-scores) < standing[:, None]
+        turns = _turns(self._num_units, *scores.shape) + is_kept  # those kept already come last
+        is_kept |= _ranks(turns) < (budgets - standing)[:, None]
+        self._num_units += len(tokens)
+        return is_kept.flatten().nonzero()[:, 0]
+
+    def _update_background(self, tokens: Tensor) -> Tensor:
+        """[S, C]: the usual token at each place. A single unit is its own background: then its mean is."""
+        usual = tokens.median(0).values if len(tokens) > 1 else tokens.mean(1).expand(tokens.shape[1], -1)
+        usual = normalize(usual, dim=-1)
+        mixed = usual if self._background is None else normalize(usual + self._background, dim=-1)
+        self._background = mixed
+        return mixed
+
+
+def _edges(num_tokens: int, num_runs: int) -> Tensor:
+    """int64 [num_runs + 1]: of runs that are as equal as can be."""
+    return torch.arange(num_runs + 1) * num_tokens // num_runs
+
+
+def _best(scores: Tensor, num_kept: int) -> Tensor:
+    """int64 [k], ascending: where the highest scores [n] are."""
+    return scores.topk(num_kept).indices.sort().values
+
+
+def _best_per_unit(scores: Tensor, budgets: Tensor) -> Tensor:
+    """int64 [k], ascending, among scores [U, S]: of each unit as many as its budget, int64 [U], says."""
+    return (_ranks(-scores) < budgets[:, None]).flatten().nonzero()[:, 0]
+
+
+def _ranks(keys: Tensor) -> Tensor:
+    """int64 [U, S]: 0 for the smallest key of a row, and so on."""
+    return keys.argsort(stable=True, dim=1).argsort(dim=1)
+
+
+def _turns(first: int, num_units: int, num_tokens: int) -> Tensor:
+    """float64 [U, S] in [0, 1): the smallest of a row are spread evenly, and move from row to row."""
+    units = torch.arange(first, first + num_units, dtype=torch.float64)[:, None]
+    return (torch.arange(num_tokens) * _GOLDEN + units * _GOLDEN**2) % 1.0
+
+
+def _budgets(weights: Tensor, num_kept: int, most: int) -> Tensor:
+    """int64 [U], num_kept in all, in proportion to weights [U] >= 0 but at most `most` each."""
+    budgets = torch.zeros(len(weights), dtype=torch.int64)
+    left = num_kept
+    while left:
+        free = budgets < most
+        shares = weights.clamp_min(_TINY) * free
+        wanted = shares / shares.sum() * left
+        whole = torch.minimum(wanted.floor().long(), most - budgets)
+        budgets += whole
+        left -= int(whole.sum())
+        if not whole.any():  # less than one each: to the largest
+            budgets[
+                (wanted - wanted.floor()).masked_fill(~free, -1).topk(min(left, int(free.sum()))).indices
+            ] += 1
+            left = num_kept - int(budgets.sum())
+    return budgets
+
+
+def _even_budgets(scores: Tensor, num_kept: int) -> Tensor:
+    """int64 [U]: the same for each unit, and one more where the next best token has the highest score."""
+    num_units, num_tokens = scores.shape
+    each, rest = divmod(num_kept, num_units)
+    budgets = torch.full((num_units,), each)
+    if rest:
+        following = scores.sort(1, descending=True).values[:, min(each, num_tokens - 1)]
+        budgets[following.topk(rest).indices] += 1
+    return budgets
+
+
+def _gini(values: Tensor) -> Tensor:
+    """[U]: 0 where all of a row [U, S] are alike, towards 1 where one has it all."""
+    ordered = values.clamp_min(_TINY).sort(1).values
+    count = values.shape[1]
+    places = torch.arange(1, count + 1)
+    return ((2 * places - count - 1) * ordered).sum(1) / (count * ordered.sum(1))
+
+
+def _complementary(tokens: Tensor, scores: Tensor, num_kept: int) -> Tensor:
+    """int64 [k], ascending: of tokens [S, C] the best by score times what lies outside the others' span."""
+    rest = tokens.clone()
+    chosen: list[int] = []
+    for _ in range(num_kept):
+        gains = scores.clamp_min(_TINY) * rest.norm(dim=1).clamp_min(_TINY)
+        gains[chosen] = -1
+        best = int(gains.argmax())
+        chosen.append(best)
+        direction = normalize(rest[best], dim=0)
+        rest = rest - (rest @ direction)[:, None] * direction
+    return torch.tensor(sorted(chosen), dtype=torch.int64)
+
+
+_METHODS: Mapping[str, Callable[[], Method]] = {
+    "balanced": Balanced,
+    "evs": EVS,
+    "vidcom2": VidCom2,
+    "novelty": Novelty,
+    "random": RandomTokens,
+    "uniform": UniformPooling,
+}
+assert set(_METHODS) == set(SELECTION_METHODS)
+
+
+def new_method(name: str) -> Method:
+    """One that has seen nothing yet. name: one of SELECTION_METHODS."""
+    return _METHODS[name]()
