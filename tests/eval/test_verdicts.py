@@ -200,6 +200,8 @@ def test_the_table_fits_80_columns_and_the_picture_is_drawn(tmp_path: Path) -> N
     assert lines[0] == "8 frames, 10 questions, 1 videos"
     half = next(line.split() for line in lines if line.startswith("half"))
     assert half == ["half", "0.5", "50", "0.0005", "70.0", "39.7-89.2", "87.5", "1", "2", "1", "1.100"]
+    wide = replace(rows[1], method="quickprefill", visual_tokens=30720, kv_bytes=123_000_000, retention=0.15)
+    print_rows([replace(wide, ttft_s=12.345, wins=123, losses=113, p_value=1e-10)], console)
     assert "…" not in console.file.getvalue()  # type: ignore[attr-defined]
     plot_rows(rows, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
