@@ -4,8 +4,8 @@
     cost    what the drain, the load of weights and lost caches take back of that
     switch  when the gain exceeds the cost by a margin, look after look
 
-No switch may leave a stage needing more of its workers' time than the worst stage needs now, unless there is
-time to spare: a bottleneck is not exchanged for a worse one.
+No switch may leave a stage with less than it needs or needed in the last minutes, unless another has less
+still: a bottleneck is not exchanged for a worse one, nor a wave of load taken for the tide.
 
 A stage that gave workers away and now wants them back, or the other way round, has turned. With each turn the
 margin and the time between turns double, so no load, however it swings, can make roles go to and fro.
@@ -68,14 +68,14 @@ class ControllerConfig:
     interval_s: float = 1.0
     horizon_s: float = 30.0
     load_s: float = 0.7
-    max_drain_s: float = 30.0
+    max_drain_s: float = 2.0
     cache_s: float = 0.5
     margin: float = 0.5
     min_gain: float = 0.03
     min_waiting: float = 2.0
     num_confirm: int = 2
     cooldown_s: float = 2.0
-    turn_s: float = 20.0
+    turn_s: float = 10.0
     memory_s: float = 300.0
     min_encode: int = 1
     min_prefill: int = 1
@@ -316,8 +316,8 @@ class RoleController:
 
 
 def _most_needed(load: ClusterLoad, capacity: Mapping[Stage, float]) -> float:
-    """Of all stages, the largest share of their workers' time that is needed at the end of the horizon."""
-    needed = [each.predicted * each.num_workers for each in load.stages.values()]
+    """Of all stages, the largest share of their workers' time that is or was needed."""
+    needed = [each.peak for each in load.stages.values()]
     workers = [capacity[stage] for stage in load.stages]
     shares = (need / num if num else math.inf for need, num in zip(needed, workers, strict=True) if need)
     return max(shares, default=0.0)

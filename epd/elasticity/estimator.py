@@ -18,6 +18,7 @@ from epd.elasticity.load import (
 )
 from epd.elasticity.rates import StageCosts
 from epd.elasticity.traffic import Traffic
+from epd.elasticity.trend import Peak
 from epd.profiles.cost import StageCost
 from epd.routing import Stage
 from epd.topology import STAGES
@@ -29,15 +30,17 @@ _NOTHING = StageSample()
 @dataclass(frozen=True, slots=True)
 class EstimatorConfig:
     """horizon_s: how far ahead utilisation is predicted. memory_s: after which what was seen has lost most
-    of its weight. window_s: of arrivals that `recent` keeps. min_arrivals: before a load counts as known."""
+    of its weight. peak_s: for which the peak of a demand is remembered. window_s: of arrivals that `recent`
+    keeps. min_arrivals: before a load counts as known."""
 
     horizon_s: float = 30.0
     memory_s: float = 20.0
+    peak_s: float = 180.0
     window_s: float = 600.0
     min_arrivals: int = 5
 
     def __post_init__(self) -> None:
-        if min(self.horizon_s, self.memory_s, self.window_s) <= 0 or self.min_arrivals < 1:
+        if min(self.horizon_s, self.memory_s, self.peak_s, self.window_s) <= 0 or self.min_arrivals < 1:
             raise ValueError(f"times must be above 0 s and arrivals at least 1, got {self}")
 
 
@@ -51,6 +54,7 @@ class LoadEstimator:
         self.config = config or EstimatorConfig()
         self._traffic = Traffic(self.config.memory_s, self.config.window_s)
         self._costs = StageCosts(self.config.memory_s, costs or {})
+        self._peaks = {stage: Peak(self.config.peak_s) for stage in STAGES}
         self._last: dict[str, WorkerSample] = {}
 
     def arrived(self, now_s: float, work: RequestWork) -> None:
@@ -77,6 +81,7 @@ class LoadEstimator:
         elapsed_s = self._traffic.look(now_s, sum(sample.done_units for sample in done["decode"]))
         self._last = {worker.name: worker for worker in workers}
         needs = self._needs(workers)
+        self._note_peaks(now_s, needs)
         stages = {}
         for stage in STAGES:
             busy_s = sum(sample.busy_s for sample in done[stage])
@@ -87,6 +92,12 @@ class LoadEstimator:
             tuple(self._standing(worker, needs) for worker in workers),
             len(needs) == len(STAGES) and self._traffic.num_arrived >= self.config.min_arrivals,
         )  # fmt: skip
+
+    def _note_peaks(self, now_s: float, needs: Mapping[Stage, StageNeed]) -> None:
+        """Of the smoothed rate: what single looks say is chance, and at first all is."""
+        if self._traffic.trend.is_settled:
+            for stage, need in needs.items():
+                self._peaks[stage].add(now_s, self._traffic.trend.rate * need.share * need.request_s)
 
     def _done(self, worker: WorkerSample, stage: Stage) -> StageSample:
         """What the worker has done at a stage since the last look."""
@@ -128,9 +139,10 @@ class LoadEstimator:
         num_requests, queued_s = self._queued(stage, workers, needs)
         trend = self._traffic.trend
         ahead = damped(trend.rate, trend.slope, trend.memory_s, self.config.horizon_s)
-        predicted = _ratio(ahead * need.share * need.request_s, num_workers)
+        demand = ahead * need.share * need.request_s
         utilisation = min(_ratio(busy, num_workers), 1.0)
-        return StageLoad(stage, need, num_workers, num_requests, queued_s, utilisation, predicted)
+        peak = max(demand, self._peaks[stage].value)
+        return StageLoad(stage, need, num_workers, num_requests, queued_s, utilisation, demand, peak)
 
     def _queued(
         self, stage: Stage, workers: Sequence[WorkerSample], needs: Mapping[Stage, StageNeed]

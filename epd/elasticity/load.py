@@ -117,8 +117,8 @@ class StageLoad:
 
     num_workers: that serve it; a worker of several roles counts by the share of its time that it needs here.
     num_requests: at this stage. queued_s: seconds of work of one worker that they are. utilisation: share of
-    the time that its workers were busy since the last look. predicted: the share of their time needed at the
-    end of the horizon, with the largest batches; above 1 a queue grows.
+    the time that its workers were busy since the last look. demand: workers that arrivals need, all the time
+    and with the largest batches, at the end of the horizon; peak: the most they needed in the last minutes.
     """
 
     stage: Stage
@@ -127,7 +127,13 @@ class StageLoad:
     num_requests: float
     queued_s: float
     utilisation: float
-    predicted: float
+    demand: float
+    peak: float
+
+    @property
+    def predicted(self) -> float:
+        """Utilisation at the end of the horizon; above 1 a queue grows."""
+        return self.demand / self.num_workers if self.num_workers else math.inf if self.demand else 0.0
 
     @property
     def service_rate(self) -> float:

@@ -5,7 +5,7 @@
 
 Requests flow like water. A worker of the first two stages does one after another; answers share a worker,
 which is slower the more there are. What counts is the time that all requests spend in the system, together:
-by Little's law the mean latency times how many come.
+by Little's law the mean latency times how many come. Those still there at the horizon count to their end.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """spent_s: time that all requests spend, together. most_waiting: requests at a stage beyond one per
-    worker, at the worst moment."""
+    """spent_s: time that all requests spend, together, to the end of those that came in the horizon.
+
+    most_waiting: requests at a stage beyond one per worker, at the worst moment.
+    """
 
     spent_s: float
     most_waiting: Mapping[Stage, float]
@@ -62,17 +64,40 @@ class _Line:
         self.work_s -= at_work * step_s
         return done
 
+    def left_s(self, num_workers: float) -> float:
+        """Time that those still here will spend, if nobody comes after them: a triangle."""
+        return self.num_requests * self.work_s / (2 * USABLE * num_workers) if num_workers else math.inf
 
-def _decoded(num_requests: float, num_workers: float, need: StageNeed, step_s: float) -> float:
-    """Answers that end: as if any had the same chance to end with each token."""
-    if num_workers <= 0:
-        return 0.0
-    batch = max(1.0, num_requests / num_workers)
-    if need.max_batch is not None:
-        batch = min(batch, need.max_batch)
-    answer_s = need.num_parts * (need.round_s + need.part_s * batch)
-    running = min(num_requests, num_workers * batch)
-    return running * (1 - math.exp(-step_s / answer_s)) if answer_s > 0 else running
+
+@dataclass(slots=True)
+class _Answers:
+    """A stage that goes on with all its requests side by side; each token may be the last of an answer."""
+
+    num_requests: float
+    need: StageNeed
+
+    def _batch(self, num_workers: float) -> float:
+        batch = max(1.0, self.num_requests / num_workers)
+        return batch if self.need.max_batch is None else min(batch, self.need.max_batch)
+
+    def _answer_s(self, batch: float) -> float:
+        return self.need.num_parts * (self.need.round_s + self.need.part_s * batch)
+
+    def serve(self, num_workers: float, step_s: float) -> None:
+        if not num_workers:
+            return
+        batch = self._batch(num_workers)
+        answer_s = self._answer_s(batch)
+        running = min(self.num_requests, num_workers * batch)
+        self.num_requests -= running * (1 - math.exp(-step_s / answer_s)) if answer_s > 0 else running
+
+    def left_s(self, num_workers: float) -> float:
+        """As of a line: with fewer requests, each goes on faster."""
+        if not num_workers:
+            return math.inf
+        batch = self._batch(num_workers)
+        rounds = max(1.0, self.num_requests / (num_workers * batch))
+        return self.num_requests * self._answer_s(batch) * rounds / 2
 
 
 def look_ahead(
@@ -86,7 +111,7 @@ def look_ahead(
     )
     encode.work_s += (lost_s or {}).get("encode", 0.0)
     prefill.work_s += (lost_s or {}).get("prefill", 0.0)
-    decoding = load.stages["decode"].num_requests
+    decode = _Answers(load.stages["decode"].num_requests, need["decode"])
     step_s, spent_s, arriving = horizon_s / _NUM_STEPS, 0.0, float(load.num_waiting)
     waiting = dict.fromkeys(load.stages, 0.0)
     for step in range(_NUM_STEPS):
@@ -96,11 +121,17 @@ def look_ahead(
         encode.take(arriving * need["encode"].share, need["encode"])
         encoded = encode.serve(capacity["encode"], step_s)
         prefill.take(encoded + arriving * (1 - need["encode"].share), need["prefill"])
-        decoding += prefill.serve(capacity["prefill"], step_s)
-        decoding -= _decoded(decoding, capacity["decode"], need["decode"], step_s)
+        decode.num_requests += prefill.serve(capacity["prefill"], step_s)
+        decode.serve(capacity["decode"], step_s)
         arriving = 0.0
-        held = {"encode": encode.num_requests, "prefill": prefill.num_requests, "decode": decoding}
+        held = {
+            "encode": encode.num_requests,
+            "prefill": prefill.num_requests,
+            "decode": decode.num_requests,
+        }
         spent_s += sum(held.values()) * step_s
         for stage in waiting:
             waiting[stage] = max(waiting[stage], held[stage] - capacity[stage])
-    return Outlook(spent_s, waiting)
+    last = phases[-1].capacity
+    left_s = encode.left_s(last["encode"]) + prefill.left_s(last["prefill"]) + decode.left_s(last["decode"])
+    return Outlook(spent_s + left_s, waiting)

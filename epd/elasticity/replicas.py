@@ -62,6 +62,6 @@ class ReplicaAdviser:
             mine = num * time_share(roles, stage, needs) / each.num_workers if each.num_workers else 1.0
             waiting = max(0.0, each.num_requests - each.num_workers) / max(each.num_requests, 1.0)
             backlog = each.queued_s * waiting / config.drain_s
-            workers += mine * (each.predicted * each.num_workers / config.target_utilisation + backlog)
+            workers += mine * (each.demand / config.target_utilisation + backlog)
         # A hair above a whole number is rounding, not load.
         return min(max(math.ceil(workers - 1e-6), config.min_replicas), config.max_replicas)

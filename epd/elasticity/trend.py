@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 
 
 class RateTrend:
@@ -14,6 +15,11 @@ class RateTrend:
         self.slope = 0.0  # of the rate, per second
         self._seen_s = 0.0
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether it has seen more than it remembers."""
+        return self._seen_s > self.memory_s
+
     def add(self, num_events: float, seconds: float) -> None:
         """So many events in an interval that has just ended. Intervals without length are ignored."""
         if seconds <= 0:
@@ -24,6 +30,26 @@ class RateTrend:
         old = self.rate
         expected = max(0.0, self.rate + self.slope * seconds)
         self.rate = expected + weight * (num_events / seconds - expected)
-        if self._seen_s > self.memory_s:
+        if self.is_settled:
             trend_weight = 1 - math.exp(-seconds / (2 * self.memory_s))
             self.slope += trend_weight * ((self.rate - old) / seconds - self.slope)
+
+
+class Peak:
+    """The largest value of the last window_s."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._falling: deque[tuple[float, float]] = deque()  # each is larger than all that came after it
+
+    def add(self, now_s: float, value: float) -> None:
+        while self._falling and self._falling[-1][1] <= value:
+            self._falling.pop()
+        self._falling.append((now_s, value))
+        while self._falling[0][0] < now_s - self._window_s:
+            self._falling.popleft()
+
+    @property
+    def value(self) -> float:
+        """0 before the first."""
+        return self._falling[0][1] if self._falling else 0.0

@@ -162,10 +162,10 @@ class LanguageSide:
             request.num_ready = max(request.num_ready, state.num_ready)
 
     def reserve(self, state: RequestState) -> bool:
-        """Room for a prompt that another worker will compute, as `epd.handover.DecodeReception` has it."""
+        """Room for what another worker has computed or will, as `epd.handover.DecodeReception` has it."""
         if self.num_requests >= self.scheduler.config.max_num_seqs:
             return False
-        num_tokens, size = state.job.num_prompt_tokens, self.kv.block_size
+        num_tokens, size = state.num_sent, self.kv.block_size
         identity = state.identity
         whole = self.kv.num_cached(identity, num_tokens) // size * size
         self.kv.open(state.request_id, identity, max_cached=whole)
@@ -176,22 +176,38 @@ class LanguageSide:
         self.num_arriving += 1
         return True
 
+    def cancel(self, state: RequestState) -> None:
+        """Gives reserved room back."""
+        self.num_arriving -= 1
+        self.kv.free(state.request_id)
+
     def adopt(self, state: RequestState) -> None:
         """Goes on with a request whose keys and values have arrived; its first token is known."""
         job = state.job
         self.num_arriving -= 1
-        self.kv.commit(state.request_id, state.identity, job.num_prompt_tokens)
+        self.kv.commit(state.request_id, state.identity, state.num_sent)
         request = ScheduledRequest(
             state.request_id,
             state.identity,
             job.num_prompt_tokens,
             job.num_prompt_tokens + job.output_tokens,
             job.num_prompt_tokens,
-            num_tokens=job.num_prompt_tokens + 1,
-            num_computed=job.num_prompt_tokens,
+            num_tokens=state.num_sent + 1,
+            num_computed=state.num_sent,
         )
         self.scheduler.adopt(request)
         self._states[state.request_id], self._requests[state.request_id] = state, request
+
+    def tokens_of(self, request_id: str) -> int | None:
+        """Tokens that are computed of a request that decodes; None if it is not here, or does not decode."""
+        request = self._requests.get(request_id)
+        return request.num_computed if request is not None and request.is_decoding else None
+
+    def withdraw(self, request_id: str) -> None:
+        """Forgets a request that goes on elsewhere. Only between two passes."""
+        self.scheduler.remove(self._requests.pop(request_id))
+        del self._states[request_id]
+        self._is_admission_stuck = False
 
     def release(self, request_id: str) -> None:
         self.scheduler.release(request_id)

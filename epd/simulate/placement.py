@@ -58,7 +58,7 @@ class Placement:
             ]
         return self._candidates[stage]
 
-    def _decoders(self) -> list[str]:
+    def decoders(self) -> list[str]:
         """Those that go on with prompts of others: workers that prefill too decode their own."""
         if "others" not in self._candidates:
             self._candidates["others"] = [
@@ -127,8 +127,8 @@ class Placement:
 
     def _reserve(self, state: RequestState) -> str | None:
         if state.job.output_tokens == 1:  # nothing to decode: any of them in name only
-            return self._decoders()[0] if self._decoders() else None
-        for name in self.chooser.decode_order(self._decoders()):
+            return self.decoders()[0] if self.decoders() else None
+        for name in self.chooser.decode_order(self.decoders()):
             worker = self._workers[name]
             assert worker.language is not None
             worker.language.check_fits(state.job)

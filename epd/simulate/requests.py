@@ -108,7 +108,7 @@ class RequestState:
 
     __slots__ = (
         "adopted", "decode_worker", "encoded", "end", "first_token", "identity", "is_added", "job",
-        "media_read", "missing", "placed", "prefill_worker", "request_id", "starts",
+        "media_read", "missing", "num_sent", "placed", "prefill_worker", "request_id", "starts",
     )  # fmt: skip
 
     def __init__(self, job: Job) -> None:
@@ -118,6 +118,7 @@ class RequestState:
         self.placed = self.media_read = self.encoded = self.first_token = self.adopted = self.end = -1
         self.prefill_worker = self.decode_worker = ""
         self.is_added = False
+        self.num_sent = job.num_prompt_tokens  # computed tokens that its decode worker gets from another
         self.missing: set[int] = set()
         self.starts = (0, *accumulate(group.media.num_tokens for group in job.groups))
 

@@ -22,6 +22,7 @@ from epd.simulate.clock import EventQueue, Rank, seconds_of, ticks_of
 from epd.simulate.deployment import Deployment
 from epd.simulate.encoding import EncodeSide, EncodeTask, encode_task
 from epd.simulate.language import LanguageSide, PassResult
+from epd.simulate.offloading import Offloading
 from epd.simulate.placement import Placement
 from epd.simulate.records import RecordTable, SimulationResult, Span
 from epd.simulate.requests import Job, RequestState, identity_of
@@ -57,6 +58,8 @@ class Simulation:
         self._placement = Placement(deployment, self.events, self._workers, self._begin, self._refused)
         self._chooser = self._placement.chooser
         self._switcher = None if elasticity is None else RoleSwitching(profile, elasticity)
+        self._offloading = Offloading(profile, self._workers, self._chooser, self._after_transfer)
+        self._placed: dict[str, RequestState] = {}  # requests that have workers and have not ended
         self._since_s = dict.fromkeys(self._workers, 0.0)
         self._switches: list[tuple[float, str, str]] = []
         self._num_open = 0
@@ -132,6 +135,7 @@ class Simulation:
     def _record(self, state: RequestState, *, is_refused: bool = False) -> None:
         state.end = self.events.now
         self._num_open -= 1
+        self._placed.pop(state.request_id, None)
         self.records.add(state, state.end, is_refused=is_refused)
         if self._switcher is not None and not is_refused:
             self._switcher.estimator.finished(seconds_of(state.end))
@@ -139,6 +143,7 @@ class Simulation:
     # Media
 
     def _begin(self, state: RequestState) -> None:
+        self._placed[state.request_id] = state
         state.missing = self._missing_groups(state)
         if not state.missing:
             state.media_read = state.encoded = self.events.now
@@ -236,6 +241,8 @@ class Simulation:
         for state in result.finished:
             self._chooser.book(worker.name, num_decodes=-1)
             self._record(state)
+        if worker.name in self._placement.switching:
+            self._offload(worker)
         if result.finished or result.first_tokens:
             self._placement.place_waiting()
 
@@ -297,7 +304,15 @@ class Simulation:
                 self._deal(task.state, [task.group])
         self._await_drained(worker, switch)
 
+    def _offload(self, worker: Worker) -> None:
+        """Hands what it has to siblings. Between two passes."""
+        states, placement = list(self._placed.values()), self._placement
+        self._offloading.move_prompts(worker, states, placement.with_role("prefill"))
+        self._offloading.move_answers(worker, states, placement.decoders())
+
     def _await_drained(self, worker: Worker, switch: Switch) -> None:
+        if not worker.is_busy:
+            self._offload(worker)
         if worker.has_work() or self._is_booked(worker.name):
             at = self.events.now + ticks_of(0.01)
             self.events.push(at, Rank.POLICY, partial(self._await_drained, worker, switch))

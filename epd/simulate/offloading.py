@@ -1,0 +1,97 @@
+"""What a worker that changes its roles has left is handed to its siblings, so that no drain waits for others.
+
+    prompts that are not computed     to another prefill worker, from their beginning
+    room reserved for answers         to another decode worker
+    answers under way                 with their keys and values, to another decode worker
+
+Embeddings that a prompt has got go along at no cost. What no sibling has room for is brought to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from epd.profiles.profile import Profile
+from epd.simulate.choosing import Chooser
+from epd.simulate.requests import RequestState
+from epd.simulate.worker import Worker
+
+AfterTransfer = Callable[[int, Callable[[], None]], None]
+
+
+class Offloading:
+    """Moves requests between workers; only while the one that is left is between two passes."""
+
+    def __init__(
+        self, profile: Profile, workers: Mapping[str, Worker], chooser: Chooser, after_transfer: AfterTransfer
+    ) -> None:
+        """after_transfer: calls something when so many bytes have been sent."""
+        self._kv_bytes = profile.memory.kv_bytes_per_token
+        self._workers = workers
+        self._chooser = chooser
+        self._after_transfer = after_transfer
+
+    def move_prompts(self, worker: Worker, states: Iterable[RequestState], others: Sequence[str]) -> None:
+        """To the prefill workers `others`; a merged one keeps what it has."""
+        for state in states:
+            is_merged = state.decode_worker == state.prefill_worker
+            if state.prefill_worker != worker.name or state.first_token >= 0 or is_merged or not others:
+                continue
+            num_tokens = state.job.num_prompt_tokens
+            name = self._chooser.prefill(others, [], num_tokens)
+            self._chooser.book(worker.name, prefill_tokens=-num_tokens, num_prefills=-1)
+            self._chooser.book(name, prefill_tokens=num_tokens, num_prefills=1)
+            state.prefill_worker = name
+            if state.is_added:
+                self._to_prefill(worker, self._workers[name], state)
+
+    @staticmethod
+    def _to_prefill(worker: Worker, other: Worker, state: RequestState) -> None:
+        assert worker.language is not None
+        assert other.language is not None
+        worker.language.withdraw(state.request_id)
+        other.language.add(state)
+        other.wake()
+
+    def move_answers(self, worker: Worker, states: Iterable[RequestState], others: Sequence[str]) -> None:
+        """To the decode workers `others`, as far as they have room."""
+        for state in states:
+            if state.decode_worker == worker.name != state.prefill_worker or state.adopted >= 0:
+                self._move_answer(worker, state, others)
+
+    def _move_answer(self, worker: Worker, state: RequestState, others: Sequence[str]) -> None:
+        side, is_moving = worker.language, state.adopted >= 0
+        if state.decode_worker != worker.name or side is None:
+            return
+        num_sent = side.tokens_of(state.request_id) if is_moving else state.num_sent
+        if num_sent is None:
+            return
+        before, state.num_sent = state.num_sent, num_sent
+        name = next(
+            (each for each in self._chooser.decode_order(others) if self._has_room(each, state)), None
+        )
+        if name is None:
+            state.num_sent = before
+            return
+        self._chooser.book(worker.name, num_decodes=-1)
+        self._chooser.book(name, num_decodes=1)
+        state.decode_worker = name
+        if is_moving:
+            side.withdraw(state.request_id)
+            self._after_transfer(num_sent * self._kv_bytes, lambda: self._arrive(state))
+        elif state.job.output_tokens > 1:
+            side.cancel(state)
+
+    def _has_room(self, name: str, state: RequestState) -> bool:
+        if state.job.output_tokens == 1:  # nothing to decode: it is there in name only
+            return True
+        worker = self._workers[name]
+        assert worker.language is not None
+        worker.wake()
+        return worker.language.reserve(state)
+
+    def _arrive(self, state: RequestState) -> None:
+        worker = self._workers[state.decode_worker]
+        assert worker.language is not None
+        worker.wake()
+        worker.language.adopt(state)
