@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import count
@@ -218,6 +218,11 @@ class Orchestrator:
             await self._fleet.send(stage, worker, Abort((attempt.id,)))  # type: ignore[arg-type]
         except UnavailableError:
             return  # it is gone, and the try with it
+
+    @property
+    def attempts(self) -> Mapping[str, Attempt]:
+        """Tries that have not ended, by id: for looking at."""
+        return self._attempts
 
     @property
     def num_attempts(self) -> int:

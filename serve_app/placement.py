@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from epd.admission import AdmissionQueue
 from epd.connectors import KVTicket
-from epd.errors import UnavailableError
+from epd.errors import EPDError, UnavailableError
 from epd.kv_identity import TokenIdentity
 from epd.routing import Router, Stage
-from serve_app.attempt import Attempt
+from serve_app.attempt import Attempt, Ending
 from serve_app.fleet import Fleet, WorkerLostError
 from serve_app.messages import (
     Abort,
@@ -118,20 +118,18 @@ class Placement:
 
         What had arrived at the former one is forgotten there.
         """
-        former, plan = attempt.decode_worker, attempt.answer.plan
-        sender = endpoint(attempt.prefill_worker, "prefill")
-        for worker in self._router.decode_order(self._split_decoders()):
-            message = Reserve(attempt.id, sender, plan.identity, plan.params)
-            ticket = await self._offered(attempt, worker, message)
-            if ticket is None:
-                continue
-            is_taken = await self._ask("prefill", attempt.prefill_worker, Redirect(attempt.id, ticket))
-            if is_taken and attempt.decode_worker == former:
-                attempt.rebook_decode(worker)
-                await self._abort(attempt, former)
-                return True
-            await self._abort(attempt, worker)
+        former, prefiller, plan = attempt.decode_worker, attempt.prefill_worker, attempt.answer.plan
+        message = Reserve(attempt.id, endpoint(prefiller, "prefill"), plan.identity, plan.params)
+        found = await self._other_decoder(attempt, message)
+        if found is None:
             return False
+        worker, ticket = found
+        is_taken = await self._ask_or_redo(attempt, "prefill", prefiller, Redirect(attempt.id, ticket))
+        if is_taken and attempt.decode_worker == former:
+            attempt.rebook_decode(worker)
+            await self._abort(attempt, former)
+            return True
+        await self._abort(attempt, worker)
         return False
 
     async def move(self, attempt: Attempt) -> bool:
@@ -151,22 +149,35 @@ class Placement:
 
     async def _move(self, attempt: Attempt, former: str, identity: TokenIdentity) -> bool:
         message = Reserve(attempt.id, endpoint(former, "decode"), identity, attempt.answer.plan.params)
-        for worker in self._router.decode_order(self._split_decoders()):
-            ticket = await self._offered(attempt, worker, message)
-            if ticket is None:
-                continue
-            attempt.moving_to = worker
-            if await self._ask("decode", former, Move(attempt.id, ticket)):
-                return True
-            attempt.moving_to = ""
-            await self._abort(attempt, worker)
+        found = await self._other_decoder(attempt, message)
+        if found is None:
             return False
+        worker, ticket = found
+        attempt.moving_to = worker
+        if await self._ask_or_redo(attempt, "decode", former, Move(attempt.id, ticket)):
+            return True
+        attempt.moving_to = ""
+        await self._abort(attempt, worker)
         return False
 
-    async def _offered(self, attempt: Attempt, worker: str, message: Reserve) -> KVTicket | None:
-        """Room for a request that another worker has."""
-        attempt.touched.add(worker)
-        return await self._ask("decode", worker, message)
+    async def _other_decoder(self, attempt: Attempt, message: Reserve) -> tuple[str, KVTicket] | None:
+        """A decode worker that takes new work and has room for what another one has."""
+        for worker in self._router.decode_order(self._split_decoders()):
+            attempt.touched.add(worker)
+            ticket = await self._ask("decode", worker, message)
+            if ticket is not None:
+                return worker, ticket
+        return None
+
+    async def _ask_or_redo(
+        self, attempt: Attempt, stage: Stage, worker: str, message: Message[bool]
+    ) -> bool | None:
+        """As `_ask`. Where nobody can tell whether it was acted upon, the request is done again elsewhere."""
+        try:
+            return await self._ask(stage, worker, message)
+        except EPDError:
+            attempt.end(Ending.TAKEN_BACK)
+            raise
 
     async def _try(self, attempt: Attempt) -> bool:
         """Asks workers once. Whatever comes of it, nothing is left where it was refused."""
