@@ -63,6 +63,9 @@ _ChromeFile = Annotated[
 ]
 _PlotFile = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw: png, svg or pdf.")]
 
+# A simulated fleet may be larger than one that epd serve starts.
+_MAX_WORKERS = 4096
+
 
 def simulate(
     scenario: _Scenario = None,
@@ -167,7 +170,7 @@ def _deployment(
         raise RequestError(f"sharding is {sharding!r}, it must be groups, request or local")
     if cpu_threads < 1:
         raise RequestError(f"cpu threads are {cpu_threads}, there must be at least 1")
-    parsed = parse_topology(topology)
+    parsed = parse_topology(topology, _MAX_WORKERS)
     if sharding == "local" and not all("encode" in g.roles for g in parsed.groups if "prefill" in g.roles):
         raise RequestError(
             f"sharding local encodes where it is prefilled, which {topology} cannot; try ep or epd workers"

@@ -76,7 +76,7 @@ def letters_of(roles: frozenset[Stage]) -> str:
     return "".join(stage[0] for stage in STAGES if stage in roles)
 
 
-def parse_topology(text: str) -> Topology:
+def parse_topology(text: str, max_workers: int = MAX_WORKERS) -> Topology:
     """The topology that a text such as `2e1p1d` stands for. Raises RequestError for what is none."""
     parts = _PART.findall(text)
     if not parts or "".join(number + letters for number, letters in parts) != text:
@@ -92,10 +92,10 @@ def parse_topology(text: str) -> Topology:
             f"received the topology {text[:100]!r}, where no worker does {names}; every role needs a "
             f"worker; write one {_EXAMPLES}"
         )
-    if topology.num_workers > MAX_WORKERS:
+    if topology.num_workers > max_workers:
         raise RequestError(
             f"received the topology {text[:100]!r} with {topology.num_workers} workers; allowed are "
-            f"{MAX_WORKERS}; ask for fewer"
+            f"{max_workers}; ask for fewer"
         )
     return topology
 

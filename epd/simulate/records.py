@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,33 +22,60 @@ ROW = np.dtype(
         ("output_tokens", "i4"), ("is_refused", "?"),
     ]
 )  # fmt: skip
-_FIRST_CAPACITY = 1024
+_BUFFER_ROWS = 2**14
 
 
 class RecordTable:
-    """Rows in the order in which requests ended; grows by doubling."""
+    """Rows in the order in which requests ended. What no longer fits the buffer goes to a file without a
+    name, so that memory does not grow with the number of requests."""
 
     def __init__(self) -> None:
-        self._rows: NDArray[np.void] = np.zeros(_FIRST_CAPACITY, ROW)
+        self._buffer: NDArray[np.void] = np.zeros(_BUFFER_ROWS, ROW)
+        self._file: IO[bytes] | None = None
         self._length = 0
 
     def __len__(self) -> int:
         return self._length
 
     def add(self, state: RequestState, end: int, *, is_refused: bool = False) -> None:
-        if self._length == len(self._rows):
-            self._rows = np.concatenate([self._rows, np.zeros(len(self._rows), ROW)])
+        place = self._length % _BUFFER_ROWS
+        if self._length and not place:
+            self._spill()
         job = state.job
-        self._rows[self._length] = (
+        self._buffer[place] = (
             job.index, job.due, state.placed, state.media_read, state.encoded, state.first_token,
             state.adopted, end, job.num_prompt_tokens, job.output_tokens, is_refused,
         )  # fmt: skip
         self._length += 1
 
+    def _spill(self) -> None:
+        if self._file is None:
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115 - it is open as long as the table
+        self._file.write(self._buffer.tobytes())
+
     def rows(self) -> NDArray[np.void]:
-        """By index of the request."""
-        rows = self._rows[: self._length]
-        return rows[np.argsort(rows["index"], kind="stable")]
+        """By index of the request; of a long run they stay in the file until they are looked at."""
+        rest = self._buffer[: self._length - self._num_spilled]
+        if self._file is None:
+            return rest[np.argsort(rest["index"], kind="stable")]
+        self._file.flush()
+        spilled = np.memmap(self._file, ROW, "r", shape=(self._num_spilled,))
+        ordered = tempfile.TemporaryFile()  # noqa: SIM115 - the rows are views of it
+        ordered.truncate(self._length * ROW.itemsize)
+        rows: NDArray[np.void] = np.memmap(ordered, ROW, "r+", shape=(self._length,))
+        indices = np.concatenate([spilled["index"], rest["index"]])
+        places = np.empty(self._length, np.int64)
+        places[np.argsort(indices, kind="stable")] = np.arange(self._length)
+        for start in range(0, self._num_spilled, _BUFFER_ROWS):
+            stop = start + _BUFFER_ROWS
+            rows[places[start:stop]] = spilled[start:stop]
+        rows[places[self._num_spilled :]] = rest
+        return rows
+
+    @property
+    def _num_spilled(self) -> int:
+        """Rows in the file: whole buffers, but for the last one that is filled."""
+        return max(0, self._length - 1) // _BUFFER_ROWS * _BUFFER_ROWS
 
 
 def _seconds(ticks: Any) -> NDArray[np.float64]:
