@@ -39,6 +39,7 @@ from stages.visual_inputs import PlacedEmbeddings
 # Seats that are kept for media beside the answers under way.
 _MEDIA_SEATS = 8
 _WAIT_S = 0.05
+_MAX_IDLE_TURNS = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +104,7 @@ class LanguageStage:
         self._blocked: _Live | None = None
         self._is_mail_over = False
         self._is_stopped = False
-        self._has_moved = True
+        self._num_idle_turns = 0
 
     @torch.inference_mode()
     def run(self) -> None:
@@ -134,15 +135,16 @@ class LanguageStage:
             self._ask(live)
         result = self._engine.step()
         self._book(result)
-        self._has_moved = bool(result.num_tokens or result.outputs)
-        if not self._has_moved and self._is_stuck():
+        has_moved = result.num_tokens or result.outputs or result.admissions
+        self._num_idle_turns = 0 if has_moved else self._num_idle_turns + 1
+        if self._is_stuck():
             self._give_up_first()
 
     # Mail
 
     def _take_mail(self) -> None:
         """All that has come; waits for some if there is nothing else to do."""
-        may_wait = not self._has_moved
+        may_wait = self._num_idle_turns > 0
         while self._blocked is None and not self._is_mail_over:
             mail = self._next_mail(may_wait=may_wait)
             if mail is None:
@@ -324,9 +326,14 @@ class LanguageStage:
         self._sink.answered(BatchAnswer(request_id, outputs, usage, num_cached, opened.first_s))
 
     def _is_stuck(self) -> bool:
-        """Whether nothing moves, and nothing is to come that would make it."""
-        return self._engine.has_work() and all(
-            live.is_ready or not live.num_missing for live in self._live.values()
+        """Whether somebody waits for room, nothing moves, and nothing is to come that would make it.
+
+        A request that gets its blocks in one pass may be computed only from the next one on.
+        """
+        return (
+            self._num_idle_turns > _MAX_IDLE_TURNS
+            and bool(self._engine.scheduler.waiting)
+            and all(live.is_ready or not live.num_missing for live in self._live.values())
         )
 
     def _give_up_first(self) -> None:

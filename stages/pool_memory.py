@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import torch
@@ -11,8 +12,13 @@ from torch import Tensor
 def pool_memory(num_bytes: int, shared_file: Path | None = None, device: str = "cpu") -> Tensor:
     """uint8 [num_bytes], zeros where nothing has been written: garbage read as floats could be NaN.
 
+    A CPU's memory is taken page by page when it is written first, so a pool costs what is used of it.
+
     Raises ValueError for a shared file on another device than the CPU.
     """
+    if shared_file is None and device == "cpu":
+        # torch writes its zeros at once, and NumPy asks for huge pages.
+        return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
     if shared_file is None:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     if torch.device(device).type != "cpu":
