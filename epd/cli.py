@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from epd import console
 from epd.cli_batch import batch
 from epd.cli_bench import bench
+from epd.cli_eval import ManyValues, evaluate
 from epd.cli_plan import plan
 from epd.cli_profile import profile
 from epd.cli_serve import serve
@@ -186,6 +187,7 @@ def _write_demo_video(out: Path, seconds: float, fps: int, size: str, seed: int)
 
 app.command()(batch)
 app.command()(bench)
+app.command("eval", cls=ManyValues)(evaluate)
 app.command()(serve)
 app.command()(simulate)
 app.command()(plan)

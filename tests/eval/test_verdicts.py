@@ -12,6 +12,7 @@ from rich.console import Console
 
 from epd.errors import RequestError
 from epd.eval.items import FULL, EvalCase, EvalItem, EvalSetting, EvalVideo
+from epd.eval.plan import EvalPlan, todos
 from epd.eval.report import plot_rows, print_rows
 from epd.eval.rows import Asked, eval_rows, table_rows
 from epd.eval.verdicts import RunInfo, TTFTSample, Verdict, VerdictLog
@@ -164,6 +165,29 @@ def test_what_is_known_need_not_be_asked_again(tmp_path: Path) -> None:
     one_more = EvalVideo("v0", "v0.mp4", (*items, EvalItem("v0-10", "?", "yes")))
     assert not log.has_verdicts(EvalCase(one_more, 8), HALF)
     assert not log.has_sample(EvalCase(EvalVideo("v2", "v2.mp4", items), 8), HALF)
+
+
+def test_the_plan_knows_what_is_left_and_times_in_another_order_for_each_video() -> None:
+    settings = (FULL, HALF, EvalSetting("half", 0.25))
+    cases = tuple(
+        EvalCase(EvalVideo(f"v{i}", f"v{i}.mp4", (EvalItem(f"v{i}-0", "?", "yes"),)), frames)
+        for frames in (8, 16)
+        for i in range(4)
+    )
+    plan = EvalPlan(cases, settings, num_cold_videos=3)
+    empty = list(todos(plan, VerdictLog(RUN)))
+    assert [len(todo) for todo in empty] == [6, 6, 6, 3] * 2
+    firsts = [todo.untimed[0] for todo in empty if todo.untimed]
+    assert firsts == [*settings, *settings]
+    assert all(set(todo.untimed) == set(settings) for todo in empty if todo.untimed)
+
+    log = VerdictLog(RUN)
+    log.append([verdict(each, 0, True, video=f"v{i}") for each in settings for i in range(4)])
+    log.append([sample(HALF, "v1", 1.0)])
+    left = list(todos(plan, log))
+    assert [len(todo) for todo in left] == [3, 2, 3, 6, 6, 6, 3]
+    assert left[1].untimed == (settings[2], FULL)
+    assert left[1].unjudged == ()
 
 
 def test_a_question_judged_twice_counts_once_as_judged_last(tmp_path: Path) -> None:
