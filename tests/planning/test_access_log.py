@@ -20,8 +20,8 @@ from serve_app.record import RequestRecord
 from serve_app.service import AnswerEnd
 
 
-def end(usage: Usage, visual_before: int = 0) -> AnswerEnd:
-    return AnswerEnd(usage, StageTimings(), cached_tokens=3, visual_tokens_before=visual_before)
+def end(usage: Usage) -> AnswerEnd:
+    return AnswerEnd(usage, StageTimings(), cached_tokens=3)
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def lines(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
         # ended at, took, status, media, end
         (10.0, 0.5, 200, 0, end(Usage(0, 0, 40, 7))),
         (10.1, 0.0, 429, 1, None),
-        (10.2, 1.2, 200, 2, end(Usage(2, 24, 64, 9), visual_before=32)),
+        (10.2, 1.2, 200, 2, end(Usage(2, 24, 64, 9, visual_tokens_before=32))),
         (10.4, 0.4, 499, 1, None),
         (10.5, 0.25, 200, 1, end(Usage(20, 150, 180, 1))),
     ]

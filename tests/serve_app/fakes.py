@@ -21,7 +21,7 @@ from serve_app.service import (
 )
 
 WORDS = ("A ", "red ", "cirçle", " 🙂.")
-USAGE = Usage(num_frames=8, visual_tokens=24, prompt_tokens=40, completion_tokens=len(WORDS))
+USAGE = Usage(8, visual_tokens=24, prompt_tokens=40, completion_tokens=len(WORDS), visual_tokens_before=48)
 TIMINGS = StageTimings(
     probe_s=0.01, decode_video_s=0.2, encode_s=0.3, prefill_s=0.1, decode_s=0.05, total_s=0.7
 )
@@ -80,7 +80,7 @@ class FakeService:
         if self.error:
             raise self.error
         if self.has_end:
-            yield AnswerEnd(USAGE, TIMINGS, cached_tokens=16, visual_tokens_before=48)
+            yield AnswerEnd(USAGE, TIMINGS, cached_tokens=16, retention=0.5)
 
     def _delta(self, request: AnswerRequest, choice: int, number: int, word: str, last: bool) -> TokenDelta:
         logprobs = ()

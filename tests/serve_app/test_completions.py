@@ -11,6 +11,7 @@ import pytest
 
 from encoders import Sampling
 from encoders.chat import media_kinds
+from epd.reduction import ReductionPolicy
 from epd.sampling_params import SamplingParams
 from serve_app.replies import logprobs_of
 from serve_app.service import TokenLogprob
@@ -81,6 +82,7 @@ def test_the_report_tells_frames_tokens_and_seconds(front: Front) -> None:
     report = response.json()["epd"]
     assert report["frames"] == USAGE.num_frames
     assert (report["visual_tokens"], report["visual_tokens_before_reduction"]) == (24, 48)
+    assert report["retention"] == 0.5
     assert report["stages_s"]["encode"] == TIMINGS.encode_s
     assert "total" not in report["stages_s"]
     assert 0 < report["ttft_s"] <= report["total_s"]
@@ -182,6 +184,32 @@ def test_sampling_of_videos(
     assert front.ask(**more).status_code == 200
     request = front.service.requests[0]
     assert (request.sampling, request.retention_min) == (sampling, retention_min)
+
+
+def test_the_kept_share_of_visual_tokens_is_as_asked_for_or_as_the_server_has_it(
+    run_front: Callable[..., Front],
+) -> None:
+    front = run_front(default_reduction=ReductionPolicy("evs", 0.5))
+    for ours in (
+        {},
+        {"retention": 0.25},
+        {"reduction": "random"},
+        {"retention": 1.0, "reduction": "uniform"},
+    ):
+        assert front.ask(epd=ours).status_code == 200
+    assert [request.reduction for request in front.service.requests] == [
+        ReductionPolicy("evs", 0.5),
+        ReductionPolicy("evs", 0.25),
+        ReductionPolicy("random", 0.5),
+        ReductionPolicy("uniform", 1.0),
+    ]
+
+
+@pytest.mark.parametrize("ours", [{"retention": 0.01}, {"retention": 1.5}, {"reduction": "magic"}])
+def test_a_share_or_method_that_is_not_there_is_the_clients_error(front: Front, ours: JSON) -> None:
+    response = front.ask(epd=ours)
+    assert response.status_code == 400
+    assert "allowed" in response.json()["error"]["message"]
 
 
 def test_conversations_keep_their_order(front: Front) -> None:
