@@ -285,6 +285,8 @@ class Scheduler:
     def _open(self, request: ScheduledRequest) -> list[BlockCopy] | None:
         """Starts a block table with what is cached already, and room for the rest; None without a trace."""
         if request.parent is not None:
+            if not self.kv.can_fork(request.parent):
+                return None
             copies = self.kv.fork(request.parent, request.request_id)
         else:
             at_most = request.num_offloaded or request.num_tokens - 1
