@@ -16,6 +16,9 @@ from typing import Literal, Protocol
 
 from encoders import Sampling
 from encoders.chat import ChatMessage, media_kinds
+from epd.elasticity import Decision, RequestWork
+from epd.reduction import KEEP_ALL, ReductionPolicy
+from epd.routing import Stage
 from epd.sampling_params import SamplingParams
 from epd.types import MediaKind, StageTimings, Usage
 
@@ -42,9 +45,10 @@ class AnswerRequest:
     """A checked request.
 
     messages: the conversation; media stand where their parts do. media: the sources of those parts, in order.
-    sampling: which frames of each video. retention_min: the least share of visual tokens that reduction may
-    keep, None as the service has it. arrival_s, deadline_s: Unix time in seconds; a service that sees that
-    the first token cannot come by the deadline raises OverloadedError. wants_spans: of stages, to be yielded.
+    sampling: which frames of each video. reduction: of visual tokens. retention_min: the least share of them
+    that may be kept, None as the service has it. arrival_s, deadline_s: Unix time in seconds; a service that
+    sees that the first token cannot come by the deadline raises OverloadedError. wants_spans: of stages, to
+    be yielded.
     """
 
     request_id: str
@@ -53,6 +57,7 @@ class AnswerRequest:
     media: tuple[MediaSource, ...] = ()
     params: SamplingParams = field(default_factory=SamplingParams)
     sampling: Sampling = field(default_factory=Sampling)
+    reduction: ReductionPolicy = KEEP_ALL
     retention_min: float | None = None
     arrival_s: float = 0.0
     deadline_s: float | None = None
@@ -118,14 +123,14 @@ class AnswerEnd:
 
     usage: visual and prompt tokens as prefilled; completion tokens of all choices.
     cached_tokens: of the prompt, those whose keys and values were there already.
-    visual_tokens_before: visual tokens before reduction. timings: service time of each stage.
+    retention: share of the visual tokens that was to be kept. timings: service time of each stage.
     queued: time spent waiting for each stage. num_retries: pieces of work that were done again elsewhere.
     """
 
     usage: Usage
     timings: StageTimings
     cached_tokens: int = 0
-    visual_tokens_before: int = 0
+    retention: float = 1.0
     queued: StageTimings = field(default_factory=StageTimings)
     num_retries: int = 0
 
@@ -240,13 +245,16 @@ class ServiceStatus:
     is_ready: whether every role that an answer needs has a worker. topology: as in `2e1p1d`.
     counters: totals since the start that only the service knows, under Prometheus names without prefix,
     such as encoder_cache_hits; each is shown as epd_<name>_total. switches: the last changes of roles, oldest
-    first; switch_totals: of all of them, by kind.
+    first; switch_totals: of all of them, by kind. num_waiting: requests that no worker has taken yet.
+    decisions: whether roles were to be changed by the load, and why; the last ones, oldest first.
     """
 
     is_ready: bool
     topology: str
     workers: tuple[WorkerStatus, ...] = ()
     counters: Mapping[str, float] = field(default_factory=dict)
+    num_waiting: int = 0
+    decisions: tuple[Decision, ...] = ()
     switches: tuple[RoleSwitch, ...] = ()
     switch_totals: tuple[SwitchTotals, ...] = ()
 
@@ -271,4 +279,15 @@ class AnswerService(Protocol):
 
     async def status(self) -> ServiceStatus:
         """Cheap enough to be asked several times a second."""
+        ...
+
+    async def switch_roles(self, worker: str, roles: frozenset[Stage]) -> RoleSwitch:
+        """Returns when the worker has these roles; what it had to do is done by others or by it.
+
+        Raises RequestError, InfeasibleError, UnavailableError: then the worker has the roles that it had.
+        """
+        ...
+
+    def recent_load(self) -> Sequence[tuple[float, RequestWork]]:
+        """Requests of the last ten minutes: when they came, Unix time, and what they take; oldest first."""
         ...
