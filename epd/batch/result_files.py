@@ -23,6 +23,8 @@ from epd.errors import RequestError
 # Of what is lost when the machine goes down; a process that is killed loses nothing.
 _SYNC_S = 1.0
 _TAIL_BYTES = 1 << 16
+# Of every record.
+_BEGINNING = b'{"id": '
 
 
 @dataclass(slots=True)
@@ -60,8 +62,13 @@ class ResultFiles:
             self._results.close()
             raise
         self._synced_s = time.monotonic()
-        for file in (self._results, self._errors):
-            _cut_torn_line(file)
+        try:
+            for file in (self._results, self._errors):
+                _cut_torn_line(file)
+        except RequestError:
+            self._errors.close()
+            self._results.close()
+            raise
 
     def close(self) -> None:
         self._sync()
@@ -117,8 +124,8 @@ def _open_locked(path: Path) -> IO[bytes]:
 
 
 def _cut_torn_line(file: IO[bytes]) -> None:
-    """Ends the file with its last whole line."""
-    stop = file.seek(0, os.SEEK_END)
+    """Ends the file with its last whole line. Raises RequestError when the rest is none of ours."""
+    end = stop = file.seek(0, os.SEEK_END)
     while stop:
         start = max(0, stop - _TAIL_BYTES)
         file.seek(start)
@@ -127,7 +134,12 @@ def _cut_torn_line(file: IO[bytes]) -> None:
             stop = start + newline + 1
             break
         stop = start
-    file.truncate(stop)
+    file.seek(stop)
+    rest = file.read(len(_BEGINNING))
+    if not _BEGINNING.startswith(rest):
+        raise RequestError(f"'{file.name}' ends with {rest!r}, which is no result; name another file")
+    if stop < end:
+        file.truncate(stop)
 
 
 def _record(text: bytes, name: str) -> JSON:

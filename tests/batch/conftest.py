@@ -1,0 +1,27 @@
+"""A pipeline for batches and the colocated pipeline it must equal, of one tiny checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from serve_app.batch_local import LocalBackend
+from serve_app.service import ModelCard
+from stages.batch import BatchPipeline
+from stages.colocated import ColocatedPipeline
+
+
+@pytest.fixture(scope="session")
+def batch_pipeline(checkpoints: dict[str, Path]) -> BatchPipeline:
+    return BatchPipeline.load(checkpoints["qwen2_5_vl"], num_threads=1, num_kv_tokens=8192)
+
+
+@pytest.fixture(scope="session")
+def colocated(checkpoints: dict[str, Path]) -> ColocatedPipeline:
+    return ColocatedPipeline.load(checkpoints["qwen2_5_vl"], num_kv_tokens=8192)
+
+
+@pytest.fixture
+def backend(batch_pipeline: BatchPipeline) -> LocalBackend:
+    return LocalBackend(batch_pipeline, ModelCard("tiny", 0))

@@ -1,0 +1,166 @@
+"""A run answers or explains every line once, however often it is stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epd.batch.driver import BatchPlan, run_batch
+from epd.batch.line_index import LineIndex
+from epd.batch.lines import LineDefaults
+from epd.batch.result_files import errors_path
+from epd.batch.summary import Summary
+from epd.batch.tasks import Backend
+from epd.batch.utilisation import Utilisation
+from epd.errors import RequestError, UnavailableError
+from tests.batch.fakes import FakeBackend
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_LINES = 400
+_RUN = """
+import sys
+from pathlib import Path
+from tests.batch.fakes import FakeBackend
+from tests.batch.test_driver import run
+
+run(Path(sys.argv[1]), FakeBackend(pause_s=0.002))
+"""
+
+
+def write_input(folder: Path, num_lines: int = NUM_LINES) -> Path:
+    """Lines about ten videos in no order; one in twenty is broken, each in another way."""
+    rng = random.Random(0)
+    lines = []
+    for number in range(num_lines):
+        record: dict[str, Any] = {"id": number, "video": f"{rng.randrange(10)}.mp4", "question": f"q{number}"}
+        if number % 80 == 7:
+            lines.append("{broken")
+        elif number % 80 == 27:
+            lines.append(json.dumps({**record, "video": f"missing{number}.mp4"}))
+        elif number % 40 == 17:
+            lines.append(json.dumps({**record, "question": ""}))
+        else:
+            lines.append(json.dumps({**record, "answer": f"Q{number}." if number % 2 else "other"}))
+    path = folder / "in.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def run(folder: Path, backend: FakeBackend, **options: Any) -> Summary:
+    @contextmanager
+    def opened(_: LineIndex) -> Iterator[Backend]:
+        yield backend
+
+    plan = BatchPlan(folder / "in.jsonl", folder / "out.jsonl", LineDefaults(folder))
+    return run_batch(plan, opened, **options)
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def assert_complete(folder: Path, num_lines: int = NUM_LINES) -> None:
+    """Every line is answered with its own answer, or explained, once."""
+    answered, failed = records(folder / "out.jsonl"), records(folder / "out.errors.jsonl")
+    assert all(record["answer"] == f"q{record['id']}" for record in answered)
+    numbers = [record["id"] for record in answered]
+    numbers += [record["line"] - 1 if record["id"] is None else record["id"] for record in failed]
+    assert sorted(numbers) == list(range(num_lines))
+    assert {record["line"] - 1 for record in failed} == {
+        number for number in range(num_lines) if number % 80 in (7, 27) or number % 40 == 17
+    }
+
+
+def test_a_run_answers_group_by_group_and_sums_up(tmp_path: Path) -> None:
+    write_input(tmp_path)
+    backend = FakeBackend()
+    utilisation = Utilisation()
+    shown: list[tuple[int, int]] = []
+    summary = run(
+        tmp_path, backend, utilisation=utilisation, show=lambda done, every, _: shown.append((done, every))
+    )
+    assert_complete(tmp_path)
+    tally = summary.tally
+    assert (tally.num_answered, tally.num_failed) == (380, 20)
+    assert (tally.num_checked, tally.num_right) == (380, sum(number % 2 for number in range(NUM_LINES)) - 20)
+    assert summary.num_groups == summary.counts.num_decoded == backend.num_tasks == 15
+    assert summary.num_now == NUM_LINES
+    assert summary.utilisation.keys() == {"decode", "language"}
+    assert shown
+    assert all(every == NUM_LINES for _, every in shown)
+    assert summary.record()["accuracy"] == pytest.approx(180 / 380)
+    assert "380 of 400 lines answered, 20 failed" in summary.lines()[0]
+
+
+def test_a_run_that_breaks_off_is_gone_on_with(tmp_path: Path) -> None:
+    write_input(tmp_path)
+    first, second = FakeBackend(ends_after=100), FakeBackend()
+    with pytest.raises(UnavailableError, match="gone"):
+        run(tmp_path, first)
+    before = (tmp_path / "out.jsonl").read_bytes()
+    summary = run(tmp_path, second)
+    assert_complete(tmp_path)
+    assert (tmp_path / "out.jsonl").read_bytes().startswith(before)
+    assert not set(first.asked) & set(second.asked)
+    assert summary.num_done_before == NUM_LINES - summary.num_now > 100
+    assert summary.tally.num_right == 180
+
+
+def test_a_run_that_is_done_asks_nobody(tmp_path: Path) -> None:
+    write_input(tmp_path)
+    run(tmp_path, FakeBackend())
+    again = FakeBackend()
+    summary = run(tmp_path, again)
+    assert (again.num_tasks, summary.num_now, summary.num_done_before) == (0, 0, NUM_LINES)
+    assert summary.tally.num_answered == 380
+
+
+def test_killed_at_any_moment_every_line_is_there_once(tmp_path: Path) -> None:
+    write_input(tmp_path)
+    rng = random.Random(1)
+    for _ in range(3):
+        before = lines_written(tmp_path)
+        process = subprocess.Popen([sys.executable, "-c", _RUN, str(tmp_path)], cwd=ROOT, env=_environment())
+        wanted = before + rng.randrange(30, 90)
+        while lines_written(tmp_path) < wanted:
+            assert process.poll() is None, "it ended before it could be killed"
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        assert before < lines_written(tmp_path) < NUM_LINES
+    run(tmp_path, FakeBackend())
+    assert_complete(tmp_path)
+
+
+def lines_written(folder: Path) -> int:
+    paths = [folder / "out.jsonl", errors_path(folder / "out.jsonl")]
+    return sum(path.read_bytes().count(b"\n") for path in paths if path.exists())
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def test_results_do_not_go_into_the_input(tmp_path: Path) -> None:
+    path = write_input(tmp_path, 3)
+    plan = BatchPlan(path, path, LineDefaults(tmp_path))
+    with pytest.raises(RequestError, match="is the input"):
+        run_batch(plan, lambda _: pytest.fail("nobody is to be asked"))
+    assert len(path.read_text().splitlines()) == 3
+
+
+def test_an_empty_input_is_no_work(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text("\n\n")
+    summary = run(tmp_path, FakeBackend())
+    assert (summary.num_lines, summary.tally.num_answered) == (0, 0)

@@ -1,0 +1,184 @@
+"""Asking a server: the first question about media alone, the others together; what is refused goes again."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import pytest
+
+import epd.batch.http_backend as http_backend
+from epd.batch.driver import BatchPlan, run_batch
+from epd.batch.http_backend import HttpBackend
+from epd.batch.line_index import LineIndex
+from epd.batch.lines import LineDefaults
+from epd.batch.summary import Summary
+from epd.batch.tasks import Backend
+from epd.errors import RequestError, UnavailableError
+from tests.batch.fakes import completion
+
+KEY = "secret"
+Reply = tuple[int, dict[str, Any]]
+
+
+@dataclass
+class FakeServer:
+    """answer: gives status and body for a question. spans: of each, (video, start, stop) in seconds."""
+
+    answer: Callable[[str], Reply] = lambda question: (200, completion(question))
+    pause_s: float = 0.02
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
+    url: str = ""
+
+    def reply(self, body: dict[str, Any]) -> Reply:
+        start_s = monotonic()
+        video, question = body["messages"][0]["content"]
+        sleep(self.pause_s)
+        reply = self.answer(question["text"])
+        self.spans.append((video["video_url"]["url"], start_s, monotonic()))
+        return reply
+
+
+@contextmanager
+def serving(server: FakeServer) -> Iterator[FakeServer]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self._send(200, {"data": [{"id": "m"}]})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            is_known = self.headers["Authorization"] == f"Bearer {KEY}"
+            self._send(*(server.reply(body) if is_known else (401, {"error": {"message": "who?"}})))
+
+        def _send(self, status: int, body: dict[str, Any]) -> None:
+            data = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: Any) -> None:
+            """Nothing."""
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        request_queue_size = 64
+
+    with Server(("127.0.0.1", 0), Handler) as http:
+        thread = threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        server.url = f"http://127.0.0.1:{http.server_port}"
+        yield server
+        http.shutdown()
+        thread.join(5)
+
+
+def run(folder: Path, url: str, num_videos: int = 6, num_questions: int = 8, key: str = KEY) -> Summary:
+    lines = [
+        {"id": f"{video} {number}", "video": f"{video}.mp4", "question": f"q{number}"}
+        for number in range(num_questions)
+        for video in range(num_videos)
+    ]
+    (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    @contextmanager
+    def opened(_: LineIndex) -> Iterator[Backend]:
+        with HttpBackend.open(url, key) as backend:
+            yield backend
+
+    return run_batch(BatchPlan(folder / "in.jsonl", folder / "out.jsonl", LineDefaults(folder)), opened)
+
+
+def test_questions_about_a_video_follow_its_first_and_come_together(tmp_path: Path) -> None:
+    with serving(FakeServer()) as server:
+        summary = run(tmp_path, server.url)
+    assert (summary.tally.num_answered, summary.tally.num_failed) == (48, 0)
+    by_video: dict[str, list[tuple[float, float]]] = {}
+    for video, start_s, stop_s in server.spans:
+        by_video.setdefault(video, []).append((start_s, stop_s))
+    assert len(by_video) == 6
+    for spans in by_video.values():
+        first, *others = sorted(spans)
+        assert all(start_s >= first[1] for start_s, _ in others)
+        assert max(start_s for start_s, _ in others) < min(stop_s for _, stop_s in others) + 0.5
+
+
+def test_more_than_one_video_is_under_way(tmp_path: Path) -> None:
+    with serving(FakeServer(pause_s=0.05)) as server:
+        run(tmp_path, server.url, num_videos=4, num_questions=1)
+    assert max(start_s for _, start_s, _ in server.spans) < min(stop_s for *_, stop_s in server.spans)
+
+
+def test_errors_of_the_server_are_told_under_their_lines(tmp_path: Path) -> None:
+    def answer(question: str) -> Reply:
+        if question == "q1":
+            return 404, {
+                "error": {"message": "no file", "type": "invalid_request_error", "code": "media_not_found"}
+            }
+        return (500, {"oops": 1}) if question == "q2" else (200, completion(question))
+
+    with serving(FakeServer(answer)) as server:
+        summary = run(tmp_path, server.url, num_videos=1, num_questions=4)
+    errors = [json.loads(line) for line in (tmp_path / "out.errors.jsonl").read_text().splitlines()]
+    assert {each["id"]: each["error"]["type"] for each in errors} == {
+        "0 1": "media_not_found",
+        "0 2": "server_error",
+    }
+    assert summary.tally.num_answered == 2
+
+
+def test_what_is_refused_for_load_is_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_backend, "_FIRST_PAUSE_S", 0.01)
+    refused: set[str] = set()
+
+    def answer(question: str) -> Reply:
+        if question in refused:
+            return 200, completion(question)
+        refused.add(question)
+        return 429, {"error": {"message": "later"}}
+
+    with serving(FakeServer(answer)) as server:
+        summary = run(tmp_path, server.url, num_videos=2, num_questions=3)
+    assert (summary.tally.num_answered, summary.tally.num_failed) == (6, 0)
+
+
+def test_a_server_that_is_gone_ends_the_run_and_fails_no_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_backend, "_FIRST_PAUSE_S", 0.001)
+    with (
+        serving(FakeServer(lambda _: (503, {}))) as server,
+        pytest.raises(UnavailableError, match="run the same"),
+    ):
+        run(tmp_path, server.url)
+    assert (tmp_path / "out.errors.jsonl").read_bytes() == b""
+    with pytest.raises(UnavailableError, match="start the server"):
+        run(tmp_path, server.url)
+
+
+def test_what_a_server_of_ours_reports_is_added_up(tmp_path: Path) -> None:
+    stages_s = {"decode_video": 2.0, "preprocess": 0.5, "encode": 1.0, "prefill": 0.25, "decode": 0.25}
+
+    def answer(question: str) -> Reply:
+        report = {"stages_s": stages_s if question == "q0" else {"prefill": 0.5, "encode": 0.0}}
+        return 200, {**completion(question), "epd": report}
+
+    with serving(FakeServer(answer, pause_s=0)) as server, HttpBackend.open(server.url, KEY) as backend:
+        for question in ("q0", "q1"):
+            backend.note(answer(question)[1])
+        assert backend.busy_s() == {"decode": 2.0, "encode": 1.5, "language": 1.0}
+        assert backend.counts().num_encoded == 1
+
+
+def test_what_is_no_url_is_refused() -> None:
+    with pytest.raises(RequestError, match="no endpoint"), HttpBackend.open("server:8000", None):
+        pass

@@ -1,0 +1,129 @@
+"""Lines of both forms become bodies of chat requests; what cannot be one is refused under its id."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epd.batch.lines import BatchLine, LineDefaults, LineError, parse_line, shared_prefix
+
+FOLDER = Path("/data")
+QUESTION = "How many shapes are there?"
+VIDEO = {"type": "video_url", "video_url": {"url": "file:///data/clip.mp4"}}
+
+
+def parsed(record: Any, **defaults: Any) -> BatchLine:
+    return parse_line(json.dumps(record).encode(), 7, LineDefaults(FOLDER, **defaults))
+
+
+def short(**more: Any) -> dict[str, Any]:
+    return {"id": "a", "video": "clip.mp4", "question": QUESTION, **more}
+
+
+def openai(*parts: Any, **more: Any) -> dict[str, Any]:
+    content = parts or (VIDEO, {"type": "text", "text": QUESTION})
+    body = {"messages": [{"role": "user", "content": list(content)}], **more}
+    return {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def test_both_forms_ask_the_same() -> None:
+    line, other = parsed(short(answer="3")), parsed(openai())
+    assert line.body == other.body
+    assert (line.form, line.expected, other.form, other.expected) == ("short", "3", "openai", None)
+    assert line.key == other.key == '"a"'
+
+
+def test_images_come_in_order_and_urls_stay_as_they_are() -> None:
+    line = parsed({"id": 1, "images": ["b.png", "https://host/a.png"], "question": QUESTION})
+    urls = ["file:///data/b.png", "https://host/a.png"]
+    assert [part.get("image_url", {}).get("url") for part in line.body["messages"][0]["content"]] == [
+        *urls,
+        None,
+    ]
+    assert line.key == "1"
+
+
+@pytest.mark.parametrize(
+    ("record", "options"),
+    [
+        (short(), {"max_tokens": 9, "epd": {"fps": 2.0}}),
+        (short(num_frames=4, max_tokens=3), {"max_tokens": 3, "epd": {"num_frames": 4}}),
+        (openai(max_completion_tokens=5), {"max_completion_tokens": 5, "epd": {"fps": 2.0}}),
+        (
+            openai(mm_processor_kwargs={"num_frames": 6}, stream=True),
+            {"max_tokens": 9, "mm_processor_kwargs": {"num_frames": 6}},
+        ),
+        (openai(epd={"retention_min": 0.5}), {"max_tokens": 9, "epd": {"retention_min": 0.5, "fps": 2.0}}),
+    ],
+)
+def test_defaults_hold_where_a_line_does_not_say(record: dict[str, Any], options: dict[str, Any]) -> None:
+    body = parsed(record, fps=2.0, max_tokens=9).body
+    assert {name: value for name, value in body.items() if name != "messages"} == options
+
+
+@pytest.mark.parametrize(
+    ("record", "words", "line_id"),
+    [
+        ([1], "list", None),
+        (short(id=True), "True", None),
+        (short(id=""), "''", None),
+        ({"video": "a.mp4", "question": QUESTION}, "id is None", None),
+        (short(num_frame=4), "'num_frame'", "a"),
+        (short(question=" "), "question", "a"),
+        (short(images=["a.png"]), "give one of the two", "a"),
+        ({"id": "a", "question": QUESTION}, "give one of the two", "a"),
+        (short(video=3), "a path for video", "a"),
+        ({"id": "a", "images": [], "question": QUESTION}, "a list of paths", "a"),
+        (short(answer=3), "put it in quotes", "a"),
+        ({**openai(), "method": "GET"}, "'GET'", "a"),
+        ({**openai(), "body": []}, "body is []", "a"),
+        ({**openai(), "custom_id": None}, "custom_id is None", None),
+    ],
+)
+def test_what_makes_no_sense_is_refused_under_its_id(record: Any, words: str, line_id: str | None) -> None:
+    with pytest.raises(LineError, match=words.replace("[", r"\[").replace("]", r"\]")) as caught:
+        parsed(record)
+    assert caught.value.line_id == line_id
+
+
+def test_a_line_that_is_no_json_is_refused() -> None:
+    for text in (b"{", b"\xff", b"nothing"):
+        with pytest.raises(LineError, match="no JSON"):
+            parse_line(text, 1, LineDefaults(FOLDER))
+
+
+def test_questions_after_equal_media_share_a_prefix() -> None:
+    one, other = parsed(openai()), parsed(openai(VIDEO, {"type": "text", "text": "Which comes first?"}))
+    assert shared_prefix(one.body) == shared_prefix(other.body)
+    assert shared_prefix(one.body).urls == ("file:///data/clip.mp4",)
+
+
+def test_what_stands_before_media_is_part_of_the_prefix() -> None:
+    question = {"type": "text", "text": QUESTION}
+    prefixes = {
+        shared_prefix(parsed(openai(*parts, **more)).body).frame
+        for parts, more in [
+            ((VIDEO, question), {}),
+            ((question, VIDEO), {}),
+            (({"type": "text", "text": "Look:"}, VIDEO, question), {}),
+            ((VIDEO, question), {"epd": {"num_frames": 4}}),
+            ((VIDEO, VIDEO, question), {}),
+        ]
+    }
+    assert len(prefixes) == 5
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"messages": 3},
+        {"messages": [3, {"content": [None, {"type": "video_url"}]}]},
+        {"messages": [{"content": "?"}]},
+    ],
+)
+def test_bodies_without_media_share_nothing(body: dict[str, Any]) -> None:
+    assert shared_prefix(body).urls == ()

@@ -1,0 +1,229 @@
+"""The pipeline of threads: answers equal those of the colocated pipeline, media are worked on once."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epd.batch.driver import BatchPlan, run_batch
+from epd.batch.line_index import LineIndex
+from epd.batch.lines import LineDefaults
+from epd.batch.summary import Summary
+from epd.batch.tasks import Backend, MediaTask
+from serve_app.batch_local import LocalBackend
+from serve_app.service import ModelCard
+from stages.batch import BatchPipeline
+from stages.batch_media import MediaStages
+from stages.colocated import ColocatedPipeline
+from tests.media import write_video
+
+QUESTIONS = ("What is shown?", "Which colour?", "How many squares are there, and where do they go?")
+MAX_TOKENS = 6
+
+
+def run(folder: Path, backend: LocalBackend, records: list[dict[str, Any]], **defaults: Any) -> Summary:
+    (folder / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    @contextmanager
+    def opened(_: LineIndex) -> Iterator[Backend]:
+        yield backend
+
+    plan = BatchPlan(folder / "in.jsonl", folder / "out.jsonl", LineDefaults(folder, **defaults))
+    return run_batch(plan, opened)
+
+
+def read(path: Path) -> dict[Any, dict[str, Any]]:
+    """Records by the id of their line."""
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return {record.get("custom_id", record["id"]): record for record in records}
+
+
+def test_answers_equal_those_of_one_by_one_and_media_are_worked_on_once(
+    tmp_path: Path,
+    media: dict[str, Path],
+    backend: LocalBackend,
+    batch_pipeline: BatchPipeline,
+    colocated: ColocatedPipeline,
+) -> None:
+    sources = [
+        [media["video"]],
+        [media["tall_video"]],
+        [media["image"], media["wide_image"]],
+        [media["image"]],
+    ]
+    lines, asked = [], {}
+    for question in QUESTIONS:
+        for paths in [[media[name] for name in each] for each in names]:
+            line_id = f"{question} {len(asked)}"
+            asked[line_id] = (paths, question)
+            about = (
+                {"video": str(paths[0])} if paths[0].suffix == ".mp4" else {"images": list(map(str, paths))}
+            )
+            lines.append({"id": line_id, "question": question, **about})
+    summary = run(tmp_path, backend, lines, num_frames=6, max_tokens=MAX_TOKENS)
+    answers = {line_id: record["answer"] for line_id, record in read(tmp_path / "out.jsonl").items()}
+    assert answers == {
+        line_id: colocated.ask(paths, question, num_frames=6, max_tokens=MAX_TOKENS).text
+        for line_id, (paths, question) in asked.items()
+    }
+    assert len(set(answers.values())) > 6
+    counts = summary.counts
+    assert summary.num_groups == 4
+    assert counts.num_decoded == counts.num_encoded == counts.num_prefilled == 5
+    assert batch_pipeline.engine.counts.num_cached_tokens > 0
+    assert_nothing_left(batch_pipeline)
+
+
+def assert_nothing_left(pipeline: BatchPipeline) -> None:
+    engine = pipeline.engine
+    assert not engine.has_work()
+    assert engine.kv.num_free_blocks(0) == engine.kv.spec.num_blocks[0]
+    engine.check_integrity()
+
+
+def test_what_is_wrong_with_one_medium_or_line_stays_there(
+    tmp_path: Path,
+    media: dict[str, Path],
+    backend: LocalBackend,
+    batch_pipeline: BatchPipeline,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "text.mp4").write_text("no video\n" * 99)
+    broken = write_video(tmp_path / "broken.mp4", seed=9)
+    embeddings = MediaStages._embeddings
+
+    def break_one(stages: MediaStages, decoded: Any) -> Any:
+        if "broken" in str(decoded.opened.media[0].source):
+            raise RuntimeError("no memory")
+        return embeddings(stages, decoded)
+
+    monkeypatch.setattr(MediaStages, "_embeddings", break_one)
+    video = str(media["video"])
+    lines = [
+        {"id": "good", "video": video, "question": "What?"},
+        {"id": "missing", "video": "none.mp4", "question": "What?"},
+        {"id": "missing too", "video": "none.mp4", "question": "Which?"},
+        {"id": "text", "video": "text.mp4", "question": "What?"},
+        {"id": "an image as a video", "video": str(media["image"]), "question": "What?"},
+        {"id": "reserved", "video": video, "question": "What is <|video_pad|>?"},
+        {"id": "too long", "video": video, "question": "What?", "max_tokens": 100_000},
+        {"id": "no number", "video": video, "question": "What?", "max_tokens": "three"},
+        {"id": "fps and frames", "video": video, "question": "What?", "fps": 1, "num_frames": 2},
+        {"id": "not encoded", "video": str(broken), "question": "What?"},
+        {"id": "not encoded too", "video": str(broken), "question": "Which?"},
+        {"id": "fine", "video": video, "question": "Which?"},
+    ]
+    summary = run(tmp_path, backend, lines, max_tokens=3)
+    kinds = {line_id: each["error"]["type"] for line_id, each in read(tmp_path / "out.errors.jsonl").items()}
+    assert kinds == {
+        "missing": "MediaNotFoundError",
+        "missing too": "MediaNotFoundError",
+        "text": "UnsupportedMediaError",
+        "an image as a video": "UnsupportedMediaError",
+        "reserved": "RequestError",
+        "too long": "InfeasibleError",
+        "no number": "RequestError",
+        "fps and frames": "RequestError",
+        "not encoded": "EPDError",
+        "not encoded too": "EPDError",
+    }
+    assert read(tmp_path / "out.jsonl").keys() == {"good", "fine"}
+    assert summary.tally.num_failed == 10
+    assert_nothing_left(batch_pipeline)
+
+
+def test_openai_lines_give_openais_completions(
+    tmp_path: Path, media: dict[str, Path], backend: LocalBackend, colocated: ColocatedPipeline
+) -> None:
+    data = base64.b64encode(media["image"].read_bytes()).decode()
+    picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    text = {"type": "text", "text": QUESTIONS[0]}
+
+    def line(name: str, content: Any, **more: Any) -> dict[str, Any]:
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": MAX_TOKENS, **more}
+        return {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+    lines = [
+        line("plain", [picture, text]),
+        line("logprobs", [picture, text], logprobs=True, top_logprobs=2),
+        line("two", [picture, text], n=2, temperature=0.8, seed=1),
+        line("words alone", "Hello?"),
+        line("other model", [picture, text], model="gpt"),
+        line("tools", [picture, text], tools=[{}]),
+    ]
+    summary = run(tmp_path, backend, lines)
+    answered, failed = read(tmp_path / "out.jsonl"), read(tmp_path / "out.errors.jsonl")
+    bodies = {name: record["response"]["body"] for name, record in answered.items()}
+    expected = colocated.ask([media["image"]], QUESTIONS[0], max_tokens=MAX_TOKENS)
+    assert bodies["plain"]["choices"][0]["message"]["content"] == expected.text
+    assert bodies["plain"]["usage"]["completion_tokens"] == len(expected.token_ids)
+    assert bodies["plain"]["usage"]["prompt_tokens"] == expected.usage.prompt_tokens
+    logprobs = bodies["logprobs"]["choices"][0]["logprobs"]["content"]
+    assert len(logprobs) == len(expected.token_ids)
+    assert len(logprobs[0]["top_logprobs"]) == 2
+    assert [choice["index"] for choice in bodies["two"]["choices"]] == [0, 1]
+    assert bodies["words alone"]["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert failed["other model"]["response"]["status_code"] == 404
+    assert failed["tools"]["error"]["code"] == "RequestError"
+    assert summary.counts.num_decoded == 1
+
+
+def test_media_wait_for_room_in_a_small_cache(
+    tmp_path: Path, media: dict[str, Path], checkpoints: dict[str, Path], colocated: ColocatedPipeline
+) -> None:
+    """Room for about one video and an answer: they come one after the other, and none is given up."""
+    context = colocated.prefill_media([media["video"]], num_frames=6)
+    num_tokens = len(context.prefix_ids) + 200
+    pipeline = BatchPipeline.load(checkpoints["qwen2_5_vl"], num_threads=1, num_kv_tokens=num_tokens)
+    videos = [write_video(tmp_path / f"{number}.mp4", seed=number) for number in range(3)]
+    lines = [
+        {"id": f"{path.name} {question}", "video": str(path), "question": question}
+        for question in QUESTIONS
+        for path in videos
+    ]
+    backend = LocalBackend(pipeline, ModelCard("tiny", 0))
+    summary = run(tmp_path, backend, lines, num_frames=6, max_tokens=40)
+    assert (summary.tally.num_answered, summary.tally.num_failed) == (9, 0)
+    assert pipeline.num_prefilled == 3
+    assert_nothing_left(pipeline)
+    run_again = tmp_path / "again"
+    run_again.mkdir()
+    summary = run(run_again, backend, [{**lines[0], "num_frames": 40}, lines[1]], max_tokens=40)
+    assert (summary.tally.num_answered, summary.tally.num_failed) == (1, 1)
+    assert "does not fit" in (run_again / "out.errors.jsonl").read_text()
+
+
+def test_leaving_early_leaves_nothing_behind(
+    media: dict[str, Path], backend: LocalBackend, batch_pipeline: BatchPipeline, tmp_path: Path
+) -> None:
+    lines = [
+        {"id": number, "video": str(media["video"]), "question": f"What is {number}?"}
+        for number in range(200)
+    ]
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    index = LineIndex(path, LineDefaults(tmp_path))
+    index.build()
+    tasks = (MediaTask(group.first, index.lines(group)) for group in index.groups())
+    with backend.run(tasks) as outcomes:
+        assert next(outcome for outcome in outcomes if outcome is not None)
+    assert_nothing_left(batch_pipeline)
+    index.close()
+
+
+def test_what_breaks_a_thread_ends_the_run(
+    tmp_path: Path, media: dict[str, Path], backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(MediaStages, "_embeddings", broken)
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        run(tmp_path, backend, [{"id": 1, "video": str(media["video"]), "question": "What?"}])
+    assert (tmp_path / "out.jsonl").read_bytes() == b""
