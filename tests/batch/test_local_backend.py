@@ -51,12 +51,7 @@ def test_answers_equal_those_of_one_by_one_and_media_are_worked_on_once(
     batch_pipeline: BatchPipeline,
     colocated: ColocatedPipeline,
 ) -> None:
-    sources = [
-        [media["video"]],
-        [media["tall_video"]],
-        [media["image"], media["wide_image"]],
-        [media["image"]],
-    ]
+    names = (["video"], ["tall_video"], ["image", "wide_image"], ["image"])
     lines, asked = [], {}
     for question in QUESTIONS:
         for paths in [[media[name] for name in each] for each in names]:
