@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -10,21 +11,34 @@ from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from pydantic import ValidationError
 
 from epd.errors import ModelNotFoundError
 from serve_app import metrics
 from serve_app.chat_answer import ChatAnswer
 from serve_app.front import ApiSettings, FrontDoor
-from serve_app.http_guard import KeyCheck, RequestEdge, install_error_handlers, record_of
+from serve_app.http_guard import (
+    KeyCheck,
+    RequestEdge,
+    install_error_handlers,
+    read_body,
+    record_of,
+)
+from serve_app.intake import describe
 from serve_app.page import page_routes
 from serve_app.protocol import (
     ChatCompletion,
     ChatRequest,
+    DecisionReport,
     ErrorReply,
     Health,
+    LoadEntry,
+    LoadReport,
     ModelEntry,
     ModelList,
+    RolesRequest,
     StatusReport,
+    SwitchReport,
     WorkerReport,
 )
 from serve_app.service import AnswerService, ModelCard
@@ -32,6 +46,7 @@ from serve_app.service import AnswerService, ModelCard
 __all__ = ["ApiSettings", "create_api"]
 
 _ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorReply}, "5XX": {"model": ErrorReply}}
+_MAX_ROLES_BYTES = 4096
 _SCHEMA_REF = "#/components/schemas/{model}"
 
 
@@ -126,8 +141,46 @@ async def status(request: Request) -> StatusReport:
         is_ready=now.is_ready,
         topology=now.topology,
         num_requests=front.num_requests,
+        num_waiting=now.num_waiting,
         workers=[WorkerReport(**asdict(worker)) for worker in now.workers],
+        switches=[SwitchReport(**asdict(switch)) for switch in now.switches],
+        decisions=[
+            DecisionReport(at_s=each.at_s, verdict=each.verdict, reason=each.reason) for each in now.decisions
+        ],
     )
+
+
+@_guarded.get("/epd/load")
+async def load(request: Request) -> LoadReport:
+    """What was asked for in the last ten minutes."""
+    now_s = time.time()
+    recent = _front(request).service.recent_load()
+    return LoadReport(
+        requests=[LoadEntry(age_s=max(0.0, now_s - at_s), **asdict(work)) for at_s, work in recent]
+    )
+
+
+@_guarded.post(
+    "/epd/roles",
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": RolesRequest.model_json_schema()}},
+        }
+    },
+)
+async def switch_roles(request: Request) -> SwitchReport:
+    """Gives a worker other roles; answers when it has them. It is as it was where that does not work."""
+    front = _front(request)
+    body = await read_body(request, _MAX_ROLES_BYTES, front.bodies)
+    try:
+        wanted = RolesRequest.model_validate_json(body)
+    except ValidationError as error:
+        raise describe(error) from None
+    finally:
+        front.release_body(record_of(request))
+    switch = await front.service.switch_roles(wanted.worker, frozenset(wanted.roles))
+    return SwitchReport(**asdict(switch))
 
 
 @_open.get("/health", responses={503: {"model": Health}})

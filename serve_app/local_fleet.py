@@ -14,9 +14,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import torch
 
 from epd.connectors import EncoderConnector, KVConnector
 from epd.errors import CancelledError, EPDError
@@ -76,6 +78,9 @@ class LocalTransport:
     def kv(self, name: str, shape: KVPoolsShape) -> tuple[KVPools, KVConnector]:
         pools = shape.build()
         return pools, self.hubs.kv.connect(name, pools, self.wake)
+
+    def weights(self, path: Path, dtype: torch.dtype) -> Path | None:  # noqa: ARG002 - each reads its own
+        return None
 
     def close(self, name: str) -> None:
         self.hubs.close(name)

@@ -118,7 +118,7 @@ def _amounts_of(record: RequestRecord) -> dict[str, int]:
         "cached_tokens": end.cached_tokens,
         "completion_tokens": end.usage.completion_tokens,
         "visual_tokens": end.usage.visual_tokens,
-        "visual_tokens_dropped": max(0, end.visual_tokens_before - end.usage.visual_tokens),
+        "visual_tokens_dropped": end.usage.visual_tokens_before - end.usage.visual_tokens,
         "request_retries": end.num_retries,
     }
 
@@ -149,6 +149,9 @@ class _Workers(Collector):
         for worker in workers:
             switches.add_metric([worker.name], worker.num_role_switches)
         yield switches
+        yield from _switch_metrics(self.status)
+        waiting = "Requests that no worker has taken yet."
+        yield GaugeMetricFamily("epd_queue_length", waiting, value=self.status.num_waiting)
         for name, total in self.status.counters.items():
             if name not in self._own_counters:
                 text = SERVICE_COUNTERS.get(name, "Told by the service.")
@@ -160,3 +163,20 @@ class _Workers(Collector):
             if value is not None:
                 gauge.add_metric([worker.name, worker.roles], value)
         return gauge
+
+
+def _switch_metrics(status: ServiceStatus) -> Iterator[Metric]:
+    """Changes of roles by kind, and where their time went."""
+    total = CounterMetricFamily(
+        "epd_role_switch", "Changes of roles by kind, as in e->p.", labels=["kind", "outcome"]
+    )
+    seconds = CounterMetricFamily(
+        "epd_role_switch_seconds", "Of changes of roles that worked.", labels=["kind", "phase"]
+    )
+    for each in status.switch_totals:
+        total.add_metric([each.kind, "done"], each.num_done)
+        total.add_metric([each.kind, "rolled_back"], each.num_failed)
+        for phase in ("offload", "migrate", "onload", "announce"):
+            seconds.add_metric([each.kind, phase], getattr(each, f"{phase}_s"))
+    yield total
+    yield seconds

@@ -20,10 +20,12 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from epd.admission import AdmissionQueue
+from epd.elasticity import ControllerConfig, RequestWork
 from epd.errors import EncodeError, UnavailableError
 from epd.routing import Router, Stage, role_letters, topology_name
 from epd.sharding import Sharding
 from serve_app.attempt import Attempt, Ending
+from serve_app.elastic import Elastic
 from serve_app.encode_desk import EncodeDesk
 from serve_app.fleet import Fleet, WorkerBack, WorkerLost
 from serve_app.group_feed import GroupFeed
@@ -67,6 +69,7 @@ class OrchestratorConfig:
     max_attempts: tries of one request. max_prefills, unavailable_s: see `PlacementLimits`.
     max_backlog_patches: see `EncodeDesk`. num_planning_threads: that probe media and tokenise.
     sharding: of one request's groups over the encoders. switching: limits of changes of roles.
+    elastic: how roles follow the load, None where they do not.
     """
 
     max_waiting: int = 256
@@ -78,6 +81,7 @@ class OrchestratorConfig:
     num_planning_threads: int = 2
     sharding: Sharding = "groups"
     switching: SwitchLimits = field(default_factory=SwitchLimits)
+    elastic: ControllerConfig | None = None
 
 
 class Orchestrator:
@@ -98,6 +102,7 @@ class Orchestrator:
         parts = SwitchParts(fleet, self.router, self._desk, self._placement, self._attempts)
         self.switcher = RoleSwitcher(parts, self.config.switching)
         self._loads: dict[str, WorkerLoad] = {}
+        self.elastic = Elastic(fleet, self.queue, self.switcher, self._loads, self.config.elastic, time.time)
         self._counters: Counter[str] = Counter()
         self._numbers = count(1)
         self._num_planning = 0
@@ -114,6 +119,7 @@ class Orchestrator:
         """Starts the fleet. Raises EPDError when a worker cannot start."""
         await self._fleet.start()
         self._following = asyncio.create_task(self._follow())
+        self.elastic.start()
 
     async def drain(self, timeout_s: float) -> bool:
         """Takes nothing new and waits for what runs. Returns whether all of it has ended in time."""
@@ -127,6 +133,7 @@ class Orchestrator:
         """Ends the fleet and whatever runs: answers under way raise UnavailableError."""
         self._tasks.cancel()
         await self._tasks.wait()
+        await self.elastic.close()
         await self.switcher.close()
         await self._fleet.close()
         if self._following is not None:
@@ -144,11 +151,13 @@ class Orchestrator:
         self.queue.check(now_s, deadline_s, num_coming=self._num_planning)
         plan = await self._plan(request)
         answer = LiveAnswer(request, plan, self._planner.texts, time.time)
+        self.elastic.arrived(plan)
         running = self._tasks.spawn(self._run(answer, deadline_s))
         try:
             async for item in answer.items():
                 yield item
         finally:
+            self.elastic.finished()
             running.cancel()
 
     async def _plan(self, request: AnswerRequest) -> AnswerPlan:
@@ -309,6 +318,10 @@ class Orchestrator:
         """See `AnswerService`."""
         return await self.switcher.switch(worker, roles)
 
+    def recent_load(self) -> Sequence[tuple[float, RequestWork]]:
+        """See `AnswerService`."""
+        return self.elastic.estimator.recent(time.time())
+
     # Status
 
     async def status(self) -> ServiceStatus:
@@ -324,6 +337,8 @@ class Orchestrator:
             topology=topology_name([info.roles for info in infos]),
             workers=tuple(self._worker_status(info.name) for info in infos),
             counters=dict(counters),
+            num_waiting=len(self.queue),
+            decisions=tuple(self.elastic.decisions),
             switches=tuple(self.switcher.last),
             switch_totals=self.switcher.totals,
         )

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from epd.reduction import LEAST_RETENTION, METHODS
 from epd.sampling_params import MAX_CHOICES, MAX_INT64, MAX_LOGPROBS, MAX_STOP_STRINGS
 
 MAX_MESSAGES = 1024
@@ -92,6 +93,16 @@ class EpdOptions(_Ours):
 
     fps: Annotated[float, Field(gt=0)] | None = Field(default=None, description="Frames per second of video.")
     num_frames: Count | None = Field(default=None, description="Frames of each video, evenly spread.")
+    retention: float | None = Field(
+        default=None,
+        description="Share of the visual tokens that is kept; 1 keeps all.",
+        json_schema_extra={"minimum": LEAST_RETENTION, "maximum": 1},
+    )
+    reduction: str | None = Field(
+        default=None,
+        description="How the kept tokens are chosen; by default as the server has it.",
+        json_schema_extra={"enum": [*METHODS, None]},
+    )
     retention_min: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None, description="Least share of the visual tokens that is kept when load calls for fewer."
     )
@@ -173,11 +184,15 @@ class SpanReport(BaseModel):
 
 
 class EpdReport(BaseModel):
-    """What the request took. Seconds by stage, of service and of waiting; stages overlap."""
+    """What the request took. Seconds by stage, of service and of waiting; stages overlap.
+
+    retention: share of the visual tokens that was to be kept.
+    """
 
     frames: int
     visual_tokens: int
     visual_tokens_before_reduction: int
+    retention: float
     cached_tokens: int
     ttft_s: float
     total_s: float
@@ -274,12 +289,75 @@ class WorkerReport(BaseModel):
     kv_usage: float | None
     encoder_cache_usage: float | None
     num_role_switches: int
+    is_switching: bool
+
+
+class SwitchReport(BaseModel):
+    """A worker's change of roles. before, after: letters as in StatusReport. error: why it was rolled back.
+
+    at_s: Unix time in seconds. Seconds: of its phases; weights_s: of onload, for finding weights.
+    num_handed_on, num_moved, num_redone: work that went to others before it was begun, in its middle, or was
+    done again.
+    """
+
+    worker: str
+    before: str
+    after: str
+    at_s: float
+    offload_s: float
+    migrate_s: float
+    onload_s: float
+    announce_s: float
+    weights_s: float
+    num_handed_on: int
+    num_moved: int
+    num_redone: int
+    error: str
+
+
+class DecisionReport(BaseModel):
+    """Whether roles were to be changed by the load, and why."""
+
+    at_s: float
+    verdict: str
+    reason: str
 
 
 class StatusReport(BaseModel):
-    """The service as it is now. roles: one letter each, v video decoding, e encode, p prefill, d decode."""
+    """The service as it is now. roles: one letter each, v video decoding, e encode, p prefill, d decode.
+
+    num_waiting: requests that no worker has taken yet. switches, decisions: the last ones, oldest first;
+    decisions of an elastic service alone.
+    """
 
     is_ready: bool
     topology: str
     num_requests: int
+    num_waiting: int
     workers: list[WorkerReport]
+    switches: list[SwitchReport]
+    decisions: list[DecisionReport]
+
+
+class RolesRequest(_Received):
+    """A worker, and the roles that it is to have."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    worker: str
+    roles: list[Literal["encode", "prefill", "decode"]] = Field(min_length=1, max_length=3)
+
+
+class LoadEntry(BaseModel):
+    """A request of the last ten minutes, as planned. age_s: since it came. max_tokens: of its answers."""
+
+    age_s: float
+    num_patches: int
+    num_prompt_tokens: int
+    max_tokens: int
+
+
+class LoadReport(BaseModel):
+    """What was asked for in the last ten minutes, oldest first."""
+
+    requests: list[LoadEntry]

@@ -6,12 +6,16 @@ travels in the message, through Ray's object store.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+
+import torch
 
 from epd.connectors import EncoderConnector, KVConnector, Offer, Receipt
 from serve_app.ray_memory import PoolFiles
@@ -19,6 +23,9 @@ from serve_app.ray_packing import Packed, pack, unpack
 from stages.connectors.mailbox import MailboxConnector, Message
 from stages.encoder_pool import EncoderPool, EncoderPoolShape
 from stages.kv_pool import KVPools, KVPoolsShape
+from stages.weights import num_weight_bytes, write_weights
+
+logger = logging.getLogger(__name__)
 
 # An end point may have an end of each kind.
 Kind = Literal["embeddings", "kv"]
@@ -64,6 +71,15 @@ class RayTransport:
         end = self._open(name, "kv", shape)
         assert isinstance(end.pool, KVPools)
         return end.pool, end
+
+    def weights(self, path: Path, dtype: torch.dtype) -> Path | None:
+        """Written by the first worker of the machine; None when there is no room for it."""
+        num_bytes = num_weight_bytes(path, dtype)
+        try:
+            return self._files.shared(f"weights-{dtype}", num_bytes, partial(write_weights, path, dtype))
+        except OSError:
+            logger.warning("no room for %d bytes of shared weights: each worker reads its own", num_bytes)
+            return None
 
     def close(self, name: str) -> None:
         for key in [key for key in self._ends if key[0] == name]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import secrets
 import shutil
 import socket
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 _MEMORY_FOLDER = Path("/dev/shm")
@@ -29,6 +31,28 @@ class PoolFiles:
         finally:
             os.close(descriptor)
         return Path(path)
+
+    def shared(self, name: str, num_bytes: int, write: Callable[[Path], None]) -> Path:
+        """A file that all workers of the fleet have on this machine, written by the first that wants it.
+
+        Raises OSError, and what `write` raises.
+        """
+        path = _folder(num_bytes) / f"{self.prefix}{name}"
+        found = self.paths(name)
+        if found:
+            return found[0]
+        lock = path.with_name(f"{self.prefix}lock-{name}")
+        with lock.open("w") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            found = self.paths(name)
+            if not found:
+                draft = path.with_name(f"{self.prefix}draft-{name}")
+                try:
+                    write(draft)
+                    draft.rename(path)
+                finally:
+                    draft.unlink(missing_ok=True)
+        return found[0] if found else path
 
     def remove(self, path: Path) -> None:
         """Removes the name; who has mapped it keeps the memory."""

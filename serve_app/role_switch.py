@@ -58,7 +58,7 @@ class SwitchLimits:
 
     min_workers: int = 1
     max_in_flight: int = 1
-    drain_s: float = 5.0
+    drain_s: float = 2.0
     limit_s: float = 30.0
 
 

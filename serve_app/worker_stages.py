@@ -25,7 +25,7 @@ from stages.generation import GenerationSettings
 from stages.kv_pool import KVGroupShape, KVPools, KVPoolsShape
 from stages.model_runner import ModelRunner, kv_layout
 from stages.prefill import PrefillStage
-from stages.weights import load_role
+from stages.weights import WholeModel, load_role
 
 # `load_role` changes how modules are made while it makes some: workers in threads take turns.
 _LOADING = threading.Lock()
@@ -71,6 +71,13 @@ class Transport(Protocol):
         """The same for keys and values."""
         ...
 
+    def weights(self, path: Path, dtype: torch.dtype) -> Path | None:
+        """A file of the model's weights in memory that the workers of a machine share; None for none.
+
+        Raises ModelError.
+        """
+        ...
+
     def close(self, name: str) -> None:
         """The ends of that name are not used any more. Unknown names are ignored."""
         ...
@@ -85,6 +92,7 @@ class StageBuilder:
         self.adapter: Adapter = load_adapter(settings.model_path)
         self.generation = generation_settings(settings.model_path, self.adapter)
         self.weights_s = 0.0  # spent on weights so far
+        self._whole = self._mapped()
         self._language: Any = None
 
     def encode(self, name: str) -> EncodeStage:
@@ -142,10 +150,22 @@ class StageBuilder:
 
     def _load(self, role: Role) -> Any:
         start_s = time.perf_counter()
-        with _LOADING:
-            model = load_role(self.settings.model_path, role, self.settings.torch_dtype).model
+        if self._whole is not None:
+            model = self._whole.part(role)
+        else:
+            with _LOADING:
+                model = load_role(self.settings.model_path, role, self.settings.torch_dtype).model
         self.weights_s += time.perf_counter() - start_s
         return model
+
+    def _mapped(self) -> WholeModel | None:
+        """The whole model, where workers share its weights: a part that nobody runs takes no memory."""
+        path, dtype = self.settings.model_path, self.settings.torch_dtype
+        weights = self.transport.weights(path, dtype)
+        if weights is None:
+            return None
+        with _LOADING:
+            return WholeModel(path, dtype, weights)
 
 
 def embedding_layout(config: Any, dtype: torch.dtype) -> EmbeddingLayout:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from encoders.names import Role, is_wanted, name_in_model
@@ -37,9 +39,10 @@ class LoadedModel:
     num_bytes: int
 
 
-def load_role(path: Path, role: Role, dtype: torch.dtype) -> LoadedModel:
+def load_role(path: Path, role: Role, dtype: torch.dtype, weights: Path | None = None) -> LoadedModel:
     """The part of the model at `path` that a worker of this role runs, in eval mode, with sdpa attention.
 
+    weights: what `write_weights` has made of it, to be mapped instead of being read.
     Raises ModelError when the files lack a tensor or cannot be read.
     """
     from transformers import AutoConfig
@@ -47,7 +50,8 @@ def load_role(path: Path, role: Role, dtype: torch.dtype) -> LoadedModel:
     try:
         model = skeleton(AutoConfig.from_pretrained(path, local_files_only=True), dtype)
         prune(model, role)
-        loaded = _fill(model, path, dtype)
+        stored = _stored_names(path) if weights is None else {weights: _names_in(weights)}
+        loaded = _fill(model, stored, dtype)
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"the weights at '{path}' do not load: {reason}") from error
@@ -77,12 +81,12 @@ def prune(model: nn.Module, role: Role) -> None:
                 setattr(parent, name, None)
 
 
-def _fill(model: nn.Module, path: Path, dtype: torch.dtype) -> LoadedModel:
+def _fill(model: nn.Module, stored_names: Mapping[Path, list[str]], dtype: torch.dtype) -> LoadedModel:
     """Reads the tensors that the model has a place for, and no others."""
     wanted = model.state_dict(keep_vars=True)
     read: list[str] = []
     num_bytes = 0
-    for file, names in _stored_names(path).items():
+    for file, names in stored_names.items():
         with safe_open(file, framework="pt") as tensors:
             for stored in names:
                 name = name_in_model(stored, wanted)
@@ -97,6 +101,58 @@ def _fill(model: nn.Module, path: Path, dtype: torch.dtype) -> LoadedModel:
     if missing:
         raise ValueError(f"{len(missing)} tensors are missing, such as {missing[0]}; get all of the files")
     return LoadedModel(model, tuple(read), num_bytes)
+
+
+def write_weights(path: Path, dtype: torch.dtype, target: Path) -> None:
+    """All tensors of the model at `path` as one file, floating-point ones in `dtype`: see `load_role`.
+
+    Raises OSError, ModelError.
+    """
+    tensors: dict[str, Tensor] = {}
+    try:
+        for file, names in _stored_names(path).items():
+            with safe_open(file, framework="pt") as stored:
+                tensors |= {name: _converted(stored.get_tensor(name), dtype) for name in names}
+        save_file(tensors, target)
+    except (ValueError, KeyError, SafetensorError) as error:
+        raise ModelError(f"the weights at '{path}' cannot be copied: {error}") from error
+
+
+def num_weight_bytes(path: Path, dtype: torch.dtype) -> int:
+    """What `write_weights` makes takes so many bytes, and a few for names."""
+    size = 0
+    for file, names in _stored_names(path).items():
+        with safe_open(file, framework="pt") as stored:
+            size += sum(math.prod(stored.get_slice(name).get_shape()) for name in names)
+    return size * dtype.itemsize
+
+
+def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+class WholeModel:
+    """A model whose weights are mapped: whatever part of it is asked for is there at once."""
+
+    def __init__(self, path: Path, dtype: torch.dtype, weights: Path) -> None:
+        """weights: as in `load_role`. Raises ModelError."""
+        self._model = load_role(path, "whole", dtype, weights).model
+
+    def part(self, role: Role) -> nn.Module:
+        """What a worker of this role runs: other modules are left out, weights are the same memory."""
+        part = _shallow(self._model)
+        part.model = _shallow(part.get_submodule("model"))
+        prune(part, role)
+        return part
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    """A module with the same children and parameters; what is taken out of one stays in the other."""
+    copy: nn.Module = module.__class__.__new__(module.__class__)
+    copy.__dict__ = dict(module.__dict__)
+    for held in ("_modules", "_parameters", "_buffers"):
+        copy.__dict__[held] = dict(module.__dict__[held])
+    return copy
 
 
 def _stored_names(path: Path) -> Mapping[Path, list[str]]:
@@ -121,7 +177,7 @@ def _assign(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype) -> 
     place: Tensor = getattr(module, attribute)
     if place.shape != tensor.shape:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the model wants {tuple(place.shape)}")
-    value = tensor.to(dtype) if tensor.is_floating_point() else tensor
+    value = _converted(tensor, dtype)
     if isinstance(place, nn.Parameter):
         module.register_parameter(attribute, nn.Parameter(value, requires_grad=False))
     else:

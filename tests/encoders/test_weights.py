@@ -13,7 +13,7 @@ from safetensors import safe_open
 import stages.weights
 from encoders.names import is_wanted
 from epd.errors import ModelError
-from stages.weights import load_role, weights_revision
+from stages.weights import WholeModel, load_role, num_weight_bytes, weights_revision, write_weights
 from tests.encoders.families import Family, Picture
 
 FLOAT = torch.float32
@@ -75,6 +75,36 @@ def test_no_parameter_of_another_role_exists(family: Family) -> None:
         assert all(is_wanted(name, role) for name in names)
         assert not any(parameter.is_meta for parameter in model.parameters())
         assert not any(buffer.is_meta for buffer in model.buffers())
+
+
+def test_parts_of_mapped_weights_equal_what_is_read(family: Family, tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    write_weights(family.path, FLOAT, weights)
+    assert weights.stat().st_size >= num_weight_bytes(family.path, FLOAT)
+    whole = WholeModel(family.path, FLOAT, weights)
+    before = {name for name, _ in whole.part("whole").named_parameters()}
+    for role in ("encode", "language"):
+        part, lone = whole.part(role), load_role(family.path, role, FLOAT).model
+        theirs = dict(lone.named_parameters())
+        ours = dict(part.named_parameters())
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        again = dict(whole.part(role).named_parameters())
+        assert all(again[name].data_ptr() == ours[name].data_ptr() for name in ours)
+        assert not part.training
+    assert {name for name, _ in whole.part("whole").named_parameters()} == before
+
+
+def test_mapped_weights_are_memory_of_their_file(family: Family, tmp_path: Path) -> None:
+    """Also where the checkpoint has another type: what is converted is so once, for all."""
+    weights = tmp_path / "weights"
+    write_weights(family.path, torch.bfloat16, weights)
+    part = WholeModel(family.path, torch.bfloat16, weights).part("encode")
+    ends = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(weights) in line]
+    spans = [tuple(int(end, 16) for end in span[0].split("-")) for span in ends]
+    places = [parameter.data_ptr() for parameter in part.parameters()]
+    assert places
+    assert all(any(start <= place < stop for start, stop in spans) for place in places)
 
 
 def test_what_is_loaded_equals_what_transformers_loads(family: Family) -> None:

@@ -7,14 +7,19 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
+from epd.elasticity import Decision, RequestWork
+from epd.errors import EPDError
+from epd.routing import Stage
 from epd.types import StageTimings, Usage
 from serve_app.service import (
     AnswerEnd,
     AnswerItem,
     AnswerRequest,
     ModelCard,
+    RoleSwitch,
     ServiceStatus,
     StageSpan,
+    SwitchTotals,
     TokenDelta,
     TokenLogprob,
     WorkerStatus,
@@ -24,6 +29,11 @@ WORDS = ("A ", "red ", "cirçle", " 🙂.")
 USAGE = Usage(8, visual_tokens=24, prompt_tokens=40, completion_tokens=len(WORDS), visual_tokens_before=48)
 TIMINGS = StageTimings(
     probe_s=0.01, decode_video_s=0.2, encode_s=0.3, prefill_s=0.1, decode_s=0.05, total_s=0.7
+)
+
+
+SWITCH = RoleSwitch(
+    "e1", "e", "d", 1_700_000_000.0, 0.01, 0.2, 0.125, 0.005, weights_s=0.1, num_handed_on=3, num_moved=2
 )
 
 
@@ -46,6 +56,8 @@ class FakeService:
     files_seen: list[list[bytes]] = field(default_factory=list)
     num_open: int = 0
     num_closed: int = 0
+    switch_error: EPDError | None = None
+    switched: list[tuple[str, frozenset[Stage]]] = field(default_factory=list)
     _kept: list[AsyncGenerator[AnswerItem, None]] = field(default_factory=list)
     models: tuple[ModelCard, ...] = (ModelCard("shapes-vl", 1_700_000_000, 4096), ModelCard("other/vl", 1))
 
@@ -92,6 +104,15 @@ class FakeService:
             logprobs = (TokenLogprob(number, word, word.encode(), -0.25, others),)
         return TokenDelta(choice, word, (number,), logprobs, "stop" if last else None)
 
+    async def switch_roles(self, worker: str, roles: frozenset[Stage]) -> RoleSwitch:
+        if self.switch_error is not None:
+            raise self.switch_error
+        self.switched.append((worker, roles))
+        return SWITCH
+
+    def recent_load(self) -> list[tuple[float, RequestWork]]:
+        return [(time.time() - 60.0, RequestWork(256, 100, 32)), (time.time(), RequestWork(0, 20, 500))]
+
     async def status(self) -> ServiceStatus:
         return ServiceStatus(
             is_ready=self.is_ready,
@@ -103,4 +124,11 @@ class FakeService:
                 WorkerStatus("d0", "d", kv_usage=0.125),
             ),
             counters=self.counters,
+            num_waiting=2,
+            decisions=(
+                Decision(1_700_000_000.0, "switch", "e1: e to d, gains 9.0 s for 1.0 s: worth it"),
+                Decision(1_700_000_010.0, "no gain", "nothing is better than what is"),
+            ),
+            switches=(SWITCH,),
+            switch_totals=(SwitchTotals("e->d").plus(SWITCH),),
         )

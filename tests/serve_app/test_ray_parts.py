@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 
 from epd.errors import EPDError, ModelError
 from serve_app.messages import Abort, CancelTickets, Redirect
+from serve_app.ray_memory import PoolFiles
 from serve_app.ray_process import WatchedProcess
 from serve_app.ray_thread import Call, WorkerThread
 from serve_app.ray_worker import Line
@@ -100,6 +103,8 @@ class NoTransport:
     def kv(self, _name: str, _shape: Any) -> Any:
         raise NotImplementedError
 
+    def weights(self, _path: Path, _dtype: Any) -> None: ...
+
     def close(self, _name: str) -> None: ...
 
 
@@ -161,3 +166,42 @@ def test_a_model_that_does_not_load_is_told_at_the_start(tmp_path: Path) -> None
             await thread.start()
 
     asyncio.run(run())
+
+
+def write_whole(path: Path) -> None:
+    path.write_bytes(b"whole")
+
+
+def test_a_shared_file_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve_app.ray_memory._MEMORY_FOLDER", tmp_path)
+    files = PoolFiles("shared-test")
+    written: list[Path] = []
+
+    def write(path: Path) -> None:
+        written.append(path)
+        time.sleep(0.05)
+        write_whole(path)
+
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(files.shared, "weights", 7, write) for _ in range(4)]
+        paths = {each.result() for each in asked}
+    assert len(written) == 1
+    assert [path.read_bytes() for path in paths] == [b"whole"]
+    files.remove_all()
+    assert files.paths() == []
+
+
+def test_a_shared_file_that_cannot_be_written_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve_app.ray_memory._MEMORY_FOLDER", tmp_path)
+    files = PoolFiles("shared-test")
+
+    def fail(path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        files.shared("weights", 7, fail)
+    assert files.shared("weights", 7, write_whole).read_bytes() == b"whole"
+    files.remove_all()
