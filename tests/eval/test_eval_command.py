@@ -146,6 +146,31 @@ def test_a_file_of_open_and_multiple_choice_questions(
     assert [(verdict.truth, verdict.kind) for verdict in verdicts[1:]] == [("A", ""), ("C", "mc")]
 
 
+def test_any_supported_model_can_be_asked(
+    checkpoints: dict[str, Path], media: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = tmp_path / "questions.jsonl", tmp_path / "verdicts.jsonl"
+    line = {"video": str(media["video"]), "question": "Which?", "options": ["one", "two"], "answer": "A"}
+    data.write_text(json.dumps(line))
+    options = (
+        "--frames",
+        "4",
+        "--retention",
+        "1.0",
+        "0.25",
+        "--threads",
+        "1",
+        "--ttft-videos",
+        "0",
+        "--json",
+    )
+    assert run(data, "--model", checkpoints["qwen3_vl"], *options, "--max-tokens", "3", "--out", out) == 0
+    full, reduced = json.loads(capsys.readouterr().out)
+    assert (full["num_questions"], reduced["num_questions"]) == (1, 1)
+    assert reduced["visual_tokens"] == round(full["visual_tokens"] / 4)
+    assert [verdict.truth for verdict in VerdictLog.read(out).verdicts] == ["A", "A"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -166,9 +191,11 @@ def test_a_file_of_open_and_multiple_choice_questions(
         (["--demo", "5", "--model", "/no/such/model"], "/no/such/model"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_one_line(
-    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+def test_what_makes_no_sense_is_refused_in_one_line_before_a_model_is_loaded(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if "--model" not in options:
+        monkeypatch.delattr(ColocatedPipeline, "load")
     assert run(*options) == 2
     error = capsys.readouterr().err
     assert words in error
