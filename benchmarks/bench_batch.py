@@ -1,0 +1,347 @@
+"""`epd batch` as its users meet it: the program in a process of its own, the embedded model, real H.264.
+
+    python benchmarks/bench_batch.py [--quick] [--section videos|killed|hour]
+
+videos: ten questions about each of twenty 60 s videos in random order: `epd batch`, one by one in a process,
+one by one through `epd ask` (a sample), the HTTP app in random order with eight in flight, and `epd batch
+--url` against that app, on copies it does not know. Answers are compared line by line.
+killed: 1,000 lines, 5 % of them bad, killed with SIGKILL three times, then run to the end.
+hour: one video of an hour, 5 and 50 questions: peak memory.
+Results go to benchmarks/results/batch.{json,md}. Videos are kept in the temporary folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import json  # noqa: E402 - after sys.path
+import os  # noqa: E402
+import random  # noqa: E402
+import shutil  # noqa: E402
+import signal  # noqa: E402
+import socket  # noqa: E402
+import subprocess  # noqa: E402
+import tempfile  # noqa: E402
+import time  # noqa: E402
+from collections import Counter  # noqa: E402
+from collections.abc import Iterator, Sequence  # noqa: E402
+from concurrent.futures import ThreadPoolExecutor  # noqa: E402
+from contextlib import contextmanager  # noqa: E402
+from dataclasses import dataclass  # noqa: E402
+from typing import Any  # noqa: E402
+
+import httpx  # noqa: E402
+from reporting import Row, Section, run_sections, setting  # noqa: E402
+
+from epd.batch.lines import LineDefaults, parse_line  # noqa: E402
+from epd.batch.result_files import errors_path  # noqa: E402
+from epd.models import embedded_model_path  # noqa: E402
+from epd.shapes import Question, make_questions, make_scene  # noqa: E402
+from stages.colocated import ColocatedPipeline  # noqa: E402
+from video.demo_video import write_demo_video  # noqa: E402
+
+EPD = Path(sys.executable).with_name("epd")
+CACHE = Path(tempfile.gettempdir()) / "epd-bench-batch"
+CORES = os.cpu_count() or 1
+Answers = dict[Any, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """A video of the shapes world and questions about it."""
+
+    path: Path
+    questions: tuple[Question, ...]
+
+
+def clip(seed: int, seconds: float, num_questions: int, fps: int = 24) -> Clip:
+    path = CACHE / f"clip-{seconds:.0f}s-{seed}.mp4"
+    scene = make_scene(seed, seconds)
+    if not path.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(".draft.mp4")
+        write_demo_video(draft, scene, fps=fps, height=360, width=640)
+        draft.rename(path)
+    rng = random.Random(seed)
+    questions: list[Question] = []
+    while len(questions) < num_questions:
+        questions += make_questions(scene, rng, num_per_kind=2)
+    return Clip(path, tuple(questions[:num_questions]))
+
+
+def lines_of(clips: Sequence[Clip]) -> list[Row]:
+    """Lines of the short form, in random order."""
+    lines = [
+        {"id": f"{each.path.stem} {number}", "video": str(each.path), "question": q.text, "answer": q.answer}
+        for each in clips
+        for number, q in enumerate(each.questions)
+    ]
+    random.Random(0).shuffle(lines)
+    return lines
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRun:
+    """seconds: of the whole command. cpu_share: of the machine's cores while it worked, model loaded."""
+
+    seconds: float
+    cpu_s: float
+    summary: Row
+    answers: Answers
+
+
+def run_batch(folder: Path, lines: Sequence[Row], *options: str) -> BatchRun:
+    (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = folder / "out.jsonl"
+    start = time.perf_counter()
+    before = os.times()
+    done = subprocess.run(
+        [str(EPD), "batch", str(folder / "in.jsonl"), str(out), "--json", *options],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    after = os.times()
+    cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
+    return BatchRun(time.perf_counter() - start, cpu_s, json.loads(done.stdout), answers_in(out))
+
+
+def answers_in(out: Path) -> Answers:
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    return {record["id"]: record["answer"] for record in records}
+
+
+@contextmanager
+def new_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="epd-bench-") as name:
+        yield Path(name)
+
+
+def videos_rows(num_videos: int, seconds: float, num_asks: int) -> list[Row]:
+    clips = [clip(100 + number, seconds, 10) for number in range(num_videos)]
+    lines = lines_of(clips)
+    with new_folder() as folder:
+        batch = run_batch(folder, lines)
+    print(batch.summary, file=sys.stderr)
+    loop_s, one_by_one = in_one_process(lines)
+    rows = [
+        {"how": "epd batch", **_row(batch.seconds, len(lines), batch.answers, one_by_one), **_work(batch)},
+        {"how": "one by one, one process", **_row(loop_s, len(lines), one_by_one, one_by_one)},
+        {
+            "how": f"one by one, epd ask ({num_asks} of them)",
+            **_row(*asked_alone(lines[:num_asks]), one_by_one, of=len(lines)),
+        },
+        *app_rows(lines, one_by_one),
+    ]
+    for row in rows:
+        row["over_epd_batch"] = round(row["wall_s"] / rows[0]["wall_s"], 2)
+    return _filled(rows)
+
+
+def _row(seconds: float, num_lines: int, answers: Answers, truth: Answers, *, of: int | None = None) -> Row:
+    """of: lines that the time is scaled to."""
+    num_equal = sum(truth[line_id] == answer for line_id, answer in answers.items())
+    return {"wall_s": round(seconds * (of or num_lines) / num_lines, 1), "equal": f"{num_equal}/{num_lines}"}
+
+
+def _work(batch: BatchRun) -> Row:
+    summary = batch.summary
+    shares = summary["utilisation"]
+    return {
+        "wall_without_start_s": summary["wall_s"],
+        "decoded": summary["num_decoded"],
+        "encoded": summary["num_encoded"],
+        "prefilled": summary["num_prefilled"],
+        "right": summary["num_right"],
+        "busy": ", ".join(f"{name} {share:.0%}" for name, share in shares.items()),
+        "cpu_s": round(batch.cpu_s, 1),
+        "peak_mb": summary["peak_bytes"] >> 20,
+    }
+
+
+def _filled(rows: list[Row]) -> list[Row]:
+    """All rows with the same columns."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return [{name: row.get(name, "") for name in names} for row in rows]
+
+
+def in_one_process(lines: Sequence[Row]) -> tuple[float, Answers]:
+    """The model is loaded before the clock starts."""
+    pipeline = ColocatedPipeline.load(embedded_model_path())
+    start = time.perf_counter()
+    answers = {line["id"]: pipeline.ask([line["video"]], line["question"]).text for line in lines}
+    return time.perf_counter() - start, answers
+
+
+def asked_alone(lines: Sequence[Row]) -> tuple[float, int, Answers]:
+    start = time.perf_counter()
+    answers = {}
+    for line in lines:
+        command = [str(EPD), "ask", line["video"], line["question"]]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        answers[line["id"]] = done.stdout.strip()
+    return time.perf_counter() - start, len(lines), answers
+
+
+def app_rows(lines: Sequence[Row], truth: Answers) -> list[Row]:
+    with serving() as url:
+        seconds, answers = in_random_order(url, lines)
+        copies = [{**line, "video": str(copied(Path(line["video"])))} for line in lines]
+        with new_folder() as folder:
+            batch = run_batch(folder, copies, "--url", url)
+    for path in {line["video"] for line in copies}:
+        Path(path).unlink()
+    return [
+        {"how": "app (1epd), random order, 8 in flight", **_row(seconds, len(lines), answers, truth)},
+        {
+            "how": "epd batch --url, the same app",
+            **_row(batch.seconds, len(lines), batch.answers, truth),
+            "wall_without_start_s": batch.summary["wall_s"],
+            "encoded": batch.summary["num_encoded"],
+        },
+    ]
+
+
+def copied(path: Path) -> Path:
+    """The same frames under another content hash: an MP4 box that readers skip follows them."""
+    copy = path.with_name(f"{path.stem}-copy.mp4")
+    if not copy.exists():
+        shutil.copy(path, copy)
+        with copy.open("ab") as file:
+            file.write((12).to_bytes(4, "big") + b"free" + b"copy")
+    return copy
+
+
+@contextmanager
+def serving() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+    options = ["--topology", "1epd", "--port", port, "--allowed-media-path", str(CACHE)]
+    command = [str(EPD), "serve", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            next(line for line in process.stdout if line.startswith("ready"))
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def in_random_order(url: str, lines: Sequence[Row]) -> tuple[float, Answers]:
+    defaults = LineDefaults(CACHE)
+
+    def ask(line: Row) -> tuple[Any, str]:
+        body = parse_line(json.dumps(line).encode(), 1, defaults).body
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=600, trust_env=False)
+        answer.raise_for_status()
+        return line["id"], answer.json()["choices"][0]["message"]["content"]
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(8) as threads:
+        answers = dict(threads.map(ask, lines))
+    return time.perf_counter() - start, answers
+
+
+def killed_rows(num_lines: int) -> list[Row]:
+    clips = [clip(200 + number, 20.0, num_lines // 10) for number in range(10)]
+    lines = lines_of(clips)
+    bad = random.Random(1).sample(range(num_lines), num_lines // 20)
+    texts = [_spoilt(line, number, bad) for number, line in enumerate(lines)]
+    with new_folder() as folder:
+        source, out = folder / "in.jsonl", folder / "out.jsonl"
+        source.write_text("\n".join(texts) + "\n")
+        killed_at = [_killed(source, out, num_lines * (kill + 1) // 4) for kill in range(3)]
+        subprocess.run([str(EPD), "batch", str(source), str(out)], check=True, capture_output=True)
+        answered = [json.loads(line) for line in out.read_text().splitlines()]
+        failed = [json.loads(line) for line in errors_path(out).read_text().splitlines()]
+    ids = [record["id"] for record in answered] + [record["id"] or record["line"] for record in failed]
+    wanted = [line["id"] for number, line in enumerate(lines) if number not in bad]
+    wanted += [number + 1 if number % 3 == 0 else lines[number]["id"] for number in bad]
+    return [
+        {
+            "lines": num_lines,
+            "bad": len(bad),
+            "killed_after_lines": ", ".join(map(str, killed_at)),
+            "answered": len(answered),
+            "explained": len(failed),
+            "missing": len(set(wanted) - set(ids)),
+            "twice": sum(count > 1 for count in Counter(ids).values()),
+            "unasked": len(set(ids) - set(wanted)),
+        }
+    ]
+
+
+def _spoilt(line: Row, number: int, bad: Sequence[int]) -> str:
+    """The line as text; a bad one is no JSON, or about a video that is not there, or asks nothing."""
+    if number not in bad:
+        return json.dumps(line)
+    spoilt = {**line, "video": f"{line['video']}.gone"} if number % 3 == 1 else {**line, "question": ""}
+    return json.dumps(line)[:-3] if number % 3 == 0 else json.dumps(spoilt)
+
+
+def _killed(source: Path, out: Path, num_lines: int) -> int:
+    """Runs until so many lines are there; returns how many are when it has been killed."""
+    process = subprocess.Popen([str(EPD), "batch", str(source), str(out)], stdout=subprocess.DEVNULL)
+    while _num_written(out) < num_lines and process.poll() is None:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    return _num_written(out)
+
+
+def _num_written(out: Path) -> int:
+    return sum(path.read_bytes().count(b"\n") for path in (out, errors_path(out)) if path.exists())
+
+
+def hour_rows(seconds: float) -> list[Row]:
+    rows = []
+    for num_questions in (5, 50, 5, 50):
+        with new_folder() as folder:
+            batch = run_batch(folder, lines_of([clip(300, seconds, num_questions, fps=5)]))
+        rows.append({"seconds_of_video": seconds, "questions": num_questions, **_work(batch)})
+        print(rows[-1], file=sys.stderr)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="little of everything; writes nothing")
+    parser.add_argument("--section", action="append", help="videos, killed or hour; may be repeated")
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    quick = options.quick
+    sections = {
+        "videos": Section(
+            "Ten questions about each video (aim: equal answers, a quarter of one by one, each video once)",
+            lambda: videos_rows(2 if quick else 20, 10.0 if quick else 60.0, 1 if quick else 5),
+        ),
+        "killed": Section(
+            "Killed with SIGKILL three times (aim: nothing missing, nothing twice)",
+            lambda: killed_rows(100 if quick else 1000),
+        ),
+        "hour": Section(
+            "One long video (aim: memory that does not grow with the questions)",
+            lambda: hour_rows(60.0 if quick else 3600.0),
+        ),
+    }
+    run_sections(
+        "batch",
+        "Batches",
+        sections,
+        options.section or list(sections),
+        lambda: setting(("torch", "transformers", "ray"), checkpoint="shapes-vl, float32"),
+        save=not quick,
+    )
+
+
+if __name__ == "__main__":
+    main()
