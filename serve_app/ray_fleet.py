@@ -32,13 +32,16 @@ _REMOVE_S = 5.0  # for files on other machines to be removed
 
 
 class RayFleet:
-    """Needs a connection to Ray. Workers are spread over its machines; those of video stay on this one."""
+    """Needs a connection to Ray. Workers are spread over its machines; those of video stay on this one.
+
+    files: in memory, of the workers on this machine.
+    """
 
     def __init__(self, config: RayFleetConfig, settings: WorkerSettings) -> None:
         self._config = config
         self._settings = settings
         self._fleet_id = new_fleet_id()
-        self._files = PoolFiles(self._fleet_id)
+        self.files = PoolFiles(self._fleet_id)
         self._members: dict[str, RayMember] = {}
         self._outbox: asyncio.Queue[tuple[RayMember, Call]] = asyncio.Queue()
         self._events: asyncio.Queue[FleetEvent | None] = asyncio.Queue()
@@ -79,7 +82,7 @@ class RayFleet:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for member in self._members.values():
             member.end()
-        self._files.remove_all()
+        self.files.remove_all()
         await self._remove_elsewhere()
         self._events.put_nowait(None)
 
@@ -161,7 +164,7 @@ class RayFleet:
             reason = await member.follow(self._events.put_nowait)
             logger.warning("worker %s is lost: %s", member.name, reason)
             member.lose(reason)
-            self._files.remove_of(member.name)
+            self.files.remove_of(member.name)
             self._events.put_nowait(WorkerLost(member.name, reason))
             await self._bring_back(member)
             self._events.put_nowait(WorkerBack(member.name))
