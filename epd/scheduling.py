@@ -13,13 +13,14 @@ goes to prefill chunks of the oldest requests, several in one pass (Prepacking).
 media takes nothing from the others.
 
 Blocks for the whole prompt are reserved on admission, first come, first served. Output may outgrow the pool:
-then the youngest running request gives way and waits at its old place in the queue.
+then the youngest running request gives way and waits at its old place in the queue. Priority goes before age:
+the more important are admitted and prefilled first, and the less important give way to them.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -53,6 +54,7 @@ class SchedulerConfig:
 class ScheduledRequest:
     """What scheduling knows of one request.
 
+    priority: the lower, the more important, as in vLLM.
     max_total_tokens: prompt and longest output. num_copies: answers to one prompt; room to split the last
     block is reserved for each. parent: a held request whose tokens are the first of this one's.
     """
@@ -69,6 +71,7 @@ class ScheduledRequest:
     num_drafts: int = 0
     num_offloaded: int = 0
     arrival: int = -1
+    priority: int = 0
 
     def __post_init__(self) -> None:
         self.num_tokens = self.num_tokens or self.num_prompt_tokens
@@ -138,12 +141,12 @@ class SchedulerOutput:
         return sum(chunk.stop - chunk.start for chunk in self.chunks)
 
 
-def _by_arrival(request: ScheduledRequest) -> int:
-    return request.arrival
+def _by_order(request: ScheduledRequest) -> tuple[int, int]:
+    return request.priority, request.arrival
 
 
 class Scheduler:
-    """The queues `waiting` and `running` of one worker, both in order of arrival, and its KV blocks."""
+    """The queues `waiting` and `running` of one worker, both by priority and arrival, and its KV blocks."""
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
         self.config = config
@@ -160,12 +163,12 @@ class Scheduler:
         """Queues a request. Raises InfeasibleError when it would not fit into the empty pool."""
         self.check_fits(request)
         self._number(request)
-        insort(self.waiting, request, key=_by_arrival)
+        insort(self.waiting, request, key=_by_order)
 
     def adopt(self, request: ScheduledRequest) -> None:
         """Takes over a request whose blocks are in the cache already, filled up to `num_computed`."""
         self._number(request)
-        insort(self.running, request, key=_by_arrival)
+        insort(self.running, request, key=_by_order)
 
     def _number(self, request: ScheduledRequest) -> None:
         request.arrival = self._num_arrived
@@ -184,10 +187,11 @@ class Scheduler:
                 )
 
     def can_admit(self, request: ScheduledRequest) -> bool:
-        """Whether `request` would run at once if it were added now: nobody waits, and there is room."""
+        """Whether `request` would run at once if it were added now: none waits before it, there is room."""
         needed = -(-self._reserved_tokens(request) // self.kv.spec.block_size)
         has_blocks = all(self.kv.num_free_blocks(g) >= needed for g in range(len(self.kv.spec.num_blocks)))
-        return not self.waiting and self._has_seat(request) and has_blocks
+        is_first = all(each.priority > request.priority for each in self.waiting)
+        return is_first and self._has_seat(request) and has_blocks
 
     def remove(self, request: ScheduledRequest, *, hold: bool = False) -> None:
         """Takes a request out, finished or aborted. hold: its blocks stay until `release`."""
@@ -211,7 +215,7 @@ class Scheduler:
     def take_back(self, request: ScheduledRequest) -> None:
         """Runs a request that was removed and held, with its blocks and at its old place."""
         self._held.remove(request.request_id)
-        insort(self.running, request, key=_by_arrival)
+        insort(self.running, request, key=_by_order)
 
     def schedule(self) -> SchedulerOutput:
         """Decides one step and books its blocks; `advance` must follow for every chunk."""
@@ -259,23 +263,52 @@ class Scheduler:
             victim.num_offloaded = victim.num_computed
         victim.num_computed = 0
         self.kv.free(victim.request_id)
-        insort(self.waiting, victim, key=_by_arrival)
+        insort(self.waiting, victim, key=_by_order)
 
     def _admit(self, output: SchedulerOutput) -> None:
-        """Gives blocks to waiting requests, first come, first served, as far as there is room."""
+        """Gives blocks to waiting requests in their order, as far as there is room or less important ones can
+        make some. Those come later in the queue, so none is admitted and then robbed in one step."""
         while self.waiting:
             request = self.waiting[0]
             copies = self._open(request) if self._has_seat(request) else None
             if copies is None:
+                if self._make_way(request, output):
+                    continue
                 return
             del self.waiting[0]
-            insort(self.running, request, key=_by_arrival)
+            insort(self.running, request, key=_by_order)
             output.copies += copies
             if request.num_offloaded > request.num_computed:
                 output.restores.append(Restore(request, request.num_computed, request.num_offloaded))
                 request.num_computed = request.num_offloaded
             request.num_offloaded = 0
             output.admitted.append(request)
+
+    def _make_way(self, request: ScheduledRequest, output: SchedulerOutput) -> bool:
+        """Lets one less important request give way to one that waits; False where all could not make room."""
+        victims = [
+            each
+            for each in reversed(self.running)
+            if each.priority > request.priority and self.may_preempt(each.request_id)
+        ]
+        if not victims or request.parent is not None or not self._would_fit(request, victims):
+            return False
+        self.running.remove(victims[0])
+        output.chunks = [chunk for chunk in output.chunks if chunk.request is not victims[0]]
+        self._preempt(victims[0], output)
+        return True
+
+    def _would_fit(self, request: ScheduledRequest, victims: Sequence[ScheduledRequest]) -> bool:
+        """Whether there would be blocks and seats for a request without these."""
+        others = sum(each.num_seqs for each in self.running if each not in victims)
+        has_seat = others + request.num_seqs <= self.config.max_num_seqs or len(victims) == len(self.running)
+        needed = -(-self._reserved_tokens(request) // self.kv.spec.block_size)
+        return has_seat and all(
+            self.kv.num_free_blocks(group)
+            + sum(len(self.kv.block_table(each.request_id, group)) for each in victims)
+            >= needed
+            for group in range(len(self.kv.spec.num_blocks))
+        )
 
     def _has_seat(self, request: ScheduledRequest) -> bool:
         """Whether `max_num_seqs` allows the request; one with more answers than that runs alone."""
@@ -324,6 +357,7 @@ class Scheduler:
         copies = self.kv.truncate(request.request_id, request.num_computed)
         copies += self.kv.fork(request.request_id, copy.request_id)
         copy.num_computed = copy.num_ready = request.num_computed
+        copy.priority = request.priority
         self.adopt(copy)
         return copies
 
@@ -331,9 +365,9 @@ class Scheduler:
         """Raises AssertionError unless queues are in order, and running and held requests own blocks."""
         self.kv.check_integrity()
         for queue in (self.waiting, self.running):
-            arrivals = [request.arrival for request in queue]
-            if arrivals != sorted(set(arrivals)):
-                raise AssertionError(f"a queue is out of order: {arrivals}")
+            order = [_by_order(request) for request in queue]
+            if order != sorted(set(order)):
+                raise AssertionError(f"a queue is out of order: {order}")
         for request in self.running:
             held = self.kv.num_tokens(request.request_id)
             if not held <= request.num_computed <= request.num_tokens <= request.max_total_tokens + 1:

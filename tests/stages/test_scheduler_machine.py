@@ -49,8 +49,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_new=st.integers(1, 12),
         ready=st.floats(0, 1),
         copies=st.sampled_from([1, 1, 3]),
+        priority=st.sampled_from([0, 0, 5, -1]),
     )
-    def add(self, tokens: list[int], max_new: int, ready: float, copies: int) -> None:
+    def add(self, tokens: list[int], max_new: int, ready: float, copies: int, priority: int) -> None:
         self.num_started += 1
         request = ScheduledRequest(
             request_id=f"r{self.num_started}",
@@ -59,6 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_total_tokens=len(tokens) + max_new,
             num_ready=int(ready * len(tokens)),
             num_copies=copies,
+            priority=priority,
         )
         spec = self.scheduler.kv.spec
         try:
@@ -143,6 +145,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         config = self.scheduler.config
         assert output.num_tokens <= config.max_num_batched_tokens
         num_seqs = sum(each.num_seqs for each in self.scheduler.running)
+        if self.scheduler.waiting and output.admitted:
+            assert max(each.priority for each in output.admitted) <= self.scheduler.waiting[0].priority
         assert num_seqs <= config.max_num_seqs or len({r.split("#")[0] for r in self.running}) == 1
         names = [chunk.request.request_id for chunk in output.chunks]
         assert len(set(names)) == len(names)
@@ -220,12 +224,12 @@ def scheduler(**limits: int) -> Scheduler:
 
 
 def request(
-    name: str, num_prompt: int, *, num_ready: int | None = None, max_new: int = 4
+    name: str, num_prompt: int, *, num_ready: int | None = None, max_new: int = 4, priority: int = 0
 ) -> ScheduledRequest:
     tokens = np.arange(num_prompt) + 100 * ord(name[0])
     return ScheduledRequest(
         name, token_identity(tokens.tolist()), num_prompt, num_prompt + max_new,
-        num_prompt if num_ready is None else num_ready,
+        num_prompt if num_ready is None else num_ready, priority=priority,
     )  # fmt: skip
 
 
@@ -264,3 +268,63 @@ def test_room_is_given_first_come_first_served() -> None:
     queue.schedule()
     assert [each.request_id for each in queue.running] == ["a"]
     assert [each.request_id for each in queue.waiting] == ["b", "c"], "the small one does not overtake"
+
+
+def computed(queue: Scheduler, output: SchedulerOutput) -> None:
+    """What the engine would do after a step: every chunk is computed, every answer grows."""
+    for chunk in output.chunks:
+        queue.advance(chunk.request, chunk.stop)
+        if chunk.request.num_computed == chunk.request.num_tokens:
+            chunk.request.identity.append(1)
+            chunk.request.num_tokens += 1
+
+
+def test_important_requests_are_prefilled_first_whenever_they_came() -> None:
+    queue = scheduler(max_num_batched_tokens=10, max_chunk_tokens=16)
+    queue.add(request("b", 8, priority=10))
+    queue.add(request("c", 8, priority=10))
+    queue.add(request("i", 6))
+    assert spans(queue.schedule()) == [("i", 0, 6), ("b", 0, 4)]
+
+
+def test_the_least_important_gives_way_first_though_it_is_the_oldest() -> None:
+    queue = Scheduler(SchedulerConfig(), KVCacheManager(KVCacheSpec((6,), 4)))
+    queue.add(request("b", 8, max_new=12, priority=10))
+    queue.add(request("i", 10, max_new=12))
+    gave_way = []
+    for _ in range(8):
+        output = queue.schedule()
+        gave_way += [each.request.request_id for each in output.preemptions]
+        computed(queue, output)
+        queue.check_integrity()
+    assert gave_way == ["b"]
+    assert [each.request_id for each in queue.running] == ["i"]
+
+
+def test_batch_requests_make_room_at_once_for_an_interactive_one() -> None:
+    """All seats are taken by long answers that nobody waits for; the youngest of them gives its seat up."""
+    queue = scheduler(max_num_seqs=2)
+    for name in ("b", "c"):
+        queue.add(request(name, 8, max_new=100, priority=10))
+    computed(queue, queue.schedule())
+    queue.add(request("i", 8))
+    output = queue.schedule()
+    assert [each.request.request_id for each in output.preemptions] == ["c"]
+    assert spans(output) == [("b", 8, 9), ("i", 0, 8)]
+    assert [each.request_id for each in queue.waiting] == ["c"]
+    computed(queue, output)
+    queue.remove(queue.running[0])
+    assert [each.request_id for each in queue.schedule().admitted] == ["c"]
+
+
+def test_nobody_gives_way_where_that_makes_no_room() -> None:
+    """Neither to one of the same priority, nor to one for which all less important ones are not enough."""
+    queue = Scheduler(SchedulerConfig(), KVCacheManager(KVCacheSpec((8,), 4)))
+    queue.add(request("b", 4, max_new=8, priority=10))
+    queue.add(request("k", 18, max_new=8))
+    computed(queue, queue.schedule())
+    queue.add(request("i", 12))
+    queue.add(request("c", 4, priority=10))
+    assert not queue.schedule().preemptions
+    assert [each.request_id for each in queue.waiting] == ["i", "c"]
+    assert not queue.can_admit(request("d", 1, priority=10))
