@@ -144,8 +144,14 @@ class MediaItem:
         return self.units[0 if self.plan.is_joined_whole else unit]
 
     def token_indices(self, start: int, stop: int) -> Int64Array:
-        """int64 [V]: prompt positions of the visual tokens in ranges [start, stop), in order."""
-        return np.concatenate([np.arange(unit.offset, unit.stop) for unit in self.units[start:stop]])
+        """int64 [V]: prompt positions of the visual tokens in ranges [start, stop), in order.
+
+        Of a window that is reduced in prefill those of all its tokens, which stand where it starts.
+        """
+        units, windows = self.units[start:stop], self.windows[start:stop]
+        if windows and windows[0].is_in_prefill:
+            return np.repeat([unit.offset for unit in units], [window.num_tokens for window in windows])
+        return np.concatenate([np.arange(unit.offset, unit.stop) for unit in units])
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +194,11 @@ class PromptPlan:
     @property
     def num_visual_tokens(self) -> int:
         return sum(item.num_tokens for item in self.media)
+
+    @property
+    def reduction_key(self) -> str:
+        """See `ReductionPolicy.key`."""
+        return self.reduction.policy.key if self.reduction else ""
 
     @property
     def num_visual_tokens_before(self) -> int:

@@ -18,7 +18,9 @@ from epd.errors import RequestError
 DEFAULT_METHOD = "balanced"
 # Chosen before the language model sees any: encoders/reduction/selection.py.
 SELECTION_METHODS = ("balanced", "evs", "vidcom2", "novelty", "random", "uniform")
-METHODS = SELECTION_METHODS
+# Chosen by the language model, of what it has computed: stages/pruning.py.
+PREFILL_METHODS = ("quickprefill",)
+METHODS = SELECTION_METHODS + PREFILL_METHODS
 LEAST_RETENTION = 0.05
 # Large enough for moving things to be told from the background, small enough for the first token not to wait.
 WINDOW_TOKENS = 256
@@ -51,6 +53,11 @@ class ReductionPolicy:
         return self.retention < 1
 
     @property
+    def is_in_prefill(self) -> bool:
+        """Whether the language model computes all visual tokens, and the cache keeps only some."""
+        return self.is_on and self.method in PREFILL_METHODS
+
+    @property
     def key(self) -> str:
         """Names all that decides which tokens are kept, for caches; empty when all are."""
         return f"{self.method}:{self.retention!r}:{WINDOW_TOKENS}" if self.is_on else ""
@@ -61,12 +68,16 @@ KEEP_ALL = ReductionPolicy()
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Units [start, stop) of an item: `num_tokens` visual tokens, of which `num_kept` are kept."""
+    """Units [start, stop) of an item: `num_tokens` visual tokens, of which `num_kept` are kept.
+
+    is_in_prefill: the language model computes all of them and keeps some; else it is given those kept.
+    """
 
     start: int
     stop: int
     num_tokens: int
     num_kept: int
+    is_in_prefill: bool = False
 
     def __post_init__(self) -> None:
         if not (0 <= self.start < self.stop and 1 <= self.num_kept <= self.num_tokens):
@@ -74,7 +85,7 @@ class Window:
 
 
 def plan_windows(
-    runs: Sequence[tuple[int, int]], tokens_per_unit: int, retention: float
+    runs: Sequence[tuple[int, int]], tokens_per_unit: int, retention: float, *, is_in_prefill: bool = False
 ) -> tuple[Window, ...]:
     """Windows over runs of units, in order, that keep retention * all tokens together, to the nearest whole.
 
@@ -86,6 +97,6 @@ def plan_windows(
         num_tokens = (stop - start) * tokens_per_unit
         num_before += num_tokens
         here = min(max(1, round(retention * num_before) - num_kept), num_tokens)
-        windows.append(Window(start, stop, num_tokens, here))
+        windows.append(Window(start, stop, num_tokens, here, is_in_prefill))
         num_kept += here
     return tuple(windows)

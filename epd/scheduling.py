@@ -19,7 +19,7 @@ the more important are admitted and prefilled first, and the less important give
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_right, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -50,6 +50,23 @@ class SchedulerConfig:
             raise ValueError(f"every limit must be at least 1, got {self}")
 
 
+@dataclass(frozen=True, slots=True)
+class PrunedRange:
+    """Prompt tokens [start, stop) are what stays in the cache of `num_inputs` that are computed at once.
+
+    computed   | ... kept so far | num_inputs ............. |        written behind what is kept
+    committed  | ... kept so far | start .. stop |
+    """
+
+    start: int
+    stop: int
+    num_inputs: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop <= self.start + self.num_inputs:
+            raise ValueError(f"a pruned range keeps 1 to all of its inputs, got {self}")
+
+
 @dataclass(slots=True, eq=False)
 class ScheduledRequest:
     """What scheduling knows of one request.
@@ -57,6 +74,7 @@ class ScheduledRequest:
     priority: the lower, the more important, as in vLLM.
     max_total_tokens: prompt and longest output. num_copies: answers to one prompt; room to split the last
     block is reserved for each. parent: a held request whose tokens are the first of this one's.
+    pruned: ascending, of the prompt.
     """
 
     request_id: str
@@ -66,6 +84,7 @@ class ScheduledRequest:
     num_ready: int
     num_copies: int = 1
     parent: str | None = None
+    pruned: tuple[PrunedRange, ...] = ()
     num_tokens: int = 0
     num_computed: int = 0
     num_drafts: int = 0
@@ -92,15 +111,38 @@ class ScheduledRequest:
         limit = self.num_ready if self.num_ready < self.num_prompt_tokens else self.num_tokens
         return limit - self.num_computed
 
+    def pruned_range(self, num_tokens: int) -> PrunedRange | None:
+        """The one that token `num_tokens` is in, or the next; None past the last."""
+        at = bisect_right(self.pruned, num_tokens, key=lambda pruned: pruned.stop)
+        return self.pruned[at] if at < len(self.pruned) else None
+
+    def uncut(self, num_tokens: int) -> int:
+        """The most of the first `num_tokens` tokens that do not end inside a pruned range."""
+        pruned = self.pruned_range(num_tokens)
+        return num_tokens if pruned is None else min(num_tokens, pruned.start)
+
+    def num_written(self, num_computed: int) -> int:
+        """Tokens that have to have room while the pruned ranges past `num_computed` are computed."""
+        return max((p.start + p.num_inputs for p in self.pruned if p.stop > num_computed), default=0)
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens [start, stop) of a request; the last `num_drafts` of them are guesses of what comes next."""
+    """Tokens [start, stop) of a request; the last `num_drafts` of them are guesses of what comes next.
+
+    num_pruned: tokens that are computed besides these, and do not stay.
+    """
 
     request: ScheduledRequest
     start: int
     stop: int
     num_drafts: int = 0
+    num_pruned: int = 0
+
+    @property
+    def num_inputs(self) -> int:
+        """Tokens to compute."""
+        return self.stop - self.start + self.num_pruned
 
     @property
     def is_sampled(self) -> bool:
@@ -138,7 +180,7 @@ class SchedulerOutput:
 
     @property
     def num_tokens(self) -> int:
-        return sum(chunk.stop - chunk.start for chunk in self.chunks)
+        return sum(chunk.num_inputs for chunk in self.chunks)
 
 
 def _by_order(request: ScheduledRequest) -> tuple[int, int]:
@@ -322,9 +364,9 @@ class Scheduler:
                 return None
             copies = self.kv.fork(request.parent, request.request_id)
         else:
-            at_most = request.num_offloaded or request.num_tokens - 1
-            copies = self.kv.open(request.request_id, request.identity, max_cached=at_most)
-        needed = self._reserved_tokens(request)
+            copies = self._open_cached(request)
+        num_computed = max(self.kv.num_tokens(request.request_id), request.num_offloaded)
+        needed = self._reserved_tokens(request, num_computed)
         if not self.kv.can_allocate(request.request_id, needed):
             self.kv.free(request.request_id)
             return None
@@ -332,25 +374,56 @@ class Scheduler:
         request.num_computed = self.kv.num_tokens(request.request_id)
         return copies
 
-    def _reserved_tokens(self, request: ScheduledRequest) -> int:
-        """All that is known, the next token, and for each further answer a block of its own to go on in."""
-        return request.num_tokens + 1 + (request.num_copies - 1) * self.kv.spec.block_size
+    def _open_cached(self, request: ScheduledRequest) -> list[BlockCopy]:
+        """Starts with what is cached, but never inside a pruned range: that is computed at once."""
+        at_most = request.num_offloaded or request.num_tokens - 1
+        while True:
+            copies = self.kv.open(request.request_id, request.identity, max_cached=at_most)
+            found = self.kv.num_tokens(request.request_id)
+            at_most = request.uncut(found)
+            if at_most == found or request.num_offloaded > found:
+                return copies
+            self.kv.free(request.request_id)
+
+    def _reserved_tokens(self, request: ScheduledRequest, num_computed: int = 0) -> int:
+        """All that is known, the next token, and for each further answer a block of its own to go on in.
+
+        Or what pruned ranges past `num_computed` need while they are computed, if that is more.
+        """
+        known = request.num_tokens + 1 + (request.num_copies - 1) * self.kv.spec.block_size
+        return max(known, request.num_written(num_computed))
 
     def _schedule_prefills(self, output: SchedulerOutput, budget: int) -> None:
+        """A pruned range larger than what is left of the budget waits, or comes before any other prefill."""
+        num_decodes = len(output.chunks)
         for request in self.running:
-            if budget == 0:
+            if budget <= 0:
                 return
-            num_tokens = min(request.num_computable, self.config.max_chunk_tokens, budget)
-            if num_tokens < 1 or request.is_decoding:
-                continue
-            output.chunks.append(Chunk(request, request.num_computed, request.num_computed + num_tokens))
-            budget -= num_tokens
+            chunk = None if request.is_decoding else self._next_chunk(request, budget)
+            if chunk and (chunk.num_inputs <= budget or len(output.chunks) == num_decodes):
+                output.chunks.append(chunk)
+                budget -= chunk.num_inputs
+
+    def _next_chunk(self, request: ScheduledRequest, budget: int) -> Chunk | None:
+        """A pruned range, whatever the limits; else as much as they allow, up to the next such range."""
+        start, num_tokens = request.num_computed, request.num_computable
+        pruned = request.pruned_range(start)
+        if pruned and pruned.start == start:
+            num_kept = pruned.stop - start
+            chunk = Chunk(request, start, pruned.stop, num_pruned=pruned.num_inputs - num_kept)
+            return chunk if num_tokens >= num_kept else None
+        if pruned:
+            num_tokens = min(num_tokens, pruned.start - start)
+        num_tokens = min(num_tokens, self.config.max_chunk_tokens, budget)
+        return Chunk(request, start, start + num_tokens) if num_tokens > 0 else None
 
     def advance(self, request: ScheduledRequest, num_computed: int) -> None:
         """Books a chunk that has been run: tokens [0, num_computed) are in the cache."""
         request.num_computed = num_computed
         request.num_ready = max(request.num_ready, num_computed)
         self.kv.commit(request.request_id, request.identity, num_computed)
+        if request.pruned and num_computed == request.pruned[-1].stop:  # no more is written than stays
+            self.kv.truncate(request.request_id, self._reserved_tokens(request, num_computed))
 
     def fork(self, request: ScheduledRequest, copy: ScheduledRequest) -> list[BlockCopy]:
         """Starts `copy` where `request` has just ended its prompt, on the room reserved for that."""

@@ -22,6 +22,7 @@ from transformers import AttentionInterface
 
 from stages.attention_device import DevicePlan
 from stages.attention_host import HostPlan
+from stages.pruning import PrunedRows
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
@@ -76,19 +77,25 @@ class Attention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """What every layer of a pass shares. slot_mapping: int64 [T], on the device."""
+    """What every layer of a pass shares. slot_mapping: int64 [T], on the device. pruned: see there."""
 
     slot_mapping: Tensor
     attention: Attention
+    pruned: tuple[PrunedRows, ...] = ()
 
     @classmethod
-    def build(cls, batch: AttentionBatch, device: torch.device | str = "cpu") -> AttentionPlan:
+    def build(
+        cls,
+        batch: AttentionBatch,
+        device: torch.device | str = "cpu",
+        pruned: tuple[PrunedRows, ...] = (),
+    ) -> AttentionPlan:
         """device: the caches'; on a GPU the kernels attend, on a CPU their plain twin."""
         device = torch.device(device)
         if device.type == "cuda":
             on_device = DevicePlan.build(batch, device)
-            return cls(on_device.slot_mapping, on_device)
-        return cls(torch.from_numpy(batch.slot_mapping), HostPlan.build(batch))
+            return cls(on_device.slot_mapping, on_device, pruned)
+        return cls(torch.from_numpy(batch.slot_mapping), HostPlan.build(batch), pruned)
 
 
 def write_kv(
@@ -134,9 +141,14 @@ def epd_paged(
     Gives [1, T, Hq, D].
     """
     key_cache, value_cache, plan = paged.layer(int(module.layer_idx))  # type: ignore[arg-type]
-    write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), key_cache, value_cache, plan.slot_mapping)
+    keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    write_kv(keys, values, key_cache, value_cache, plan.slot_mapping)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attend(query[0].transpose(0, 1), key_cache, value_cache, plan, scale)[None], None
+    out = attend(query[0].transpose(0, 1), key_cache, value_cache, plan, scale)
+    for window in plan.pruned:
+        kept_keys, kept_values, slots = window.keep(keys, values, plan.slot_mapping)
+        write_kv(kept_keys, kept_values, key_cache, value_cache, slots)
+    return out[None], None
 
 
 def register(name: str = "epd_paged") -> None:

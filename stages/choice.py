@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from epd.scheduling import ScheduledRequest
 from stages.detokenizer import TextStream
 from stages.generation import Extent, FinishReason, GenerateRequest, TokenOutput
 from stages.model_runner import Int32Array, Segment
+from stages.pruning import WindowInputs, window_inputs
 from stages.sampler import SampledToken
 from stages.sampling_state import SamplingState
 from stages.visual_inputs import VisualInputs
@@ -33,6 +35,8 @@ class Choice:
         self.index = index
         self.visual = visual
         num_prompt, max_tokens = request.num_prompt_tokens, request.max_tokens
+        windows = [] if request.parent else list(window_inputs(request.prompt))
+        self._windows = {window.pruned.start: window for window in windows}
         self.scheduled = ScheduledRequest(
             request_id=choice_id(request.request_id, index),
             identity=request.identity.copy(),
@@ -41,6 +45,7 @@ class Choice:
             num_ready=visual.num_ready,
             num_copies=request.sampling.n if index == 0 and request.extent is Extent.ANSWER else 1,
             parent=request.parent,
+            pruned=tuple(window.pruned for window in windows),
         )
         self.token_ids, self.positions = _with_room(request)
         self.drafts: tuple[int, ...] = ()
@@ -77,16 +82,28 @@ class Choice:
         self.scheduled.num_drafts = len(drafts)
 
     def segment(self, start: int, stop: int, num_logits: int, kv: KVCacheManager) -> Segment:
-        """Tokens [start, stop) for the model to compute."""
+        """Tokens [start, stop) for the model to compute, or the whole window of which they stay."""
         num_groups = len(kv.spec.num_blocks)
         visual = self.visual.part(start, stop) if start < self.scheduled.num_prompt_tokens else None
-        return Segment(
+        segment = Segment(
             token_ids=self.token_ids[start:stop],
             positions=self.positions[:, start:stop],
             num_cached=[start] if num_groups == 1 else self._lengths(kv, start),
             block_tables=[self._table(kv, group) for group in range(num_groups)],
             visual=visual,
             num_logits=num_logits,
+        )
+        window = self._windows.get(start)
+        return segment if window is None else self._of_window(segment, window)
+
+    def _of_window(self, segment: Segment, window: WindowInputs) -> Segment:
+        """The same segment with all tokens of the window instead of those that stay."""
+        return replace(
+            segment,
+            token_ids=np.repeat(segment.token_ids[:1], window.pruned.num_inputs),
+            positions=window.positions,
+            visual=window.placed(segment.visual),
+            num_kept=len(segment.token_ids),
         )
 
     def _lengths(self, kv: KVCacheManager, start: int) -> list[int]:

@@ -57,12 +57,12 @@ class Joiner:
 
 
 def _placed(item: MediaItem, kept: list[Kept], positions: np.ndarray) -> PlacedEmbeddings:
+    embeddings = concatenated([each.embeddings for each in kept])
+    places = item.token_indices(kept[0].window, kept[-1].window + 1)
+    if item.windows[0].is_in_prefill:  # what is kept differs from layer to layer
+        return PlacedEmbeddings(embeddings, places)
     indices = np.concatenate([each.indices for each in kept])
-    return PlacedEmbeddings(
-        concatenated([each.embeddings for each in kept]),
-        item.token_indices(kept[0].window, kept[-1].window + 1),
-        positions[:, indices],
-    )
+    return PlacedEmbeddings(embeddings, places, positions[:, indices])
 
 
 def joined(

@@ -9,7 +9,7 @@ Model definitions are transformers'; only attention is ours (`stages/attention.p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -23,6 +23,7 @@ from encoders import Adapter, place
 from encoders.adapter import Int64Array
 from stages.attention import AttentionBatch, AttentionPlan, register
 from stages.kv_pool import KVLayout, KVPools
+from stages.pruning import PrunedRows
 from stages.visual_inputs import PlacedEmbeddings, concatenated
 
 Int32Array = NDArray[np.int32]
@@ -36,7 +37,8 @@ class Segment:
     token_ids: int64 [n]. positions: int64 [rows, n], three rows for M-RoPE, else one.
     num_cached: tokens in the cache before these, of each layer group. block_tables: of each layer group, with
     room for the new ones. visual: visual tokens among the new ones, indices counted from the first of them.
-    num_logits: how many of the last new tokens to give logits for.
+    num_logits: how many of the last new tokens to give logits for. num_kept: how many of the new tokens stay
+    in the cache, chosen by each layer; all of them if None.
     """
 
     token_ids: Int64Array
@@ -45,6 +47,7 @@ class Segment:
     block_tables: Sequence[Int32Array]
     visual: PlacedEmbeddings | None = None
     num_logits: int = 1
+    num_kept: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +85,9 @@ class ModelRunner:
         ends = list(accumulate(len(segment.token_ids) for segment in segments))
         token_ids = _joined([segment.token_ids for segment in segments])
         positions = _joined([segment.positions for segment in segments])
+        pruned = tuple(_pruned_rows(segments, ends))
         plans = [
-            AttentionPlan.build(self._attention_batch(segments, ends, group), self._device)
+            AttentionPlan.build(self._attention_batch(segments, ends, group), self._device, pruned)
             for group in range(len(self.pools.groups))
         ]
         embeds = self._embed(self._moved(token_ids)[None])
@@ -135,6 +139,12 @@ class ModelRunner:
 
     def _moved(self, array: Int64Array) -> Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def _pruned_rows(segments: Sequence[Segment], ends: Sequence[int]) -> Iterator[PrunedRows]:
+    for segment, end in zip(segments, ends, strict=True):
+        if segment.num_kept is not None:
+            yield PrunedRows(end - len(segment.token_ids), end, segment.num_kept)
 
 
 def _joined(arrays: Sequence[Int64Array]) -> Int64Array:

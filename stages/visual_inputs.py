@@ -20,7 +20,7 @@ from encoders.adapter import Int64Array
 
 @dataclass(frozen=True, slots=True)
 class PlacedEmbeddings:
-    """Visual tokens and the places in the prompt, int64 [V], that they stand at.
+    """Visual tokens and the places in the prompt, int64 [V], that they stand at: see `token_indices`.
 
     positions: int64 [rows, V], where only these tokens tell them: see `PromptPlan.reduction`.
     """
@@ -37,12 +37,15 @@ class PlacedEmbeddings:
 
 
 class VisualInputs:
-    """What one prompt needs of visual tokens. indices: int64 [V], prompt positions of all, ascending."""
+    """What one prompt needs of visual tokens. indices: int64 [V], prompt positions of all, ascending.
+
+    All tokens of a window that is reduced in prefill stand at its start, and come to a chunk together.
+    """
 
     def __init__(self, prompt: PromptPlan, num_prompt_tokens: int) -> None:
         """num_prompt_tokens: how much of the prompt is wanted at all."""
         self._num_prompt_tokens = num_prompt_tokens
-        ranges = [np.arange(unit.offset, unit.stop) for item in prompt.media for unit in item.units]
+        ranges = [item.token_indices(0, len(item.units)) for item in prompt.media]
         indices = np.concatenate(ranges) if ranges else np.empty(0, dtype=np.int64)
         self.indices: Int64Array = indices[indices < num_prompt_tokens]
         self._parts: list[Embeddings] = []

@@ -25,7 +25,7 @@ def reduce_prompt(prompt: PromptPlan, policy: ReductionPolicy) -> PromptPlan:
     """
     if not policy.is_on:
         return prompt
-    windows = [_windows(item, policy.retention) for item in prompt.media]
+    windows = [_windows(item, policy) for item in prompt.media]
     is_kept = np.ones(len(prompt), dtype=bool)
     positions = []
     for item, its_windows in zip(prompt.media, windows, strict=True):
@@ -46,14 +46,16 @@ def reduce_prompt(prompt: PromptPlan, policy: ReductionPolicy) -> PromptPlan:
     )
 
 
-def _windows(item: MediaItem, retention: float) -> tuple[Window, ...]:
+def _windows(item: MediaItem, policy: ReductionPolicy) -> tuple[Window, ...]:
     plan = item.plan
     if plan.is_joined_whole:
         return ()
     breaks = {unit + 1 for unit, (a, b) in enumerate(pairwise(item.units)) if a.stop != b.offset}
     starts = {start for start, _ in cut(plan, max(1, WINDOW_TOKENS // plan.tokens_per_unit))}
     edges = [*sorted(starts | breaks), plan.num_units]
-    return plan_windows(list(pairwise(edges)), plan.tokens_per_unit, retention)
+    return plan_windows(
+        list(pairwise(edges)), plan.tokens_per_unit, policy.retention, is_in_prefill=policy.is_in_prefill
+    )
 
 
 def _place(item: MediaItem, window: Window) -> PlaceholderRange:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from encoders.adapter import Embeddings, Int64Array, MediaItem
@@ -14,7 +15,10 @@ from epd.reduction import ReductionPolicy, Window
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What is kept of one window. indices: int64 [k], ascending, of the tokens of the whole item."""
+    """What the language model is given of one window: the k tokens kept, or all where it chooses itself.
+
+    indices: int64 [k], ascending, of the tokens of the whole item.
+    """
 
     window: int
     embeddings: Embeddings
@@ -26,7 +30,7 @@ class TokenReducer:
 
     def __init__(self, policy: ReductionPolicy, item: MediaItem) -> None:
         """item: of a reduced prompt."""
-        self._method: Method = new_method(policy.method)
+        self._method: Method | None = None if policy.is_in_prefill else new_method(policy.method)
         self._windows = item.windows
         self._tokens_per_unit = item.plan.tokens_per_unit
         self._next = 0  # window
@@ -47,9 +51,11 @@ class TokenReducer:
         self._rest = _rows(embeddings, slice(start, None)) if start < len(embeddings) else None
 
     def _reduce(self, window: Window, embeddings: Embeddings) -> Kept:
+        first = window.start * self._tokens_per_unit
+        if self._method is None:
+            return Kept(self._next, embeddings, first + np.arange(window.num_tokens))
         units = embeddings.rows.view(window.stop - window.start, self._tokens_per_unit, -1)
         chosen = self._method.choose(units, window.num_kept)
-        first = window.start * self._tokens_per_unit
         kept = Embeddings(
             self._method.merge(embeddings.rows, chosen),
             tuple(self._method.merge(layer, chosen) for layer in embeddings.deepstack),
