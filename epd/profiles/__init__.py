@@ -3,16 +3,20 @@
 from epd.profiles.analytic import Efficiency, analytic_profile
 from epd.profiles.cost import Measurement, Span, StageCost, StageTable, fit_table
 from epd.profiles.files import dump_profile, load_profile, parse_profile
+from epd.profiles.host import HostCosts, Overhead, PromptRule
 from epd.profiles.media import MediaRule, MediaWork
 from epd.profiles.profile import MemoryNeeds, Profile
 
 __all__ = [
     "Efficiency",
+    "HostCosts",
     "Measurement",
     "MediaRule",
     "MediaWork",
     "MemoryNeeds",
+    "Overhead",
     "Profile",
+    "PromptRule",
     "Span",
     "StageCost",
     "StageTable",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from epd.errors import RequestError
 from epd.profiles.cost import StageCost, StageTable
+from epd.profiles.host import HostCosts, PromptRule
 from epd.profiles.media import MediaRule
 
 
@@ -40,7 +41,8 @@ class Profile:
     transfer: of embeddings and of keys and values, from worker to worker. video: by codec, on one CPU thread.
     images: decoding one, by its pixels, on one CPU thread. switch_s: a worker that takes another role.
     price_per_hour: of one device, in any currency; None if it is not known. dtype: of the weights.
-    num_threads: of torch in a worker, None where the CPU does not compute.
+    num_threads: of torch in a worker, None where the CPU does not compute. host: of the one machine that all
+    workers share, None where each has a device of its own. prompt: tokens around a text.
     """
 
     name: str
@@ -60,6 +62,15 @@ class Profile:
     assumptions: tuple[str, ...] = ()
     dtype: str = "bfloat16"
     num_threads: int | None = None
+    host: HostCosts | None = None
+    prompt: PromptRule = field(default_factory=PromptRule)
+
+    def in_workers(self) -> Profile:
+        """With what workers of the application take beside the model."""
+        if self.host is None:
+            return self
+        encode, prefill, decode = self.host.in_worker(self.encode, self.prefill, self.decode)
+        return replace(self, encode=encode, prefill=prefill, decode=decode)
 
     def video_cost(self, codec: str) -> StageCost:
         """Of decoding. Raises RequestError for a codec that was not measured."""

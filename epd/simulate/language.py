@@ -10,7 +10,7 @@ at once:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from epd.elasticity import StageSample
 from epd.errors import InfeasibleError
@@ -88,10 +88,15 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """What came of a pass. first_tokens: requests whose prompt is computed. finished: whose answer is."""
+    """What came of a pass. first_tokens: requests whose prompt is computed. finished: whose answer is.
 
-    first_tokens: list[RequestState]
-    finished: list[RequestState]
+    prefilled: of whose prompt something was computed. sampled: that got a token, where steps are single.
+    """
+
+    first_tokens: list[RequestState] = field(default_factory=list)
+    finished: list[RequestState] = field(default_factory=list)
+    prefilled: list[RequestState] = field(default_factory=list)
+    sampled: list[RequestState] = field(default_factory=list)
 
 
 class LanguageSide:
@@ -322,13 +327,13 @@ class LanguageSide:
             return self._end_run(run)
         assert self._output is not None
         output, self._output = self._output, None
-        result = PassResult([], [])
+        result = PassResult()
         for chunk in output.chunks:
             self._end_chunk(chunk, result)
         return result
 
     def _end_run(self, run: _Run) -> PassResult:
-        result, steps = PassResult([], []), run.num_steps
+        result, steps = PassResult(), run.num_steps
         self._decoded.add(steps * len(run.requests), run.ticks(steps), steps)
         for request in run.requests:
             self.kv.allocate(request.request_id, request.num_computed + steps)
@@ -341,11 +346,14 @@ class LanguageSide:
     def _end_chunk(self, chunk: Chunk, result: PassResult) -> None:
         request = chunk.request
         is_sampled, is_first = chunk.is_sampled, request.num_tokens == request.num_prompt_tokens
+        if not request.is_decoding:
+            result.prefilled.append(self._states[request.request_id])
         self.scheduler.advance(request, chunk.stop)
         if not is_sampled:
             return
         request.num_tokens += 1
         state = self._states[request.request_id]
+        result.sampled.append(state)
         if is_first:
             result.first_tokens.append(state)
         if self._hands_over and is_first:

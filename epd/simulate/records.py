@@ -18,8 +18,8 @@ from epd.simulate.requests import RequestState
 ROW = np.dtype(
     [
         ("index", "i8"), ("due", "i8"), ("placed", "i8"), ("media_read", "i8"), ("encoded", "i8"),
-        ("first_token", "i8"), ("adopted", "i8"), ("end", "i8"), ("prompt_tokens", "i4"),
-        ("output_tokens", "i4"), ("is_refused", "?"),
+        ("first_token", "i8"), ("adopted", "i8"), ("end", "i8"), ("encode_ticks", "i8"),
+        ("prefill_ticks", "i8"), ("prompt_tokens", "i4"), ("output_tokens", "i4"), ("is_refused", "?"),
     ]
 )  # fmt: skip
 _BUFFER_ROWS = 2**14
@@ -44,7 +44,8 @@ class RecordTable:
         job = state.job
         self._buffer[place] = (
             job.index, job.due, state.placed, state.media_read, state.encoded, state.first_token,
-            state.adopted, end, job.num_prompt_tokens, job.output_tokens, is_refused,
+            state.adopted, end, state.encode_ticks, state.prefill_ticks, job.num_prompt_tokens,
+            job.output_tokens, is_refused,
         )  # fmt: skip
         self._length += 1
 

@@ -33,6 +33,7 @@ class GroupWork:
 
     media: MediaWork
     decode_ticks: int
+    is_video: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class JobMaker:
             request.index,
             ticks_of(request.due_s),
             self._groups[key],
-            shape.text_tokens,
+            self._profile.prompt.num_tokens(shape.text_tokens),
             shape.output_tokens,
             request.media_seed,
             request.text_seed,
@@ -100,15 +101,19 @@ class JobMaker:
             cost = self._profile.video_cost(self._codec)
             for group in groups:
                 seconds = cost.seconds(pixels * group.num_frames / num_sampled, group.num_frames)
-                yield GroupWork(group, ticks_of(seconds))
+                yield GroupWork(group, ticks_of(seconds), is_video=True)
 
 
 class RequestState:
-    """How far a request has come. Times in ticks, -1 before they are known."""
+    """How far a request has come. Times in ticks, -1 before they are known.
+
+    encode_ticks, prefill_ticks: of the batches and passes that it was in, all together.
+    """
 
     __slots__ = (
-        "adopted", "decode_worker", "encoded", "end", "first_token", "identity", "is_added", "job",
-        "media_read", "missing", "num_sent", "placed", "prefill_worker", "request_id", "starts",
+        "adopted", "decode_worker", "encode_ticks", "encoded", "end", "first_token", "identity",
+        "is_added", "job", "media_read", "missing", "num_sent", "placed", "prefill_ticks",
+        "prefill_worker", "request_id", "starts",
     )  # fmt: skip
 
     def __init__(self, job: Job) -> None:
@@ -116,6 +121,7 @@ class RequestState:
         self.request_id = str(job.index)
         self.identity = blank_identity(job)
         self.placed = self.media_read = self.encoded = self.first_token = self.adopted = self.end = -1
+        self.encode_ticks = self.prefill_ticks = 0
         self.prefill_worker = self.decode_worker = ""
         self.is_added = False
         self.num_sent = job.num_prompt_tokens  # computed tokens that its decode worker gets from another

@@ -10,6 +10,7 @@ in for devices: costs of a Profile, and events in whole picoseconds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from epd.elasticity import Switch
@@ -22,6 +23,7 @@ from epd.simulate.clock import EventQueue, Rank, seconds_of, ticks_of
 from epd.simulate.deployment import Deployment
 from epd.simulate.encoding import EncodeSide, EncodeTask, encode_task
 from epd.simulate.language import LanguageSide, PassResult
+from epd.simulate.machine import Machine, OwnDevices, SharedCores
 from epd.simulate.offloading import Offloading
 from epd.simulate.placement import Placement
 from epd.simulate.records import RecordTable, SimulationResult, Span
@@ -46,12 +48,16 @@ class Simulation:
         has_spans: bool = False,
     ) -> None:
         """has_spans: keep what every worker did. Raises InfeasibleError if weights do not fit."""
-        self.profile = profile
-        self.deployment = deployment
         self.events = EventQueue()
+        self._machine: Machine = OwnDevices(self.events)
+        if profile.host is not None:  # steps share cores with others: none has a length that is known
+            self._machine = SharedCores(self.events, profile.host)
+            deployment = replace(deployment, is_stepwise=True)
+        self.profile = profile.in_workers()
+        self.deployment = deployment
         self.records = RecordTable()
         self._spans: list[Span] | None = [] if has_spans else None
-        self._cpu = CpuPool(self.events, deployment.cpu_threads)
+        self._cpu = CpuPool(self._machine, deployment.cpu_threads)
         self._workers = {
             spec.name: self._worker(spec.name, spec.roles) for spec in deployment.topology.workers()
         }
@@ -68,7 +74,7 @@ class Simulation:
 
     def _worker(self, name: str, roles: frozenset[Stage]) -> Worker:
         on_span = None if self._spans is None else self._spans.append
-        worker = Worker(name, roles, self.events, self._encoded, self._passed, on_span)
+        worker = Worker(name, roles, self.events, self._machine, self._encoded, self._passed, on_span)
         self._host(worker, roles)
         return worker
 
@@ -122,11 +128,16 @@ class Simulation:
         state = RequestState(job)
         if self.deployment.enable_prefix_caching:
             state.identity = identity_of(job)
+        self._machine.spend(
+            ("request", "split") if self._placement.decoders() else ("request",), partial(self._enter, state)
+        )
+
+    def _enter(self, state: RequestState) -> None:
         if not self._placement.enter(state):
             self._refused(state)
             return
         if self._switcher is not None:
-            self._switcher.arrived(seconds_of(self.events.now), job)
+            self._switcher.arrived(seconds_of(self.events.now), state.job)
         self._placement.place_waiting()
 
     def _refused(self, state: RequestState) -> None:
@@ -157,7 +168,8 @@ class Simulation:
             if unread == 0:
                 state.media_read = self.events.now
             if self.deployment.is_overlapped:
-                self._deal(state, [group])
+                deal = partial(self._deal, state, [group])
+                self._machine.spend(("video" if state.job.groups[group].is_video else "image",), deal)
             elif unread == 0:
                 self._deal(state, sorted(state.missing))
 
@@ -169,6 +181,7 @@ class Simulation:
         num_groups = len(state.job.groups)
         if not self.deployment.enable_prefix_caching or not num_groups:
             return set(range(num_groups))
+        self._workers[state.prefill_worker].wake()  # what the steps under way have evicted is gone by now
         kv = self._language(state.prefill_worker).kv
         num_cached = kv.num_cached(state.identity, state.job.num_prompt_tokens - 1)
         return {group for group in range(num_groups) if state.starts[group + 1] > num_cached}
@@ -210,13 +223,15 @@ class Simulation:
     def _encoded(self, worker: Worker, tasks: list[EncodeTask]) -> None:
         """Embeddings leave for where they are prefilled."""
         for task in tasks:
+            task.state.encode_ticks += worker.last_ticks
             media = task.state.job.groups[task.group].media
             self._chooser.book(worker.name, encode_patches=-media.num_patches)
             if worker.name == task.state.prefill_worker:
                 self._embeddings_arrived(task)
                 continue
             num_bytes = media.num_tokens * self.profile.memory.embedding_bytes_per_token
-            self._after_transfer(num_bytes, partial(self._embeddings_arrived, task))
+            arrived = partial(self._embeddings_arrived, task)
+            self._after_transfer(num_bytes, partial(self._machine.spend, ("sent",), arrived))
 
     def _after_transfer(self, num_bytes: int, then: Callable[[], None]) -> None:
         ticks = ticks_of(self.profile.transfer.cost.seconds(num_bytes, 1))
@@ -236,6 +251,9 @@ class Simulation:
     # Tokens
 
     def _passed(self, worker: Worker, result: PassResult) -> None:
+        for state in result.prefilled:
+            state.prefill_ticks += worker.last_ticks
+        self._machine.send_tokens(len(result.sampled))
         for state in result.first_tokens:
             self._first_token(worker, state)
         for state in result.finished:
@@ -260,7 +278,8 @@ class Simulation:
         if self.deployment.is_overlapped:  # all but the last chunk have gone while it was computed
             tokens = min(tokens, self.deployment.language.max_chunk_tokens)
         num_bytes = tokens * self.profile.memory.kv_bytes_per_token
-        self._after_transfer(num_bytes, partial(self._handed_over, worker, state))
+        arrived = partial(self._handed_over, worker, state)
+        self._after_transfer(num_bytes, partial(self._machine.spend, ("second",), arrived))
 
     def _handed_over(self, prefill: Worker, state: RequestState) -> None:
         state.adopted = self.events.now

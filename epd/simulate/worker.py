@@ -1,4 +1,4 @@
-"""A worker: one device, whose roles take turns. And the CPU threads that decode media."""
+"""A worker: one device, or one process, whose roles take turns. And the CPU threads that decode media."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from epd.routing import Stage
 from epd.simulate.clock import EventQueue, Rank
 from epd.simulate.encoding import EncodeSide, EncodeTask
 from epd.simulate.language import LanguageSide, PassResult
+from epd.simulate.machine import Machine
 from epd.simulate.records import Span
 
 OnSpan = Callable[[Span], None]
@@ -26,6 +27,7 @@ class Worker:
         name: str,
         roles: frozenset[Stage],
         events: EventQueue,
+        machine: Machine,
         on_encoded: Callable[[Worker, list[EncodeTask]], None],
         on_passed: Callable[[Worker, PassResult], None],
         on_span: OnSpan | None = None,
@@ -35,8 +37,10 @@ class Worker:
         self.encoder: EncodeSide | None = None
         self.language: LanguageSide | None = None
         self.busy_ticks = 0
+        self.last_ticks = 0  # of what it has done last
         self.encode_ticks = 0
         self._events = events
+        self._machine = machine
         self._on_encoded = on_encoded
         self._on_passed = on_passed
         self._on_span = on_span
@@ -71,7 +75,8 @@ class Worker:
             ticks = self._start_encoder() if is_encoding else self._start_language()
             if ticks is not None:
                 self._started, self._is_encoding = self._events.now, is_encoding
-                self._plan_end(ticks)
+                self._version += 1
+                self._machine.run(ticks, partial(self._end, self._version))
                 return
 
     def _start_encoder(self) -> int | None:
@@ -82,23 +87,21 @@ class Worker:
             return None
         return self.language.start(is_single=self.encoder is not None and bool(self.encoder.queue))
 
-    def _plan_end(self, ticks: int) -> None:
-        self._version += 1
-        self._events.push(self._started + ticks, Rank.END, partial(self._end, self._version))
-
     def _cut(self) -> None:
         if self._is_encoding or self.language is None:
             return
         ticks = self.language.cut(self._events.now - self._started)
         if ticks is not None:
-            self._plan_end(ticks)
+            self._version += 1
+            self._events.push(self._started + ticks, Rank.END, partial(self._end, self._version))
 
     def _end(self, version: int) -> None:
         if version != self._version:
             return
         started, self._started = self._started, -1
         self._was_encoding = self._is_encoding
-        self.busy_ticks += self._events.now - started
+        self.last_ticks = self._events.now - started
+        self.busy_ticks += self.last_ticks
         if self._on_span is not None:
             name = "encode" if self._is_encoding else "language"
             self._on_span(Span(self.name, name, started, self._events.now - started))
@@ -115,8 +118,8 @@ class Worker:
 class CpuPool:
     """Threads that take tasks in the order in which they came."""
 
-    def __init__(self, events: EventQueue, num_threads: int) -> None:
-        self._events = events
+    def __init__(self, machine: Machine, num_threads: int) -> None:
+        self._machine = machine
         self._num_free = num_threads
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
 
@@ -128,7 +131,7 @@ class CpuPool:
             self._waiting.append((ticks, done))
 
     def _run(self, ticks: int, done: Callable[[], None]) -> None:
-        self._events.push(self._events.now + ticks, Rank.END, partial(self._end, done))
+        self._machine.run(ticks, partial(self._end, done))
 
     def _end(self, done: Callable[[], None]) -> None:
         if self._waiting:

@@ -1,0 +1,97 @@
+"""What the application costs beside its models, on one machine whose cores all of its processes share.
+
+    client, proxy, ingress  --messages-->  workers       every one of them a process; few cores for all
+
+Found from questions that are asked one after the other, where nobody waits for anybody: what is not the
+model's is the application's. Wall time tells how long the way is, CPU time how much of it somebody computes
+and what is computed beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from epd.profiles.cost import StageTable
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """Something the application does, seconds.
+
+    work_s: of one core, on the way of the request. delay_s: on its way too, but nobody computes. beside_s: of
+    one core, beside it.
+    """
+
+    work_s: float = 0.0
+    delay_s: float = 0.0
+    beside_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.work_s, self.delay_s, self.beside_s) < 0:
+            raise ValueError(f"an overhead takes at least 0 s, got {self}")
+
+    @classmethod
+    def of(cls, wall_s: float, cpu_s: float) -> Overhead:
+        """wall_s: on the way. cpu_s: of all processes. Noise may make either negative."""
+        wall_s, cpu_s = max(0.0, wall_s), max(0.0, cpu_s)
+        work_s = min(wall_s, cpu_s)
+        return cls(work_s, wall_s - work_s, cpu_s - work_s)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRule:
+    """Tokens of a prompt without media: fixed_tokens of the template that no cache has, and of its text."""
+
+    fixed_tokens: float = 0.0
+    per_text_token: float = 1.0
+
+    def num_tokens(self, text_tokens: int) -> int:
+        return max(1, round(self.fixed_tokens + self.per_text_token * text_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class HostCosts:
+    """num_cores: shared by all workers and the application. idle_cores: that it takes when nothing is asked.
+
+    request: from the client to a worker and back. split: more, where another worker decodes. image, video: of
+    one group of either, where it is encoded by who prefills it. sent: more, where another does. second: from
+    the first token to the second, where another worker decodes. token_s: of one output token, beside.
+    encode_s: of a batch, prefill_s: of a pass, decode_s: of a step, sequence_s: of each sequence in it, all
+    in the worker, beside what the model takes.
+    """
+
+    num_cores: int
+    idle_cores: float
+    request: Overhead
+    split: Overhead
+    image: Overhead
+    video: Overhead
+    sent: Overhead
+    second: Overhead
+    token_s: float
+    encode_s: float
+    prefill_s: float
+    decode_s: float
+    sequence_s: float
+
+    def __post_init__(self) -> None:
+        if self.num_cores < 1 or not 0 <= self.idle_cores < self.num_cores:
+            raise ValueError(f"a host needs at least 1 core, and not all of them idle, got {self}")
+
+    def in_worker(
+        self, encode: StageTable, prefill: StageTable, decode: StageTable
+    ) -> tuple[StageTable, ...]:
+        """The stages as a worker of the application has them."""
+        return (
+            _slower(encode, self.encode_s),
+            _slower(prefill, self.prefill_s),
+            _slower(decode, self.decode_s, self.sequence_s),
+        )
+
+
+def _slower(table: StageTable, fixed_s: float, per_unit_s: float = 0.0) -> StageTable:
+    cost = table.cost
+    return replace(
+        table,
+        cost=replace(cost, fixed_s=cost.fixed_s + fixed_s, per_unit_s=cost.per_unit_s + per_unit_s),
+    )
