@@ -1,8 +1,11 @@
 """Who waits for room, in which order, and who is told to come again: a bounded queue with deadlines.
 
     enter: full, or too late by what has been measured -> OverloadedError
-    waiting: those done again first, then by arrival; only the first few may look for room
+    waiting: by priority, those done again first, then by arrival; only the first few may look for room
     leave: placed, gone, or past its deadline -> OverloadedError
+
+The lower a priority, the more important, as in vLLM: 0 where somebody waits for the answer. Above it, batch
+requests look for room only while nobody more important waits, and take no place in the queue from others.
 
 Time is passed in, in seconds on any one clock.
 """
@@ -21,6 +24,7 @@ _LEAST_RETRY_S, _MOST_RETRY_S = 1.0, 60.0
 
 @dataclass(order=True, slots=True)
 class _Waiting:
+    priority: int
     is_new: bool
     number: int
     request_id: str = field(compare=False)
@@ -53,39 +57,43 @@ class AdmissionQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def check(self, now_s: float, deadline_s: float, *, num_coming: int = 0) -> None:
+    def check(self, now_s: float, deadline_s: float, *, num_coming: int = 0, priority: int = 0) -> None:
         """Raises OverloadedError if a request that came now would be refused.
 
         num_coming: requests that were not refused and have not entered yet.
         """
-        num_ahead = len(self._waiting) + num_coming
-        if num_ahead >= self.max_waiting:
-            raise self._refusal(f"{num_ahead} requests wait; allowed {self.max_waiting}")
+        num_rivals = sum(each.priority <= max(priority, 0) for each in self._waiting) + num_coming
+        if num_rivals >= self.max_waiting:
+            raise self._refusal(f"{num_rivals} requests wait; allowed {self.max_waiting}")
+        num_ahead = sum(each.priority <= priority for each in self._waiting) + num_coming
         expected_s = self.expected_wait_s(num_ahead) + (self._first_token_s.value or 0.0)
-        if self._waiting and now_s + expected_s > deadline_s:
+        if num_ahead > num_coming and now_s + expected_s > deadline_s:
             left_s = deadline_s - now_s
             raise self._refusal(f"a first token takes {expected_s:.1f} s; the deadline is in {left_s:.1f} s")
 
-    def enter(self, request_id: str, now_s: float, deadline_s: float, *, is_new: bool = True) -> None:
-        """Queues a request: a new one last, one to be done again before all new ones and never refused.
+    def enter(
+        self, request_id: str, now_s: float, deadline_s: float, *, is_new: bool = True, priority: int = 0
+    ) -> None:
+        """Queues a request behind those of its priority; one to be done again before them, and never refused.
 
         Raises OverloadedError as `check` does.
         """
         if is_new:
-            self.check(now_s, deadline_s)
+            self.check(now_s, deadline_s, priority=priority)
         if not self._waiting:
             self._placed_s = None
-        insort(self._waiting, _Waiting(is_new, self._num_entered, request_id, deadline_s))
+        insort(self._waiting, _Waiting(priority, is_new, self._num_entered, request_id, deadline_s))
         self._num_entered += 1
 
     def first(self, num_first: int = 1) -> list[str]:
-        """The requests, so many at most, whose turn it is to look for room.
+        """The requests, so many at most, whose turn it is to look for room: all of one priority.
 
         Once too many have overtaken the first, it is the turn of that one alone, so that none starves.
         """
         if self._waiting and self._waiting[0].num_overtaken >= _MAX_OVERTAKEN:
             num_first = 1
-        return [each.request_id for each in self._waiting[:num_first]]
+        first = self._waiting[:num_first]
+        return [each.request_id for each in first if each.priority == first[0].priority]
 
     def is_turn(self, request_id: str, num_first: int = 1) -> bool:
         """Whether the request is one of those."""

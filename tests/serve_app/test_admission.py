@@ -122,27 +122,76 @@ def test_a_burst_before_anything_was_measured_is_cut_to_size_as_soon_as_somethin
             queue.check_deadline(str(number), 5.0)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["enter", "again", "place", "leave"]), st.integers(0, 5))))
-def test_the_queue_is_bounded_and_in_order(steps: list[tuple[str, int]]) -> None:
-    """Against a plain list of (is new, number of arrival, id)."""
-    queue, model = AdmissionQueue(3), list[tuple[bool, int, str]]()
-    for number, (step, name) in enumerate(steps):
+def test_batch_requests_wait_behind_all_interactive_ones() -> None:
+    """Whenever they came; even one that is done again lets a new interactive one go first."""
+    queue = AdmissionQueue(10)
+    queue.enter("batch", 0.0, NEVER_S, priority=10)
+    queue.enter("batch again", 1.0, NEVER_S, is_new=False, priority=10)
+    assert queue.first(8) == ["batch again", "batch"]
+    queue.enter("chat", 2.0, NEVER_S)
+    queue.enter("urgent", 3.0, NEVER_S, priority=-1)
+    assert queue.first(8) == ["urgent"]
+    queue.place("urgent", 4.0)
+    assert queue.first(8) == ["chat"]
+    assert not queue.is_turn("batch again", 8)
+    queue.place("chat", 5.0)
+    assert queue.first(8) == ["batch again", "batch"]
+
+
+def test_a_queue_full_of_batch_requests_has_room_for_interactive_ones() -> None:
+    """Which wait for nobody behind them; batch requests find it full of either kind."""
+    queue = AdmissionQueue(4)
+    for number in range(4):
+        queue.enter(f"batch {number}", 0.0, NEVER_S, priority=10)
+    with pytest.raises(OverloadedError, match="4 requests wait; allowed 4"):
+        queue.enter("one more", 0.0, NEVER_S, priority=10)
+    for number in range(4):
+        queue.enter(f"chat {number}", 0.0, NEVER_S)
+    for priority in (0, -5):
+        with pytest.raises(OverloadedError):
+            queue.enter("late", 0.0, NEVER_S, priority=priority)
+
+
+def test_an_interactive_request_does_not_expect_to_wait_for_batch_ones() -> None:
+    queue = placed_every(2.0)
+    for number in range(20):
+        queue.enter(f"batch {number}", 100.0, NEVER_S, priority=10)
+    queue.check(100.0, deadline_s=101.0)
+    with pytest.raises(OverloadedError):
+        queue.check(100.0, deadline_s=101.0, priority=10)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["enter", "again", "place", "leave"]),
+            st.integers(0, 5),
+            st.sampled_from([-1, 0, 7]),
+        )
+    )
+)
+def test_the_queue_is_bounded_and_in_order(steps: list[tuple[str, int, int]]) -> None:
+    """Against a plain list of (priority, is new, number of arrival, id); batch ones are not counted against
+    others."""
+    queue, model = AdmissionQueue(3), list[tuple[int, bool, int, str]]()
+    for number, (step, name, priority) in enumerate(steps):
         request_id = str(name)
-        is_there = any(each[2] == request_id for each in model)
+        is_there = any(each[3] == request_id for each in model)
         if step == "enter" and not is_there:
-            if len(model) >= 3:
+            if sum(each[0] <= max(priority, 0) for each in model) >= 3:
                 with pytest.raises(OverloadedError):
-                    queue.enter(request_id, number, NEVER_S)
+                    queue.enter(request_id, number, NEVER_S, priority=priority)
             else:
-                queue.enter(request_id, number, NEVER_S)
-                model.append((True, number, request_id))
+                queue.enter(request_id, number, NEVER_S, priority=priority)
+                model.append((priority, True, number, request_id))
         elif step == "again" and not is_there:
-            queue.enter(request_id, number, NEVER_S, is_new=False)
-            model.append((False, number, request_id))
+            queue.enter(request_id, number, NEVER_S, is_new=False, priority=priority)
+            model.append((priority, False, number, request_id))
         elif step in ("place", "leave"):
             (queue.leave if step == "leave" else lambda i, now=number: queue.place(i, now))(request_id)
-            model = [each for each in model if each[2] != request_id]
+            model = [each for each in model if each[3] != request_id]
         model.sort()
         assert len(queue) == len(model)
-        assert [queue.is_turn(each[2], place + 1) for place, each in enumerate(model)] == [True] * len(model)
-        assert all(not queue.is_turn(each[2], place) for place, each in enumerate(model))
+        for place in range(len(model) + 1):
+            first = [each[3] for each in model[:place] if each[0] == model[0][0]]
+            assert queue.first(place) == first
