@@ -369,7 +369,7 @@ class ColocatedPipeline:
             for request in requests:
                 self._add(request)
             while self.engine.has_work():
-                for output in self.engine.step().outputs:
+                for output in self._step():
                     outputs[output.request_id].append(output)
                     first_s.setdefault(output.request_id, perf_counter() - start)
         finally:
@@ -388,15 +388,24 @@ class ColocatedPipeline:
             outputs: list[TokenOutput] = []
             while not outputs:
                 with busy(timings, "prefill_s"):
-                    outputs = self.engine.step().outputs
+                    outputs = self._step()
             while True:
                 yield from outputs
                 if outputs and outputs[-1].finish_reason:
                     return
                 with busy(timings, "decode_s"):
-                    outputs = self.engine.step().outputs
+                    outputs = self._step()
         finally:
             self.engine.abort(request.request_id)
+
+    def _step(self) -> list[TokenOutput]:
+        """Raises InfeasibleError when no question finds room beside the contexts that are held."""
+        result = self.engine.step()
+        if not result.num_tokens:
+            raise InfeasibleError(
+                "no question fits beside the contexts that are held; let go of some, or enlarge the KV cache"
+            )
+        return result.outputs
 
     def _add(self, request: GenerateRequest) -> None:
         """Raises InfeasibleError when the request does not fit, or not beside the contexts that are held."""

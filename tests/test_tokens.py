@@ -10,8 +10,8 @@ from transformers import GenerationConfig
 
 import video
 from encoders import MediaPlan, Sampling
-from epd.errors import RequestError
-from stages.colocated import ColocatedPipeline
+from epd.errors import InfeasibleError, RequestError
+from stages.colocated import BLOCK_SIZE, ColocatedPipeline
 from stages.generation import GenerationSettings
 from tests.reference import MAX_TOKENS, Subject, generated, processor_inputs, skip_where_seconds_are_cut
 from tests.tiny_models import load_reference
@@ -261,3 +261,23 @@ def test_a_question_cannot_smuggle_in_media_tokens(
 ) -> None:
     with pytest.raises(RequestError, match="stands for media"):
         subject.pipeline.ask([media["image"]], f"what {token} is this", max_tokens=2)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_question_without_room_beside_held_contexts_is_refused(
+    checkpoints: dict[str, Path], media: dict[str, Path], at_once: bool
+) -> None:
+    """It would wait for ever: what holds the room is the caller's."""
+    probe = ColocatedPipeline.load(checkpoints["shapes-vl"], num_kv_tokens=4096).prefill_media(
+        [media["video"]]
+    )
+    pipeline = ColocatedPipeline.load(
+        checkpoints["shapes-vl"], num_kv_tokens=2 * len(probe.prefix_ids) + 3 * BLOCK_SIZE
+    )
+    contexts = [pipeline.prefill_media([media["video"]]) for _ in range(2)]
+    question = "How many shapes are there? " * 4
+    with pytest.raises(InfeasibleError, match="let go of some"):
+        if at_once:
+            pipeline.answer_all(contexts[0], [question], max_tokens=4)
+        else:
+            pipeline.answer(contexts[0], question, max_tokens=4)
