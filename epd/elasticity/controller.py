@@ -51,7 +51,8 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class ControllerConfig:
-    """roles: sets of roles between which workers may change; a worker with others is left as it is.
+    """roles: sets of roles between which workers may change, as far as the cluster has them: a worker with
+    others is left as it is, and none gets roles that no other worker has, or leaves them without one.
 
     horizon_s: over which gain and cost are weighed. load_s: from the end of a drain to the new role.
     max_drain_s: after which a worker that drains is rid of its work by other means. cache_s: work to be done
@@ -216,21 +217,22 @@ class RoleController:
         """Of each set of roles the worker that is done soonest, if one can be spared."""
         for roles in self.config.roles:
             spare = [each for each in load.workers if each.roles == roles and self._may_leave(now_s, each)]
-            if spare and all(self._can_spare(load, stage) for stage in roles):
+            if spare and self._can_spare(load, roles):
                 yield min(spare, key=lambda each: (each.drain_s, each.since_s, each.name))
 
     def _may_leave(self, now_s: float, worker: WorkerStanding) -> bool:
         is_busy = worker.is_switching or worker.name in self._in_flight
         return not is_busy and now_s >= self._left_alone_s.get(worker.name, float("-inf"))
 
-    def _can_spare(self, load: ClusterLoad, stage: Stage) -> bool:
-        """Whether a stage has a worker more than it must have; those that are switching do not count."""
+    def _can_spare(self, load: ClusterLoad, roles: Roles) -> bool:
+        """Whether there is a worker more than there must be; those that are switching do not count."""
         staying = [
-            each
-            for each in load.workers
-            if stage in each.roles and not each.is_switching and each.name not in self._in_flight
+            each.roles for each in load.workers if not each.is_switching and each.name not in self._in_flight
         ]
-        return len(staying) > self.config.min_workers(stage)
+        has_enough = all(
+            sum(stage in each for each in staying) > self.config.min_workers(stage) for stage in roles
+        )
+        return has_enough and staying.count(roles) > 1
 
     def _best(self, load: ClusterLoad, workers: Sequence[WorkerStanding]) -> _Option | None:
         """The option that leaves most, of those that help a stage where requests wait."""
@@ -241,6 +243,7 @@ class RoleController:
             for worker in workers
             for roles in self.config.roles
             if roles != worker.roles
+            and roles in now.values()
             and self._waiting(base, roles - worker.roles) >= self.config.min_waiting
             and self._is_bearable(load, now, worker, roles)
         ]

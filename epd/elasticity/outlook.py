@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from epd.elasticity.load import ClusterLoad, StageNeed
 from epd.routing import Stage
 
-_NUM_STEPS = 60
+_NUM_STEPS = 30
 # Of a worker's time that can be used before the chance of arrivals makes queues: fluids know no chance.
 USABLE = 0.85
 
