@@ -21,6 +21,7 @@ from epd.cli_plan import plan
 from epd.cli_profile import profile
 from epd.cli_serve import serve
 from epd.cli_simulate import simulate
+from epd.cli_status import status
 from epd.errors import EPDError, exit_code
 from epd.models import embedded_model_path
 from epd.types import Answer
@@ -190,6 +191,7 @@ app.command()(bench)
 app.command("eval", cls=ManyValues)(evaluate)
 app.command()(serve)
 app.command()(simulate)
+app.command()(status)
 app.command()(plan)
 app.command()(profile)
 
