@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from epd.errors import RequestError
+from epd.reduction import DEFAULT_METHOD, METHODS
 
 _Model = Annotated[
     Path | None,
@@ -71,6 +72,22 @@ _Threads = Annotated[
     ),
 ]
 _Dtype = Annotated[str, typer.Option(metavar="TYPE", help="float32, bfloat16 or float16.")]
+_Retention = Annotated[
+    float,
+    typer.Option(
+        metavar="R", help="Share of the visual tokens that is kept where a request says nothing, 0.05 to 1."
+    ),
+]
+_Reduction = Annotated[
+    str, typer.Option(metavar="METHOD", help=f"How those are chosen: {', '.join(METHODS)}.")
+]
+_RetentionMin = Annotated[
+    float | None,
+    typer.Option(
+        metavar="R",
+        help="Let retention fall to this while first tokens would miss --slo-ttft; by default it stays.",
+    ),
+]
 _SloTTFT = Annotated[
     float | None,
     typer.Option(
@@ -78,6 +95,9 @@ _SloTTFT = Annotated[
         metavar="S",
         help="Seconds in which the first token must come: requests that cannot make it are refused with 429.",
     ),
+]
+_Elastic = Annotated[
+    bool, typer.Option("--elastic", help="Let workers of one role take others as the load changes.")
 ]
 _Drain = Annotated[
     float, typer.Option("--drain", metavar="S", help="Seconds for requests to end at the end.")
@@ -128,12 +148,16 @@ def serve(
     num_kv_tokens: _KVTokens = None,
     dtype: _Dtype = "float32",
     slo_ttft: _SloTTFT = None,
+    retention: _Retention = 1.0,
+    reduction: _Reduction = DEFAULT_METHOD,
+    retention_min: _RetentionMin = None,
     drain: _Drain = 30.0,
     allowed_host: _AllowedHosts = None,
     trace_dir: _TraceDir = None,
     max_traces: _MaxTraces = 256,
     otlp_endpoint: _OtlpEndpoint = None,
     verbose: _Verbose = False,
+    elastic: _Elastic = False,
     plan: _PlanFile = None,
 ) -> None:
     """Serve a model behind an OpenAI-compatible API, its stages on processes of their own.
@@ -155,6 +179,10 @@ def serve(
         "allowed_media_path": allowed_media_path,
         "allowed_media_hosts": allowed_media_host or None,
         "slo_ttft_s": slo_ttft,
+        "elastic": elastic,
+        "retention": retention,
+        "reduction": reduction,
+        "retention_min": retention_min,
         "drain_s": drain,
         "served_hosts": served_hosts(host, has_key=bool(api_key), extra=allowed_host or ()),
         "trace_dir": trace_dir,

@@ -36,6 +36,7 @@ from serve_app.protocol import (
     LoadReport,
     ModelEntry,
     ModelList,
+    RetentionReport,
     RolesRequest,
     StatusReport,
     SwitchReport,
@@ -147,6 +148,7 @@ async def status(request: Request) -> StatusReport:
         decisions=[
             DecisionReport(at_s=each.at_s, verdict=each.verdict, reason=each.reason) for each in now.decisions
         ],
+        retention=RetentionReport.model_validate(asdict(now.retention)) if now.retention else None,
     )
 
 

@@ -9,8 +9,10 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
-from epd.errors import ModelNotFoundError
+from epd.errors import ModelNotFoundError, RequestError
 from epd.models import embedded_model_path
+from epd.reduction import DEFAULT_METHOD, LEAST_RETENTION, ReductionPolicy
+from epd.retention import RetentionConfig, levels_down_to
 from epd.routing import Stage
 from epd.scheduling import SchedulerConfig
 from epd.sharding import Sharding
@@ -30,13 +32,17 @@ class AppArgs(BaseModel):
     num_kv_tokens: room for keys and values at each worker. max_requests: answered at once.
     max_waiting, max_wait_s: for room at the workers. slo_ttft_s: a request whose first token cannot come so
     soon is refused, by default none is. hang_s: without a sign of life a worker is lost after.
+    retention, reduction: share of the visual tokens that is kept where a request says nothing, and how those
+    are chosen: see `epd.reduction`. retention_min: the share falls to it as the load rises, so that first
+    tokens come within slo_ttft_s; by default it does not follow the load.
     drain_s: that requests are given to end when the application does.
     served_hosts: names that clients may call the server by, None for any: see `serve_app.host_check`.
     trace_dir: a Chrome trace of each request is written there, the latest max_traces are kept.
     otlp_endpoint: base URL of a collector that gets OpenTelemetry traces.
     max_batch_patches: that an encoder takes together. max_num_batched_tokens, max_chunk_tokens, max_num_seqs:
     see `SchedulerConfig`. decode_max_num_seqs: of workers that only decode, by default the same.
-    sharding: of one request's groups: over all encoders, on one, or where it is prefilled.
+    sharding: of one request's groups: over all encoders, on one, or where it is prefilled. elastic: workers
+    of one role take others as the load changes.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
@@ -56,6 +62,9 @@ class AppArgs(BaseModel):
     max_waiting: int = Field(default=256, ge=0)
     max_wait_s: float = Field(default=120.0, gt=0)
     slo_ttft_s: float | None = Field(default=None, gt=0)
+    retention: float = Field(default=1.0, ge=LEAST_RETENTION, le=1)
+    reduction: str = DEFAULT_METHOD
+    retention_min: float | None = Field(default=None, ge=LEAST_RETENTION, le=1)
     hang_s: float = Field(default=10.0, gt=0)
     drain_s: float = Field(default=30.0, ge=0)
     served_hosts: frozenset[str] | None = None
@@ -68,6 +77,7 @@ class AppArgs(BaseModel):
     max_num_seqs: int = Field(default=64, ge=1)
     decode_max_num_seqs: int | None = Field(default=None, ge=1)
     sharding: Sharding = "groups"
+    elastic: bool = False
 
     @property
     def model_path(self) -> Path:
@@ -79,6 +89,23 @@ class AppArgs(BaseModel):
                 "layout, or leave it out for the embedded model"
             )
         return path
+
+    @property
+    def reduction_policy(self) -> ReductionPolicy:
+        """Raises RequestError for a method that is not there."""
+        return ReductionPolicy(self.reduction, self.retention)
+
+    @property
+    def load_retention(self) -> RetentionConfig | None:
+        """None where retention does not follow the load. Raises RequestError where it has nothing to keep."""
+        if self.retention_min is None:
+            return None
+        if self.slo_ttft_s is None:
+            raise RequestError(
+                f"received a retention_min of {self.retention_min:g} without an SLO; allowed: with the time "
+                "in which first tokens must come; set slo_ttft_s, by --slo-ttft"
+            )
+        return RetentionConfig(self.slo_ttft_s, levels_down_to(self.retention_min))
 
     @property
     def threads_per_worker(self) -> int:
@@ -94,6 +121,7 @@ class AppArgs(BaseModel):
     def resolved(self) -> Self:
         """The same for any process of this machine. Raises EPDError for a model or topology that is none."""
         parse_topology(self.topology)
+        _ = self.reduction_policy, self.load_retention
         folders = {"allowed_media_path": self.allowed_media_path, "trace_dir": self.trace_dir}
         paths = {name: folder and folder.resolve() for name, folder in folders.items()}
         return self.model_copy(update={"model": self.model_path.resolve(), **paths})

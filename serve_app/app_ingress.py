@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
+from epd.elasticity import ControllerConfig
 from epd.errors import EPDError
 from serve_app.api import ApiSettings, create_api
 from serve_app.app_args import AppArgs
@@ -38,7 +39,11 @@ async def create_ingress(args: AppArgs) -> FastAPI:
         ),
     )
     config = OrchestratorConfig(
-        max_waiting=args.max_waiting, max_wait_s=args.max_wait_s, sharding=args.sharding
+        max_waiting=args.max_waiting,
+        max_wait_s=args.max_wait_s,
+        sharding=args.sharding,
+        elastic=ControllerConfig() if args.elastic else None,
+        retention=args.load_retention,
     )
     service = Orchestrator(fleet, Planner(args.model_path, args.model_name), config)
     app = create_api(service, _settings(args))
@@ -72,6 +77,7 @@ def _settings(args: AppArgs) -> ApiSettings:
         fetch=policy,
         max_requests=args.max_requests,
         default_deadline_s=args.slo_ttft_s,
+        default_reduction=args.reduction_policy,
         allowed_hosts=args.served_hosts,
         trace_dir=args.trace_dir,
         max_traces=args.max_traces,

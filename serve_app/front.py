@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from encoders import Sampling
 from encoders.chat import ChatMessage
 from epd.errors import OverloadedError
+from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.sampling_params import SamplingParams
 from serve_app.http_guard import read_body, record_of
 from serve_app.intake import (
@@ -21,6 +22,7 @@ from serve_app.intake import (
     conversation,
     describe,
     model_name,
+    reduction_policy,
     sampling_params,
     video_sampling,
 )
@@ -43,7 +45,8 @@ class ApiSettings:
     max_body_bytes, max_held_body_bytes: of one body, and of all that are being read.
     max_spooled_bytes: of the media of all requests. spool_folder: None is the system's temporary folder.
     max_requests: being answered at once. max_media: of one request. num_fetch_threads: media fetched at once.
-    default_params: where a request says nothing. default_deadline_s: of the first token, from arrival.
+    default_params, default_reduction: where a request says nothing. default_deadline_s: of the first token,
+    from arrival.
     keep_alive_s: of silence in a stream, then a comment is sent.
     allowed_hosts: names that clients may call the server by, see `host_check.served_hosts`; None for any.
     trace_dir: a Chrome trace of each request is written there, the latest `max_traces` are kept.
@@ -61,6 +64,7 @@ class ApiSettings:
     num_fetch_threads: int = 8
     default_params: SamplingParams = field(default_factory=SamplingParams)
     default_deadline_s: float | None = None
+    default_reduction: ReductionPolicy = KEEP_ALL
     keep_alive_s: float = 15.0
     allowed_hosts: frozenset[str] | None = None
     trace_dir: Path | None = None
@@ -72,6 +76,7 @@ class ApiSettings:
 class _Options:
     params: SamplingParams
     sampling: Sampling
+    reduction: ReductionPolicy
     ours: EpdOptions
 
 
@@ -134,6 +139,7 @@ class FrontDoor:
         return _Options(
             sampling_params(chat, self.settings.default_params),
             video_sampling(chat),
+            reduction_policy(chat, self.settings.default_reduction),
             chat.epd or EpdOptions(),
         )
 
@@ -152,7 +158,8 @@ class FrontDoor:
             media=media,
             params=options.params,
             sampling=options.sampling,
-            retention_min=options.ours.retention_min,
+            reduction=options.reduction,
+            retention_min=options.ours.retention or options.ours.retention_min,
             arrival_s=record.arrival_s,
             deadline_s=None if patience_s is None else record.arrival_s + patience_s,
             wants_spans=(options.ours.events and record.is_stream) or self.tracing.is_on,

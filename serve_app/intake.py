@@ -11,11 +11,13 @@ from pydantic import ValidationError
 from encoders import Sampling
 from encoders.chat import ChatMessage, ContentPart, check_chat
 from epd.errors import ModelNotFoundError, RequestError, RequestLimitError
+from epd.reduction import ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.types import MediaKind
 from serve_app.media_spool import MediaReference
 from serve_app.protocol import (
     ChatRequest,
+    EpdOptions,
     ImagePart,
     Message,
     SystemMessage,
@@ -104,6 +106,15 @@ def video_sampling(chat: ChatRequest) -> Sampling:
             "allowed: one of the two, once; leave out the rest"
         )
     return Sampling(next(iter(rates), None), next(iter(numbers), None))
+
+
+def reduction_policy(chat: ChatRequest, default: ReductionPolicy) -> ReductionPolicy:
+    """Which visual tokens are kept. Raises RequestError as ReductionPolicy does."""
+    ours = chat.epd or EpdOptions()
+    return ReductionPolicy(
+        method=default.method if ours.reduction is None else ours.reduction,
+        retention=default.retention if ours.retention is None else ours.retention,
+    )
 
 
 def conversation(

@@ -141,7 +141,7 @@ class LiveAnswer:
                 usage=self.plan.usage(sum(choice.num_passed for choice in self._choices)),
                 timings=self.timings,
                 cached_tokens=self.cached_tokens,
-                visual_tokens_before=self.plan.prompt.num_visual_tokens,
+                retention=self.plan.retention,
                 queued=self.queued,
                 num_retries=self.num_retries,
             )

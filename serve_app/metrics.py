@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from serve_app.record import RequestRecord, seconds_by_stage
-from serve_app.service import ServiceStatus
+from serve_app.service import RetentionStatus, ServiceStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
@@ -150,6 +150,7 @@ class _Workers(Collector):
             switches.add_metric([worker.name], worker.num_role_switches)
         yield switches
         yield from _switch_metrics(self.status)
+        yield from _retention_metrics(self.status.retention)
         waiting = "Requests that no worker has taken yet."
         yield GaugeMetricFamily("epd_queue_length", waiting, value=self.status.num_waiting)
         for name, total in self.status.counters.items():
@@ -163,6 +164,14 @@ class _Workers(Collector):
             if value is not None:
                 gauge.add_metric([worker.name, worker.roles], value)
         return gauge
+
+
+def _retention_metrics(retention: RetentionStatus | None) -> Iterator[Metric]:
+    """Nothing where it does not follow the load."""
+    if retention is not None:
+        level = "Share of the visual tokens that the load allows."
+        yield GaugeMetricFamily("epd_retention_level", level, value=retention.level)
+        yield CounterMetricFamily("epd_retention_changes", "Of that level.", value=retention.num_changes)
 
 
 def _switch_metrics(status: ServiceStatus) -> Iterator[Metric]:

@@ -22,6 +22,7 @@ from itertools import count
 from epd.admission import AdmissionQueue
 from epd.elasticity import ControllerConfig, RequestWork
 from epd.errors import EncodeError, UnavailableError
+from epd.retention import RetentionConfig
 from epd.routing import Router, Stage, role_letters, topology_name
 from epd.sharding import Sharding
 from serve_app.attempt import Attempt, Ending
@@ -46,6 +47,7 @@ from serve_app.messages import (
 from serve_app.placement import Placement, PlacementLimits
 from serve_app.planning import AnswerPlan, Planner
 from serve_app.recovery import Recovery
+from serve_app.retention import LoadRetention
 from serve_app.role_switch import RoleSwitcher, SwitchLimits, SwitchParts
 from serve_app.service import (
     AnswerItem,
@@ -69,7 +71,7 @@ class OrchestratorConfig:
     max_attempts: tries of one request. max_prefills, unavailable_s: see `PlacementLimits`.
     max_backlog_patches: see `EncodeDesk`. num_planning_threads: that probe media and tokenise.
     sharding: of one request's groups over the encoders. switching: limits of changes of roles.
-    elastic: how roles follow the load, None where they do not.
+    elastic, retention: how roles, and the share of visual tokens, follow the load; None where they do not.
     """
 
     max_waiting: int = 256
@@ -82,6 +84,7 @@ class OrchestratorConfig:
     sharding: Sharding = "groups"
     switching: SwitchLimits = field(default_factory=SwitchLimits)
     elastic: ControllerConfig | None = None
+    retention: RetentionConfig | None = None
 
 
 class Orchestrator:
@@ -103,6 +106,15 @@ class Orchestrator:
         self.switcher = RoleSwitcher(parts, self.config.switching)
         self._loads: dict[str, WorkerLoad] = {}
         self.elastic = Elastic(fleet, self.queue, self.switcher, self._loads, self.config.elastic, time.time)
+        self.retention = LoadRetention(
+            self.config.retention,
+            fleet,
+            self.queue,
+            self._attempts,
+            self._loads,
+            lambda: self._num_planning,
+            time.time,
+        )
         self._counters: Counter[str] = Counter()
         self._numbers = count(1)
         self._num_planning = 0
@@ -120,6 +132,7 @@ class Orchestrator:
         await self._fleet.start()
         self._following = asyncio.create_task(self._follow())
         self.elastic.start()
+        self.retention.start()
 
     async def drain(self, timeout_s: float) -> bool:
         """Takes nothing new and waits for what runs. Returns whether all of it has ended in time."""
@@ -133,6 +146,7 @@ class Orchestrator:
         """Ends the fleet and whatever runs: answers under way raise UnavailableError."""
         self._tasks.cancel()
         await self._tasks.wait()
+        await self.retention.close()
         await self.elastic.close()
         await self.switcher.close()
         await self._fleet.close()
@@ -149,9 +163,10 @@ class Orchestrator:
         if self._is_draining:
             raise UnavailableError("the service is going down; ask another, or again later")
         self.queue.check(now_s, deadline_s, num_coming=self._num_planning)
-        plan = await self._plan(request)
+        plan = await self._plan(self.retention.reduced(request))
         answer = LiveAnswer(request, plan, self._planner.texts, time.time)
         self.elastic.arrived(plan)
+        self.retention.arrived(plan)
         running = self._tasks.spawn(self._run(answer, deadline_s))
         try:
             async for item in answer.items():
@@ -308,6 +323,7 @@ class Orchestrator:
         attempt.answer.take(outputs)
         if attempt.answer.has_begun and attempt.unbook_prefill():
             self.queue.record_first_token(time.time() - attempt.started_s)
+            self.retention.first_token(attempt)
             self._placement.wake()
         if attempt.answer.is_complete:
             attempt.end(Ending.COMPLETE)
@@ -341,6 +357,7 @@ class Orchestrator:
             decisions=tuple(self.elastic.decisions),
             switches=tuple(self.switcher.last),
             switch_totals=self.switcher.totals,
+            retention=self.retention.status,
         )
 
     def _worker_status(self, name: str) -> WorkerStatus:

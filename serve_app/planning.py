@@ -12,6 +12,7 @@ from encoders import load_adapter
 from encoders.adapter import PromptPlan
 from encoders.groups import MediaGroup, plan_groups
 from encoders.identity import prompt_identity
+from encoders.reduction import reduce_prompt
 from epd.errors import RequestError
 from epd.kv_identity import TokenIdentity
 from epd.sampling_params import SamplingParams
@@ -69,15 +70,27 @@ class AnswerPlan:
 
     @property
     def visual_tokens(self) -> tuple[tuple[str, int], ...]:
-        """(mm_hash, visual tokens) of each item, as the router wants them."""
+        """(content and what is kept of it, visual tokens) of each item, as the router wants them."""
         return tuple(
-            (mm_hash, item.plan.num_tokens)
+            (mm_hash + self.prompt.reduction_key, item.num_tokens)
             for mm_hash, item in zip(self.mm_hashes, self.prompt.media, strict=True)
         )
 
     def usage(self, num_completion_tokens: int) -> Usage:
         num_frames = sum(item.plan.num_frames for item in self.media)
-        return Usage(num_frames, self.prompt.num_visual_tokens, len(self.prompt), num_completion_tokens)
+        prompt = self.prompt
+        return Usage(
+            num_frames,
+            prompt.num_visual_tokens,
+            len(prompt),
+            num_completion_tokens,
+            prompt.num_visual_tokens_before,
+        )
+
+    @property
+    def retention(self) -> float:
+        """Share of the visual tokens that is to be kept."""
+        return self.prompt.reduction.policy.retention if self.prompt.reduction else 1.0
 
 
 class Planner:
@@ -101,7 +114,8 @@ class Planner:
         media = tuple(plan_media(self.adapter, each.path, request.sampling) for each in request.media)
         plans = [item.plan for item in media]
         with self._tokenizing:
-            prompt = self.adapter.plan_chat(plans, request.messages)
+            whole = self.adapter.plan_chat(plans, request.messages)
+        prompt = reduce_prompt(whole, request.reduction)
         self._check_length(prompt)
         hashes = tuple(source.mm_hash for source in request.media)
         groups = plan_groups(plans, hashes, model=self._revision, group_tokens=self._group_tokens)

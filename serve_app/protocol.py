@@ -323,11 +323,30 @@ class DecisionReport(BaseModel):
     reason: str
 
 
+class LevelChangeReport(BaseModel):
+    """Of retention, by the load. ttft_s: predicted at the new level. at_s: Unix time in seconds."""
+
+    at_s: float
+    before: float
+    after: float
+    ttft_s: float
+    reason: str
+
+
+class RetentionReport(BaseModel):
+    """The share of visual tokens that the load allows. changes: the last ones, oldest first."""
+
+    level: float
+    predicted_ttft_s: float
+    num_changes: int
+    changes: list[LevelChangeReport]
+
+
 class StatusReport(BaseModel):
     """The service as it is now. roles: one letter each, v video decoding, e encode, p prefill, d decode.
 
     num_waiting: requests that no worker has taken yet. switches, decisions: the last ones, oldest first;
-    decisions of an elastic service alone.
+    decisions of an elastic service alone. retention: null where it does not follow the load.
     """
 
     is_ready: bool
@@ -337,6 +356,7 @@ class StatusReport(BaseModel):
     workers: list[WorkerReport]
     switches: list[SwitchReport]
     decisions: list[DecisionReport]
+    retention: RetentionReport | None
 
 
 class RolesRequest(_Received):

@@ -155,7 +155,7 @@ def _amounts(end: AnswerEnd | None) -> dict[str, int | None]:
     values = (
         usage.num_frames,
         usage.visual_tokens,
-        max(0, end.visual_tokens_before - usage.visual_tokens),
+        usage.visual_tokens_before - usage.visual_tokens,
         usage.prompt_tokens,
         end.cached_tokens,
         usage.completion_tokens,
@@ -204,7 +204,8 @@ def epd_report(record: RequestRecord, end: AnswerEnd) -> EpdReport:
     return EpdReport(
         frames=end.usage.num_frames,
         visual_tokens=end.usage.visual_tokens,
-        visual_tokens_before_reduction=max(end.visual_tokens_before, end.usage.visual_tokens),
+        visual_tokens_before_reduction=end.usage.visual_tokens_before,
+        retention=end.retention,
         cached_tokens=end.cached_tokens,
         ttft_s=record.ttft_s or 0.0,
         total_s=record.total_s,

@@ -18,6 +18,7 @@ from encoders import Sampling
 from encoders.chat import ChatMessage, media_kinds
 from epd.elasticity import Decision, RequestWork
 from epd.reduction import KEEP_ALL, ReductionPolicy
+from epd.retention import LevelChange
 from epd.routing import Stage
 from epd.sampling_params import SamplingParams
 from epd.types import MediaKind, StageTimings, Usage
@@ -46,7 +47,7 @@ class AnswerRequest:
 
     messages: the conversation; media stand where their parts do. media: the sources of those parts, in order.
     sampling: which frames of each video. reduction: of visual tokens. retention_min: the least share of them
-    that may be kept, None as the service has it. arrival_s, deadline_s: Unix time in seconds; a service that
+    that may be kept, None for any. arrival_s, deadline_s: Unix time in seconds; a service that
     sees that the first token cannot come by the deadline raises OverloadedError. wants_spans: of stages, to
     be yielded.
     """
@@ -239,6 +240,20 @@ class SwitchTotals:
 
 
 @dataclass(frozen=True, slots=True)
+class RetentionStatus:
+    """The share of visual tokens that the load allows now.
+
+    predicted_ttft_s: of a prompt that came at the last look. num_changes: since the start; changes: the last
+    ones, oldest first, at Unix times.
+    """
+
+    level: float
+    predicted_ttft_s: float
+    num_changes: int
+    changes: tuple[LevelChange, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ServiceStatus:
     """The service as it is now.
 
@@ -247,6 +262,7 @@ class ServiceStatus:
     such as encoder_cache_hits; each is shown as epd_<name>_total. switches: the last changes of roles, oldest
     first; switch_totals: of all of them, by kind. num_waiting: requests that no worker has taken yet.
     decisions: whether roles were to be changed by the load, and why; the last ones, oldest first.
+    retention: None where it does not follow the load.
     """
 
     is_ready: bool
@@ -257,6 +273,7 @@ class ServiceStatus:
     decisions: tuple[Decision, ...] = ()
     switches: tuple[RoleSwitch, ...] = ()
     switch_totals: tuple[SwitchTotals, ...] = ()
+    retention: RetentionStatus | None = None
 
 
 class AnswerService(Protocol):
