@@ -109,7 +109,7 @@ class HandoverState:
     next_position: of the first token of the answer, in every row of positions.
     num_position_rows: 3 for a model with multimodal positions, otherwise 1.
     seed: of the draws, chosen by now if the params leave it open. later_token_ids: of a request that is moved
-    in the middle of its only answer, what followed the first token.
+    in the middle of its only answer, what followed the first token. priority: the lower, the sooner.
     """
 
     request_id: str
@@ -120,6 +120,7 @@ class HandoverState:
     params: SamplingParams
     seed: int
     later_token_ids: tuple[int, ...] = ()
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

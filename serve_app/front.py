@@ -74,6 +74,7 @@ class ApiSettings:
 
 @dataclass(frozen=True, slots=True)
 class _Options:
+    priority: int
     params: SamplingParams
     sampling: Sampling
     reduction: ReductionPolicy
@@ -137,6 +138,7 @@ class FrontDoor:
     def _options(self, chat: ChatRequest) -> _Options:
         """Raises RequestError for options that make no sense."""
         return _Options(
+            chat.priority or 0,
             sampling_params(chat, self.settings.default_params),
             video_sampling(chat),
             reduction_policy(chat, self.settings.default_reduction),
@@ -156,6 +158,7 @@ class FrontDoor:
             model=record.model,
             messages=messages,
             media=media,
+            priority=options.priority,
             params=options.params,
             sampling=options.sampling,
             reduction=options.reduction,

@@ -162,7 +162,7 @@ class Orchestrator:
         deadline_s = request.deadline_s or now_s + self.config.max_wait_s
         if self._is_draining:
             raise UnavailableError("the service is going down; ask another, or again later")
-        self.queue.check(now_s, deadline_s, num_coming=self._num_planning)
+        self.queue.check(now_s, deadline_s, num_coming=self._num_planning, priority=request.priority)
         plan = await self._plan(self.retention.reduced(request))
         answer = LiveAnswer(request, plan, self._planner.texts, time.time)
         self.elastic.arrived(plan)

@@ -73,7 +73,8 @@ class Placement:
 
     async def place(self, attempt: Attempt, deadline_s: float, *, is_new: bool) -> None:
         """Returns when workers have taken it. Raises OverloadedError, UnavailableError, InfeasibleError."""
-        self._queue.enter(attempt.id, self._clock(), deadline_s, is_new=is_new)
+        priority = attempt.answer.request.priority
+        self._queue.enter(attempt.id, self._clock(), deadline_s, is_new=is_new, priority=priority)
         start_s = self._clock()
         self._waiting[attempt.id] = asyncio.Event()
         try:

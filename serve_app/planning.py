@@ -44,9 +44,12 @@ class AnswerPlan:
     params: SamplingParams
     seed: int
     plan_s: float
+    priority: int = 0
 
     def generate_request(self, request_id: str) -> GenerateRequest:
-        return GenerateRequest(request_id, self.prompt, self.identity, self.params, self.seed)
+        return GenerateRequest(
+            request_id, self.prompt, self.identity, self.params, self.seed, priority=self.priority
+        )
 
     def cuts(self, item: int) -> tuple[tuple[int, int], ...]:
         """The groups of one item: units [start, stop), in order."""
@@ -129,6 +132,7 @@ class Planner:
             params=self.settings.completed(request.params),
             seed=secrets.randbelow(_MAX_SEED) if seed is None else seed,
             plan_s=time.perf_counter() - start,
+            priority=request.priority,
         )
 
     def _check_length(self, prompt: PromptPlan) -> None:

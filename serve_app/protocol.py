@@ -142,6 +142,9 @@ class ChatRequest(_Received):
     stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_INT64)]] | None = None
     include_stop_str_in_output: bool | None = None
     mm_processor_kwargs: ProcessorOptions | None = None
+    priority: Int64 | None = Field(
+        default=None, description="The lower, the sooner; 0 by default, above it what nobody waits for."
+    )
 
     epd: EpdOptions | None = None
 

@@ -46,6 +46,7 @@ class AnswerRequest:
     """A checked request.
 
     messages: the conversation; media stand where their parts do. media: the sources of those parts, in order.
+    priority: the lower, the sooner, as in vLLM; above 0 is work that nobody waits for.
     sampling: which frames of each video. reduction: of visual tokens. retention_min: the least share of them
     that may be kept, None for any. arrival_s, deadline_s: Unix time in seconds; a service that
     sees that the first token cannot come by the deadline raises OverloadedError. wants_spans: of stages, to
@@ -58,6 +59,7 @@ class AnswerRequest:
     media: tuple[MediaSource, ...] = ()
     params: SamplingParams = field(default_factory=SamplingParams)
     sampling: Sampling = field(default_factory=Sampling)
+    priority: int = 0
     reduction: ReductionPolicy = KEEP_ALL
     retention_min: float | None = None
     arrival_s: float = 0.0

@@ -45,6 +45,7 @@ class Choice:
             num_ready=visual.num_ready,
             num_copies=request.sampling.n if index == 0 and request.extent is Extent.ANSWER else 1,
             parent=request.parent,
+            priority=request.priority,
             pruned=tuple(window.pruned for window in windows),
         )
         self.token_ids, self.positions = _with_room(request)

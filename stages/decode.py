@@ -168,7 +168,9 @@ def _request(state: HandoverState, identity: TokenIdentity) -> GenerateRequest:
     prompt = PromptPlan(state.prompt_token_ids, positions, state.next_position, ())
     if len(identity) > num_tokens:  # one that was moved: its answer is appended again
         identity = TokenIdentity(identity.rows[:num_tokens])
-    return GenerateRequest(state.request_id, prompt, identity, state.params, state.seed)
+    return GenerateRequest(
+        state.request_id, prompt, identity, state.params, state.seed, priority=state.priority
+    )
 
 
 def _moved_state(choice: Choice) -> HandoverState:
@@ -184,4 +186,5 @@ def _moved_state(choice: Choice) -> HandoverState:
         params=request.sampling,
         seed=request.seed,
         later_token_ids=tuple(later),
+        priority=request.priority,
     )

@@ -64,7 +64,7 @@ class GenerateRequest:
 
     identity: of the prompt's tokens. sampling: complete, with a number of max_tokens. seed: of the first of
     `sampling.n` answers; the next has the next. parent: a held request of extent MEDIA whose tokens are the
-    first of this prompt.
+    first of this prompt. priority: the lower, the sooner.
     """
 
     request_id: str
@@ -74,6 +74,7 @@ class GenerateRequest:
     seed: int = 0
     extent: Extent = Extent.ANSWER
     parent: str | None = None
+    priority: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:

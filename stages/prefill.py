@@ -157,4 +157,5 @@ def _state(request: GenerateRequest, first: list[TokenOutput]) -> HandoverState:
         num_position_rows=len(request.prompt.positions),
         params=request.sampling,
         seed=request.seed,
+        priority=request.priority,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -144,3 +145,25 @@ def begin(deployment: Deployment, prompt: Prompt) -> None:
     while len(deployment.tokens("r")) < 4:
         deployment.step()
     assert is_decoding(deployment.decode[deployment.placed["r"]], "r")
+
+
+def test_priority_goes_along(a_family: Subject) -> None:
+    """From prefill to decode, and on to another decode worker."""
+    deployment = Deployment(a_family, 2, random.Random(0))
+    prompt = a_family.prompts[0]
+    request = replace(prompt.request("r", sampling=GREEDY), priority=5)
+    ticket = deployment.decode["d0"].reserve("r", "p0", request.identity, GREEDY)
+    deployment.placed["r"] = "d0"
+    deployment.prefill.submit(request, ticket)
+    assert [each.priority for each in deployment.prefill.engine.scheduler.waiting] == [5]
+    for worker in ("d0", "d1"):
+        running = deployment.decode[worker].engine.scheduler.running
+        while not running:
+            deployment.step()
+        assert [each.priority for each in running] == [5]
+        if worker == "d0":
+            assert move(deployment, "r", "d1")
+    for _ in range(20):
+        deployment.step()
+    assert deployment.tokens("r") == prompt.expected
+    deployment.settle()
