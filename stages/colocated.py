@@ -401,7 +401,7 @@ class ColocatedPipeline:
     def _step(self) -> list[TokenOutput]:
         """Raises InfeasibleError when no question finds room beside the contexts that are held."""
         result = self.engine.step()
-        if not result.num_tokens:
+        if not (result.num_tokens or result.admissions):
             raise InfeasibleError(
                 "no question fits beside the contexts that are held; let go of some, or enlarge the KV cache"
             )
