@@ -18,7 +18,7 @@ def prompt_identity(prompt: PromptPlan, mm_hashes: Sequence[str]) -> TokenIdenti
     """
     if len(mm_hashes) != len(prompt.media):
         raise ValueError(f"{len(prompt.media)} media need as many hashes, got {len(mm_hashes)}")
-    reduction = prompt.reduction.policy.key if prompt.reduction else ""
+    reduction = prompt.reduction_key
     units = [
         unit
         for item, mm_hash in zip(prompt.media, mm_hashes, strict=True)

@@ -71,6 +71,7 @@ class Window:
     """Units [start, stop) of an item: `num_tokens` visual tokens, of which `num_kept` are kept.
 
     is_in_prefill: the language model computes all of them and keeps some; else it is given those kept.
+    num_extra: tokens at the end of the last window that show no part of a picture, and are kept in any case.
     """
 
     start: int
@@ -78,6 +79,7 @@ class Window:
     num_tokens: int
     num_kept: int
     is_in_prefill: bool = False
+    num_extra: int = 0
 
     def __post_init__(self) -> None:
         if not (0 <= self.start < self.stop and 1 <= self.num_kept <= self.num_tokens):

@@ -7,6 +7,7 @@ their positions            as they were: (t, h, w) of 1, 2, 5, 8 ...
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -52,10 +53,13 @@ def _windows(item: MediaItem, policy: ReductionPolicy) -> tuple[Window, ...]:
         return ()
     breaks = {unit + 1 for unit, (a, b) in enumerate(pairwise(item.units)) if a.stop != b.offset}
     starts = {start for start, _ in cut(plan, max(1, WINDOW_TOKENS // plan.tokens_per_unit))}
-    edges = [*sorted(starts | breaks), plan.num_units]
-    return plan_windows(
-        list(pairwise(edges)), plan.tokens_per_unit, policy.retention, is_in_prefill=policy.is_in_prefill
-    )
+    runs = list(pairwise([*sorted(starts | breaks), plan.num_units]))
+    each = item.units[0].length
+    windows = plan_windows(runs, each, policy.retention, is_in_prefill=policy.is_in_prefill)
+    extra = item.units[-1].length - each
+    last = windows[-1]
+    whole = replace(last, num_tokens=last.num_tokens + extra, num_kept=last.num_kept + extra, num_extra=extra)
+    return (*windows[:-1], whole)
 
 
 def _place(item: MediaItem, window: Window) -> PlaceholderRange:

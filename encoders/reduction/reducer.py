@@ -32,8 +32,8 @@ class TokenReducer:
         """item: of a reduced prompt."""
         self._method: Method | None = None if policy.is_in_prefill else new_method(policy.method)
         self._windows = item.windows
-        self._tokens_per_unit = item.plan.tokens_per_unit
         self._next = 0  # window
+        self._num_before = 0  # tokens of the windows before it
         self._rest: Embeddings | None = None  # what has come of it
 
     def push(self, embeddings: Embeddings) -> Iterator[Kept]:
@@ -47,20 +47,25 @@ class TokenReducer:
                 break
             yield self._reduce(window, _rows(embeddings, slice(start, start + window.num_tokens)))
             start += window.num_tokens
+            self._num_before += window.num_tokens
             self._next += 1
         self._rest = _rows(embeddings, slice(start, None)) if start < len(embeddings) else None
 
     def _reduce(self, window: Window, embeddings: Embeddings) -> Kept:
-        first = window.start * self._tokens_per_unit
-        if self._method is None:
-            return Kept(self._next, embeddings, first + np.arange(window.num_tokens))
-        units = embeddings.rows.view(window.stop - window.start, self._tokens_per_unit, -1)
-        chosen = self._method.choose(units, window.num_kept)
-        kept = Embeddings(
-            self._method.merge(embeddings.rows, chosen),
-            tuple(self._method.merge(layer, chosen) for layer in embeddings.deepstack),
-        )
-        return Kept(self._next, kept, first + chosen.numpy())
+        indices = self._num_before + np.arange(window.num_tokens)
+        method = self._method
+        if method is None:
+            return Kept(self._next, embeddings, indices)
+        regular = window.num_tokens - window.num_extra
+        rows = embeddings.rows[:regular]
+        units = rows.view(window.stop - window.start, -1, rows.shape[1])
+        chosen = method.choose(units, window.num_kept - window.num_extra)
+        layers = [
+            torch.cat([method.merge(layer[:regular], chosen), layer[regular:]])
+            for layer in (embeddings.rows, *embeddings.deepstack)
+        ]
+        kept = np.concatenate([indices[:regular][chosen.numpy()], indices[regular:]])
+        return Kept(self._next, Embeddings(layers[0], tuple(layers[1:])), kept)
 
 
 def _rows(embeddings: Embeddings, part: slice) -> Embeddings:

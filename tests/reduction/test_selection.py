@@ -1,0 +1,131 @@
+"""How many tokens are kept is planned exactly; which ones depends on the past of the video alone."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from encoders import Embeddings, Grid, MediaItem, MediaPlan
+from encoders.reduction import Kept, TokenReducer
+from encoders.reduction.selection import Balanced, UniformPooling, new_method
+from epd.errors import RequestError
+from epd.reduction import SELECTION_METHODS, ReductionPolicy, Window, plan_windows
+from epd.types import PlaceholderRange
+
+NUM_UNITS, TOKENS_PER_UNIT, CHANNELS = 12, 9, 8
+RUNS = [(0, 5), (5, 10), (10, NUM_UNITS)]
+
+
+def item_of(windows: tuple[Window, ...]) -> MediaItem:
+    """A video whose windows stand one behind the other at the start of a prompt."""
+    plan = MediaPlan("video", (84, 84), Grid(NUM_UNITS, 6, 6), 2, TOKENS_PER_UNIT, tuple(np.arange(24.0)))
+    ends = np.cumsum([window.num_kept for window in windows])
+    ranges = tuple(
+        PlaceholderRange(int(end) - window.num_kept, window.num_kept)
+        for end, window in zip(ends, windows, strict=True)
+    )
+    return MediaItem(plan, ranges, windows)
+
+
+def some_rows(seed: int = 0) -> torch.Tensor:
+    return torch.randn(NUM_UNITS * TOKENS_PER_UNIT, CHANNELS, generator=torch.Generator().manual_seed(seed))
+
+
+def kept_of(method: str, retention: float, rows: torch.Tensor, cuts: list[int]) -> list[Kept]:
+    """What is kept when the units come in runs that end at `cuts`."""
+    windows = plan_windows(RUNS, TOKENS_PER_UNIT, retention)
+    reducer = TokenReducer(ReductionPolicy(method, retention), item_of(windows))
+    edges = [0, *cuts, NUM_UNITS]
+    return [
+        kept
+        for start, stop in pairwise(edges)
+        for kept in reducer.push(Embeddings(rows[start * TOKENS_PER_UNIT : stop * TOKENS_PER_UNIT]))
+    ]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=30), st.integers(1, 70), st.floats(0.05, 1))
+def test_windows_keep_the_share_of_all_tokens_to_the_nearest_whole(
+    lengths: list[int], tokens_per_unit: int, retention: float
+) -> None:
+    ends = np.cumsum(lengths).tolist()
+    runs = list(zip([0, *ends[:-1]], ends, strict=True))
+    windows = plan_windows(runs, tokens_per_unit, retention)
+    wanted = round(retention * sum(lengths) * tokens_per_unit)
+    assert [(window.start, window.stop) for window in windows] == runs
+    assert all(1 <= window.num_kept <= window.num_tokens for window in windows)
+    kept = sum(window.num_kept for window in windows)
+    assert kept == wanted if all(window.num_kept > 1 for window in windows) else kept >= wanted
+
+
+@pytest.mark.parametrize("method", SELECTION_METHODS)
+@settings(max_examples=25, deadline=None)
+@given(retention=st.floats(0.05, 0.99), cuts=st.sets(st.integers(1, NUM_UNITS - 1)), seed=st.integers(0, 99))
+def test_kept_tokens_are_as_many_as_planned_however_the_units_arrive(
+    method: str, retention: float, cuts: set[int], seed: int
+) -> None:
+    rows = some_rows(seed)
+    whole, parts = kept_of(method, retention, rows, []), kept_of(method, retention, rows, sorted(cuts))
+    windows = plan_windows(RUNS, TOKENS_PER_UNIT, retention)
+    assert [len(kept.indices) for kept in whole] == [window.num_kept for window in windows]
+    for window, kept, other in zip(windows, whole, parts, strict=True):
+        assert np.array_equal(kept.indices, other.indices)
+        assert torch.equal(kept.embeddings.rows, other.embeddings.rows)
+        assert (np.diff(kept.indices) > 0).all()
+        assert window.start * TOKENS_PER_UNIT <= kept.indices[0]
+        assert kept.indices[-1] < window.stop * TOKENS_PER_UNIT
+
+
+@pytest.mark.parametrize("method", set(SELECTION_METHODS) - {"uniform"})
+def test_what_is_kept_is_unchanged(method: str) -> None:
+    rows = some_rows()
+    for kept in kept_of(method, 0.3, rows, [3]):
+        assert torch.equal(kept.embeddings.rows, rows[torch.from_numpy(kept.indices)])
+
+
+@pytest.mark.parametrize("method", SELECTION_METHODS)
+def test_later_windows_do_not_change_earlier_ones(method: str) -> None:
+    rows, others = some_rows(0), some_rows(1)
+    others[: 5 * TOKENS_PER_UNIT] = rows[: 5 * TOKENS_PER_UNIT]
+    first, second = kept_of(method, 0.3, rows, []), kept_of(method, 0.3, others, [])
+    assert np.array_equal(first[0].indices, second[0].indices)
+
+
+def test_pooling_gives_the_mean_of_each_run() -> None:
+    rows = torch.arange(12.0)[:, None].expand(-1, 2)
+    pooling = UniformPooling()
+    chosen = pooling.choose(rows.view(3, 4, 2), 5)
+    assert torch.equal(pooling.merge(rows, chosen)[:, 0], torch.tensor([0.5, 2.5, 5.0, 7.5, 10.0]))
+    assert chosen.tolist() == [0, 2, 5, 7, 10]
+
+
+@pytest.mark.parametrize("method", ["balanced", "evs", "novelty"])
+def test_what_appears_before_a_still_background_is_kept(method: str) -> None:
+    """One new token in each of the later units, somewhere else each time."""
+    background = torch.randn(1, TOKENS_PER_UNIT, CHANNELS, generator=torch.Generator().manual_seed(3))
+    units = background.repeat(NUM_UNITS, 1, 1)
+    places = [(unit, (2 * unit) % TOKENS_PER_UNIT) for unit in range(4, NUM_UNITS)]
+    for unit, place in places:
+        units[unit, place] = -background[0, place]
+    chosen = new_method(method).choose(units, 3 * NUM_UNITS)
+    kept = {divmod(int(index), TOKENS_PER_UNIT) for index in chosen}
+    assert set(places) <= kept
+
+
+def test_balanced_keeps_of_every_unit_even_where_all_happens_in_one() -> None:
+    units = some_rows().view(NUM_UNITS, TOKENS_PER_UNIT, CHANNELS)[:1].repeat(NUM_UNITS, 1, 1)
+    units[6] = -units[6]
+    for num_kept in (NUM_UNITS, 2 * NUM_UNITS + 5):
+        chosen = Balanced().choose(units, num_kept)
+        counts = torch.bincount(chosen // TOKENS_PER_UNIT, minlength=NUM_UNITS)
+        assert counts.max() - counts.min() <= 1
+
+
+@pytest.mark.parametrize(("method", "retention"), [("magic", 0.5), ("evs", 0.0), ("evs", 1.2)])
+def test_policies_that_are_none_say_what_is_allowed(method: str, retention: float) -> None:
+    with pytest.raises(RequestError, match="allowed"):
+        ReductionPolicy(method, retention)
