@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -15,7 +16,7 @@ from epd import console
 from epd.errors import RequestError
 
 if TYPE_CHECKING:
-    from epd.profiles import MediaRule, MemoryNeeds, Profile, StageTable
+    from epd.profiles import HostCosts, MediaRule, MemoryNeeds, Profile, StageTable
     from epd.profiles.measuring import Action
 
     Points = Iterator[tuple[float, float, Action]]
@@ -30,6 +31,13 @@ _Model = Annotated[
 _Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the profile here as JSON.")]
 _Repeats = Annotated[int, typer.Option(metavar="N", help="Runs of every point.")]
 _Device = Annotated[str, typer.Option(metavar="NAME", help="What to call this machine in the profile.")]
+_Threads = Annotated[
+    int, typer.Option("--num-threads", metavar="N", min=1, help="Threads of torch, as in a worker.")
+]
+_WithApp = Annotated[
+    bool,
+    typer.Option("--app", help="Start epd serve too, and measure what it costs beside the model (minutes)."),
+]
 _IsJson = Annotated[bool, typer.Option("--json", help="Print the profile instead of a table.")]
 
 _IMAGE_SIDES, _IMAGE_BATCHES = (56, 112, 224, 448), (1, 4)
@@ -47,6 +55,8 @@ def profile(
     out: _Out = None,
     repeats: _Repeats = 5,
     device: _Device = "this-machine",
+    num_threads: _Threads = 1,
+    app: _WithApp = False,
     as_json: _IsJson = False,
 ) -> None:
     """Measure what every stage costs on this machine, for epd simulate and epd plan.
@@ -60,7 +70,7 @@ def profile(
         raise RequestError(f"repeats are {repeats}, there must be at least 1")
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise RequestError(f"cannot write {str(out)!r}; give a file name in a folder that exists")
-    found = _profile_of(model, repeats, device)
+    found = _profile_of(model, repeats, device, num_threads, with_app=app)
     if as_json:
         console.stream_text(dump_profile(found))
     else:
@@ -69,7 +79,7 @@ def profile(
         out.write_text(dump_profile(found), encoding="utf-8")
 
 
-def _profile_of(model: str | None, repeats: int, device: str) -> Profile:
+def _profile_of(model: str | None, repeats: int, device: str, num_threads: int, *, with_app: bool) -> Profile:
     from epd.models import embedded_model_path
     from epd.profiles import load_profile
 
@@ -78,22 +88,29 @@ def _profile_of(model: str | None, repeats: int, device: str) -> Profile:
     path = Path(model) if model is not None else embedded_model_path()
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with console.status("loading the model"):
-        bench = _Bench(path)
+        bench = _Bench(path, num_threads)
     with console.progress_bar("stages") as show:
-        return bench.profile(path.name, device, repeats, show)
+        found = bench.profile(path.name, device, repeats, show)
+    if not with_app:
+        return found
+    from epd.cli_profile_app import with_app as measured_app
+
+    with console.progress_bar("the application") as show:
+        return measured_app(found, path, show)
 
 
 class _Bench:
     """A model that is loaded to be measured. Every stage alone, nothing beside it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, num_threads: int) -> None:
         from encoders import load_adapter
         from stages.colocated import build_engine
         from stages.generation import GenerationSettings
         from stages.loader import load_model, use_threads
 
         self.adapter: Any = load_adapter(path)
-        use_threads(None)
+        use_threads(num_threads)
+        self.clock = time.process_time if num_threads == 1 else time.perf_counter
         import torch
 
         self.model: Any = load_model(path, torch.float32)
@@ -116,7 +133,7 @@ class _Bench:
             )
             tables: dict[str, StageTable] = {}
             for done, (stage, units, items, points) in enumerate(stages, start=1):
-                tables[stage] = table(units, items, points, repeats)
+                tables[stage] = table(units, items, points, repeats, self.clock)
                 show(done, len(stages) + 2)
             prefill = self._prefill_table(repeats)
             show(len(stages) + 1, len(stages) + 2)
@@ -136,7 +153,8 @@ class _Bench:
             video={"h264": tables["video"]},
             images=tables["images"],
             assumptions=(
-                f"measured: {repeats} runs a point, every stage alone, float32, {_num_threads()} threads",
+                f"measured: {repeats} runs a point, every stage alone, float32, {_num_threads()} threads, "
+                f"{'CPU' if _num_threads() == 1 else 'wall'} time",
                 "a transfer is a copy in memory; messages between processes are not in it",
             ),
             dtype="float32",
@@ -198,7 +216,7 @@ class _Bench:
                 self._limit(chunk)
                 self.engine.add(self._request(_PROMPT_TOKENS, 1))
                 for past in range(0, _PROMPT_TOKENS, chunk):
-                    elapsed_s = timed(self.engine.step)
+                    elapsed_s = timed(self.engine.step, self.clock)
                     if run:  # the first does not count
                         seconds.setdefault((chunk, past), []).append(elapsed_s)
         points = [
@@ -223,7 +241,7 @@ class _Bench:
                 ):
                     self.engine.step()
                 self.engine.step()
-                seconds = [timed(self.engine.step) for _ in range(repeats)]
+                seconds = [timed(self.engine.step, self.clock) for _ in range(repeats)]
                 points.append(measurement(batch, batch * (context + 2 + repeats / 2), seconds))
                 for request in requests:
                     self.engine.abort(request.request_id)
@@ -354,5 +372,29 @@ def _print(found: Profile) -> None:
             name, f"{stage.units}, {stage.items}", *figures, error, f"{span.low:.2g} to {span.high:.2g}"
         )
     console.stdout_console().print(table)
+    if found.host is not None:
+        _print_host(found.host)
     for line in found.assumptions:
         console.stdout_console().print(line)
+
+
+def _print_host(host: HostCosts) -> None:
+    """What the application costs beside, milliseconds."""
+    from dataclasses import fields
+
+    from rich.table import Table
+
+    table = Table("beside the model", box=None, pad_edge=False)
+    for name in ("work ms", "delay ms", "beside ms"):
+        table.add_column(name, justify="right")
+    for field in fields(host):
+        each = getattr(host, field.name)
+        if isinstance(each, float) and field.name.endswith("_s"):
+            table.add_row(field.name.removesuffix("_s"), f"{1000 * each:.2f}")
+        elif not isinstance(each, float | int):
+            parts = (each.work_s, each.delay_s, each.beside_s)
+            table.add_row(field.name, *(f"{1000 * seconds:.2f}" for seconds in parts))
+    console.stdout_console().print(table)
+    console.stdout_console().print(
+        f"{host.num_cores} cores, {host.idle_cores:.2f} busy when nothing is asked"
+    )

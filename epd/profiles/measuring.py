@@ -10,6 +10,8 @@ import numpy as np
 from epd.profiles.cost import Measurement, StageTable, fit_table
 
 Action = Callable[[], object]
+# perf_counter; or process_time where one thread computes, so that others on the machine do not count.
+Clock = Callable[[], float]
 
 
 def measurement(units: float, items: float, seconds: Sequence[float]) -> Measurement:
@@ -18,13 +20,15 @@ def measurement(units: float, items: float, seconds: Sequence[float]) -> Measure
     return Measurement(units, items, middle, high - low, len(seconds))
 
 
-def timed(action: Action) -> float:
-    start = perf_counter()
+def timed(action: Action, clock: Clock = perf_counter) -> float:
+    start = clock()
     action()
-    return perf_counter() - start
+    return clock() - start
 
 
-def measured(points: Iterable[tuple[float, float, Action]], num_repeats: int) -> list[Measurement]:
+def measured(
+    points: Iterable[tuple[float, float, Action]], num_repeats: int, clock: Clock = perf_counter
+) -> list[Measurement]:
     """Runs every point in turn, so often, after one run that does not count.
 
     In turns, so that a machine that is busy for a while spoils one run of each point, not all of one.
@@ -32,7 +36,7 @@ def measured(points: Iterable[tuple[float, float, Action]], num_repeats: int) ->
     listed = list(points)
     for _, _, action in listed:
         action()
-    seconds = [[timed(action) for _, _, action in listed] for _ in range(num_repeats)]
+    seconds = [[timed(action, clock) for _, _, action in listed] for _ in range(num_repeats)]
     return [
         measurement(units, items, column)
         for (units, items, _), column in zip(listed, zip(*seconds, strict=True), strict=True)
@@ -40,6 +44,10 @@ def measured(points: Iterable[tuple[float, float, Action]], num_repeats: int) ->
 
 
 def table(
-    units: str, items: str, points: Iterable[tuple[float, float, Action]], num_repeats: int
+    units: str,
+    items: str,
+    points: Iterable[tuple[float, float, Action]],
+    num_repeats: int,
+    clock: Clock = perf_counter,
 ) -> StageTable:
-    return fit_table(units, items, measured(points, num_repeats))
+    return fit_table(units, items, measured(points, num_repeats, clock))

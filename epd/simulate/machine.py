@@ -25,6 +25,11 @@ _CORE = 1000  # shares of one core
 class Machine(Protocol):
     """Runs tasks of so many ticks."""
 
+    @property
+    def work_ticks(self) -> int:
+        """Of all tasks so far."""
+        ...
+
     def run(self, ticks: int, done: Then) -> None: ...
 
     def spend(self, names: tuple[OverheadName, ...], then: Then) -> None:
@@ -40,9 +45,11 @@ class OwnDevices:
     """Nobody is in anybody's way."""
 
     def __init__(self, events: EventQueue) -> None:
+        self.work_ticks = 0
         self._events = events
 
     def run(self, ticks: int, done: Then) -> None:
+        self.work_ticks += ticks
         self._events.push(self._events.now + ticks, Rank.END, done)
 
     def spend(self, names: tuple[OverheadName, ...], then: Then) -> None:  # noqa: ARG002 - not simulated
@@ -56,6 +63,7 @@ class SharedCores:
     """All cores of a machine, but for what the idle application takes."""
 
     def __init__(self, events: EventQueue, costs: HostCosts) -> None:
+        self.work_ticks = 0
         self._costs = costs
         self._events = events
         self._capacity = round(_CORE * (costs.num_cores - costs.idle_cores))
@@ -67,6 +75,7 @@ class SharedCores:
 
     def run(self, ticks: int, done: Then) -> None:
         self._go_on()
+        self.work_ticks += ticks
         self._num_started += 1
         heappush(self._tasks, (self._clock + ticks, self._num_started, done))
         self._plan()

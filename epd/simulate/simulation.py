@@ -70,6 +70,11 @@ class Simulation:
         self._switches: list[tuple[float, str, str]] = []
         self._num_open = 0
 
+    @property
+    def work_s(self) -> float:
+        """Seconds of all tasks of workers and readers, and of the application where that is simulated."""
+        return seconds_of(self._machine.work_ticks)
+
     # Set-up
 
     def _worker(self, name: str, roles: frozenset[Stage]) -> Worker:
