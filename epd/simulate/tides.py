@@ -11,6 +11,8 @@ import numpy as np
 
 from epd.workload import PlannedRequest, RequestShape
 
+_AT_NIGHT = 0.1  # requests per second
+
 
 @dataclass(frozen=True, slots=True)
 class Tide:
@@ -51,4 +53,19 @@ def requests_of(tides: Sequence[Tide], duration_s: float, seed: int) -> list[Pla
     return [
         PlannedRequest(index, now_s, tides[kind].shape, index, index)
         for index, (now_s, kind) in enumerate(heapq.merge(*streams))
+    ]
+
+
+def half_day(high: float, duration_s: float, *, is_first: bool) -> Callable[[float], float]:
+    """A rate that swells to `high` and ebbs in one half of a day, and is a tenth of a request per second in
+    the other."""
+    sign = 1 if is_first else -1
+    return lambda now_s: _AT_NIGHT + high * max(0.0, sign * math.sin(2 * math.pi * now_s / duration_s))
+
+
+def day(first: RequestShape, second: RequestShape, high: float, duration_s: float) -> list[Tide]:
+    """A day on which one kind of request gives way to another."""
+    return [
+        Tide(shape, half_day(high, duration_s, is_first=shape is first), high + _AT_NIGHT)
+        for shape in (first, second)
     ]

@@ -10,6 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from epd.elasticity import ControllerConfig, EstimatorConfig, Switch
+from epd.metrics import SLO
 from epd.profiles.profile import Profile
 from epd.routing import Stage
 from epd.scheduling import SchedulerConfig
@@ -24,7 +25,7 @@ from epd.simulate.paper import (
     paper_profile,
 )
 from epd.simulate.switching import Elasticity
-from epd.simulate.tides import Tide, requests_of, sine_wave, square_wave
+from epd.simulate.tides import Tide, day, requests_of, sine_wave, square_wave
 from epd.topology import STAGES, letters_of, parse_topology
 from epd.workload import RequestShape
 
@@ -95,7 +96,7 @@ def test_table_6_without_knowing_how_long_answers_get() -> None:
 
 
 def test_workers_follow_a_load_that_changes_for_good() -> None:
-    work = jobs(text_after_pictures(300.0), 700.0)
+    work = jobs(text_after_pictures(200.0), 560.0)
     follows, simulation = simulate("4e1p3d", work)
     stays, _ = simulate("4e1p3d", work, None)
     assert follows.e2e_s.mean() < 0.5 * stays.e2e_s.mean()
@@ -103,10 +104,24 @@ def test_workers_follow_a_load_that_changes_for_good() -> None:
     assert [letters_of(each.roles) for each in simulation._workers.values()].count("d") >= 5
 
 
+def test_a_day_is_served_better_than_by_the_best_layout_in_hindsight() -> None:
+    """Pictures before noon, long answers after it, whose length nobody knows; eight devices. On these four
+    layouts the best of all 21 is among, see benchmarks/bench_elasticity.py."""
+    slo = SLO(ttft_s=6.0, tpot_s=0.08)
+    work = jobs(day(PICTURES, TALK, 2.4, 900.0), 900.0)
+    static = [
+        simulate(topology, work, None)[0].attainment(slo)
+        for topology in ("2e1p5d", "3e1p4d", "4e1p3d", "5e1p2d")
+    ]
+    switched, _ = simulate("3e1p4d", work, Elasticity(max_tokens=1024))
+    assert max(static) < 0.9
+    assert switched.attainment(slo) >= max(static) + 0.05
+
+
 WAVES: list[Callable[..., Callable[[float], float]]] = [square_wave, sine_wave]
 
 
-@settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=6, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
     wave=st.sampled_from(WAVES),
     period_s=st.floats(2.0, 300.0),
