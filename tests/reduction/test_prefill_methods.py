@@ -1,0 +1,461 @@
+"""Windows that the language model computes whole and keeps in part, against transformers' own cache."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+from transformers import DynamicCache
+
+from encoders import PromptPlan, load_adapter
+from encoders.reduction import reduce_prompt
+from epd.errors import InfeasibleError
+from epd.kv_cache import KVCacheManager, KVCacheSpec
+from epd.kv_identity import token_identity
+from epd.models import embedded_model_path
+from epd.reduction import ReductionPolicy
+from epd.sampling_params import SamplingParams
+from epd.scheduling import PrunedRange, ScheduledRequest, Scheduler, SchedulerConfig, SchedulerOutput
+from epd.shapes import make_questions, make_scene
+from stages.colocated import ColocatedPipeline, EncodedMedia, build_engine
+from stages.engine import LanguageEngine
+from stages.generation import GenerationSettings
+from stages.joining import Joiner
+from stages.loader import load_model
+from stages.pruning import smallest_keys
+from stages.visual_inputs import PlacedEmbeddings
+from tests.stages.prompts import MAX_TOKENS, Drive, Prompt
+from tests.stages.test_scheduler_machine import VOCABULARY, SchedulerMachine
+from tests.stages.test_split_stages import Deployment
+from tests.tiny_models import load_reference
+from video.demo_video import write_demo_video
+
+NUM_FRAMES = 80  # 600 visual tokens
+SEED = 4_000_001
+SMALL_WINDOW_TOKENS = 45  # three units of 15
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return load_model(embedded_model_path(), torch.float32)
+
+
+@pytest.fixture(scope="module")
+def pipeline(model: Any) -> ColocatedPipeline:
+    adapter = load_adapter(embedded_model_path())
+    settings = GenerationSettings.of(model.generation_config, adapter.tokenizer.eos_token_id)
+    return ColocatedPipeline(model, adapter, settings=settings)
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prefill") / "clip.mp4"
+    write_demo_video(path, make_scene(SEED, float(NUM_FRAMES)), fps=4, height=180, width=320)
+    return path
+
+
+@pytest.fixture(scope="module")
+def questions() -> list[str]:
+    scene = make_scene(SEED, float(NUM_FRAMES))
+    return [question.text for question in make_questions(scene, random.Random(1), time_margin_s=2.0)][:4]
+
+
+@pytest.fixture(scope="module")
+def encoded(pipeline: ColocatedPipeline, clip: Path) -> EncodedMedia:
+    return pipeline.encode_media([clip], num_frames=NUM_FRAMES)
+
+
+@pytest.fixture(scope="module")
+def short(pipeline: ColocatedPipeline, clip: Path) -> EncodedMedia:
+    return pipeline.encode_media([clip], num_frames=24)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    return load_reference(embedded_model_path())
+
+
+def reduced_plan(
+    pipeline: ColocatedPipeline, encoded: EncodedMedia, question: str, policy: ReductionPolicy
+) -> PromptPlan:
+    return reduce_prompt(pipeline.adapter.plan_prompt(encoded.plans, question), policy)
+
+
+# The slow twin
+
+
+def keep_smallest(cache: DynamicCache, num_before: int, num_kept: int) -> None:
+    """Of each layer's keys past `num_before`, those of least norm: ranked in plain Python."""
+    for layer in cache.layers:
+        new = layer.keys[0, :, num_before:].double()
+        norms = (new**2).sum((0, 2)).sqrt().tolist()
+        golden = 0.6180339887498949
+        ranks = sorted(range(len(norms)), key=lambda i: (rounded(norms[i]), i * golden % 1))
+        kept = torch.tensor([*range(num_before), *(num_before + i for i in sorted(ranks[:num_kept]))])
+        layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]
+
+
+def rounded(norm: float) -> float:
+    """To 12 binary digits, halves up."""
+    exponent = np.floor(np.log2(norm))
+    return float(np.floor(norm / 2.0**exponent * 2**11 + 0.5) * 2.0**exponent)
+
+
+@torch.inference_mode()
+def their_answers(
+    model: Any, encoded: EncodedMedia, prompts: list[PromptPlan], count: int
+) -> list[tuple[int, ...]]:
+    """Window by window through transformers' decoder, each layer of its cache cut; then every question."""
+    (group_rows,) = (torch.cat([group.embeddings.rows for group in encoded.groups]),)
+    cache, prompt = DynamicCache(), prompts[0]
+    (item,), (positions,) = prompt.media, prompt.reduction.positions if prompt.reduction else ()
+    first = item.units[0].offset
+    embed = model.get_input_embeddings()
+    forward(model, cache, embed(torch.from_numpy(prompt.token_ids[:first])), prompt.positions[:, :first])
+    start = 0
+    for window, place in zip(item.windows, item.units, strict=True):
+        stop = start + window.num_tokens
+        forward(model, cache, group_rows[start:stop], positions[:, start:stop])
+        keep_smallest(cache, place.offset, window.num_kept)
+        start = stop
+    return [their_answer(model, cache, each, count) for each in prompts]
+
+
+def their_answer(model: Any, prefix: DynamicCache, prompt: PromptPlan, count: int) -> tuple[int, ...]:
+    cache = DynamicCache()
+    for index, layer in enumerate(prefix.layers):
+        cache.update(layer.keys, layer.values, index)
+    embed, at, tokens = model.get_input_embeddings(), prompt.prefix_length, list[int]()
+    rows, positions = embed(torch.from_numpy(prompt.token_ids[at:])), prompt.positions[:, at:]
+    while len(tokens) < count:
+        hidden = forward(model, cache, rows, positions)
+        tokens.append(int(model.lm_head(hidden[:, -1]).argmax()))
+        rows = embed(torch.tensor([tokens[-1]]))
+        positions = np.full((3, 1), prompt.next_position + len(tokens) - 1)
+    return tuple(tokens)
+
+
+def forward(model: Any, cache: DynamicCache, rows: torch.Tensor, positions: np.ndarray) -> torch.Tensor:
+    outputs = model.model.language_model(
+        inputs_embeds=rows[None],
+        position_ids=torch.from_numpy(positions)[:, None],
+        past_key_values=cache,
+        use_cache=True,
+    )
+    hidden: torch.Tensor = outputs.last_hidden_state
+    return hidden
+
+
+@pytest.mark.parametrize("retention", [0.5, 0.25, 0.1])
+def test_tokens_equal_transformers_with_its_cache_cut(
+    retention: float,
+    pipeline: ColocatedPipeline,
+    encoded: EncodedMedia,
+    questions: list[str],
+    reference: Any,
+) -> None:
+    policy = ReductionPolicy("quickprefill", retention)
+    context = pipeline.prefill_encoded(encoded, reduction=policy)
+    answers = [answer.token_ids for answer in pipeline.answer_all(context, questions)]
+    prompts = [reduced_plan(pipeline, encoded, question, policy) for question in questions]
+    assert len(prompts[0].media[0].windows) >= 3
+    theirs = their_answers(reference, encoded, prompts, max(map(len, answers)))
+    assert answers == [tokens[: len(ours)] for tokens, ours in zip(theirs, answers, strict=True)]
+
+
+def test_each_layer_keeps_other_tokens_at_their_own_positions(
+    pipeline: ColocatedPipeline, encoded: EncodedMedia, questions: list[str], reference: Any
+) -> None:
+    """Keys and values in the pool equal those in transformers' cut cache."""
+    policy = ReductionPolicy("quickprefill", 0.2)
+    context = pipeline.prefill_encoded(encoded, reduction=policy)
+    assert context.request_id is not None
+    prompt = reduced_plan(pipeline, encoded, questions[0], policy)
+    kv, (pool,) = pipeline.engine.kv, pipeline.engine.pools.groups
+    slots = torch.tensor(kv.block_table(context.request_id))[:, None] * 16 + torch.arange(16)
+    ours = pool.read(slots.flatten()[: prompt.prefix_length])  # [layers, 2, T, Hkv, D]
+    caches: list[DynamicCache] = []
+
+    def remember(_: Any, cache: DynamicCache, *__: Any) -> tuple[int, ...]:
+        caches.append(cache)
+        return ()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "their_answer", remember)
+        their_answers(reference, encoded, [prompt], 1)
+    for index, layer in enumerate(caches[0].layers):
+        theirs = torch.stack([layer.keys[0], layer.values[0]]).transpose(1, 2)
+        torch.testing.assert_close(ours[index], theirs, atol=2e-3, rtol=1e-3)
+
+
+# What is held
+
+
+@pytest.mark.parametrize("retention", [0.5, 0.25, 0.05])
+def test_cache_holds_what_was_planned_and_no_more(
+    retention: float, pipeline: ColocatedPipeline, clip: Path
+) -> None:
+    kv = pipeline.engine.kv
+    whole = pipeline.prefill_media([clip], num_frames=NUM_FRAMES)
+    reduced = pipeline.prefill_media(
+        [clip], num_frames=NUM_FRAMES, reduction=ReductionPolicy("quickprefill", retention)
+    )
+    assert whole.request_id is not None
+    assert reduced.request_id is not None
+    num_tokens = whole.plans[0].num_tokens
+    kept = round(retention * num_tokens)
+    expected = kv.num_tokens(whole.request_id) - num_tokens + kept
+    assert kv.num_tokens(reduced.request_id) == expected
+    assert len(kv.block_table(reduced.request_id)) == -(-(expected + 1) // kv.block_size)
+    usage = pipeline.answer(reduced, "How many shapes are there?", max_tokens=1).usage
+    assert (usage.visual_tokens, usage.visual_tokens_before) == (kept, num_tokens)
+
+
+def test_all_tokens_are_computed_and_some_kept(pipeline: ColocatedPipeline, encoded: EncodedMedia) -> None:
+    counts = pipeline.engine.counts
+    before = counts.num_computed_tokens
+    context = pipeline.prefill_encoded(encoded, reduction=ReductionPolicy("quickprefill", 0.1))
+    text = len(context.prefix_ids) - round(0.1 * encoded.plans[0].num_tokens)
+    assert counts.num_computed_tokens - before == text + encoded.plans[0].num_tokens
+
+
+@pytest.mark.parametrize("retention", [1.0, 0.9999])
+def test_windows_that_keep_all_change_no_token(
+    retention: float, pipeline: ColocatedPipeline, encoded: EncodedMedia, questions: list[str]
+) -> None:
+    whole = pipeline.answer_all(pipeline.prefill_encoded(encoded), questions)
+    context = pipeline.prefill_encoded(encoded, reduction=ReductionPolicy("quickprefill", retention))
+    same = pipeline.answer_all(context, questions)
+    assert [answer.token_ids for answer in same] == [answer.token_ids for answer in whole]
+    assert same[0].usage.visual_tokens == encoded.plans[0].num_tokens
+
+
+def test_a_question_leaves_the_context_as_it_was(
+    pipeline: ColocatedPipeline, encoded: EncodedMedia, questions: list[str]
+) -> None:
+    policy = ReductionPolicy("quickprefill", 0.15)
+
+    def alone(question: str) -> tuple[int, ...]:
+        return pipeline.answer(pipeline.prefill_encoded(encoded, reduction=policy), question).token_ids
+
+    context = pipeline.prefill_encoded(encoded, reduction=policy)
+    one_by_one = [pipeline.answer(context, question).token_ids for question in questions]
+    together = [answer.token_ids for answer in pipeline.answer_all(context, questions)]
+    assert one_by_one == together == [alone(question) for question in questions]
+
+
+def test_least_norms_are_kept_and_equal_ones_are_spread() -> None:
+    keys = torch.ones(100, 2, 4)
+    keys[[3, 50, 51]] = 0.5
+    keys[::2] += 1e-5  # within rounding
+    kept = smallest_keys(keys, 13).tolist()
+    assert kept == sorted(kept)
+    assert {3, 50, 51} <= set(kept)
+    gaps = np.diff([0, *(each for each in kept if each not in (3, 50, 51)), 100])
+    assert gaps.max() <= 20
+
+
+# Among other requests
+
+
+class Engines:
+    """Of the pipeline's model; every answer is as long as may be."""
+
+    def __init__(self, model: Any, pipeline: ColocatedPipeline) -> None:
+        self._model, self._adapter = model, pipeline.adapter
+
+    def engine(self, **options: Any) -> LanguageEngine:
+        settings = GenerationSettings(eos_ids=frozenset())
+        options = {"num_kv_tokens": 8192, "enable_prefix_caching": True} | options
+        return build_engine(self._model, self._adapter, settings, **options)
+
+
+@pytest.fixture(scope="module")
+def engines(model: Any, pipeline: ColocatedPipeline) -> Engines:
+    return Engines(model, pipeline)
+
+
+@pytest.fixture(scope="module")
+def mix(
+    pipeline: ColocatedPipeline, engines: Engines, short: EncodedMedia, questions: list[str]
+) -> dict[str, Prompt]:
+    """Questions with and without reduction, and what each is answered alone, window by window."""
+    policies = {
+        "half": ReductionPolicy("quickprefill", 0.5),
+        "tenth": ReductionPolicy("quickprefill", 0.1),
+        "before": ReductionPolicy("balanced", 0.2),
+        "whole": ReductionPolicy(),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("encoders.reduction.layout.WINDOW_TOKENS", SMALL_WINDOW_TOKENS)
+        prompts = {
+            f"{name}{number}": prompt_of(pipeline, short, question, policy)
+            for name, policy in policies.items()
+            for number, question in enumerate(questions[:2])
+        }
+    return {
+        name: replace(prompt, expected=Drive(engines.engine(), 0).run({name: prompt})[name])
+        for name, prompt in prompts.items()
+    }
+
+
+def prompt_of(
+    pipeline: ColocatedPipeline, encoded: EncodedMedia, question: str, policy: ReductionPolicy
+) -> Prompt:
+    plan = reduced_plan(pipeline, encoded, question, policy)
+    return Prompt(plan, ("clip",), tuple(placed(pipeline, encoded, plan)), ())
+
+
+def placed(
+    pipeline: ColocatedPipeline, encoded: EncodedMedia, plan: PromptPlan
+) -> Iterator[PlacedEmbeddings]:
+    joiner = Joiner(pipeline.adapter, plan)
+    for group in encoded.groups:
+        part = joiner.push_units(group.item, group.start, group.stop, group.embeddings)
+        if part is not None:
+            yield part
+
+
+def expected(prompts: dict[str, Prompt]) -> dict[str, tuple[int, ...]]:
+    return {name: prompt.expected for name, prompt in prompts.items()}
+
+
+@pytest.mark.parametrize("chunk", [7, 4096])
+@pytest.mark.parametrize("caching", [False, True], ids=["no prefix cache", "prefix cache"])
+def test_any_batch_and_chunking_gives_the_same_tokens(
+    chunk: int, caching: bool, engines: Engines, mix: dict[str, Prompt]
+) -> None:
+    config = SchedulerConfig(max_chunk_tokens=chunk, max_num_batched_tokens=max(chunk, 20))
+    engine = engines.engine(config=config, enable_prefix_caching=caching)
+    assert Drive(engine, seed=chunk).run(mix) == expected(mix)
+    assert engine.kv.usage == 0
+
+
+@pytest.mark.parametrize("mode", ["recompute", "offload"])
+def test_preemption_changes_no_token(mode: str, engines: Engines, mix: dict[str, Prompt]) -> None:
+    config = SchedulerConfig(max_chunk_tokens=100, preemption=mode)  # type: ignore[arg-type]
+    room = 2 * max(len(prompt.plan) for prompt in mix.values()) + 8
+    engine = engines.engine(config=config, block_size=4, num_kv_tokens=room, enable_prefix_caching=False)
+    for seed in range(2):
+        assert Drive(engine, seed).run(mix) == expected(mix)
+    assert engine.scheduler.num_preempted > 0, "the pool was meant to be too small"
+
+
+def test_split_over_workers_gives_the_same_tokens(engines: Engines, mix: dict[str, Prompt]) -> None:
+    deployment = Deployment(engines, 2, random.Random(1))  # type: ignore[arg-type]
+    assert deployment.run(mix, SamplingParams(max_tokens=MAX_TOKENS)) == expected(mix)
+    deployment.settle()
+
+
+# The scheduler
+
+
+def scheduled(name: str, tokens: list[int], *pruned: PrunedRange) -> ScheduledRequest:
+    count = len(tokens)
+    return ScheduledRequest(name, token_identity(tokens), count, count + 2, count, pruned=pruned)
+
+
+def spans(output: SchedulerOutput) -> list[tuple[str, int, int, int]]:
+    return [(each.request.request_id, each.start, each.stop, each.num_inputs) for each in output.chunks]
+
+
+def test_a_prefix_that_ends_inside_a_window_is_computed_from_its_start() -> None:
+    queue = Scheduler(SchedulerConfig(), KVCacheManager(KVCacheSpec((16,), 4)))
+    first = scheduled("a", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], PrunedRange(3, 9, 14))
+    queue.add(first)
+    assert spans(queue.schedule()) == [("a", 0, 3, 3)]
+    queue.advance(first, 3)
+    assert spans(queue.schedule()) == [("a", 3, 9, 14)]
+    queue.advance(first, 9)
+    queue.remove(first)
+    queue.add(scheduled("b", [1, 2, 3, 4, 5, 6, 70, 80, 90, 10], PrunedRange(3, 9, 14)))
+    queue.add(scheduled("c", [1, 2, 3, 4, 5, 6, 7, 8, 9, 70], PrunedRange(3, 9, 14)))
+    assert spans(queue.schedule()) == [("b", 3, 9, 14), ("c", 9, 10, 1)]
+    queue.check_integrity()
+
+
+def test_a_window_waits_for_room_in_the_pass_but_never_for_ever() -> None:
+    queue = Scheduler(SchedulerConfig(max_num_batched_tokens=10), KVCacheManager(KVCacheSpec((16,), 4)))
+    queue.add(scheduled("a", [1, 2, 3]))
+    queue.add(scheduled("b", [4, 5, 6], PrunedRange(0, 2, 8)))
+    queue.add(scheduled("c", [7, 8, 9], PrunedRange(0, 2, 12)))
+    queue.add(scheduled("d", [1, 1, 1]))
+    assert spans(queue.schedule()) == [("a", 0, 3, 3), ("d", 0, 3, 3)]
+    for request in (queue.running[0], queue.running[3]):
+        queue.remove(request)
+    assert spans(queue.schedule()) == [("b", 0, 2, 8)]
+    queue.remove(queue.running[0])
+    assert spans(queue.schedule()) == [("c", 0, 2, 12)], "larger than a pass, so it comes alone"
+
+
+class PrunedMachine(SchedulerMachine):
+    """The same machine with prompts of which ranges are pruned."""
+
+    @rule(
+        tokens=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30),
+        cuts=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(0, 12)), max_size=4),
+        max_new=st.integers(1, 12),
+        ready=st.floats(0, 1),
+    )
+    def add_pruned(
+        self, tokens: list[int], cuts: list[tuple[int, int, int]], max_new: int, ready: float
+    ) -> None:
+        self.num_started += 1
+        ranges, at = [], 0
+        for gap, kept, pruned in cuts:
+            if at + gap + kept < len(tokens):
+                ranges.append(PrunedRange(at + gap - 1, at + gap - 1 + kept, kept + pruned))
+                at += gap - 1 + kept
+        request = ScheduledRequest(
+            request_id=f"p{self.num_started}",
+            identity=token_identity([token + VOCABULARY * len(ranges) for token in tokens]),
+            num_prompt_tokens=len(tokens),
+            max_total_tokens=len(tokens) + max_new,
+            num_ready=int(ready * len(tokens)),
+            pruned=tuple(ranges),
+        )
+        needed = max([request.max_total_tokens, *(each.start + each.num_inputs for each in ranges)])
+        spec = self.scheduler.kv.spec
+        if -(-needed // spec.block_size) > min(spec.num_blocks):
+            with pytest.raises(InfeasibleError):
+                self.scheduler.add(request)
+        else:
+            self.scheduler.add(request)
+            self.requests[request.request_id] = request
+
+    def check(self, output: SchedulerOutput, decoding: list[ScheduledRequest]) -> None:
+        pruned = [chunk for chunk in output.chunks if chunk.request.pruned_range(chunk.start)]
+        for chunk in pruned:
+            place = chunk.request.pruned_range(chunk.start)
+            assert place is not None
+            is_whole = (chunk.start, chunk.stop, chunk.num_inputs) == (
+                place.start,
+                place.stop,
+                place.num_inputs,
+            )
+            assert is_whole or (chunk.stop <= place.start and chunk.num_pruned == 0)
+            room = len(self.scheduler.kv.block_table(chunk.request.request_id)) * self.scheduler.kv.block_size
+            assert chunk.start + chunk.num_inputs <= room
+        whole = [chunk for chunk in output.chunks if chunk.num_pruned]
+        limits = self.scheduler.config
+        if output.num_tokens > limits.max_num_batched_tokens:
+            first = next(chunk for chunk in output.chunks if chunk.request not in decoding)
+            assert first in pruned
+            assert first is output.chunks[-1], "only one that comes first goes beyond"
+        elif not whole:
+            super().check(output, decoding)
+
+
+TestPrunedScheduler = PrunedMachine.TestCase
+TestPrunedScheduler.settings = settings(
+    max_examples=30, stateful_step_count=40, deadline=None, phases=[Phase.explicit, Phase.generate]
+)
