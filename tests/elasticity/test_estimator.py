@@ -227,14 +227,13 @@ def test_text_needs_no_encoder_and_a_mix_as_much_as_its_share() -> None:
 
 
 def test_a_worker_started_anew_begins_from_nothing() -> None:
+    """Its totals are small again: all of them are new work, half a second of encoding in one second."""
     estimator = LoadEstimator()
-    followed(estimator, seconds=20)
-    before = estimator.observe(21.0, [])
+    before = followed(estimator, seconds=20)
     fresh = Workers("1e1p1d")
     fresh.second(1, 4)
-    after = estimator.observe(22.0, fresh.views())
-    fresh.second(1, 4)
-    after = estimator.observe(23.0, fresh.views())
+    after = estimator.observe(21.0, fresh.views())
+    assert after.stages["encode"].utilisation == pytest.approx(0.5)
     assert after.stages["encode"].need.request_s == pytest.approx(before.stages["encode"].need.request_s)
 
 
