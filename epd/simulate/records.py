@@ -38,7 +38,7 @@ class RecordTable:
         return self._length
 
     def add(self, state: RequestState, end: int, *, is_refused: bool = False) -> None:
-        place = self._length % _BUFFER_ROWS
+        place = self._length % len(self._buffer)
         if self._length and not place:
             self._spill()
         job = state.job
@@ -55,20 +55,22 @@ class RecordTable:
         self._file.write(self._buffer.tobytes())
 
     def rows(self) -> NDArray[np.void]:
-        """By index of the request; of a long run they stay in the file until they are looked at."""
+        """By index of the request; of a long run they stay in a file until they are looked at. The table is
+        at its end with that."""
         rest = self._buffer[: self._length - self._num_spilled]
         if self._file is None:
             return rest[np.argsort(rest["index"], kind="stable")]
-        self._file.flush()
-        spilled = np.memmap(self._file, ROW, "r", shape=(self._num_spilled,))
-        ordered = tempfile.TemporaryFile()  # noqa: SIM115 - the rows are views of it
-        ordered.truncate(self._length * ROW.itemsize)
-        rows: NDArray[np.void] = np.memmap(ordered, ROW, "r+", shape=(self._length,))
+        with self._file as file:
+            file.flush()
+            spilled = np.memmap(file, ROW, "r", shape=(self._num_spilled,))
         indices = np.concatenate([spilled["index"], rest["index"]])
         places = np.empty(self._length, np.int64)
         places[np.argsort(indices, kind="stable")] = np.arange(self._length)
-        for start in range(0, self._num_spilled, _BUFFER_ROWS):
-            stop = start + _BUFFER_ROWS
+        with tempfile.TemporaryFile() as ordered:
+            ordered.truncate(self._length * ROW.itemsize)
+            rows: NDArray[np.void] = np.memmap(ordered, ROW, "r+", shape=(self._length,))
+        for start in range(0, self._num_spilled, len(self._buffer)):
+            stop = start + len(self._buffer)
             rows[places[start:stop]] = spilled[start:stop]
         rows[places[self._num_spilled :]] = rest
         return rows
@@ -76,7 +78,7 @@ class RecordTable:
     @property
     def _num_spilled(self) -> int:
         """Rows in the file: whole buffers, but for the last one that is filled."""
-        return max(0, self._length - 1) // _BUFFER_ROWS * _BUFFER_ROWS
+        return max(0, self._length - 1) // len(self._buffer) * len(self._buffer)
 
 
 def _seconds(ticks: Any) -> NDArray[np.float64]:

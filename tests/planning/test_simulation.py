@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from itertools import pairwise
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from epd.metrics import SLO
 from epd.profiles import Profile, StageCost, analytic_profile
 from epd.scheduling import SchedulerConfig
-from epd.simulate import Deployment, Job, JobMaker, Simulation, SimulationResult
+from epd.simulate import Deployment, Job, JobMaker, Simulation, SimulationResult, records
 from epd.simulate.clock import EventQueue, Rank, ticks_of
 from epd.simulate.switching import Elasticity
 from epd.topology import parse_topology
@@ -240,11 +241,33 @@ def test_encoders_become_decoders_while_they_have_time_to_spare() -> None:
     assert len([at for at, _, _ in result.switches if at < work[-1].due / 1e12]) == 2
 
 
-def test_time_and_memory_grow_with_the_number_of_requests_alone() -> None:
-    """Events per request do not grow with the run, and what is kept of a request is one row."""
-    few, many = (simulate(PROFILE, "3e2p3d", jobs(PROFILE, num, rate=8.0)) for num in (300, 1200))
-    assert many.num_events / few.num_events < 4.2
-    assert many.rows.itemsize < 100
+def run_of(num: int) -> tuple[SimulationResult, int]:
+    """A run whose requests are made as they come, and the most bytes that Python held in it."""
+    part = MixPart(text_tokens="22", output_tokens="10..30", images="0..1", image_size="448x448")
+    requests = WorkloadConfig(rate=8.0, num_requests=num, mix=(part,)).resolve().requests(0)
+    simulation = Simulation(PROFILE, Deployment(parse_topology("3e2p3d"), kv_tokens=20_000))
+    tracemalloc.start()
+    result = simulation.run(JobMaker(PROFILE).jobs(requests))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return result, peak
+
+
+def test_time_and_memory_grow_with_the_number_of_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events per request do not grow with the run; what is kept of a request is a row in a file."""
+    monkeypatch.setattr(records, "_BUFFER_ROWS", 256)
+    (few, few_peak), (many, many_peak) = run_of(500), run_of(2000)
+    assert many.num_events / few.num_events == pytest.approx(4, rel=0.02)
+    assert many_peak < few_peak + 1500 * 40
+    assert many.rows["index"].tolist() == list(range(2000))
+
+
+def test_rows_of_a_long_run_are_those_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = jobs(PROFILE, 300, rate=20.0)
+    whole = simulate(PROFILE, "3e2p3d", work).rows
+    for size in (1, 7, 100, 150, 299, 300, 301):
+        monkeypatch.setattr(records, "_BUFFER_ROWS", size)
+        assert (simulate(PROFILE, "3e2p3d", work).rows == whole).all(), size
 
 
 def test_ticks_are_whole() -> None:
