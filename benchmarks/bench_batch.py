@@ -47,7 +47,6 @@ from video.demo_video import write_demo_video  # noqa: E402
 
 EPD = Path(sys.executable).with_name("epd")
 CACHE = Path(tempfile.gettempdir()) / "epd-bench-batch"
-CORES = os.cpu_count() or 1
 Answers = dict[Any, str]
 
 
@@ -87,7 +86,7 @@ def lines_of(clips: Sequence[Clip]) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class BatchRun:
-    """seconds: of the whole command. cpu_share: of the machine's cores while it worked, model loaded."""
+    """seconds, cpu_s: of the whole command, on the wall and of processors."""
 
     seconds: float
     cpu_s: float
@@ -128,10 +127,15 @@ def videos_rows(num_videos: int, seconds: float, num_asks: int) -> list[Row]:
     with new_folder() as folder:
         batch = run_batch(folder, lines)
     print(batch.summary, file=sys.stderr)
-    loop_s, one_by_one = in_one_process(lines)
+    loop_s, loop_cpu_s, one_by_one = in_one_process(lines)
     rows = [
         {"how": "epd batch", **_row(batch.seconds, len(lines), batch.answers, one_by_one), **_work(batch)},
-        {"how": "one by one, one process", **_row(loop_s, len(lines), one_by_one, one_by_one)},
+        {
+            "how": "one by one, one process",
+            **_row(loop_s, len(lines), one_by_one, one_by_one),
+            "right": sum(one_by_one[line["id"]] == line["answer"] for line in lines),
+            "cpu_s": round(loop_cpu_s, 1),
+        },
         {
             "how": f"one by one, epd ask ({num_asks} of them)",
             **_row(*asked_alone(lines[:num_asks]), one_by_one, of=len(lines)),
@@ -170,12 +174,12 @@ def _filled(rows: list[Row]) -> list[Row]:
     return [{name: row.get(name, "") for name in names} for row in rows]
 
 
-def in_one_process(lines: Sequence[Row]) -> tuple[float, Answers]:
-    """The model is loaded before the clock starts."""
+def in_one_process(lines: Sequence[Row]) -> tuple[float, float, Answers]:
+    """Seconds of wall and of processor time; the model is loaded before the clocks start."""
     pipeline = ColocatedPipeline.load(embedded_model_path())
-    start = time.perf_counter()
+    start, start_cpu = time.perf_counter(), time.process_time()
     answers = {line["id"]: pipeline.ask([line["video"]], line["question"]).text for line in lines}
-    return time.perf_counter() - start, answers
+    return time.perf_counter() - start, time.process_time() - start_cpu, answers
 
 
 def asked_alone(lines: Sequence[Row]) -> tuple[float, int, Answers]:

@@ -20,12 +20,14 @@ from epd.batch.lines import BatchLine
 from epd.batch.media_names import local_path
 from epd.batch.tasks import Answered, BackendCounts, Failed, MediaTask, Outcome
 from epd.errors import EPDError
+from epd.reduction import KEEP_ALL
 from epd.types import StageTimings
 from serve_app.intake import (
     check_supported,
     conversation,
     describe,
     model_name,
+    reduction_policy,
     sampling_params,
     video_sampling,
 )
@@ -134,7 +136,8 @@ class _Work:
             return None
         kinds = [reference.kind for reference in references]
         requests = self._requests(asked, task.lines)
-        return MediaJob(_name(task), sources, kinds, video_sampling(asked.chat), requests)
+        sampling, reduction = video_sampling(asked.chat), reduction_policy(asked.chat, KEEP_ALL)
+        return MediaJob(_name(task), sources, kinds, sampling, requests, reduction)
 
     def _read(self, line: BatchLine) -> _Asked | None:
         """A line's body, checked; None for one that is refused, which is told."""
@@ -144,6 +147,7 @@ class _Work:
             model = model_name(chat, [self._card])
             conversation(chat.messages, _MAX_MEDIA)
             video_sampling(chat)
+            reduction_policy(chat, KEEP_ALL)
             sampling_params(chat, self._settings.defaults)
         except ValidationError as error:
             self._put(Failed.of(line, describe(error)))

@@ -10,6 +10,7 @@ from typing import Protocol
 from encoders import Embeddings, Sampling
 from encoders.chat import ChatMessage
 from epd.errors import EPDError
+from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.types import MediaKind, Usage
 from stages.generation import TokenOutput
@@ -31,6 +32,7 @@ class MediaJob:
     """Media and the conversations that begin with them.
 
     name: unique. sources: files, in order, of these kinds. requests: taken one by one, by one thread.
+    reduction: which of the visual tokens are kept.
     is_failed: set by the stage that gives it up; the others leave it alone from then on. is_done: set by the
     last stage when nothing is left to be said of it.
     """
@@ -40,6 +42,7 @@ class MediaJob:
     kinds: Sequence[MediaKind]
     sampling: Sampling
     requests: Iterator[TextRequest]
+    reduction: ReductionPolicy = KEEP_ALL
     is_failed: bool = False
     is_done: bool = False
 
@@ -100,7 +103,7 @@ class DecodedRun:
 
 @dataclass(frozen=True, slots=True)
 class EncodedRun:
-    """Visual tokens of units [start, stop) of one of the media of a job."""
+    """What the vision tower made of units [start, stop) of one of the media of a job."""
 
     opened: OpenedJob
     item: int

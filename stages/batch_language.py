@@ -19,6 +19,7 @@ import torch
 from encoders import Adapter, PromptPlan
 from encoders.adapter import Int64Array
 from encoders.identity import prompt_identity
+from encoders.reduction import reduce_prompt
 from epd.batch.bounded_queue import BoundedQueue, BusyClock, QueueClosed
 from epd.errors import EPDError, InfeasibleError, ModelError
 from epd.types import Usage
@@ -34,7 +35,7 @@ from stages.batch_jobs import (
 )
 from stages.engine import LanguageEngine
 from stages.generation import Extent, GenerateRequest, GenerationSettings, StepResult, TokenOutput
-from stages.visual_inputs import PlacedEmbeddings
+from stages.joining import Joiner
 
 # Seats that are kept for media beside the answers under way.
 _MEDIA_SEATS = 8
@@ -50,6 +51,7 @@ class _Live:
     opened: OpenedJob
     first: tuple[TextRequest, PromptPlan] | None
     prompt: PromptPlan
+    joiner: Joiner
     num_missing: int
     is_ready: bool = False
     is_exhausted: bool = False
@@ -173,10 +175,10 @@ class LanguageStage:
             self._add(self._live[mail.opened.job.name], mail)
 
     def _add(self, live: _Live, encoded: EncodedRun) -> None:
-        item = live.prompt.media[encoded.item]
-        places = item.token_indices(encoded.start, encoded.stop)
-        live.num_missing -= len(places)
-        self._engine.add_embeddings(live.job.name, PlacedEmbeddings(encoded.embeddings, places))
+        placed = live.joiner.push_units(encoded.item, encoded.start, encoded.stop, encoded.embeddings)
+        if placed is not None:
+            live.num_missing -= len(placed.indices)
+            self._engine.add_embeddings(live.job.name, placed)
 
     # Jobs
 
@@ -186,8 +188,8 @@ class LanguageStage:
         for request in job.requests:
             prompt = self._prompt(request, opened)
             if prompt is not None:
-                live = _Live(job, opened, (request, prompt), prompt, prompt.num_visual_tokens)
-                self._begin(live)
+                joiner = Joiner(self._adapter, prompt)
+                self._begin(_Live(job, opened, (request, prompt), prompt, joiner, prompt.num_visual_tokens))
                 return
         job.is_failed = True  # nobody asks anything about it
         self._end(job)
@@ -280,7 +282,8 @@ class LanguageStage:
     def _prompt(self, request: TextRequest, opened: OpenedJob) -> PromptPlan | None:
         """None for a request that cannot be asked, which is told."""
         try:
-            return self._adapter.plan_chat([each.plan for each in opened.media], request.messages)
+            prompt = self._adapter.plan_chat([each.plan for each in opened.media], request.messages)
+            return reduce_prompt(prompt, opened.job.reduction)
         except EPDError as error:
             self._sink.failed(request.request_id, error)
             return None
@@ -320,7 +323,13 @@ class LanguageStage:
         prompt, live = opened.prompt, opened.live
         live.num_open -= 1
         num_frames = sum(each.plan.num_frames for each in live.opened.media)
-        usage = Usage(num_frames, prompt.num_visual_tokens, len(prompt), len(opened.outputs))
+        usage = Usage(
+            num_frames,
+            prompt.num_visual_tokens,
+            len(prompt),
+            len(opened.outputs),
+            prompt.num_visual_tokens_before,
+        )
         num_cached = len(live.prefix) if live.parent is not None else 0
         outputs = sorted(opened.outputs, key=lambda output: output.choice)
         self._sink.answered(BatchAnswer(request_id, outputs, usage, num_cached, opened.first_s))

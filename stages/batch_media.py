@@ -143,7 +143,7 @@ class MediaStages:
         patches = self._adapter.preprocess(run.frames, plan)
         patch_run = PatchRun(plan.kind, patches, plan.grid.cut(run.stop - run.start))
         (encoded,) = self._adapter.encode_batch(self._tower, [patch_run])
-        return self._adapter.join(encoded, plan, run.start, run.stop)
+        return encoded
 
 
 def _failed(job: MediaJob, error: Exception) -> FailedJob:

@@ -16,6 +16,7 @@ from epd.batch.line_index import LineIndex
 from epd.batch.lines import LineDefaults
 from epd.batch.summary import Summary
 from epd.batch.tasks import Backend, MediaTask
+from epd.reduction import ReductionPolicy
 from serve_app.batch_local import LocalBackend
 from serve_app.service import ModelCard
 from stages.batch import BatchPipeline
@@ -222,3 +223,32 @@ def test_what_breaks_a_thread_ends_the_run(
     with pytest.raises(ZeroDivisionError, match="a bug"):
         run(tmp_path, backend, [{"id": 1, "video": str(media["video"]), "question": "What?"}])
     assert (tmp_path / "out.jsonl").read_bytes() == b""
+
+
+def test_reduced_media_give_the_answers_of_the_colocated_pipeline(
+    tmp_path: Path, media: dict[str, Path], backend: LocalBackend, colocated: ColocatedPipeline
+) -> None:
+    """The same video whole and reduced: two groups, of which each has its own tokens."""
+    video = {"type": "video_url", "video_url": {"url": media["video"].as_uri()}}
+
+    def line(name: str, **epd: Any) -> dict[str, Any]:
+        content = [video, {"type": "text", "text": QUESTIONS[0]}]
+        body = {"messages": [{"role": "user", "content": content}], "epd": {"num_frames": 20, **epd}}
+        return {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+    summary = run(
+        tmp_path,
+        backend,
+        [line("whole"), line("half", retention=0.5), line("none", retention=0)],
+        max_tokens=6,
+    )
+    bodies = {name: each["response"]["body"] for name, each in read(tmp_path / "out.jsonl").items()}
+    whole = colocated.prefill_media([media["video"]], num_frames=20)
+    half = colocated.prefill_media([media["video"]], num_frames=20, reduction=ReductionPolicy(retention=0.5))
+    for name, context in (("whole", whole), ("half", half)):
+        answer = colocated.answer(context, QUESTIONS[0], max_tokens=6)
+        assert bodies[name]["choices"][0]["message"]["content"] == answer.text
+        assert bodies[name]["epd"]["visual_tokens"] == answer.usage.visual_tokens
+    assert bodies["half"]["epd"]["visual_tokens"] < bodies["whole"]["epd"]["visual_tokens"]
+    assert summary.tally.num_failed == 1
+    assert "retention" in (tmp_path / "out.errors.jsonl").read_text()
