@@ -14,7 +14,7 @@ def prompt_identity(prompt: PromptPlan, mm_hashes: Sequence[str]) -> TokenIdenti
     """Of every token of the prompt. mm_hashes: of each item's bytes.
 
     A unit of a video is known by its own frames, so a longer look at the same video begins with equal tokens.
-    What is kept of a window depends on all that came before it, too.
+    What is kept of a window depends on all that came before it, too: the prefix cache compares that anyway.
     """
     if len(mm_hashes) != len(prompt.media):
         raise ValueError(f"{len(prompt.media)} media need as many hashes, got {len(mm_hashes)}")
@@ -30,13 +30,10 @@ def prompt_identity(prompt: PromptPlan, mm_hashes: Sequence[str]) -> TokenIdenti
 def _units(item: MediaItem, mm_hash: str, reduction: str) -> Iterator[tuple[PlaceholderRange, bytes]]:
     plan = item.plan
     facts = (mm_hash, plan.kind, plan.size, plan.grid.h, plan.grid.w, plan.unit_span_s)
-    before = b""
     for index, place in enumerate(item.units):
-        shown = (_shown(plan, *item.unit_run(index)), reduction, before, item.windows[index : index + 1])
+        shown = (_shown(plan, *item.unit_run(index)), reduction, item.windows[index : index + 1])
         digest = hashlib.blake2b(repr((facts, shown)).encode(), digest_size=DIGEST_BYTES).digest()
         yield place, digest
-        if item.windows:
-            before = digest
 
 
 def _shown(plan: MediaPlan, start: int, stop: int) -> tuple[float, ...]:

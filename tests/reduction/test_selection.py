@@ -116,6 +116,18 @@ def test_what_appears_before_a_still_background_is_kept(method: str) -> None:
     assert set(places) <= kept
 
 
+def test_balanced_remembers_the_background_of_earlier_windows() -> None:
+    """What came after the first window and stays is usual in the second, but not in the video."""
+    background = torch.randn(1, TOKENS_PER_UNIT, CHANNELS, generator=torch.Generator().manual_seed(3))
+    first = background.repeat(NUM_UNITS, 1, 1)
+    second = first.clone()
+    second[:, 4] = -background[0, 4]
+    method = Balanced()
+    method.choose(first, NUM_UNITS)
+    chosen = method.choose(second, NUM_UNITS)
+    assert (chosen % TOKENS_PER_UNIT).tolist() == [4] * NUM_UNITS
+
+
 def test_balanced_keeps_of_every_unit_even_where_all_happens_in_one() -> None:
     units = some_rows().view(NUM_UNITS, TOKENS_PER_UNIT, CHANNELS)[:1].repeat(NUM_UNITS, 1, 1)
     units[6] = -units[6]
