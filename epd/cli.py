@@ -24,6 +24,7 @@ from epd.cli_simulate import simulate
 from epd.cli_status import status
 from epd.errors import EPDError, exit_code
 from epd.models import embedded_model_path
+from epd.reduction import DEFAULT_METHOD, METHODS, ReductionPolicy
 from epd.types import Answer
 
 if TYPE_CHECKING:
@@ -78,6 +79,12 @@ def ask(
         int | None,
         typer.Option(metavar="N", help="Frames to look at in each video, evenly spread; or use --fps."),
     ] = None,
+    retention: Annotated[
+        float, typer.Option(metavar="R", help="Share of the visual tokens that is kept, 0.05 to 1.")
+    ] = 1.0,
+    reduction: Annotated[
+        str, typer.Option(metavar="METHOD", help=f"How those are chosen: {', '.join(METHODS)}.")
+    ] = DEFAULT_METHOD,
     max_tokens: Annotated[
         int | None,
         typer.Option(metavar="N", help="Longest answer, tokens; by default as the model's settings say."),
@@ -90,6 +97,7 @@ def ask(
 
     The answer streams to stdout; then stderr shows what each stage took.
     """
+    policy = ReductionPolicy(reduction, retention)
     pipeline = _open_pipeline(paths, question, model)
     with console.progress_bar("frames") as show:
         answer = pipeline.ask(
@@ -97,6 +105,7 @@ def ask(
             question,
             fps=fps,
             num_frames=frames,
+            reduction=policy,
             max_tokens=max_tokens,
             on_text=None if as_json else console.stream_text,
             progress=show,

@@ -123,9 +123,13 @@ def print_answer_cost(answer: Answer) -> None:
     """The table of stages and what went through them, on stderr."""
     print_stage_table(answer.timings)
     usage = answer.usage
+    is_whole = usage.visual_tokens == usage.visual_tokens_before
+    visual = (
+        f"{usage.visual_tokens}" if is_whole else f"{usage.visual_tokens} of {usage.visual_tokens_before}"
+    )
     print(
         f"first token after {answer.ttft_s:.3f} s; "
-        f"{usage.num_frames} frames, {usage.visual_tokens} visual tokens, "
+        f"{usage.num_frames} frames, {visual} visual tokens, "
         f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} completion tokens",
         file=sys.stderr,
     )

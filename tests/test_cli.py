@@ -169,7 +169,15 @@ def test_an_unsupported_model_type_lists_the_supported(media: dict[str, Path], t
 
 
 @pytest.mark.parametrize(
-    "options", [("--fps", "0"), ("--frames", "0"), ("--fps", "1", "--frames", "4"), ("--max-tokens", "0")]
+    "options",
+    [
+        ("--fps", "0"),
+        ("--frames", "0"),
+        ("--fps", "1", "--frames", "4"),
+        ("--max-tokens", "0"),
+        ("--retention", "0.01"),
+        ("--reduction", "magic"),
+    ],
 )
 def test_an_option_that_makes_no_sense_gives_one_line(
     media: dict[str, Path], options: tuple[str, ...]
@@ -199,6 +207,16 @@ def test_answer_on_stdout_and_table_on_stderr(media: dict[str, Path], checkpoint
     usage = record["usage"]
     assert f"{usage['num_frames']} frames, {usage['visual_tokens']} visual tokens" in result.stderr
     assert f"{usage['prompt_tokens']} prompt tokens, 6 completion tokens" in result.stderr
+
+
+def test_a_kept_share_of_the_visual_tokens_is_told(
+    media: dict[str, Path], checkpoints: dict[str, Path]
+) -> None:
+    options = ("--model", checkpoints["qwen2_5_vl"], "--max-tokens", "2", "--retention", "0.5")
+    result = run("ask", media["video"], QUESTION, *options, "--reduction", "evs")
+    usage = json.loads(run("ask", media["video"], QUESTION, *options, "--json").stdout)["usage"]
+    assert usage["visual_tokens"] == round(usage["visual_tokens_before"] / 2)
+    assert f"{usage['visual_tokens']} of {usage['visual_tokens_before']} visual tokens" in result.stderr
 
 
 def test_json_is_one_object_with_the_promised_fields(
