@@ -110,11 +110,6 @@ def _asked(result: LoadResult, idle_cores: float) -> Asked:
     times = [record.token_times_s for record in records]
     return Asked(
         ttft_s=_lower(each[0] - record.sent_s for each, record in zip(times, records, strict=True)),
-        second_s=_lower(each[1] - each[0] if len(each) > 1 else 0.0 for each in times),
-        step_s=_lower(
-            (record.end_s - each[1]) / max(1, (record.completion_tokens or 1) - 2) if len(each) > 1 else 0.0
-            for each, record in zip(times, records, strict=True)
-        ),
         e2e_s=_lower(record.end_s - record.sent_s for record in records),
         cpu_s=max(0.0, result.cpu_s - idle_cores * result.elapsed_s) / len(records),
         encode_s=_lower(each.stages_s.get("encode", 0.0) for each in served),

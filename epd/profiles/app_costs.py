@@ -21,19 +21,22 @@ SHORT_TEXT, LONG_TEXT, NUM_STEPS, NUM_AT_ONCE = 32, 96, 32, 4
 class Asked:
     """Lower quartiles of requests of one kind, for noise only adds; of CPU time the mean. Seconds.
 
-    second_s: from the first token to the second. step_s: per token after that. encode_s, prefill_s: work of
-    these stages, as the application reports it. cpu_s: of all processes, without what they take when idle.
+    encode_s, prefill_s: work of these stages, as the application reports it. cpu_s: of all processes, without
+    what they take when idle.
     """
 
     ttft_s: float
-    second_s: float
-    step_s: float
     e2e_s: float
     cpu_s: float
     encode_s: float
     prefill_s: float
     prompt_tokens: float
     cached_tokens: float
+
+    @property
+    def step_s(self) -> float:
+        """Per token after the first, of a request with NUM_STEPS of them."""
+        return (self.e2e_s - self.ttft_s) / NUM_STEPS
 
     @property
     def new_tokens(self) -> float:
@@ -76,7 +79,7 @@ def host_costs(profile: Profile, asked: AskedAll, num_cores: int, idle_cores: fl
         image=_group(asked.image, text, model.read_image_s + model.image_s + encode_s, model),
         video=_group(asked.video, text, model.read_video_s + model.video_s + encode_s, model),
         sent=_sent(asked),
-        second=Overhead.of(asked.split_answer.second_s - answer.second_s, 0.0),
+        second=Overhead.of(NUM_STEPS * (asked.split_answer.step_s - answer.step_s), 0.0),
         token_s=max(0.0, (answer.cpu_s - text.cpu_s) / NUM_STEPS - answer.step_s),
         encode_s=encode_s,
         prefill_s=prefill_s,

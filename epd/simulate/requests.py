@@ -111,7 +111,7 @@ class RequestState:
     """
 
     __slots__ = (
-        "adopted", "decode_worker", "encode_ticks", "encoded", "end", "first_token", "identity",
+        "adopted", "decode_worker", "encode_ticks", "encoded", "encoder", "end", "first_token", "identity",
         "is_added", "job", "media_read", "missing", "num_sent", "placed", "prefill_ticks",
         "prefill_worker", "request_id", "starts",
     )  # fmt: skip
@@ -122,7 +122,7 @@ class RequestState:
         self.identity = blank_identity(job)
         self.placed = self.media_read = self.encoded = self.first_token = self.adopted = self.end = -1
         self.encode_ticks = self.prefill_ticks = 0
-        self.prefill_worker = self.decode_worker = ""
+        self.encoder = self.prefill_worker = self.decode_worker = ""
         self.is_added = False
         self.num_sent = job.num_prompt_tokens  # computed tokens that its decode worker gets from another
         self.missing: set[int] = set()

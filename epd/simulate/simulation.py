@@ -28,6 +28,7 @@ from epd.simulate.offloading import Offloading
 from epd.simulate.placement import Placement
 from epd.simulate.records import RecordTable, SimulationResult, Span
 from epd.simulate.requests import Job, RequestState, identity_of
+from epd.simulate.retention import SimulatedRetention
 from epd.simulate.switching import Elasticity, RoleSwitching, sample_of
 from epd.simulate.worker import CpuPool, Worker
 from epd.topology import letters_of
@@ -45,6 +46,7 @@ class Simulation:
         deployment: Deployment,
         *,
         elasticity: Elasticity | None = None,
+        retention: SimulatedRetention | None = None,
         has_spans: bool = False,
     ) -> None:
         """has_spans: keep what every worker did. Raises InfeasibleError if weights do not fit."""
@@ -68,6 +70,7 @@ class Simulation:
         self._placed: dict[str, RequestState] = {}  # requests that have workers and have not ended
         self._since_s = dict.fromkeys(self._workers, 0.0)
         self._switches: list[tuple[float, str, str]] = []
+        self._retention = retention
         self._num_open = 0
 
     @property
@@ -130,12 +133,21 @@ class Simulation:
 
     def _arrive(self, job: Job, source: Iterator[Job]) -> None:
         self._plan_arrival(source)
-        state = RequestState(job)
+        state = RequestState(self._kept(job))
         if self.deployment.enable_prefix_caching:
             state.identity = identity_of(job)
         self._machine.spend(
             ("request", "split") if self._placement.decoders() else ("request",), partial(self._enter, state)
         )
+
+    def _kept(self, job: Job) -> Job:
+        """What the load allows of it."""
+        if self._retention is None:
+            return job
+        prefillers = [self._language(name) for name in self._placement.with_role("prefill")]
+        usage = max((side.kv.usage for side in prefillers), default=0.0)
+        waiting = self._placement.num_waiting
+        return self._retention.reduced(self.events.now, job, num_waiting=waiting, kv_usage=usage)
 
     def _enter(self, state: RequestState) -> None:
         if not self._placement.enter(state):
@@ -152,6 +164,8 @@ class Simulation:
         state.end = self.events.now
         self._num_open -= 1
         self._placed.pop(state.request_id, None)
+        if self._retention is not None:
+            self._retention.ended(state)
         self.records.add(state, state.end, is_refused=is_refused)
         if self._switcher is not None and not is_refused:
             self._switcher.estimator.finished(seconds_of(state.end))
@@ -217,9 +231,11 @@ class Simulation:
         sharding = self.deployment.sharding
         if sharding == "local":
             return [(state.prefill_worker, group) for group in groups]
+        if sharding == "request" and state.encoder in encoders:
+            return [(state.encoder, group) for group in groups]
         if sharding == "request" or len(groups) == 1:
-            encoder = self._chooser.encoder(encoders)
-            return [(encoder, group) for group in groups]
+            state.encoder = self._chooser.encoder(encoders)
+            return [(state.encoder, group) for group in groups]
         patches = [state.job.groups[group].media.num_patches for group in groups]
         loads = [self._chooser.router.books(name).encode_patches for name in encoders]
         shards = plan_shards(patches, loads)
@@ -272,6 +288,8 @@ class Simulation:
     def _first_token(self, worker: Worker, state: RequestState) -> None:
         state.first_token = self.events.now
         self._placement.first_token(worker.name, state)
+        if self._retention is not None:
+            self._retention.first_token(state)
         if state.decode_worker == worker.name:
             return
         if state.job.output_tokens == 1:

@@ -27,7 +27,7 @@ from epd.simulate.paper import (
     table_4,
     table_6,
 )
-from epd.simulate.published import Row
+from epd.simulate.published import TABLE_1, Row
 
 # What the profile was fitted to: seven rows of twenty-six, for six numbers.
 NAMED = {
@@ -111,12 +111,22 @@ def test_no_gain_at_one_image_and_twice_at_four() -> None:
     assert all(row.is_fitted for row in rows)
 
 
-def test_overlap_pays_where_a_pass_is_cheap() -> None:
-    """64 frames at 1 request/s, published 1.00 s: see `overlap_rows`."""
+def test_what_overlap_and_sharding_of_one_video_are_worth() -> None:
+    """64 frames at 1 request/s, published 1.00 s, and 3.1 s where one device encodes each video."""
     times = {row.system: row.simulated for row in overlap_rows()}
+    assert len(times) == 8
     assert times["one after another, fitted pass"] == pytest.approx(1.0, rel=0.2)
+    assert times["one encoder, one after another, fitted pass"] == pytest.approx(TABLE_1["vLLM"][64], rel=0.2)
+    for one_pass in ("fitted pass", "analytic pass"):
+        for order in ("one after another", "groups overlapped"):
+            gain = times[f"one encoder, {order}, {one_pass}"] / times[f"{order}, {one_pass}"]
+            assert 2.5 < gain < 3.6, (order, one_pass)
     assert times["groups overlapped, analytic pass"] < 0.9 * times["one after another, analytic pass"]
     assert times["groups overlapped, analytic pass"] < 0.9
+    # A pass that costs much is paid again for every group: nothing is gained, nothing lost.
+    assert times["groups overlapped, fitted pass"] == pytest.approx(
+        times["one after another, fitted pass"], rel=0.03
+    )
 
 
 def test_scenarios_print_their_rows(capsys: pytest.CaptureFixture[str]) -> None:
