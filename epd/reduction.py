@@ -20,7 +20,13 @@ DEFAULT_METHOD = "balanced"
 SELECTION_METHODS = ("balanced", "evs", "vidcom2", "novelty", "random", "uniform")
 # Chosen by the language model, of what it has computed: stages/pruning.py.
 PREFILL_METHODS = ("quickprefill",)
-METHODS = SELECTION_METHODS + PREFILL_METHODS
+# Chosen by each question for itself, from a cache that serves all: stages/question_views.py.
+QUESTION_METHODS = ("mustdrop",)
+METHODS = SELECTION_METHODS + PREFILL_METHODS + QUESTION_METHODS
+# MustDrop: what is left after neighbours are merged, and after how many of 32 layers text drops more.
+_MERGED_SHARE = 0.76
+_MERGED_PER_READ = 3
+_DROPPING_LAYERS = tuple(layer / 32 for layer in (2, 6, 10, 14))
 LEAST_RETENTION = 0.05
 # Large enough for moving things to be told from the background, small enough for the first token not to wait.
 WINDOW_TOKENS = 256
@@ -56,6 +62,18 @@ class ReductionPolicy:
     def is_in_prefill(self) -> bool:
         """Whether the language model computes all visual tokens, and the cache keeps only some."""
         return self.is_on and self.method in PREFILL_METHODS
+
+    @property
+    def is_by_question(self) -> bool:
+        """Whether every question reads its own choice of what is in the cache."""
+        return self.is_on and self.method in QUESTION_METHODS
+
+    @property
+    def cached_retention(self) -> float:
+        """The share of visual tokens that is in the cache: what is kept, or what questions choose from."""
+        if not self.is_by_question:
+            return self.retention
+        return max(self.retention, min(_MERGED_SHARE, _MERGED_PER_READ * self.retention))
 
     @property
     def key(self) -> str:
@@ -102,3 +120,29 @@ def plan_windows(
         windows.append(Window(start, stop, num_tokens, here, is_in_prefill))
         num_kept += here
     return tuple(windows)
+
+
+def layer_counts(num_cached: int, num_wanted: float, num_layers: int) -> tuple[int, ...]:
+    """How many of the cached visual tokens each layer reads, `num_wanted` on average or all if that is more.
+
+    Fewer from prune to prune, by one ratio, at the depths of MustDrop; the last layers make it even.
+    """
+    prunes = sorted({max(1, round(share * num_layers)) for share in _DROPPING_LAYERS if num_layers > 1})
+    prunes_before = [sum(prune <= layer for prune in prunes) for layer in range(num_layers)]
+    wanted = round(min(num_wanted, num_cached) * num_layers)
+    low, high = 0.0, 1.0
+    for _ in range(_BISECTIONS):
+        ratio = (low + high) / 2
+        total = sum(num_cached * ratio**before for before in prunes_before)
+        low, high = (ratio, high) if total < wanted else (low, ratio)
+    counts = [max(1, round(num_cached * high**before)) for before in prunes_before]
+    is_last = [before == prunes_before[-1] and before > 0 for before in prunes_before]
+    if any(is_last):
+        rest = wanted - sum(count for count, last in zip(counts, is_last, strict=True) if not last)
+        most = min(count for count, last in zip(counts, is_last, strict=True) if not last)
+        last_count = min(max(1, rest // sum(is_last)), most)
+        counts = [last_count if last else count for count, last in zip(counts, is_last, strict=True)]
+    return tuple(counts)
+
+
+_BISECTIONS = 40

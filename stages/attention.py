@@ -23,6 +23,7 @@ from transformers import AttentionInterface
 from stages.attention_device import DevicePlan
 from stages.attention_host import HostPlan
 from stages.pruning import PrunedRows
+from stages.question_views import ViewedRows
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
@@ -77,25 +78,28 @@ class Attention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """What every layer of a pass shares. slot_mapping: int64 [T], on the device. pruned: see there."""
+    """What every layer of a pass shares. slot_mapping: int64 [T], on the device.
+
+    pruned, viewed: rows that do not keep or do not read everything.
+    """
 
     slot_mapping: Tensor
     attention: Attention
     pruned: tuple[PrunedRows, ...] = ()
+    viewed: tuple[ViewedRows, ...] = ()
 
     @classmethod
     def build(
         cls,
         batch: AttentionBatch,
         device: torch.device | str = "cpu",
-        pruned: tuple[PrunedRows, ...] = (),
     ) -> AttentionPlan:
         """device: the caches'; on a GPU the kernels attend, on a CPU their plain twin."""
         device = torch.device(device)
         if device.type == "cuda":
             on_device = DevicePlan.build(batch, device)
-            return cls(on_device.slot_mapping, on_device, pruned)
-        return cls(torch.from_numpy(batch.slot_mapping), HostPlan.build(batch), pruned)
+            return cls(on_device.slot_mapping, on_device)
+        return cls(torch.from_numpy(batch.slot_mapping), HostPlan.build(batch))
 
 
 def write_kv(
@@ -144,7 +148,10 @@ def epd_paged(
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
     write_kv(keys, values, key_cache, value_cache, plan.slot_mapping)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = attend(query[0].transpose(0, 1), key_cache, value_cache, plan, scale)
+    queries = query[0].transpose(0, 1)
+    out = attend(queries, key_cache, value_cache, plan, scale)
+    for rows in plan.viewed:
+        rows.attend(int(module.layer_idx), queries, key_cache, value_cache, scale, out)  # type: ignore[arg-type]
     for window in plan.pruned:
         kept_keys, kept_values, slots = window.keep(keys, values, plan.slot_mapping)
         write_kv(kept_keys, kept_values, key_cache, value_cache, slots)

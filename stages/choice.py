@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +11,12 @@ import numpy as np
 from encoders.adapter import Int64Array
 from epd.drafting import PromptLookup
 from epd.kv_cache import KVCacheManager
-from epd.scheduling import ScheduledRequest
+from epd.scheduling import PrunedRange, ScheduledRequest
 from stages.detokenizer import TextStream
 from stages.generation import Extent, FinishReason, GenerateRequest, TokenOutput
 from stages.model_runner import Int32Array, Segment
 from stages.pruning import WindowInputs, window_inputs
+from stages.question_views import QuestionView, view_of
 from stages.sampler import SampledToken
 from stages.sampling_state import SamplingState
 from stages.visual_inputs import VisualInputs
@@ -36,6 +38,7 @@ class Choice:
         self.visual = visual
         num_prompt, max_tokens = request.num_prompt_tokens, request.max_tokens
         windows = [] if request.parent else list(window_inputs(request.prompt))
+        self.view = None if request.extent is Extent.MEDIA else view_of(request.prompt)
         self._windows = {window.pruned.start: window for window in windows}
         self.scheduled = ScheduledRequest(
             request_id=choice_id(request.request_id, index),
@@ -46,7 +49,7 @@ class Choice:
             num_copies=request.sampling.n if index == 0 and request.extent is Extent.ANSWER else 1,
             parent=request.parent,
             priority=request.priority,
-            pruned=tuple(window.pruned for window in windows),
+            pruned=tuple(_uncut_ranges(windows, self.view, num_prompt)),
         )
         self.token_ids, self.positions = _with_room(request)
         self.drafts: tuple[int, ...] = ()
@@ -93,6 +96,7 @@ class Choice:
             block_tables=[self._table(kv, group) for group in range(num_groups)],
             visual=visual,
             num_logits=num_logits,
+            view=self.view,
         )
         window = self._windows.get(start)
         return segment if window is None else self._of_window(segment, window)
@@ -150,6 +154,15 @@ class Choice:
             self.finish_reason = "length"
             text += self.text.finish()
         return text
+
+
+def _uncut_ranges(
+    windows: Sequence[WindowInputs], view: QuestionView | None, num_prompt: int
+) -> Iterator[PrunedRange]:
+    """Windows; and a question that chooses what it reads by all of its text, which stays whole."""
+    yield from (window.pruned for window in windows)
+    if view is not None:
+        yield PrunedRange(view.start, num_prompt, num_prompt - view.start)
 
 
 def choice_id(request_id: str, index: int) -> str:

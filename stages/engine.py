@@ -267,10 +267,13 @@ class LanguageEngine:
         return [choice, *self._siblings(choice)]
 
     def _siblings(self, choice: Choice) -> list[Choice]:
-        return [
+        siblings = [
             Choice(choice.request, index, self._tokenizer, self._eos_ids, choice.visual)
             for index in range(1, choice.request.sampling.n)
         ]
+        for each in siblings:
+            each.view = choice.view
+        return siblings
 
     def _book(
         self, chunk: Chunk, family: list[Choice], tokens: list[SampledToken], result: StepResult

@@ -10,7 +10,7 @@ Model definitions are transformers'; only attention is ours (`stages/attention.p
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -24,6 +24,7 @@ from encoders.adapter import Int64Array
 from stages.attention import AttentionBatch, AttentionPlan, register
 from stages.kv_pool import KVLayout, KVPools
 from stages.pruning import PrunedRows
+from stages.question_views import QuestionView, ViewedRows, question_slots
 from stages.visual_inputs import PlacedEmbeddings, concatenated
 
 Int32Array = NDArray[np.int32]
@@ -38,7 +39,7 @@ class Segment:
     num_cached: tokens in the cache before these, of each layer group. block_tables: of each layer group, with
     room for the new ones. visual: visual tokens among the new ones, indices counted from the first of them.
     num_logits: how many of the last new tokens to give logits for. num_kept: how many of the new tokens stay
-    in the cache, chosen by each layer; all of them if None.
+    in the cache, chosen by each layer; all of them if None. view: what of the cache it reads, if not all.
     """
 
     token_ids: Int64Array
@@ -48,6 +49,7 @@ class Segment:
     visual: PlacedEmbeddings | None = None
     num_logits: int = 1
     num_kept: int | None = None
+    view: QuestionView | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,11 @@ class ModelRunner:
         positions = _joined([segment.positions for segment in segments])
         pruned = tuple(_pruned_rows(segments, ends))
         plans = [
-            AttentionPlan.build(self._attention_batch(segments, ends, group), self._device, pruned)
+            replace(
+                AttentionPlan.build(self._attention_batch(segments, ends, group), self._device),
+                pruned=pruned,
+                viewed=tuple(self._viewed_rows(segments, ends, group)),
+            )
             for group in range(len(self.pools.groups))
         ]
         embeds = self._embed(self._moved(token_ids)[None])
@@ -119,6 +125,19 @@ class ModelRunner:
             at = np.arange(ends[-1]) + (cached - starts[:-1])[owners]
         slots = tables[owners, at // block_size].astype(np.int64) * block_size + at % block_size
         return AttentionBatch(starts, cached + lengths, tables, slots, block_size)
+
+    def _viewed_rows(
+        self, segments: Sequence[Segment], ends: Sequence[int], group: int
+    ) -> Iterator[ViewedRows]:
+        for segment, end in zip(segments, ends, strict=True):
+            view, start, cached = segment.view, end - len(segment.token_ids), segment.num_cached[group]
+            if view is None or cached < view.start:
+                continue
+            is_question = cached == view.start
+            if is_question:
+                view.begin(len(self._caches))
+            slots = question_slots(segment.block_tables[group], cached + end - start, self.pools.block_size)
+            yield ViewedRows(start, end, slots, view, is_question)
 
     def _with_visual(
         self, embeds: Tensor, segments: Sequence[Segment], ends: Sequence[int]

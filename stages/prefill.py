@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from epd.connectors import FirstToken, HandoverState, KVConnector, KVTicket, TransferOutcome
+from epd.errors import RequestError
 from epd.handover import KVOutbox
 from stages.engine import LanguageEngine
 from stages.generation import Extent, GenerateRequest, StepResult, TokenOutput
@@ -46,11 +47,13 @@ class PrefillStage:
     def submit(self, request: GenerateRequest, ticket: KVTicket | None = None) -> None:
         """Queues a request. ticket: room at the decode worker that is to go on with it.
 
-        Raises InfeasibleError when it can never fit, RequestError for an id in use.
+        Raises InfeasibleError when it can never fit, RequestError for an id in use or a reduction that decode
+        workers do not know.
         """
         if ticket is None:
             self.engine.add(request)
             return
+        _check_movable(request)
         self.engine.add(replace(request, extent=Extent.FIRST_TOKEN))
         self._handovers[request.request_id] = _Handover(request)
         self._outbox.open(ticket)
@@ -145,6 +148,15 @@ class PrefillStage:
         self.engine.check_integrity()
         if self.outbox is not None:
             self.outbox.check_integrity()
+
+
+def _check_movable(request: GenerateRequest) -> None:
+    reduction = request.prompt.reduction
+    if reduction is not None and reduction.policy.is_by_question:
+        raise RequestError(
+            f"received the reduction method '{reduction.policy.method}', which decides what decode reads; "
+            "allowed where one worker does prefill and decode; use another method or merged roles"
+        )
 
 
 def _state(request: GenerateRequest, first: list[TokenOutput]) -> HandoverState:

@@ -74,13 +74,18 @@ class PrunedRows:
         return window[chosen], values[self.start : self.stop][chosen], slots
 
 
+def coarse(values: Tensor) -> Tensor:
+    """int32, in the order of positive float32 values; those that only rounding tells apart are equal."""
+    return (values.view(torch.int32) + (1 << (_NORM_BITS - 1))) >> _NORM_BITS
+
+
 def smallest_keys(keys: Tensor, num_kept: int) -> Tensor:
     """int64 [k], ascending: the keys [n, Hkv, D] of least L2 norm, over all KV heads together.
 
     Among equal ones those that come first in a fixed order which is spread over the window.
     """
     norms = keys.float().flatten(1).norm(dim=1)
-    ranks = (norms.view(torch.int32) + (1 << (_NORM_BITS - 1))) >> _NORM_BITS
+    ranks = coarse(norms)
     count = torch.arange(len(keys), device=keys.device, dtype=torch.float64)
     spread = (count * _GOLDEN).frac().argsort()
     order = spread[ranks[spread].argsort(stable=True)]

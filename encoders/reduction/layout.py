@@ -55,7 +55,7 @@ def _windows(item: MediaItem, policy: ReductionPolicy) -> tuple[Window, ...]:
     starts = {start for start, _ in cut(plan, max(1, WINDOW_TOKENS // plan.tokens_per_unit))}
     runs = list(pairwise([*sorted(starts | breaks), plan.num_units]))
     each = item.units[0].length
-    windows = plan_windows(runs, each, policy.retention, is_in_prefill=policy.is_in_prefill)
+    windows = plan_windows(runs, each, policy.cached_retention, is_in_prefill=policy.is_in_prefill)
     extra = item.units[-1].length - each
     last = windows[-1]
     whole = replace(last, num_tokens=last.num_tokens + extra, num_kept=last.num_kept + extra, num_extra=extra)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from encoders.adapter import Embeddings, Int64Array, MediaItem
+from encoders.adapter import Embeddings, Int64Array, MediaItem, MediaPlan
+from encoders.reduction.merging import MergedNeighbours
 from encoders.reduction.selection import Method, new_method
 from epd.reduction import ReductionPolicy, Window
 
@@ -30,7 +31,7 @@ class TokenReducer:
 
     def __init__(self, policy: ReductionPolicy, item: MediaItem) -> None:
         """item: of a reduced prompt."""
-        self._method: Method | None = None if policy.is_in_prefill else new_method(policy.method)
+        self._method: Method | None = None if policy.is_in_prefill else _new_method(policy, item.plan)
         self._windows = item.windows
         self._next = 0  # window
         self._num_before = 0  # tokens of the windows before it
@@ -66,6 +67,19 @@ class TokenReducer:
         ]
         kept = np.concatenate([indices[:regular][chosen.numpy()], indices[regular:]])
         return Kept(self._next, Embeddings(layers[0], tuple(layers[1:])), kept)
+
+
+def _new_method(policy: ReductionPolicy, plan: MediaPlan) -> Method:
+    if not policy.is_by_question:
+        return new_method(policy.method)
+    return MergedNeighbours(*_token_grid(plan))
+
+
+def _token_grid(plan: MediaPlan) -> tuple[int, int]:
+    """Tokens of a unit each way, shaped like its patches; in one row where they do not make such a grid."""
+    height = round((plan.tokens_per_unit * plan.grid.h / plan.grid.w) ** 0.5)
+    width = plan.tokens_per_unit // max(height, 1)
+    return (height, width) if height * width == plan.tokens_per_unit else (1, plan.tokens_per_unit)
 
 
 def _rows(embeddings: Embeddings, part: slice) -> Embeddings:

@@ -11,18 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import Phase, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
-from transformers import DynamicCache
+from transformers import AttentionInterface, DynamicCache
 
 from encoders import PromptPlan, load_adapter
 from encoders.reduction import reduce_prompt
-from epd.errors import InfeasibleError
+from encoders.reduction.merging import MergedNeighbours
+from epd.errors import InfeasibleError, RequestError
 from epd.kv_cache import KVCacheManager, KVCacheSpec
 from epd.kv_identity import token_identity
 from epd.models import embedded_model_path
-from epd.reduction import ReductionPolicy
+from epd.reduction import ReductionPolicy, layer_counts
 from epd.sampling_params import SamplingParams
 from epd.scheduling import PrunedRange, ScheduledRequest, Scheduler, SchedulerConfig, SchedulerOutput
 from epd.shapes import make_questions, make_scene
@@ -308,6 +309,22 @@ def mix(
     }
 
 
+@pytest.fixture(scope="module")
+def chosen(
+    pipeline: ColocatedPipeline, engines: Engines, short: EncodedMedia, questions: list[str]
+) -> dict[str, Prompt]:
+    policies = {"mustdrop": ReductionPolicy("mustdrop", 0.2), "whole": ReductionPolicy()}
+    prompts = {
+        f"{name}{number}": prompt_of(pipeline, short, question, policy)
+        for name, policy in policies.items()
+        for number, question in enumerate(questions)
+    }
+    return {
+        name: replace(prompt, expected=Drive(engines.engine(), 0).run({name: prompt})[name])
+        for name, prompt in prompts.items()
+    }
+
+
 def prompt_of(
     pipeline: ColocatedPipeline, encoded: EncodedMedia, question: str, policy: ReductionPolicy
 ) -> Prompt:
@@ -354,6 +371,148 @@ def test_split_over_workers_gives_the_same_tokens(engines: Engines, mix: dict[st
     deployment = Deployment(engines, 2, random.Random(1))  # type: ignore[arg-type]
     assert deployment.run(mix, SamplingParams(max_tokens=MAX_TOKENS)) == expected(mix)
     deployment.settle()
+
+
+# Questions that choose for themselves
+
+
+class TheirView:
+    """MustDrop in transformers' own attention: each layer told what to read by an index list."""
+
+    def __init__(self, visual: np.ndarray, counts: tuple[int, ...], question: int) -> None:
+        self.counts, self.question = counts, question
+        self.reads = [list(visual)] * len(counts)
+        self.visual = set(visual.tolist())
+
+    def attend(self, module: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
+        layer, length, num_new = module.layer_idx, key.shape[2], query.shape[2]
+        group = query.shape[1] // key.shape[1]
+        key, value = (each.repeat_interleave(group, 1) for each in (key, value))
+        logits = query @ key.transpose(2, 3) * query.shape[-1] ** -0.5
+        at = torch.arange(length - num_new, length)
+        seen = torch.arange(length)[None] <= at[:, None]
+        if length > self.question:
+            gone = sorted(self.visual - set(self.reads[layer]))
+            seen[:, gone] = False
+        weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+        if length - num_new == self.question and layer + 1 < len(self.counts):
+            self.drop(layer, weights[0].mean(0))
+        if length - num_new == self.question and layer + 1 == len(self.counts):
+            self.reads = [r if len(r) == len(self.visual) else self.reads[-1] for r in self.reads]
+        return (weights @ value).transpose(1, 2), None
+
+    def drop(self, layer: int, weights: torch.Tensor) -> None:
+        read = self.reads[layer]
+        score = {
+            j: max(float(weights[:, j].sum() / weights[:, read].sum()), float(weights[:, j].max()))
+            for j in read
+        }
+        best = sorted(read, key=lambda j: (-rounded(score[j]), j))
+        self.reads[layer + 1] = sorted(best[: self.counts[layer + 1]])
+
+
+@torch.inference_mode()
+def answered_by_view(
+    model: Any,
+    pipeline: ColocatedPipeline,
+    encoded: EncodedMedia,
+    prompt: PromptPlan,
+    policy: ReductionPolicy,
+    count: int,
+) -> tuple[tuple[int, ...], TheirView]:
+    visual = np.concatenate([item.token_indices(0, len(item.units)) for item in prompt.media])
+    wanted = policy.retention * prompt.num_visual_tokens_before
+    num_layers = len(model.model.language_model.layers)
+    view = TheirView(visual, layer_counts(len(visual), wanted, num_layers), prompt.prefix_length)
+    AttentionInterface.register("their_view", view.attend)
+    model.set_attn_implementation({"text_config": "their_view"})
+    embed, at, cache = model.get_input_embeddings(), prompt.prefix_length, DynamicCache()
+    rows, positions = embed(torch.from_numpy(prompt.token_ids[:at])), prompt.positions.copy()
+    for part in placed(pipeline, encoded, prompt):
+        assert part.positions is not None
+        rows[part.indices], positions[:, part.indices] = part.embeddings.rows, part.positions
+    forward(model, cache, rows, positions[:, :at])
+    tokens = their_answer(model, cache, prompt, count)
+    model.set_attn_implementation({"text_config": "sdpa"})
+    return tokens, view
+
+
+@pytest.mark.parametrize("retention", [0.4, 0.15, 0.1])
+def test_questions_read_what_their_text_selects(
+    retention: float, pipeline: ColocatedPipeline, encoded: EncodedMedia, questions: list[str], reference: Any
+) -> None:
+    policy = ReductionPolicy("mustdrop", retention)
+    context = pipeline.prefill_encoded(encoded, reduction=policy)
+    for question, answer in zip(questions, pipeline.answer_all(context, questions), strict=True):
+        prompt = reduced_plan(pipeline, encoded, question, policy)
+        theirs, view = answered_by_view(reference, pipeline, encoded, prompt, policy, len(answer.token_ids))
+        assert answer.token_ids == theirs
+        assert len(view.reads[-1]) < len(view.visual)
+
+
+@given(
+    num_cached=st.integers(1, 2000), share=st.floats(0.34, 1), num_layers=st.sampled_from([1, 2, 6, 28, 36])
+)
+def test_layers_read_as_many_tokens_as_wanted_on_average(
+    num_cached: int, share: float, num_layers: int
+) -> None:
+    counts = layer_counts(num_cached, share * num_cached, num_layers)
+    assert len(counts) == num_layers
+    assert list(counts) == sorted(counts, reverse=True)
+    assert counts[0] <= num_cached
+    if num_layers > 2 and num_cached > 50:
+        assert sum(counts) == pytest.approx(share * num_cached * num_layers, abs=num_layers)
+
+
+def test_a_cache_for_all_questions_and_a_choice_for_each(
+    pipeline: ColocatedPipeline, encoded: EncodedMedia, questions: list[str]
+) -> None:
+    policy = ReductionPolicy("mustdrop", 0.15)
+    context = pipeline.prefill_encoded(encoded, reduction=policy)
+    one_by_one = [pipeline.answer(context, question).token_ids for question in questions]
+    together = [answer.token_ids for answer in pipeline.answer_all(context, questions)]
+    fresh = [
+        pipeline.answer(pipeline.prefill_encoded(encoded, reduction=policy), question).token_ids
+        for question in questions
+    ]
+    assert one_by_one == together == fresh
+
+
+@pytest.mark.parametrize("mode", ["recompute", "offload"])
+def test_choices_outlast_chunks_batches_and_preemption(
+    mode: str, engines: Engines, chosen: dict[str, Prompt]
+) -> None:
+    config = SchedulerConfig(max_chunk_tokens=9, max_num_batched_tokens=24, preemption=mode)  # type: ignore[arg-type]
+    room = 2 * max(len(prompt.plan) for prompt in chosen.values()) + 8
+    for caching in (False, True):
+        engine = engines.engine(
+            config=config, block_size=4, num_kv_tokens=room, enable_prefix_caching=caching
+        )
+        for seed in range(2):
+            assert Drive(engine, seed).run(chosen) == expected(chosen)
+        assert engine.scheduler.num_preempted > 0
+
+
+def test_decode_workers_refuse_what_they_cannot_know(engines: Engines, chosen: dict[str, Prompt]) -> None:
+    deployment = Deployment(engines, 1, random.Random(1))  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="mustdrop"):
+        deployment.submit("r", chosen["mustdrop0"], SamplingParams(max_tokens=MAX_TOKENS))
+
+
+def test_neighbours_that_look_alike_are_merged_first() -> None:
+    units = torch.eye(24)[:, :20].repeat(1, 1).view(1, 24, 20).clone()
+    units[0, :, :] += torch.linspace(0, 1, 24)[:, None]
+    same = [0, 1, 2, 6, 7, 8, 12, 13, 14]  # the first block of a 4 x 6 grid
+    units[0, same] = units[0, 0].clone()
+    merging = MergedNeighbours(4, 6)
+    chosen = merging.choose(units, 16)
+    assert len(chosen) == 16
+    rows = merging.merge(units[0], chosen)
+    assert len(set(chosen.tolist()) & set(same)) == 1
+    (place,) = (i for i, token in enumerate(chosen.tolist()) if token in same)
+    torch.testing.assert_close(rows[place], units[0, 0])
+    for budget in (1, 2, 5, 24):
+        assert len(merging.choose(units, budget)) == budget
 
 
 # The scheduler

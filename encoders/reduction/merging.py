@@ -1,0 +1,85 @@
+"""MustDrop's first stage: neighbours that look alike become one token.
+
+Source: Liu et al. 2024, section 3.2 (arXiv 2411.10803), which merges 3 x 3 patches whose mean pairwise cosine
+is .8 or more, in an early layer of the tower, and never drops a key set. Under a hard budget the blocks most
+alike are merged first, and as many as the budget needs. Here it is done behind the tower, so that groups are
+encoded as ever; without a CLS token to tell the key set, it is what is least like its frame.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+_SIDE = 3
+_KEY_SHARE = 0.05
+_DROPPED = -1
+
+
+class MergedNeighbours:
+    """One way to choose: see `encoders.reduction.selection.Method`. Remembers nothing of earlier windows."""
+
+    def __init__(self, height: int, width: int) -> None:
+        """Tokens of a unit each way, in raster order."""
+        self._height, self._width = height, width
+        self._owners = torch.empty(0, dtype=torch.int64)
+
+    def choose(self, units: Tensor, num_kept: int) -> Tensor:
+        tokens = normalize(units, dim=-1)
+        num_units, num_tokens = tokens.shape[:2]
+        members = [
+            block[~key_set[block]] + unit * num_tokens
+            for unit, key_set in enumerate(_key_sets(tokens))
+            for block in self._blocks()
+        ]
+        members = [block for block in members if len(block)]
+        rows = tokens.flatten(0, 1)
+        alike = torch.stack([_likeness(rows[block]) for block in members])
+        order = [members[at] for at in alike.argsort(descending=True, stable=True).tolist()]
+        self._owners = _merge(order, num_units * num_tokens, num_kept)
+        chosen: Tensor = torch.unique(self._owners[self._owners != _DROPPED])
+        return chosen
+
+    def merge(self, rows: Tensor, chosen: Tensor) -> Tensor:
+        is_kept = self._owners != _DROPPED
+        place = torch.searchsorted(chosen, self._owners[is_kept])
+        sums = torch.zeros(len(chosen), rows.shape[1], dtype=rows.dtype).index_add_(0, place, rows[is_kept])
+        return sums / torch.bincount(place, minlength=len(chosen))[:, None]
+
+    def _blocks(self) -> list[Tensor]:
+        grid = torch.arange(self._height * self._width).view(self._height, self._width)
+        return [
+            block.flatten() for rows in torch.split(grid, _SIDE, 0) for block in torch.split(rows, _SIDE, 1)
+        ]
+
+
+def _key_sets(tokens: Tensor) -> Tensor:
+    """bool [U, S]: of tokens [U, S, C] those least like the mean of their unit."""
+    likeness = (tokens * normalize(tokens.mean(1, keepdim=True), dim=-1)).sum(-1)
+    count = max(1, round(_KEY_SHARE * tokens.shape[1]))
+    return torch.zeros(likeness.shape, dtype=torch.bool).scatter_(
+        1, likeness.topk(count, largest=False).indices, True
+    )
+
+
+def _likeness(block: Tensor) -> Tensor:
+    """The mean cosine of all pairs of block [n, C]; 1 for one alone."""
+    count = len(block)
+    return ((block @ block.T).sum() - count) / (count * (count - 1)) if count > 1 else torch.tensor(1.0)
+
+
+def _merge(blocks: list[Tensor], num_tokens: int, num_kept: int) -> Tensor:
+    """int64 [num_tokens]: the token that each becomes part of, perhaps itself; the most alike come first."""
+    owners = torch.arange(num_tokens)
+    left = num_tokens - num_kept
+    for block in blocks:
+        gone = min(left, len(block) - 1)
+        owners[block[: gone + 1]] = block[gone // 2]
+        left -= gone
+    for owner in [owners[block[0]] for block in blocks][:left]:  # not even one for each block
+        owners[owners == owner] = _DROPPED
+        left -= 1
+    for token in (owners == torch.arange(num_tokens)).nonzero()[:left, 0].tolist():
+        owners[owners == token] = _DROPPED
+    return owners
