@@ -6,7 +6,8 @@ granted  ->  an encoder has it cached?  ->  frames: from the image, or from a vi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from epd.errors import EPDError, UnavailableError
@@ -99,7 +100,7 @@ class GroupFeed:
         if item not in self._granted:
             self._granted[item] = asyncio.Queue()
             self._frames[item] = _ItemFrames(self._fleet, self._attempt, item)
-            self._tasks.spawn(self._guarded(self._serve_item(item)))
+            self._tasks.spawn(self._guarded(partial(self._serve_item, item)))
         self._granted[item].put_nowait(granted)
 
     def stop(self) -> None:
@@ -112,10 +113,10 @@ class GroupFeed:
         for frames in self._frames.values():
             await frames.close()
 
-    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _guarded(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """What goes wrong for good ends the try."""
         try:
-            await work
+            await work()
         except EPDError as error:
             self._attempt.fail(error)
 
@@ -128,7 +129,7 @@ class GroupFeed:
             frames = await self._read(granted.group)
             worker = await self._encoder()
             self._desk.book(worker, self._attempt.prefill_worker, granted, plan.groups[granted.group])
-            self._tasks.spawn(self._guarded(self._give(worker, granted, frames)))
+            self._tasks.spawn(self._guarded(partial(self._give, worker, granted, frames)))
             del frames
 
     async def _encoder(self) -> str:

@@ -157,6 +157,14 @@ class PeerLost(Message[tuple[str, ...]]):
 
 
 @dataclass(frozen=True, slots=True)
+class StagesClosed(Message[None]):
+    """The worker `name` has none of these stages any more: what is on its way to them is taken by nobody."""
+
+    name: str
+    stages: frozenset[Stage]
+
+
+@dataclass(frozen=True, slots=True)
 class SetRoles(Message[None]):
     """From now on the worker takes work of these roles only; what it has is brought to its end."""
 

@@ -167,6 +167,10 @@ class PrefillRole:
         """The requests on their way to a decode worker that is gone: redirect or abort them."""
         return tuple(self.stage.drop_receiver(endpoint(worker, "decode")))
 
+    def drop_stages(self, worker: str, stages: frozenset[Stage]) -> None:
+        if "decode" in stages:
+            self.stage.drop_receiver(endpoint(worker, "decode"))
+
     def remaining(self) -> RemainingWork:
         waiting = {each.request_id for each in self.stage.engine.scheduler.waiting if not each.num_offloaded}
         unbegun = waiting & self._prompts.keys()

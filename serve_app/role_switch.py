@@ -32,6 +32,7 @@ from serve_app.messages import (
     RemainingWork,
     ReplyT,
     SetRoles,
+    StagesClosed,
 )
 from serve_app.placement import Placement
 from serve_app.service import RoleSwitch, SwitchTotals
@@ -267,6 +268,19 @@ class _Run:
         check_others(self.parts.fleet, self.info, self.roles, self.limits.min_workers)
         await self._send(SetRoles(self.roles))
         self.parts.router.forget(self.name)
+        await self._tell_others()
+
+    async def _tell_others(self) -> None:
+        """What others still send to a stage that is closed would stay theirs for ever."""
+        send, message = self.parts.fleet.send, StagesClosed(self.name, self.leaving)
+        others = [
+            info
+            for info in self.parts.fleet.workers.values()
+            if info.is_alive and info.name != self.name and "video" not in info.roles
+        ]
+        await asyncio.gather(
+            *(send(min(info.roles), info.name, message) for info in others), return_exceptions=True
+        )
 
     async def _roll_back(self) -> None:
         """The worker has its former roles, unless it is lost: then it is started with them."""

@@ -36,6 +36,7 @@ from serve_app.messages import (
     Reserve,
     Resume,
     SetRoles,
+    StagesClosed,
     WorkerLoad,
     WorkerReport,
     endpoint,
@@ -114,6 +115,9 @@ class WorkerCore:
                 self._decoding.stage.resume(message.request_id)
             case Onload():
                 return self._onload(message.roles)
+            case StagesClosed():
+                for role in self.hosted.values():
+                    role.drop_stages(message.name, message.stages)
             case _:
                 raise TypeError(f"a worker takes no {type(message).__name__}")
         return None

@@ -12,6 +12,7 @@ from torch import Tensor
 from epd.connectors import KVTicket, TransferOutcome
 from epd.elasticity import StageSample
 from epd.errors import EncodeError, UnavailableError
+from epd.routing import Stage
 from epd.types import UInt8Array
 from serve_app.messages import (
     EncodeGroup,
@@ -56,6 +57,10 @@ class Role(Protocol):
 
     def drop_peer(self, worker: str) -> tuple[str, ...]:
         """Another worker is gone: see `serve_app.messages.PeerLost`."""
+        ...
+
+    def drop_stages(self, worker: str, stages: frozenset[Stage]) -> None:
+        """Another worker has closed stages, which are over: nothing that goes to them is answered."""
         ...
 
     def remaining(self) -> RemainingWork:
@@ -152,6 +157,10 @@ class EncodeRole:
         self.stage.drop_receiver(endpoint(worker, "prefill"))
         return ()
 
+    def drop_stages(self, worker: str, stages: frozenset[Stage]) -> None:
+        if "prefill" in stages:
+            self.stage.drop_receiver(endpoint(worker, "prefill"))
+
     def remaining(self) -> RemainingWork:
         return RemainingWork(not self.has_work(), waiting=tuple(self.stage.waiting_transfers))
 
@@ -215,6 +224,10 @@ class DecodeRole:
         self.stage.drop_receiver(endpoint(worker, "decode"))
         senders = (endpoint(worker, "prefill"), endpoint(worker, "decode"))
         return tuple(lost for sender in senders for lost in self.stage.fail_sender(sender))
+
+    def drop_stages(self, worker: str, stages: frozenset[Stage]) -> None:
+        if "decode" in stages:
+            self.stage.drop_receiver(endpoint(worker, "decode"))
 
     def remaining(self) -> RemainingWork:
         return RemainingWork(

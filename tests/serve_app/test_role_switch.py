@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -193,6 +194,32 @@ def test_answers_that_nobody_has_room_for_are_done_again_when_the_drain_ends(
             assert switch.num_moved == 0
             assert switch.num_redone > 0
             assert [answer.tokens for answer in await asking] == long_expected
+            await deployment.settle()
+
+    asyncio.run(run())
+
+
+def test_nobody_waits_for_a_stage_that_is_gone(
+    checkpoints: dict[str, Path], questions: list[Question], expected: list[tuple[int, ...]]
+) -> None:
+    """What is on its way to a stage when that closes is not kept for ever where it comes from."""
+
+    async def run() -> None:
+        limits = SwitchLimits(drain_s=0.0)
+        async with deployed(checkpoints["qwen2_5_vl"], "1e2p2d", switching=limits) as deployment:
+            slow = deployment.fleet.core("e0").hosted["encode"].stage  # type: ignore[attr-defined]
+            encode = slow._encode
+
+            def encode_slowly(batch: Any) -> Any:
+                time.sleep(0.1)
+                return encode(batch)
+
+            slow._encode = encode_slowly
+            asking = asyncio.create_task(deployment.ask_all(questions))
+            await until_busy(deployment, "e0")
+            await deployment.service.switch_roles("p0", roles("d"))
+            await deployment.service.switch_roles("d0", roles("p"))
+            assert [answer.tokens for answer in await asking] == expected
             await deployment.settle()
 
     asyncio.run(run())
