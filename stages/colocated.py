@@ -28,6 +28,7 @@ from encoders import Adapter, Embeddings, MediaPlan, PromptPlan, Sampling, check
 from encoders.adapter import PatchRun
 from encoders.identity import prompt_identity
 from encoders.reduction import reduce_prompt
+from encoders.reduction.static_units import encode_moving
 from epd.errors import InfeasibleError, ModelError
 from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.sampling_params import SamplingParams
@@ -122,13 +123,16 @@ class ColocatedPipeline:
         settings: GenerationSettings,
         group_tokens: int = DEFAULT_GROUP_TOKENS,
         num_kv_tokens: int | None = None,
+        skip_static: float | None = None,
     ) -> None:
         """Takes the model over: its attention function becomes ours. Options as in `load`."""
         self.adapter = adapter
         self.settings = settings
         self.engine = build_engine(model, adapter, settings, num_kv_tokens=num_kv_tokens)
         self._tower = adapter.vision_tower(model)
+        self.num_units_skipped = 0
         self._group_tokens = group_tokens
+        self._skip_static = skip_static
         self._ids = count()
         self._given_up: list[str] = []
 
@@ -141,6 +145,7 @@ class ColocatedPipeline:
         num_threads: int | None = None,
         group_tokens: int = DEFAULT_GROUP_TOKENS,
         num_kv_tokens: int | None = None,
+        skip_static: float | None = None,
     ) -> ColocatedPipeline:
         """Loads the folder `model_path`, in Hugging Face layout.
 
@@ -148,13 +153,22 @@ class ColocatedPipeline:
         group_tokens: about how many visual tokens are encoded and prefilled at a time.
         num_kv_tokens: room for keys and values; by default what a quarter of the machine's memory holds, or
         less. Memory is taken when it is first used.
+        skip_static: a unit of frames is not encoded if none of its preprocessed values differs by more than
+        this from the unit before; by default all are. `num_units_skipped` counts them.
         Raises ModelNotFoundError, UnsupportedModelError, ModelError.
         """
         adapter = load_adapter(model_path)
         use_threads(num_threads)
         model: Any = load_model(Path(model_path), dtype)
         settings = GenerationSettings.of(model.generation_config, adapter.tokenizer.eos_token_id)
-        return cls(model, adapter, settings=settings, group_tokens=group_tokens, num_kv_tokens=num_kv_tokens)
+        return cls(
+            model,
+            adapter,
+            settings=settings,
+            group_tokens=group_tokens,
+            num_kv_tokens=num_kv_tokens,
+            skip_static=skip_static,
+        )
 
     def ask(
         self,
@@ -297,18 +311,28 @@ class ColocatedPipeline:
         groups: Iterable[EncodedGroup],
         progress: Progress | None,
     ) -> None:
-        num_done = 0
+        num_done = num_ready = 0
         joiner = Joiner(self.adapter, prompt)
         for group in groups:
             with busy(context.timings, "prefill_s"):
                 placed = joiner.push_units(group.item, group.start, group.stop, group.embeddings)
                 if placed is not None:
                     self.engine.add_embeddings(request_id, placed)
-                while self.engine.step().num_tokens:
-                    pass
+                    num_ready += len(placed.indices)
+                # Of a reduced video a group leaves few tokens: a pass of its own for each would cost more.
+                if num_ready >= self._group_tokens // 2:
+                    self._run_all()
+                    num_ready = 0
             num_done += group.num_frames
             if progress:
                 progress(num_done, context.num_frames)
+        with busy(context.timings, "prefill_s"):
+            self._run_all()
+
+    def _run_all(self) -> None:
+        """Computes whatever can be."""
+        while self.engine.step().num_tokens:
+            pass
 
     @torch.inference_mode()
     def _encode(self, plan: MediaPlan, run: UnitRun, timings: StageTimings) -> Embeddings:
@@ -316,7 +340,14 @@ class ColocatedPipeline:
             patches = self.adapter.preprocess(run.frames, plan)
         with busy(timings, "encode_s"):
             patch_run = PatchRun(plan.kind, patches, plan.grid.cut(run.stop - run.start))
-            (encoded,) = self.adapter.encode_batch(self._tower, [patch_run])
+            if self._skip_static is None:
+                return self._encode_run(patch_run)
+            encoded, num_skipped = encode_moving(self._encode_run, patch_run, self._skip_static)
+            self.num_units_skipped += num_skipped
+        return encoded
+
+    def _encode_run(self, run: PatchRun) -> Embeddings:
+        (encoded,) = self.adapter.encode_batch(self._tower, [run])
         return encoded
 
     @torch.inference_mode()

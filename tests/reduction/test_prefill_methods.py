@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 from transformers import AttentionInterface, DynamicCache
 
-from encoders import PromptPlan, load_adapter
+from encoders import Embeddings, PromptPlan, load_adapter
+from encoders.adapter import PatchRun
 from encoders.reduction import reduce_prompt
 from encoders.reduction.merging import MergedNeighbours
+from encoders.reduction.static_units import encode_moving
 from epd.errors import InfeasibleError, RequestError
 from epd.kv_cache import KVCacheManager, KVCacheSpec
 from epd.kv_identity import token_identity
@@ -513,6 +515,48 @@ def test_neighbours_that_look_alike_are_merged_first() -> None:
     torch.testing.assert_close(rows[place], units[0, 0])
     for budget in (1, 2, 5, 24):
         assert len(merging.choose(units, budget)) == budget
+
+
+# Frames that do not change
+
+
+def test_units_that_do_not_change_are_not_encoded(
+    model: Any, pipeline: ColocatedPipeline, encoded: EncodedMedia
+) -> None:
+    tower, adapter = pipeline.adapter.vision_tower(model), pipeline.adapter
+    plan = encoded.plans[0]
+    frames = torch.randint(0, 255, (12, *plan.size, 3), dtype=torch.uint8)
+    frames[2:6] = frames[[0, 1, 0, 1]]  # three units alike
+    frames[8:10] = frames[6:8]
+    frames[10:12] = frames[8:10]
+    frames[10, 0, 0] ^= 1  # but for one pixel
+    run = PatchRun("video", adapter.preprocess(frames, plan), plan.grid.cut(6))
+    seen: list[int] = []
+
+    def encode(run: PatchRun) -> Embeddings:
+        seen.append(run.grid.t)
+        (embeddings,) = adapter.encode_batch(tower, [run])
+        return embeddings
+
+    whole = encode(run)
+    exact, num_skipped = encode_moving(encode, run, 0.0)
+    close, num_close = encode_moving(encode, run, 0.05)
+    assert (num_skipped, num_close, seen) == (3, 4, [6, 3, 2])
+    torch.testing.assert_close(exact.rows, whole.rows, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(close.rows[: 5 * 15], whole.rows[: 5 * 15], rtol=1e-5, atol=1e-5)
+    assert torch.equal(close.rows[5 * 15 :], close.rows[4 * 15 : 5 * 15])
+
+
+def test_a_frozen_video_is_encoded_once_a_group(model: Any, clip: Path) -> None:
+    adapter = load_adapter(embedded_model_path())
+    settings = GenerationSettings.of(model.generation_config, adapter.tokenizer.eos_token_id)
+    pipelines = [
+        ColocatedPipeline(model, adapter, settings=settings, skip_static=each) for each in (None, 0.0, 100.0)
+    ]
+    first, exact, one = [each.encode_media([clip], num_frames=24) for each in pipelines]
+    assert [each.num_units_skipped for each in pipelines[::2]] == [0, 12 - len(one.groups)]
+    for ours, theirs in zip(exact.groups, first.groups, strict=True):
+        torch.testing.assert_close(ours.embeddings.rows, theirs.embeddings.rows, rtol=1e-5, atol=1e-5)
 
 
 # The scheduler
