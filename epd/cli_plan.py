@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from epd import console
-from epd.cli_simulate import workload_config
+from epd.cli_simulate import num_threads, workload_config
 from epd.errors import RequestError
 
 if TYPE_CHECKING:
@@ -43,7 +43,14 @@ _MinRetention = Annotated[
     float,
     typer.Option(metavar="P", help="Least share of visual tokens to keep; below 1 costs accuracy."),
 ]
-_Threads = Annotated[int, typer.Option("--cpu-threads", metavar="N", help="Threads that read media.")]
+_Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--cpu-threads",
+        metavar="N",
+        help="Threads that read media; by default 64, or the cores of a profile's machine.",
+    ),
+]
 _Seed = Annotated[int, typer.Option(metavar="N", help="Of the requests that are simulated.")]
 _Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the plan here, as YAML.")]
 _IsJson = Annotated[bool, typer.Option("--json", help="Print one record instead of text.")]
@@ -64,7 +71,7 @@ def plan(
     attainment: _Attainment = 0.9,
     min_rate: _MinRate = None,
     min_retention: _MinRetention = 1.0,
-    cpu_threads: _Threads = 64,
+    cpu_threads: _Threads = None,
     seed: _Seed = 0,
     out: _Out = None,
     as_json: _IsJson = False,
@@ -82,9 +89,8 @@ def plan(
     config = workload_config(workload, None, None, trace, None, loaded.media)
     retentions = tuple(share for share in _RETENTIONS if share >= min_retention)
     num_cells, per_cell = cells_of(gpus)
-    planner = _planner(
-        per_cell, loaded, config, (slo_ttft, slo_tpot, attainment), retentions, cpu_threads, seed
-    )
+    threads = num_threads(cpu_threads, loaded, 64)
+    planner = _planner(per_cell, loaded, config, (slo_ttft, slo_tpot, attainment), retentions, threads, seed)
     with console.progress_bar("layouts") as show:
         found = make_plan(planner, num_cells=num_cells, min_rate=min_rate, on_progress=show)
     if as_json:
@@ -102,7 +108,7 @@ def _check(
     slo_tpot: float | None,
     attainment: float,
     min_retention: float,
-    cpu_threads: int,
+    cpu_threads: int | None,
     out: Path | None,
 ) -> None:
     if slo_ttft is None and slo_tpot is None:
@@ -112,7 +118,7 @@ def _check(
     for name, share in (("attainment", attainment), ("min retention", min_retention)):
         if not 0 < share <= 1:
             raise RequestError(f"{name} is {share}, it must be above 0 and at most 1")
-    if cpu_threads < 1:
+    if cpu_threads is not None and cpu_threads < 1:
         raise RequestError(f"cpu threads are {cpu_threads}, there must be at least 1")
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise RequestError(f"cannot write {str(out)!r}; give a file name in a folder that exists")

@@ -53,7 +53,14 @@ _Sharding = Annotated[
 _IsWhole = Annotated[
     bool, typer.Option("--whole", help="Stages one after another for each request, nothing overlapped.")
 ]
-_Threads = Annotated[int, typer.Option("--cpu-threads", metavar="N", help="Threads that read media.")]
+_Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--cpu-threads",
+        metavar="N",
+        help="Threads that read media; by default 16, or the cores of a profile's machine.",
+    ),
+]
 _SloTtft = Annotated[float | None, typer.Option(metavar="S", help="Objective: time to the first token.")]
 _SloTpot = Annotated[float | None, typer.Option(metavar="S", help="Objective: time per token after it.")]
 _IsJson = Annotated[bool, typer.Option("--json", help="Print records instead of tables.")]
@@ -79,7 +86,7 @@ def simulate(
     seed: _Seed = 0,
     sharding: _Sharding = "groups",
     whole: _IsWhole = False,
-    cpu_threads: _Threads = 16,
+    cpu_threads: _Threads = None,
     slo_ttft: _SloTtft = None,
     slo_tpot: _SloTpot = None,
     as_json: _IsJson = False,
@@ -98,7 +105,8 @@ def simulate(
         return
     loaded = load_profile(profile)
     config = workload_config(workload, rate, num_requests, trace, repeat_rate, loaded.media)
-    deployment = _deployment(topology, sharding, whole, cpu_threads, has_repeats=config.repeat_rate > 0)
+    threads = num_threads(cpu_threads, loaded, 16)
+    deployment = _deployment(topology, sharding, whole, threads, has_repeats=config.repeat_rate > 0)
     result = _run(loaded, deployment, config, seed, has_spans=chrome_trace is not None)
     _show_result(result, slo_ttft, slo_tpot, as_json)
     if chrome_trace is not None:
@@ -135,6 +143,13 @@ def _show_scenario(name: str, as_json: bool, plot: Path | None) -> None:
         from epd.simulate.plots import plot_rows
 
         plot_rows(rows, plot)
+
+
+def num_threads(given: int | None, profile: Profile, default: int) -> int:
+    """Threads that read media: as told, or the cores of the profile's machine, or `default`."""
+    if given is not None:
+        return given
+    return default if profile.host is None else profile.host.num_cores
 
 
 def workload_config(

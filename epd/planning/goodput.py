@@ -113,6 +113,7 @@ def rate_bound(profile: Profile, deployment: Deployment, demand: Demand) -> floa
     """Requests per second that no schedule can exceed: the first role whose workers are all busy.
 
     Merged roles may do any of their stages, so every set of stages must fit the workers that do any of it.
+    Where workers share the cores of a machine, those bind too.
     """
     work = mean_work(profile, deployment, demand)
     groups = deployment.topology.groups
@@ -123,7 +124,18 @@ def rate_bound(profile: Profile, deployment: Deployment, demand: Demand) -> floa
         seconds = work.seconds(chosen)
         if seconds > 0:
             bound = min(bound, sum(g.num_workers for g in groups if g.roles & chosen) / seconds)
-    return bound
+    return min(bound, _host_bound(profile, work, demand))
+
+
+def _host_bound(profile: Profile, work: MeanWork, demand: Demand) -> float:
+    """What the cores can do that all workers and the application share: its least work for a request too."""
+    host = profile.host
+    if host is None:
+        return math.inf
+    tokens = sum(job.output_tokens for job in demand.jobs) / len(demand.jobs)
+    request_s = host.request.work_s + host.request.beside_s + host.token_s * tokens
+    stages_s = work.encode_s + work.prefill_s + work.decode_s
+    return (host.num_cores - host.idle_cores) / (request_s + stages_s)
 
 
 def simulate_at(

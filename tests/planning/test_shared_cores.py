@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from epd.metrics import SLO
+from epd.planning.goodput import Demand, goodput, rate_bound
 from epd.profiles import HostCosts, Overhead, Profile, PromptRule, analytic_profile, parse_profile
 from epd.profiles.app_costs import Asked, AskedAll, host_costs, prompt_rule
 from epd.profiles.files import dump_profile
@@ -176,3 +178,17 @@ def test_costs_that_are_known_are_found_again() -> None:
     assert found.sent.work_s + found.sent.delay_s == pytest.approx(0.007, abs=1e-3)
     assert found.token_s == pytest.approx(KNOWN.token_s, abs=2e-4)
     assert prompt_rule(all_kinds).num_tokens(50) == 50
+
+
+def test_cores_that_are_shared_bound_the_rate() -> None:
+    """More workers than cores serve no more, and a plan for them says so."""
+    profile = replace(plain_profile(), host=replace(FREE, request=Overhead(0.3, 0.0, 0.1)))
+    work = jobs(profile, 60, rate=1.0, images="0", output_tokens="11")
+    demand = Demand.of(work, SLO(ttft_s=5.0))
+    bounds = [
+        rate_bound(profile, Deployment(parse_topology(name)), demand) for name in ("1epd", "4epd", "16epd")
+    ]
+    # 0.4 s of the application and 0.1 s of ten steps at the least, on two cores.
+    assert bounds[1] == bounds[2] == pytest.approx(2 / 0.4, rel=0.05)
+    found = goodput(profile, Deployment(parse_topology("4epd")), demand)
+    assert 0.5 * bounds[1] < found <= bounds[1]
