@@ -123,13 +123,11 @@ def batch(
     with ExitStack() as open_things:
         lines = open_things.enter_context(_lines_file(source, questions))
         defaults = LineDefaults(lines.parent.absolute(), fps, frames, max_tokens)
-        show_indexing = open_things.enter_context(console.progress_bar("reading lines"))
-        show = open_things.enter_context(batch_bar())
         summary = run_batch(
             BatchPlan(lines, out, defaults),
             lambda index: _backend(where, index),
-            show_indexing=show_indexing,
-            show=show,
+            indexing_bar=lambda: console.progress_bar("reading lines"),
+            bar=batch_bar,
             utilisation=utilisation,
         )
     _report(summary, utilisation, plot, as_json=as_json)

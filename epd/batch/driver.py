@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -30,6 +30,17 @@ _CHUNK = 256
 
 # Starts what answers, once it is known that there is something to ask.
 OpenBackend = Callable[[LineIndex], AbstractContextManager[Backend]]
+# Bars, open one after the other: a terminal shows one at a time.
+IndexingBar = Callable[[], AbstractContextManager[Callable[[int, int], None]]]
+BatchBar = Callable[[], AbstractContextManager[ShowBatch]]
+
+
+def no_indexing_bar() -> AbstractContextManager[Callable[[int, int], None]]:
+    return nullcontext(lambda *_: None)
+
+
+def no_batch_bar() -> AbstractContextManager[ShowBatch]:
+    return nullcontext(lambda *_: None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +62,8 @@ def run_batch(
     plan: BatchPlan,
     open_backend: OpenBackend,
     *,
-    show_indexing: Callable[[int, int], None] = lambda *_: None,
-    show: ShowBatch = lambda *_: None,
+    indexing_bar: IndexingBar = no_indexing_bar,
+    bar: BatchBar = no_batch_bar,
     utilisation: Utilisation | None = None,
 ) -> Summary:
     """Answers or explains every line that no earlier run has. utilisation: filled as the run goes.
@@ -61,25 +72,23 @@ def run_batch(
     """
     plan.check()
     with closing(LineIndex(plan.source, plan.defaults)) as index, closing(ResultFiles(plan.out)) as files:
-        index.build(show_indexing)
-        run = _Run(index, files, utilisation or Utilisation(), show)
+        with indexing_bar() as show_indexing:
+            index.build(show_indexing)
+        run = _Run(index, files, utilisation or Utilisation())
         run.explain_refused()
         if index.has_questions:
-            with open_backend(index) as backend:
-                return run.answer_all(backend)
+            with open_backend(index) as backend, bar() as show:
+                return run.answer_all(backend, show)
         return run.summary(None)
 
 
 class _Run:
     """One run over an index that is built."""
 
-    def __init__(
-        self, index: LineIndex, files: ResultFiles, utilisation: Utilisation, show: ShowBatch
-    ) -> None:
+    def __init__(self, index: LineIndex, files: ResultFiles, utilisation: Utilisation) -> None:
         self._index = index
         self._files = files
         self._utilisation = utilisation
-        self._show = show
         self._num_lines = index.num_lines
         self._num_done_before = index.forget(files.done())
         self._num_groups = index.num_groups
@@ -94,13 +103,13 @@ class _Run:
             self._files.add([], chunk)
             self._num_left -= len(chunk)
 
-    def answer_all(self, backend: Backend) -> Summary:
+    def answer_all(self, backend: Backend, show: ShowBatch) -> Summary:
         self._start_s = time.monotonic()
         with backend.run(self._tasks(backend)) as outcomes:
             for outcome in outcomes:
                 if outcome is not None:
                     self._write(outcome)
-                self._watch(backend, is_warm=isinstance(outcome, Answered))
+                self._watch(backend, show, is_warm=isinstance(outcome, Answered))
         return self.summary(backend)
 
     def _tasks(self, backend: Backend) -> Iterator[MediaTask]:
@@ -122,7 +131,7 @@ class _Run:
             self._files.add([], [error_record(outcome)])
         self._num_left -= 1
 
-    def _watch(self, backend: Backend, *, is_warm: bool) -> None:
+    def _watch(self, backend: Backend, show: ShowBatch, *, is_warm: bool) -> None:
         """Samples how busy the stages are, now and then, and draws it."""
         now_s = time.monotonic()
         if is_warm:
@@ -133,7 +142,7 @@ class _Run:
         busy_s = backend.busy_s()
         self._utilisation.add(now_s, busy_s)
         done = self._num_lines - self._num_left
-        self._show(done, self._num_lines, self._utilisation.recent(now_s, busy_s))
+        show(done, self._num_lines, self._utilisation.recent(now_s, busy_s))
 
     def summary(self, backend: Backend | None) -> Summary:
         now_s = time.monotonic()

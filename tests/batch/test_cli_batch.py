@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from epd import console
+from epd.batch.driver import BatchPlan, run_batch
 from epd.batch.folder import write_lines
+from epd.batch.line_index import LineIndex
+from epd.batch.lines import LineDefaults
+from epd.batch.progress import batch_bar
+from epd.batch.tasks import Backend
 from epd.cli import app
 from epd.errors import RequestError
+from tests.batch.fakes import FakeBackend
 
 
 def run(*arguments: str | Path) -> Result:
@@ -115,3 +127,25 @@ def test_lines_are_answered_without_ray_and_web_server(
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("2 of 3 lines answered, 1 failed\n")
     assert done.stderr == ""
+
+
+def test_bars_are_shown_one_after_the_other_on_a_terminal(
+    lines: Path, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """rich refuses two at once."""
+    screen = io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=160)
+    monkeypatch.setattr(console, "stderr_console", lambda: terminal)
+    plan = BatchPlan(lines, tmp_path / "out.jsonl", LineDefaults(tmp_path))
+
+    @contextmanager
+    def opened(_: LineIndex) -> Iterator[Backend]:
+        with console.status("loading"):
+            pass
+        yield FakeBackend(pause_s=0.15)
+
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: True))
+    run_batch(plan, opened, indexing_bar=lambda: console.progress_bar("reading"), bar=batch_bar)
+    assert "lines" in screen.getvalue()
+    assert "language" in screen.getvalue()
+    assert "/3" in screen.getvalue()

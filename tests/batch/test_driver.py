@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,10 @@ def test_a_run_answers_group_by_group_and_sums_up(tmp_path: Path) -> None:
     utilisation = Utilisation()
     shown: list[tuple[int, int]] = []
     summary = run(
-        tmp_path, backend, utilisation=utilisation, show=lambda done, every, _: shown.append((done, every))
+        tmp_path,
+        backend,
+        utilisation=utilisation,
+        bar=lambda: nullcontext(lambda done, every, _: shown.append((done, every))),
     )
     assert_complete(tmp_path)
     tally = summary.tally
