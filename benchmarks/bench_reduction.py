@@ -1,0 +1,185 @@
+"""What fewer visual tokens save: time to the first token, prefill, bytes of keys and values, frames that fit.
+
+    python benchmarks/bench_reduction.py [--quick] [--section prefill|fit|accuracy] [--verdicts FILE ...]
+
+prefill: a drawn video whose embeddings are there; each retention in turn, one thread. The gain in TTFT
+(prefill of what is kept, and the question's first token) beside the gain in operations of the decoder.
+fit: the most frames of one video that a fixed room for keys and values admits.
+accuracy: the tables of `epd eval --out FILE.jsonl`, from the files given.
+Results go to benchmarks/results/reduction.{json,md}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import bisect  # noqa: E402 - after sys.path
+import json  # noqa: E402
+import statistics  # noqa: E402
+import subprocess  # noqa: E402
+import tempfile  # noqa: E402
+import time  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
+from functools import partial  # noqa: E402
+
+import torch  # noqa: E402
+from reporting import Row, Section, median_ratio, run_sections, setting  # noqa: E402
+from transformers import AutoConfig  # noqa: E402
+
+from encoders import Sampling, VideoFacts  # noqa: E402
+from encoders.identity import prompt_identity  # noqa: E402
+from encoders.reduction import reduce_prompt  # noqa: E402
+from epd.models import embedded_model_path  # noqa: E402
+from epd.reduction import ReductionPolicy  # noqa: E402
+from epd.sampling_params import SamplingParams  # noqa: E402
+from epd.shapes import make_scene  # noqa: E402
+from stages.colocated import ColocatedPipeline, EncodedMedia  # noqa: E402
+from stages.generation import GenerateRequest  # noqa: E402
+from video.demo_video import write_demo_video  # noqa: E402
+
+RETENTIONS = (1.0, 0.5, 0.25, 0.15, 0.1)
+QUESTION = "Which shape appears first?"
+KV_TOKENS = 4096
+MOST_FRAMES = 16384
+SEED = 5_000_001
+
+
+def encoded_video(pipeline: ColocatedPipeline, num_frames: int) -> EncodedMedia:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "video.mp4"
+        write_demo_video(path, make_scene(SEED, float(num_frames)), fps=2, height=360, width=640)
+        return pipeline.encode_media([path], num_frames=num_frames)
+
+
+def decoder_flops(num_tokens: int) -> float:
+    """Of a prefill of so many tokens: two for each weight of the layers and token, and causal attention."""
+    config = AutoConfig.from_pretrained(embedded_model_path()).get_text_config()
+    size, heads = config.hidden_size, config.num_attention_heads
+    head = size // heads
+    attention = size * head * (2 * heads + 2 * config.num_key_value_heads)
+    weights = attention + 3 * size * config.intermediate_size
+    per_layer = 2 * weights * num_tokens + 2 * heads * head * num_tokens**2
+    return float(config.num_hidden_layers * per_layer)
+
+
+def prefill_rows(methods: Sequence[str], num_frames: int, repeats: int) -> list[Row]:
+    pipeline = ColocatedPipeline.load(embedded_model_path(), num_threads=1)
+    encoded = encoded_video(pipeline, num_frames)
+    policies = [ReductionPolicy(methods[0])]
+    policies += [ReductionPolicy(method, r) for method in methods for r in RETENTIONS if r < 1]
+    seconds: dict[ReductionPolicy, list[float]] = {policy: [] for policy in policies}
+    prefills: dict[ReductionPolicy, list[float]] = {policy: [] for policy in policies}
+    rows = []
+    for repeat in range(repeats + 1):
+        for policy in policies:
+            start = time.perf_counter()
+            context = pipeline.prefill_encoded(encoded, reduction=policy)
+            prefill_s = time.perf_counter() - start
+            answer = pipeline.answer(context, QUESTION, max_tokens=1)
+            if repeat:  # the first is to warm up
+                seconds[policy].append(time.perf_counter() - start)
+                prefills[policy].append(prefill_s)
+                continue
+            assert context.request_id is not None
+            tokens = pipeline.engine.kv.num_tokens(context.request_id)
+            rows.append((policy, tokens, answer.usage))
+    whole = policies[0]
+    whole_flops = decoder_flops(rows[0][2].prompt_tokens)
+    return [
+        {
+            "method": policy.method if policy.is_on else "all tokens",
+            "retention": policy.retention,
+            "visual_tokens": usage.visual_tokens,
+            "kv_mb": round(tokens * pipeline.engine.pools.bytes_per_token / 1e6, 2),
+            "prefill_s": round(statistics.median(prefills[policy]), 3),
+            "ttft_s": round(statistics.median(seconds[policy]), 3),
+            "flops_gain": round(flops := whole_flops / decoder_flops(usage.prompt_tokens), 2),
+            "ttft_gain": round(gain := median_ratio(seconds[whole], seconds[policy]), 2),
+            "share_of_flops_gain": round(gain / flops, 2),
+            "repeats": repeats,
+        }
+        for policy, tokens, usage in rows
+    ]
+
+
+def fit_rows(num_kv_tokens: int) -> list[Row]:
+    """For each retention the most frames of one video that are admitted with a question and its answer."""
+    pipeline = ColocatedPipeline.load(embedded_model_path(), num_threads=1, num_kv_tokens=num_kv_tokens)
+    rows: list[Row] = []
+    for retention in RETENTIONS:
+        policy = ReductionPolicy(retention=retention)
+        most = bisect.bisect_left(range(1, MOST_FRAMES), x=True, key=lambda n: not fits(pipeline, n, policy))
+        rows.append({"retention": retention, "kv_tokens": num_kv_tokens, "frames": most})
+        rows[-1]["times_as_many"] = round(most / rows[0]["frames"], 2)
+    return rows
+
+
+def fits(pipeline: ColocatedPipeline, num_frames: int, policy: ReductionPolicy) -> bool:
+    facts = VideoFacts(num_frames, 1.0, 360, 640)
+    plan = pipeline.adapter.plan_video(facts, Sampling(num_frames=num_frames))
+    prompt = reduce_prompt(pipeline.adapter.plan_prompt([plan], QUESTION), policy)
+    sampling = SamplingParams(max_tokens=16)
+    return pipeline.engine.can_admit(
+        GenerateRequest("fit", prompt, prompt_identity(prompt, ["video"]), sampling)
+    )
+
+
+def accuracy_rows(logs: Sequence[Path]) -> list[Row]:
+    """What `epd eval` says of its logs of verdicts."""
+    rows: list[Row] = []
+    for log in logs:
+        command = [str(Path(sys.executable).with_name("epd")), "eval", "--table", str(log), "--json"]
+        found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        rows += [
+            {
+                "frames": row["num_frames"],
+                "questions": row["num_questions"],
+                "method": row["method"],
+                "retention": row["retention"],
+                "visual_tokens": row["visual_tokens"],
+                "accuracy": round(row["accuracy"], 4),
+                "of_full": round(row["relative_accuracy"], 4),
+                "p_value": None if row["p_value"] is None else float(f"{row['p_value']:.2g}"),
+            }
+            for row in found
+        ]
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a short video, one repeat; writes nothing")
+    parser.add_argument("--section", action="append", help="prefill, fit or accuracy; may be repeated")
+    parser.add_argument("--verdicts", type=Path, nargs="+", default=[], help="logs of `epd eval --out`")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    quick = options.quick
+    frames, repeats = (32, 1) if quick else (512, 5)
+    sections = {
+        "prefill": Section(
+            "Time to the first token, embeddings there (aim: 0.9 of the gain in operations)",
+            partial(prefill_rows, ("balanced", "evs", "quickprefill"), frames, repeats),
+        ),
+        "fit": Section("Frames that fit", partial(fit_rows, KV_TOKENS)),
+        "accuracy": Section(
+            "Accuracy on held-out videos of the shapes world", partial(accuracy_rows, options.verdicts)
+        ),
+    }
+    default = [name for name in sections if name != "accuracy" or options.verdicts]
+    run_sections(
+        "reduction",
+        "Fewer visual tokens",
+        sections,
+        options.section or default,
+        lambda: setting(("torch", "transformers"), checkpoint="shapes-vl, float32"),
+        save=not quick,
+    )
+
+
+if __name__ == "__main__":
+    main()
