@@ -156,7 +156,7 @@ class RetentionController:
             return None
         ttft_s, limit_s = self.ttft_s(load, self.level), config.high * config.slo_ttft_s
         if ttft_s > limit_s and self._saves(load):
-            return self._first_within(load, limit_s), f"{ttft_s:.2f} s predicted, limit {limit_s:.2f}"
+            return self._fitting(load), f"{ttft_s:.2f} s predicted, limit {limit_s:.2f}"
         if waited_s < config.dwell_s:
             return None
         if load.num_waiting > config.max_waiting and (self._saves(load) or not load.service_s(1)):
@@ -165,11 +165,14 @@ class RetentionController:
             return self._index + 1, f"{load.kv_usage:.2f} of the KV in use, limit {config.max_kv_usage:.2f}"
         return None
 
-    def _first_within(self, load: PromptLoad, limit_s: float) -> int:
-        """The highest level below that is predicted to keep the limit, else the lowest of all."""
-        levels = self.config.levels
-        below = range(self._index + 1, len(levels))
-        return next((i for i in below if self.ttft_s(load, levels[i]) <= limit_s), len(levels) - 1)
+    def _fitting(self, load: PromptLoad) -> int:
+        """The highest level below that is predicted to keep the high mark, else the SLO, else the lowest."""
+        config, last = self.config, len(self.config.levels) - 1
+        for limit_s in (config.high * config.slo_ttft_s, config.slo_ttft_s):
+            for index in range(self._index + 1, last + 1):
+                if self.ttft_s(load, config.levels[index]) <= limit_s:
+                    return index
+        return last
 
     def _saves(self, load: PromptLoad) -> bool:
         """Whether the lowest level makes prompts noticeably quicker than this one does."""
