@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 Kind = Literal["embeddings", "kv"]
 AnyShape = EncoderPoolShape | KVPoolsShape
 AnyPool = EncoderPool | KVPools
+_LOOK_EVERY_S = 2.0  # between looks for mapped pools that are gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,7 @@ class RayConnector(MailboxConnector[Any, Any]):
         self._shapes: dict[str, AnyShape] = {}
         self._packed: dict[tuple[str, int], Packed] = {}
         self._mapped: dict[str, tuple[str, AnyPool]] = {}
+        self._look_s = 0.0
 
     def put(self, name: str, message: Message) -> None:
         worker = name.rpartition(".")[0]
@@ -148,7 +151,17 @@ class RayConnector(MailboxConnector[Any, Any]):
         # Those that nobody waited for were answered without a look at what they offer.
         self._packed.clear()
         self._shapes.clear()
+        self._forget_gone()
         return taken
+
+    def _forget_gone(self) -> None:
+        """Lets go of the memory of pools whose worker is gone, or has given up the role they were for."""
+        now_s = time.monotonic()
+        if now_s < self._look_s:
+            return
+        self._look_s = now_s + _LOOK_EVERY_S
+        for sender in [name for name, (path, _) in self._mapped.items() if not Path(path).exists()]:
+            del self._mapped[sender]
 
     def pool_of(self, offer: Offer[Any]) -> AnyPool | None:
         packed = self._packed.get((offer.pool_id, offer.number))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 from collections.abc import Iterator
@@ -88,6 +89,32 @@ def test_embeddings_arrive_as_they_were_sent(workers: Workers) -> None:
     assert torch.equal(got.deepstack[0], embeddings.deepstack[0])
     assert outcomes(sender) == [TransferOutcome.DELIVERED]
     assert workers.num_packed == (0 if workers.is_one_machine else 1)
+
+
+def test_the_pool_of_a_role_that_was_given_up_is_not_kept(
+    files: PoolFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that is gone takes memory for as long as anybody has it mapped."""
+    monkeypatch.setattr("serve_app.ray_connector._LOOK_EVERY_S", 0.0)
+    workers = Workers(files, is_one_machine=True)
+    pool, sender = workers["e0"].embeddings("e0.encode", ENCODER)
+    _, receiver = workers["p0"].embeddings("p0.prefill", RECEIVER)
+    pool.write(CachedGroup(7, (5, 2)), group(7))
+    receiver.expect(ticket("t", CachedGroup(7, (9, 0, 4))))
+    sender.send(ticket("t", CachedGroup(7, (9, 0, 4))), CachedGroup(7, (5, 2)))
+    assert [offer.error for offer in receiver.recv()] == [""]
+    workers["e0"].close("e0.encode")
+    del pool, sender
+    gc.collect()
+    assert num_mappings("e0.encode") > 0
+    receiver.recv()
+    gc.collect()
+    assert num_mappings("e0.encode") == 0
+
+
+def num_mappings(name: str) -> int:
+    """Of pools of an end, in this process."""
+    return sum(f"-{name}-" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 def test_keys_and_values_arrive_as_they_were_sent(workers: Workers) -> None:
