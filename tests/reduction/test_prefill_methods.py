@@ -35,6 +35,7 @@ from stages.generation import GenerationSettings
 from stages.joining import Joiner
 from stages.loader import load_model
 from stages.pruning import smallest_keys
+from stages.question_views import QuestionView
 from stages.visual_inputs import PlacedEmbeddings
 from tests.stages.prompts import MAX_TOKENS, Drive, Prompt
 from tests.stages.test_scheduler_machine import VOCABULARY, SchedulerMachine
@@ -493,6 +494,19 @@ def test_choices_outlast_chunks_batches_and_preemption(
         for seed in range(2):
             assert Drive(engine, seed).run(chosen) == expected(chosen)
         assert engine.scheduler.num_preempted > 0
+
+
+def test_decode_reads_the_last_survivors(chosen: dict[str, Prompt]) -> None:
+    view, plan = QuestionView(chosen["mustdrop0"].plan), chosen["mustdrop0"].plan
+    view.begin(6)
+    for layer in range(6):
+        tokens = view.tokens(layer, len(plan))
+        assert len(tokens) == len(plan) - plan.num_visual_tokens + view.num_read()[layer]
+        view.choose(layer, torch.rand(3, len(tokens)), tokens)
+    read = [view.tokens(layer, len(plan)).tolist() for layer in range(6)]
+    assert read[0] == list(range(len(plan)))
+    assert all(each == read[5] for each in read[1:])
+    assert len(read[5]) < len(read[0])
 
 
 def test_decode_workers_refuse_what_they_cannot_know(engines: Engines, chosen: dict[str, Prompt]) -> None:
