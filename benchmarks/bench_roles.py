@@ -1,12 +1,15 @@
 """Changes of roles in the running app: what each kind takes, and whether roles that follow the load pay.
 
-    python benchmarks/bench_roles.py [--quick] [--section switches|weights|elastic]
+    python benchmarks/bench_roles.py [--quick] [--section switches|weights|elastic|paced]
 
 switches: worker processes on Ray with shapes-vl change roles in a circle, idle and while answers are made;
 medians of each phase. A switch from decode under load moves its answers; then the tokens are compared too.
 weights: a role's weights from the checkpoint and from the memory that workers share, in turns.
 elastic: short answers about images, then long ones, open loop at a rate that one decode worker cannot keep
-up with; rounds with the layout as it is and with roles that follow the load, in turns, on one fleet.
+up with; rounds with the layout as it is and with roles that follow the load, in turns, on one fleet. All
+processes share the cores of the machine: another decode worker adds no computing power once they are busy.
+paced: the same with workers as threads that wait until a pass has taken as long as in PASS_S, as if each had
+a device of its own. Tokens, queues and switches are real, the speed of the devices is not.
 Results go to benchmarks/results/roles.{json,md}.
 """
 
@@ -24,9 +27,10 @@ import itertools  # noqa: E402
 import statistics  # noqa: E402
 import tempfile  # noqa: E402
 import time  # noqa: E402
-from collections.abc import AsyncIterator, Sequence  # noqa: E402
-from contextlib import aclosing, asynccontextmanager  # noqa: E402
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence  # noqa: E402
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager  # noqa: E402
 from dataclasses import dataclass, field  # noqa: E402
+from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
 from reporting import Row, Section, median_ratio, run_sections, setting  # noqa: E402
@@ -42,11 +46,13 @@ from epd.sampling_params import SamplingParams  # noqa: E402
 from epd.scheduling import SchedulerConfig  # noqa: E402
 from epd.topology import STAGES, letters_of, parse_topology  # noqa: E402
 from epd.workload import Resolution  # noqa: E402
+from serve_app.local_fleet import LocalFleet, LocalFleetConfig  # noqa: E402
 from serve_app.orchestrator import Orchestrator  # noqa: E402
 from serve_app.planning import Planner  # noqa: E402
 from serve_app.ray_cluster import RaySettings, ray_cluster  # noqa: E402
 from serve_app.ray_fleet import RayFleet, RayFleetConfig  # noqa: E402
 from serve_app.service import AnswerRequest, MediaSource, RoleSwitch, TokenDelta  # noqa: E402
+from serve_app.worker_core import WorkerCore  # noqa: E402
 from serve_app.worker_stages import WorkerSettings  # noqa: E402
 from stages.weights import WholeModel, load_role, write_weights  # noqa: E402
 
@@ -55,6 +61,9 @@ MODEL = embedded_model_path()
 CIRCLES = ((("d", "p"), ("p", "e"), ("e", "d")), (("d", "e"), ("e", "p"), ("p", "d")))
 NUM_SEATS = 8  # answers that a decode worker makes at once
 LONG_TOKENS, SHORT_TOKENS = 240, 4
+# Seconds of one pass of a paced worker, and tokens of its long answers.
+PASS_S: Mapping[Stage, float] = {"encode": 0.05, "prefill": 0.05, "decode": 0.06}
+PACED_TOKENS = 60
 OVERLOAD = 1.35  # arrivals of long answers, by what one decode worker can do
 IMAGES_PER_S = 4.0
 
@@ -64,7 +73,7 @@ class App:
     """An orchestrator of this process over worker processes. folder: for media."""
 
     service: Orchestrator
-    fleet: RayFleet
+    fleet: RayFleet | LocalFleet
     folder: Path
     numbers: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -110,16 +119,30 @@ def roles_of(letters: str) -> frozenset[Stage]:
     return frozenset(stage for stage in STAGES if stage[0] in letters)
 
 
-@asynccontextmanager
-async def running(topology: str) -> AsyncIterator[App]:
+SETTINGS = WorkerSettings(
+    MODEL,
+    num_kv_tokens=16_384,
+    num_embeddings=16_384,
+    decode_scheduler=SchedulerConfig(max_num_seqs=NUM_SEATS),
+)
+
+
+def workers_of(topology: str) -> dict[str, frozenset[Stage]]:
     workers = {worker.name: worker.roles for worker in parse_topology(topology).workers()}
-    settings = WorkerSettings(
-        MODEL,
-        num_kv_tokens=16_384,
-        num_embeddings=16_384,
-        decode_scheduler=SchedulerConfig(max_num_seqs=NUM_SEATS),
-    )
-    fleet = RayFleet(RayFleetConfig(workers | {"v0": frozenset({"video"})}), settings)
+    return workers | {"v0": frozenset({"video"})}
+
+
+def running(topology: str) -> AbstractAsyncContextManager[App]:
+    """Worker processes on Ray."""
+    return _running(RayFleet(RayFleetConfig(workers_of(topology)), SETTINGS))
+
+
+def running_threads(topology: str) -> AbstractAsyncContextManager[App]:
+    return _running(LocalFleet(LocalFleetConfig(workers_of(topology)), SETTINGS))
+
+
+@asynccontextmanager
+async def _running(fleet: RayFleet | LocalFleet) -> AsyncIterator[App]:
     service = Orchestrator(fleet, Planner(MODEL, "shapes-vl"))
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -222,13 +245,46 @@ def elastic_rows(num_rounds: int, phase_s: float) -> list[Row]:
         return asyncio.run(_elastic_rows(num_rounds, phase_s))
 
 
-async def _elastic_rows(num_rounds: int, phase_s: float) -> list[Row]:
+def paced_rows(num_rounds: int, phase_s: float) -> list[Row]:
+    build = WorkerCore._build
+
+    def build_paced(core: WorkerCore, stage: Stage) -> Any:
+        role: Any = build(core, stage)
+        role.stage.step = _paced(role.stage.step, PASS_S[stage])
+        return role
+
+    WorkerCore._build = build_paced  # type: ignore[method-assign]
+    try:
+        return asyncio.run(_elastic_rows(num_rounds, phase_s, running_threads, PACED_TOKENS))
+    finally:
+        WorkerCore._build = build  # type: ignore[method-assign]
+
+
+def _paced(step: Callable[[], Any], pass_s: float) -> Callable[[], Any]:
+    """A stage's step that takes at least so long when it has computed anything."""
+
+    def paced() -> Any:
+        start = time.perf_counter()
+        result = step()
+        if result if isinstance(result, int) else result.num_tokens:
+            time.sleep(max(0.0, pass_s - (time.perf_counter() - start)))
+        return result
+
+    return paced
+
+
+Running = Callable[[str], AbstractAsyncContextManager[App]]
+
+
+async def _elastic_rows(
+    num_rounds: int, phase_s: float, run: Running = running, num_tokens: int = LONG_TOKENS
+) -> list[Row]:
     rows = []
-    async with running("3e1p1d") as app:
-        long_per_s = OVERLOAD * await _long_answers_per_s(app)
+    async with run("3e1p1d") as app:
+        long_per_s = OVERLOAD * await _long_answers_per_s(app, num_tokens)
         phases = [
             Phase(2, SHORT_TOKENS, IMAGES_PER_S, phase_s / 2),
-            Phase(0, LONG_TOKENS, long_per_s, phase_s),
+            Phase(0, num_tokens, long_per_s, phase_s),
         ]
         for number in range(2 * num_rounds):
             is_elastic = number % 4 in (1, 2)  # static, elastic, elastic, static, ...
@@ -236,9 +292,9 @@ async def _elastic_rows(num_rounds: int, phase_s: float) -> list[Row]:
     return _compared(rows)
 
 
-async def _long_answers_per_s(app: App) -> float:
+async def _long_answers_per_s(app: App, num_tokens: int) -> float:
     """By one decode worker with all its seats taken, from a closed loop."""
-    params = SamplingParams(max_tokens=LONG_TOKENS, ignore_eos=True)
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
     await asyncio.gather(*(app.ask(f"warm {number}", 1, params) for number in range(NUM_SEATS)))
     start = time.perf_counter()
     await asyncio.gather(*(app.ask(f"measure {number}", 0, params) for number in range(3 * NUM_SEATS)))
@@ -294,12 +350,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="few repeats; results are not kept")
-    parser.add_argument("--section", choices=("switches", "weights", "elastic"), action="append")
+    parser.add_argument("--section", choices=("switches", "weights", "elastic", "paced"), action="append")
     options = parser.parse_args()
     few = options.quick
     sections = {
         "switches": Section("Switches by kind, milliseconds (medians)", lambda: switch_rows(1 if few else 4)),
         "weights": Section("A role's weights", lambda: weight_rows(3 if few else 15)),
+        "paced": Section(
+            "The same with paced workers",
+            lambda: paced_rows(1 if few else 2, 10.0 if few else 40.0),
+        ),
         "elastic": Section(
             "3e1p1d, short answers about images, then long ones",
             lambda: elastic_rows(1 if few else 3, 10.0 if few else 40.0),
