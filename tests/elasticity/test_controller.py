@@ -232,7 +232,7 @@ def turns(switches: list[tuple[float, str, Roles, Roles]], stage: Stage) -> list
     return [after[0] for before, after in pairwise(moves) if before[1] != after[1]]
 
 
-@quick(12)
+@quick(8)
 @given(
     period_s=st.floats(2.0, 400.0),
     phase=st.floats(0.0, 1.0),

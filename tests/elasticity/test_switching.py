@@ -121,7 +121,7 @@ def test_a_day_is_served_better_than_by_the_best_layout_in_hindsight() -> None:
 WAVES: list[Callable[..., Callable[[float], float]]] = [square_wave, sine_wave]
 
 
-@settings(max_examples=6, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=4, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
     wave=st.sampled_from(WAVES),
     period_s=st.floats(2.0, 300.0),
@@ -155,7 +155,7 @@ def test_no_periodic_load_makes_them_oscillate_or_much_slower(
 # Switches that fail
 
 
-@settings(max_examples=10, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=6, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(failing=st.lists(st.booleans(), min_size=1, max_size=6), seed=st.integers(0, 100))
 def test_switches_that_fail_midway_leave_a_topology_that_works(failing: list[bool], seed: int) -> None:
     """The worker has drained and handed over what it had, and must take its old roles again."""
