@@ -5,8 +5,9 @@
 First `epd profile --app` measures the stages of the embedded model, each alone, and what the application
 costs beside them: questions asked one after the other, of two layouts. Then for each layout and workload
 requests arrive at random times, at a rate that keeps SHARE of the cores busy (by the simulation), at
-`epd serve`; and in the simulator with that profile. Nothing is fitted to these runs. Error: of the simulated
-mean. encode, prefill: work of these stages for one request, as the application's log has it.
+`epd serve`; and in the simulator with that profile. Nothing is fitted to these runs. Figures are medians over
+the requests, which others on the machine move less than means; error: of the simulated one. encode, prefill:
+work of these stages for one request, as the application's log has it.
 Results go to benchmarks/results/planner.{json,md}.
 """
 
@@ -101,15 +102,15 @@ def rate_of(profile: Profile, topology: str, part: Row, load: float) -> float:
     return load * free / core_seconds(profile, topology, part)
 
 
-def mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values) if values else 0.0
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else 0.0
 
 
 def live_figures(result: LoadResult) -> dict[str, float]:
     records = [record for record in result.records if record.error is None]
     found = {
-        "TTFT": mean([record.token_times_s[0] - record.sent_s for record in records]),
-        "TPOT": mean(
+        "TTFT": median([record.token_times_s[0] - record.sent_s for record in records]),
+        "TPOT": median(
             [
                 (record.end_s - record.token_times_s[0]) / (record.completion_tokens - 1)
                 for record in records
@@ -118,17 +119,17 @@ def live_figures(result: LoadResult) -> dict[str, float]:
         ),
     }
     return found | {
-        stage: mean([each.stages_s.get(stage, 0.0) for each in result.served])
+        stage: median([each.stages_s.get(stage, 0.0) for each in result.served])
         for stage in ("encode", "prefill")
     }
 
 
 def simulated_figures(result: SimulationResult) -> dict[str, float]:
     return {
-        "TTFT": float(result.ttft_s.mean()),
-        "TPOT": float(result.tpot_s.mean()),
-        "encode": float(result.rows["encode_ticks"].mean()) / TICKS_PER_S,
-        "prefill": float(result.rows["prefill_ticks"].mean()) / TICKS_PER_S,
+        "TTFT": median(result.ttft_s.tolist()),
+        "TPOT": median(result.tpot_s.tolist()),
+        "encode": median(result.rows["encode_ticks"].tolist()) / TICKS_PER_S,
+        "prefill": median(result.rows["prefill_ticks"].tolist()) / TICKS_PER_S,
     }
 
 
@@ -189,7 +190,7 @@ def summary_of(pairs: Mapping[tuple[str, str], Mapping[str, Pair]]) -> list[Row]
         {
             "figure": figure,
             "pairs": len(values),
-            "mean absolute error": f"{mean(values):.1%}",
+            "mean absolute error": f"{statistics.fmean(values):.1%}",
             "largest": f"{max(values):.1%}",
         }
         for figure, values in errors.items()
@@ -223,7 +224,7 @@ def main() -> None:
     pairs = all_pairs(profile, options)
     sections = {
         "summary": Section("Mean absolute errors (aim: at most 15 %)", lambda: summary_of(pairs)),
-        "pairs": Section("Means of each layout and workload", lambda: rows_of(pairs)),
+        "pairs": Section("Medians of each layout and workload", lambda: rows_of(pairs)),
     }
     run_sections(
         "planner",

@@ -1,0 +1,64 @@
+"""The application as a process to be measured: its log, its CPU time, what it says when it does not start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from epd.cli_profile_app import _asked
+from epd.errors import UnavailableError
+from epd.load.live_app import LiveApp, LoadResult, ServedRequest, _served, live_app
+from epd.metrics import RequestRecord
+
+LINE = (
+    "2026-11-21 12:00:00,000 INFO serve_app.record request_id=a status=200 prompt_tokens=56 cached_tokens=15 "
+    "ttft_s=0.0505 total_s=0.0531 stages_s=probe:0.003,encode:0.009,prefill:0.015 queued_s=-"
+)
+
+
+def test_a_line_of_the_log_tells_the_work_of_each_stage() -> None:
+    stages_s = {"probe": 0.003, "encode": 0.009, "prefill": 0.015}
+    assert _served(LINE) == ServedRequest(0.0505, 56, 15, stages_s)
+    assert (
+        _served(LINE.replace("stages_s=probe:0.003,encode:0.009,prefill:0.015", "stages_s=-")).stages_s == {}
+    )
+
+
+def record(index: int, ttft_s: float, error: str | None = None) -> RequestRecord:
+    return RequestRecord(index, index, index, index + 1.0, (index + ttft_s,), error=error)
+
+
+def test_times_are_lower_quartiles_and_cpu_time_is_without_what_idling_takes() -> None:
+    records = tuple(record(index, ttft_s) for index, ttft_s in enumerate((0.1, 0.2, 0.3, 0.4, 0.5)))
+    found = _asked(LoadResult(records, (_served(LINE),) * 5, cpu_s=3.0, elapsed_s=10.0), idle_cores=0.1)
+    assert found.ttft_s == pytest.approx(0.2)
+    assert found.cpu_s == pytest.approx(0.4)
+    assert (found.encode_s, found.prefill_s, found.new_tokens) == (0.009, 0.015, 41)
+    with pytest.raises(UnavailableError, match="HTTP 500"):
+        _asked(LoadResult((record(0, 0.1, "HTTP 500"),), (), 0.0, 1.0), idle_cores=0.0)
+
+
+def test_cpu_time_is_that_of_a_process_and_all_it_has_started(tmp_path: Path) -> None:
+    burn = "import time\nend = time.process_time() + 0.5\nwhile time.process_time() < end: pass\n"
+    start = f"import subprocess, sys, time\nsubprocess.run([sys.executable, '-c', {burn + 'input()'!r}])"
+    with subprocess.Popen([sys.executable, "-c", start], stdin=subprocess.PIPE) as process:
+        app = LiveApp("http://nowhere", process, tmp_path / "log")
+        end_s = time.monotonic() + 30
+        while app.cpu_s() - sum(os.times()[:2]) < 0.5:
+            assert time.monotonic() < end_s
+            time.sleep(0.2)
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def test_what_does_not_start_is_told(tmp_path: Path) -> None:
+    with (
+        pytest.raises(UnavailableError, match="no worker does decode"),
+        live_app(["--topology", "1e1p"], tmp_path / "log"),
+    ):
+        pass
