@@ -1,10 +1,11 @@
 """`epd batch` as its users meet it: the program in a process of its own, the embedded model, real H.264.
 
-    python benchmarks/bench_batch.py [--quick] [--section videos|killed|hour]
+    python benchmarks/bench_batch.py [--quick] [--section videos|app|killed|hour]
 
-videos: ten questions about each of twenty 60 s videos in random order: `epd batch`, one by one in a process,
-one by one through `epd ask` (a sample), the HTTP app in random order with eight in flight, and `epd batch
---url` against that app, on copies it does not know. Answers are compared line by line.
+videos: ten questions about each of twenty 60 s videos in random order: `epd batch`, then a sample of them one
+by one in a process, and fewer one by one through `epd ask`; their times are scaled to all.
+app: the same against the HTTP app in random order with eight in flight, and `epd batch --url` against that
+app, on copies of the videos that it does not know. Answers are compared line by line.
 killed: 1,000 lines, 5 % of them bad, killed with SIGKILL three times, then run to the end.
 hour: one video of an hour, 5 and 50 questions: peak memory.
 Results go to benchmarks/results/batch.{json,md}. Videos are kept in the temporary folder.
@@ -13,14 +14,16 @@ Results go to benchmarks/results/batch.{json,md}. Videos are kept in the tempora
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
+# Before torch is imported: its threads read it then, and those that wait by spinning would slow all others.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import json  # noqa: E402 - after sys.path
-import os  # noqa: E402
 import random  # noqa: E402
 import shutil  # noqa: E402
 import signal  # noqa: E402
@@ -105,9 +108,9 @@ def run_batch(folder: Path, lines: Sequence[Row], *options: str) -> BatchRun:
         capture_output=True,
         text=True,
     )
-    after = os.times()
-    cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
-    return BatchRun(time.perf_counter() - start, cpu_s, json.loads(done.stdout), answers_in(out))
+    return BatchRun(
+        time.perf_counter() - start, _children_s(before), json.loads(done.stdout), answers_in(out)
+    )
 
 
 def answers_in(out: Path) -> Answers:
@@ -121,36 +124,42 @@ def new_folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def videos_rows(num_videos: int, seconds: float, num_asks: int) -> list[Row]:
-    clips = [clip(100 + number, seconds, 10) for number in range(num_videos)]
-    lines = lines_of(clips)
+def videos_rows(num_videos: int, seconds: float, num_looped: int, num_asks: int) -> list[Row]:
+    lines = lines_of([clip(100 + number, seconds, 10) for number in range(num_videos)])
     with new_folder() as folder:
         batch = run_batch(folder, lines)
     print(batch.summary, file=sys.stderr)
-    loop_s, loop_cpu_s, one_by_one = in_one_process(lines)
     rows = [
-        {"how": "epd batch", **_row(batch.seconds, len(lines), batch.answers, one_by_one), **_work(batch)},
-        {
-            "how": "one by one, one process",
-            **_row(loop_s, len(lines), one_by_one, one_by_one),
-            "right": sum(one_by_one[line["id"]] == line["answer"] for line in lines),
-            "cpu_s": round(loop_cpu_s, 1),
-        },
-        {
-            "how": f"one by one, epd ask ({num_asks} of them)",
-            **_row(*asked_alone(lines[:num_asks]), one_by_one, of=len(lines)),
-        },
-        *app_rows(lines, one_by_one),
+        {"how": "epd batch", **_row(batch.seconds, batch.answers, batch.answers), **_work(batch)},
+        {"how": "one by one, one process", **_compared(in_one_process(lines[:num_looped]), batch)},
+        {"how": "one by one, epd ask", **_compared(asked_alone(lines[:num_asks]), batch)},
     ]
-    for row in rows:
-        row["over_epd_batch"] = round(row["wall_s"] / rows[0]["wall_s"], 2)
     return _filled(rows)
 
 
-def _row(seconds: float, num_lines: int, answers: Answers, truth: Answers, *, of: int | None = None) -> Row:
-    """of: lines that the time is scaled to."""
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Some lines asked in another way: seconds on the wall and of processors, and what was answered."""
+
+    seconds: float
+    cpu_s: float
+    answers: Answers
+
+
+def _compared(sample: Sample, batch: BatchRun) -> Row:
+    """Scaled to all lines; `epd batch` counts with its start."""
+    scale = len(batch.answers) / len(sample.answers)
+    return {
+        **_row(sample.seconds * scale, sample.answers, batch.answers),
+        "over_epd_batch": round(sample.seconds * scale / batch.seconds, 2),
+        "cpu_s": round(sample.cpu_s * scale, 1),
+        "cpu_over_epd_batch": round(sample.cpu_s * scale / batch.cpu_s, 2),
+    }
+
+
+def _row(seconds: float, answers: Answers, truth: Answers) -> Row:
     num_equal = sum(truth[line_id] == answer for line_id, answer in answers.items())
-    return {"wall_s": round(seconds * (of or num_lines) / num_lines, 1), "equal": f"{num_equal}/{num_lines}"}
+    return {"wall_s": round(seconds, 1), "equal": f"{num_equal}/{len(answers)}"}
 
 
 def _work(batch: BatchRun) -> Row:
@@ -174,25 +183,34 @@ def _filled(rows: list[Row]) -> list[Row]:
     return [{name: row.get(name, "") for name in names} for row in rows]
 
 
-def in_one_process(lines: Sequence[Row]) -> tuple[float, float, Answers]:
-    """Seconds of wall and of processor time; the model is loaded before the clocks start."""
+def in_one_process(lines: Sequence[Row]) -> Sample:
+    """The model is loaded before the clocks start."""
     pipeline = ColocatedPipeline.load(embedded_model_path())
     start, start_cpu = time.perf_counter(), time.process_time()
     answers = {line["id"]: pipeline.ask([line["video"]], line["question"]).text for line in lines}
-    return time.perf_counter() - start, time.process_time() - start_cpu, answers
+    return Sample(time.perf_counter() - start, time.process_time() - start_cpu, answers)
 
 
-def asked_alone(lines: Sequence[Row]) -> tuple[float, int, Answers]:
-    start = time.perf_counter()
+def asked_alone(lines: Sequence[Row]) -> Sample:
+    start, before = time.perf_counter(), os.times()
     answers = {}
     for line in lines:
         command = [str(EPD), "ask", line["video"], line["question"]]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         answers[line["id"]] = done.stdout.strip()
-    return time.perf_counter() - start, len(lines), answers
+    return Sample(time.perf_counter() - start, _children_s(before), answers)
 
 
-def app_rows(lines: Sequence[Row], truth: Answers) -> list[Row]:
+def _children_s(before: os.times_result) -> float:
+    """Seconds of processors that child processes have taken since."""
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
+
+
+def app_rows(num_videos: int, seconds: float) -> list[Row]:
+    lines = lines_of([clip(100 + number, seconds, 10) for number in range(num_videos)])
+    with new_folder() as folder:
+        local = run_batch(folder, lines)
     with serving() as url:
         seconds, answers = in_random_order(url, lines)
         copies = [{**line, "video": str(copied(Path(line["video"])))} for line in lines]
@@ -200,15 +218,22 @@ def app_rows(lines: Sequence[Row], truth: Answers) -> list[Row]:
             batch = run_batch(folder, copies, "--url", url)
     for path in {line["video"] for line in copies}:
         Path(path).unlink()
-    return [
-        {"how": "app (1epd), random order, 8 in flight", **_row(seconds, len(lines), answers, truth)},
+    rows = [
+        {
+            "how": "epd batch",
+            **_row(local.seconds, local.answers, local.answers),
+            "wall_without_start_s": local.summary["wall_s"],
+            "encoded": local.summary["num_encoded"],
+        },
+        {"how": "app (1epd), random order, 8 in flight", **_row(seconds, answers, local.answers)},
         {
             "how": "epd batch --url, the same app",
-            **_row(batch.seconds, len(lines), batch.answers, truth),
+            **_row(batch.seconds, batch.answers, local.answers),
             "wall_without_start_s": batch.summary["wall_s"],
             "encoded": batch.summary["num_encoded"],
         },
     ]
+    return _filled(rows)
 
 
 def copied(path: Path) -> Path:
@@ -319,14 +344,17 @@ def hour_rows(seconds: float) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="little of everything; writes nothing")
-    parser.add_argument("--section", action="append", help="videos, killed or hour; may be repeated")
+    parser.add_argument("--section", action="append", help="videos, app, killed or hour; may be repeated")
     options = parser.parse_args()
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     quick = options.quick
     sections = {
         "videos": Section(
             "Ten questions about each video (aim: equal answers, a quarter of one by one, each video once)",
-            lambda: videos_rows(2 if quick else 20, 10.0 if quick else 60.0, 1 if quick else 5),
+            lambda: videos_rows(*((2, 10.0, 5, 1) if quick else (20, 60.0, 40, 4))),
+        ),
+        "app": Section(
+            "The same against the app (aim: equal answers)",
+            lambda: app_rows(*((2, 10.0) if quick else (20, 60.0))),
         ),
         "killed": Section(
             "Killed with SIGKILL three times (aim: nothing missing, nothing twice)",
