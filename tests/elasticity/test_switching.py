@@ -166,7 +166,7 @@ def test_switches_that_fail_midway_leave_a_topology_that_works(failing: list[boo
         return failing[(len(asked) - 1) % len(failing)]
 
     work = jobs(text_after_pictures(40.0), 100.0, seed)
-    result, simulation = simulate("4e1p3d", work, Elasticity(is_failing=fails))
+    result, simulation = simulate("5e1p2d", work, Elasticity(is_failing=fails))
     assert asked
     num_failed = sum(failing[number % len(failing)] for number in range(len(asked)))
     assert len(result.switches) == len(asked) - num_failed
@@ -174,7 +174,7 @@ def test_switches_that_fail_midway_leave_a_topology_that_works(failing: list[boo
     assert not simulation._placement.switching
     if all(failing):
         assert [each.roles for each in simulation._workers.values()] == [
-            each.roles for each in parse_topology("4e1p3d").workers()
+            each.roles for each in parse_topology("5e1p2d").workers()
         ]
 
 
