@@ -52,7 +52,7 @@ class Elastic:
         self._fleet = fleet
         self._queue = queue
         self._switcher = switcher
-        self._loads = loads
+        self.loads = loads
         self._clock = clock
         self._since: dict[str, tuple[frozenset[Stage], float]] = {}
         self._tasks = Tasks()
@@ -86,13 +86,16 @@ class Elastic:
         return [self._sample(info) for info in infos if info.is_alive and "video" not in info.roles]
 
     def _sample(self, info: WorkerInfo) -> WorkerSample:
-        load = self._loads.get(info.name, _NO_LOAD)
+        load = self.loads.get(info.name, _NO_LOAD)
         roles, since_s = self._since.get(info.name, (frozenset(), 0.0))
         if roles != info.roles:
             since_s = self._clock()
             self._since[info.name] = info.roles, since_s
         is_switching = info.name in self._switcher.in_flight
-        return WorkerSample(info.name, info.roles, since_s, load.stages, load.kv_usage, is_switching)
+        # Whichever runs out first limits how many answers it can make at once.
+        usages = [usage for usage in (load.kv_usage, load.seat_usage) if usage is not None]
+        usage = max(usages, default=None)
+        return WorkerSample(info.name, info.roles, since_s, load.stages, usage, is_switching)
 
     async def _run(self, controller: RoleController) -> None:
         while True:

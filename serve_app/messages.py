@@ -321,7 +321,8 @@ WorkerEvent = Admitted | Granted | GroupsArrived | GroupFailed | HandedOver | Re
 class WorkerLoad:
     """How a worker is. Usages: shares of its memory in use, None where it has none.
 
-    counters: totals since its start, under names as in `ServiceStatus.counters`. stages: what its load is
+    seat_usage: share of the answers that it makes at once at most. counters: totals since its start, under
+    names as in `ServiceStatus.counters`. stages: what its load is
     estimated from, for each role that it does.
     """
 
@@ -330,6 +331,7 @@ class WorkerLoad:
     kv_usage: float | None = None
     encoder_cache_usage: float | None = None
     num_role_switches: int = 0
+    seat_usage: float | None = None
     counters: Mapping[str, float] = field(default_factory=dict)
     stages: Mapping[Stage, StageSample] = field(default_factory=dict)
 

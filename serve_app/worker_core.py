@@ -247,6 +247,7 @@ class WorkerCore:
             kv_usage=_highest([load.kv_usage for load in loads]),
             encoder_cache_usage=_highest([load.encoder_cache_usage for load in loads]),
             num_role_switches=self._num_switches,
+            seat_usage=_highest([load.seat_usage for load in loads]),
             counters=_summed([load.counters for load in loads]),
             stages={stage: sample for load in loads for stage, sample in load.stages.items()},
         )

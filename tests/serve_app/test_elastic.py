@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from epd.admission import AdmissionQueue
 from epd.elasticity import ClusterLoad, ControllerConfig, RoleController, Switch
 from epd.errors import UnavailableError
 from epd.sampling_params import SamplingParams
-from serve_app.messages import Onload
+from epd.scheduling import SchedulerConfig
+from serve_app.elastic import Elastic
+from serve_app.fleet import WorkerInfo
+from serve_app.messages import Onload, WorkerLoad
 from tests.serve_app.orchestration import Deployment, Question, deployed
 from tests.serve_app.test_role_switch import on_message, roles
 
@@ -123,5 +129,35 @@ def test_the_estimate_is_made_of_what_workers_report(
             load = elastic.estimator.observe(time.time(), elastic.samples())
             assert load.is_known
             assert all(stage.need.request_s > 0 for stage in load.stages.values())
+
+    asyncio.run(run())
+
+
+def test_what_a_worker_has_room_for_ends_with_its_seats_too() -> None:
+    fleet: Any = SimpleNamespace(workers={name: WorkerInfo(name, roles("d")) for name in ("d0", "d1", "d2")})
+    switcher: Any = SimpleNamespace(in_flight={"d1"})
+    loads = {
+        "d0": WorkerLoad(kv_usage=0.1, seat_usage=0.75),
+        "d1": WorkerLoad(kv_usage=0.5, seat_usage=0.25),
+    }
+    elastic = Elastic(fleet, AdmissionQueue(4), switcher, loads, None, time.time)
+    samples = elastic.samples()
+    assert [(each.kv_usage, each.is_switching) for each in samples] == [
+        (0.75, False),
+        (0.5, True),
+        (None, False),
+    ]
+
+
+def test_seats_are_told(checkpoints: dict[str, Path]) -> None:
+    async def run() -> None:
+        async with deployed(checkpoints["qwen2_5_vl"], "1e1p1d") as deployment:
+            long = Question((), "what?", SamplingParams(max_tokens=400, ignore_eos=True))
+            asking = asyncio.create_task(deployment.ask_all([long, long]))
+            loads = deployment.service.elastic.loads
+            most = SchedulerConfig().max_num_seqs
+            await until(lambda: "d0" in loads and loads["d0"].seat_usage == 2 / most)
+            await asking
+            await deployment.settle()
 
     asyncio.run(run())
