@@ -253,3 +253,9 @@ def test_the_rate_of_arrivals_is_followed_and_forgotten() -> None:
 
 def test_before_anything_is_known_nothing_is_predicted() -> None:
     assert PromptLoadEstimator().load(0.0, [500] * 9, num_workers=1) == PromptLoad()
+
+
+def test_what_is_predicted_at_the_higher_level_counts() -> None:
+    """At a quarter of 2 s all is calm; at half of them it would not be."""
+    flood = PromptLoad(wait_s=5, visual_s=2)
+    assert settled(CONFIG, PromptLoad(visual_s=2.0), first=flood) == 0.25
