@@ -10,12 +10,14 @@ from fastapi import FastAPI
 
 from epd.elasticity import ControllerConfig
 from epd.errors import EPDError
+from epd.sampling_params import SamplingParams
 from serve_app.api import ApiSettings, create_api
 from serve_app.app_args import AppArgs
 from serve_app.orchestrator import Orchestrator, OrchestratorConfig
 from serve_app.planning import Planner
 from serve_app.ray_fleet import RayFleet, RayFleetConfig
 from serve_app.worker_stages import WorkerSettings
+from stages.generation import GenerationSettings
 from video import FetchPolicy
 
 
@@ -45,8 +47,9 @@ async def create_ingress(args: AppArgs) -> FastAPI:
         elastic=ControllerConfig() if args.elastic else None,
         retention=args.load_retention,
     )
-    service = Orchestrator(fleet, Planner(args.model_path, args.model_name), config)
-    app = create_api(service, _settings(args))
+    planner = Planner(args.model_path, args.model_name)
+    service = Orchestrator(fleet, planner, config)
+    app = create_api(service, _settings(args, planner.settings))
     front_lifespan = app.router.lifespan_context
 
     @asynccontextmanager
@@ -66,7 +69,8 @@ async def create_ingress(args: AppArgs) -> FastAPI:
     return app
 
 
-def _settings(args: AppArgs) -> ApiSettings:
+def _settings(args: AppArgs, checkpoint: GenerationSettings) -> ApiSettings:
+    """checkpoint: whose repetition penalty is used where a request names none."""
     policy = FetchPolicy(
         allowed_hosts=args.allowed_media_hosts,
         media_folder=args.allowed_media_path,
@@ -76,6 +80,7 @@ def _settings(args: AppArgs) -> ApiSettings:
         api_key=args.api_key.get_secret_value() if args.api_key else None,
         fetch=policy,
         max_requests=args.max_requests,
+        default_params=SamplingParams(repetition_penalty=checkpoint.repetition_penalty),
         default_deadline_s=args.slo_ttft_s,
         default_reduction=args.reduction_policy,
         allowed_hosts=args.served_hosts,

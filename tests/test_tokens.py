@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -276,8 +277,7 @@ def test_a_question_without_room_beside_held_contexts_is_refused(
     )
     contexts = [pipeline.prefill_media([media["video"]]) for _ in range(2)]
     question = "How many shapes are there? " * 4
+    ask = partial(pipeline.answer_all, contexts[0], [question])
+    ask_one = partial(pipeline.answer, contexts[0], question)
     with pytest.raises(InfeasibleError, match="let go of some"):
-        if at_once:
-            pipeline.answer_all(contexts[0], [question], max_tokens=4)
-        else:
-            pipeline.answer(contexts[0], question, max_tokens=4)
+        (ask if at_once else ask_one)(max_tokens=4)
