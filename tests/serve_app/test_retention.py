@@ -42,7 +42,10 @@ async def burst(deployment: Deployment, media: tuple[Path, ...], num: int) -> li
 def test_the_level_falls_in_a_burst_and_rises_after_it(
     checkpoints: dict[str, Path], media: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The SLO is eight times what a request alone takes on this machine, the burst twice what that holds."""
+    """The SLO is eight times what a request alone takes on this machine, the burst six times what that holds.
+
+    Served together, requests take less each than alone: a smaller burst may be done at a higher level.
+    """
     videos = (media["video"], media["tall_video"])
     config = RetentionConfig(1.0, levels=LEVELS)
 
@@ -55,7 +58,7 @@ def test_the_level_falls_in_a_burst_and_rises_after_it(
             load = retention.estimator.load(0.0, [], num_workers=1)
             slo_s = 8 * (load.wait_s + load.service_s(1))
             retention.controller = RetentionController(RetentionConfig(slo_s, levels=LEVELS, dwell_s=0.6))
-            num = 2 * math.ceil(slo_s / load.service_s(1))
+            num = 6 * math.ceil(slo_s / load.service_s(1))
             answers = await burst(deployment, videos, num)
             shares = [kept(each)[0] for each in answers]
             assert shares[0] == 1.0
