@@ -9,6 +9,7 @@ from encoders.adapter import (
     PromptPlan,
     Sampling,
     VideoFacts,
+    concatenated,
     place,
 )
 from encoders.chat import ChatMessage, ContentPart, check_question
@@ -27,6 +28,7 @@ __all__ = [
     "Sampling",
     "VideoFacts",
     "check_question",
+    "concatenated",
     "load_adapter",
     "place",
 ]

@@ -14,17 +14,19 @@ model, T prompt tokens.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from encoders.chat import ChatMessage
+from epd.errors import ModelError
 from epd.reduction import ReductionPolicy, Window
-from epd.types import MediaKind, PlaceholderRange
+from epd.types import MediaKind, PlaceholderRange, Usage
 
 Int64Array = NDArray[np.int64]
 
@@ -205,6 +207,24 @@ class PromptPlan:
         """Those that there would be without reduction."""
         return sum(item.plan.num_tokens for item in self.media)
 
+    def usage(self, num_completion_tokens: int) -> Usage:
+        """What an answer to it has used."""
+        return Usage(
+            num_frames=sum(item.plan.num_frames for item in self.media),
+            visual_tokens=self.num_visual_tokens,
+            prompt_tokens=len(self),
+            completion_tokens=num_completion_tokens,
+            visual_tokens_before=self.num_visual_tokens_before,
+        )
+
+    def check_begins_with(self, prefix: Int64Array) -> None:
+        """prefix: of a prompt with another question, int64 [n].
+
+        Raises ModelError if the question changes what comes before it.
+        """
+        if not np.array_equal(prefix, self.token_ids[: len(prefix)]):
+            raise ModelError("the chat template puts the question before the media; it must come after them")
+
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
@@ -223,6 +243,22 @@ class Embeddings:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Embeddings:
+        """The rows, and those of each deepstack layer, changed alike."""
+        return Embeddings(change(self.rows), tuple(map(change, self.deepstack)))
+
+    def cut(self, start: int, stop: int) -> Embeddings:
+        """Visual tokens [start, stop)."""
+        return self if (start, stop) == (0, len(self)) else self.mapped(lambda rows: rows[start:stop])
+
+
+def concatenated(parts: Sequence[Embeddings]) -> Embeddings:
+    """One after another; a single part is given back as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    layers = zip(*(part.deepstack for part in parts), strict=True)
+    return Embeddings(torch.cat([part.rows for part in parts]), tuple(torch.cat(layer) for layer in layers))
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,15 +80,7 @@ class AnswerPlan:
         )
 
     def usage(self, num_completion_tokens: int) -> Usage:
-        num_frames = sum(item.plan.num_frames for item in self.media)
-        prompt = self.prompt
-        return Usage(
-            num_frames,
-            prompt.num_visual_tokens,
-            len(prompt),
-            num_completion_tokens,
-            prompt.num_visual_tokens_before,
-        )
+        return self.prompt.usage(num_completion_tokens)
 
     @property
     def retention(self) -> float:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from time import perf_counter
 
-import numpy as np
 import torch
 
 from encoders import Adapter, PromptPlan
@@ -21,8 +20,7 @@ from encoders.adapter import Int64Array
 from encoders.identity import prompt_identity
 from encoders.reduction import reduce_prompt
 from epd.batch.bounded_queue import BoundedQueue, BusyClock, QueueClosed
-from epd.errors import EPDError, InfeasibleError, ModelError
-from epd.types import Usage
+from epd.errors import EPDError, InfeasibleError
 from stages.batch_jobs import (
     BatchAnswer,
     BatchSink,
@@ -295,8 +293,7 @@ class LanguageStage:
             request.request_id, prompt, identity, params, request.seed, parent=live.parent
         )
         try:
-            if not np.array_equal(live.prefix, prompt.token_ids[: len(live.prefix)]):
-                raise ModelError("the chat template puts the question before the media; it must come after")
+            prompt.check_begins_with(live.prefix)
             self._engine.add(wanted)
         except EPDError as error:
             self._sink.failed(request.request_id, error)
@@ -320,16 +317,8 @@ class LanguageStage:
                     self._finish(output.request_id, self._open.pop(output.request_id))
 
     def _finish(self, request_id: str, opened: _Open) -> None:
-        prompt, live = opened.prompt, opened.live
+        live, usage = opened.live, opened.prompt.usage(len(opened.outputs))
         live.num_open -= 1
-        num_frames = sum(each.plan.num_frames for each in live.opened.media)
-        usage = Usage(
-            num_frames,
-            prompt.num_visual_tokens,
-            len(prompt),
-            len(opened.outputs),
-            prompt.num_visual_tokens_before,
-        )
         num_cached = len(live.prefix) if live.parent is not None else 0
         outputs = sorted(opened.outputs, key=lambda output: output.choice)
         self._sink.answered(BatchAnswer(request_id, outputs, usage, num_cached, opened.first_s))

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from encoders import Adapter, Embeddings, MediaItem, PromptPlan
+from encoders import Adapter, Embeddings, MediaItem, PromptPlan, concatenated
 from encoders.groups import MediaGroup
 from encoders.reduction import Kept, TokenReducer
-from stages.visual_inputs import PlacedEmbeddings, concatenated
+from stages.visual_inputs import PlacedEmbeddings
 
 
 class Joiner:

@@ -8,13 +8,11 @@ a chunk needs              [       )                          may begin and end 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from encoders import Embeddings, PromptPlan
+from encoders import Embeddings, PromptPlan, concatenated
 from encoders.adapter import Int64Array
 
 
@@ -89,7 +87,7 @@ class VisualInputs:
         while first < last:
             embeddings, offset = self._parts[at], first - self._starts[at]
             length = min(last - first, len(embeddings) - offset)
-            pieces.append(_cut(embeddings, offset, offset + length))
+            pieces.append(embeddings.cut(offset, offset + length))
             first, at = first + length, at + 1
         return PlacedEmbeddings(
             concatenated(pieces), self.indices[last - sum(map(len, pieces)) : last] - start
@@ -104,17 +102,3 @@ class VisualInputs:
     def _count(self, num_tokens: int) -> int:
         """Visual tokens among prompt tokens [0, num_tokens)."""
         return int(np.searchsorted(self.indices, num_tokens))
-
-
-def concatenated(parts: Sequence[Embeddings]) -> Embeddings:
-    """One after another; a single part is given back as it is."""
-    if len(parts) == 1:
-        return parts[0]
-    layers = zip(*(part.deepstack for part in parts), strict=True)
-    return Embeddings(torch.cat([part.rows for part in parts]), tuple(torch.cat(layer) for layer in layers))
-
-
-def _cut(embeddings: Embeddings, start: int, stop: int) -> Embeddings:
-    if (start, stop) == (0, len(embeddings)):
-        return embeddings
-    return Embeddings(embeddings.rows[start:stop], tuple(layer[start:stop] for layer in embeddings.deepstack))

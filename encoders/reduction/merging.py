@@ -43,15 +43,19 @@ class MergedNeighbours:
 
     def merge(self, rows: Tensor, chosen: Tensor) -> Tensor:
         is_kept = self._owners != _DROPPED
-        place = torch.searchsorted(chosen, self._owners[is_kept])
-        sums = torch.zeros(len(chosen), rows.shape[1], dtype=rows.dtype).index_add_(0, place, rows[is_kept])
-        return sums / torch.bincount(place, minlength=len(chosen))[:, None]
+        return means(rows[is_kept], torch.searchsorted(chosen, self._owners[is_kept]), len(chosen))
 
     def _blocks(self) -> list[Tensor]:
         grid = torch.arange(self._height * self._width).view(self._height, self._width)
         return [
             block.flatten() for rows in torch.split(grid, _SIDE, 0) for block in torch.split(rows, _SIDE, 1)
         ]
+
+
+def means(rows: Tensor, owners: Tensor, num_owners: int) -> Tensor:
+    """[num_owners, C]: of the rows [n, C] that each owns. owners: int64 [n]; everyone owns some."""
+    sums = torch.zeros(num_owners, rows.shape[1], dtype=rows.dtype).index_add_(0, owners, rows)
+    return sums / torch.bincount(owners, minlength=num_owners)[:, None]
 
 
 def _key_sets(tokens: Tensor) -> Tensor:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from encoders.adapter import Embeddings, Int64Array, MediaItem, MediaPlan
+from encoders.adapter import Embeddings, Int64Array, MediaItem, MediaPlan, concatenated
 from encoders.reduction.merging import MergedNeighbours
 from encoders.reduction.selection import Method, new_method
 from epd.reduction import ReductionPolicy, Window
@@ -40,17 +41,18 @@ class TokenReducer:
     def push(self, embeddings: Embeddings) -> Iterator[Kept]:
         """The tokens of the next units, whole ones; gives what is kept of the windows that they complete."""
         if self._rest is not None:
-            embeddings = _joined(self._rest, embeddings)
+            embeddings = concatenated([self._rest, embeddings])
         start = 0
         while self._next < len(self._windows):
             window = self._windows[self._next]
             if len(embeddings) - start < window.num_tokens:
                 break
-            yield self._reduce(window, _rows(embeddings, slice(start, start + window.num_tokens)))
-            start += window.num_tokens
+            stop = start + window.num_tokens
+            yield self._reduce(window, embeddings.cut(start, stop))
+            start = stop
             self._num_before += window.num_tokens
             self._next += 1
-        self._rest = _rows(embeddings, slice(start, None)) if start < len(embeddings) else None
+        self._rest = embeddings.cut(start, len(embeddings)) if start < len(embeddings) else None
 
     def _reduce(self, window: Window, embeddings: Embeddings) -> Kept:
         indices = self._num_before + np.arange(window.num_tokens)
@@ -61,12 +63,12 @@ class TokenReducer:
         rows = embeddings.rows[:regular]
         units = rows.view(window.stop - window.start, -1, rows.shape[1])
         chosen = method.choose(units, window.num_kept - window.num_extra)
-        layers = [
-            torch.cat([method.merge(layer[:regular], chosen), layer[regular:]])
-            for layer in (embeddings.rows, *embeddings.deepstack)
-        ]
+
+        def reduced(rows: Tensor) -> Tensor:
+            return torch.cat([method.merge(rows[:regular], chosen), rows[regular:]])
+
         kept = np.concatenate([indices[:regular][chosen.numpy()], indices[regular:]])
-        return Kept(self._next, Embeddings(layers[0], tuple(layers[1:])), kept)
+        return Kept(self._next, embeddings.mapped(reduced), kept)
 
 
 def _new_method(policy: ReductionPolicy, plan: MediaPlan) -> Method:
@@ -80,12 +82,3 @@ def _token_grid(plan: MediaPlan) -> tuple[int, int]:
     height = round((plan.tokens_per_unit * plan.grid.h / plan.grid.w) ** 0.5)
     width = plan.tokens_per_unit // max(height, 1)
     return (height, width) if height * width == plan.tokens_per_unit else (1, plan.tokens_per_unit)
-
-
-def _rows(embeddings: Embeddings, part: slice) -> Embeddings:
-    return Embeddings(embeddings.rows[part], tuple(layer[part] for layer in embeddings.deepstack))
-
-
-def _joined(first: Embeddings, second: Embeddings) -> Embeddings:
-    layers = zip(first.deepstack, second.deepstack, strict=True)
-    return Embeddings(torch.cat([first.rows, second.rows]), tuple(torch.cat(pair) for pair in layers))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from encoders.reduction.merging import means
 from epd.reduction import SELECTION_METHODS
 
 _MOST_DISSIMILAR = 2.0  # 1 - the least cosine
@@ -66,10 +67,8 @@ class UniformPooling:
 
     def merge(self, rows: Tensor, chosen: Tensor) -> Tensor:
         edges = _edges(len(rows), len(chosen))
-        lengths = edges.diff()
-        owners = torch.repeat_interleave(torch.arange(len(chosen)), lengths)
-        sums = torch.zeros(len(chosen), rows.shape[1], dtype=rows.dtype).index_add_(0, owners, rows)
-        return sums / lengths[:, None]
+        owners = torch.repeat_interleave(torch.arange(len(chosen)), edges.diff())
+        return means(rows, owners, len(chosen))
 
 
 class EVS(_Dropping):
