@@ -1,5 +1,45 @@
-"""The families of `tests/encoders`."""
+"""The families of `tests/encoders`, and a drawn video as the embedded model sees it."""
 
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epd.models import embedded_model_path
+from epd.shapes import make_questions, make_scene
+from stages.colocated import ColocatedPipeline, EncodedMedia
 from tests.encoders.conftest import families, family
+from tests.tiny_models import load_reference
+from video.demo_video import write_demo_video
 
 __all__ = ["families", "family"]
+
+NUM_FRAMES = 80  # 600 visual tokens, three windows
+SEED = 4_000_001
+
+
+@pytest.fixture(scope="session")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("reduction") / "clip.mp4"
+    write_demo_video(path, make_scene(SEED, float(NUM_FRAMES)), fps=4, height=180, width=320)
+    return path
+
+
+@pytest.fixture(scope="session")
+def questions() -> list[str]:
+    scene = make_scene(SEED, float(NUM_FRAMES))
+    return [question.text for question in make_questions(scene, random.Random(1), time_margin_s=2.0)][:4]
+
+
+@pytest.fixture(scope="module")
+def encoded(pipeline: ColocatedPipeline, clip: Path) -> EncodedMedia:
+    """By the pipeline of the module."""
+    return pipeline.encode_media([clip], num_frames=NUM_FRAMES)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    return load_reference(embedded_model_path())

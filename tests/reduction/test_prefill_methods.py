@@ -16,11 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 from transformers import AttentionInterface, DynamicCache
 
-from encoders import Embeddings, PromptPlan, load_adapter
-from encoders.adapter import PatchRun
+from encoders import PromptPlan, load_adapter
 from encoders.reduction import reduce_prompt
 from encoders.reduction.merging import MergedNeighbours
-from encoders.reduction.static_units import encode_moving
 from epd.errors import InfeasibleError, RequestError
 from epd.kv_cache import KVCacheManager, KVCacheSpec
 from epd.kv_identity import token_identity
@@ -28,7 +26,6 @@ from epd.models import embedded_model_path
 from epd.reduction import ReductionPolicy, layer_counts
 from epd.sampling_params import SamplingParams
 from epd.scheduling import PrunedRange, ScheduledRequest, Scheduler, SchedulerConfig, SchedulerOutput
-from epd.shapes import make_questions, make_scene
 from stages.colocated import ColocatedPipeline, EncodedMedia, build_engine
 from stages.engine import LanguageEngine
 from stages.generation import GenerationSettings
@@ -37,14 +34,11 @@ from stages.loader import load_model
 from stages.pruning import smallest_keys
 from stages.question_views import QuestionView
 from stages.visual_inputs import PlacedEmbeddings
+from tests.reduction.conftest import NUM_FRAMES
 from tests.stages.prompts import MAX_TOKENS, Drive, Prompt
 from tests.stages.test_scheduler_machine import VOCABULARY, SchedulerMachine
 from tests.stages.test_split_stages import Deployment
-from tests.tiny_models import load_reference
-from video.demo_video import write_demo_video
 
-NUM_FRAMES = 80  # 600 visual tokens
-SEED = 4_000_001
 SMALL_WINDOW_TOKENS = 45  # three units of 15
 
 
@@ -61,31 +55,8 @@ def pipeline(model: Any) -> ColocatedPipeline:
 
 
 @pytest.fixture(scope="module")
-def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("prefill") / "clip.mp4"
-    write_demo_video(path, make_scene(SEED, float(NUM_FRAMES)), fps=4, height=180, width=320)
-    return path
-
-
-@pytest.fixture(scope="module")
-def questions() -> list[str]:
-    scene = make_scene(SEED, float(NUM_FRAMES))
-    return [question.text for question in make_questions(scene, random.Random(1), time_margin_s=2.0)][:4]
-
-
-@pytest.fixture(scope="module")
-def encoded(pipeline: ColocatedPipeline, clip: Path) -> EncodedMedia:
-    return pipeline.encode_media([clip], num_frames=NUM_FRAMES)
-
-
-@pytest.fixture(scope="module")
 def short(pipeline: ColocatedPipeline, clip: Path) -> EncodedMedia:
     return pipeline.encode_media([clip], num_frames=24)
-
-
-@pytest.fixture(scope="module")
-def reference() -> Any:
-    return load_reference(embedded_model_path())
 
 
 def reduced_plan(
@@ -532,33 +503,6 @@ def test_neighbours_that_look_alike_are_merged_first() -> None:
 
 
 # Frames that do not change
-
-
-def test_units_that_do_not_change_are_not_encoded(
-    model: Any, pipeline: ColocatedPipeline, encoded: EncodedMedia
-) -> None:
-    tower, adapter = pipeline.adapter.vision_tower(model), pipeline.adapter
-    plan = encoded.plans[0]
-    frames = torch.randint(0, 255, (12, *plan.size, 3), dtype=torch.uint8)
-    frames[2:6] = frames[[0, 1, 0, 1]]  # three units alike
-    frames[8:10] = frames[6:8]
-    frames[10:12] = frames[8:10]
-    frames[10, 0, 0] ^= 1  # but for one pixel
-    run = PatchRun("video", adapter.preprocess(frames, plan), plan.grid.cut(6))
-    seen: list[int] = []
-
-    def encode(run: PatchRun) -> Embeddings:
-        seen.append(run.grid.t)
-        (embeddings,) = adapter.encode_batch(tower, [run])
-        return embeddings
-
-    whole = encode(run)
-    exact, num_skipped = encode_moving(encode, run, 0.0)
-    close, num_close = encode_moving(encode, run, 0.05)
-    assert (num_skipped, num_close, seen) == (3, 4, [6, 3, 2])
-    torch.testing.assert_close(exact.rows, whole.rows, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(close.rows[: 5 * 15], whole.rows[: 5 * 15], rtol=1e-5, atol=1e-5)
-    assert torch.equal(close.rows[5 * 15 :], close.rows[4 * 15 : 5 * 15])
 
 
 def test_a_frozen_video_is_encoded_once_a_group(model: Any, clip: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,14 @@ from encoders.identity import prompt_identity
 from encoders.reduction import reduce_prompt
 from epd.models import embedded_model_path
 from epd.reduction import SELECTION_METHODS, ReductionPolicy
-from epd.shapes import make_questions, make_scene
 from stages.colocated import ColocatedPipeline, EncodedMedia
 from stages.joining import Joiner
 from tests.encoders.families import QUESTION, Family
 from tests.encoders.workers import SAMPLING, clip_of
+from tests.reduction.conftest import NUM_FRAMES
 from tests.serve_app.orchestration import Question, deployed
-from tests.tiny_models import load_reference
-from video.demo_video import write_demo_video
 
-NUM_FRAMES = 80  # 600 visual tokens, three windows
 MAX_TOKENS = 6
-SEED = 4_000_001
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
@@ -36,29 +31,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:Depre
 @pytest.fixture(scope="module")
 def pipeline() -> ColocatedPipeline:
     return ColocatedPipeline.load(embedded_model_path())
-
-
-@pytest.fixture(scope="module")
-def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("reduction") / "clip.mp4"
-    write_demo_video(path, make_scene(SEED, float(NUM_FRAMES)), fps=4, height=180, width=320)
-    return path
-
-
-@pytest.fixture(scope="module")
-def questions() -> list[str]:
-    scene = make_scene(SEED, float(NUM_FRAMES))
-    return [question.text for question in make_questions(scene, random.Random(1), time_margin_s=2.0)][:3]
-
-
-@pytest.fixture(scope="module")
-def encoded(pipeline: ColocatedPipeline, clip: Path) -> EncodedMedia:
-    return pipeline.encode_media([clip], num_frames=NUM_FRAMES)
-
-
-@pytest.fixture(scope="module")
-def reference() -> Any:
-    return load_reference(embedded_model_path())
 
 
 def kept_inputs(

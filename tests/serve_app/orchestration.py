@@ -176,3 +176,13 @@ async def deployed(
         yield deployment
     finally:
         await deployment.service.close()
+
+
+def undisturbed(path: Path, questions: Sequence[Question]) -> list[tuple[int, ...]]:
+    """The tokens that come of the questions when one worker does everything and nothing happens to it."""
+
+    async def run() -> list[tuple[int, ...]]:
+        async with deployed(path, "1epd") as deployment:
+            return [answer.tokens for answer in await deployment.ask_all(questions)]
+
+    return asyncio.run(run())

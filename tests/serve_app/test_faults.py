@@ -18,7 +18,7 @@ import pytest
 
 from epd.sampling_params import SamplingParams
 from serve_app.ray_memory import PoolFiles
-from tests.serve_app.orchestration import Answered, Question, deployed
+from tests.serve_app.orchestration import Answered, Question, undisturbed
 from tests.serve_app.ray_session import IGNORED, RayDeployment, RaySession, ray_deployed
 
 pytestmark = [pytest.mark.filterwarnings(each) for each in IGNORED]
@@ -51,13 +51,7 @@ def questions(media: dict[str, Path]) -> list[Question]:
 
 @pytest.fixture(scope="module")
 def expected(checkpoints: dict[str, Path], questions: list[Question]) -> list[tuple[int, ...]]:
-    """What comes of the questions when nothing happens."""
-
-    async def run() -> list[tuple[int, ...]]:
-        async with deployed(checkpoints["qwen2_5_vl"], "1epd") as deployment:
-            return [answer.tokens for answer in await deployment.ask_all(questions)]
-
-    return asyncio.run(run())
+    return undisturbed(checkpoints["qwen2_5_vl"], questions)
 
 
 def test_processes_that_are_killed_and_stopped_change_no_token(

@@ -11,7 +11,7 @@ import pytest
 
 from epd.errors import UnavailableError
 from epd.sampling_params import SamplingParams
-from tests.serve_app.orchestration import Answered, Deployment, Question, deployed
+from tests.serve_app.orchestration import Answered, Deployment, Question, deployed, undisturbed
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
@@ -29,13 +29,7 @@ def questions(media: dict[str, Path]) -> list[Question]:
 
 @pytest.fixture(scope="module")
 def expected(checkpoints: dict[str, Path], questions: list[Question]) -> list[tuple[int, ...]]:
-    """What comes of the questions when nothing happens."""
-
-    async def run() -> list[tuple[int, ...]]:
-        async with deployed(checkpoints["qwen2_5_vl"], "1epd") as deployment:
-            return [answer.tokens for answer in await deployment.ask_all(questions)]
-
-    return asyncio.run(run())
+    return undisturbed(checkpoints["qwen2_5_vl"], questions)
 
 
 async def ask_while(

@@ -17,7 +17,7 @@ from epd.sampling_params import SamplingParams
 from serve_app.fleet import WorkerLostError
 from serve_app.messages import AskRemaining, Message, Move, Offload, Onload, Pause, Reserve, SetRoles
 from serve_app.role_switch import SwitchLimits, closed_roles
-from tests.serve_app.orchestration import LETTERS, Answered, Deployment, Question, deployed
+from tests.serve_app.orchestration import LETTERS, Answered, Deployment, Question, deployed, undisturbed
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
@@ -51,13 +51,7 @@ def questions(media: dict[str, Path]) -> list[Question]:
 
 @pytest.fixture(scope="module")
 def expected(checkpoints: dict[str, Path], questions: list[Question]) -> list[tuple[int, ...]]:
-    """What comes of the questions when nothing happens."""
-
-    async def run() -> list[tuple[int, ...]]:
-        async with deployed(checkpoints["qwen2_5_vl"], "1epd") as deployment:
-            return [answer.tokens for answer in await deployment.ask_all(questions)]
-
-    return asyncio.run(run())
+    return undisturbed(checkpoints["qwen2_5_vl"], questions)
 
 
 @contextmanager
@@ -136,11 +130,7 @@ def long_questions(media: dict[str, Path]) -> list[Question]:
 
 @pytest.fixture(scope="module")
 def long_expected(checkpoints: dict[str, Path], long_questions: list[Question]) -> list[tuple[int, ...]]:
-    async def run() -> list[tuple[int, ...]]:
-        async with deployed(checkpoints["qwen2_5_vl"], "1epd") as deployment:
-            return [answer.tokens for answer in await deployment.ask_all(long_questions)]
-
-    return asyncio.run(run())
+    return undisturbed(checkpoints["qwen2_5_vl"], long_questions)
 
 
 async def until_decoding(deployment: Deployment, worker: str, num_requests: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from epd.sampling_params import SamplingParams
 from serve_app.ray_memory import PoolFiles
-from tests.serve_app.orchestration import Question, deployed
+from tests.serve_app.orchestration import Question, undisturbed
 from tests.serve_app.ray_session import IGNORED, RaySession, ray_deployed
 from tests.serve_app.test_role_switch import MEDIA, roles
 
@@ -33,11 +33,7 @@ def questions(media: dict[str, Path]) -> list[Question]:
 
 @pytest.fixture(scope="module")
 def expected(checkpoints: dict[str, Path], questions: list[Question]) -> list[tuple[int, ...]]:
-    async def run() -> list[tuple[int, ...]]:
-        async with deployed(checkpoints["qwen2_5_vl"], "1epd") as deployment:
-            return [answer.tokens for answer in await deployment.ask_all(questions)]
-
-    return asyncio.run(run())
+    return undisturbed(checkpoints["qwen2_5_vl"], questions)
 
 
 def test_processes_change_roles_under_load(
