@@ -18,8 +18,10 @@ from epd.errors import RequestError
 DEFAULT_METHOD = "balanced"
 # Chosen before the language model sees any: encoders/reduction/selection.py.
 SELECTION_METHODS = ("balanced", "evs", "vidcom2", "novelty", "random", "uniform")
-# Chosen by the language model, of what it has computed: stages/pruning.py.
-PREFILL_METHODS = ("quickprefill",)
+# Chosen by the language model, of what it has computed: stages/pruning.py, stages/propagation.py.
+PREFILL_METHODS = ("quickprefill", "fastkv")
+# Those of them where the later layers compute only what the earlier ones have chosen.
+PROPAGATING_METHODS = ("fastkv",)
 # Chosen by each question for itself, from a cache that serves all: stages/question_views.py.
 QUESTION_METHODS = ("mustdrop",)
 METHODS = SELECTION_METHODS + PREFILL_METHODS + QUESTION_METHODS
@@ -60,8 +62,13 @@ class ReductionPolicy:
 
     @property
     def is_in_prefill(self) -> bool:
-        """Whether the language model computes all visual tokens, and the cache keeps only some."""
+        """Whether the language model is given all visual tokens, and the cache keeps only some."""
         return self.is_on and self.method in PREFILL_METHODS
+
+    @property
+    def is_propagating(self) -> bool:
+        """Whether only the tokens that are kept go on through the later layers."""
+        return self.is_on and self.method in PROPAGATING_METHODS
 
     @property
     def is_by_question(self) -> bool:

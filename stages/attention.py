@@ -153,7 +153,8 @@ def epd_paged(
     for rows in plan.viewed:
         rows.attend(int(module.layer_idx), queries, key_cache, value_cache, scale, out)  # type: ignore[arg-type]
     for window in plan.pruned:
-        kept_keys, kept_values, slots = window.keep(keys, values, plan.slot_mapping)
+        chosen = window.choose(queries, keys, key_cache, scale)
+        kept_keys, kept_values, slots = window.keep(chosen, keys, values, plan.slot_mapping)
         write_kv(kept_keys, kept_values, key_cache, value_cache, slots)
     return out[None], None
 

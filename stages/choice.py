@@ -15,6 +15,7 @@ from epd.scheduling import PrunedRange, ScheduledRequest
 from stages.detokenizer import TextStream
 from stages.generation import Extent, FinishReason, GenerateRequest, TokenOutput
 from stages.model_runner import Int32Array, Segment
+from stages.propagation import GoingOn
 from stages.pruning import WindowInputs, window_inputs
 from stages.question_views import QuestionView, view_of
 from stages.sampler import SampledToken
@@ -109,6 +110,7 @@ class Choice:
             positions=window.positions,
             visual=window.placed(segment.visual),
             num_kept=len(segment.token_ids),
+            going_on=GoingOn() if window.propagates else None,
         )
 
     def _lengths(self, kv: KVCacheManager, start: int) -> list[int]:

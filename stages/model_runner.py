@@ -19,13 +19,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from encoders import Adapter, place
+from encoders import Adapter, concatenated, place
 from encoders.adapter import Int64Array
 from stages.attention import AttentionBatch, AttentionPlan, register
 from stages.kv_pool import KVLayout, KVPools
+from stages.propagation import GoingOn, ObservedRows, cut_decoder, num_whole_layers, rows_going_on
 from stages.pruning import PrunedRows
 from stages.question_views import QuestionView, ViewedRows, question_slots
-from stages.visual_inputs import PlacedEmbeddings, concatenated
+from stages.visual_inputs import PlacedEmbeddings
 
 Int32Array = NDArray[np.int32]
 _ATTENTION = "epd_paged"
@@ -39,7 +40,8 @@ class Segment:
     num_cached: tokens in the cache before these, of each layer group. block_tables: of each layer group, with
     room for the new ones. visual: visual tokens among the new ones, indices counted from the first of them.
     num_logits: how many of the last new tokens to give logits for. num_kept: how many of the new tokens stay
-    in the cache, chosen by each layer; all of them if None. view: what of the cache it reads, if not all.
+    in the cache, chosen by each layer; all of them if None. going_on: told which, where the later layers
+    compute those alone. view: what of the cache it reads, if not all.
     """
 
     token_ids: Int64Array
@@ -49,7 +51,14 @@ class Segment:
     visual: PlacedEmbeddings | None = None
     num_logits: int = 1
     num_kept: int | None = None
+    going_on: GoingOn | None = None
     view: QuestionView | None = None
+
+    def later(self) -> Segment:
+        """As the later layers compute it: with as many rows as go on, all of which they keep."""
+        if self.going_on is None:
+            return self
+        return replace(self, token_ids=self.token_ids[: self.num_kept], num_kept=None, going_on=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,32 +93,59 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, segments: Sequence[Segment]) -> Tensor:
         """Computes all segments in one pass, filling the cache. Gives logits [R, V], R = all num_logits."""
-        ends = list(accumulate(len(segment.token_ids) for segment in segments))
-        token_ids = _joined([segment.token_ids for segment in segments])
+        rows = self._decode(segments)
+        segments = [segment.later() for segment in segments]
+        if sum(segment.num_logits for segment in segments) < len(rows):
+            rows = rows[self._moved(_logit_rows(segments, _ends(segments)))]
+        logits: Tensor = self._head(rows)
+        return logits
+
+    def _decode(self, segments: Sequence[Segment]) -> Tensor:
+        """What the last layer gives, [T', C]: of the rows of `Segment.later`, one segment after another."""
+        plans = self._plans(segments)
         positions = _joined([segment.positions for segment in segments])
-        pruned = tuple(_pruned_rows(segments, ends))
-        plans = [
-            replace(
-                AttentionPlan.build(self._attention_batch(segments, ends, group), self._device),
-                pruned=pruned,
-                viewed=tuple(self._viewed_rows(segments, ends, group)),
-            )
-            for group in range(len(self.pools.groups))
-        ]
-        embeds = self._embed(self._moved(token_ids)[None])
-        embeds, extra = self._with_visual(embeds, segments, ends)
-        hidden = self._decoder(
+        position_ids = self._moved(positions if len(positions) == 1 else positions[:, None])
+        embeds, extra = self._embedded(segments)
+        if all(segment.going_on is None for segment in segments):
+            return self._pass(self._decoder, embeds, position_ids, plans, extra)
+        # Before anything runs, since a view begins anew whenever its question is planned.
+        later_plans = self._plans([segment.later() for segment in segments])
+        num_whole = num_whole_layers(len(self._caches), _num_deepstack(segments))
+        first, rest = cut_decoder(self._decoder, num_whole)
+        hidden = self._pass(first, embeds, position_ids, plans, extra)
+        going_on = [(len(segment.token_ids), segment.going_on) for segment in segments]
+        rows = rows_going_on(going_on, self._device)
+        return self._pass(rest, hidden[None, rows], position_ids[..., rows], later_plans, {})
+
+    def _pass(
+        self,
+        decoder: nn.Module,
+        embeds: Tensor,
+        position_ids: Tensor,
+        plans: Sequence[AttentionPlan],
+        extra: dict[str, Any],
+    ) -> Tensor:
+        """[T, C] of embeds [1, T, C]. plans: of each layer group. extra: what else the family's takes."""
+        hidden: Tensor = decoder(
             inputs_embeds=embeds,
-            position_ids=self._moved(positions if len(positions) == 1 else positions[:, None]),
+            position_ids=position_ids,
             use_cache=False,
             paged=_PagedLayers(self._caches, [plans[group] for group in self._groups]),
             **extra,
         ).last_hidden_state
-        rows = hidden[0]
-        if sum(segment.num_logits for segment in segments) < len(rows):
-            rows = rows[self._moved(_logit_rows(segments, ends))]
-        logits: Tensor = self._head(rows)
-        return logits
+        return hidden[0]
+
+    def _plans(self, segments: Sequence[Segment]) -> list[AttentionPlan]:
+        """Of each layer group."""
+        ends = _ends(segments)
+        return [
+            replace(
+                AttentionPlan.build(self._attention_batch(segments, ends, group), self._device),
+                pruned=tuple(self._pruned_rows(segments, ends, group)),
+                viewed=tuple(self._viewed_rows(segments, ends, group)),
+            )
+            for group in range(len(self.pools.groups))
+        ]
 
     def _attention_batch(
         self, segments: Sequence[Segment], ends: Sequence[int], group: int
@@ -139,18 +175,33 @@ class ModelRunner:
             slots = question_slots(segment.block_tables[group], cached + end - start, self.pools.block_size)
             yield ViewedRows(start, end, slots, view, is_question)
 
-    def _with_visual(
-        self, embeds: Tensor, segments: Sequence[Segment], ends: Sequence[int]
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """embeds [1, T, C] with visual rows in their places, and what else the family's decoder takes."""
+    def _pruned_rows(
+        self, segments: Sequence[Segment], ends: Sequence[int], group: int
+    ) -> Iterator[PrunedRows]:
+        for segment, end in zip(segments, ends, strict=True):
+            if segment.num_kept is None:
+                continue
+            num_tokens = len(segment.token_ids)
+            rows = end - num_tokens, end, segment.num_kept
+            if segment.going_on is None:
+                yield PrunedRows(*rows)
+                continue
+            context = segment.num_cached[group] + num_tokens
+            slots = question_slots(segment.block_tables[group], context, self.pools.block_size)
+            yield ObservedRows(*rows, slots.to(self._device), segment.going_on)
+
+    def _embedded(self, segments: Sequence[Segment]) -> tuple[Tensor, dict[str, Any]]:
+        """[1, T, C] with visual rows in their places, and what else the family's decoder takes."""
+        token_ids = _joined([segment.token_ids for segment in segments])
+        embeds: Tensor = self._embed(self._moved(token_ids)[None])
         placed = [
             (segment.visual, end - len(segment.token_ids))
-            for segment, end in zip(segments, ends, strict=True)
+            for segment, end in zip(segments, _ends(segments), strict=True)
             if segment.visual is not None
         ]
         if not placed:
             return embeds, {}
-        mask = torch.zeros(1, ends[-1], dtype=torch.bool)
+        mask = torch.zeros(1, len(token_ids), dtype=torch.bool)
         mask[0, torch.from_numpy(np.concatenate([visual.indices + start for visual, start in placed]))] = True
         mask = mask.to(self._device)
         rows = concatenated([visual.embeddings for visual, _ in placed])
@@ -160,10 +211,14 @@ class ModelRunner:
         return torch.from_numpy(array).to(self._device)
 
 
-def _pruned_rows(segments: Sequence[Segment], ends: Sequence[int]) -> Iterator[PrunedRows]:
-    for segment, end in zip(segments, ends, strict=True):
-        if segment.num_kept is not None:
-            yield PrunedRows(end - len(segment.token_ids), end, segment.num_kept)
+def _ends(segments: Sequence[Segment]) -> list[int]:
+    """Of each segment, the packed row after its last."""
+    return list(accumulate(len(segment.token_ids) for segment in segments))
+
+
+def _num_deepstack(segments: Sequence[Segment]) -> int:
+    """How many of the first layers take features beside the embeddings."""
+    return max(len(each.visual.embeddings.deepstack) for each in segments if each.visual is not None)
 
 
 def _joined(arrays: Sequence[Int64Array]) -> Int64Array:

@@ -32,10 +32,14 @@ _GOLDEN = 0.6180339887498949
 
 @dataclass(frozen=True, slots=True)
 class WindowInputs:
-    """A window as the language model computes it. positions: int64 [rows, num_inputs], of all its tokens."""
+    """A window as the language model computes it. positions: int64 [rows, num_inputs], of all its tokens.
+
+    propagates: whether the later layers compute only what is kept.
+    """
 
     pruned: PrunedRange
     positions: Int64Array
+    propagates: bool
 
     def placed(self, part: PlacedEmbeddings | None) -> PlacedEmbeddings | None:
         """The window's embeddings, one after another from the chunk's first token."""
@@ -46,12 +50,13 @@ def window_inputs(prompt: PromptPlan) -> Iterator[WindowInputs]:
     """The windows of a prompt that are reduced in prefill, in order."""
     if prompt.reduction is None or not prompt.reduction.policy.is_in_prefill:
         return
+    propagates = prompt.reduction.policy.is_propagating
     for item, positions in zip(prompt.media, prompt.reduction.positions, strict=True):
         start = 0
         for window, place in zip(item.windows, item.units if item.windows else (), strict=True):
             stop = start + window.num_tokens
             pruned = PrunedRange(place.offset, place.stop, window.num_tokens)
-            yield WindowInputs(pruned, positions[:, start:stop])
+            yield WindowInputs(pruned, positions[:, start:stop], propagates)
             start = stop
 
 
@@ -63,15 +68,23 @@ class PrunedRows:
     stop: int
     num_kept: int
 
-    def keep(self, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def choose(self, queries: Tensor, keys: Tensor, key_cache: Tensor, scale: float) -> Tensor:  # noqa: ARG002
+        """int64 [k], ascending: which of the window's tokens one layer keeps; here, those of least key norm.
+
+        queries, keys: [T, H, D] of the whole pass, keys as they are cached.
+        key_cache: [num_blocks, block_size, Hkv, D], with these keys in it.
+        """
+        return smallest_keys(keys[self.start : self.stop], self.num_kept)
+
+    def keep(
+        self, chosen: Tensor, keys: Tensor, values: Tensor, slot_mapping: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """What one layer keeps, and where: keys and values [k, Hkv, D], slots int64 [k].
 
-        keys, values: [T, Hkv, D] of the whole pass, as they are cached. slot_mapping: int64 [T].
+        keys, values: [T, Hkv, D] of the whole pass. slot_mapping: int64 [T].
         """
-        window = keys[self.start : self.stop]
-        chosen = smallest_keys(window, self.num_kept)
-        slots = slot_mapping[self.start : self.start + self.num_kept]
-        return window[chosen], values[self.start : self.stop][chosen], slots
+        rows = self.start + chosen
+        return keys[rows], values[rows], slot_mapping[self.start : self.start + self.num_kept]
 
 
 def coarse(values: Tensor) -> Tensor:

@@ -128,7 +128,7 @@ class ViewedRows:
             )
             out[self.start : self.stop] = read[0].transpose(0, 1)
         if is_choosing:
-            self.view.choose(layer, _weights(rows[0], keys[0], mask, scale).cpu(), tokens)
+            self.view.choose(layer, attention_weights(rows[0], keys[0], mask, scale).cpu(), tokens)
         else:
             self._end(layer)
 
@@ -138,7 +138,7 @@ class ViewedRows:
             self.view.choose(layer, torch.empty(0, 0), torch.empty(0, dtype=torch.int64))
 
 
-def _weights(query: Tensor, keys: Tensor, mask: Tensor, scale: float) -> Tensor:
+def attention_weights(query: Tensor, keys: Tensor, mask: Tensor, scale: float) -> Tensor:
     """float32 [q, K]: mean over heads of the attention of query [Hq, q, D] to keys [Hkv, K, D]."""
     keys = keys.repeat_interleave(len(query) // len(keys), dim=0)
     scores = (query.float() @ keys.float().transpose(1, 2)) * scale
