@@ -117,10 +117,12 @@ class LanguageEngine:
         """Takes a request that decodes out of the queues; its blocks are held until `attach` or `release`.
 
         None, and nothing is changed, for one that cannot be moved now: it has several choices, waits for
-        room, or its layers differ in length.
+        room, reads by a view that only this engine knows, or its layers differ in length.
         """
         choice = self._choices.get(request_id)
         if choice is None or choice.request.sampling.n > 1 or not choice.scheduled.is_decoding:
+            return None
+        if choice.view is not None:
             return None
         lengths = {self.kv.num_tokens(request_id, group) for group in range(len(self.kv.spec.num_blocks))}
         if len(lengths) > 1:
