@@ -1,13 +1,15 @@
-"""What the encode stage asks of a model family: patches from frames, embeddings from batches of patches."""
+"""What encodes batches: what it asks of a model family, and how frames become embeddings by it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor, nn
 
 from encoders.adapter import Embeddings, MediaPlan, PatchRun
+from encoders.reduction.static_units import check_tolerance, encode_moving
 
 
 class BatchEncoder(Protocol):
@@ -20,3 +22,30 @@ class BatchEncoder(Protocol):
     def encode_batch(self, tower: nn.Module, runs: Sequence[PatchRun]) -> list[Embeddings]:
         """Encodes several runs of whole units, of equal grid height and width, in one call of the tower."""
         ...
+
+
+class FrameEncoder:
+    """A family and its tower, for every stage that encodes. num_skipped: units so far that were not encoded.
+
+    skip_static: the tolerance within which a unit of a video looks like the one before it, and is not
+    encoded; None to encode all. See `encoders.reduction.static_units`.
+    """
+
+    def __init__(self, family: BatchEncoder, tower: nn.Module, skip_static: float | None = None) -> None:
+        """Raises RequestError for a tolerance that is none."""
+        check_tolerance(skip_static)
+        self.num_skipped = 0
+        self._family = family
+        self._encode_batch = partial(family.encode_batch, tower)
+        self._skip_static = skip_static
+
+    def patches(self, frames: Tensor, plan: MediaPlan, start: int, stop: int) -> PatchRun:
+        """Units [start, stop) of an item, ready for the tower. frames: theirs, uint8 [N, h, w, 3]."""
+        values = self._family.preprocess(frames, plan)
+        return PatchRun(plan.kind, values, plan.grid.cut(stop - start))
+
+    def encode(self, runs: Sequence[PatchRun]) -> list[Embeddings]:
+        """Of several runs of equal grid height and width, in one call of the tower."""
+        embeddings, num_skipped = encode_moving(self._encode_batch, runs, self._skip_static)
+        self.num_skipped += num_skipped
+        return embeddings

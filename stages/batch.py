@@ -46,6 +46,7 @@ class BatchPipeline:
         settings: GenerationSettings,
         group_tokens: int = DEFAULT_GROUP_TOKENS,
         num_kv_tokens: int | None = None,
+        skip_static: float | None = None,
     ) -> None:
         """Takes the model over: its attention function becomes ours. Options as in `load`."""
         self.adapter = adapter
@@ -53,6 +54,7 @@ class BatchPipeline:
         self.engine: LanguageEngine = build_engine(model, adapter, settings, num_kv_tokens=num_kv_tokens)
         self._tower = adapter.vision_tower(model)
         self._group_tokens = group_tokens
+        self._skip_static = skip_static
         self._media: MediaStages | None = None
         self._language: LanguageStage | None = None
         self._pool_busy_s = 0.0
@@ -65,18 +67,19 @@ class BatchPipeline:
         dtype: torch.dtype = torch.float32,
         num_threads: int | None = None,
         num_kv_tokens: int | None = None,
+        skip_static: float | None = None,
     ) -> BatchPipeline:
         """Loads the folder `model_path`, in Hugging Face layout.
 
         num_threads: of torch in each of the two stages that compute; by default OMP_NUM_THREADS or half of
-        the cores. num_kv_tokens: see `ColocatedPipeline.load`.
-        Raises ModelNotFoundError, UnsupportedModelError, ModelError.
+        the cores. num_kv_tokens, skip_static: see `ColocatedPipeline.load`.
+        Raises RequestError, ModelNotFoundError, UnsupportedModelError, ModelError.
         """
         adapter = load_adapter(model_path)
         use_threads(num_threads or int(os.environ.get("OMP_NUM_THREADS") or max(1, usable_cpus() // 2)))
         model: Any = load_model(model_path, dtype)
         settings = GenerationSettings.of(model.generation_config, adapter.tokenizer.eos_token_id)
-        return cls(model, adapter, settings=settings, num_kv_tokens=num_kv_tokens)
+        return cls(model, adapter, settings=settings, num_kv_tokens=num_kv_tokens, skip_static=skip_static)
 
     @contextmanager
     def running(self, jobs: Iterator[MediaJob], sink: BatchSink) -> Iterator[None]:
@@ -91,6 +94,7 @@ class BatchPipeline:
             max_planned=_MAX_PLANNED,
             max_frame_bytes=_MAX_FRAME_BYTES,
             max_embedding_bytes=_MAX_EMBEDDING_BYTES,
+            skip_static=self._skip_static,
         )
         language = self._language = LanguageStage(
             self.engine, self.adapter, self.settings, media.embeddings, sink
@@ -140,6 +144,11 @@ class BatchPipeline:
     def num_encoded(self) -> int:
         """Media whose encoding was begun in the last batch."""
         return self._media.num_encoded if self._media else 0
+
+    @property
+    def num_units_skipped(self) -> int:
+        """Units of frames that were not encoded in the last batch, since they did not change."""
+        return self._media.num_units_skipped if self._media else 0
 
     @property
     def num_prefilled(self) -> int:

@@ -19,7 +19,7 @@ from torch import nn
 
 import video
 from encoders import Adapter, Embeddings
-from encoders.adapter import PatchRun
+from encoders.batch import FrameEncoder
 from epd.batch.bounded_queue import BoundedQueue, BusyClock
 from epd.errors import EPDError, UnsupportedMediaError
 from epd.types import StageTimings
@@ -52,16 +52,23 @@ class MediaStages:
         max_planned: int,
         max_frame_bytes: int,
         max_embedding_bytes: int,
+        skip_static: float | None = None,
     ) -> None:
+        """skip_static: see `FrameEncoder`."""
         self.num_decoded = 0
         self.num_encoded = 0
         self.encode_clock = BusyClock()
         self._adapter = adapter
-        self._tower = tower
+        self._encoder = FrameEncoder(adapter, tower, skip_static)
         self._group_tokens = group_tokens
         self.planned: BoundedQueue[OpenedJob | FailedJob] = BoundedQueue(max_planned)
         self.frames: BoundedQueue[FrameMail] = BoundedQueue(max_frame_bytes)
         self.embeddings: BoundedQueue[EmbeddingMail] = BoundedQueue(max_embedding_bytes)
+
+    @property
+    def num_units_skipped(self) -> int:
+        """Units of frames that were not encoded, since they did not change."""
+        return self._encoder.num_skipped
 
     def close(self) -> None:
         for queue in (self.planned, self.frames, self.embeddings):
@@ -140,9 +147,7 @@ class MediaStages:
 
     def _embeddings(self, decoded: DecodedRun) -> Embeddings:
         plan, run = decoded.opened.media[decoded.item].plan, decoded.run
-        patches = self._adapter.preprocess(run.frames, plan)
-        patch_run = PatchRun(plan.kind, patches, plan.grid.cut(run.stop - run.start))
-        (encoded,) = self._adapter.encode_batch(self._tower, [patch_run])
+        (encoded,) = self._encoder.encode([self._encoder.patches(run.frames, plan, run.start, run.stop)])
         return encoded
 
 

@@ -21,19 +21,17 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from encoders import Adapter, Embeddings, MediaPlan, PromptPlan, Sampling, check_question, load_adapter
-from encoders.adapter import PatchRun
+from encoders.batch import FrameEncoder
 from encoders.identity import prompt_identity
 from encoders.reduction import reduce_prompt
-from encoders.reduction.static_units import encode_moving
-from epd.errors import InfeasibleError, ModelError
+from epd.errors import InfeasibleError
 from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.scheduling import SchedulerConfig
-from epd.types import Answer, StageTimings, Usage
+from epd.types import Answer, StageTimings
 from stages.detokenizer import OnText
 from stages.engine import LanguageEngine
 from stages.generation import Extent, GenerateRequest, GenerationSettings, TokenOutput
@@ -86,11 +84,6 @@ class MediaContext:
     def num_frames(self) -> int:
         return sum(plan.num_frames for plan in self.plans)
 
-    def check_prefix_of(self, prompt: PromptPlan) -> None:
-        """Raises ModelError when the chat template lets the question change what comes before the media."""
-        if not np.array_equal(self.prefix_ids, prompt.token_ids[: len(self.prefix_ids)]):
-            raise ModelError("the chat template puts the question before the media; it must come after them")
-
 
 @dataclass(frozen=True, slots=True)
 class EncodedGroup:
@@ -129,12 +122,15 @@ class ColocatedPipeline:
         self.adapter = adapter
         self.settings = settings
         self.engine = build_engine(model, adapter, settings, num_kv_tokens=num_kv_tokens)
-        self._tower = adapter.vision_tower(model)
-        self.num_units_skipped = 0
+        self._encoder = FrameEncoder(adapter, adapter.vision_tower(model), skip_static)
         self._group_tokens = group_tokens
-        self._skip_static = skip_static
         self._ids = count()
         self._given_up: list[str] = []
+
+    @property
+    def num_units_skipped(self) -> int:
+        """Units of frames that were not encoded, since they did not change: see `skip_static` of `load`."""
+        return self._encoder.num_skipped
 
     @classmethod
     def load(
@@ -154,8 +150,8 @@ class ColocatedPipeline:
         num_kv_tokens: room for keys and values; by default what a quarter of the machine's memory holds, or
         less. Memory is taken when it is first used.
         skip_static: a unit of frames is not encoded if none of its preprocessed values differs by more than
-        this from the unit before; by default all are. `num_units_skipped` counts them.
-        Raises ModelNotFoundError, UnsupportedModelError, ModelError.
+        this from the unit before; by default all are.
+        Raises RequestError, ModelNotFoundError, UnsupportedModelError, ModelError.
         """
         adapter = load_adapter(model_path)
         use_threads(num_threads)
@@ -337,17 +333,9 @@ class ColocatedPipeline:
     @torch.inference_mode()
     def _encode(self, plan: MediaPlan, run: UnitRun, timings: StageTimings) -> Embeddings:
         with busy(timings, "preprocess_s"):
-            patches = self.adapter.preprocess(run.frames, plan)
+            patches = self._encoder.patches(run.frames, plan, run.start, run.stop)
         with busy(timings, "encode_s"):
-            patch_run = PatchRun(plan.kind, patches, plan.grid.cut(run.stop - run.start))
-            if self._skip_static is None:
-                return self._encode_run(patch_run)
-            encoded, num_skipped = encode_moving(self._encode_run, patch_run, self._skip_static)
-            self.num_units_skipped += num_skipped
-        return encoded
-
-    def _encode_run(self, run: PatchRun) -> Embeddings:
-        (encoded,) = self.adapter.encode_batch(self._tower, [run])
+            (encoded,) = self._encoder.encode([patches])
         return encoded
 
     @torch.inference_mode()
@@ -369,16 +357,16 @@ class ColocatedPipeline:
             if on_text and output.text:
                 on_text(output.text)
         timings.total_s = perf_counter() - start
-        answer = _as_answer(context, request, outputs, ttft_s, timings)
+        answer = _as_answer(request, outputs, ttft_s, timings)
         logger.info(
             "answered: %s, first token after %.3f s, %.3f s in all", answer.usage, ttft_s, timings.total_s
         )
         return answer
 
     def _request(self, context: MediaContext, question: str, sampling: SamplingParams) -> GenerateRequest:
-        """What to ask the engine for one question. Raises ModelError, see `MediaContext.check_prefix_of`."""
+        """What to ask the engine for one question. Raises ModelError, see `PromptPlan.check_begins_with`."""
         prompt = reduce_prompt(self.adapter.plan_prompt(context.plans, question), context.reduction)
-        context.check_prefix_of(prompt)
+        prompt.check_begins_with(context.prefix_ids)
         identity = prompt_identity(prompt, context.mm_hashes)
         return GenerateRequest(self._new_id(), prompt, identity, sampling, parent=context.request_id)
 
@@ -408,7 +396,7 @@ class ColocatedPipeline:
                 self.engine.abort(request.request_id)
         timings = StageTimings(total_s=perf_counter() - start)
         return [
-            _as_answer(context, request, outputs[request.request_id], first_s[request.request_id], timings)
+            _as_answer(request, outputs[request.request_id], first_s[request.request_id], timings)
             for request in requests
         ]
 
@@ -454,22 +442,11 @@ class ColocatedPipeline:
 
 
 def _as_answer(
-    context: MediaContext,
-    request: GenerateRequest,
-    outputs: Sequence[TokenOutput],
-    ttft_s: float,
-    timings: StageTimings,
+    request: GenerateRequest, outputs: Sequence[TokenOutput], ttft_s: float, timings: StageTimings
 ) -> Answer:
     """An answer that is complete, from its outputs in order."""
-    prompt = request.prompt
     token_ids = tuple(output.token.token_id for output in outputs)
-    usage = Usage(
-        context.num_frames,
-        prompt.num_visual_tokens,
-        len(prompt),
-        len(token_ids),
-        prompt.num_visual_tokens_before,
-    )
+    usage = request.prompt.usage(len(token_ids))
     text = "".join(output.text for output in outputs)
     return Answer(text, token_ids, outputs[-1].finish_reason or "length", ttft_s, timings, usage)
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from encoders.adapter import Embeddings, MediaPlan, PatchRun
-from encoders.batch import BatchEncoder
+from encoders.adapter import MediaPlan
+from encoders.batch import BatchEncoder, FrameEncoder
 from epd.connectors import EncoderConnector, Ticket
 from epd.encode_batching import WaitingGroup, pick_batch
 from epd.encoder_cache import EncoderCacheManager
@@ -51,11 +51,15 @@ class EncodeJob:
 
 @dataclass(slots=True)
 class EncodeCounts:
-    """What a stage has done. num_batches: calls of the tower."""
+    """What a stage has done. num_batches: calls of the tower.
+
+    num_patches: of the groups, those of units that were skipped too. num_units_skipped: see `FrameEncoder`.
+    """
 
     num_batches: int = 0
     num_groups: int = 0
     num_patches: int = 0
+    num_units_skipped: int = 0
 
 
 class EncodeStage:
@@ -70,12 +74,13 @@ class EncodeStage:
         connector: EncoderConnector,
         *,
         max_batch_patches: int,
+        skip_static: float | None = None,
     ) -> None:
+        """skip_static: see `FrameEncoder`."""
         self.cache = cache
         self.counts = EncodeCounts()
         self.outbox = Outbox(cache)
-        self._adapter = adapter
-        self._tower = tower
+        self._encoder = FrameEncoder(adapter, tower, skip_static)
         self._pool = pool
         self._connector = connector
         self._max_batch_patches = max_batch_patches
@@ -144,7 +149,9 @@ class EncodeStage:
     def _run(self, batch: Sequence[EncodeJob]) -> int:
         """Encodes and commits; if a batch of several fails, each alone, so that only the culprit does."""
         try:
-            results = self._encode(batch)
+            results = self._encoder.encode(
+                [self._encoder.patches(job.frames(), job.plan, job.start, job.stop) for job in batch]
+            )
             places = [self.cache.get(job.ticket.key) for job in batch]
             for place, embeddings in zip(places, results, strict=True):
                 self._pool.write(place, embeddings)
@@ -156,17 +163,11 @@ class EncodeStage:
         self._commit(batch)
         return len(batch)
 
-    def _encode(self, batch: Sequence[EncodeJob]) -> Sequence[Embeddings]:
-        return self._adapter.encode_batch(self._tower, [self._patches(job) for job in batch])
-
-    def _patches(self, job: EncodeJob) -> PatchRun:
-        values = self._adapter.preprocess(job.frames(), job.plan)
-        return PatchRun(job.plan.kind, values, job.plan.grid.cut(job.stop - job.start))
-
     def _commit(self, batch: Sequence[EncodeJob]) -> None:
         self.counts.num_batches += 1
         self.counts.num_groups += len(batch)
         self.counts.num_patches += sum(job.num_patches for job in batch)
+        self.counts.num_units_skipped = self._encoder.num_skipped
         for job in batch:
             self.cache.commit(job.ticket.key)
             self._offer(job)

@@ -1,26 +1,38 @@
-"""Units that show what the unit before them showed are not encoded: their embeddings are known.
+"""Units of a video that show what the unit before them showed are not encoded: their embeddings are known.
 
 A tower attends within a unit only, so equal pixels give equal embeddings: with tolerance 0 nothing is lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from encoders.adapter import Embeddings, PatchRun
+from epd.errors import RequestError
 
 
-def static_units(values: Tensor, num_units: int, tolerance: float) -> Tensor:
-    """int64 [num_units]: of each unit the number, among those to encode, of the one it looks like.
+def check_tolerance(tolerance: float | None) -> None:
+    """Raises RequestError for a tolerance that is none."""
+    if tolerance is not None and not 0 <= tolerance < float("inf"):
+        raise RequestError(
+            f"received a skip_static of {tolerance:g}; allowed: 0 or more, in preprocessed values, where one "
+            "grey level is about 0.015; give 0 to skip only what is exactly equal"
+        )
 
-    values: [P, D], as preprocessed, as many rows for each unit. A unit is compared with the last one that is
-    encoded, so that slow changes add up; it looks like it if no value differs by more than `tolerance`.
+
+def static_units(run: PatchRun, tolerance: float) -> Tensor:
+    """int64 [units]: of each unit the number, among those to encode, of the one it looks like.
+
+    A unit is compared with the last one that is encoded, so that slow changes add up; it looks like it if no
+    preprocessed value differs by more than `tolerance`. The tiles of an image are all encoded.
     """
-    units = values.view(num_units, -1)
+    if run.kind == "image":
+        return torch.arange(run.grid.t)
+    units = _by_unit(run.values, run.grid.t)
     owners, last = [0], units[0]
     for unit in units[1:]:
         is_static = bool((unit - last).abs().max() <= tolerance)
@@ -30,19 +42,45 @@ def static_units(values: Tensor, num_units: int, tolerance: float) -> Tensor:
 
 
 def encode_moving(
-    encode: Callable[[PatchRun], Embeddings], run: PatchRun, tolerance: float
-) -> tuple[Embeddings, int]:
-    """The embeddings of all units of a run, of which only those that move are encoded; how many are not."""
-    num_units = run.grid.t
-    owners = static_units(run.values, num_units, tolerance)
-    is_encoded = torch.cat([torch.ones(1, dtype=torch.bool), owners.diff() > 0])
-    num_encoded = int(is_encoded.sum())
-    if num_encoded == num_units:
-        return encode(run), 0
-    values = run.values.view(num_units, -1)[is_encoded].view(-1, run.values.shape[1])
-    encoded = encode(replace(run, values=values, grid=run.grid.cut(num_encoded)))
-    repeated = [
-        rows.view(num_encoded, -1, rows.shape[1])[owners].flatten(0, 1)
-        for rows in (encoded.rows, *encoded.deepstack)
-    ]
-    return Embeddings(repeated[0], tuple(repeated[1:])), num_units - num_encoded
+    encode_batch: Callable[[Sequence[PatchRun]], list[Embeddings]],
+    runs: Sequence[PatchRun],
+    tolerance: float | None,
+) -> tuple[list[Embeddings], int]:
+    """The embeddings of all units of some runs, of which only those that move are encoded; how many are not.
+
+    encode_batch: called once. tolerance: see `static_units`; None to encode all units. Each run is looked at
+    by itself, so what comes of it does not depend on the others.
+    """
+    if tolerance is None:
+        return encode_batch(runs), 0
+    owners = [static_units(run, tolerance) for run in runs]
+    encoded = encode_batch([_moving(run, each) for run, each in zip(runs, owners, strict=True)])
+    repeated = [_repeated(rows, each) for rows, each in zip(encoded, owners, strict=True)]
+    return repeated, sum(len(each) - _num_encoded(each) for each in owners)
+
+
+def _num_encoded(owners: Tensor) -> int:
+    return int(owners[-1]) + 1
+
+
+def _moving(run: PatchRun, owners: Tensor) -> PatchRun:
+    """The units to encode: the first of each owner's."""
+    num_encoded = _num_encoded(owners)
+    if num_encoded == len(owners):
+        return run
+    firsts = torch.searchsorted(owners, torch.arange(num_encoded))
+    values = _by_unit(run.values, len(owners))[firsts].flatten(0, 1)
+    return replace(run, values=values, grid=run.grid.cut(num_encoded))
+
+
+def _repeated(encoded: Embeddings, owners: Tensor) -> Embeddings:
+    """Of all units, from those that were encoded."""
+    num_encoded = _num_encoded(owners)
+    if num_encoded == len(owners):
+        return encoded
+    return encoded.mapped(lambda rows: _by_unit(rows, num_encoded)[owners].flatten(0, 1))
+
+
+def _by_unit(rows: Tensor, num_units: int) -> Tensor:
+    """[units, rows of each, ...] of [rows, ...]."""
+    return rows.reshape(num_units, -1, *rows.shape[1:])

@@ -26,7 +26,12 @@ class Workers:
     """Encoders and receivers of one family, with counts of what they had to do."""
 
     def __init__(
-        self, family: Family, num_encoders: int, max_batch_patches: int = 200, num_blocks: int = 400
+        self,
+        family: Family,
+        num_encoders: int,
+        max_batch_patches: int = 200,
+        num_blocks: int = 400,
+        skip_static: float | None = None,
     ):
         self.family = family
         self.hub = InProcessHub()
@@ -38,7 +43,7 @@ class Workers:
             self.encoders.append(
                 EncodeStage(
                     family.adapter, family.tower, cache, pool, self.hub.connect(f"e{number}", pool),
-                    max_batch_patches=max_batch_patches,
+                    max_batch_patches=max_batch_patches, skip_static=skip_static,
                 )
             )  # fmt: skip
         self.receiver = self.new_receiver("p0", num_blocks)
