@@ -85,6 +85,14 @@ def ask(
     reduction: Annotated[
         str, typer.Option(metavar="METHOD", help=f"How those are chosen: {', '.join(METHODS)}.")
     ] = DEFAULT_METHOD,
+    skip_static: Annotated[
+        float | None,
+        typer.Option(
+            "--skip-static",
+            metavar="TOLERANCE",
+            help="Do not encode frames that show what those before them showed, as epd serve has it.",
+        ),
+    ] = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(metavar="N", help="Longest answer, tokens; by default as the model's settings say."),
@@ -98,7 +106,7 @@ def ask(
     The answer streams to stdout; then stderr shows what each stage took.
     """
     policy = ReductionPolicy(reduction, retention)
-    pipeline = _open_pipeline(paths, question, model)
+    pipeline = _open_pipeline(paths, question, model, skip_static)
     with console.progress_bar("frames") as show:
         answer = pipeline.ask(
             paths,
@@ -111,25 +119,30 @@ def ask(
             progress=show,
         )
     if as_json:
-        console.print_json(console.answer_record(answer))
+        told = {} if skip_static is None else {"num_units_skipped": pipeline.num_units_skipped}
+        console.print_json(console.answer_record(answer) | told)
         return
     console.stream_text("\n")
-    console.print_answer_cost(answer)
+    console.print_answer_cost(answer, pipeline.num_units_skipped)
 
 
-def _open_pipeline(paths: list[str], question: str, model: Path | None) -> Any:
+def _open_pipeline(
+    paths: list[str], question: str, model: Path | None, skip_static: float | None = None
+) -> Any:
     """The pipeline of a model folder; input that cannot work is refused before weights are loaded."""
     # Threads of torch that wait by spinning would take the cores from those that decode video.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with console.status("loading the model"):
         import video
         from encoders import check_question
+        from encoders.reduction.static_units import check_tolerance
         from stages.colocated import ColocatedPipeline
 
         check_question(question)
+        check_tolerance(skip_static)
         for path in paths:
             video.media_kind(path)
-        return ColocatedPipeline.load(model or embedded_model_path())
+        return ColocatedPipeline.load(model or embedded_model_path(), skip_static=skip_static)
 
 
 @app.command("demo-video")

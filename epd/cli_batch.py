@@ -66,6 +66,14 @@ _ApiKey = Annotated[
 _KVTokens = Annotated[
     int | None, typer.Option("--num-kv-tokens", metavar="N", help="Room for keys and values.")
 ]
+_SkipStatic = Annotated[
+    float | None,
+    typer.Option(
+        "--skip-static",
+        metavar="TOLERANCE",
+        help="Do not encode frames that show what those before them showed, as epd serve has it.",
+    ),
+]
 _Plot = Annotated[
     Path | None,
     typer.Option("--plot", metavar="FILE", help="Draw how busy the stages were."),
@@ -83,12 +91,18 @@ class _Where:
     address: str | None
     api_key: str | None
     num_kv_tokens: int | None
+    skip_static: float | None
 
     def __post_init__(self) -> None:
         given = {"--topology": self.topology, "--url": self.url, "--address": self.address}
         names = [name for name, value in given.items() if value is not None]
         if len(names) > 1:
             raise RequestError(f"received {' and '.join(names)}; allowed: one of them; leave out the rest")
+        if self.skip_static is not None and (self.url, self.address) != (None, None):
+            raise RequestError(
+                f"received --skip-static {self.skip_static:g} for a server that runs; allowed: what it was "
+                "started with; give it to epd serve"
+            )
 
 
 def batch(
@@ -104,6 +118,7 @@ def batch(
     address: _Address = None,
     api_key: _ApiKey = None,
     num_kv_tokens: _KVTokens = None,
+    skip_static: _SkipStatic = None,
     plot: _Plot = None,
     as_json: _Json = False,
 ) -> None:
@@ -117,8 +132,10 @@ def batch(
     from epd.batch.progress import batch_bar
     from epd.batch.utilisation import Utilisation
 
-    where = _Where(model or embedded_model_path(), topology, url, address, api_key, num_kv_tokens)
-    _check_options(fps, frames, max_tokens, plot)
+    where = _Where(
+        model or embedded_model_path(), topology, url, address, api_key, num_kv_tokens, skip_static
+    )
+    _check_options(fps, frames, max_tokens, skip_static, plot)
     utilisation = Utilisation()
     with ExitStack() as open_things:
         lines = open_things.enter_context(_lines_file(source, questions))
@@ -133,7 +150,13 @@ def batch(
     _report(summary, utilisation, plot, as_json=as_json)
 
 
-def _check_options(fps: float | None, frames: int | None, max_tokens: int | None, plot: Path | None) -> None:
+def _check_options(
+    fps: float | None,
+    frames: int | None,
+    max_tokens: int | None,
+    skip_static: float | None,
+    plot: Path | None,
+) -> None:
     """Raises RequestError for options that would fail every line."""
     from epd.load.plots import check_plot_path
 
@@ -142,6 +165,10 @@ def _check_options(fps: float | None, frames: int | None, max_tokens: int | None
     for name, value in (("--fps", fps), ("--frames", frames), ("--max-tokens", max_tokens)):
         if value is not None and not 0 < value < float("inf"):
             raise RequestError(f"received {name} {value}; allowed: more than 0")
+    if skip_static is not None:
+        from encoders.reduction.static_units import check_tolerance
+
+        check_tolerance(skip_static)
     if plot is not None:
         check_plot_path(plot)
 
@@ -184,7 +211,9 @@ def _local(where: _Where) -> Backend:
         from serve_app.service import ModelCard
         from stages.batch import BatchPipeline
 
-        pipeline = BatchPipeline.load(where.model, num_kv_tokens=where.num_kv_tokens)
+        pipeline = BatchPipeline.load(
+            where.model, num_kv_tokens=where.num_kv_tokens, skip_static=where.skip_static
+        )
         return LocalBackend(pipeline, ModelCard(where.model.name, int(time.time())))
 
 
@@ -192,7 +221,9 @@ def _started_app(where: _Where, index: LineIndex) -> AbstractContextManager[Back
     """The application with workers of its own on this machine."""
     from serve_app.batch_app import started_backend
 
-    return started_backend(where.model, where.topology or "", index.media.folder(), where.num_kv_tokens)
+    return started_backend(
+        where.model, where.topology or "", index.media.folder(), where.num_kv_tokens, where.skip_static
+    )
 
 
 def _running_app(where: _Where) -> AbstractContextManager[Backend]:

@@ -88,6 +88,15 @@ _RetentionMin = Annotated[
         help="Let retention fall to this while first tokens would miss --slo-ttft; by default it stays.",
     ),
 ]
+_SkipStatic = Annotated[
+    float | None,
+    typer.Option(
+        "--skip-static",
+        metavar="TOLERANCE",
+        help="Do not encode frames that show what those before them showed: no preprocessed value differs by "
+        "more than this; 0 for exactly equal. By default all are encoded.",
+    ),
+]
 _SloTTFT = Annotated[
     float | None,
     typer.Option(
@@ -151,6 +160,7 @@ def serve(
     retention: _Retention = 1.0,
     reduction: _Reduction = DEFAULT_METHOD,
     retention_min: _RetentionMin = None,
+    skip_static: _SkipStatic = None,
     drain: _Drain = 30.0,
     allowed_host: _AllowedHosts = None,
     trace_dir: _TraceDir = None,
@@ -183,6 +193,7 @@ def serve(
         "retention": retention,
         "reduction": reduction,
         "retention_min": retention_min,
+        "skip_static": skip_static,
         "drain_s": drain,
         "served_hosts": served_hosts(host, has_key=bool(api_key), extra=allowed_host or ()),
         "trace_dir": trace_dir,

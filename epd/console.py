@@ -119,7 +119,7 @@ def print_stage_table(timings: StageTimings) -> None:
     stderr_console().print(table)
 
 
-def print_answer_cost(answer: Answer) -> None:
+def print_answer_cost(answer: Answer, num_units_skipped: int = 0) -> None:
     """The table of stages and what went through them, on stderr."""
     print_stage_table(answer.timings)
     usage = answer.usage
@@ -130,7 +130,8 @@ def print_answer_cost(answer: Answer) -> None:
     print(
         f"first token after {answer.ttft_s:.3f} s; "
         f"{usage.num_frames} frames, {visual} visual tokens, "
-        f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} completion tokens",
+        f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} completion tokens"
+        + (f"; {num_units_skipped} units of frames did not change" if num_units_skipped else ""),
         file=sys.stderr,
     )
 

@@ -39,10 +39,11 @@ class AppArgs(BaseModel):
     served_hosts: names that clients may call the server by, None for any: see `serve_app.host_check`.
     trace_dir: a Chrome trace of each request is written there, the latest max_traces are kept.
     otlp_endpoint: base URL of a collector that gets OpenTelemetry traces.
-    max_batch_patches: that an encoder takes together. max_num_batched_tokens, max_chunk_tokens, max_num_seqs:
-    see `SchedulerConfig`. decode_max_num_seqs: of workers that only decode, by default the same.
-    sharding: of one request's groups: over all encoders, on one, or where it is prefilled. elastic: workers
-    of one role take others as the load changes.
+    max_batch_patches: that an encoder takes together. skip_static: a unit of a video is not encoded if none
+    of its preprocessed values differs by more than this from the unit before; by default all are.
+    max_num_batched_tokens, max_chunk_tokens, max_num_seqs: see `SchedulerConfig`. decode_max_num_seqs: of
+    workers that only decode, by default the same. sharding: of one request's groups: over all encoders, on
+    one, or where it is prefilled. elastic: workers of one role take others as the load changes.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
@@ -72,6 +73,7 @@ class AppArgs(BaseModel):
     max_traces: int = Field(default=256, ge=1)
     otlp_endpoint: str | None = None
     max_batch_patches: int = Field(default=4096, ge=1)
+    skip_static: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     max_num_batched_tokens: int = Field(default=2048, ge=1)
     max_chunk_tokens: int = Field(default=2048, ge=1)
     max_num_seqs: int = Field(default=64, ge=1)

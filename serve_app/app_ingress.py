@@ -37,6 +37,7 @@ async def create_ingress(args: AppArgs) -> FastAPI:
             num_kv_tokens=args.num_kv_tokens,
             scheduler=args.scheduler(is_decode=False),
             max_batch_patches=args.max_batch_patches,
+            skip_static=args.skip_static,
             decode_scheduler=args.scheduler(is_decode=True),
         ),
     )

@@ -24,11 +24,16 @@ _EVERYWHERE = ("0.0.0.0", "::", None)
 
 @contextmanager
 def started_backend(
-    model: Path, topology: str, media_folder: Path | None, num_kv_tokens: int | None
+    model: Path,
+    topology: str,
+    media_folder: Path | None,
+    num_kv_tokens: int | None,
+    skip_static: float | None = None,
 ) -> Iterator[HttpBackend]:
     """The application with workers of its own on this machine, for nobody else: it has a key.
 
-    media_folder: the folder that files are read from. Raises EPDError for what cannot be served.
+    media_folder: the folder that files are read from. skip_static: see `AppArgs`.
+    Raises EPDError for what cannot be served.
     """
     key = secrets.token_hex(16)
     args = AppArgs(
@@ -37,6 +42,7 @@ def started_backend(
         api_key=SecretStr(key),
         allowed_media_path=media_folder,
         num_kv_tokens=num_kv_tokens,
+        skip_static=skip_static,
     )
     http = HttpSettings("127.0.0.1", _free_port())
     with served_app(args.resolved(), http, RaySettings()), HttpBackend.open(http.url, key) as backend:

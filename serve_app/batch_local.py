@@ -84,7 +84,9 @@ class LocalBackend:
 
     def counts(self) -> BackendCounts:
         pipeline = self._pipeline
-        return BackendCounts(pipeline.num_decoded, pipeline.num_encoded, pipeline.num_prefilled)
+        return BackendCounts(
+            pipeline.num_decoded, pipeline.num_encoded, pipeline.num_prefilled, pipeline.num_units_skipped
+        )
 
 
 class _Work:

@@ -96,7 +96,7 @@ SERVICE_COUNTERS = {
     "computed_tokens": "Tokens that went through the language model.",
     "encode_batches": "Passes through the encoder.",
     "encoded_groups": "Groups of frames and images that were encoded.",
-    "encoded_patches": "Patches that were encoded.",
+    "encoded_patches": "Patches of those, also where a unit was skipped.",
     "encoder_cache_hits": "Groups whose embeddings were there already.",
     "encoder_cache_misses": "Groups whose embeddings were not there.",
     "generated_tokens": "Tokens that were sampled, those that nobody got too.",
@@ -104,6 +104,7 @@ SERVICE_COUNTERS = {
     "prefix_cached_tokens": "Tokens of prompts whose keys and values were there already.",
     "refused": "Requests that found no room in time.",
     "retries": "Tries of requests that were lost with a worker.",
+    "units_skipped": "Units of videos that were not encoded, since they did not change.",
     "workers_lost": "Workers that died or hung.",
 }
 

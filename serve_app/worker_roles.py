@@ -174,6 +174,7 @@ class EncodeRole:
                 "encoded_groups": counts.num_groups,
                 "encoded_patches": counts.num_patches,
                 "encode_batches": counts.num_batches,
+                "units_skipped": counts.num_units_skipped,
             },
             stages={
                 "encode": StageSample(

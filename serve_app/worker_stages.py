@@ -37,8 +37,9 @@ class WorkerSettings:
 
     dtype: a name in torch. num_kv_tokens: room for keys and values, None as `ColocatedPipeline.load` has it.
     max_draft: see `LanguageEngine`. num_embeddings: room for embeddings, at an encoder and at its receivers.
-    max_batch_patches: that an encoder takes together. decode_scheduler: of workers that only decode, None for
-    `scheduler`.
+    max_batch_patches: that an encoder takes together. skip_static: see `encoders.batch.FrameEncoder`; what is
+    encoded depends on it, so it is the same for all workers that share embeddings. decode_scheduler: of
+    workers that only decode, None for `scheduler`.
     """
 
     model_path: Path
@@ -51,6 +52,7 @@ class WorkerSettings:
     num_embeddings: int = 65_536
     embeddings_per_block: int = 16
     max_batch_patches: int = 4096
+    skip_static: float | None = None
     decode_scheduler: SchedulerConfig | None = None
 
     @property
@@ -99,8 +101,15 @@ class StageBuilder:
         model = self._load("encode")
         cache, pool, connector = self._embeddings(name, model.config)
         tower = self.adapter.vision_tower(model)
-        most = self.settings.max_batch_patches
-        return EncodeStage(self.adapter, tower, cache, pool, connector, max_batch_patches=most)
+        return EncodeStage(
+            self.adapter,
+            tower,
+            cache,
+            pool,
+            connector,
+            max_batch_patches=self.settings.max_batch_patches,
+            skip_static=self.settings.skip_static,
+        )
 
     def receiver(self, name: str) -> EmbeddingReceiver:
         cache, pool, connector = self._embeddings(name, self._language_model().config)

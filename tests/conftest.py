@@ -55,6 +55,14 @@ def subject(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Sub
 
 
 @pytest.fixture(scope="session")
+def still_video(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """4 s at 10 fps, of which the picture stands still for 3."""
+    from tests.media import write_still_video
+
+    return write_still_video(tmp_path_factory.mktemp("still") / "still.mp4")
+
+
+@pytest.fixture(scope="session")
 def media(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A 4 s video, another of another shape, and two images."""
     from tests.media import write_image, write_video

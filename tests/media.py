@@ -38,6 +38,13 @@ def write_video(
     return path
 
 
+def write_still_video(path: Path, *, num_still: int = 30, num_moving: int = 10) -> Path:
+    """The same at 10 fps, its first frame shown for a while; without loss, so that what is equal stays so."""
+    first, *rest = draw_frames(1 + num_moving, 90, 160, seed=4)
+    encode_h264(path, [first] * num_still + rest, fps=Fraction(10), height=90, width=160, crf=0)
+    return path
+
+
 def write_image(path: Path, *, height: int = 100, width: int = 76, seed: int = 1) -> Path:
     """A PNG."""
     Image.fromarray(next(draw_frames(1, height, width, seed))).save(path)

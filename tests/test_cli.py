@@ -176,6 +176,7 @@ def test_an_unsupported_model_type_lists_the_supported(media: dict[str, Path], t
         ("--fps", "1", "--frames", "4"),
         ("--max-tokens", "0"),
         ("--retention", "0.01"),
+        ("--skip-static", "-1"),
         ("--reduction", "magic"),
     ],
 )
@@ -217,6 +218,17 @@ def test_a_kept_share_of_the_visual_tokens_is_told(
     usage = json.loads(run("ask", media["video"], QUESTION, *options, "--json").stdout)["usage"]
     assert usage["visual_tokens"] == round(usage["visual_tokens_before"] / 2)
     assert f"{usage['visual_tokens']} of {usage['visual_tokens_before']} visual tokens" in result.stderr
+
+
+def test_units_that_do_not_change_are_told(still_video: Path, checkpoints: dict[str, Path]) -> None:
+    options = ("--model", checkpoints["qwen2_5_vl"], "--frames", "20", "--max-tokens", "6")
+    plain = run("ask", still_video, QUESTION, *options)
+    result = run("ask", still_video, QUESTION, *options, "--skip-static", "0")
+    record = json.loads(run("ask", still_video, QUESTION, *options, "--skip-static", "0", "--json").stdout)
+    assert result.stdout == plain.stdout == record["answer"] + "\n"
+    assert record["num_units_skipped"] == 6
+    assert "; 6 units of frames did not change\n" in result.stderr
+    assert "did not change" not in plain.stderr
 
 
 def test_json_is_one_object_with_the_promised_fields(

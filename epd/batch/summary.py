@@ -75,6 +75,10 @@ class Summary:
                 f"media decoded {counts.num_decoded}, encoded {counts.num_encoded}, "
                 f"prefilled {counts.num_prefilled} times"
             )
+        if counts.num_units_skipped:
+            lines.append(
+                f"units of videos that did not change and were not encoded: {counts.num_units_skipped}"
+            )
         if self.utilisation:
             shares = ", ".join(f"{name} {share:.0%}" for name, share in self.utilisation.items())
             lines.append(f"busy since the first answer: {shares}")

@@ -46,11 +46,15 @@ Outcome = Answered | Failed
 
 @dataclass(frozen=True, slots=True)
 class BackendCounts:
-    """How often something was done, where that is known. Of each medium: decoded, encoded, prefilled."""
+    """How often something was done, where that is known. Of each medium: decoded, encoded, prefilled.
+
+    num_units_skipped: units of videos that were not encoded, since they did not change.
+    """
 
     num_decoded: int | None = None
     num_encoded: int | None = None
     num_prefilled: int | None = None
+    num_units_skipped: int | None = None
 
 
 class Backend(Protocol):

@@ -91,6 +91,8 @@ def test_a_folder_and_questions_become_lines(tmp_path: Path) -> None:
     [
         (["in.jsonl", "out.jsonl", "--fps", "1", "--frames", "2"], "--fps 1.0 and --frames 2"),
         (["in.jsonl", "out.jsonl", "--frames", "0"], "--frames 0"),
+        (["in.jsonl", "out.jsonl", "--skip-static", "-1"], "a skip_static of -1; allowed: 0 or more"),
+        (["in.jsonl", "out.jsonl", "--skip-static", "0", "--url", "http://x"], "give it to epd serve"),
         (["in.jsonl", "out.jsonl", "--plot", "x.txt"], "x.txt"),
         (["in.jsonl", "out.jsonl", "--topology", "1epd", "--url", "http://x"], "--topology and --url"),
         (["in.jsonl", "out.jsonl", "--url", "x"], "no endpoint"),

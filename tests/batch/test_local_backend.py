@@ -195,6 +195,27 @@ def test_media_wait_for_room_in_a_small_cache(
     assert "does not fit" in (run_again / "out.errors.jsonl").read_text()
 
 
+def test_what_stands_still_is_encoded_once(
+    tmp_path: Path, checkpoints: dict[str, Path], still_video: Path, backend: LocalBackend
+) -> None:
+    """The answers are those of a pipeline that encodes every unit, and the summary tells what was skipped."""
+    pipeline = BatchPipeline.load(
+        checkpoints["qwen2_5_vl"], num_threads=1, num_kv_tokens=8192, skip_static=0.0
+    )
+    skipping = LocalBackend(pipeline, ModelCard("tiny", 0))
+    lines = [{"id": text, "video": str(still_video), "question": text} for text in QUESTIONS]
+    answers, summaries = [], []
+    for name, each in (("plain", backend), ("skipping", skipping)):
+        folder = tmp_path / name
+        folder.mkdir()
+        summaries.append(run(folder, each, lines, num_frames=20, max_tokens=MAX_TOKENS))
+        answers.append({key: record["answer"] for key, record in read(folder / "out.jsonl").items()})
+    assert answers[0] == answers[1]
+    assert len(set(answers[0].values())) > 1
+    assert [each.counts.num_units_skipped for each in summaries] == [0, 6]
+    assert "not encoded: 6" in summaries[1].lines()[-2]
+
+
 def test_leaving_early_leaves_nothing_behind(
     media: dict[str, Path], backend: LocalBackend, batch_pipeline: BatchPipeline, tmp_path: Path
 ) -> None:

@@ -34,6 +34,7 @@ def command(*options: str) -> list[str]:
         (["--topology", "two"], "write one such as '2e1p1d'"),
         (["no/such/model"], "there is no config.json"),
         (["--dtype", "int3"], "--dtype"),
+        (["--skip-static", "-0.1"], "--skip-static: Input should be greater than or equal to 0"),
     ],
 )
 def test_what_cannot_be_served_is_told_at_once(options: list[str], said: str) -> None:
