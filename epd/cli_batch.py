@@ -16,6 +16,7 @@ import typer
 from epd import console
 from epd.errors import RequestError
 from epd.models import embedded_model_path
+from epd.reduction import DEFAULT_METHOD, METHODS, ReductionPolicy
 
 if TYPE_CHECKING:
     from epd.batch.line_index import LineIndex
@@ -46,6 +47,14 @@ _Frames = Annotated[
 ]
 _MaxTokens = Annotated[
     int | None, typer.Option(metavar="N", help="Longest answer, tokens, where a line does not say.")
+]
+_Retention = Annotated[
+    float | None,
+    typer.Option(metavar="R", help="Share of the visual tokens that is kept, where a line does not say."),
+]
+_Reduction = Annotated[
+    str | None,
+    typer.Option(metavar="METHOD", help=f"How those are chosen, likewise: {', '.join(METHODS)}."),
 ]
 _Topology = Annotated[
     str | None,
@@ -113,6 +122,8 @@ def batch(
     fps: _Fps = None,
     frames: _Frames = None,
     max_tokens: _MaxTokens = None,
+    retention: _Retention = None,
+    reduction: _Reduction = None,
     topology: _Topology = None,
     url: _Url = None,
     address: _Address = None,
@@ -136,10 +147,11 @@ def batch(
         model or embedded_model_path(), topology, url, address, api_key, num_kv_tokens, skip_static
     )
     _check_options(fps, frames, max_tokens, skip_static, plot)
+    ReductionPolicy(reduction or DEFAULT_METHOD, 1.0 if retention is None else retention)  # or RequestError
     utilisation = Utilisation()
     with ExitStack() as open_things:
         lines = open_things.enter_context(_lines_file(source, questions))
-        defaults = LineDefaults(lines.parent.absolute(), fps, frames, max_tokens)
+        defaults = LineDefaults(lines.parent.absolute(), fps, frames, max_tokens, retention, reduction)
         summary = run_batch(
             BatchPlan(lines, out, defaults),
             lambda index: _backend(where, index),

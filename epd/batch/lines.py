@@ -25,13 +25,17 @@ Form = Literal["short", "openai"]
 LineId = str | int
 
 CHAT_URL = "/v1/chat/completions"
-_SHORT_KEYS = ("id", "video", "images", "question", "answer", "fps", "num_frames", "max_tokens")
+_SHORT_KEYS = (
+    "id", "video", "images", "question", "answer", "fps", "num_frames", "max_tokens",
+    "retention", "reduction",
+)  # fmt: skip
 _OPENAI_KEYS = ("custom_id", "method", "url", "body")
 _URL_PREFIXES = ("http://", "https://", "data:", "file:")
 _MEDIA_PARTS = ("image_url", "video_url")
 _TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
 _SAMPLING_PLACES = ("epd", "mm_processor_kwargs")
 _RATES = ("fps", "num_frames")
+_REDUCTION = ("retention", "reduction")
 
 
 class LineError(RequestError):
@@ -45,12 +49,17 @@ class LineError(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class LineDefaults:
-    """What holds for lines that do not say. folder: where the short form's relative paths begin."""
+    """What holds for lines that do not say. folder: where the short form's relative paths begin.
+
+    retention, reduction: share of the visual tokens that is kept, and the method; None as who answers has it.
+    """
 
     folder: Path
     fps: float | None = None
     num_frames: int | None = None
     max_tokens: int | None = None
+    retention: float | None = None
+    reduction: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +124,9 @@ def _short_body(record: JSON, defaults: LineDefaults) -> JSON:
         raise RequestError(f"question is {question!r}; allowed: a text; ask something")
     parts: list[JSON] = list(_media_parts(record, defaults.folder))
     body: JSON = {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]}
-    rates = {name: record[name] for name in _RATES if record.get(name) is not None}
-    if rates:
-        body["epd"] = rates
+    options = {name: record[name] for name in (*_RATES, *_REDUCTION) if record.get(name) is not None}
+    if options:
+        body["epd"] = options
     if record.get("max_tokens") is not None:
         body["max_tokens"] = record["max_tokens"]
     return _with_defaults(body, defaults)
@@ -183,14 +192,15 @@ def _with_defaults(body: JSON, defaults: LineDefaults) -> JSON:
     """The body with the defaults where it says nothing; a rate or number of frames rules out both."""
     if defaults.max_tokens is not None and all(body.get(name) is None for name in _TOKEN_LIMITS):
         body = {**body, "max_tokens": defaults.max_tokens}
-    rates = {"fps": defaults.fps, "num_frames": defaults.num_frames}
-    rates = {name: value for name, value in rates.items() if value is not None}
-    places = [body.get(place) for place in _SAMPLING_PLACES]
-    says = any(isinstance(place, dict) and place.get(name) for place in places for name in _RATES)
-    if rates and not says:
-        ours = body.get("epd")
-        body = {**body, "epd": {**(ours if isinstance(ours, dict) else {}), **rates}}
-    return body
+    places = [place for name in _SAMPLING_PLACES if isinstance(place := body.get(name), dict)]
+    has_rate = any(place.get(name) for place in places for name in _RATES)
+    ours = body["epd"] if isinstance(body.get("epd"), dict) else {}
+    added = {
+        name: value
+        for name in (*(() if has_rate else _RATES), *_REDUCTION)
+        if (value := getattr(defaults, name)) is not None and ours.get(name) is None
+    }
+    return {**body, "epd": {**ours, **added}} if added else body
 
 
 def shared_prefix(body: JSON) -> SharedPrefix:

@@ -71,6 +71,26 @@ def test_a_file_is_answered_and_summed_up(lines: Path, checkpoints: dict[str, Pa
     assert again.stdout.startswith("2 of 3 lines answered, 1 failed, 3 of them before\n")
 
 
+def test_what_is_kept_is_as_the_options_say_where_lines_do_not(
+    media: dict[str, Path], checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Also of lines that come later and are answered by a second run."""
+    path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    records = [
+        {"id": name, "video": str(media["video"]), "question": "What?", "num_frames": 20, **said}
+        for name, said in (("default", {}), ("all", {"retention": 1}), ("late", {}))
+    ]
+    options = ["--model", checkpoints["qwen2_5_vl"], "--max-tokens", "3", "--num-kv-tokens", "4096"]
+    for num_lines in (2, 3):
+        path.write_text("".join(json.dumps(record) + "\n" for record in records[:num_lines]))
+        result = run(path, out, *options, "--retention", "0.25", "--reduction", "evs")
+        assert result.exit_code == 0, result.output
+    usage = {record["id"]: record["usage"] for record in map(json.loads, out.read_text().splitlines())}
+    tokens = {name: each["prompt_tokens"] for name, each in usage.items()}
+    assert tokens["default"] == tokens["late"] < tokens["all"]
+    assert len(usage) == 3
+
+
 def test_a_folder_and_questions_become_lines(tmp_path: Path) -> None:
     for name in ("b.mp4", "a.MKV", "a.json", "notes.txt"):
         (tmp_path / name).touch()
@@ -93,6 +113,8 @@ def test_a_folder_and_questions_become_lines(tmp_path: Path) -> None:
         (["in.jsonl", "out.jsonl", "--frames", "0"], "--frames 0"),
         (["in.jsonl", "out.jsonl", "--skip-static", "-1"], "a skip_static of -1; allowed: 0 or more"),
         (["in.jsonl", "out.jsonl", "--skip-static", "0", "--url", "http://x"], "give it to epd serve"),
+        (["in.jsonl", "out.jsonl", "--retention", "0.01"], "a retention of 0.01; allowed: 0.05 to 1"),
+        (["in.jsonl", "out.jsonl", "--reduction", "best"], "the reduction method 'best'; allowed: "),
         (["in.jsonl", "out.jsonl", "--plot", "x.txt"], "x.txt"),
         (["in.jsonl", "out.jsonl", "--topology", "1epd", "--url", "http://x"], "--topology and --url"),
         (["in.jsonl", "out.jsonl", "--url", "x"], "no endpoint"),

@@ -30,15 +30,20 @@ Reply = tuple[int, dict[str, Any]]
 
 @dataclass
 class FakeServer:
-    """answer: gives status and body for a question. spans: of each, (video, start, stop) in seconds."""
+    """answer: gives status and body for a question. spans: of each, (video, start, stop) in seconds.
+
+    options: ours of each body.
+    """
 
     answer: Callable[[str], Reply] = lambda question: (200, completion(question))
     pause_s: float = 0.02
     spans: list[tuple[str, float, float]] = field(default_factory=list)
+    options: list[Any] = field(default_factory=list)
     url: str = ""
 
     def reply(self, body: dict[str, Any]) -> Reply:
         start_s = monotonic()
+        self.options.append(body.get("epd"))
         video, question = body["messages"][0]["content"]
         sleep(self.pause_s)
         reply = self.answer(question["text"])
@@ -82,7 +87,9 @@ def serving(server: FakeServer) -> Iterator[FakeServer]:
         thread.join(5)
 
 
-def run(folder: Path, url: str, num_videos: int = 6, num_questions: int = 8, key: str = KEY) -> Summary:
+def run(
+    folder: Path, url: str, num_videos: int = 6, num_questions: int = 8, key: str = KEY, **defaults: Any
+) -> Summary:
     lines = [
         {"id": f"{video} {number}", "video": f"{video}.mp4", "question": f"q{number}"}
         for number in range(num_questions)
@@ -95,7 +102,8 @@ def run(folder: Path, url: str, num_videos: int = 6, num_questions: int = 8, key
         with HttpBackend.open(url, key) as backend:
             yield backend
 
-    return run_batch(BatchPlan(folder / "in.jsonl", folder / "out.jsonl", LineDefaults(folder)), opened)
+    plan = BatchPlan(folder / "in.jsonl", folder / "out.jsonl", LineDefaults(folder, **defaults))
+    return run_batch(plan, opened)
 
 
 def test_questions_about_a_video_follow_its_first_and_come_together(tmp_path: Path) -> None:
@@ -116,6 +124,12 @@ def test_more_than_one_video_is_under_way(tmp_path: Path) -> None:
     with serving(FakeServer(pause_s=0.05)) as server:
         run(tmp_path, server.url, num_videos=4, num_questions=1)
     assert max(start_s for _, start_s, _ in server.spans) < min(stop_s for *_, stop_s in server.spans)
+
+
+def test_what_is_kept_by_default_is_said_to_the_server(tmp_path: Path) -> None:
+    with serving(FakeServer()) as server:
+        run(tmp_path, server.url, num_videos=2, num_questions=1, retention=0.25, reduction="evs")
+    assert server.options == [{"retention": 0.25, "reduction": "evs"}] * 2
 
 
 def test_errors_of_the_server_are_told_under_their_lines(tmp_path: Path) -> None:

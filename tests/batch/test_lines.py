@@ -65,6 +65,36 @@ def test_defaults_hold_where_a_line_does_not_say(record: dict[str, Any], options
 
 
 @pytest.mark.parametrize(
+    ("record", "epd"),
+    [
+        (short(), {"retention": 0.25, "reduction": "evs"}),
+        (short(retention=1), {"retention": 1, "reduction": "evs"}),
+        (short(reduction="novelty", fps=1), {"fps": 1, "retention": 0.25, "reduction": "novelty"}),
+        (openai(), {"retention": 0.25, "reduction": "evs"}),
+        (openai(epd={"retention": 0.5}), {"retention": 0.5, "reduction": "evs"}),
+        (openai(epd={"retention": None}), {"retention": 0.25, "reduction": "evs"}),
+        (openai(epd=None), {"retention": 0.25, "reduction": "evs"}),
+        (
+            openai(mm_processor_kwargs={"fps": 2}, epd={"reduction": "random"}),
+            {"retention": 0.25, "reduction": "random"},
+        ),
+    ],
+)
+def test_what_is_kept_is_as_the_line_says_or_else_the_default(
+    record: dict[str, Any], epd: dict[str, Any]
+) -> None:
+    assert parsed(record, retention=0.25, reduction="evs").body["epd"] == epd
+    said = parsed(record).body.get("epd") or {}
+    assert {name: value for name, value in said.items() if value is not None}.items() <= epd.items()
+
+
+def test_a_line_that_keeps_another_share_shares_no_prefix() -> None:
+    plain, same, other = parsed(short()), parsed(short(retention=0.5)), parsed(short(retention=0.25))
+    assert shared_prefix(plain.body) != shared_prefix(same.body) != shared_prefix(other.body)
+    assert shared_prefix(parsed(short(), retention=0.5).body) == shared_prefix(same.body)
+
+
+@pytest.mark.parametrize(
     ("record", "words", "line_id"),
     [
         ([1], "list", None),
