@@ -56,13 +56,8 @@ class PlanFile(_Strict):
     explanation: dict[str, Any] = {}
 
     def app_options(self) -> dict[str, Any]:
-        """Arguments of the application that the plan decides. Raises RequestError for what it cannot do."""
-        decided = self.settings.model_dump(exclude={"retention"}, exclude_none=True)
-        if self.settings.retention < 1:
-            raise RequestError(
-                f"the plan keeps {self.settings.retention:.0%} of the visual tokens, epd serve keeps all of "
-                "them; plan with --min-retention 1"
-            )
+        """Arguments of the application that the plan decides."""
+        decided = self.settings.model_dump(exclude_none=True)
         if self.objectives.ttft_s is not None:
             decided["slo_ttft_s"] = self.objectives.ttft_s
         return {"topology": self.topology, **decided}

@@ -16,6 +16,7 @@ from epd.cli import app
 from epd.errors import RequestError
 from epd.planning.files import PlanFile, load_plan
 from epd.profiles import analytic_profile, dump_profile
+from epd.reduction import ReductionPolicy
 from serve_app.app_args import AppArgs
 
 
@@ -72,8 +73,7 @@ def edited(path: Path, tmp_path: Path, **changes: Any) -> Path:
 def test_the_app_gets_what_the_plan_decides(plan_path: Path, served: Served) -> None:
     record = yaml.safe_load(plan_path.read_text())
     args = served.with_plan(plan_path)
-    decided = {name: getattr(args, name) for name in record["settings"] if name != "retention"}
-    assert decided == {name: value for name, value in record["settings"].items() if name != "retention"}
+    assert {name: getattr(args, name) for name in record["settings"]} == record["settings"]
     assert args.topology == record["topology"]
     assert args.slo_ttft_s == 2.5
     assert args.num_video_threads == 6
@@ -108,6 +108,18 @@ def test_a_default_that_is_given_wins_too(plan_path: Path, served: Served, tmp_p
     assert served.with_plan(path, "--topology", "1e1p1d").topology == "1e1p1d"
 
 
+def test_a_plan_that_drops_visual_tokens_is_served_so(
+    plan_path: Path, served: Served, tmp_path: Path
+) -> None:
+    path = edited(plan_path, tmp_path, settings={"retention": 0.25})
+    assert served.with_plan(path).reduction_policy == ReductionPolicy(retention=0.25)
+    args = served.with_plan(path, "--reduction", "evs", "--retention-min", "0.1")
+    assert args.reduction_policy == ReductionPolicy("evs", 0.25)
+    assert args.load_retention is not None
+    assert served.with_plan(path, "--retention", "1").retention == 1.0
+    assert served.with_plan(path, "--retention", "0.5").retention == 0.5
+
+
 def test_without_a_plan_nothing_changes(served: Served) -> None:
     app(["serve"], standalone_mode=False)
     assert served.args[-1] == AppArgs(served_hosts=served.args[-1].served_hosts).resolved()
@@ -122,7 +134,7 @@ def test_without_a_plan_nothing_changes(served: Served) -> None:
         ({"format": "epd plan, version 9"}, "format: Input should be"),
         ({"topology": "2e1p"}, "no worker does decode"),
         ({"model": "qwen2.5-vl-7b"}, "the plan is for 'qwen2.5-vl-7b', the model to serve is 'shapes-vl'"),
-        ({"settings": {"retention": 0.5}}, "keeps 50% of the visual tokens"),
+        ({"settings": {"retention": 0.01}}, "--retention: Input should be greater than or equal to 0.05"),
     ],
 )
 def test_what_cannot_be_served_is_one_line_and_usage(
