@@ -163,7 +163,7 @@ def main() -> None:
     sections = {
         "prefill": Section(
             "Time to the first token, embeddings there (aim: 0.9 of the gain in operations)",
-            partial(prefill_rows, ("balanced", "evs", "quickprefill"), frames, repeats),
+            partial(prefill_rows, ("balanced", "evs", "quickprefill", "fastkv"), frames, repeats),
         ),
         "fit": Section("Frames that fit", partial(fit_rows, KV_TOKENS)),
         "accuracy": Section(
