@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,14 +16,19 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from typer.testing import CliRunner
 
 from encoders import Embeddings, PromptPlan, concatenated, load_adapter
 from encoders.reduction import reduce_prompt
+from epd.cli import app
 from epd.errors import RequestError
 from epd.models import embedded_model_path
 from epd.reduction import ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.scheduling import SchedulerConfig
+from serve_app.app_args import AppArgs
+from serve_app.intake import reduction_policy
+from serve_app.protocol import ChatRequest
 from stages.colocated import ColocatedPipeline, EncodedMedia, MediaContext
 from stages.generation import GenerationSettings
 from stages.loader import load_model
@@ -29,12 +36,16 @@ from stages.model_runner import ModelRunner, Segment
 from tests.encoders.families import Family
 from tests.reduction.conftest import NUM_FRAMES
 from tests.reduction.test_prefill_methods import Engines, expected, placed, prompt_of, rounded
+from tests.serve_app.orchestration import NUM_FRAMES as APP_FRAMES
+from tests.serve_app.orchestration import Question, deployed
 from tests.stages.prompts import MAX_TOKENS, Drive, Prompt
 from tests.stages.test_split_stages import Deployment
 from tests.tiny_models import load_reference
 
 NUM_OBSERVING = 32
 SMALL_WINDOW_TOKENS = 45  # three units of 15
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
 
 @pytest.fixture(scope="module")
@@ -377,6 +388,47 @@ def test_split_over_workers_gives_the_same_tokens(engines: Engines, mix: dict[st
     deployment = Deployment(engines, 2, random.Random(1))  # type: ignore[arg-type]
     assert deployment.run(moved, SamplingParams(max_tokens=MAX_TOKENS)) == expected(moved)
     deployment.settle()
+
+
+# Asked for
+
+
+@pytest.mark.parametrize("topology", ["1epd", "1e1p1d"])
+def test_the_app_answers_as_the_colocated_pipeline(
+    topology: str, pipeline: ColocatedPipeline, clip: Path, questions: list[str]
+) -> None:
+    policy = ReductionPolicy("fastkv", 0.25)
+    wanted = [
+        pipeline.ask([clip], text, num_frames=APP_FRAMES, reduction=policy, max_tokens=10).token_ids
+        for text in questions[:2]
+    ]
+
+    async def run() -> None:
+        async with deployed(embedded_model_path(), topology) as deployment:
+            asked = [Question((clip,), text) for text in questions[:2]]
+            answers = [await deployment.ask(each, reduction=policy) for each in asked]
+            assert [answer.tokens for answer in answers] == wanted
+            end = answers[1].end
+            assert end is not None
+            assert end.cached_tokens >= end.usage.visual_tokens, "the second question finds the video"
+            await deployment.settle()
+
+    asyncio.run(run())
+
+
+def test_requests_and_commands_know_it(clip: Path) -> None:
+    options = {"reduction": "fastkv", "retention": 0.25}
+    body = {"messages": [{"role": "user", "content": "What?"}], "epd": options}
+    policy = ReductionPolicy("fastkv", 0.25)
+    assert reduction_policy(ChatRequest.model_validate(body), ReductionPolicy()) == policy
+    assert AppArgs(**options).reduction_policy == policy
+    asked = ["--retention", "0.25", "--reduction", "fastkv", "--frames", "24", "--json"]
+    result = CliRunner().invoke(app, ["ask", str(clip), "How many shapes are there?", *asked])
+    assert result.exit_code == 0, result.output
+    usage = json.loads(result.stdout)["usage"]
+    assert usage["visual_tokens"] == round(usage["visual_tokens_before"] / 4)
+    for command in ("ask", "serve"):
+        assert "fastkv" in CliRunner().invoke(app, [command, "--help"]).output
 
 
 def test_an_unknown_method_is_told_this_one() -> None:
