@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from epd.encoder_cache import GroupKey
+from epd.errors import RequestError
+from epd.reduction import METHODS, QUESTION_METHODS, ReductionPolicy
 from epd.sharding import least_loaded
 
 # What a worker can do. A worker with both `prefill` and `decode` answers a request to its end by itself.
@@ -30,6 +32,18 @@ def topology_name(workers: Collection[Collection[Stage]]) -> str:
     letters = [role_letters(roles) for roles in workers if "video" not in roles]
     order = sorted(set(letters), key=lambda each: ("epd".find(each[:1]), each))
     return "".join(f"{letters.count(each)}{each}" for each in order)
+
+
+def check_reduction(policy: ReductionPolicy, workers: Collection[Collection[Stage]]) -> None:
+    """Raises RequestError where decode would have to know what prefill chose, on another worker."""
+    if not policy.is_by_question or all("decode" in roles for roles in workers if "prefill" in roles):
+        return
+    others = ", ".join(method for method in METHODS if method not in QUESTION_METHODS)
+    raise RequestError(
+        f"received the reduction method '{policy.method}', by which decode reads what prefill chose; allowed "
+        f"in topology {topology_name(workers)}, where others decode: {others}; use one, or serve with both "
+        "roles on each worker, such as --topology 1e1pd"
+    )
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from epd.errors import ModelNotFoundError, RequestError
 from epd.models import embedded_model_path
 from epd.reduction import DEFAULT_METHOD, LEAST_RETENTION, ReductionPolicy
 from epd.retention import RetentionConfig, levels_down_to
-from epd.routing import Stage
+from epd.routing import Stage, check_reduction
 from epd.scheduling import SchedulerConfig
 from epd.sharding import Sharding
 from epd.topology import parse_topology
@@ -124,6 +124,8 @@ class AppArgs(BaseModel):
         """The same for any process of this machine. Raises EPDError for a model or topology that is none."""
         parse_topology(self.topology)
         _ = self.reduction_policy, self.load_retention
+        least = min(self.retention, self.retention_min or 1.0)
+        check_reduction(ReductionPolicy(self.reduction, least), self.workers.values())
         folders = {"allowed_media_path": self.allowed_media_path, "trace_dir": self.trace_dir}
         paths = {name: folder and folder.resolve() for name, folder in folders.items()}
         return self.model_copy(update={"model": self.model_path.resolve(), **paths})

@@ -21,10 +21,9 @@ from itertools import count
 
 from epd.admission import AdmissionQueue
 from epd.elasticity import ControllerConfig, RequestWork
-from epd.errors import EncodeError, RequestError, UnavailableError
-from epd.reduction import METHODS, QUESTION_METHODS, ReductionPolicy
+from epd.errors import EncodeError, UnavailableError
 from epd.retention import RetentionConfig
-from epd.routing import Router, Stage, role_letters, topology_name
+from epd.routing import Router, Stage, check_reduction, role_letters, topology_name
 from epd.sharding import Sharding
 from serve_app.attempt import Attempt, Ending
 from serve_app.elastic import Elastic
@@ -165,7 +164,7 @@ class Orchestrator:
             raise UnavailableError("the service is going down; ask another, or again later")
         self.queue.check(now_s, deadline_s, num_coming=self._num_planning, priority=request.priority)
         request = self.retention.reduced(request)
-        self._check_reduction(request.reduction)
+        check_reduction(request.reduction, [info.roles for info in self._fleet.workers.values()])
         plan = await self._plan(request)
         answer = LiveAnswer(request, plan, self._planner.texts, time.time)
         self.elastic.arrived(plan)
@@ -177,17 +176,6 @@ class Orchestrator:
         finally:
             self.elastic.finished()
             running.cancel()
-
-    def _check_reduction(self, policy: ReductionPolicy) -> None:
-        """Raises RequestError where decode would have to know what prefill chose, on another worker."""
-        roles = [info.roles for info in self._fleet.workers.values()]
-        if policy.is_by_question and any("prefill" in each and "decode" not in each for each in roles):
-            others = ", ".join(method for method in METHODS if method not in QUESTION_METHODS)
-            raise RequestError(
-                f"received the reduction method '{policy.method}', by which decode reads what prefill chose; "
-                f"allowed in topology {topology_name(roles)}, where others decode: {others}; use one, or "
-                "serve with both roles on each worker, such as --topology 1e1pd"
-            )
 
     async def _plan(self, request: AnswerRequest) -> AnswerPlan:
         self._num_planning += 1

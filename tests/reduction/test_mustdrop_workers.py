@@ -11,6 +11,7 @@ import pytest
 from epd.errors import RequestError, http_status
 from epd.models import embedded_model_path
 from epd.reduction import METHODS, QUESTION_METHODS, ReductionPolicy
+from serve_app.app_args import AppArgs
 from stages.colocated import ColocatedPipeline, EncodedMedia
 from tests.reduction.test_prefill_methods import Engines, model, pipeline, prompt_of
 from tests.serve_app.orchestration import NUM_FRAMES, Deployment, Question, deployed
@@ -53,6 +54,14 @@ def test_where_another_worker_decodes_it_is_refused_before_anything_is_done(
             await deployment.settle()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("options", [{"retention": 0.3}, {"retention_min": 0.3, "slo_ttft_s": 1.0}])
+def test_a_server_that_would_refuse_what_is_its_default_does_not_start(options: dict[str, float]) -> None:
+    with pytest.raises(RequestError, match=r"'mustdrop'.* in topology 1e1p1d"):
+        AppArgs(reduction="mustdrop", topology="1e1p1d", **options).resolved()
+    AppArgs(reduction="mustdrop", topology="1e1pd", **options).resolved()
+    AppArgs(reduction="mustdrop", topology="1e1p1d").resolved()
 
 
 @pytest.mark.parametrize("topology", ["1epd", "1e2pd"])
