@@ -1,14 +1,17 @@
 """What `epd simulate` predicts against what the application does, with the same requests on this machine.
 
-    python benchmarks/bench_planner.py [--quick] [--profile FILE] [--load SHARE]
+    python benchmarks/bench_planner.py [--quick] [--rounds N] [--profile FILE] [--profiles FOLDER]
+                                       [--load SHARE] [--topologies 1epd,1e1p1d] [--workloads text,image]
 
 First `epd profile --app` measures the stages of the embedded model, each alone, and what the application
-costs beside them: questions asked one after the other, of two layouts. Then for each layout and workload
-requests arrive at random times, at a rate that keeps SHARE of the cores busy (by the simulation), at
-`epd serve`; and in the simulator with that profile. Nothing is fitted to these runs. Figures are medians over
-the requests, which others on the machine move less than means; error: of the simulated one. encode, prefill:
-work of these stages for one request, as the application's log has it.
-Results go to benchmarks/results/planner.{json,md}.
+costs beside them: questions at random times, of two layouts. Then for each layout and workload requests
+arrive at random times, at a rate that keeps SHARE of the cores busy (by the simulation), at `epd serve`; and
+in the simulator with that profile. Nothing is fitted to these runs. All of this is done in rounds, so that
+a machine that is slow for a while spoils a part of each pair, not all of one. Figures are medians over
+the requests of a round, which others on the machine move less than means, and of these the mean over the
+rounds; error: of the simulated one. encode, prefill: work of these stages for one request, as the
+application's log has it.
+Results go to benchmarks/results/planner.{json,md}, and profiles beside them; of a part of the pairs, nowhere.
 """
 
 from __future__ import annotations
@@ -27,14 +30,15 @@ import tempfile  # noqa: E402
 from collections.abc import Mapping, Sequence  # noqa: E402
 from dataclasses import dataclass  # noqa: E402
 
-from reporting import Row, Section, run_sections, setting  # noqa: E402
+from reporting import RESULTS, Row, Section, run_sections, setting  # noqa: E402
 
 from epd.cli_bench import _write_video  # noqa: E402
-from epd.load.live_app import LiveApp, LoadResult, live_app  # noqa: E402
+from epd.load.live_app import LiveApp, live_app  # noqa: E402
 from epd.load.media import MediaLibrary  # noqa: E402
 from epd.profiles import Profile, load_profile  # noqa: E402
-from epd.simulate import Deployment, JobMaker, Simulation, SimulationResult  # noqa: E402
-from epd.simulate.clock import TICKS_PER_S  # noqa: E402
+from epd.profiles.app_costs import Figures  # noqa: E402
+from epd.simulate import Deployment  # noqa: E402
+from epd.simulate.calibrating import simulated_figures  # noqa: E402
 from epd.topology import parse_topology  # noqa: E402
 from epd.workload import Workload  # noqa: E402
 from epd.workload_config import load_workload  # noqa: E402
@@ -55,7 +59,57 @@ WORKLOADS: Mapping[str, Row] = {
 }
 NUM_KV_TOKENS = 32_768
 SEED = 11
-FIGURES = ("TTFT", "TPOT", "encode", "prefill")
+FIGURES = {"TTFT": "ttft_s", "TPOT": "tpot_s", "encode": "encode_s", "prefill": "prefill_s"}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """is_whole: all pairs, as they are published. profiles: a folder for those that are measured."""
+
+    is_quick: bool
+    is_whole: bool
+    rounds: int
+    requests: int
+    load: float
+    profile: Path | None
+    profiles: Path
+    topologies: tuple[str, ...]
+    workloads: tuple[str, ...]
+
+    @classmethod
+    def parse(cls) -> Options:
+        parser = argparse.ArgumentParser(
+            description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        parser.add_argument("--quick", action="store_true", help="two layouts, one round of few requests")
+        parser.add_argument("--rounds", type=int, default=2, help="each with a profile and all pairs")
+        parser.add_argument("--profile", type=Path, help="of epd profile --app, instead of measuring them")
+        parser.add_argument("--profiles", type=Path, help="a folder for the measured ones")
+        parser.add_argument("--load", type=float, default=0.5, help="share of the cores that is kept busy")
+        parser.add_argument("--topologies", type=_names, default=TOPOLOGIES, metavar="NAME,NAME")
+        parser.add_argument("--workloads", type=_names, default=tuple(WORKLOADS), metavar="NAME,NAME")
+        given = parser.parse_args()
+        if unknown := set(given.workloads) - set(WORKLOADS):
+            parser.error(f"no workload {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
+        is_whole = not given.quick and (given.topologies, given.workloads) == (TOPOLOGIES, tuple(WORKLOADS))
+        topologies = (
+            ("1epd", "1e1p1d") if given.quick and given.topologies == TOPOLOGIES else given.topologies
+        )
+        return cls(
+            is_quick=given.quick,
+            is_whole=is_whole,
+            rounds=1 if given.quick else given.rounds,
+            requests=20 if given.quick else 60 // given.rounds,
+            load=given.load,
+            profile=given.profile,
+            profiles=given.profiles or (RESULTS if is_whole else Path(tempfile.gettempdir())),
+            topologies=topologies,
+            workloads=given.workloads,
+        )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,28 +124,25 @@ class Pair:
         return self.simulated_s / self.live_s - 1
 
 
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The same requests, live and simulated."""
+
+    live: Figures
+    simulated: Figures
+
+
 def workload_at(part: Row, num_requests: int, rate: float) -> Workload:
     return load_workload(None, {"rate": rate, "num_requests": num_requests, "mix": [part]}).resolve()
 
 
-def simulation_of(profile: Profile, topology: str) -> Simulation:
-    cores = os.cpu_count() or 1
-    return Simulation(
-        profile, Deployment(parse_topology(topology), cpu_threads=cores, kv_tokens=NUM_KV_TOKENS)
-    )
-
-
-def simulated(profile: Profile, topology: str, workload: Workload) -> SimulationResult:
-    jobs = JobMaker(profile).jobs(workload.requests(SEED))
-    return simulation_of(profile, topology).run(jobs)
+def deployment_of(topology: str) -> Deployment:
+    return Deployment(parse_topology(topology), cpu_threads=os.cpu_count() or 1, kv_tokens=NUM_KV_TOKENS)
 
 
 def core_seconds(profile: Profile, topology: str, part: Row) -> float:
     """Of one request, by a simulation in which nobody meets anybody."""
-    workload = workload_at(part, 20, 0.1)
-    simulation = simulation_of(profile, topology)
-    simulation.run(JobMaker(profile).jobs(workload.requests(SEED)))
-    return simulation.work_s / 20
+    return simulated_figures(profile, deployment_of(topology), workload_at(part, 20, 0.1), SEED).cpu_s
 
 
 def rate_of(profile: Profile, topology: str, part: Row, load: float) -> float:
@@ -102,58 +153,44 @@ def rate_of(profile: Profile, topology: str, part: Row, load: float) -> float:
     return load * free / core_seconds(profile, topology, part)
 
 
-def median(values: Sequence[float]) -> float:
-    return statistics.median(values) if values else 0.0
-
-
-def live_figures(result: LoadResult) -> dict[str, float]:
-    records = [record for record in result.records if record.error is None]
-    found = {
-        "TTFT": median([record.token_times_s[0] - record.sent_s for record in records]),
-        "TPOT": median(
-            [
-                (record.end_s - record.token_times_s[0]) / (record.completion_tokens - 1)
-                for record in records
-                if (record.completion_tokens or 0) > 1
-            ]
-        ),
-    }
-    return found | {
-        stage: median([each.stages_s.get(stage, 0.0) for each in result.served])
-        for stage in ("encode", "prefill")
-    }
-
-
-def simulated_figures(result: SimulationResult) -> dict[str, float]:
-    return {
-        "TTFT": median(result.ttft_s.tolist()),
-        "TPOT": median(result.tpot_s.tolist()),
-        "encode": median(result.rows["encode_ticks"].tolist()) / TICKS_PER_S,
-        "prefill": median(result.rows["prefill_ticks"].tolist()) / TICKS_PER_S,
-    }
-
-
 def compare(
     profile: Profile,
     app: LiveApp,
     topology: str,
     name: str,
     library: MediaLibrary,
-    options: argparse.Namespace,
-) -> dict[str, Pair]:
+    options: Options,
+    seed: int,
+) -> Round:
+    """One round of a pair."""
     part = WORKLOADS[name]
     rate = rate_of(profile, topology, part, options.load)
     workload = workload_at(part, options.requests, rate)
-    live = live_figures(app.load(workload, library, seed=SEED))
-    found = simulated_figures(simulated(profile, topology, workload))
-    pairs = {figure: Pair(live[figure], found[figure]) for figure in FIGURES if live[figure]}
-    shown = ", ".join(f"{n} {1e3 * p.live_s:.1f} / {1e3 * p.simulated_s:.1f}" for n, p in pairs.items())
+    live = app.load(workload, library, seed=seed).figures(0.0)
+    found = Round(live, simulated_figures(profile, deployment_of(topology), workload, seed))
+    shown = ", ".join(
+        f"{n} {1e3 * p.live_s:.1f} / {1e3 * p.simulated_s:.1f}" for n, p in pairs_of([found]).items()
+    )
     print(f"{topology}, {name}, {rate:.1f}/s, load {os.getloadavg()[0]:.1f}: {shown} ms", file=sys.stderr)
-    return pairs
+    return found
 
 
-def all_pairs(profile: Profile, options: argparse.Namespace) -> dict[tuple[str, str], dict[str, Pair]]:
-    found = {}
+def pairs_of(rounds: Sequence[Round]) -> dict[str, Pair]:
+    """By figure, of those that the application has."""
+    pairs = {
+        figure: Pair(
+            statistics.fmean(getattr(each.live, name) for each in rounds),
+            statistics.fmean(getattr(each.simulated, name) for each in rounds),
+        )
+        for figure, name in FIGURES.items()
+    }
+    return {figure: pair for figure, pair in pairs.items() if pair.live_s}
+
+
+def run_round(
+    profile: Profile, options: Options, number: int, rounds: dict[tuple[str, str], list[Round]]
+) -> None:
+    """All pairs once."""
     with tempfile.TemporaryDirectory(prefix="epd-bench-planner-") as folder:
         library = MediaLibrary(Path(folder) / "media", _write_video)
         for topology in options.topologies:
@@ -161,10 +198,17 @@ def all_pairs(profile: Profile, options: argparse.Namespace) -> dict[tuple[str, 
             serve += ["--num-kv-tokens", str(NUM_KV_TOKENS)]
             with live_app(serve, Path(folder) / "serve.log") as app:
                 for part in WORKLOADS.values():
-                    app.load(workload_at(part, 4, 2.0), library, seed=SEED + 1)
+                    app.load(workload_at(part, 4, 2.0), library, seed=SEED - 1)
                 for name in options.workloads:
-                    found[topology, name] = compare(profile, app, topology, name, library, options)
-    return found
+                    found = compare(profile, app, topology, name, library, options, SEED + number)
+                    rounds.setdefault((topology, name), []).append(found)
+
+
+def all_pairs(options: Options) -> dict[tuple[str, str], dict[str, Pair]]:
+    rounds: dict[tuple[str, str], list[Round]] = {}
+    for number in range(options.rounds):
+        run_round(measured_profile(options, number), options, number, rounds)
+    return {key: pairs_of(each) for key, each in rounds.items()}
 
 
 def rows_of(pairs: Mapping[tuple[str, str], Mapping[str, Pair]]) -> list[Row]:
@@ -198,30 +242,20 @@ def summary_of(pairs: Mapping[tuple[str, str], Mapping[str, Pair]]) -> list[Row]
     ]
 
 
-def measured_profile(options: argparse.Namespace) -> Profile:
+def measured_profile(options: Options, number: int) -> Profile:
     if options.profile:
         return load_profile(str(options.profile))
-    with tempfile.TemporaryDirectory(prefix="epd-bench-planner-") as folder:
-        path = Path(folder) / "profile.json"
-        repeats = "3" if options.quick else "9"
-        subprocess.run([str(EPD), "profile", "--app", "--repeats", repeats, "--out", str(path)], check=True)
-        return load_profile(str(path))
+    options.profiles.mkdir(parents=True, exist_ok=True)
+    path = options.profiles / f"planner-profile-{number + 1}.json"
+    repeats = "3" if options.is_quick else "9"
+    subprocess.run([str(EPD), "profile", "--app", "--repeats", repeats, "--out", str(path)], check=True)
+    return load_profile(str(path))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="two layouts, few requests; writes nothing")
-    parser.add_argument("--profile", type=Path, help="of epd profile --app, instead of measuring one")
-    parser.add_argument("--load", type=float, default=0.5, help="share of the cores that is kept busy")
-    options = parser.parse_args()
+    options = Options.parse()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    options.requests = 20 if options.quick else 60
-    options.topologies = ("1epd", "1e1p1d") if options.quick else TOPOLOGIES
-    options.workloads = tuple(WORKLOADS)
-    profile = measured_profile(options)
-    pairs = all_pairs(profile, options)
+    pairs = all_pairs(options)
     sections = {
         "summary": Section("Mean absolute errors (aim: at most 15 %)", lambda: summary_of(pairs)),
         "pairs": Section("Medians of each layout and workload", lambda: rows_of(pairs)),
@@ -232,9 +266,13 @@ def main() -> None:
         sections,
         list(sections),
         lambda: setting(
-            ("ray", "torch"), checkpoint="shapes-vl, float32", load=options.load, requests=options.requests
+            ("ray", "torch"),
+            checkpoint="shapes-vl, float32",
+            load=options.load,
+            requests=options.requests,
+            rounds=options.rounds,
         ),
-        save=not options.quick,
+        save=options.is_whole,
     )
 
 

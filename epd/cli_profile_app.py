@@ -4,123 +4,115 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from epd.load.live_app import LiveApp, LoadResult
-    from epd.load.media import MediaLibrary
+    from epd.load.live_app import LiveApp
     from epd.profiles import Profile
-    from epd.profiles.app_costs import Asked
+    from epd.profiles.app_costs import Figures
+    from epd.simulate.calibrating import Asked
+    from epd.workload import Workload
 
-_SEED = 7_000
+_SEED, _NUM_REQUESTS = 7_000, 24
 _NUM_KV_TOKENS = 32_768
-Ask = Callable[..., "Asked"]
+_WARM_UP: tuple[Mapping[str, object], ...] = (
+    {"images": 2, "output_tokens": 5},
+    {"videos": 1, "video_s": 2, "video_size": "320x192", "output_tokens": 5},
+)
 
 
 def with_app(profile: Profile, model: Path, show: Callable[[int, int], None]) -> Profile:
-    """The profile with what the application costs on this machine. Starts it twice, in two layouts."""
-    from epd.profiles import app_costs
-    from epd.profiles.app_costs import LONG_TEXT, NUM_AT_ONCE, NUM_STEPS, AskedAll
+    """The profile with what the application costs on this machine. Starts it in two layouts.
 
-    answer = {"output_tokens": NUM_STEPS + 1}
-    video = {
-        "videos": 1,
-        "video_s": app_costs.VIDEO.duration_s,
-        "video_size": str(app_costs.VIDEO.size),
-        "num_requests": 6,
-    }
-    with tempfile.TemporaryDirectory(prefix="epd-profile-app-") as name:
-        folder = Path(name)
-        with _asking(model, "1epd", profile.num_threads, folder) as (ask, idle_cores):
-            show(1, 4)
-            alone: dict[str, Any] = {
-                "text": ask(),
-                "answer": ask(num_requests=8, **answer),
-                "answers_at_once": ask(num_requests=16, concurrency=NUM_AT_ONCE, **answer),
-                "long_text": ask(num_requests=6, text_tokens=LONG_TEXT),
-                "image": ask(images=1),
-                "video": ask(**video),
-            }
-        show(2, 4)
-        with _asking(model, "1e1p1d", profile.num_threads, folder) as (ask, _):
-            show(3, 4)
-            split = {"split_answer": ask(num_requests=10, **answer), "split_image": ask(images=1)}
-        show(4, 4)
-    asked = AskedAll(**alone, **split)
-    host = app_costs.host_costs(profile, asked, os.cpu_count() or 1, idle_cores)
-    assumption = "the application's share: questions asked one after the other, of 1epd and 1e1p1d"
-    return replace(
+    Both run at once and are asked by turns: a machine that is slow for a while is so for both.
+    """
+    from epd.load.live_app import live_app
+    from epd.profiles.app_costs import KINDS, LAYOUTS
+    from epd.simulate.calibrating import calibrated
+
+    num_steps, steps = len(LAYOUTS) + 2 + len(KINDS) * len(LAYOUTS), count(1)
+    with tempfile.TemporaryDirectory(prefix="epd-profile-app-") as name, ExitStack() as stack:
+        folder, asking = Path(name), {}
+        for layout in LAYOUTS:
+            options = ["--topology", layout, "--num-kv-tokens", str(_NUM_KV_TOKENS)]
+            options += ["--num-threads", str(profile.num_threads or 1)]
+            app = stack.enter_context(live_app([str(model), *options], folder / f"{layout}.log"))
+            asking[layout] = _Asking(app, layout, folder / "media")
+            show(next(steps), num_steps)
+        profile, answer_s = _with_alone(profile, asking[LAYOUTS[0]])
+        show(next(steps), num_steps)
+        asked = []
+        for number, part in enumerate(KINDS):
+            for each in asking.values():
+                asked.append(each.at_random(part, 1 / answer_s, _SEED + number))
+                show(next(steps), num_steps)
+    found = calibrated(profile, asked)
+    show(next(steps), num_steps)
+    return found
+
+
+def _with_alone(profile: Profile, asking: _Asking) -> tuple[Profile, float]:
+    """What questions one after the other tell; and the seconds of one with a long answer."""
+    from epd.profiles import HostCosts, app_costs
+
+    alone = asking.in_turn(app_costs.ALONE, 10)
+    at_once = asking.in_turn(app_costs.ALONE, 16, app_costs.NUM_AT_ONCE)
+    long = asking.in_turn(app_costs.LONG, 6)
+    more_s = app_costs.sequence_s(alone, at_once) - profile.decode.cost.per_unit_s
+    assumption = f"the application's share: questions at random times, of {' and '.join(app_costs.LAYOUTS)}"
+    found = replace(
         profile,
-        host=host,
-        prompt=app_costs.prompt_rule(asked),
+        host=HostCosts(os.cpu_count() or 1, asking.idle_cores, sequence_s=max(0.0, more_s)),
+        prompt=app_costs.prompt_rule(alone, long),
         assumptions=(*profile.assumptions, assumption),
     )
+    return found, alone.ttft_s + alone.tpot_s * app_costs.NUM_STEPS
 
 
-@contextmanager
-def _asking(model: Path, topology: str, num_threads: int | None, folder: Path) -> Iterator[tuple[Ask, float]]:
-    """A function that asks a running application, and the cores that it takes when idle."""
-    from epd.cli_bench import _write_video
-    from epd.load.live_app import live_app
-    from epd.load.media import MediaLibrary
+class _Asking:
+    """A running application that is asked. idle_cores: that it takes when it is not."""
 
-    library = MediaLibrary(folder / "media", _write_video)
-    options = ["--topology", topology, "--num-kv-tokens", str(_NUM_KV_TOKENS)]
-    options += ["--num-threads", str(num_threads or 1)]
-    with live_app([str(model), *options], folder / f"{topology}.log") as app:
-        seeds = iter(range(_SEED, _SEED + 1000))
-        for fields in ({}, {"images": 1}, {"videos": 1, "video_s": 2, "video_size": "320x192"}):
-            _ask(app, library, 0.0, next(seeds), num_requests=3, **fields)
-        idle_cores = app.idle_cores()
-        yield lambda **fields: _ask(app, library, idle_cores, next(seeds), **fields), idle_cores
+    def __init__(self, app: LiveApp, layout: str, media: Path) -> None:
+        from epd.cli_bench import _write_video
+        from epd.load.media import MediaLibrary
+
+        self._app = app
+        self._layout = layout
+        self._library = MediaLibrary(media, _write_video)
+        self._seeds = count(_SEED - 1000)
+        self.idle_cores = 0.0
+        for part in _WARM_UP:
+            self.in_turn(part, 4)
+        self.idle_cores = app.idle_cores()
+
+    def in_turn(self, part: Mapping[str, object], num_requests: int, concurrency: int = 1) -> Figures:
+        """One after the other, or so many in flight."""
+        workload = _workload(part, num_requests, arrival="closed")
+        return self._figures(workload, next(self._seeds), concurrency)
+
+    def at_random(self, part: Mapping[str, object], rate: float, seed: int) -> Asked:
+        """At random times, so many a second."""
+        from epd.simulate.calibrating import Asked
+
+        workload = _workload(part, _NUM_REQUESTS, rate=rate)
+        return Asked(self._layout, workload, seed, self._figures(workload, seed))
+
+    def _figures(self, workload: Workload, seed: int, concurrency: int | None = None) -> Figures:
+        from epd.errors import UnavailableError
+
+        result = self._app.load(workload, self._library, seed=seed, concurrency=concurrency)
+        failed = [record.error for record in result.records if record.error is not None]
+        if failed or not result.served:
+            raise UnavailableError(f"the application did not answer: {failed[:1] or 'its log is empty'}")
+        return result.figures(self.idle_cores)
 
 
-def _ask(
-    app: LiveApp,
-    library: MediaLibrary,
-    idle_cores: float,
-    seed: int,
-    *,
-    num_requests: int = 14,
-    concurrency: int = 1,
-    **part: Any,
-) -> Asked:
-    from epd.profiles.app_costs import SHORT_TEXT
+def _workload(part: Mapping[str, object], num_requests: int, **when: object) -> Workload:
     from epd.workload_config import load_workload
 
-    fields = {"text_tokens": SHORT_TEXT, "output_tokens": 1, **part}
-    config = load_workload(None, {"arrival": "closed", "num_requests": num_requests, "mix": [fields]})
-    result = app.load(config.resolve(), library, seed=seed, concurrency=concurrency)
-    return _asked(result, idle_cores)
-
-
-def _asked(result: LoadResult, idle_cores: float) -> Asked:
-    from epd.errors import UnavailableError
-    from epd.profiles.app_costs import Asked
-
-    records, served = result.records, result.served
-    failed = [record.error for record in records if record.error is not None]
-    if failed or not served:
-        raise UnavailableError(f"the application did not answer: {failed[:1] or 'its log is empty'}")
-
-    times = [record.token_times_s for record in records]
-    return Asked(
-        ttft_s=_lower(each[0] - record.sent_s for each, record in zip(times, records, strict=True)),
-        e2e_s=_lower(record.end_s - record.sent_s for record in records),
-        cpu_s=max(0.0, result.cpu_s - idle_cores * result.elapsed_s) / len(records),
-        encode_s=_lower(each.stages_s.get("encode", 0.0) for each in served),
-        prefill_s=_lower(each.stages_s.get("prefill", 0.0) for each in served),
-        prompt_tokens=_lower(float(each.prompt_tokens) for each in served),
-        cached_tokens=_lower(float(each.cached_tokens) for each in served),
-    )
-
-
-def _lower(values: Iterable[float]) -> float:
-    """The lower quartile."""
-    import numpy as np
-
-    return float(np.percentile(list(values), 25))
+    return load_workload(None, {"num_requests": num_requests, "mix": [part], **when}).resolve()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -139,13 +140,25 @@ class EncodeRole:
         if self.stage.step():
             self._busy_s += self._clock() - start_s
         begun, self._begun = self._begun, []
-        news.events += [self._span(job) for job in begun]
+        if begun:
+            news.events += self._spans(begun)
         return was_busy
 
-    def _span(self, job: _Job) -> SpanDone:
-        message, now_s = job.message, self._clock()
-        span = StageSpan("encode", self._worker, job.started_s, now_s, item=message.item, group=message.group)
-        return SpanDone(message.request_id, span, now_s - job.started_s, job.started_s - job.submitted_s)
+    def _spans(self, batch: Sequence[_Job]) -> list[SpanDone]:
+        """The groups of a request share the seconds of the batch that they were in."""
+        now_s, start_s = self._clock(), batch[0].started_s
+        num_groups = Counter(job.message.request_id for job in batch)
+        return [
+            SpanDone(
+                job.message.request_id,
+                StageSpan(
+                    "encode", self._worker, start_s, now_s, item=job.message.item, group=job.message.group
+                ),
+                (now_s - start_s) / num_groups[job.message.request_id],
+                start_s - job.submitted_s,
+            )
+            for job in batch
+        ]
 
     def has_work(self) -> bool:
         return self.stage.has_work()

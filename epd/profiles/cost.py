@@ -105,7 +105,7 @@ def fit_table(units: str, items: str, measurements: Sequence[Measurement]) -> St
         raise ValueError(f"a cost by {units} and {items} needs at least 1 measurement")
     columns = np.array([(1.0, point.units, point.items) for point in measurements])
     seconds = np.array([point.median_s for point in measurements])
-    fixed_s, per_unit_s, per_item_s = _nonnegative_fit(columns / seconds[:, None], np.ones(len(seconds)))
+    fixed_s, per_unit_s, per_item_s = nonnegative_fit(columns / seconds[:, None], np.ones(len(seconds)))
     cost = StageCost(fixed_s, 0.0, per_unit_s, per_item_s)
     errors = [abs(cost.seconds(point.units, point.items) / point.median_s - 1) for point in measurements]
     return StageTable(
@@ -119,7 +119,7 @@ def fit_table(units: str, items: str, measurements: Sequence[Measurement]) -> St
     )
 
 
-def _nonnegative_fit(columns: Float64Array, target: Float64Array) -> list[float]:
+def nonnegative_fit(columns: Float64Array, target: Float64Array) -> list[float]:
     """Least squares with coefficients of at least 0: the best over every set of columns that may count."""
     best, least = np.zeros(columns.shape[1]), np.inf
     for chosen in product((False, True), repeat=columns.shape[1]):

@@ -38,6 +38,9 @@ class Overhead:
         return cls(work_s, wall_s - work_s, cpu_s - work_s)
 
 
+_NOTHING = Overhead()
+
+
 @dataclass(frozen=True, slots=True)
 class PromptRule:
     """Tokens of a prompt without media: fixed_tokens of the template that no cache has, and of its text."""
@@ -62,17 +65,17 @@ class HostCosts:
 
     num_cores: int
     idle_cores: float
-    request: Overhead
-    split: Overhead
-    image: Overhead
-    video: Overhead
-    sent: Overhead
-    second: Overhead
-    token_s: float
-    encode_s: float
-    prefill_s: float
-    decode_s: float
-    sequence_s: float
+    request: Overhead = _NOTHING
+    split: Overhead = _NOTHING
+    image: Overhead = _NOTHING
+    video: Overhead = _NOTHING
+    sent: Overhead = _NOTHING
+    second: Overhead = _NOTHING
+    token_s: float = 0.0
+    encode_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    sequence_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.num_cores < 1 or not 0 <= self.idle_cores < self.num_cores:

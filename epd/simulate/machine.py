@@ -9,6 +9,7 @@ clock has gone on by its length.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from heapq import heappop, heappush
@@ -36,6 +37,10 @@ class Machine(Protocol):
         """What the application does, by its names in `HostCosts`; then what comes after it."""
         ...
 
+    def spend_in_turn(self, name: OverheadName, then: Then) -> None:
+        """The same, by the one process that hands over media: one group after the other."""
+        ...
+
     def send_tokens(self, num_tokens: int) -> None:
         """Output tokens are on their way to clients, beside everything else."""
         ...
@@ -55,6 +60,9 @@ class OwnDevices:
     def spend(self, names: tuple[OverheadName, ...], then: Then) -> None:  # noqa: ARG002 - not simulated
         then()
 
+    def spend_in_turn(self, name: OverheadName, then: Then) -> None:  # noqa: ARG002 - not simulated
+        then()
+
     def send_tokens(self, num_tokens: int) -> None:
         """Costs nothing."""
 
@@ -68,6 +76,7 @@ class SharedCores:
         self._events = events
         self._capacity = round(_CORE * (costs.num_cores - costs.idle_cores))
         self._tasks: list[tuple[int, int, Then]] = []  # by the clock at which they end
+        self._turns: deque[tuple[OverheadName, Then]] = deque()  # the first has its turn
         self._clock = 0
         self._seen = 0
         self._num_started = 0
@@ -88,6 +97,17 @@ class SharedCores:
         at = self._events.now + ticks_of(sum(each.delay_s for each in overheads))
         work = ticks_of(sum(each.work_s for each in overheads))
         self._events.push(at, Rank.END, partial(self.run, work, then))
+
+    def spend_in_turn(self, name: OverheadName, then: Then) -> None:
+        self._turns.append((name, then))
+        if len(self._turns) == 1:
+            self.spend((name,), self._end_turn)
+
+    def _end_turn(self) -> None:
+        _, then = self._turns.popleft()
+        if self._turns:
+            self.spend((self._turns[0][0],), self._end_turn)
+        then()
 
     def send_tokens(self, num_tokens: int) -> None:
         if num_tokens and self._costs.token_s:

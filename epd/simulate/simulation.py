@@ -23,7 +23,7 @@ from epd.simulate.clock import EventQueue, Rank, seconds_of, ticks_of
 from epd.simulate.deployment import Deployment
 from epd.simulate.encoding import EncodeSide, EncodeTask, encode_task
 from epd.simulate.language import LanguageSide, PassResult
-from epd.simulate.machine import Machine, OwnDevices, SharedCores
+from epd.simulate.machine import Machine, OverheadName, OwnDevices, SharedCores
 from epd.simulate.offloading import Offloading
 from epd.simulate.placement import Placement
 from epd.simulate.records import RecordTable, SimulationResult, Span
@@ -188,7 +188,8 @@ class Simulation:
                 state.media_read = self.events.now
             if self.deployment.is_overlapped:
                 deal = partial(self._deal, state, [group])
-                self._machine.spend(("video" if state.job.groups[group].is_video else "image",), deal)
+                name: OverheadName = "video" if state.job.groups[group].is_video else "image"
+                self._machine.spend_in_turn(name, deal)
             elif unread == 0:
                 self._deal(state, sorted(state.missing))
 
@@ -243,8 +244,9 @@ class Simulation:
 
     def _encoded(self, worker: Worker, tasks: list[EncodeTask]) -> None:
         """Embeddings leave for where they are prefilled."""
+        for state in {id(task.state): task.state for task in tasks}.values():
+            state.encode_ticks += worker.last_ticks
         for task in tasks:
-            task.state.encode_ticks += worker.last_ticks
             media = task.state.job.groups[task.group].media
             self._chooser.book(worker.name, encode_patches=-media.num_patches)
             if worker.name == task.state.prefill_worker:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from epd.cli_profile_app import _asked
+from epd.cli_profile_app import _Asking
 from epd.errors import UnavailableError
 from epd.load.live_app import LiveApp, LoadResult, ServedRequest, _served, live_app
 from epd.metrics import RequestRecord
@@ -30,17 +30,36 @@ def test_a_line_of_the_log_tells_the_work_of_each_stage() -> None:
 
 
 def record(index: int, ttft_s: float, error: str | None = None) -> RequestRecord:
-    return RequestRecord(index, index, index, index + 1.0, (index + ttft_s,), error=error)
+    times_s = (index + ttft_s,)
+    return RequestRecord(index, index, index, index + 1.0, times_s, completion_tokens=5, error=error)
 
 
-def test_times_are_lower_quartiles_and_cpu_time_is_without_what_idling_takes() -> None:
-    records = tuple(record(index, ttft_s) for index, ttft_s in enumerate((0.1, 0.2, 0.3, 0.4, 0.5)))
-    found = _asked(LoadResult(records, (_served(LINE),) * 5, cpu_s=3.0, elapsed_s=10.0), idle_cores=0.1)
-    assert found.ttft_s == pytest.approx(0.2)
+def test_times_are_medians_and_cpu_time_is_without_what_idling_takes() -> None:
+    ttfts_s = (0.1, 0.2, 0.3, 0.4, 0.9)
+    records = tuple(record(index, ttft_s) for index, ttft_s in enumerate(ttfts_s))
+    result = LoadResult(
+        (*records, record(5, 0.95, "HTTP 500")), (_served(LINE),) * 5, cpu_s=3.0, elapsed_s=10.0
+    )
+    found = result.figures(idle_cores=0.1)
+    assert found.ttft_s == pytest.approx(0.3)
+    assert found.tpot_s == pytest.approx(0.7 / 4)
     assert found.cpu_s == pytest.approx(0.4)
     assert (found.encode_s, found.prefill_s, found.new_tokens) == (0.009, 0.015, 41)
+
+
+def test_an_application_that_fails_is_told() -> None:
+    class Failing(LiveApp):
+        def __init__(self) -> None:
+            """Nothing runs."""
+
+        def idle_cores(self, seconds: float = 0.0) -> float:
+            return seconds
+
+        def load(self, *_: object, **__: object) -> LoadResult:  # type: ignore[override]
+            return LoadResult((record(0, 0.1, "HTTP 500"),), (), 0.0, 1.0)
+
     with pytest.raises(UnavailableError, match="HTTP 500"):
-        _asked(LoadResult((record(0, 0.1, "HTTP 500"),), (), 0.0, 1.0), idle_cores=0.0)
+        _Asking(Failing(), "1epd", Path("media"))
 
 
 def test_cpu_time_is_that_of_a_process_and_all_it_has_started(tmp_path: Path) -> None:

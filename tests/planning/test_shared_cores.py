@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -9,20 +10,18 @@ import pytest
 from epd.metrics import SLO
 from epd.planning.goodput import Demand, goodput, rate_bound
 from epd.profiles import HostCosts, Overhead, Profile, PromptRule, analytic_profile, parse_profile
-from epd.profiles.app_costs import Asked, AskedAll, host_costs, prompt_rule
+from epd.profiles.app_costs import KINDS, LAYOUTS, LONG_TEXT, SHORT_TEXT, Figures, prompt_rule, sequence_s
+from epd.profiles.cost import StageCost
 from epd.profiles.files import dump_profile
 from epd.simulate import Deployment, JobMaker, Simulation, SimulationResult
+from epd.simulate.calibrating import Asked, calibrated, simulated_figures
 from epd.simulate.clock import EventQueue, Rank, ticks_of
 from epd.simulate.machine import SharedCores
 from epd.topology import parse_topology
 from epd.workload_config import load_workload
-from tests.planning.test_simulation import jobs, plain_profile
+from tests.planning.test_simulation import PROFILE, jobs, plain_profile
 
-NOTHING = Overhead()
-FREE = HostCosts(
-    num_cores=2, idle_cores=0.0, request=NOTHING, split=NOTHING, image=NOTHING, video=NOTHING,
-    sent=NOTHING, second=NOTHING, token_s=0.0, encode_s=0.0, prefill_s=0.0, decode_s=0.0, sequence_s=0.0,
-)  # fmt: skip
+FREE = HostCosts(num_cores=2, idle_cores=0.0)
 
 
 def ends_of(costs: HostCosts, tasks: list[tuple[float, float]]) -> list[float]:
@@ -118,66 +117,87 @@ def test_a_profile_with_a_host_survives_its_file() -> None:
 
 # What an application would report whose costs are known, of a model with these costs.
 
-KNOWN = HostCosts(
-    num_cores=2, idle_cores=0.1, request=Overhead(0.02, 0.0, 0.01), split=Overhead(0.004, 0.003),
-    image=Overhead(0.005, 0.0, 0.002), video=Overhead(0.009), sent=Overhead(0.006, 0.001),
-    second=Overhead(0.0, 0.008), token_s=0.0015, encode_s=0.003, prefill_s=0.002, decode_s=0.004,
-    sequence_s=0.0007,
+KNOWN = replace(
+    FREE, idle_cores=0.1, request=Overhead(0.02, beside_s=0.01), split=Overhead(0.004),
+    image=Overhead(0.005, beside_s=0.002), video=Overhead(0.009), sent=Overhead(0.006),
+    second=Overhead(0.008), token_s=0.0015, encode_s=0.003, prefill_s=0.002, decode_s=0.004,
 )  # fmt: skip
 
 
-def asked(profile: Profile, topology: str, **part: object) -> Asked:
-    """Of one request, by the simulator."""
-    config = load_workload(None, {"rate": 0.1, "num_requests": 1, "mix": [{"text_tokens": 32, **part}]})
-    simulation = Simulation(profile, Deployment(parse_topology(topology)))
-    rows = simulation.run(JobMaker(profile).jobs(config.resolve().requests(0))).rows[0]
-    return Asked(
-        ttft_s=float(rows["first_token"] - rows["due"]) / 1e12,
-        e2e_s=float(rows["end"] - rows["due"]) / 1e12,
-        cpu_s=simulation.work_s,
-        encode_s=float(rows["encode_ticks"]) / 1e12,
-        prefill_s=float(rows["prefill_ticks"]) / 1e12,
-        prompt_tokens=float(rows["prompt_tokens"]),
-        cached_tokens=0.0,
+def small_profile() -> Profile:
+    """Milliseconds a stage, as of a small model."""
+    return replace(
+        plain_profile(),
+        encode=replace(PROFILE.encode, cost=StageCost(0.004, 0.0, 5e-6)),
+        prefill=replace(PROFILE.prefill, cost=StageCost(0.006, 0.0, 7e-5)),
+        decode=replace(PROFILE.decode, cost=StageCost(0.005, 0.0, 3e-4)),
+        transfer=replace(PROFILE.transfer, cost=StageCost()),
+        images=replace(PROFILE.transfer, cost=StageCost(0.001)),
+        prompt=PromptRule(12.0, 1.0),
     )
+
+
+def asked(profile: Profile, layout: str, part: Mapping[str, object]) -> Asked:
+    """As if the simulator were the application."""
+    config = load_workload(None, {"rate": 0.1, "num_requests": 6, "mix": [part]}).resolve()
+    deployment = Deployment(parse_topology(layout), cpu_threads=2)
+    return Asked(layout, config, 3, simulated_figures(profile, deployment, config, 3))
 
 
 def test_costs_that_are_known_are_found_again() -> None:
-    """Within what several sequences at once, and hand-overs of many bytes, leave open."""
-    base = plain_profile()
-    assert base.images is not None
-    base = replace(
-        base,
-        transfer=replace(base.transfer, cost=replace(base.transfer.cost, fixed_s=0.0)),
-        images=replace(base.images, cost=replace(base.images.cost, fixed_s=0.001)),
-        decode=replace(base.decode, cost=replace(base.decode.cost, per_item_s=0.0)),
+    base = small_profile()
+    answers = [asked(replace(base, host=KNOWN), layout, part) for part in KINDS for layout in LAYOUTS]
+    found = calibrated(replace(base, host=replace(FREE, idle_cores=0.1)), answers)
+    host = found.host
+    assert host is not None
+    for name in ("encode_s", "prefill_s", "decode_s", "token_s"):
+        assert getattr(host, name) == pytest.approx(getattr(KNOWN, name), abs=1e-4), name
+    for name in ("request", "split", "image", "video", "sent", "second"):
+        one, known = getattr(host, name), getattr(KNOWN, name)
+        assert one.work_s == pytest.approx(known.work_s, abs=1.5e-3), name
+        assert one.beside_s == pytest.approx(known.beside_s, abs=1.5e-3), name
+    for answer in answers:
+        again = asked(found, answer.topology, KINDS[answers.index(answer) // len(LAYOUTS)]).figures
+        assert again.ttft_s == pytest.approx(answer.figures.ttft_s, rel=0.02)
+        assert again.cpu_s == pytest.approx(answer.figures.cpu_s, rel=0.01)
+
+
+def figures(ttft_s: float, tpot_s: float, *, prefill_s: float = 0.0, prompt: float = 0.0) -> Figures:
+    return Figures(ttft_s, tpot_s, 0.0, prefill_s, 0.0, prompt, cached_tokens=10.0)
+
+
+def test_tokens_of_the_template_and_of_the_text_are_told_apart() -> None:
+    rule = prompt_rule(
+        figures(0.1, 0, prompt=10 + 8 + 2 * SHORT_TEXT), figures(0.1, 0, prompt=18 + 2 * LONG_TEXT)
     )
-    profile = replace(base, host=KNOWN)
-    video = {"videos": 1, "video_s": 4, "video_size": "320x192", "output_tokens": 1}
-    answer = asked(profile, "1epd", output_tokens=33)
-    crowd_s = answer.step_s + 3 * KNOWN.sequence_s + 0.102 * 3 / 32
-    all_kinds = AskedAll(
-        text=asked(profile, "1epd", output_tokens=1),
-        answer=answer,
-        answers_at_once=replace(answer, e2e_s=32 * crowd_s, ttft_s=0.0),
-        long_text=asked(profile, "1epd", output_tokens=1, text_tokens=96),
-        image=asked(profile, "1epd", output_tokens=1, images=1),
-        video=asked(profile, "1epd", **video),
-        split_answer=asked(profile, "1e1p1d", output_tokens=33),
-        split_image=asked(profile, "1e1p1d", output_tokens=1, images=1),
-    )
-    found = host_costs(base, all_kinds, 2, 0.1)
-    for name in ("encode_s", "prefill_s", "decode_s", "sequence_s"):
-        assert getattr(found, name) == pytest.approx(getattr(KNOWN, name), abs=2e-4), name
-    for name in ("request", "image", "video"):
-        one, known = getattr(found, name), getattr(KNOWN, name)
-        assert (one.work_s, one.beside_s) == pytest.approx((known.work_s, known.beside_s), abs=1e-3), name
-    way_s = found.split.work_s + found.split.delay_s
-    assert way_s == pytest.approx(KNOWN.split.work_s + KNOWN.split.delay_s, abs=1e-3)
-    assert found.second.delay_s == pytest.approx(KNOWN.second.delay_s, abs=1e-3)
-    assert found.sent.work_s + found.sent.delay_s == pytest.approx(0.007, abs=1e-3)
-    assert found.token_s == pytest.approx(KNOWN.token_s, abs=2e-4)
-    assert prompt_rule(all_kinds).num_tokens(50) == 50
+    assert (rule.fixed_tokens, rule.per_text_token) == (8, 2)
+
+
+def test_a_sequence_costs_what_a_step_of_several_takes_longer() -> None:
+    """Three others, but for the time in which they are prefilled: each stalls the rest once in 32 steps."""
+    alone = figures(0.0, 0.010, prefill_s=0.032)
+    assert sequence_s(alone, figures(0.0, 0.010 + 3 * 0.001 + 3 * 0.001)) == pytest.approx(0.001)
+    assert sequence_s(alone, alone) == 0.0
+
+
+def test_groups_are_handed_over_one_after_the_other() -> None:
+    """Three images arrive at 1, 2 and 3 s although both cores are free; what follows waits for nobody."""
+    events, ends = EventQueue(), list[float]()
+    cores = SharedCores(events, replace(FREE, image=Overhead(1.0)))
+    for _ in range(3):
+        cores.spend_in_turn("image", lambda: ends.append(events.now / 1e12))
+    while events.step():
+        pass
+    assert ends == pytest.approx([1, 2, 3])
+
+
+def test_a_batch_counts_once_for_a_request() -> None:
+    """Three images of a request in one batch: the stage has worked on it as long as the batch took."""
+    profile = plain_profile()
+    rows = simulate(profile, "1e1p1d", images="3", image_size="448x448").rows
+    spans = Simulation(profile, Deployment(parse_topology("1e1p1d")), has_spans=True)
+    result = spans.run(jobs(profile, 1, images="3", image_size="448x448"))
+    assert rows["encode_ticks"][0] == sum(span.ticks for span in result.spans if span.name == "encode")
 
 
 def test_cores_that_are_shared_bound_the_rate() -> None:

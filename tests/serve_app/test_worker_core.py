@@ -189,6 +189,20 @@ def test_a_request_goes_through_three_workers(bench: Bench, question: Question) 
     bench.settle()
 
 
+def test_groups_of_a_request_share_the_seconds_of_their_batch(bench: Bench, question: Question) -> None:
+    plan = bench.plan(question)
+    assert bench.submit("r", plan)
+    bench.finish({"r": (question, plan)})
+    batches: dict[tuple[str, float, float], list[float]] = {}
+    for worker, event in bench.events:
+        if isinstance(event, SpanDone) and event.span.stage == "encode":
+            key = (worker, event.span.start_s, event.span.stop_s)
+            batches.setdefault(key, []).append(event.service_s)
+    assert max(map(len, batches.values())) > 1
+    for (_, start_s, stop_s), seconds in batches.items():
+        assert sum(seconds) == pytest.approx(stop_s - start_s)
+
+
 def test_merged_roles_need_no_other_worker_and_give_the_same_tokens(bench: Bench, question: Question) -> None:
     plan = bench.plan(question)
     assert bench.submit("r", plan)

@@ -1,0 +1,138 @@
+"""What the application costs beside its models: whatever lets the simulator answer as the application did.
+
+Both get the same requests at the same times. Costs of `HostCosts`, none below 0, are those with the least
+squares of relative errors of all medians; from steps of Gauss and Newton, each figure a simulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from epd.profiles.app_costs import Figures
+from epd.profiles.cost import Float64Array, nonnegative_fit
+from epd.profiles.host import HostCosts
+from epd.profiles.profile import Profile
+from epd.simulate.clock import TICKS_PER_S
+from epd.simulate.deployment import Deployment
+from epd.simulate.requests import JobMaker
+from epd.simulate.simulation import Simulation
+from epd.topology import parse_topology
+from epd.workload import Workload
+
+# On the way of a request, in its workers, and beside both.
+_WAYS = ("request", "split", "image", "video", "sent", "second")
+_IN_WORKERS = ("encode_s", "prefill_s", "decode_s")
+_BESIDE = ("request", "split", "image", "video", "sent")
+_NUM_ROUNDS, _STEP_S = 3, 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a layout was asked, and how it answered."""
+
+    topology: str
+    workload: Workload
+    seed: int
+    figures: Figures
+
+
+def simulated_figures(profile: Profile, deployment: Deployment, workload: Workload, seed: int) -> Figures:
+    """Of the same requests, by the simulator."""
+    simulation = Simulation(profile, deployment)
+    result = simulation.run(JobMaker(profile).jobs(workload.requests(seed)))
+    rows = result.rows
+    return Figures(
+        ttft_s=_median(result.ttft_s),
+        tpot_s=_median(result.tpot_s),
+        encode_s=_median(rows["encode_ticks"]) / TICKS_PER_S,
+        prefill_s=_median(rows["prefill_ticks"]) / TICKS_PER_S,
+        cpu_s=simulation.work_s / len(rows),
+        prompt_tokens=_median(rows["prompt_tokens"]),
+        cached_tokens=0.0,
+    )
+
+
+def calibrated(profile: Profile, asked: Sequence[Asked]) -> Profile:
+    """The profile, whose host tells the cores, with the costs of the application."""
+    live = np.concatenate([_times(each.figures) for each in asked])
+    counted = live > 0
+
+    def times(host: HostCosts) -> Float64Array:
+        found = replace(profile, host=host)
+        return np.concatenate([_times(_simulated(found, each)) for each in asked])[counted]
+
+    host = _host(profile)
+    for _ in range(_NUM_ROUNDS):
+        host = _improved(host, times, live[counted])
+        host = _with_beside(host, _beside(replace(profile, host=host), asked))
+    return replace(profile, host=host)
+
+
+def _simulated(profile: Profile, asked: Asked) -> Figures:
+    deployment = Deployment(parse_topology(asked.topology), cpu_threads=_host(profile).num_cores)
+    return simulated_figures(profile, deployment, asked.workload, asked.seed)
+
+
+def _host(profile: Profile) -> HostCosts:
+    if profile.host is None:
+        raise ValueError("a profile without a host has no cores that the application could use")
+    return profile.host
+
+
+def _median(values: Float64Array) -> float:
+    return float(np.median(values)) if len(values) else 0.0
+
+
+def _times(figures: Figures) -> Float64Array:
+    return np.array([figures.ttft_s, figures.tpot_s, figures.encode_s, figures.prefill_s])
+
+
+def _improved(host: HostCosts, times: Callable[[HostCosts], Float64Array], live: Float64Array) -> HostCosts:
+    """One step of Gauss and Newton; slopes by adding _STEP_S to each cost."""
+    costs, now = _costs(host), times(host)
+    more = [times(_with_costs(host, costs + _STEP_S * unit)) for unit in np.eye(len(costs))]
+    slopes = (np.stack(more, axis=1) - now[:, None]) / _STEP_S
+    found = nonnegative_fit(slopes / live[:, None], (live - now + slopes @ costs) / live)
+    return _with_costs(host, np.array(found))
+
+
+def _costs(host: HostCosts) -> Float64Array:
+    ways = [getattr(host, name).work_s for name in _WAYS]
+    return np.array(ways + [getattr(host, name) for name in _IN_WORKERS])
+
+
+def _with_costs(host: HostCosts, costs: Float64Array) -> HostCosts:
+    values = iter(map(float, costs))
+    fields: dict[str, Any] = {name: replace(getattr(host, name), work_s=next(values)) for name in _WAYS}
+    fields |= dict(zip(_IN_WORKERS, values, strict=True))
+    return replace(host, **fields)
+
+
+def _beside(profile: Profile, asked: Sequence[Asked]) -> list[float]:
+    """CPU seconds that the simulation lacks, for each of the ways of _BESIDE and each token."""
+    nothing = [0.0] * (len(_BESIDE) + 1)
+    silent = replace(profile, host=_with_beside(_host(profile), nothing))
+    lacking = [each.figures.cpu_s - _simulated(silent, each).cpu_s for each in asked]
+    return nonnegative_fit(np.array([_num_gone(each, profile) for each in asked]), np.array(lacking))
+
+
+def _num_gone(asked: Asked, profile: Profile) -> list[float]:
+    """How often a request goes each of the ways of _BESIDE, and its output tokens; on average."""
+    jobs = list(JobMaker(profile).jobs(asked.workload.requests(asked.seed)))
+    roles = [worker.roles for worker in parse_topology(asked.topology).workers()]
+    is_split = not any({"prefill", "decode"} <= each for each in roles)
+    is_sent = not any({"encode", "prefill"} <= each for each in roles)
+    groups = [group.is_video for job in jobs for group in job.groups]
+    videos, images = sum(groups) / len(jobs), (len(groups) - sum(groups)) / len(jobs)
+    tokens = sum(job.output_tokens for job in jobs) / len(jobs)
+    return [1.0, float(is_split), images, videos, is_sent * (images + videos), tokens]
+
+
+def _with_beside(host: HostCosts, costs: Sequence[float]) -> HostCosts:
+    values = iter(costs)
+    fields: dict[str, Any] = {name: replace(getattr(host, name), beside_s=next(values)) for name in _BESIDE}
+    return replace(host, **fields, token_s=next(values))
