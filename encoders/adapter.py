@@ -64,10 +64,15 @@ class VideoFacts:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Which frames of a video are wanted; with neither field set, those that the processor would take."""
+    """Which frames of a video are wanted; with neither rate nor number, those that the processor would take.
+
+    start_s, end_s: only of the part [start_s, end_s) of the video, None for its end.
+    """
 
     fps: float | None = None
     num_frames: int | None = None
+    start_s: float = 0.0
+    end_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

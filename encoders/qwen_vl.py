@@ -24,7 +24,7 @@ from encoders.checkpoint import Checkpoint
 from encoders.mrope import VisualSpan, mrope_positions
 from encoders.patches import patch_spec, patchify, resize_image
 from encoders.prompt import Expansion, lay_out
-from encoders.sampling import sample_indices
+from encoders.sampling import part_of, sample_indices
 from epd.errors import MediaLimitError
 
 
@@ -75,7 +75,9 @@ class QwenVLAdapter(ABC):
         return MediaPlan("image", size, grid, spec.frames_per_unit, spec.tokens_per_unit(grid))
 
     def plan_video(self, video: VideoFacts, sampling: Sampling) -> MediaPlan:
-        indices = sample_indices(self.checkpoint.processor.video_processor, video, sampling)
+        first, part = part_of(video, sampling)
+        chosen = sample_indices(self.checkpoint.processor.video_processor, part, sampling)
+        indices = tuple(first + index for index in chosen)
         try:
             size = self.video_size(len(indices), video.height, video.width)
         except ValueError as error:
@@ -91,7 +93,7 @@ class QwenVLAdapter(ABC):
             times_s=tuple((index + 0.5) / video.fps for index in indices),
             frame_indices=indices,
             source_fps=video.fps,
-            unit_span_s=spec.frames_per_unit / (len(indices) / video.num_frames * video.fps),
+            unit_span_s=spec.frames_per_unit / (len(indices) / part.num_frames * video.fps),
         )
 
     def plan_prompt(self, media: Sequence[MediaPlan], question: str) -> PromptPlan:

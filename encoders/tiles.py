@@ -31,7 +31,7 @@ from encoders.adapter import (
 from encoders.chat import ChatMessage, one_turn
 from encoders.checkpoint import Checkpoint
 from encoders.patches import PatchSpec, patchify
-from encoders.sampling import DEFAULT_FPS, check_sampling, source_metadata
+from encoders.sampling import DEFAULT_FPS, part_of, source_metadata
 from encoders.text_layout import ItemText, Markers, plan_text_prompt
 from epd.errors import MediaLimitError, UnsupportedModelError
 from epd.types import MediaKind
@@ -189,8 +189,9 @@ class TileAdapter(ABC):
         )
 
     def plan_video(self, video: VideoFacts, sampling: Sampling) -> TilePlan:
-        check_sampling(sampling)
-        indices = self.frame_indices(self.checkpoint.processor.video_processor, video, sampling)
+        first, part = part_of(video, sampling)
+        chosen = self.frame_indices(self.checkpoint.processor.video_processor, part, sampling)
+        indices = tuple(first + index for index in chosen)
         patches = self.patches_per_side
         return TilePlan(
             kind="video",
@@ -201,7 +202,7 @@ class TileAdapter(ABC):
             times_s=tuple((index + 0.5) / video.fps for index in indices),
             frame_indices=indices,
             source_fps=video.fps,
-            unit_span_s=video.num_frames / (len(indices) * video.fps),
+            unit_span_s=part.num_frames / (len(indices) * video.fps),
             source_size=(video.height, video.width),
             source_duration_s=video.num_frames / video.fps,
         )

@@ -79,6 +79,12 @@ def ask(
         int | None,
         typer.Option(metavar="N", help="Frames to look at in each video, evenly spread; or use --fps."),
     ] = None,
+    start: Annotated[
+        float, typer.Option(metavar="S", help="Look at each video from here on, seconds.")
+    ] = 0.0,
+    end: Annotated[
+        float | None, typer.Option(metavar="S", help="And up to here, seconds; by default to its end.")
+    ] = None,
     retention: Annotated[
         float, typer.Option(metavar="R", help="Share of the visual tokens that is kept, 0.05 to 1.")
     ] = 1.0,
@@ -113,6 +119,8 @@ def ask(
             question,
             fps=fps,
             num_frames=frames,
+            start_s=start,
+            end_s=end,
             reduction=policy,
             max_tokens=max_tokens,
             on_text=None if as_json else console.stream_text,

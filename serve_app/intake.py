@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from encoders import Sampling
 from encoders.chat import ChatMessage, ContentPart, check_chat
+from encoders.sampling import check_sampling
 from epd.errors import ModelNotFoundError, RequestError, RequestLimitError
 from epd.reduction import ReductionPolicy
 from epd.sampling_params import SamplingParams
@@ -96,7 +97,10 @@ def sampling_params(chat: ChatRequest, defaults: SamplingParams) -> SamplingPara
 
 
 def video_sampling(chat: ChatRequest) -> Sampling:
-    """Which frames of each video. Raises RequestError where two places, or a rate and a number, disagree."""
+    """Which frames of each video.
+
+    Raises RequestError where two places, or a rate and a number, disagree, and for an empty part of a video.
+    """
     given = [options for options in (chat.epd, chat.mm_processor_kwargs) if options]
     rates = {options.fps for options in given} - {None}
     numbers = {options.num_frames for options in given} - {None}
@@ -105,7 +109,10 @@ def video_sampling(chat: ChatRequest) -> Sampling:
             f"received fps {sorted(map(str, rates))} and num_frames {sorted(map(str, numbers))}; "
             "allowed: one of the two, once; leave out the rest"
         )
-    return Sampling(next(iter(rates), None), next(iter(numbers), None))
+    ours = chat.epd or EpdOptions()
+    sampling = Sampling(next(iter(rates), None), next(iter(numbers), None), ours.start_s or 0.0, ours.end_s)
+    check_sampling(sampling)
+    return sampling
 
 
 def reduction_policy(chat: ChatRequest, default: ReductionPolicy) -> ReductionPolicy:

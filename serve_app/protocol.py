@@ -93,6 +93,12 @@ class EpdOptions(_Ours):
 
     fps: Annotated[float, Field(gt=0)] | None = Field(default=None, description="Frames per second of video.")
     num_frames: Count | None = Field(default=None, description="Frames of each video, evenly spread.")
+    start_s: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="Look at each video from here on, seconds."
+    )
+    end_s: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="And up to here; by default to its end."
+    )
     retention: float | None = Field(
         default=None,
         description="Share of the visual tokens that is kept; 1 keeps all.",

@@ -173,6 +173,8 @@ class ColocatedPipeline:
         *,
         fps: float | None = None,
         num_frames: int | None = None,
+        start_s: float = 0.0,
+        end_s: float | None = None,
         reduction: ReductionPolicy = KEEP_ALL,
         max_tokens: int | None = None,
         on_text: OnText | None = None,
@@ -182,7 +184,13 @@ class ColocatedPipeline:
         start = perf_counter()
         sampling = self._sampling(question, max_tokens)
         context = self.prefill_media(
-            media, fps=fps, num_frames=num_frames, reduction=reduction, progress=progress
+            media,
+            fps=fps,
+            num_frames=num_frames,
+            start_s=start_s,
+            end_s=end_s,
+            reduction=reduction,
+            progress=progress,
         )
         return self._answer(context, question, sampling, on_text, start, context.timings)
 
@@ -215,18 +223,21 @@ class ColocatedPipeline:
         *,
         fps: float | None = None,
         num_frames: int | None = None,
+        start_s: float = 0.0,
+        end_s: float | None = None,
         reduction: ReductionPolicy = KEEP_ALL,
         progress: Progress | None = None,
     ) -> MediaContext:
         """Decodes, encodes and prefills images and videos, in the order given, before any question is known.
 
         fps, num_frames: which frames of each video, one of the two or neither: then as the processor has it.
+        start_s, end_s: only of this part of each, by default of all of it.
         reduction: which of their tokens are kept, by default all.
         Raises MediaError, RequestError, InfeasibleError when the media do not fit into the KV cache.
         """
         timings = StageTimings()
         with busy(timings, "total_s"):
-            planned = self._planned(media, Sampling(fps, num_frames), timings)
+            planned = self._planned(media, Sampling(fps, num_frames, start_s, end_s), timings)
             with closing(self._encoded(planned, timings)) as groups:
                 return self._prefilled([item.plan for item in planned], groups, reduction, timings, progress)
 

@@ -177,6 +177,8 @@ def test_an_unsupported_model_type_lists_the_supported(media: dict[str, Path], t
         ("--max-tokens", "0"),
         ("--retention", "0.01"),
         ("--skip-static", "-1"),
+        ("--start", "9.5"),
+        ("--start", "2.25", "--end", "1"),
         ("--reduction", "magic"),
     ],
 )
@@ -218,6 +220,14 @@ def test_a_kept_share_of_the_visual_tokens_is_told(
     usage = json.loads(run("ask", media["video"], QUESTION, *options, "--json").stdout)["usage"]
     assert usage["visual_tokens"] == round(usage["visual_tokens_before"] / 2)
     assert f"{usage['visual_tokens']} of {usage['visual_tokens_before']} visual tokens" in result.stderr
+
+
+def test_only_a_part_is_looked_at(media: dict[str, Path], checkpoints: dict[str, Path]) -> None:
+    """One second of 4 at 10 frames a second, and every frame of it."""
+    options = ("--model", checkpoints["qwen2_5_vl"], "--fps", "10", "--max-tokens", "2", "--json")
+    part = json.loads(run("ask", media["video"], QUESTION, *options, "--start", "1", "--end", "2").stdout)
+    whole = json.loads(run("ask", media["video"], QUESTION, *options).stdout)
+    assert (part["usage"]["num_frames"], whole["usage"]["num_frames"]) == (10, 40)
 
 
 def test_units_that_do_not_change_are_told(still_video: Path, checkpoints: dict[str, Path]) -> None:

@@ -26,7 +26,7 @@ LineId = str | int
 
 CHAT_URL = "/v1/chat/completions"
 _SHORT_KEYS = (
-    "id", "video", "images", "question", "answer", "fps", "num_frames", "max_tokens",
+    "id", "video", "images", "question", "answer", "fps", "num_frames", "start_s", "end_s", "max_tokens",
     "retention", "reduction",
 )  # fmt: skip
 _OPENAI_KEYS = ("custom_id", "method", "url", "body")
@@ -35,6 +35,7 @@ _MEDIA_PARTS = ("image_url", "video_url")
 _TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
 _SAMPLING_PLACES = ("epd", "mm_processor_kwargs")
 _RATES = ("fps", "num_frames")
+_PART = ("start_s", "end_s")
 _REDUCTION = ("retention", "reduction")
 
 
@@ -124,7 +125,8 @@ def _short_body(record: JSON, defaults: LineDefaults) -> JSON:
         raise RequestError(f"question is {question!r}; allowed: a text; ask something")
     parts: list[JSON] = list(_media_parts(record, defaults.folder))
     body: JSON = {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]}
-    options = {name: record[name] for name in (*_RATES, *_REDUCTION) if record.get(name) is not None}
+    names = (*_RATES, *_PART, *_REDUCTION)
+    options = {name: record[name] for name in names if record.get(name) is not None}
     if options:
         body["epd"] = options
     if record.get("max_tokens") is not None:

@@ -216,6 +216,23 @@ def test_what_stands_still_is_encoded_once(
     assert "not encoded: 6" in summaries[1].lines()[-2]
 
 
+def test_parts_of_a_video_are_answered_as_if_they_were_all_of_it(
+    tmp_path: Path, media: dict[str, Path], backend: LocalBackend, colocated: ColocatedPipeline
+) -> None:
+    parts: list[dict[str, float]] = [{}, {"start_s": 1.0, "end_s": 3.0}, {"start_s": 2.5}]
+    about = {"video": str(media["video"]), "question": QUESTIONS[0]}
+    lines = [{"id": number, **about, **part} for number, part in enumerate([*parts, {"start_s": 9.0}])]
+    summary = run(tmp_path, backend, lines, fps=5.0, max_tokens=MAX_TOKENS)
+    records = read(tmp_path / "out.jsonl")
+    for number, part in enumerate(parts):
+        answer = colocated.ask([media["video"]], QUESTIONS[0], fps=5.0, max_tokens=MAX_TOKENS, **part)
+        assert records[number]["answer"] == answer.text
+        assert records[number]["usage"]["prompt_tokens"] == answer.usage.prompt_tokens
+    assert len({records[number]["usage"]["prompt_tokens"] for number in range(3)}) == 3
+    assert summary.tally.num_failed == 1
+    assert "[9, 4) s, in which no frame begins" in (tmp_path / "out.errors.jsonl").read_text()
+
+
 def test_leaving_early_leaves_nothing_behind(
     media: dict[str, Path], backend: LocalBackend, batch_pipeline: BatchPipeline, tmp_path: Path
 ) -> None:

@@ -53,6 +53,7 @@ class Question:
     media: tuple[Path, ...]
     text: str = "What is shown?"
     params: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=MAX_TOKENS))
+    sampling: Sampling = field(default_factory=lambda: Sampling(num_frames=NUM_FRAMES))
 
     def request(self, **options: Any) -> AnswerRequest:
         parts = [ContentPart(media_kind(path)) for path in self.media]
@@ -67,7 +68,7 @@ class Question:
             (message,),
             sources,
             self.params,
-            Sampling(num_frames=NUM_FRAMES),
+            self.sampling,
             **options,
         )
 

@@ -175,6 +175,8 @@ def test_what_is_not_said_is_as_the_server_has_it(run_front: Callable[..., Front
         ({}, Sampling(), None),
         ({"epd": {"fps": 2, "retention_min": 0.5}}, Sampling(fps=2.0), 0.5),
         ({"mm_processor_kwargs": {"num_frames": 4}}, Sampling(num_frames=4), None),
+        ({"epd": {"start_s": 2, "end_s": 4.5}}, Sampling(start_s=2.0, end_s=4.5), None),
+        ({"epd": {"end_s": 4}, "mm_processor_kwargs": {"fps": 1}}, Sampling(fps=1.0, end_s=4.0), None),
         ({"epd": {"fps": 2}, "mm_processor_kwargs": {"fps": 2.0}}, Sampling(fps=2.0), None),
     ],
 )

@@ -18,7 +18,7 @@ from video import FetchPolicy
 
 CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance]
 DRAWN = settings(
-    max_examples=40,
+    max_examples=80,
     deadline=None,
     database=None,
     derandomize=True,  # else, now and then, all that is drawn is an empty conversation or the like

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from epd.errors import InfeasibleError, MediaError, OverloadedError, UnavailableError
+from encoders import Sampling
+from epd.errors import InfeasibleError, MediaError, OverloadedError, RequestError, UnavailableError
 from epd.sampling_params import SamplingParams
 from epd.scheduling import SchedulerConfig
 from serve_app.messages import SetRoles
@@ -95,6 +96,32 @@ def test_a_second_question_encodes_and_decodes_no_frame(
             assert second.end is not None
             assert second.end.cached_tokens >= second.end.usage.visual_tokens > 0
             assert second.end.timings.encode_s == second.end.timings.decode_video_s == 0
+            await deployment.settle()
+
+    asyncio.run(run())
+
+
+def test_a_part_of_a_video_is_another_video_to_every_cache(
+    checkpoints: dict[str, Path], media: dict[str, Path]
+) -> None:
+    """Parts of equal length and as many frames: each answer is the colocated pipeline's."""
+    parts: list[dict[str, float]] = [{}, {"end_s": 2.0}, {"start_s": 2.0}, {"start_s": 1.0, "end_s": 3.0}, {}]
+    pipeline = ColocatedPipeline.load(checkpoints["qwen2_5_vl"])
+    wanted = [
+        pipeline.ask([media["video"]], TEXTS[0], num_frames=4, max_tokens=MAX_TOKENS, **part).token_ids
+        for part in parts
+    ]
+    assert len(set(wanted)) == 4
+
+    async def run() -> None:
+        async with deployed(checkpoints["qwen2_5_vl"], "2e1p1d") as deployment:
+            for part, tokens in zip(parts, wanted, strict=True):
+                sampling = Sampling(num_frames=4, **part)
+                answer = await deployment.ask(Question((media["video"],), TEXTS[0], sampling=sampling))
+                assert answer.tokens == tokens
+            past = Question((media["video"],), TEXTS[0], sampling=Sampling(start_s=4.0))
+            with pytest.raises(RequestError, match="in which no frame begins"):
+                await deployment.ask(past)
             await deployment.settle()
 
     asyncio.run(run())

@@ -131,7 +131,7 @@ def test_a_bug_shows_an_id_and_nothing_else(
         ({**QUESTION, "stop": [1]}, "stop[0]"),
         ({**QUESTION, "stream": 1}, "stream"),
         ({**QUESTION, "epd": {"fsp": 1}}, "epd.fsp"),
-        ({**QUESTION, "epd": {"start_s": 1}}, "epd.start_s"),
+        ({**QUESTION, "epd": {"start_s": -1}}, "epd.start_s"),
         ({**QUESTION, "mm_processor_kwargs": {"min_pixels": 1}}, "mm_processor_kwargs.min_pixels"),
     ],
 )  # fmt: skip
@@ -156,6 +156,7 @@ def test_what_does_not_fit_is_named(front: Front, body: JSON, place: str) -> Non
         ({"top_logprobs": 2}, "top_logprobs without logprobs"),
         ({"epd": {"fps": 2}, "mm_processor_kwargs": {"fps": 3}}, "one of the two, once"),
         ({"epd": {"fps": 2, "num_frames": 3}}, "one of the two, once"),
+        ({"epd": {"start_s": 2, "end_s": 1.5}}, "the part from 2 to 1.5 s of a video; allowed: 0 <= start_s"),
         ({"stop": ""}, "stop must be strings of at least one character"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens must be at most max_tokens"),
         ({"messages": [{"role": "system", "content": "x"}]}, "none of the user"),
