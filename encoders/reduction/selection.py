@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -21,10 +23,9 @@ _TINY = 1e-6
 _FRAME_TEMPERATURE = 0.1
 _MEMORY_UNITS = 8
 _LEAST_WEIGHT = 0.25
-_STANDING_OUT = 0.7
+_LEAST_VALUE = 0.2
 _CHANGE, _MOST_CHANGE = 0.5, 1.0
-_LEAST_TO_SPREAD = 2
-_GOLDEN = 0.6180339887498949
+_REPETITION, _TURN_UNITS = 0.7, 8.0
 
 
 class Method(Protocol):
@@ -152,38 +153,51 @@ class Novelty(_Dropping):
 
 
 class Balanced(_Dropping):
-    """Every unit keeps about as many, most of them what stands out from the background, some of the rest.
+    """Every unit keeps about as many: what stands out from the background, in turns.
 
-    A token stands out by how unlike it is to the usual token at its place - the median over the window,
-    averaged with those of earlier windows - and, half as much, to the last one there. A model that reads only
-    what stands out loses count of time and of what is not there; so once a unit keeps two or more, a share of
-    them is spread over the frame, moving on from unit to unit.
+    A token stands out by how unlike it is to the usual token at its place - the mean over the window,
+    averaged with those of earlier windows - and, half as much, to the last one there; every token does a
+    little. It counts for less if it looks like the one that was kept last at its place, and the less the
+    shorter ago that was. So what is kept takes turns, and what stands still is told again from time to time,
+    although it has become background.
     """
 
     def __init__(self) -> None:
         self._background: Tensor | None = None  # [S, C]
         self._last: Tensor | None = None  # [S, C]
-        self._num_units = 0
+        self._kept: Tensor | None = None  # [S, C], at each place, zeros before anything is
+        self._kept_at = np.empty(0)  # [S], units before the next window, negative
 
     def choose(self, units: Tensor, num_kept: int) -> Tensor:
-        tokens = normalize(units, dim=-1)
+        tokens = normalize(units.float(), dim=-1)
         before = torch.cat([-tokens[:1] if self._last is None else self._last[None], tokens[:-1]])
         change = (1 - (tokens * before).sum(-1)).clamp(max=_MOST_CHANGE)
-        scores = 1 - (tokens * self._update_background(tokens)).sum(-1) + _CHANGE * change
+        standing_out = 1 - (tokens * self._update_background(tokens)).sum(-1)
         self._last = tokens[-1]
-        budgets = _even_budgets(scores, num_kept)
-        is_spread = num_kept >= _LEAST_TO_SPREAD * len(tokens)
-        standing = (_STANDING_OUT * budgets).round().clamp(min=1).long() if is_spread else budgets
-        standing = torch.minimum(standing, budgets)
-        is_kept = _ranks(-scores) < standing[:, None]
-        turns = _turns(self._num_units, *scores.shape) + is_kept  # those kept already come last
-        is_kept |= _ranks(turns) < (budgets - standing)[:, None]
-        self._num_units += len(tokens)
-        return is_kept.flatten().nonzero()[:, 0]
+        values = _LEAST_VALUE + standing_out + _CHANGE * change
+        is_kept = self._in_turns(tokens, values, _even_budgets(values, num_kept))
+        return torch.from_numpy(is_kept.ravel().nonzero()[0])
+
+    def _in_turns(self, tokens: Tensor, values: Tensor, budgets: Tensor) -> NDArray[np.bool_]:
+        """bool [U, S]: as many of each unit as its budget, int64 [U], of the highest values [U, S]."""
+        num_units, num_tokens = values.shape
+        if self._kept is None:
+            self._kept, self._kept_at = torch.zeros_like(tokens[0]), np.full(num_tokens, -np.inf)
+        line = torch.cat([self._kept[None], tokens])  # what may have been kept last at a place
+        likeness = torch.einsum("usc,lsc->uls", tokens, line).clamp_min(0).numpy()
+        at, last, places = self._kept_at, np.zeros(num_tokens, dtype=np.int64), np.arange(num_tokens)
+        is_kept = np.zeros((num_units, num_tokens), dtype=bool)
+        for unit, (value, budget) in enumerate(zip(values.numpy(), budgets.tolist(), strict=True)):
+            repetition = likeness[unit, last, places] * np.exp((at - unit) / _TURN_UNITS)
+            chosen = np.argsort(value * (_REPETITION * repetition - 1), kind="stable")[:budget]
+            is_kept[unit, chosen] = True
+            at[chosen], last[chosen] = unit, unit + 1
+        self._kept, self._kept_at = line[last, places], at - num_units
+        return is_kept
 
     def _update_background(self, tokens: Tensor) -> Tensor:
-        """[S, C]: the usual token at each place. A single unit is its own background: then its mean is."""
-        usual = tokens.median(0).values if len(tokens) > 1 else tokens.mean(1).expand(tokens.shape[1], -1)
+        """[S, C]: the usual token at each place; of a single unit, at all of its places."""
+        usual = tokens.mean(0) if len(tokens) > 1 else tokens.mean(1).expand(tokens.shape[1], -1)
         usual = normalize(usual, dim=-1)
         mixed = usual if self._background is None else normalize(usual + self._background, dim=-1)
         self._background = mixed
@@ -208,12 +222,6 @@ def _best_per_unit(scores: Tensor, budgets: Tensor) -> Tensor:
 def _ranks(keys: Tensor) -> Tensor:
     """int64 [U, S]: 0 for the smallest key of a row, and so on."""
     return keys.argsort(stable=True, dim=1).argsort(dim=1)
-
-
-def _turns(first: int, num_units: int, num_tokens: int) -> Tensor:
-    """float64 [U, S] in [0, 1): the smallest of a row are spread evenly, and move from row to row."""
-    units = torch.arange(first, first + num_units, dtype=torch.float64)[:, None]
-    return (torch.arange(num_tokens) * _GOLDEN + units * _GOLDEN**2) % 1.0
 
 
 def _budgets(weights: Tensor, num_kept: int, most: int) -> Tensor:

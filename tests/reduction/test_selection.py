@@ -137,6 +137,15 @@ def test_balanced_keeps_of_every_unit_even_where_all_happens_in_one() -> None:
         assert counts.max() - counts.min() <= 1
 
 
+def test_balanced_tells_what_stands_still_from_time_to_time() -> None:
+    """Two tokens that never change in a still picture: each is kept in turns, though one of a unit is."""
+    still = torch.randn(1, 2, CHANNELS, generator=torch.Generator().manual_seed(3))
+    method = Balanced()
+    for _ in range(3):
+        chosen = method.choose(still.repeat(NUM_UNITS, 1, 1), NUM_UNITS)
+        assert torch.equal((chosen % 2).diff().abs(), torch.ones(NUM_UNITS - 1, dtype=torch.int64))
+
+
 @pytest.mark.parametrize(("method", "retention"), [("magic", 0.5), ("evs", 0.0), ("evs", 1.2)])
 def test_policies_that_are_none_say_what_is_allowed(method: str, retention: float) -> None:
     with pytest.raises(RequestError, match="allowed"):
