@@ -65,11 +65,14 @@ def calibrated(profile: Profile, asked: Sequence[Asked]) -> Profile:
         found = replace(profile, host=host)
         return np.concatenate([_times(_simulated(found, each)) for each in asked])[counted]
 
-    host = _host(profile)
+    def error(host: HostCosts) -> float:
+        return float(((times(host) / live[counted] - 1) ** 2).sum())
+
+    hosts = [_host(profile)]
     for _ in range(_NUM_ROUNDS):
-        host = _improved(host, times, live[counted])
-        host = _with_beside(host, _beside(replace(profile, host=host), asked))
-    return replace(profile, host=host)
+        host = _improved(hosts[-1], times, live[counted])
+        hosts.append(_with_beside(host, _beside(replace(profile, host=host), asked)))
+    return replace(profile, host=min(hosts, key=error))
 
 
 def _simulated(profile: Profile, asked: Asked) -> Figures:
