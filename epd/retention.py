@@ -40,10 +40,10 @@ class RetentionConfig:
     slo_ttft_s: float
     levels: tuple[float, ...] = LEVELS
     high: float = 0.7
-    low: float = 0.4
-    dwell_s: float = 10.0
+    low: float = 0.5
+    dwell_s: float = 4.0
     down_gap_s: float = 0.5
-    horizon_s: float = 5.0
+    horizon_s: float = 3.0
     max_utilisation: float = 0.85
     max_waiting: int = 8
     max_kv_usage: float = 0.95
@@ -155,11 +155,11 @@ class RetentionController:
         if self._index == len(config.levels) - 1 or waited_s < config.down_gap_s:
             return None
         ttft_s, limit_s = self.ttft_s(load, self.level), config.high * config.slo_ttft_s
-        if ttft_s > limit_s and self._saves(load):
+        if ttft_s > limit_s and self._saves(load, self.level):
             return self._fitting(load), f"{ttft_s:.2f} s predicted, limit {limit_s:.2f}"
         if waited_s < config.dwell_s:
             return None
-        if load.num_waiting > config.max_waiting and (self._saves(load) or not load.service_s(1)):
+        if load.num_waiting > config.max_waiting and (self._saves(load, self.level) or not load.service_s(1)):
             return self._index + 1, f"{load.num_waiting} requests wait, limit {config.max_waiting}"
         if load.kv_usage > config.max_kv_usage:
             return self._index + 1, f"{load.kv_usage:.2f} of the KV in use, limit {config.max_kv_usage:.2f}"
@@ -174,10 +174,10 @@ class RetentionController:
                     return index
         return last
 
-    def _saves(self, load: PromptLoad) -> bool:
+    def _saves(self, load: PromptLoad, level: float) -> bool:
         """Whether the lowest level makes prompts noticeably quicker than this one does."""
         lowest_s = load.service_s(self.config.levels[-1])
-        return lowest_s < (1 - self.config.least_gain) * load.service_s(self.level)
+        return lowest_s < (1 - self.config.least_gain) * load.service_s(level)
 
     # Up
 
@@ -190,14 +190,13 @@ class RetentionController:
         return self._now_s - max(self._calm_s, self._changed_s) >= self.config.dwell_s
 
     def _is_calm(self, load: PromptLoad) -> bool:
-        """Whether the next higher level would keep what is asked for, or cost nothing."""
+        """Whether the next higher level would keep what is asked for, or no lower one would help there."""
         config, higher = self.config, self.config.levels[self._index - 1]
         if load.num_waiting > config.max_waiting // 2:
             return False
         if load.kv_usage * higher / self.level > config.max_kv_usage:
             return False
-        is_free = load.service_s(self.level) > (1 - config.least_gain) * load.service_s(higher)
-        return is_free or self.ttft_s(load, higher) <= config.low * config.slo_ttft_s
+        return not self._saves(load, higher) or self.ttft_s(load, higher) <= config.low * config.slo_ttft_s
 
     def _move(self, index: int, reason: str, load: PromptLoad) -> None:
         before, self._index = self.level, index

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from epd.errors import RequestError
@@ -20,7 +20,7 @@ from epd.retention import (
     levels_down_to,
 )
 
-CONFIG = RetentionConfig(slo_ttft_s=2.0)
+CONFIG = RetentionConfig(slo_ttft_s=2.0, low=0.4, dwell_s=10.0, horizon_s=5.0)
 LOADS = st.builds(
     PromptLoad,
     wait_s=st.floats(0, 10),
@@ -106,6 +106,7 @@ def test_more_load_never_keeps_more(
 
 
 @given(LOADS, LOADS)
+@example(PromptLoad(fixed_s=1.5, visual_s=0.5), PromptLoad(visual_s=1.0, rate=1.0))  # little is saved
 @settings(max_examples=100, deadline=None)
 def test_where_it_settles_nothing_is_better(load: PromptLoad, first: PromptLoad) -> None:
     """Whatever came before: the level keeps the limit or cannot fall to help, and could not rise."""
