@@ -8,9 +8,9 @@ only and the videos take turns. So what a question costs is its prefill, which i
 decoding and encoding of a fresh video take as long as prefill, and no retention makes them shorter.
 Questions are of the two kinds whose answers need many tokens: what is seen at a time, and how many there are.
 A ramp has a calm, a rise, a peak, a fall and a calm; its rates come from a calibration: the peak takes
-0.75 of what the least retention can do. It lasts several SLOs: what is too slow for it cannot hide that in its
-queue. Each round has new arrivals and questions, the same for all settings, which follow one another on the
-same server. Fixed ones are asked for by the requests.
+0.75 of what the least retention can do. It lasts several SLOs: what is too slow for it cannot hide that in
+its queue. Each round has new arrivals and questions, the same for all settings, which follow one another on
+the same server. Fixed ones are asked for by the requests.
 A first token later than the SLO, and a refusal (429), miss it. The SLO must be several times what a question
 with all tokens takes. Results go to benchmarks/results/retention.{json,md}.
 """
