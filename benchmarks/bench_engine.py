@@ -42,8 +42,8 @@ from encoders.identity import prompt_identity  # noqa: E402
 from epd.models import embedded_model_path  # noqa: E402
 from epd.sampling_params import SamplingParams  # noqa: E402
 from epd.shapes import SceneRenderer, make_questions, make_scene  # noqa: E402
-from stages.colocated import build_engine  # noqa: E402
 from stages.engine import LanguageEngine  # noqa: E402
+from stages.engine_setup import build_engine  # noqa: E402
 from stages.generation import GenerateRequest, GenerationSettings  # noqa: E402
 from stages.loader import load_model  # noqa: E402
 from stages.visual_inputs import PlacedEmbeddings  # noqa: E402

@@ -17,6 +17,9 @@ from encoders.adapter import MediaPlan
 from epd.encoder_cache import GroupKey
 from epd.reception import GroupSpec
 
+# About how many visual tokens are encoded and prefilled at a time.
+DEFAULT_GROUP_TOKENS = 256
+
 
 @dataclass(frozen=True, slots=True)
 class MediaGroup:

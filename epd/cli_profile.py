@@ -104,7 +104,7 @@ class _Bench:
 
     def __init__(self, path: Path, num_threads: int) -> None:
         from encoders import load_adapter
-        from stages.colocated import build_engine
+        from stages.engine_setup import build_engine
         from stages.generation import GenerationSettings
         from stages.loader import load_model, use_threads
 
@@ -249,7 +249,7 @@ class _Bench:
 
     def _memory(self) -> MemoryNeeds:
         from epd.profiles import MemoryNeeds
-        from stages.colocated import default_kv_tokens
+        from stages.engine_setup import default_kv_tokens
         from stages.model_runner import kv_layout
 
         tower = self.adapter.vision_tower(self.model)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from encoders import load_adapter
 from encoders.adapter import PromptPlan
-from encoders.groups import MediaGroup, plan_groups
+from encoders.groups import DEFAULT_GROUP_TOKENS, MediaGroup, plan_groups
 from encoders.identity import prompt_identity
 from encoders.reduction import reduce_prompt
 from epd.errors import RequestError
@@ -20,7 +20,6 @@ from epd.types import UInt8Array, Usage
 from serve_app.service import AnswerRequest, ModelCard
 from serve_app.token_text import TokenTexts
 from serve_app.worker_stages import generation_settings
-from stages.colocated import DEFAULT_GROUP_TOKENS
 from stages.generation import GenerateRequest
 from stages.media import PlannedMedia, plan_media
 from stages.weights import weights_revision

@@ -15,12 +15,12 @@ from encoders.names import Role
 from epd.connectors import EncoderConnector, KVConnector
 from epd.encoder_cache import EncoderCacheManager
 from epd.scheduling import SchedulerConfig
-from stages.colocated import BLOCK_SIZE, default_kv_tokens
 from stages.decode import DecodeStage
 from stages.embedding_receiver import EmbeddingReceiver
 from stages.encode import EncodeStage
 from stages.encoder_pool import EmbeddingLayout, EncoderPool, EncoderPoolShape
 from stages.engine import LanguageEngine
+from stages.engine_setup import BLOCK_SIZE, default_kv_tokens
 from stages.generation import GenerationSettings
 from stages.kv_pool import KVGroupShape, KVPools, KVPoolsShape
 from stages.model_runner import ModelRunner, kv_layout

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 
 from encoders import Adapter, load_adapter
+from encoders.groups import DEFAULT_GROUP_TOKENS
 from epd.batch.bounded_queue import QueueClosed
 from stages.batch_jobs import BatchSink, MediaJob
 from stages.batch_language import LanguageStage
 from stages.batch_media import MediaStages
-from stages.colocated import DEFAULT_GROUP_TOKENS, build_engine
 from stages.engine import LanguageEngine
+from stages.engine_setup import build_engine
 from stages.generation import GenerationSettings
 from stages.loader import load_model, use_threads
 from video.cpus import usable_cpus

@@ -10,7 +10,6 @@ held. This is the reference that every split topology must equal, token for toke
 from __future__ import annotations
 
 import logging
-import os
 import uuid
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -25,30 +24,23 @@ import torch
 
 from encoders import Adapter, Embeddings, MediaPlan, PromptPlan, Sampling, check_question, load_adapter
 from encoders.batch import FrameEncoder
+from encoders.groups import DEFAULT_GROUP_TOKENS
 from encoders.identity import prompt_identity
 from encoders.reduction import reduce_prompt
 from epd.errors import InfeasibleError
 from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.sampling_params import SamplingParams
-from epd.scheduling import SchedulerConfig
 from epd.types import Answer, StageTimings
 from stages.detokenizer import OnText
-from stages.engine import LanguageEngine
+from stages.engine_setup import build_engine
 from stages.generation import Extent, GenerateRequest, GenerationSettings, TokenOutput
 from stages.joining import Joiner
-from stages.kv_pool import KVGroupShape, KVPoolsShape
 from stages.loader import load_model, use_threads
 from stages.media import PlannedMedia, UnitRun, plan_media, unit_runs
-from stages.model_runner import ModelRunner, kv_layout
 from stages.timing import busy
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_GROUP_TOKENS = 256
-BLOCK_SIZE = 16
-# The KV cache takes at most this share of the machine's memory, and no more tokens than this.
-_KV_MEMORY_SHARE = 0.25
-_MAX_KV_TOKENS = 2**18
 # Any question will do to lay out the part of the prompt that comes before it.
 _SOME_QUESTION = "?"
 
@@ -460,35 +452,3 @@ def _as_answer(
     usage = request.prompt.usage(len(token_ids))
     text = "".join(output.text for output in outputs)
     return Answer(text, token_ids, outputs[-1].finish_reason or "length", ttft_s, timings, usage)
-
-
-def build_engine(
-    model: Any,
-    adapter: Adapter,
-    settings: GenerationSettings,
-    *,
-    config: SchedulerConfig | None = None,
-    num_kv_tokens: int | None = None,
-    block_size: int = BLOCK_SIZE,
-    enable_prefix_caching: bool = False,
-    max_draft: int = 0,
-) -> LanguageEngine:
-    """An engine with pools of its own. num_kv_tokens: see `ColocatedPipeline.load`."""
-    layout = kv_layout(model)
-    num_blocks = (num_kv_tokens or default_kv_tokens(layout.bytes_per_token)) // block_size
-    pools = KVPoolsShape((KVGroupShape(num_blocks, layout),), block_size).build()
-    runner = ModelRunner(model, adapter, pools)
-    return LanguageEngine(
-        runner,
-        adapter.tokenizer,
-        settings.eos_ids,
-        config or SchedulerConfig(),
-        enable_prefix_caching=enable_prefix_caching,
-        max_draft=max_draft,
-    )
-
-
-def default_kv_tokens(bytes_per_token: int) -> int:
-    """What a quarter of this machine's memory holds, or less."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(int(memory * _KV_MEMORY_SHARE) // bytes_per_token, _MAX_KV_TOKENS)

@@ -12,7 +12,8 @@ from transformers import GenerationConfig
 import video
 from encoders import MediaPlan, Sampling
 from epd.errors import InfeasibleError, RequestError
-from stages.colocated import BLOCK_SIZE, ColocatedPipeline
+from stages.colocated import ColocatedPipeline
+from stages.engine_setup import BLOCK_SIZE
 from stages.generation import GenerationSettings
 from tests.reference import MAX_TOKENS, Subject, generated, processor_inputs, skip_where_seconds_are_cut
 from tests.tiny_models import load_reference

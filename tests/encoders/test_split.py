@@ -10,7 +10,7 @@ import torch
 from encoders.groups import plan_groups
 from encoders.identity import prompt_identity
 from epd.sampling_params import SamplingParams
-from stages.colocated import build_engine
+from stages.engine_setup import build_engine
 from stages.generation import GenerateRequest, GenerationSettings
 from stages.joining import joined
 from stages.sharded_encoding import ShardedEncoding

@@ -26,8 +26,9 @@ from epd.models import embedded_model_path
 from epd.reduction import ReductionPolicy, layer_counts
 from epd.sampling_params import SamplingParams
 from epd.scheduling import PrunedRange, ScheduledRequest, Scheduler, SchedulerConfig, SchedulerOutput
-from stages.colocated import ColocatedPipeline, EncodedMedia, build_engine
+from stages.colocated import ColocatedPipeline, EncodedMedia
 from stages.engine import LanguageEngine
+from stages.engine_setup import build_engine
 from stages.generation import GenerationSettings
 from stages.joining import Joiner
 from stages.loader import load_model

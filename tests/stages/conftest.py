@@ -13,8 +13,8 @@ from transformers import AutoProcessor
 
 import video
 from encoders import Adapter, Sampling, load_adapter
-from stages.colocated import build_engine
 from stages.engine import LanguageEngine
+from stages.engine_setup import build_engine
 from stages.generation import GenerationSettings
 from tests.encoders.families import Clip, Family, Media, Picture
 from tests.encoders.tiny_tiles import BUILDERS
