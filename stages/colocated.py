@@ -10,6 +10,7 @@ held. This is the reference that every split topology must equal, token for toke
 from __future__ import annotations
 
 import logging
+import math
 import uuid
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -41,6 +42,8 @@ from stages.timing import busy
 
 logger = logging.getLogger(__name__)
 
+# Of a reduced video a group leaves few tokens: a pass waits for this share of what a whole group has.
+_PASS_SHARE = 0.75
 # Any question will do to lay out the part of the prompt that comes before it.
 _SOME_QUESTION = "?"
 
@@ -231,7 +234,8 @@ class ColocatedPipeline:
         with busy(timings, "total_s"):
             planned = self._planned(media, Sampling(fps, num_frames, start_s, end_s), timings)
             with closing(self._encoded(planned, timings)) as groups:
-                return self._prefilled([item.plan for item in planned], groups, reduction, timings, progress)
+                plans = [item.plan for item in planned]
+                return self._prefilled(plans, groups, reduction, timings, progress)
 
     def encode_media(
         self, media: Sequence[str | Path], *, fps: float | None = None, num_frames: int | None = None
@@ -249,7 +253,7 @@ class ColocatedPipeline:
         """The second half: the same context as `prefill_media` gives. Its timings count from this call."""
         timings = StageTimings()
         with busy(timings, "total_s"):
-            return self._prefilled(encoded.plans, encoded.groups, reduction, timings, None)
+            return self._prefilled(encoded.plans, encoded.groups, reduction, timings, are_there=True)
 
     def _planned(
         self, media: Sequence[str | Path], sampling: Sampling, timings: StageTimings
@@ -273,13 +277,17 @@ class ColocatedPipeline:
         groups: Iterable[EncodedGroup],
         reduction: ReductionPolicy,
         timings: StageTimings,
-        progress: Progress | None,
+        progress: Progress | None = None,
+        *,
+        are_there: bool = False,
     ) -> MediaContext:
+        """are_there: all groups; then passes are as large as the scheduler lets them be."""
         prompt = reduce_prompt(self.adapter.plan_prompt(plans, _SOME_QUESTION), reduction)
         context = MediaContext(tuple(plans), prompt, self._new_id() if plans else None, reduction)
         context.timings = timings
         if context.request_id is not None:
-            self._prefill(context, context.request_id, prompt, groups, progress)
+            pass_tokens = math.inf if are_there else self._group_tokens * _PASS_SHARE
+            self._prefill(context, context.request_id, prompt, groups, progress, pass_tokens)
         return context
 
     @torch.inference_mode()
@@ -290,13 +298,14 @@ class ColocatedPipeline:
         prompt: PromptPlan,
         groups: Iterable[EncodedGroup],
         progress: Progress | None,
+        pass_tokens: float,
     ) -> None:
         """Works through all groups of all items in order; whatever happens, nothing is left behind."""
         identity = prompt_identity(prompt, context.mm_hashes)
         sampling = self.settings.defaults
         self._add(GenerateRequest(request_id, prompt, identity, sampling, extent=Extent.MEDIA))
         try:
-            self._prefill_groups(context, request_id, prompt, groups, progress)
+            self._prefill_groups(context, request_id, prompt, groups, progress, pass_tokens)
         except BaseException:
             self.engine.abort(request_id)
             raise
@@ -309,6 +318,7 @@ class ColocatedPipeline:
         prompt: PromptPlan,
         groups: Iterable[EncodedGroup],
         progress: Progress | None,
+        pass_tokens: float,
     ) -> None:
         num_done = num_ready = 0
         joiner = Joiner(self.adapter, prompt)
@@ -318,8 +328,7 @@ class ColocatedPipeline:
                 if placed is not None:
                     self.engine.add_embeddings(request_id, placed)
                     num_ready += len(placed.indices)
-                # Of a reduced video a group leaves few tokens: a pass of its own for each would cost more.
-                if num_ready >= self._group_tokens // 2:
+                if num_ready >= pass_tokens:
                     self._run_all()
                     num_ready = 0
             num_done += group.num_frames
