@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from encoders import load_adapter
 from epd.models import embedded_model_path
 from epd.shapes import make_questions, make_scene
 from stages.colocated import ColocatedPipeline, EncodedMedia
+from stages.generation import GenerationSettings
+from stages.loader import load_model
 from tests.encoders.conftest import families, family
+from tests.reduction.prompts import Engines
 from tests.tiny_models import load_reference
 from video.demo_video import write_demo_video
 
@@ -19,6 +24,18 @@ __all__ = ["families", "family"]
 
 NUM_FRAMES = 80  # 600 visual tokens, three windows
 SEED = 4_000_001
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return load_model(embedded_model_path(), torch.float32)
+
+
+@pytest.fixture(scope="module")
+def pipeline(model: Any) -> ColocatedPipeline:
+    adapter = load_adapter(embedded_model_path())
+    settings = GenerationSettings.of(model.generation_config, adapter.tokenizer.eos_token_id)
+    return ColocatedPipeline(model, adapter, settings=settings)
 
 
 @pytest.fixture(scope="session")
@@ -36,8 +53,17 @@ def questions() -> list[str]:
 
 @pytest.fixture(scope="module")
 def encoded(pipeline: ColocatedPipeline, clip: Path) -> EncodedMedia:
-    """By the pipeline of the module."""
     return pipeline.encode_media([clip], num_frames=NUM_FRAMES)
+
+
+@pytest.fixture(scope="module")
+def short(pipeline: ColocatedPipeline, clip: Path) -> EncodedMedia:
+    return pipeline.encode_media([clip], num_frames=24)
+
+
+@pytest.fixture(scope="module")
+def engines(model: Any, pipeline: ColocatedPipeline) -> Engines:
+    return Engines(model, pipeline)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from typer.testing import CliRunner
 
-from encoders import Embeddings, PromptPlan, concatenated, load_adapter
+from encoders import Embeddings, PromptPlan, concatenated
 from encoders.reduction import reduce_prompt
 from epd.cli import app
 from epd.errors import RequestError
@@ -30,12 +30,17 @@ from serve_app.app_args import AppArgs
 from serve_app.intake import reduction_policy
 from serve_app.protocol import ChatRequest
 from stages.colocated import ColocatedPipeline, EncodedMedia, MediaContext
-from stages.generation import GenerationSettings
-from stages.loader import load_model
 from stages.model_runner import ModelRunner, Segment
 from tests.encoders.families import Family
 from tests.reduction.conftest import NUM_FRAMES
-from tests.reduction.test_prefill_methods import Engines, expected, placed, prompt_of, rounded
+from tests.reduction.prompts import (
+    SMALL_WINDOW_TOKENS,
+    Engines,
+    answered_alone,
+    expected,
+    placed,
+)
+from tests.reduction.test_prefill_methods import rounded
 from tests.serve_app.orchestration import NUM_FRAMES as APP_FRAMES
 from tests.serve_app.orchestration import Question, deployed
 from tests.stages.prompts import MAX_TOKENS, Drive, Prompt
@@ -43,21 +48,8 @@ from tests.stages.test_split_stages import Deployment
 from tests.tiny_models import load_reference
 
 NUM_OBSERVING = 32
-SMALL_WINDOW_TOKENS = 45  # three units of 15
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return load_model(embedded_model_path(), torch.float32)
-
-
-@pytest.fixture(scope="module")
-def pipeline(model: Any) -> ColocatedPipeline:
-    adapter = load_adapter(embedded_model_path())
-    settings = GenerationSettings.of(model.generation_config, adapter.tokenizer.eos_token_id)
-    return ColocatedPipeline(model, adapter, settings=settings)
 
 
 # The slow twin
@@ -327,16 +319,6 @@ class Passes:
 
 
 @pytest.fixture(scope="module")
-def engines(model: Any, pipeline: ColocatedPipeline) -> Engines:
-    return Engines(model, pipeline)
-
-
-@pytest.fixture(scope="module")
-def short(pipeline: ColocatedPipeline, clip: Path) -> EncodedMedia:
-    return pipeline.encode_media([clip], num_frames=24)
-
-
-@pytest.fixture(scope="module")
 def mix(
     pipeline: ColocatedPipeline, engines: Engines, short: EncodedMedia, questions: list[str]
 ) -> dict[str, Prompt]:
@@ -350,15 +332,7 @@ def mix(
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("encoders.reduction.layout.WINDOW_TOKENS", SMALL_WINDOW_TOKENS)
-        prompts = {
-            f"{name}{number}": prompt_of(pipeline, short, question, policy)
-            for name, policy in policies.items()
-            for number, question in enumerate(questions[:2])
-        }
-    return {
-        name: replace(prompt, expected=Drive(engines.engine(), 0).run({name: prompt})[name])
-        for name, prompt in prompts.items()
-    }
+        return answered_alone(engines, pipeline, short, questions[:2], policies)
 
 
 @pytest.mark.parametrize("chunk", [7, 4096])

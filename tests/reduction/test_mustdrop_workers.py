@@ -13,10 +13,8 @@ from epd.models import embedded_model_path
 from epd.reduction import METHODS, QUESTION_METHODS, ReductionPolicy
 from serve_app.app_args import AppArgs
 from stages.colocated import ColocatedPipeline, EncodedMedia
-from tests.reduction.test_prefill_methods import Engines, model, pipeline, prompt_of
+from tests.reduction.prompts import Engines, prompt_of
 from tests.serve_app.orchestration import NUM_FRAMES, Deployment, Question, deployed
-
-__all__ = ["model", "pipeline"]
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from hypothesis.stateful import rule
 from transformers import AttentionInterface, DynamicCache
 
 from encoders import PromptPlan, load_adapter
-from encoders.reduction import reduce_prompt
 from encoders.reduction.merging import MergedNeighbours
 from epd.errors import InfeasibleError, RequestError
 from epd.kv_cache import KVCacheManager, KVCacheSpec
@@ -27,44 +24,21 @@ from epd.reduction import ReductionPolicy, layer_counts
 from epd.sampling_params import SamplingParams
 from epd.scheduling import PrunedRange, ScheduledRequest, Scheduler, SchedulerConfig, SchedulerOutput
 from stages.colocated import ColocatedPipeline, EncodedMedia
-from stages.engine import LanguageEngine
-from stages.engine_setup import build_engine
 from stages.generation import GenerationSettings
-from stages.joining import Joiner
-from stages.loader import load_model
 from stages.pruning import smallest_keys
 from stages.question_views import QuestionView
-from stages.visual_inputs import PlacedEmbeddings
 from tests.reduction.conftest import NUM_FRAMES
+from tests.reduction.prompts import (
+    SMALL_WINDOW_TOKENS,
+    Engines,
+    answered_alone,
+    expected,
+    placed,
+    reduced_plan,
+)
 from tests.stages.prompts import MAX_TOKENS, Drive, Prompt
 from tests.stages.test_scheduler_machine import VOCABULARY, SchedulerMachine
 from tests.stages.test_split_stages import Deployment
-
-SMALL_WINDOW_TOKENS = 45  # three units of 15
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return load_model(embedded_model_path(), torch.float32)
-
-
-@pytest.fixture(scope="module")
-def pipeline(model: Any) -> ColocatedPipeline:
-    adapter = load_adapter(embedded_model_path())
-    settings = GenerationSettings.of(model.generation_config, adapter.tokenizer.eos_token_id)
-    return ColocatedPipeline(model, adapter, settings=settings)
-
-
-@pytest.fixture(scope="module")
-def short(pipeline: ColocatedPipeline, clip: Path) -> EncodedMedia:
-    return pipeline.encode_media([clip], num_frames=24)
-
-
-def reduced_plan(
-    pipeline: ColocatedPipeline, encoded: EncodedMedia, question: str, policy: ReductionPolicy
-) -> PromptPlan:
-    return reduce_prompt(pipeline.adapter.plan_prompt(encoded.plans, question), policy)
-
 
 # The slow twin
 
@@ -243,23 +217,6 @@ def test_least_norms_are_kept_and_equal_ones_are_spread() -> None:
 # Among other requests
 
 
-class Engines:
-    """Of the pipeline's model; every answer is as long as may be."""
-
-    def __init__(self, model: Any, pipeline: ColocatedPipeline) -> None:
-        self._model, self._adapter = model, pipeline.adapter
-
-    def engine(self, **options: Any) -> LanguageEngine:
-        settings = GenerationSettings(eos_ids=frozenset())
-        options = {"num_kv_tokens": 8192, "enable_prefix_caching": True} | options
-        return build_engine(self._model, self._adapter, settings, **options)
-
-
-@pytest.fixture(scope="module")
-def engines(model: Any, pipeline: ColocatedPipeline) -> Engines:
-    return Engines(model, pipeline)
-
-
 @pytest.fixture(scope="module")
 def mix(
     pipeline: ColocatedPipeline, engines: Engines, short: EncodedMedia, questions: list[str]
@@ -273,15 +230,7 @@ def mix(
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("encoders.reduction.layout.WINDOW_TOKENS", SMALL_WINDOW_TOKENS)
-        prompts = {
-            f"{name}{number}": prompt_of(pipeline, short, question, policy)
-            for name, policy in policies.items()
-            for number, question in enumerate(questions[:2])
-        }
-    return {
-        name: replace(prompt, expected=Drive(engines.engine(), 0).run({name: prompt})[name])
-        for name, prompt in prompts.items()
-    }
+        return answered_alone(engines, pipeline, short, questions[:2], policies)
 
 
 @pytest.fixture(scope="module")
@@ -289,36 +238,7 @@ def chosen(
     pipeline: ColocatedPipeline, engines: Engines, short: EncodedMedia, questions: list[str]
 ) -> dict[str, Prompt]:
     policies = {"mustdrop": ReductionPolicy("mustdrop", 0.2), "whole": ReductionPolicy()}
-    prompts = {
-        f"{name}{number}": prompt_of(pipeline, short, question, policy)
-        for name, policy in policies.items()
-        for number, question in enumerate(questions)
-    }
-    return {
-        name: replace(prompt, expected=Drive(engines.engine(), 0).run({name: prompt})[name])
-        for name, prompt in prompts.items()
-    }
-
-
-def prompt_of(
-    pipeline: ColocatedPipeline, encoded: EncodedMedia, question: str, policy: ReductionPolicy
-) -> Prompt:
-    plan = reduced_plan(pipeline, encoded, question, policy)
-    return Prompt(plan, ("clip",), tuple(placed(pipeline, encoded, plan)), ())
-
-
-def placed(
-    pipeline: ColocatedPipeline, encoded: EncodedMedia, plan: PromptPlan
-) -> Iterator[PlacedEmbeddings]:
-    joiner = Joiner(pipeline.adapter, plan)
-    for group in encoded.groups:
-        part = joiner.push_units(group.item, group.start, group.stop, group.embeddings)
-        if part is not None:
-            yield part
-
-
-def expected(prompts: dict[str, Prompt]) -> dict[str, tuple[int, ...]]:
-    return {name: prompt.expected for name, prompt in prompts.items()}
+    return answered_alone(engines, pipeline, short, questions, policies)
 
 
 @pytest.mark.parametrize("chunk", [7, 4096])

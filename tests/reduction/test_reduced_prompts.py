@@ -28,11 +28,6 @@ MAX_TOKENS = 6
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
 
-@pytest.fixture(scope="module")
-def pipeline() -> ColocatedPipeline:
-    return ColocatedPipeline.load(embedded_model_path())
-
-
 def kept_inputs(
     pipeline: ColocatedPipeline, encoded: EncodedMedia, prompt: PromptPlan, model: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
