@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 class BlockPool:
@@ -19,6 +20,9 @@ class BlockPool:
     are asked to follow, and a new run starts where it leaves most room to itself and to the run before it:
 
         [ run A ]. . . . . . . [ run B ]            [ run A ]. . . [ new ]. . . [ run B ]
+
+    Where a gap of blocks that were held before is wide enough, a new run starts there: pools take memory when
+    it is first written, and so they take no more the longer they are used.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -28,6 +32,7 @@ class BlockPool:
         self.num_free = num_blocks
         self._references = [0] * num_blocks
         self._is_free = bytearray([1]) * num_blocks + bytearray(1)  # none after the last
+        self._was_held = bytearray(num_blocks + 1)
 
     def references(self, block: int) -> int:
         """How many hold the block; 0 is free."""
@@ -46,6 +51,7 @@ class BlockPool:
             if not self._is_free[block]:
                 block = self._start(count - len(taken))
             self._is_free[block] = 0
+            self._was_held[block] = 1
             self._references[block] = 1
             self.num_free -= 1
             taken.append(block)
@@ -56,11 +62,10 @@ class BlockPool:
         """Where a run of `count` blocks, if it can be had, starts: mid-way in the widest gap."""
         if self.num_free <= count:
             return self._is_free.index(1)
-        used = np.flatnonzero(~np.frombuffer(self._is_free, np.bool_))
-        distances = np.diff(used, prepend=-1)
-        widest = int(distances.argmax())
-        length = int(distances[widest]) - 1
-        start = int(used[widest]) - length
+        is_free = np.frombuffer(self._is_free, np.bool_)
+        start, length = _widest_run(is_free & np.frombuffer(self._was_held, np.bool_))
+        if length < count:
+            start, length = _widest_run(is_free)
         return start + max(length - count, 0) // 2 if start else 0
 
     def share(self, block: int) -> None:
@@ -83,6 +88,15 @@ class BlockPool:
         free = [int(not count) for count in self._references]
         if list(self._is_free) != [*free, 0] or sum(free) != self.num_free:
             raise AssertionError(f"{sum(free)} blocks have no references, {self.num_free} count as free")
+
+
+def _widest_run(values: NDArray[np.bool_]) -> tuple[int, int]:
+    """Start and length of the longest run of True; the last value is False."""
+    others = np.flatnonzero(~values)
+    distances = np.diff(others, prepend=-1)
+    widest = int(distances.argmax())
+    length = int(distances[widest]) - 1
+    return int(others[widest]) - length, length
 
 
 class BlockTable:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import random
+from collections import deque
 
 import numpy as np
 import pytest
@@ -476,6 +478,22 @@ def test_a_new_run_starts_where_it_and_the_run_before_it_can_grow() -> None:
     assert pool.take(2) == [6, 7]
     assert pool.take(1, after=1) == [2]
     assert pool.take(2) == [9, 10]
+
+
+def test_blocks_that_were_held_before_are_taken_again() -> None:
+    """Of many short requests, twenty at a time: no more is ever written than they need at once."""
+    pool, touched, live = BlockPool(4096), set(range(100)), deque[list[int]]()
+    pool.take(100)
+    rng = random.Random(0)
+    for _ in range(400):
+        if len(live) == 20:
+            live.rotate(rng.randrange(20))
+            for block in live.popleft():
+                pool.release(block)
+        run = pool.take(2)
+        live.append([*run, *pool.take(1, after=run[-1])])
+        touched |= set(live[-1])
+    assert len(touched) <= 100 + 20 * 3 + 3
 
 
 def test_what_is_scattered_is_given_out_when_there_is_nothing_else() -> None:
