@@ -23,7 +23,7 @@ from epd.simulate.clock import EventQueue, Rank, seconds_of, ticks_of
 from epd.simulate.deployment import Deployment
 from epd.simulate.encoding import EncodeSide, EncodeTask, encode_task
 from epd.simulate.language import LanguageSide, PassResult
-from epd.simulate.machine import Machine, OverheadName, OwnDevices, SharedCores
+from epd.simulate.machine import Machine, OwnDevices, SharedCores
 from epd.simulate.offloading import Offloading
 from epd.simulate.placement import Placement
 from epd.simulate.records import RecordTable, SimulationResult, Span
@@ -180,18 +180,27 @@ class Simulation:
         if not state.missing or self.deployment.is_overlapped:
             self._submit(state)
         unread = len(state.missing)
+        images = [group for group in sorted(state.missing) if not state.job.groups[group].is_video]
+        unplanned = len(images)
 
         def read(group: int) -> None:
             nonlocal unread
             unread -= 1
             if unread == 0:
                 state.media_read = self.events.now
-            if self.deployment.is_overlapped:
-                deal = partial(self._deal, state, [group])
-                name: OverheadName = "video" if state.job.groups[group].is_video else "image"
-                self._machine.spend_in_turn(name, deal)
+            if self.deployment.is_overlapped and state.job.groups[group].is_video:
+                self._machine.spend_in_turn("video", partial(self._deal, state, [group]))
+            elif self.deployment.is_overlapped:
+                self._machine.spend_in_turn("image", planned)
             elif unread == 0:
                 self._deal(state, sorted(state.missing))
+
+        def planned() -> None:
+            """When all images of a prompt are there, it is planned; then they are handed over together."""
+            nonlocal unplanned
+            unplanned -= 1
+            if unplanned == 0:
+                self._deal(state, images)
 
         for group in sorted(state.missing):
             self._cpu.submit(state.job.groups[group].decode_ticks, partial(read, group))
