@@ -516,6 +516,7 @@ class PrunedMachine(SchedulerMachine):
 
     def check(self, output: SchedulerOutput, decoding: list[ScheduledRequest]) -> None:
         pruned = [chunk for chunk in output.chunks if chunk.request.pruned_range(chunk.start)]
+        whole = []  # of these, those that compute a window, which may be one that keeps all
         for chunk in pruned:
             place = chunk.request.pruned_range(chunk.start)
             assert place is not None
@@ -525,9 +526,9 @@ class PrunedMachine(SchedulerMachine):
                 place.num_inputs,
             )
             assert is_whole or (chunk.stop <= place.start and chunk.num_pruned == 0)
+            whole += [chunk] * is_whole
             room = len(self.scheduler.kv.block_table(chunk.request.request_id)) * self.scheduler.kv.block_size
             assert chunk.start + chunk.num_inputs <= room
-        whole = [chunk for chunk in output.chunks if chunk.num_pruned]
         limits = self.scheduler.config
         if output.num_tokens > limits.max_num_batched_tokens:
             first = next(chunk for chunk in output.chunks if chunk.request not in decoding)

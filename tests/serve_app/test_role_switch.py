@@ -197,14 +197,14 @@ def test_nobody_waits_for_a_stage_that_is_gone(
     async def run() -> None:
         limits = SwitchLimits(drain_s=0.0)
         async with deployed(checkpoints["qwen2_5_vl"], "1e2p2d", switching=limits) as deployment:
-            slow = deployment.fleet.core("e0").hosted["encode"].stage  # type: ignore[attr-defined]
-            encode = slow._encode
+            slow = deployment.fleet.core("e0").hosted["encode"].stage._encoder  # type: ignore[attr-defined]
+            encode = slow.encode
 
             def encode_slowly(batch: Any) -> Any:
                 time.sleep(0.1)
                 return encode(batch)
 
-            slow._encode = encode_slowly
+            slow.encode = encode_slowly
             asking = asyncio.create_task(deployment.ask_all(questions))
             await until_busy(deployment, "e0")
             await deployment.service.switch_roles("p0", roles("d"))
