@@ -42,10 +42,9 @@ def sample_indices(processor: Any, video: VideoFacts, sampling: Sampling) -> tup
     """Indices of the wanted source frames, ascending, at least one.
 
     `processor` is a transformers video processor: its `fps`, `num_frames`, `min_frames` and `max_frames` hold
-    where `sampling` says nothing. More frames than there are cannot be had: then all of them, in whole units.
-    Raises RequestError for a rate or number that is not positive, or for both at once.
+    where `sampling`, which `part_of` has checked, says nothing. More frames than there are cannot be had:
+    then all of them, in whole units.
     """
-    check_sampling(sampling)
     unit = int(processor.temporal_patch_size)
     if video.num_frames <= unit:
         return tuple(range(video.num_frames))
