@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from epd.load.bench import BenchPlan, run_bench
 from epd.load.endpoint import Endpoint, find_model
 from epd.load.media import MediaLibrary
 from epd.metrics import RequestRecord
-from epd.profiles.app_costs import Figures
+from epd.profiles.app_costs import Figures, median
 from epd.workload import Workload
 
 _READY_S, _END_S, _POLL_S, _LOG_S = 240.0, 60.0, 0.2, 0.3
@@ -59,13 +58,13 @@ class LoadResult:
             if (tokens := record.completion_tokens or 0) > 1
         ]
         return Figures(
-            ttft_s=_median([record.token_times_s[0] - record.sent_s for record in records]),
-            tpot_s=_median(steps),
-            encode_s=_median([each.stages_s.get("encode", 0.0) for each in self.served]),
-            prefill_s=_median([each.stages_s.get("prefill", 0.0) for each in self.served]),
+            ttft_s=median([record.token_times_s[0] - record.sent_s for record in records]),
+            tpot_s=median(steps),
+            encode_s=median([each.stages_s.get("encode", 0.0) for each in self.served]),
+            prefill_s=median([each.stages_s.get("prefill", 0.0) for each in self.served]),
             cpu_s=max(0.0, self.cpu_s - idle_cores * self.elapsed_s) / max(1, len(records)),
-            prompt_tokens=_median([each.prompt_tokens for each in self.served]),
-            cached_tokens=_median([each.cached_tokens for each in self.served]),
+            prompt_tokens=median([each.prompt_tokens for each in self.served]),
+            cached_tokens=median([each.cached_tokens for each in self.served]),
         )
 
 
@@ -151,10 +150,6 @@ def _served(line: str) -> ServedRequest:
         int(fields["cached_tokens"]),
         {name: float(seconds) for name, seconds in parts},
     )
-
-
-def _median(values: Sequence[float]) -> float:
-    return statistics.median(values) if values else 0.0
 
 
 def _family(pid: int) -> list[int]:

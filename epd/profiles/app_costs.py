@@ -6,9 +6,12 @@ at random times    texts, images, videos, of one worker and of three: see `epd/s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from epd.profiles.cost import Float64Array
 from epd.profiles.host import PromptRule
 
 SHORT_TEXT, LONG_TEXT, NUM_STEPS, NUM_AT_ONCE = 32, 96, 32, 4
@@ -44,6 +47,11 @@ class Figures:
     @property
     def new_tokens(self) -> float:
         return self.prompt_tokens - self.cached_tokens
+
+
+def median(values: Sequence[float] | Float64Array) -> float:
+    """0 of none."""
+    return float(np.median(values)) if len(values) else 0.0
 
 
 def prompt_rule(short: Figures, long: Figures) -> PromptRule:

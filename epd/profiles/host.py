@@ -30,13 +30,6 @@ class Overhead:
         if min(self.work_s, self.delay_s, self.beside_s) < 0:
             raise ValueError(f"an overhead takes at least 0 s, got {self}")
 
-    @classmethod
-    def of(cls, wall_s: float, cpu_s: float) -> Overhead:
-        """wall_s: on the way. cpu_s: of all processes. Noise may make either negative."""
-        wall_s, cpu_s = max(0.0, wall_s), max(0.0, cpu_s)
-        work_s = min(wall_s, cpu_s)
-        return cls(work_s, wall_s - work_s, cpu_s - work_s)
-
 
 _NOTHING = Overhead()
 

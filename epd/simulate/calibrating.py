@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from epd.profiles.app_costs import Figures
+from epd.profiles.app_costs import Figures, median
 from epd.profiles.cost import Float64Array, nonnegative_fit
 from epd.profiles.host import HostCosts
 from epd.profiles.profile import Profile
@@ -46,12 +46,12 @@ def simulated_figures(profile: Profile, deployment: Deployment, workload: Worklo
     result = simulation.run(JobMaker(profile).jobs(workload.requests(seed)))
     rows = result.rows
     return Figures(
-        ttft_s=_median(result.ttft_s),
-        tpot_s=_median(result.tpot_s),
-        encode_s=_median(rows["encode_ticks"]) / TICKS_PER_S,
-        prefill_s=_median(rows["prefill_ticks"]) / TICKS_PER_S,
+        ttft_s=median(result.ttft_s),
+        tpot_s=median(result.tpot_s),
+        encode_s=median(rows["encode_ticks"]) / TICKS_PER_S,
+        prefill_s=median(rows["prefill_ticks"]) / TICKS_PER_S,
         cpu_s=simulation.work_s / len(rows),
-        prompt_tokens=_median(rows["prompt_tokens"]),
+        prompt_tokens=median(rows["prompt_tokens"]),
         cached_tokens=0.0,
     )
 
@@ -84,10 +84,6 @@ def _host(profile: Profile) -> HostCosts:
     if profile.host is None:
         raise ValueError("a profile without a host has no cores that the application could use")
     return profile.host
-
-
-def _median(values: Float64Array) -> float:
-    return float(np.median(values)) if len(values) else 0.0
 
 
 def _times(figures: Figures) -> Float64Array:
