@@ -24,6 +24,7 @@ from serve_app.service import AnswerEnd, AnswerRequest, MediaSource, StageSpan, 
 from serve_app.worker_core import WorkerCore
 from serve_app.worker_roles import EncodeRole
 from serve_app.worker_stages import WorkerSettings
+from tests.clear_draws import clear_draws
 from video import media_kind
 
 LETTERS: dict[str, Stage] = {"v": "video", "e": "encode", "p": "prefill", "d": "decode"}
@@ -186,4 +187,5 @@ def undisturbed(path: Path, questions: Sequence[Question]) -> list[tuple[int, ..
         async with deployed(path, "1epd") as deployment:
             return [answer.tokens for answer in await deployment.ask_all(questions)]
 
-    return asyncio.run(run())
+    with clear_draws():
+        return asyncio.run(run())

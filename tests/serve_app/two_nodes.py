@@ -25,6 +25,7 @@ from ray.cluster_utils import Cluster  # noqa: E402
 
 from epd.sampling_params import SamplingParams  # noqa: E402
 from serve_app.ray_cluster import WORKER_ENVIRONMENT  # noqa: E402
+from tests.clear_draws import clear_draws  # noqa: E402
 from tests.media import write_image, write_video  # noqa: E402
 from tests.serve_app.orchestration import Question, deployed  # noqa: E402
 from tests.serve_app.ray_session import ray_deployed  # noqa: E402
@@ -39,7 +40,7 @@ def questions_about(folder: Path) -> list[Question]:
         Question(
             media[number % len(media)],
             f"what {number}?",
-            SamplingParams(max_tokens=150, ignore_eos=True, temperature=number % 2, seed=number),
+            SamplingParams(max_tokens=150, ignore_eos=True, temperature=number % 2, top_k=5, seed=number),
         )
         for number in range(NUM_STREAMS)
     ]
@@ -47,7 +48,8 @@ def questions_about(folder: Path) -> list[Question]:
 
 async def undisturbed(model: Path, questions: list[Question]) -> list[tuple[int, ...]]:
     async with deployed(model, "1epd") as deployment:
-        return [answer.tokens for answer in await deployment.ask_all(questions)]
+        with clear_draws():
+            return [answer.tokens for answer in await deployment.ask_all(questions)]
 
 
 async def disturbed(model: Path, questions: list[Question], cluster: Cluster, node: Any) -> dict[str, Any]:
