@@ -1,6 +1,6 @@
 """Truths of drawn tokens that rounding cannot turn.
 
-A drawn token is where a number falls among cumulative weights. The last digits of sums in float32 depend on what
+A drawn token is where a number falls among cumulative weights. The last digits of float32 sums depend on what
 is computed together, so a number at the border of two tokens may fall on either side: by 3e-7 of the total in
 the tiny checkpoints. A test that compares drawn tokens asks for a truth whose draws all keep clear of that.
 """
