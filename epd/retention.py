@@ -166,13 +166,14 @@ class RetentionController:
         return None
 
     def _fitting(self, load: PromptLoad) -> int:
-        """The highest level below that is predicted to keep the high mark, else the SLO, else the lowest."""
-        config, last = self.config, len(self.config.levels) - 1
-        for limit_s in (config.high * config.slo_ttft_s, config.slo_ttft_s):
-            for index in range(self._index + 1, last + 1):
-                if self.ttft_s(load, config.levels[index]) <= limit_s:
-                    return index
-        return last
+        """The highest level below that keeps the high mark, or below which nothing noticeable is saved."""
+        limit_s = self.config.high * self.config.slo_ttft_s
+        index = self._index + 1
+        while self.ttft_s(load, self.config.levels[index]) > limit_s:
+            if not self._saves(load, self.config.levels[index]):
+                break
+            index += 1
+        return index
 
     def _saves(self, load: PromptLoad, level: float) -> bool:
         """Whether the lowest level makes prompts noticeably quicker than this one does."""

@@ -100,7 +100,7 @@ def test_a_worker_that_hangs_is_replaced(
     victim: str, checkpoints: dict[str, Path], questions: list[Question], expected: list[tuple[int, ...]]
 ) -> None:
     async def run() -> None:
-        async with deployed(checkpoints["qwen2_5_vl"], "2e2p2d", fleet={"hang_s": 1.5}) as deployment:
+        async with deployed(checkpoints["qwen2_5_vl"], "2e2p2d", fleet={"hang_s": 3.0}) as deployment:
             asking = asyncio.create_task(deployment.ask_all(questions))
             await until_busy(deployment, victim)
             deployment.fleet.freeze(victim)
@@ -140,10 +140,11 @@ def test_a_request_that_is_lost_again_and_again_ends_with_one_clear_error(
         async with deployed(checkpoints["qwen2_5_vl"], "1epd", max_attempts=2) as deployment:
             endless = replace(questions[1], params=replace(LONG, max_tokens=4000))
             asking = asyncio.create_task(deployment.ask(endless))
-            for _ in range(2):
+            for number in range(2):
                 await until_busy(deployment, "epd0")
                 deployment.fleet.kill("epd0")
-                await asyncio.sleep(0.02)
+                while (await deployment.service.status()).counters.get("workers_lost", 0) == number:
+                    await asyncio.sleep(0.01)
             with pytest.raises(UnavailableError, match="lost with 2 workers"):
                 await asking
             await deployment.settle()
