@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ _WARM_UP: tuple[Mapping[str, object], ...] = (
 def with_app(profile: Profile, model: Path, show: Callable[[int, int], None]) -> Profile:
     """The profile with what the application costs on this machine. Starts it in two layouts.
 
-    Both run at once and are asked by turns: a machine that is slow for a while is so for both.
+    Both run at once and are asked by turns: a machine that is slow for a while is so for both. All costs are
+    those of cores as they were meanwhile: whoever is asked has them slower than one who measures alone.
     """
     from epd.load.live_app import live_app
     from epd.profiles.app_costs import KINDS, LAYOUTS
@@ -59,11 +61,12 @@ def with_app(profile: Profile, model: Path, show: Callable[[int, int], None]) ->
     show(next(steps), num_steps)
     assert found.host is not None
     assumption = f"the application's share: questions at random times, of {' and '.join(LAYOUTS)}"
-    return replace(
+    found = replace(
         found,
         host=replace(found.host, idle_cores=host.idle_cores),
         assumptions=(*profile.assumptions, assumption),
     )
+    return found.at_speed(fmean(each.core_speed for each in asked))
 
 
 def _alone(profile: Profile, asking: _Asking) -> tuple[HostCosts, PromptRule]:
