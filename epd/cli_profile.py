@@ -47,6 +47,7 @@ _TRANSFER_BYTES = (2**14, 2**18, 2**22, 2**25)
 _VIDEO_SIZES, _VIDEO_FRAMES, _VIDEO_S = ((160, 96), (320, 192), (640, 384)), (2, 8), 2.0
 # Beside 2048 pixels of height: sizes are cut to whole patches, and some shape comes close to the limit.
 _WIDTHS = tuple(range(1024, 4097, 64))
+_SPEED_S = 0.3
 _PHOTO_SIDES = (256, 512, 1024)
 
 
@@ -123,6 +124,7 @@ class _Bench:
 
         from epd.profiles import Profile
         from epd.profiles.measuring import table
+        from epd.profiles.speed import core_speed
 
         with tempfile.TemporaryDirectory(prefix="epd-profile-") as folder, torch.inference_mode():
             stages = (
@@ -132,12 +134,16 @@ class _Bench:
                 ("images", "pixels", "images", _photo_points(Path(folder))),
             )
             tables: dict[str, StageTable] = {}
+            speeds = [core_speed(_SPEED_S)]
             for done, (stage, units, items, points) in enumerate(stages, start=1):
                 tables[stage] = table(units, items, points, repeats, self.clock)
+                speeds.append(core_speed(_SPEED_S))
                 show(done, len(stages) + 2)
             prefill = self._prefill_table(repeats)
+            speeds.append(core_speed(_SPEED_S))
             show(len(stages) + 1, len(stages) + 2)
             decode = self._decode_table(repeats)
+            speeds.append(core_speed(_SPEED_S))
             show(len(stages) + 2, len(stages) + 2)
         return Profile(
             name=f"{name}@{device}",
@@ -159,6 +165,7 @@ class _Bench:
             ),
             dtype="float32",
             num_threads=_num_threads(),
+            core_speed=sum(speeds) / len(speeds),
         )
 
     def _encode_points(self) -> Points:

@@ -9,16 +9,19 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from epd.load.live_app import LiveApp
-    from epd.profiles import Profile
+    from epd.load.live_app import LiveApp, LoadResult
+    from epd.profiles import HostCosts, Profile
     from epd.profiles.app_costs import Figures
+    from epd.profiles.host import PromptRule
     from epd.simulate.calibrating import Asked
     from epd.workload import Workload
 
-_SEED, _NUM_REQUESTS = 7_000, 24
+_SEED, _NUM_REQUESTS = 7_000, 30
+_LOAD = 0.4  # share of the cores that questions at random times keep busy
 _NUM_KV_TOKENS = 32_768
 _WARM_UP: tuple[Mapping[str, object], ...] = (
     {"images": 2, "output_tokens": 5},
@@ -29,7 +32,8 @@ _WARM_UP: tuple[Mapping[str, object], ...] = (
 def with_app(profile: Profile, model: Path, show: Callable[[int, int], None]) -> Profile:
     """The profile with what the application costs on this machine. Starts it in two layouts.
 
-    Both run at once and are asked by turns: a machine that is slow for a while is so for both.
+    Both run at once and are asked by turns: a machine that is slow for a while is so for both. All costs are
+    those of cores as they were meanwhile: whoever is asked has them slower than one who measures alone.
     """
     from epd.load.live_app import live_app
     from epd.profiles.app_costs import KINDS, LAYOUTS
@@ -44,34 +48,37 @@ def with_app(profile: Profile, model: Path, show: Callable[[int, int], None]) ->
             app = stack.enter_context(live_app([str(model), *options], folder / f"{layout}.log"))
             asking[layout] = _Asking(app, layout, folder / "media")
             show(next(steps), num_steps)
-        profile, answer_s = _with_alone(profile, asking[LAYOUTS[0]])
+        host, prompt = _alone(profile, asking[LAYOUTS[0]])
         show(next(steps), num_steps)
         asked = []
         for number, part in enumerate(KINDS):
             for each in asking.values():
-                asked.append(each.at_random(part, 1 / answer_s, _SEED + number))
+                asked.append(each.at_random(part, _SEED + number))
                 show(next(steps), num_steps)
-    found = calibrated(profile, asked)
+    # The layout that is not asked takes its idle share.
+    both = replace(host, idle_cores=sum(each.idle_cores for each in asking.values()))
+    found = calibrated(replace(profile, host=both, prompt=prompt), asked)
     show(next(steps), num_steps)
-    return found
+    assert found.host is not None
+    assumption = f"the application's share: questions at random times, of {' and '.join(LAYOUTS)}"
+    found = replace(
+        found,
+        host=replace(found.host, idle_cores=host.idle_cores),
+        assumptions=(*profile.assumptions, assumption),
+    )
+    return found.at_speed(fmean(each.core_speed for each in asked))
 
 
-def _with_alone(profile: Profile, asking: _Asking) -> tuple[Profile, float]:
-    """What questions one after the other tell; and the seconds of one with a long answer."""
+def _alone(profile: Profile, asking: _Asking) -> tuple[HostCosts, PromptRule]:
+    """What questions one after the other tell."""
     from epd.profiles import HostCosts, app_costs
 
     alone = asking.in_turn(app_costs.ALONE, 10)
     at_once = asking.in_turn(app_costs.ALONE, 16, app_costs.NUM_AT_ONCE)
     long = asking.in_turn(app_costs.LONG, 6)
     more_s = app_costs.sequence_s(alone, at_once) - profile.decode.cost.per_unit_s
-    assumption = f"the application's share: questions at random times, of {' and '.join(app_costs.LAYOUTS)}"
-    found = replace(
-        profile,
-        host=HostCosts(os.cpu_count() or 1, asking.idle_cores, sequence_s=max(0.0, more_s)),
-        prompt=app_costs.prompt_rule(alone, long),
-        assumptions=(*profile.assumptions, assumption),
-    )
-    return found, alone.ttft_s + alone.tpot_s * app_costs.NUM_STEPS
+    host = HostCosts(os.cpu_count() or 1, asking.idle_cores, sequence_s=max(0.0, more_s))
+    return host, app_costs.prompt_rule(alone, long)
 
 
 class _Asking:
@@ -93,23 +100,26 @@ class _Asking:
     def in_turn(self, part: Mapping[str, object], num_requests: int, concurrency: int = 1) -> Figures:
         """One after the other, or so many in flight."""
         workload = _workload(part, num_requests, arrival="closed")
-        return self._figures(workload, next(self._seeds), concurrency)
+        return self._load(workload, next(self._seeds), concurrency).figures(self.idle_cores)
 
-    def at_random(self, part: Mapping[str, object], rate: float, seed: int) -> Asked:
-        """At random times, so many a second."""
+    def at_random(self, part: Mapping[str, object], seed: int) -> Asked:
+        """At random times, so many a second that _LOAD of the cores is busy, as far as single ones tell."""
         from epd.simulate.calibrating import Asked
 
+        free_cores = (os.cpu_count() or 1) - self.idle_cores
+        rate = _LOAD * free_cores / max(self.in_turn(part, 6).cpu_s, 1e-3)
         workload = _workload(part, _NUM_REQUESTS, rate=rate)
-        return Asked(self._layout, workload, seed, self._figures(workload, seed))
+        result = self._load(workload, seed)
+        return Asked(self._layout, workload, seed, result.figures(self.idle_cores), result.core_speed)
 
-    def _figures(self, workload: Workload, seed: int, concurrency: int | None = None) -> Figures:
+    def _load(self, workload: Workload, seed: int, concurrency: int | None = None) -> LoadResult:
         from epd.errors import UnavailableError
 
         result = self._app.load(workload, self._library, seed=seed, concurrency=concurrency)
         failed = [record.error for record in result.records if record.error is not None]
         if failed or not result.served:
             raise UnavailableError(f"the application did not answer: {failed[:1] or 'its log is empty'}")
-        return result.figures(self.idle_cores)
+        return result
 
 
 def _workload(part: Mapping[str, object], num_requests: int, **when: object) -> Workload:

@@ -21,6 +21,7 @@ from epd.load.endpoint import Endpoint, find_model
 from epd.load.media import MediaLibrary
 from epd.metrics import RequestRecord
 from epd.profiles.app_costs import Figures, median
+from epd.profiles.speed import SpeedSampler
 from epd.workload import Workload
 
 _READY_S, _END_S, _POLL_S, _LOG_S = 240.0, 60.0, 0.2, 0.3
@@ -41,13 +42,14 @@ class ServedRequest:
 class LoadResult:
     """Of one run. served: in the order in which they ended. cpu_s: of the application and of this process.
 
-    elapsed_s: of the whole run.
+    elapsed_s: of the whole run. core_speed: while it lasted.
     """
 
     records: tuple[RequestRecord, ...]
     served: tuple[ServedRequest, ...]
     cpu_s: float
     elapsed_s: float
+    core_speed: float
 
     def figures(self, idle_cores: float) -> Figures:
         """Of the requests that were answered. idle_cores: see `LiveApp.idle_cores`."""
@@ -103,14 +105,15 @@ class LiveApp:
         library.draw(plan.all_requests(), lambda _done, _total: None)
         offset = self._log.stat().st_size
         cpu_s, start_s = self.cpu_s(), time.perf_counter()
-        result = asyncio.run(run_bench(plan, library))
+        with SpeedSampler() as sampler:
+            result = asyncio.run(run_bench(plan, library))
         elapsed_s, cpu_s = time.perf_counter() - start_s, self.cpu_s() - cpu_s
         time.sleep(_LOG_S)
         with self._log.open("rb") as file:
             file.seek(offset)
             lines = file.read().decode("utf-8", "replace").splitlines()
         served = tuple(_served(line) for line in lines if "request_id=" in line and "ttft_s=-" not in line)
-        return LoadResult(result.records(0)[0], served, cpu_s, elapsed_s)
+        return LoadResult(result.records(0)[0], served, cpu_s, elapsed_s, sampler.core_speed)
 
 
 @contextmanager

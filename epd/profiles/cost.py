@@ -15,7 +15,7 @@ floor is the time to read the weights: below it, more units cost nothing (a roof
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -40,6 +40,9 @@ class StageCost:
     @property
     def slopes(self) -> tuple[float, float]:
         return self.per_unit_s, self.per_item_s
+
+    def times(self, factor: float) -> StageCost:
+        return StageCost(*(factor * each for each in (self.fixed_s, self.floor_s, *self.slopes)))
 
     def seconds(self, units: float, items: float = 0.0) -> float:
         return self.fixed_s + max(self.floor_s, self.per_unit_s * units) + self.per_item_s * items
@@ -94,6 +97,10 @@ class StageTable:
     valid_items: Span
     error: float = 0.0
     measurements: tuple[Measurement, ...] = ()
+
+    def times(self, factor: float) -> StageTable:
+        """With costs that are so many times as high; measurements stay as they were."""
+        return replace(self, cost=self.cost.times(factor))
 
     def is_valid(self, units: float, items: float = 0.0) -> bool:
         return self.valid_units.holds(units) and self.valid_items.holds(items)

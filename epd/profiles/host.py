@@ -10,6 +10,7 @@ and what is computed beside it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from epd.profiles.cost import StageTable
 
@@ -30,8 +31,12 @@ class Overhead:
         if min(self.work_s, self.delay_s, self.beside_s) < 0:
             raise ValueError(f"an overhead takes at least 0 s, got {self}")
 
+    def times(self, factor: float) -> Overhead:
+        return Overhead(factor * self.work_s, self.delay_s, factor * self.beside_s)
+
 
 _NOTHING = Overhead()
+_LEAST_FREE = 0.05  # of a core, however slow all of them are
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +54,9 @@ class PromptRule:
 class HostCosts:
     """num_cores: shared by all workers and the application. idle_cores: that it takes when nothing is asked.
 
-    request: from the client to a worker and back. split: more, where another worker decodes. image, video: of
-    one group of either, where it is encoded by who prefills it. sent: more, where another does. second: from
+    request: from the client to a worker and back. split: more, where another worker decodes. image: of
+    one, before its prompt is planned and again to hand it over. video: of one group of frames, to hand it
+    over. sent: more, where another worker prefills than encodes. second: from
     the first token to the second, where another worker decodes. token_s: of one output token, beside.
     encode_s: of a batch, prefill_s: of a pass, decode_s: of a step, sequence_s: of each sequence in it, all
     in the worker, beside what the model takes.
@@ -73,6 +79,16 @@ class HostCosts:
     def __post_init__(self) -> None:
         if self.num_cores < 1 or not 0 <= self.idle_cores < self.num_cores:
             raise ValueError(f"a host needs at least 1 core, and not all of them idle, got {self}")
+
+    def times(self, factor: float) -> HostCosts:
+        """With work that takes so many times as long; what is only waited for takes as long as before."""
+        ways = ("request", "split", "image", "video", "sent", "second")
+        seconds = ("token_s", "encode_s", "prefill_s", "decode_s", "sequence_s")
+        changes: dict[str, Any] = {name: getattr(self, name).times(factor) for name in ways}
+        changes |= {name: factor * getattr(self, name) for name in seconds}
+        return replace(
+            self, idle_cores=min(factor * self.idle_cores, self.num_cores - _LEAST_FREE), **changes
+        )
 
     def in_worker(
         self, encode: StageTable, prefill: StageTable, decode: StageTable

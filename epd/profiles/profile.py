@@ -42,7 +42,8 @@ class Profile:
     images: decoding one, by its pixels, on one CPU thread. switch_s: a worker that takes another role.
     price_per_hour: of one device, in any currency; None if it is not known. dtype: of the weights.
     num_threads: of torch in a worker, None where the CPU does not compute. host: of the one machine that all
-    workers share, None where each has a device of its own. prompt: tokens around a text.
+    workers share, None where each has a device of its own. prompt: tokens around a text. core_speed: of a CPU
+    core when all of this was measured, as `epd/profiles/speed.py` has it; None where it was not measured.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Profile:
     num_threads: int | None = None
     host: HostCosts | None = None
     prompt: PromptRule = field(default_factory=PromptRule)
+    core_speed: float | None = None
 
     def in_workers(self) -> Profile:
         """With what workers of the application take beside the model."""
@@ -71,6 +73,23 @@ class Profile:
             return self
         encode, prefill, decode = self.host.in_worker(self.encode, self.prefill, self.decode)
         return replace(self, encode=encode, prefill=prefill, decode=decode)
+
+    def at_speed(self, core_speed: float) -> Profile:
+        """The same when the cores, which compute everything, have that speed. Raises ValueError elsewhere."""
+        if self.core_speed is None or self.host is None:
+            raise ValueError(f"profile {self.name!r} does not know at which speed its cores were measured")
+        factor = self.core_speed / core_speed
+        return replace(
+            self,
+            core_speed=core_speed,
+            encode=self.encode.times(factor),
+            prefill=self.prefill.times(factor),
+            decode=self.decode.times(factor),
+            transfer=self.transfer.times(factor),
+            video={codec: table.times(factor) for codec, table in self.video.items()},
+            images=None if self.images is None else self.images.times(factor),
+            host=self.host.times(factor),
+        )
 
     def video_cost(self, codec: str) -> StageCost:
         """Of decoding. Raises RequestError for a codec that was not measured."""

@@ -1,7 +1,8 @@
 """What the application costs beside its models: whatever lets the simulator answer as the application did.
 
-Both get the same requests at the same times. Costs of `HostCosts`, none below 0, are those with the least
-squares of relative errors of all medians; from steps of Gauss and Newton, each figure a simulation.
+Both get the same requests at the same times, the simulator at the speed that the cores had. Costs of
+`HostCosts`, none below 0, are those with the least squares of relative errors of all medians; from steps of
+Gauss and Newton, each figure a simulation.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ _NUM_ROUNDS, _STEP_S = 3, 0.002
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a layout was asked, and how it answered."""
+    """What a layout was asked, and how it answered. core_speed: meanwhile."""
 
     topology: str
     workload: Workload
     seed: int
     figures: Figures
+    core_speed: float
 
 
 def simulated_figures(profile: Profile, deployment: Deployment, workload: Workload, seed: int) -> Figures:
@@ -77,7 +79,7 @@ def calibrated(profile: Profile, asked: Sequence[Asked]) -> Profile:
 
 def _simulated(profile: Profile, asked: Asked) -> Figures:
     deployment = Deployment(parse_topology(asked.topology), cpu_threads=_host(profile).num_cores)
-    return simulated_figures(profile, deployment, asked.workload, asked.seed)
+    return simulated_figures(profile.at_speed(asked.core_speed), deployment, asked.workload, asked.seed)
 
 
 def _host(profile: Profile) -> HostCosts:
@@ -115,12 +117,18 @@ def _beside(profile: Profile, asked: Sequence[Asked]) -> list[float]:
     """CPU seconds that the simulation lacks, for each of the ways of _BESIDE and each token."""
     nothing = [0.0] * (len(_BESIDE) + 1)
     silent = replace(profile, host=_with_beside(_host(profile), nothing))
-    lacking = [each.figures.cpu_s - _simulated(silent, each).cpu_s for each in asked]
-    return nonnegative_fit(np.array([_num_gone(each, profile) for each in asked]), np.array(lacking))
+    speeds = np.array([each.core_speed for each in asked])
+    lacking = speeds * [each.figures.cpu_s - _simulated(silent, each).cpu_s for each in asked]
+    return nonnegative_fit(
+        np.array([_num_gone(each, profile) for each in asked]), lacking / profile.core_speed
+    )
 
 
 def _num_gone(asked: Asked, profile: Profile) -> list[float]:
-    """How often a request goes each of the ways of _BESIDE, and its output tokens; on average."""
+    """How often a request goes each of the ways of _BESIDE, and its output tokens; on average.
+
+    An image goes its way twice: see `HostCosts`.
+    """
     jobs = list(JobMaker(profile).jobs(asked.workload.requests(asked.seed)))
     roles = [worker.roles for worker in parse_topology(asked.topology).workers()]
     is_split = not any({"prefill", "decode"} <= each for each in roles)
@@ -128,7 +136,7 @@ def _num_gone(asked: Asked, profile: Profile) -> list[float]:
     groups = [group.is_video for job in jobs for group in job.groups]
     videos, images = sum(groups) / len(jobs), (len(groups) - sum(groups)) / len(jobs)
     tokens = sum(job.output_tokens for job in jobs) / len(jobs)
-    return [1.0, float(is_split), images, videos, is_sent * (images + videos), tokens]
+    return [1.0, float(is_split), 2 * images, videos, is_sent * (images + videos), tokens]
 
 
 def _with_beside(host: HostCosts, costs: Sequence[float]) -> HostCosts:

@@ -196,11 +196,12 @@ class Simulation:
                 self._deal(state, sorted(state.missing))
 
         def planned() -> None:
-            """When all images of a prompt are there, it is planned; then they are handed over together."""
+            """When all images of a prompt are there, it is planned; then they are handed over."""
             nonlocal unplanned
             unplanned -= 1
             if unplanned == 0:
-                self._deal(state, images)
+                for group in images:
+                    self._machine.spend_in_turn("image", partial(self._deal, state, [group]))
 
         for group in sorted(state.missing):
             self._cpu.submit(state.job.groups[group].decode_ticks, partial(read, group))

@@ -38,7 +38,11 @@ def test_times_are_medians_and_cpu_time_is_without_what_idling_takes() -> None:
     ttfts_s = (0.1, 0.2, 0.3, 0.4, 0.9)
     records = tuple(record(index, ttft_s) for index, ttft_s in enumerate(ttfts_s))
     result = LoadResult(
-        (*records, record(5, 0.95, "HTTP 500")), (_served(LINE),) * 5, cpu_s=3.0, elapsed_s=10.0
+        (*records, record(5, 0.95, "HTTP 500")),
+        (_served(LINE),) * 5,
+        cpu_s=3.0,
+        elapsed_s=10.0,
+        core_speed=1.0,
     )
     found = result.figures(idle_cores=0.1)
     assert found.ttft_s == pytest.approx(0.3)
@@ -56,7 +60,7 @@ def test_an_application_that_fails_is_told() -> None:
             return seconds
 
         def load(self, *_: object, **__: object) -> LoadResult:  # type: ignore[override]
-            return LoadResult((record(0, 0.1, "HTTP 500"),), (), 0.0, 1.0)
+            return LoadResult((record(0, 0.1, "HTTP 500"),), (), 0.0, 1.0, 1.0)
 
     with pytest.raises(UnavailableError, match="HTTP 500"):
         _Asking(Failing(), "1epd", Path("media"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from epd.profiles import HostCosts, Overhead, Profile, PromptRule, analytic_prof
 from epd.profiles.app_costs import KINDS, LAYOUTS, LONG_TEXT, SHORT_TEXT, Figures, prompt_rule, sequence_s
 from epd.profiles.cost import StageCost
 from epd.profiles.files import dump_profile
+from epd.profiles.speed import SpeedSampler, core_speed
 from epd.simulate import Deployment, JobMaker, Simulation, SimulationResult
 from epd.simulate.calibrating import Asked, calibrated, simulated_figures
 from epd.simulate.clock import EventQueue, Rank, ticks_of
@@ -86,10 +88,10 @@ def test_every_overhead_has_its_place() -> None:
     profile = replace(plain_profile(), host=costs)
     part = {"images": "1", "image_size": "448x448", "output_tokens": "5"}
     split = simulate(profile, "1e1p1d", **part)
-    assert split.ttft_s[0] == pytest.approx(1.85 + 0.03 + 0.3 + 1 + 2 + 8 + 16)
+    assert split.ttft_s[0] == pytest.approx(1.85 + 0.03 + 0.3 + 2 * 1 + 2 + 8 + 16)
     assert split.e2e_s[0] - split.ttft_s[0] == pytest.approx(0.25 + 4 + 4 * 0.013)
     merged = simulate(profile, "1epd", **part)
-    assert merged.ttft_s[0] == pytest.approx(1.6 + 0.03 + 1 + 8 + 16)
+    assert merged.ttft_s[0] == pytest.approx(1.6 + 0.03 + 2 * 1 + 8 + 16)
     assert merged.e2e_s[0] - merged.ttft_s[0] == pytest.approx(4 * 0.013)
 
 
@@ -111,7 +113,8 @@ def test_prompts_are_longer_than_their_text() -> None:
 
 
 def test_a_profile_with_a_host_survives_its_file() -> None:
-    profile = replace(plain_profile(), host=replace(FREE, request=Overhead(0.1, 0.2, 0.3)), num_threads=1)
+    host = replace(FREE, request=Overhead(0.1, 0.2, 0.3))
+    profile = replace(plain_profile(), host=host, num_threads=1, core_speed=4000.0)
     assert parse_profile(dump_profile(profile)) == profile
 
 
@@ -119,7 +122,7 @@ def test_a_profile_with_a_host_survives_its_file() -> None:
 
 KNOWN = replace(
     FREE, idle_cores=0.1, request=Overhead(0.02, beside_s=0.01), split=Overhead(0.004),
-    image=Overhead(0.005, beside_s=0.002), video=Overhead(0.009), sent=Overhead(0.006),
+    image=Overhead(0.002, beside_s=0.002), video=Overhead(0.009), sent=Overhead(0.006),
     second=Overhead(0.008), token_s=0.0015, encode_s=0.003, prefill_s=0.002, decode_s=0.004,
 )  # fmt: skip
 
@@ -137,16 +140,22 @@ def small_profile() -> Profile:
     )
 
 
-def asked(profile: Profile, layout: str, part: Mapping[str, object]) -> Asked:
-    """As if the simulator were the application."""
+def asked(profile: Profile, layout: str, part: Mapping[str, object], core_speed: float) -> Asked:
+    """As if the simulator were the application, on cores of that speed."""
+    profile = profile.at_speed(core_speed)
     config = load_workload(None, {"rate": 0.1, "num_requests": 6, "mix": [part]}).resolve()
     deployment = Deployment(parse_topology(layout), cpu_threads=2)
-    return Asked(layout, config, 3, simulated_figures(profile, deployment, config, 3))
+    return Asked(layout, config, 3, simulated_figures(profile, deployment, config, 3), core_speed)
 
 
 def test_costs_that_are_known_are_found_again() -> None:
-    base = small_profile()
-    answers = [asked(replace(base, host=KNOWN), layout, part) for part in KINDS for layout in LAYOUTS]
+    """Although the cores were slower for a while."""
+    base = replace(small_profile(), core_speed=1000.0)
+    answers = [
+        asked(replace(base, host=KNOWN), layout, part, core_speed)
+        for part, core_speed in zip(KINDS, (1000.0, 800.0, 800.0, 1100.0), strict=True)
+        for layout in LAYOUTS
+    ]
     found = calibrated(replace(base, host=replace(FREE, idle_cores=0.1)), answers)
     host = found.host
     assert host is not None
@@ -157,9 +166,46 @@ def test_costs_that_are_known_are_found_again() -> None:
         assert one.work_s == pytest.approx(known.work_s, abs=1.5e-3), name
         assert one.beside_s == pytest.approx(known.beside_s, abs=1.5e-3), name
     for answer in answers:
-        again = asked(found, answer.topology, KINDS[answers.index(answer) // len(LAYOUTS)]).figures
+        part = KINDS[answers.index(answer) // len(LAYOUTS)]
+        again = asked(found, answer.topology, part, answer.core_speed).figures
         assert again.ttft_s == pytest.approx(answer.figures.ttft_s, rel=0.02)
         assert again.cpu_s == pytest.approx(answer.figures.cpu_s, rel=0.01)
+
+
+def test_slower_cores_take_longer_for_work_but_not_for_waiting() -> None:
+    host = replace(FREE, idle_cores=0.1, request=Overhead(0.02, 0.5), decode_s=0.004)
+    profile = replace(small_profile(), host=host, core_speed=1000.0)
+    slow = profile.at_speed(500.0)
+    part = {"images": "1", "image_size": "448x448", "output_tokens": "9"}
+    before, after = simulate(profile, "1epd", **part), simulate(slow, "1epd", **part)
+    assert after.ttft_s[0] - 0.5 == pytest.approx(2 * (before.ttft_s[0] - 0.5))
+    assert after.tpot_s[0] == pytest.approx(2 * before.tpot_s[0])
+    assert slow.host is not None
+    assert slow.host.idle_cores == pytest.approx(0.2)
+    assert slow.at_speed(1000.0) == profile
+    with pytest.raises(ValueError, match="does not know at which speed"):
+        replace(profile, core_speed=None).at_speed(500.0)
+
+
+def test_the_speed_of_a_core_is_told_by_the_time_of_its_own_work() -> None:
+    """Others that compute do not count: only whether the same work takes as long."""
+    alone = core_speed(0.2)
+    with SpeedSampler() as sampler:
+        end_s = time.perf_counter() + 0.4
+        while time.perf_counter() < end_s:
+            sum(range(1000))
+    assert alone > 100
+    assert sampler.core_speed == pytest.approx(alone, rel=0.7)
+
+
+def test_images_of_a_prompt_reach_the_encoder_one_by_one() -> None:
+    """The first is taken at once, the others, which come while it is encoded, together."""
+    profile = replace(plain_profile(), host=replace(FREE, image=Overhead(0.01)))
+    simulation = Simulation(profile, Deployment(parse_topology("1e1p1d")), has_spans=True)
+    result = simulation.run(jobs(profile, 1, images="3", image_size="448x448"))
+    spans = [span for span in result.spans if span.name == "encode"]
+    assert len(spans) == 2
+    assert spans[0].ticks < spans[1].ticks
 
 
 def figures(ttft_s: float, tpot_s: float, *, prefill_s: float = 0.0, prompt: float = 0.0) -> Figures:
