@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +54,15 @@ async def until_busy(deployment: Deployment, worker: str) -> None:
         and (books.encode_patches or books.num_prefills or books.num_decodes)
     ):
         await asyncio.sleep(0.005)
+
+
+async def kill_whenever_busy(deployment: Deployment, worker: str) -> None:
+    """Again and again: a request that is only on its way to the worker is not lost with it."""
+    for num_lost in itertools.count():
+        await until_busy(deployment, worker)
+        deployment.fleet.kill(worker)
+        while (await deployment.service.status()).counters.get("workers_lost", 0) == num_lost:
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("victim", ["v0", "e0", "p0", "d0", "e1", "p1", "d1"])
@@ -139,15 +149,12 @@ def test_a_request_that_is_lost_again_and_again_ends_with_one_clear_error(
     async def run() -> None:
         async with deployed(checkpoints["qwen2_5_vl"], "1epd", max_attempts=2) as deployment:
             endless = replace(questions[1], params=replace(LONG, max_tokens=4000))
-            asking = asyncio.create_task(deployment.ask(endless))
-            for number in range(2):
-                await until_busy(deployment, "epd0")
-                deployment.fleet.kill("epd0")
-                while (await deployment.service.status()).counters.get("workers_lost", 0) == number:
-                    await asyncio.sleep(0.01)
+            killing = asyncio.create_task(kill_whenever_busy(deployment, "epd0"))
             with pytest.raises(UnavailableError, match="lost with 2 workers"):
-                await asking
+                await deployment.ask(endless)
+            killing.cancel()
             await deployment.settle()
+            assert (await deployment.service.status()).counters["retries"] == 2
 
     asyncio.run(run())
 
