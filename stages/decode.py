@@ -35,6 +35,7 @@ class DecodeStage:
         self.reception = DecodeReception(engine.kv, connector)
         self.outbox = KVOutbox(engine.kv, connector)
         self._identities: dict[str, TokenIdentity] = {}
+        self._senders: dict[str, str] = {}  # of what has not arrived whole, even where that is known already
         self._paused: dict[str, Choice] = {}
         self._leaving: set[str] = set()  # over, but for blocks that may still be read
 
@@ -53,6 +54,7 @@ class DecodeStage:
         ticket = self.reception.reserve(request_id, sender, identity, num_output_tokens=room)
         if ticket is not None:
             self._identities[request_id] = identity
+            self._senders[request_id] = sender
         return ticket
 
     @property
@@ -70,6 +72,7 @@ class DecodeStage:
         """Forgets a request, arriving, decoding or being moved. Unknown ids are ignored."""
         self.reception.cancel(request_id)
         self._identities.pop(request_id, None)
+        self._senders.pop(request_id, None)
         if self._paused.pop(request_id, None) is not None:
             self.outbox.abort(request_id, "the request was aborted")
             self._leaving.add(request_id)
@@ -77,10 +80,15 @@ class DecodeStage:
             self.engine.abort(request_id)
 
     def fail_sender(self, sender: str) -> list[str]:
-        """A prefill worker is gone. Returns the requests that had not arrived whole; they are forgotten."""
-        lost = self.reception.fail_sender(sender)
+        """A prefill worker is gone. Returns the requests that had not arrived whole; they are forgotten.
+
+        Also those whose hand-over has failed by that before: nobody else can tell of them any more.
+        """
+        self.reception.fail_sender(sender)
+        lost = [request_id for request_id, name in self._senders.items() if name == sender]
         for request_id in lost:
-            del self._identities[request_id]
+            del self._senders[request_id]
+            self._identities.pop(request_id, None)
         return lost
 
     # Moving to another decode worker
@@ -132,6 +140,7 @@ class DecodeStage:
         for end in ends:
             identity = self._identities.pop(end.request_id)
             if end.outcome is TransferOutcome.DELIVERED and end.state is not None:
+                del self._senders[end.request_id]
                 first = [SampledToken(t.token_id, t.logprob, t.top_logprobs) for t in end.state.first_tokens]
                 self.engine.adopt(_request(end.state, identity), first, end.state.later_token_ids)
         result = self.engine.step()

@@ -235,6 +235,21 @@ def test_a_lost_prefill_worker_leaves_nothing_behind(a_family: Subject, steps: i
     assert stage.engine.kv.usage == 0
 
 
+def test_what_a_lost_prefill_worker_has_not_sent_is_told_once_its_failure_has_come(a_family: Subject) -> None:
+    """Who asks after the loss would take them for requests that are there, and wait for ever."""
+    deployment = Deployment(a_family, 1, random.Random(0), chunk=16)
+    feed(deployment, a_family.mix(5))
+    deployment.step()
+    deployment.prefill.step()
+    stage = deployment.decode["d0"]
+    arriving = set(stage.arriving)
+    deployment.hub.disconnect("p0")
+    failed = {end.request_id for end in stage.step().handovers if end.outcome is TransferOutcome.FAILED}
+    assert failed
+    assert set(stage.fail_sender("p0")) == arriving >= failed
+    assert stage.fail_sender("p0") == []
+
+
 @pytest.mark.parametrize("steps", range(0, 12, 3))
 def test_abort_at_any_point_frees_both_sides(a_family: Subject, steps: int) -> None:
     deployment = Deployment(a_family, 2, random.Random(steps), chunk=16)
