@@ -25,9 +25,8 @@ from ray.cluster_utils import Cluster  # noqa: E402
 
 from epd.sampling_params import SamplingParams  # noqa: E402
 from serve_app.ray_cluster import WORKER_ENVIRONMENT  # noqa: E402
-from tests.clear_draws import clear_draws  # noqa: E402
 from tests.media import write_image, write_video  # noqa: E402
-from tests.serve_app.orchestration import Question, deployed  # noqa: E402
+from tests.serve_app.orchestration import Question, undisturbed  # noqa: E402
 from tests.serve_app.ray_session import ray_deployed  # noqa: E402
 
 NUM_STREAMS = 16
@@ -44,12 +43,6 @@ def questions_about(folder: Path) -> list[Question]:
         )
         for number in range(NUM_STREAMS)
     ]
-
-
-async def undisturbed(model: Path, questions: list[Question]) -> list[tuple[int, ...]]:
-    async with deployed(model, "1epd") as deployment:
-        with clear_draws():
-            return [answer.tokens for answer in await deployment.ask_all(questions)]
 
 
 async def disturbed(model: Path, questions: list[Question], cluster: Cluster, node: Any) -> dict[str, Any]:
@@ -75,7 +68,7 @@ async def disturbed(model: Path, questions: list[Question], cluster: Cluster, no
 def main(model: Path, folder: Path) -> None:
     os.environ |= WORKER_ENVIRONMENT
     questions = questions_about(folder)
-    expected = asyncio.run(undisturbed(model, questions))
+    expected = undisturbed(model, questions)
     cluster = Cluster(initialize_head=True, head_node_args=NODE)
     try:
         node = cluster.add_node(num_cpus=4, object_store_memory=100 << 20)
