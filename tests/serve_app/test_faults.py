@@ -95,8 +95,20 @@ def test_a_machine_that_is_lost_changes_no_token(checkpoints: dict[str, Path], t
     assert result["num_lost"] == len(result["there"]) > 0
 
 
+async def until_busy(deployment: RayDeployment, name: str) -> None:
+    """Returns when there is work; for a decode worker, when nobody else has all of a request any more."""
+    service = deployment.service
+    while not (
+        any(each.is_handed_over and each.decode_worker == name for each in service.attempts.values())
+        if name == "d0"
+        else service.num_attempts
+    ):
+        await asyncio.sleep(0.005)
+
+
 async def asked_while_harmed(deployment: RayDeployment, questions: list[Question]) -> list[Answered]:
-    """Some questions for each harm, which comes at a random moment while they are answered."""
+    """Some questions for each harm, which comes while they are answered: at a random moment, or, at a decode
+    worker, as soon as its loss has to cost something."""
     rng = random.Random(7)
     answers: list[Answered] = []
     share = len(questions) // len(HARMS)
@@ -104,9 +116,8 @@ async def asked_while_harmed(deployment: RayDeployment, questions: list[Question
         first = number * share
         last = len(questions) if (name, how) == HARMS[-1] else first + share
         asking = asyncio.create_task(deployment.ask_all(questions[first:last]))
-        while not deployment.service.num_attempts:  # on a busy machine, workers have none at once
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(rng.uniform(0.0, 0.4))
+        await until_busy(deployment, name)
+        await asyncio.sleep(rng.uniform(0.0, 0.4) if name != "d0" else 0.0)
         place = deployment.ray_fleet.place(name)
         assert place is not None
         life = deployment.ray_fleet.workers[name].incarnation

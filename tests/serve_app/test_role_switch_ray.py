@@ -11,7 +11,7 @@ from epd.sampling_params import SamplingParams
 from serve_app.ray_memory import PoolFiles
 from tests.serve_app.orchestration import Question, undisturbed
 from tests.serve_app.ray_session import IGNORED, RaySession, ray_deployed
-from tests.serve_app.test_role_switch import MEDIA, roles
+from tests.serve_app.test_role_switch import MEDIA, roles, until_decoding
 
 pytestmark = [pytest.mark.filterwarnings(each) for each in IGNORED]
 
@@ -49,8 +49,7 @@ def test_processes_change_roles_under_load(
             num_moved = 0
             for worker, letters, topology in ROUND:
                 asking = asyncio.create_task(deployment.ask_all(questions))
-                while not any(each.answer.has_begun for each in deployment.service.attempts.values()):
-                    await asyncio.sleep(0.005)
+                await until_decoding(deployment, "d1" if worker == "d1" else "d0", 1)
                 switch = await deployment.service.switch_roles(worker, roles(letters))
                 num_moved += switch.num_moved
                 assert [answer.tokens for answer in await asking] == expected
