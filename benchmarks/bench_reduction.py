@@ -1,11 +1,13 @@
 """What fewer visual tokens save: time to the first token, prefill, bytes of keys and values, frames that fit.
 
-    python benchmarks/bench_reduction.py [--quick] [--section prefill|fit|accuracy] [--verdicts FILE ...]
+    python benchmarks/bench_reduction.py [--quick] [--section NAME]
+        [--verdicts FILE ...] [--same-tokens FEW MANY ...]
 
 prefill: a drawn video whose embeddings are there; each retention in turn, one thread. The gain in TTFT
 (prefill of what is kept, and the question's first token) beside the gain in operations of the decoder.
 fit: the most frames of one video that a fixed room for keys and values admits.
 accuracy: the tables of `epd eval --out FILE.jsonl`, from the files given.
+same-tokens: such files of the same videos, in pairs: few frames in full, many frames that are reduced.
 Results go to benchmarks/results/reduction.{json,md}.
 """
 
@@ -34,6 +36,9 @@ from transformers import AutoConfig  # noqa: E402
 from encoders import Sampling, VideoFacts  # noqa: E402
 from encoders.identity import prompt_identity  # noqa: E402
 from encoders.reduction import reduce_prompt  # noqa: E402
+from epd.eval.items import FULL  # noqa: E402
+from epd.eval.statistics import mcnemar_p  # noqa: E402
+from epd.eval.verdicts import Verdict, VerdictLog  # noqa: E402
 from epd.models import embedded_model_path  # noqa: E402
 from epd.reduction import ReductionPolicy  # noqa: E402
 from epd.sampling_params import SamplingParams  # noqa: E402
@@ -151,11 +156,59 @@ def accuracy_rows(logs: Sequence[Path]) -> list[Row]:
     return rows
 
 
+def same_tokens_rows(logs: Sequence[Path]) -> list[Row]:
+    """Few frames in full beside many frames reduced to the nearest number of tokens: the same questions.
+
+    logs: pairs, of the few and of the many frames.
+    """
+    rows: list[Row] = []
+    for few_log, many_log in zip(logs[::2], logs[1::2], strict=True):
+        few = verdicts_of(few_log, FULL.method)[0]
+        groups = verdicts_of(many_log, ReductionPolicy().method)
+        many = min(groups, key=lambda group: abs(num_tokens(group) - num_tokens(few)))
+        is_right = {each.item_id: each.is_right for each in few}
+        pairs = [(each.is_right, is_right[each.item_id]) for each in many if each.item_id in is_right]
+        won, lost = pairs.count((True, False)), pairs.count((False, True))
+        rows.append(
+            {
+                "questions": len(pairs),
+                "few_frames": few[0].num_frames,
+                "their_tokens": num_tokens(few),
+                "right": round(sum(there for _, there in pairs) / len(pairs), 4),
+                "many_frames": many[0].num_frames,
+                "retention": many[0].retention,
+                "tokens": num_tokens(many),
+                "right_of_many": round(sum(here for here, _ in pairs) / len(pairs), 4),
+                "won": won,
+                "lost": lost,
+                "p_value": float(f"{mcnemar_p(won, lost):.2g}"),
+            }
+        )
+    return rows
+
+
+def verdicts_of(log: Path, method: str) -> list[list[Verdict]]:
+    """Those of a method, for each retention."""
+    groups: dict[float, list[Verdict]] = {}
+    for each in VerdictLog.read(log).verdicts:
+        if each.method == method:
+            groups.setdefault(each.retention, []).append(each)
+    if not groups:
+        sys.exit(f"{log} has no verdicts of {method!r}")
+    return list(groups.values())
+
+
+def num_tokens(verdicts: Sequence[Verdict]) -> int:
+    """Mean number of visual tokens."""
+    return round(statistics.fmean(each.visual_tokens for each in verdicts))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a short video, one repeat; writes nothing")
-    parser.add_argument("--section", action="append", help="prefill, fit or accuracy; may be repeated")
+    parser.add_argument("--section", action="append", help="one or several of those above")
     parser.add_argument("--verdicts", type=Path, nargs="+", default=[], help="logs of `epd eval --out`")
+    parser.add_argument("--same-tokens", type=Path, nargs="+", default=[], help="FEW MANY, logs as above")
     options = parser.parse_args()
     torch.set_num_threads(1)
     quick = options.quick
@@ -169,8 +222,13 @@ def main() -> None:
         "accuracy": Section(
             "Accuracy on held-out videos of the shapes world", partial(accuracy_rows, options.verdicts)
         ),
+        "same-tokens": Section(
+            "The same tokens: few frames in full, or many reduced",
+            partial(same_tokens_rows, options.same_tokens),
+        ),
     }
-    default = [name for name in sections if name != "accuracy" or options.verdicts]
+    needed = {"accuracy": options.verdicts, "same-tokens": options.same_tokens}
+    default = [name for name in sections if needed.get(name, True)]
     run_sections(
         "reduction",
         "Fewer visual tokens",

@@ -50,12 +50,15 @@ class BlockPool:
         while len(taken) < count:
             if not self._is_free[block]:
                 block = self._start(count - len(taken))
-            self._is_free[block] = 0
-            self._was_held[block] = 1
-            self._references[block] = 1
-            self.num_free -= 1
-            taken.append(block)
-            block += 1
+            stop = block + count - len(taken)
+            if (held := self._is_free.find(0, block, stop)) >= 0:
+                stop = held
+            self._is_free[block:stop] = bytes(stop - block)
+            self._was_held[block:stop] = b"\x01" * (stop - block)
+            self._references[block:stop] = [1] * (stop - block)
+            self.num_free -= stop - block
+            taken += range(block, stop)
+            block = stop
         return taken
 
     def _start(self, count: int) -> int:
@@ -91,12 +94,15 @@ class BlockPool:
 
 
 def _widest_run(values: NDArray[np.bool_]) -> tuple[int, int]:
-    """Start and length of the longest run of True; the last value is False."""
-    others = np.flatnonzero(~values)
-    distances = np.diff(others, prepend=-1)
-    widest = int(distances.argmax())
-    length = int(distances[widest]) - 1
-    return int(others[widest]) - length, length
+    """Start and length of the first of the longest runs of True; the last value is False."""
+    edges = np.flatnonzero(values[1:] != values[:-1]) + 1
+    if values[0]:
+        edges = np.concatenate(([0], edges))
+    if not len(edges):
+        return 0, 0
+    lengths = edges[1::2] - edges[::2]
+    widest = int(lengths.argmax())
+    return int(edges[2 * widest]), int(lengths[widest])
 
 
 class BlockTable:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from epd.encoder_cache import GroupKey
@@ -17,16 +17,19 @@ class WaitingGroup:
     num_patches: int
 
 
-def pick_batch(waiting: Sequence[WaitingGroup], max_patches: int) -> list[int]:
+def pick_batch(waiting: Iterable[WaitingGroup], max_patches: int) -> list[int]:
     """Indices, ascending, of the groups to encode next; a group larger than the budget goes alone.
 
-    The oldest group is always taken, so none starves; of equal keys only the first is, for it serves all.
+    The oldest group, the first of `waiting`, is always taken, so none starves; of equal keys only the first is,
+    for it serves all.
     """
+    shape: tuple[str | int, ...] | None = None
     picked: list[int] = []
     keys: set[GroupKey] = set()
     filled = 0
     for index, group in enumerate(waiting):
-        if group.shape != waiting[0].shape or group.key in keys:
+        shape = group.shape if shape is None else shape
+        if group.shape != shape or group.key in keys:
             continue
         if picked and filled + group.num_patches > max_patches:
             break

@@ -136,7 +136,7 @@ class EncodeStage:
     def _schedule(self) -> list[EncodeJob]:
         """Takes jobs out of the queue for which room has been reserved."""
         batch = []
-        for index in pick_batch([job.waiting for job in self._waiting], self._max_batch_patches):
+        for index in pick_batch((job.waiting for job in self._waiting), self._max_batch_patches):
             ticket = self._waiting[index].ticket
             if not self.cache.can_reserve(ticket.target.num_embeddings):
                 break

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -32,26 +34,39 @@ class EncodeSide:
     """Groups wait, some are taken together, all of them are done at once."""
 
     def __init__(self, profile: Profile, max_batch_patches: int) -> None:
-        self.queue: list[EncodeTask] = []
+        self._waiting: OrderedDict[GroupKey, list[EncodeTask]] = OrderedDict()  # by content, oldest first
         self._cost = profile.encode.cost
         self._max_batch_patches = max_batch_patches
         self._batch: list[EncodeTask] = []
         self._done = WorkDone()
 
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether groups wait, apart from those that are being encoded."""
+        return bool(self._waiting)
+
     def has_work(self) -> bool:
-        return bool(self.queue or self._batch)
+        return bool(self._waiting or self._batch)
+
+    def add(self, task: EncodeTask) -> None:
+        self._waiting.setdefault(task.waiting.key, []).append(task)
+
+    def take_back(self) -> list[EncodeTask]:
+        """All that wait, which others encode."""
+        tasks = self._queue()
+        self._waiting.clear()
+        return tasks
 
     def start(self) -> int | None:
         """Takes the next batch; its ticks, None if nothing waits."""
-        if not self.queue:
+        if not self._waiting:
             return None
-        waiting = [task.waiting for task in self.queue[: self._max_batch_patches]]
-        picked = pick_batch(waiting, self._max_batch_patches)
-        keys = {waiting[index].key for index in picked}
-        self._batch = [task for task in self.queue if task.waiting.key in keys]
-        self.queue = [task for task in self.queue if task.waiting.key not in keys]
-        patches = sum(waiting[index].num_patches for index in picked)
-        ticks = ticks_of(self._cost.seconds(patches, len(picked)))
+        oldest = (tasks[0].waiting for tasks in self._waiting.values())
+        picked = pick_batch(oldest, self._max_batch_patches)
+        keys = list(itertools.islice(self._waiting, picked[-1] + 1))
+        taken = [self._waiting.pop(keys[index]) for index in picked]
+        self._batch = [task for tasks in taken for task in tasks]
+        ticks = ticks_of(self._cost.seconds(_patches(tasks[0] for tasks in taken), len(picked)))
         self._done.add(_patches(self._batch), ticks)
         return ticks
 
@@ -62,7 +77,11 @@ class EncodeSide:
 
     def sample(self) -> StageSample:
         """What has been done, a batch from its beginning on, and what waits."""
-        return self._done.sample(len({id(task.state) for task in self.queue}), _patches(self.queue))
+        queue = self._queue()
+        return self._done.sample(len({id(task.state) for task in queue}), _patches(queue))
+
+    def _queue(self) -> list[EncodeTask]:
+        return [task for tasks in self._waiting.values() for task in tasks]
 
 
 def _patches(tasks: Iterable[EncodeTask]) -> int:

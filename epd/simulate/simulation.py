@@ -234,7 +234,7 @@ class Simulation:
             worker = self._workers[encoder]
             assert worker.encoder is not None
             self._chooser.book(encoder, encode_patches=state.job.groups[group].media.num_patches)
-            worker.encoder.queue.append(encode_task(state, group, key))
+            worker.encoder.add(encode_task(state, group, key))
             worker.wake()
 
     def _shares(self, state: RequestState, groups: Sequence[int]) -> list[tuple[str, int]]:
@@ -352,7 +352,7 @@ class Simulation:
         self._placement.switching.add(worker.name)
         self._placement.forget_roles()
         if worker.encoder is not None and self._placement.with_role("encode"):
-            tasks, worker.encoder.queue = worker.encoder.queue, []
+            tasks = worker.encoder.take_back()
             for task in tasks:
                 self._chooser.book(worker.name, encode_patches=-task.waiting.num_patches)
                 self._deal(task.state, [task.group])

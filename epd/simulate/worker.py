@@ -85,7 +85,7 @@ class Worker:
     def _start_language(self) -> int | None:
         if self.language is None:
             return None
-        return self.language.start(is_single=self.encoder is not None and bool(self.encoder.queue))
+        return self.language.start(is_single=self.encoder is not None and self.encoder.is_waited_for)
 
     def _cut(self) -> None:
         if self._is_encoding or self.language is None:

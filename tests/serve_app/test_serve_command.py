@@ -62,7 +62,7 @@ def test_it_answers_and_drains(tmp_path: Path) -> None:
         body = {
             "messages": [{"role": "user", "content": "What is it?"}],
             "stream": True,
-            "max_tokens": 1500,
+            "max_tokens": 400,
             "ignore_eos": True,
         }
         with client, client.stream("POST", "/v1/chat/completions", json=body) as response:
