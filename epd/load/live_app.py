@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,9 +23,11 @@ from epd.metrics import RequestRecord
 from epd.profiles.app_costs import Figures, median
 from epd.profiles.speed import SpeedSampler
 from epd.workload import Workload
+from epd.workload_log import MARK
 
 _READY_S, _END_S, _POLL_S, _LOG_S = 240.0, 60.0, 0.2, 0.3
 _FIELD = re.compile(r"(\w+)=(\S+)")
+_LAST_FIELD = " queued_s="  # of a line of the access log
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +114,7 @@ class LiveApp:
         with self._log.open("rb") as file:
             file.seek(offset)
             lines = file.read().decode("utf-8", "replace").splitlines()
-        served = tuple(_served(line) for line in lines if "request_id=" in line and "ttft_s=-" not in line)
-        return LoadResult(result.records(0)[0], served, cpu_s, elapsed_s, sampler.core_speed)
+        return LoadResult(result.records(0)[0], served_in(lines), cpu_s, elapsed_s, sampler.core_speed)
 
 
 @contextmanager
@@ -142,6 +143,15 @@ def _wait_ready(process: subprocess.Popen[bytes], log: Path) -> None:
             last = log.read_text("utf-8", "replace").strip().splitlines()[-1:]
             raise UnavailableError(f"epd serve does not start: {' '.join(last) or 'it says nothing'}")
         time.sleep(_POLL_S)
+
+
+def served_in(lines: Iterable[str]) -> tuple[ServedRequest, ...]:
+    """Answered requests of an access log, from lines that are whole.
+
+    Ray prints what it finds of a line that is being written, and the rest as another one: neither counts.
+    """
+    whole = (line for line in lines if MARK in line and _LAST_FIELD in line)
+    return tuple(_served(line) for line in whole if "ttft_s=-" not in line)
 
 
 def _served(line: str) -> ServedRequest:

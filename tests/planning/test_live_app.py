@@ -12,7 +12,7 @@ import pytest
 
 from epd.cli_profile_app import _Asking
 from epd.errors import UnavailableError
-from epd.load.live_app import LiveApp, LoadResult, ServedRequest, _served, live_app
+from epd.load.live_app import LiveApp, LoadResult, ServedRequest, live_app, served_in
 from epd.metrics import RequestRecord
 
 LINE = (
@@ -23,10 +23,16 @@ LINE = (
 
 def test_a_line_of_the_log_tells_the_work_of_each_stage() -> None:
     stages_s = {"probe": 0.003, "encode": 0.009, "prefill": 0.015}
-    assert _served(LINE) == ServedRequest(0.0505, 56, 15, stages_s)
-    assert (
-        _served(LINE.replace("stages_s=probe:0.003,encode:0.009,prefill:0.015", "stages_s=-")).stages_s == {}
-    )
+    (served,) = served_in([LINE])
+    assert served == ServedRequest(0.0505, 56, 15, stages_s)
+    (served,) = served_in([LINE.replace("stages_s=probe:0.003,encode:0.009,prefill:0.015", "stages_s=-")])
+    assert served.stages_s == {}
+
+
+@pytest.mark.parametrize("place", range(1, len(LINE), 7))
+def test_a_line_that_is_printed_in_two_pieces_misleads_nobody(place: int) -> None:
+    served = served_in([LINE, LINE[:place], LINE[place:], LINE.replace("ttft_s=0.0505", "ttft_s=-")])
+    assert all(each == served_in([LINE])[0] for each in served)
 
 
 def record(index: int, ttft_s: float, error: str | None = None) -> RequestRecord:
@@ -39,7 +45,7 @@ def test_times_are_medians_and_cpu_time_is_without_what_idling_takes() -> None:
     records = tuple(record(index, ttft_s) for index, ttft_s in enumerate(ttfts_s))
     result = LoadResult(
         (*records, record(5, 0.95, "HTTP 500")),
-        (_served(LINE),) * 5,
+        served_in([LINE] * 5),
         cpu_s=3.0,
         elapsed_s=10.0,
         core_speed=1.0,
