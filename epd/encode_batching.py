@@ -20,8 +20,8 @@ class WaitingGroup:
 def pick_batch(waiting: Iterable[WaitingGroup], max_patches: int) -> list[int]:
     """Indices, ascending, of the groups to encode next; a group larger than the budget goes alone.
 
-    The oldest group, the first of `waiting`, is always taken, so none starves; of equal keys only the first is,
-    for it serves all.
+    The oldest group comes first and is always taken, so none starves; of equal keys only the first is, for it
+    serves all.
     """
     shape: tuple[str | int, ...] | None = None
     picked: list[int] = []
