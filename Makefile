@@ -27,10 +27,10 @@ test: check ## lint, types and all tests (under 15 minutes on 2 cores)
 test-topologies: $(STAMP) ## ask the app on Ray in every topology (5 minutes)
 	EPD_TEST_TOPOLOGIES="1epd 1ep1d 1e1pd 1e1p1d 2e1p1d 2e2p2d" $(BIN)/python -m pytest tests/serve_app/test_ray_app.py
 
-explore: $(STAMP) ## property tests with examples that were never drawn before (10 minutes)
+explore: $(STAMP) ## property tests with examples that were never drawn before (3 minutes)
 	$(BIN)/python -m pytest --hypothesis-profile=default -m hypothesis
 
-soak: $(STAMP) ## 200 streams while workers of every role are killed and stopped (10 minutes)
+soak: $(STAMP) ## 200 streams while workers of every role are killed and stopped (5 minutes)
 	EPD_SOAK=2e2p2d $(BIN)/python -m pytest tests/serve_app/test_faults.py -o timeout=1800
 
 check: $(STAMP) ## lint and types only
