@@ -37,6 +37,7 @@ from encoders import Sampling, VideoFacts  # noqa: E402
 from encoders.identity import prompt_identity  # noqa: E402
 from encoders.reduction import reduce_prompt  # noqa: E402
 from epd.eval.items import FULL  # noqa: E402
+from epd.eval.rows import Pairs, by_setting  # noqa: E402
 from epd.eval.statistics import mcnemar_p  # noqa: E402
 from epd.eval.verdicts import Verdict, VerdictLog  # noqa: E402
 from epd.models import embedded_model_path  # noqa: E402
@@ -166,36 +167,34 @@ def same_tokens_rows(logs: Sequence[Path]) -> list[Row]:
         few = verdicts_of(few_log, FULL.method)[0]
         groups = verdicts_of(many_log, ReductionPolicy().method)
         many = min(groups, key=lambda group: abs(num_tokens(group) - num_tokens(few)))
-        is_right = {each.item_id: each.is_right for each in few}
-        pairs = [(each.is_right, is_right[each.item_id]) for each in many if each.item_id in is_right]
-        won, lost = pairs.count((True, False)), pairs.count((False, True))
+        pairs = Pairs.of(many, few)
         rows.append(
             {
-                "questions": len(pairs),
+                "questions": pairs.num_questions,
                 "few_frames": few[0].num_frames,
                 "their_tokens": num_tokens(few),
-                "right": round(sum(there for _, there in pairs) / len(pairs), 4),
+                "right": accuracy(few),
                 "many_frames": many[0].num_frames,
                 "retention": many[0].retention,
                 "tokens": num_tokens(many),
-                "right_of_many": round(sum(here for here, _ in pairs) / len(pairs), 4),
-                "won": won,
-                "lost": lost,
-                "p_value": float(f"{mcnemar_p(won, lost):.2g}"),
+                "right_of_many": accuracy(many),
+                "won": pairs.wins,
+                "lost": pairs.losses,
+                "p_value": float(f"{mcnemar_p(pairs.wins, pairs.losses):.2g}"),
             }
         )
     return rows
 
 
 def verdicts_of(log: Path, method: str) -> list[list[Verdict]]:
-    """Those of a method, for each retention."""
-    groups: dict[float, list[Verdict]] = {}
-    for each in VerdictLog.read(log).verdicts:
-        if each.method == method:
-            groups.setdefault(each.retention, []).append(each)
-    if not groups:
-        sys.exit(f"{log} has no verdicts of {method!r}")
-    return list(groups.values())
+    """Those of a method, for each retention and number of frames."""
+    groups = by_setting(VerdictLog.read(log).verdicts).items()
+    found = [verdicts for (setting, _), verdicts in groups if setting.method == method]
+    return found or sys.exit(f"{log} has no verdicts of {method!r}")
+
+
+def accuracy(verdicts: Sequence[Verdict]) -> float:
+    return round(statistics.fmean(each.is_right for each in verdicts), 4)
 
 
 def num_tokens(verdicts: Sequence[Verdict]) -> int:

@@ -101,8 +101,11 @@ def setting_of(method: str, retention: float) -> EvalSetting:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pairs:
-    """Questions that were asked both ways. num_there: those that the other way got right."""
+class Pairs:
+    """Questions that were asked both ways.
+
+    num_there: those that the other way got right. wins, losses: right only here, right only there.
+    """
 
     num_questions: int
     num_there: int
@@ -110,7 +113,7 @@ class _Pairs:
     losses: int
 
     @classmethod
-    def of(cls, here: Sequence[Verdict], there: Sequence[Verdict]) -> _Pairs:
+    def of(cls, here: Sequence[Verdict], there: Sequence[Verdict]) -> Pairs:
         is_right_there = {verdict.item_id: verdict.is_right for verdict in there}
         pairs = [
             (each.is_right, is_right_there[each.item_id]) for each in here if each.item_id in is_right_there
@@ -133,7 +136,7 @@ def eval_rows(log: VerdictLog, asked: Asked) -> list[EvalRow]:
 
     With all tokens a method changes nothing: its row at retention 1.0 is that of all tokens.
     """
-    verdicts, samples = _by_setting(log.verdicts), _by_setting(log.samples)
+    verdicts, samples = by_setting(log.verdicts), by_setting(log.samples)
     rows = []
     for frames, method, retention in product(asked.num_frames, asked.methods, asked.retentions):
         here = verdicts.get((setting_of(method, retention), frames), [])
@@ -141,9 +144,7 @@ def eval_rows(log: VerdictLog, asked: Asked) -> list[EvalRow]:
         there = verdicts.get((setting_of(asked.against, retention), frames), [])
         cold = samples.get((setting_of(method, retention), frames), [])
         if here:
-            rows.append(
-                _row(method, here, _Pairs.of(here, full), asked.against, _Pairs.of(here, there), cold)
-            )
+            rows.append(_row(method, here, Pairs.of(here, full), asked.against, Pairs.of(here, there), cold))
     return rows
 
 
@@ -160,9 +161,10 @@ def table_rows(log: VerdictLog, asked: Asked) -> list[EvalRow]:
     ]
 
 
-def _by_setting(
+def by_setting(
     records: Iterable[Verdict] | Iterable[TTFTSample],
 ) -> dict[tuple[EvalSetting, int], list[Any]]:
+    """Groups of one setting and number of frames."""
     groups: dict[tuple[EvalSetting, int], list[Any]] = {}
     for each in records:
         groups.setdefault((each.setting, each.num_frames), []).append(each)
@@ -172,9 +174,9 @@ def _by_setting(
 def _row(
     method: str,
     verdicts: Sequence[Verdict],
-    with_full: _Pairs,
+    with_full: Pairs,
     against: str,
-    with_other: _Pairs,
+    with_other: Pairs,
     samples: Sequence[TTFTSample],
 ) -> EvalRow:
     """verdicts: at least one, all of one retention and number of frames."""

@@ -167,6 +167,30 @@ def num_held(core: WorkerCore) -> int:
     return held + (prefill.feeds.receiver.reception.cache.num_held if isinstance(prefill, PrefillRole) else 0)
 
 
+async def until_busy(deployment: Deployment, worker: str) -> None:
+    """Returns when the worker is there and has something to do."""
+    books = deployment.service.router.books(worker)
+    while not (
+        deployment.fleet.workers[worker].is_alive
+        and (books.encode_patches or books.num_prefills or books.num_decodes)
+    ):
+        await asyncio.sleep(0.002)
+
+
+async def until_decoding(deployment: Deployment, worker: str, num_requests: int) -> None:
+    """Returns when the worker has so many answers in their middle."""
+    attempts = deployment.service.attempts
+
+    def num_there() -> int:
+        return sum(
+            each.decode_worker == worker and each.is_handed_over and each.answer.has_begun
+            for each in attempts.values()
+        )
+
+    while num_there() < num_requests:
+        await asyncio.sleep(0.002)
+
+
 @asynccontextmanager
 async def deployed(
     path: Path, topology: str, *, fleet: dict[str, Any] | None = None, **options: Any

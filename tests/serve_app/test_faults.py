@@ -18,7 +18,7 @@ import pytest
 
 from epd.sampling_params import SamplingParams
 from serve_app.ray_memory import PoolFiles
-from tests.serve_app.orchestration import Answered, Question, undisturbed
+from tests.serve_app.orchestration import Answered, Question, undisturbed, until_decoding
 from tests.serve_app.ray_session import IGNORED, RayDeployment, RaySession, ray_deployed
 
 pytestmark = [pytest.mark.filterwarnings(each) for each in IGNORED]
@@ -95,17 +95,6 @@ def test_a_machine_that_is_lost_changes_no_token(checkpoints: dict[str, Path], t
     assert result["num_lost"] == len(result["there"]) > 0
 
 
-async def until_busy(deployment: RayDeployment, name: str) -> None:
-    """Returns when there is work; for a decode worker, when nobody else has all of a request any more."""
-    service = deployment.service
-    while not (
-        any(each.is_handed_over and each.decode_worker == name for each in service.attempts.values())
-        if name == "d0"
-        else service.num_attempts
-    ):
-        await asyncio.sleep(0.005)
-
-
 async def asked_while_harmed(deployment: RayDeployment, questions: list[Question]) -> list[Answered]:
     """Some questions for each harm, which comes while they are answered: at a random moment, or, at a decode
     worker, as soon as its loss has to cost something."""
@@ -116,8 +105,12 @@ async def asked_while_harmed(deployment: RayDeployment, questions: list[Question
         first = number * share
         last = len(questions) if (name, how) == HARMS[-1] else first + share
         asking = asyncio.create_task(deployment.ask_all(questions[first:last]))
-        await until_busy(deployment, name)
-        await asyncio.sleep(rng.uniform(0.0, 0.4) if name != "d0" else 0.0)
+        if name == "d0":
+            await until_decoding(deployment, name, 1)
+        else:
+            while not deployment.service.num_attempts:  # on a busy machine, workers have none at once
+                await asyncio.sleep(0.005)
+            await asyncio.sleep(rng.uniform(0.0, 0.4))
         place = deployment.ray_fleet.place(name)
         assert place is not None
         life = deployment.ray_fleet.workers[name].incarnation

@@ -12,7 +12,7 @@ import pytest
 
 from epd.errors import UnavailableError
 from epd.sampling_params import SamplingParams
-from tests.serve_app.orchestration import Answered, Deployment, Question, deployed, undisturbed
+from tests.serve_app.orchestration import Answered, Deployment, Question, deployed, undisturbed, until_busy
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
@@ -44,16 +44,6 @@ async def ask_while(
     answers = await asking
     await deployment.settle()
     return answers
-
-
-async def until_busy(deployment: Deployment, worker: str) -> None:
-    """Returns when the worker is there and has something to do."""
-    books = deployment.service.router.books(worker)
-    while not (
-        deployment.fleet.workers[worker].is_alive
-        and (books.encode_patches or books.num_prefills or books.num_decodes)
-    ):
-        await asyncio.sleep(0.005)
 
 
 async def kill_whenever_busy(deployment: Deployment, worker: str) -> None:

@@ -17,7 +17,16 @@ from epd.sampling_params import SamplingParams
 from serve_app.fleet import WorkerLostError
 from serve_app.messages import AskRemaining, Message, Move, Offload, Onload, Pause, Reserve, SetRoles
 from serve_app.role_switch import SwitchLimits, closed_roles
-from tests.serve_app.orchestration import LETTERS, Answered, Deployment, Question, deployed, undisturbed
+from tests.serve_app.orchestration import (
+    LETTERS,
+    Answered,
+    Deployment,
+    Question,
+    deployed,
+    undisturbed,
+    until_busy,
+    until_decoding,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
@@ -83,12 +92,6 @@ def refuse_moves(message: Reserve) -> None:
         raise WorkerLostError("no room; this is a test")
 
 
-async def until_busy(deployment: Deployment, worker: str) -> None:
-    books = deployment.service.router.books(worker)
-    while not (books.encode_patches or books.num_prefills or books.num_decodes):
-        await asyncio.sleep(0.002)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_switch_under_load_changes_no_token(
     kind: str, checkpoints: dict[str, Path], questions: list[Question], expected: list[tuple[int, ...]]
@@ -132,20 +135,6 @@ def long_questions(media: dict[str, Path]) -> list[Question]:
 @pytest.fixture(scope="module")
 def long_expected(checkpoints: dict[str, Path], long_questions: list[Question]) -> list[tuple[int, ...]]:
     return undisturbed(checkpoints["qwen2_5_vl"], long_questions)
-
-
-async def until_decoding(deployment: Deployment, worker: str, num_requests: int) -> None:
-    """Returns when the worker has so many answers in their middle."""
-    attempts = deployment.service.attempts
-
-    def num_there() -> int:
-        return sum(
-            each.decode_worker == worker and each.is_handed_over and each.answer.has_begun
-            for each in attempts.values()
-        )
-
-    while num_there() < num_requests:
-        await asyncio.sleep(0.002)
 
 
 async def decoding(deployment: Deployment, questions: list[Question]) -> asyncio.Task[list[Answered]]:

@@ -9,9 +9,9 @@ import pytest
 
 from epd.sampling_params import SamplingParams
 from serve_app.ray_memory import PoolFiles
-from tests.serve_app.orchestration import Question, undisturbed
+from tests.serve_app.orchestration import Question, undisturbed, until_decoding
 from tests.serve_app.ray_session import IGNORED, RaySession, ray_deployed
-from tests.serve_app.test_role_switch import MEDIA, roles, until_decoding
+from tests.serve_app.test_role_switch import MEDIA, roles
 
 pytestmark = [pytest.mark.filterwarnings(each) for each in IGNORED]
 
