@@ -20,6 +20,7 @@ A message says what was received, what is allowed, and what to do next, in that 
     ├── OverloadedError               more work than can be done in time; trying again later may help
     ├── UnavailableError              no worker can take it: starting, draining, or lost too often
     ├── EncodeError                   frames that no encoder could turn into embeddings
+    ├── WorkerFaultError              a worker has a bug that this request meets; the worker goes on
     └── CancelledError                the consumer went away
 """
 
@@ -98,6 +99,10 @@ class UnavailableError(EPDError):
 
 class EncodeError(EPDError):
     """Frames that no encoder could turn into embeddings."""
+
+
+class WorkerFaultError(EPDError):
+    """A worker failed on a message by a bug of its own, refused the message and goes on."""
 
 
 class CancelledError(EPDError):

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -29,14 +27,15 @@ from serve_app.frame_reader import FrameReader
 from serve_app.messages import Message, ReplyT, WorkerReport, endpoint
 from serve_app.worker_core import WorkerCore
 from serve_app.worker_stages import WorkerSettings
+from serve_app.worker_thread import Call, Listener, WorkerThread, fault_of
 from stages.connectors import InProcessHub
 from stages.encoder_pool import EncoderPool, EncoderPoolShape
 from stages.kv_pool import KVPools, KVPoolsShape
 
 logger = logging.getLogger(__name__)
 
-_IDLE_S = 0.5  # between signs of life of a worker with nothing to do
-_POLL_S = 0.005  # between steps of one that waits for others
+_FROZEN_S = 0.1  # between looks of a frozen worker whether it has ended
+_JOIN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,93 +85,21 @@ class LocalTransport:
         self.hubs.close(name)
 
 
-@dataclass(slots=True)
-class _Call:
-    message: Message[Any]
-    bulk: UInt8Array | None
-    reply: asyncio.Future[Any]
+class _LocalWorker(WorkerThread):
+    """One incarnation of a worker. calls: replies that are waited for. is_frozen: it hangs."""
 
-
-class _WorkerThread:
-    """One incarnation of a worker. What it says reaches the event loop through `post`."""
-
-    def __init__(
-        self,
-        info: WorkerInfo,
-        settings: WorkerSettings,
-        hubs: Hubs,
-        post: Callable[..., None],
-        on_event: Callable[[FleetEvent], None],
-        ready: asyncio.Future[None],
-    ) -> None:
-        self.info = info
-        self.core: WorkerCore | None = None
-        self.beat_s = time.monotonic()
-        self.is_gone = False
+    def __init__(self, info: WorkerInfo, settings: WorkerSettings, hubs: Hubs, listener: Listener) -> None:
+        transport = LocalTransport(hubs)
+        super().__init__(info.name, info.roles, settings, transport, listener)
+        transport.wake = self.wake
         self.is_frozen = False
         self.calls: set[asyncio.Future[Any]] = set()
-        self._settings = settings
-        self._hubs = hubs
-        self._post = post
-        self._on_event = on_event
-        self._ready = ready
-        self._inbox: deque[_Call] = deque()
-        self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=info.name, daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def put(self, call: _Call) -> None:
-        self._inbox.append(call)
-        self._wake.set()
-
-    def stop(self) -> None:
-        """It takes part in nothing from now on; the thread ends after its step."""
-        self.is_gone = True
-        self._wake.set()
-
-    def join(self) -> None:
-        self._thread.join(timeout=10)
-
-    def _run(self) -> None:
-        transport = LocalTransport(self._hubs, self._wake.set)
-        try:
-            self.core = WorkerCore(self.info.name, self.info.roles, self._settings, transport)
-        except EPDError as error:
-            self._post(_fail, self._ready, error)
-            return
-        self._post(_resolve, self._ready, None)
-        try:
-            while not self.is_gone:
-                self._turn(self.core)
-        except Exception as error:  # the process boundary of this fleet
-            logger.exception("worker %s broke", self.info.name)
-            self._post(self._on_event, WorkerLost(self.info.name, f"{type(error).__name__}: {error}"))
-
-    def _turn(self, core: WorkerCore) -> None:
-        self._wake.clear()
+    def turn(self, core: WorkerCore) -> None:
         if self.is_frozen:
-            self._wake.wait(_IDLE_S)
-            return
-        self.beat_s = time.monotonic()
-        has_mail = bool(self._inbox)
-        while self._inbox:
-            self._answer(core, self._inbox.popleft())
-        has_moved = core.step()
-        report = core.take_report()
-        if report is not None and not self.is_gone:
-            self._post(self._on_event, report)
-        if not (has_moved or has_mail):
-            self._wake.wait(_POLL_S if core.has_work() else _IDLE_S)
-
-    def _answer(self, core: WorkerCore, call: _Call) -> None:
-        try:
-            reply = core.handle(call.message, call.bulk)
-        except EPDError as error:
-            self._post(_fail, call.reply, error)
+            time.sleep(_FROZEN_S)
         else:
-            self._post(_resolve, call.reply, reply)
+            super().turn(core)
 
 
 class LocalFleet:
@@ -183,8 +110,8 @@ class LocalFleet:
         self._settings = settings
         self._hubs = Hubs()
         self._infos = {name: WorkerInfo(name, roles) for name, roles in config.workers.items()}
-        self._threads: dict[str, _WorkerThread] = {}
-        self._stopped: list[_WorkerThread] = []
+        self._threads: dict[str, _LocalWorker] = {}
+        self._stopped: list[_LocalWorker] = []
         self.readers: dict[str, FrameReader] = {}
         self._executor = ThreadPoolExecutor(config.num_video_threads, thread_name_prefix="video")
         self._events: asyncio.Queue[FleetEvent | None] = asyncio.Queue()
@@ -207,13 +134,10 @@ class LocalFleet:
         self._spawn(self._watch())
 
     async def _start(self, name: str) -> None:
-        loop = asyncio.get_running_loop()
-        ready: asyncio.Future[None] = loop.create_future()
-        post = _poster(loop)
-        thread = _WorkerThread(self._infos[name], self._settings, self._hubs, post, self._take, ready)
+        listener = Listener(self._take, lambda reason: self._lose(name, reason))
+        thread = _LocalWorker(self._infos[name], self._settings, self._hubs, listener)
         self._threads[name] = thread
-        thread.start()
-        await ready
+        await thread.start()
 
     async def close(self) -> None:
         if self._is_closed:
@@ -230,7 +154,7 @@ class LocalFleet:
 
     def _join(self) -> None:
         for thread in self._stopped:
-            thread.join()
+            thread.join(_JOIN_S)
         self._executor.shutdown()
 
     async def send(
@@ -239,13 +163,13 @@ class LocalFleet:
         if stage == "video":
             return cast(ReplyT, await self._read(target, message))
         thread = self._threads.get(target)
-        if thread is None or thread.is_gone or not self._infos[target].is_alive:
+        if thread is None or thread.is_stopped or not self._infos[target].is_alive:
             raise WorkerLostError(f"worker '{target}' is gone; it is being started again")
         assert bulk is None or isinstance(bulk, np.ndarray)
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         thread.calls.add(reply)
         reply.add_done_callback(thread.calls.discard)
-        thread.put(_Call(message, bulk, reply))
+        thread.put(Call(message, bulk, reply))
         self._infos[target] = self._infos[target].told(message)
         return cast(ReplyT, await reply)
 
@@ -264,6 +188,11 @@ class LocalFleet:
             if self._infos[target] == before:
                 raise
             raise WorkerLostError(f"worker '{target}' was lost meanwhile; ask another") from error
+        except EPDError:
+            raise
+        except Exception as error:  # as of a thread: it costs its sender alone
+            logger.exception("worker %s failed on a message", target)
+            raise fault_of(target, message, error) from error
 
     async def events(self) -> AsyncIterator[FleetEvent]:
         while True:
@@ -272,13 +201,10 @@ class LocalFleet:
                 return
             yield event
 
-    def _take(self, event: FleetEvent) -> None:
-        """What a thread says; nothing of one that is gone counts."""
-        if isinstance(event, WorkerReport):
-            if self._infos[event.worker].is_alive:
-                self._events.put_nowait(event)
-        elif isinstance(event, WorkerLost):
-            self._lose(event.name, event.reason)
+    def _take(self, report: WorkerReport) -> None:
+        """What a thread reports; nothing of one that is gone counts."""
+        if self._infos[report.worker].is_alive:
+            self._events.put_nowait(report)
 
     # Loss
 
@@ -304,11 +230,12 @@ class LocalFleet:
         self._events.put_nowait(WorkerLost(name, reason))
         self._spawn(self._restart(name))
 
-    def _stop(self, thread: _WorkerThread, reason: str) -> None:
+    def _stop(self, thread: _LocalWorker, reason: str) -> None:
         thread.stop()
         self._stopped.append(thread)
         for reply in list(thread.calls):
-            _fail(reply, WorkerLostError(f"{reason}; send to another worker"))
+            if not reply.done():
+                reply.set_exception(WorkerLostError(f"{reason}; send to another worker"))
 
     async def _restart(self, name: str) -> None:
         await asyncio.sleep(self._config.restart_s)
@@ -317,9 +244,18 @@ class LocalFleet:
         if name in self.readers:
             self.readers[name] = FrameReader()
         else:
-            await self._start(name)
+            while not await self._is_started(name):
+                await asyncio.sleep(max(self._config.restart_s, _FROZEN_S))
         self._infos[name] = replace(self._infos[name], is_alive=True)
         self._events.put_nowait(WorkerBack(name))
+
+    async def _is_started(self, name: str) -> bool:
+        try:
+            await self._start(name)
+        except EPDError:
+            logger.exception("worker %s does not start", name)
+            return False
+        return True
 
     async def _watch(self) -> None:
         """Finds workers that hang."""
@@ -334,23 +270,3 @@ class LocalFleet:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _poster(loop: asyncio.AbstractEventLoop) -> Callable[..., None]:
-    """Calls something in the event loop, from a thread; nothing once the loop has ended."""
-
-    def post(function: Callable[..., None], *arguments: Any) -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(function, *arguments)
-
-    return post
-
-
-def _resolve(future: asyncio.Future[Any], value: object) -> None:
-    if not future.done():
-        future.set_result(value)
-
-
-def _fail(future: asyncio.Future[Any], error: EPDError) -> None:
-    if not future.done():
-        future.set_exception(error)

@@ -11,6 +11,7 @@ that they are meant for.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,8 +29,11 @@ from serve_app.frame_reader import FrameReader
 from serve_app.messages import Message, WorkerLoad, WorkerReport
 from serve_app.ray_connector import Envelope, RayTransport
 from serve_app.ray_memory import PoolFiles
-from serve_app.ray_thread import Call, WorkerThread
+from serve_app.ray_thread import ActorThread, Call
 from serve_app.worker_stages import WorkerSettings
+from serve_app.worker_thread import fault_of
+
+logger = logging.getLogger(__name__)
 
 # Frames, or a reference to frames; in a list, so that Ray does not wait for it before the call.
 BulkArgument = Sequence[Any]
@@ -111,7 +115,7 @@ class StageActor:
     def __init__(self) -> None:
         self._life = ""
         self._line = Line()
-        self._thread: WorkerThread | None = None
+        self._thread: ActorThread | None = None
         self._transport: RayTransport | None = None
         self._peers: Mapping[str, Peer] = {}
         self._name = ""
@@ -127,7 +131,7 @@ class StageActor:
         files.remove_of(start.name)
         self._name, self._life = start.name, start.life
         self._transport = RayTransport(self._post, self._can_map, files)
-        self._thread = WorkerThread(start.name, start.roles, start.settings, self._transport)
+        self._thread = ActorThread(start.name, start.roles, start.settings, self._transport)
         try:
             await self._thread.start()
         except EPDError as error:
@@ -221,6 +225,9 @@ class VideoActor:
             return Reply(), await loop.run_in_executor(self._executor, self._reader.handle, message)
         except EPDError as error:
             return Reply(error=error), None
+        except Exception as error:  # a group that the code cannot read costs its request alone
+            logger.exception("worker %s failed on a message", self._name)
+            return Reply(error=fault_of(self._name, message, error)), None
 
     async def beat(self, life: str, wait_s: float) -> Beat:
         if life != self._life:

@@ -17,12 +17,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.errors import EPDError, ModelError
+from epd.errors import EPDError, ModelError, WorkerFaultError, http_status
 from serve_app.messages import Abort, CancelTickets, Redirect
 from serve_app.ray_memory import PoolFiles
 from serve_app.ray_process import WatchedProcess
-from serve_app.ray_thread import Call, WorkerThread
+from serve_app.ray_thread import ActorThread, Call
 from serve_app.ray_worker import Line
+from serve_app.worker_roles import EncodeRole
 from serve_app.worker_stages import WorkerSettings
 from stages.encoder_pool import EncoderPoolShape
 
@@ -122,7 +123,7 @@ def settings(path: Path) -> WorkerSettings:
     return WorkerSettings(path, num_embeddings=64)
 
 
-async def handled(thread: WorkerThread, message: Any) -> Any:
+async def handled(thread: ActorThread, message: Any) -> Any:
     reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     thread.put(Call(message, None, reply))
     return await asyncio.wait_for(reply, SOON_S)
@@ -130,7 +131,7 @@ async def handled(thread: WorkerThread, message: Any) -> Any:
 
 def test_a_thread_answers_and_goes_on_after_refusals(checkpoints: dict[str, Path]) -> None:
     async def run() -> None:
-        thread = WorkerThread("e0", frozenset({"encode"}), settings(checkpoints["qwen2_5_vl"]), NoTransport())
+        thread = ActorThread("e0", frozenset({"encode"}), settings(checkpoints["qwen2_5_vl"]), NoTransport())
         await thread.start()
         assert await handled(thread, CancelTickets(("none",))) is None
         with pytest.raises(EPDError, match="no role 'prefill'"):
@@ -143,11 +144,57 @@ def test_a_thread_answers_and_goes_on_after_refusals(checkpoints: dict[str, Path
     asyncio.run(run())
 
 
+def raise_bug(*_: Any) -> None:
+    raise ZeroDivisionError("a bug")
+
+
+def test_a_handler_that_raises_refuses_its_message_and_keeps_the_worker(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        thread = ActorThread("e0", frozenset({"encode"}), settings(checkpoints["qwen2_5_vl"]), NoTransport())
+        await thread.start()
+        with monkeypatch.context() as patch:
+            patch.setattr(EncodeRole, "cancel", raise_bug)
+            with pytest.raises(
+                WorkerFaultError, match=r"'e0' .* CancelTickets .*ZeroDivisionError"
+            ) as caught:
+                await handled(thread, CancelTickets(("none",)))
+        assert http_status(caught.value) == 500
+        assert await handled(thread, CancelTickets(("none",))) is None
+        assert thread.failure == ""
+        thread.stop()
+
+    asyncio.run(run())
+
+
+def test_a_handler_that_raises_and_breaks_the_books_ends_the_worker(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        thread = ActorThread("e0", frozenset({"encode"}), settings(checkpoints["qwen2_5_vl"]), NoTransport())
+        await thread.start()
+        monkeypatch.setattr(EncodeRole, "cancel", raise_bug)
+        monkeypatch.setattr(EncodeRole, "check_integrity", lambda _: broken_books())
+        with pytest.raises(WorkerFaultError):
+            await handled(thread, CancelTickets(("none",)))
+        async with asyncio.timeout(SOON_S):
+            while not thread.failure:
+                await thread.take_reports(SOON_S)
+        assert thread.failure == "AssertionError: blocks are missing"
+
+    asyncio.run(run())
+
+
+def broken_books() -> None:
+    raise AssertionError("blocks are missing")
+
+
 def test_a_bug_in_a_step_ends_the_thread_with_its_reason(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run() -> None:
-        thread = WorkerThread("e0", frozenset({"encode"}), settings(checkpoints["qwen2_5_vl"]), NoTransport())
+        thread = ActorThread("e0", frozenset({"encode"}), settings(checkpoints["qwen2_5_vl"]), NoTransport())
         await thread.start()
         monkeypatch.setattr(SilentConnector, "is_broken", True)
         thread.wake()
@@ -161,7 +208,7 @@ def test_a_bug_in_a_step_ends_the_thread_with_its_reason(
 
 def test_a_model_that_does_not_load_is_told_at_the_start(tmp_path: Path) -> None:
     async def run() -> None:
-        thread = WorkerThread("e0", frozenset({"encode"}), settings(tmp_path / "none"), NoTransport())
+        thread = ActorThread("e0", frozenset({"encode"}), settings(tmp_path / "none"), NoTransport())
         with pytest.raises(ModelError):
             await thread.start()
 
