@@ -37,7 +37,8 @@ with warnings.catch_warnings():
     from ray.serve.config import RequestRouterConfig
     from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from serve_app.ray_cluster import RaySettings, ray_cluster  # noqa: E402 - after sys.path
+from epd.machine import usable_cpus  # noqa: E402 - after sys.path
+from serve_app.ray_cluster import RaySettings, ray_cluster  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 STATISTICS_S = 0.1
@@ -193,7 +194,7 @@ def measure(is_quick: bool) -> list[Row]:
 def environment() -> Row:
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "cores": os.cpu_count(),
+        "cores": usable_cpus(),
         "load_average_1min": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
         "ray": version("ray"),

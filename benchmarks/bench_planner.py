@@ -38,6 +38,7 @@ from reporting import RESULTS, Row, Section, run_sections, setting  # noqa: E402
 from epd.cli_bench import _write_video  # noqa: E402
 from epd.load.live_app import LiveApp, live_app  # noqa: E402
 from epd.load.media import MediaLibrary  # noqa: E402
+from epd.machine import usable_cpus  # noqa: E402
 from epd.profiles import Profile, load_profile  # noqa: E402
 from epd.profiles.app_costs import Figures  # noqa: E402
 from epd.simulate import Deployment  # noqa: E402
@@ -152,7 +153,7 @@ def seed_of(name: str, number: int) -> int:
 
 
 def deployment_of(topology: str) -> Deployment:
-    return Deployment(parse_topology(topology), cpu_threads=os.cpu_count() or 1, kv_tokens=NUM_KV_TOKENS)
+    return Deployment(parse_topology(topology), cpu_threads=usable_cpus(), kv_tokens=NUM_KV_TOKENS)
 
 
 def core_seconds(profile: Profile, topology: str, part: Row) -> float:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import platform
 import resource
 import statistics
@@ -40,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from video_decode_contenders import Contender, contenders, missing_libraries  # noqa: E402 - after sys.path
 
 import video  # noqa: E402
+from epd.machine import usable_cpus  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 FPS = 25
@@ -233,7 +233,7 @@ print(json.dumps({"first_group_s": first_s, "wall_s": wall_s, "cpu_s": cpu_s() -
 
 def run_hour(cache: Path, minutes: int) -> dict[str, Any]:
     """First group, whole time and peak memory, each video in a process of its own."""
-    workers = len(os.sched_getaffinity(0))
+    workers = usable_cpus()
     results = {}
     for name, length in (("long", minutes), ("two_minutes", 2)):
         path = clip("h264", "1080p", length, cache)
@@ -277,7 +277,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions,
         "cpu": cpu.partition(":")[2].strip(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cpus(),
         "not_installed": missing_libraries(),
         "span_s": {str(gap): span for gap, span in SPAN_S.items()},
     }

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from epd.machine import usable_cpus
+
 RESULTS = Path(__file__).resolve().parent / "results"
 Row = dict[str, Any]
 
@@ -32,7 +34,7 @@ def setting(packages: Sequence[str], **more: Any) -> Row:
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "cpu": cpu_name(),
-        "cores": os.cpu_count(),
+        "cores": usable_cpus(),
         "torch_threads": torch.get_num_threads(),
         "load_average_1min": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),

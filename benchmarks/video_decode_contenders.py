@@ -8,7 +8,6 @@ resize (the others by the same torchvision call, made for each frame on its fast
 from __future__ import annotations
 
 import importlib.util
-import os
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ import av
 import numpy as np
 
 import video
+from epd.machine import usable_cpus
 from video.pixels import exact_resize
 
 BATCH = 8
@@ -174,7 +174,7 @@ def missing_libraries() -> dict[str, str]:
 
 def contenders() -> list[Contender]:
     """Everyone who is here, ours first."""
-    cores = min(2, len(os.sched_getaffinity(0)))
+    cores = min(2, usable_cpus())
     several = range(1, cores + 1)
     found = [Contender(f"ours-{n}", n, ours(n)) for n in several]
     found.append(Contender("sequential", 1, sequential))

@@ -14,6 +14,7 @@ import typer
 
 from epd import console
 from epd.errors import RequestError
+from epd.machine import memory_limit_bytes
 
 if TYPE_CHECKING:
     from epd.profiles import HostCosts, MediaRule, MemoryNeeds, Profile, StageTable
@@ -266,7 +267,7 @@ class _Bench:
         layers = 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
         kv_bytes = kv_layout(self.model).bytes_per_token
         return MemoryNeeds(
-            device_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            device_bytes=memory_limit_bytes(),
             vision_weight_bytes=vision,
             language_weight_bytes=total - vision,
             kv_bytes_per_token=kv_bytes,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -11,6 +10,8 @@ from itertools import count
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
+
+from epd.machine import usable_cpus
 
 if TYPE_CHECKING:
     from epd.load.live_app import LiveApp, LoadResult
@@ -77,7 +78,7 @@ def _alone(profile: Profile, asking: _Asking) -> tuple[HostCosts, PromptRule]:
     at_once = asking.in_turn(app_costs.ALONE, 16, app_costs.NUM_AT_ONCE)
     long = asking.in_turn(app_costs.LONG, 6)
     more_s = app_costs.sequence_s(alone, at_once) - profile.decode.cost.per_unit_s
-    host = HostCosts(os.cpu_count() or 1, asking.idle_cores, sequence_s=max(0.0, more_s))
+    host = HostCosts(usable_cpus(), asking.idle_cores, sequence_s=max(0.0, more_s))
     return host, app_costs.prompt_rule(alone, long)
 
 
@@ -106,7 +107,7 @@ class _Asking:
         """At random times, so many a second that _LOAD of the cores is busy, as far as single ones tell."""
         from epd.simulate.calibrating import Asked
 
-        free_cores = (os.cpu_count() or 1) - self.idle_cores
+        free_cores = usable_cpus() - self.idle_cores
         rate = _LOAD * free_cores / max(self.in_turn(part, 6).cpu_s, 1e-3)
         workload = _workload(part, _NUM_REQUESTS, rate=rate)
         result = self._load(workload, seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Self
@@ -10,6 +9,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from epd.errors import ModelNotFoundError, RequestError
+from epd.machine import usable_cpus
 from epd.models import embedded_model_path
 from epd.reduction import DEFAULT_METHOD, LEAST_RETENTION, ReductionPolicy
 from epd.retention import RetentionConfig, levels_down_to
@@ -19,6 +19,7 @@ from epd.sharding import Sharding
 from epd.topology import parse_topology
 
 _VIDEO: frozenset[Stage] = frozenset({"video"})
+_KV_ROLES: frozenset[Stage] = frozenset({"prefill", "decode"})
 
 
 class AppArgs(BaseModel):
@@ -112,8 +113,15 @@ class AppArgs(BaseModel):
     @property
     def threads_per_worker(self) -> int:
         """Those of torch in each stage worker. One core is left to HTTP and Ray, which serve all of them."""
-        share = ((os.cpu_count() or 1) - 1) // parse_topology(self.topology).num_workers
+        share = (usable_cpus() - 1) // parse_topology(self.topology).num_workers
         return self.num_threads or max(1, share)
+
+    @property
+    def num_kv_pools(self) -> int:
+        """Pools of keys and values that the workers may have at once: one for each role that needs one, and
+        one for each other worker, which may be given such a role."""
+        stages = [roles for roles in self.workers.values() if roles != _VIDEO]
+        return sum(max(1, len(roles & _KV_ROLES)) for roles in stages)
 
     def scheduler(self, *, is_decode: bool) -> SchedulerConfig:
         """Of workers that only decode, or of the others."""

@@ -35,6 +35,7 @@ async def create_ingress(args: AppArgs) -> FastAPI:
             args.model_path,
             dtype=args.dtype,
             num_kv_tokens=args.num_kv_tokens,
+            num_kv_pools=args.num_kv_pools,
             scheduler=args.scheduler(is_decode=False),
             max_batch_patches=args.max_batch_patches,
             skip_static=args.skip_static,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import ray
 
 from epd.errors import UnavailableError
+from epd.machine import usable_cpus
 
 # Threads of torch that wait by spinning would take the cores from other workers, and more than one for each
 # worker would have them compete; a worker never downloads anything.
@@ -74,7 +75,7 @@ def _start(settings: RaySettings) -> None:
         ray.init(
             address="local",
             namespace=settings.namespace,
-            num_cpus=settings.num_cpus or max(_LEAST_CPUS, 2 * (os.cpu_count() or 1)),
+            num_cpus=settings.num_cpus or max(_LEAST_CPUS, 2 * usable_cpus()),
             object_store_memory=settings.object_store_bytes,
             include_dashboard=False,
             log_to_driver=settings.shows_logs,

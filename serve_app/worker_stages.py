@@ -39,7 +39,8 @@ class WorkerSettings:
     max_draft: see `LanguageEngine`. num_embeddings: room for embeddings, at an encoder and at its receivers.
     max_batch_patches: that an encoder takes together. skip_static: see `encoders.batch.FrameEncoder`; what is
     encoded depends on it, so it is the same for all workers that share embeddings. decode_scheduler: of
-    workers that only decode, None for `scheduler`.
+    workers that only decode, None for `scheduler`. num_kv_pools: that share the machine's memory where
+    num_kv_tokens is not set.
     """
 
     model_path: Path
@@ -54,6 +55,7 @@ class WorkerSettings:
     max_batch_patches: int = 4096
     skip_static: float | None = None
     decode_scheduler: SchedulerConfig | None = None
+    num_kv_pools: int = 1
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -130,7 +132,9 @@ class StageBuilder:
     def _engine(self, name: str, scheduler: SchedulerConfig) -> tuple[LanguageEngine, KVConnector]:
         settings, model = self.settings, self._language_model()
         layout = kv_layout(model)
-        num_tokens = settings.num_kv_tokens or default_kv_tokens(layout.bytes_per_token)
+        num_tokens = settings.num_kv_tokens or default_kv_tokens(
+            layout.bytes_per_token, settings.num_kv_pools
+        )
         group = KVGroupShape(num_tokens // settings.block_size, layout)
         pools, connector = self.transport.kv(name, KVPoolsShape((group,), settings.block_size))
         engine = LanguageEngine(

@@ -20,6 +20,7 @@ import torch
 from encoders import Adapter, load_adapter
 from encoders.groups import DEFAULT_GROUP_TOKENS
 from epd.batch.bounded_queue import QueueClosed
+from epd.machine import usable_cpus
 from stages.batch_jobs import BatchSink, MediaJob
 from stages.batch_language import LanguageStage
 from stages.batch_media import MediaStages
@@ -27,7 +28,6 @@ from stages.engine import LanguageEngine
 from stages.engine_setup import build_engine
 from stages.generation import GenerationSettings
 from stages.loader import load_model, use_threads
-from video.cpus import usable_cpus
 from video.pool import shared_pool
 
 _MAX_PLANNED = 4

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from encoders import Adapter
+from epd.machine import memory_limit_bytes
 from epd.scheduling import SchedulerConfig
 from stages.engine import LanguageEngine
 from stages.generation import GenerationSettings
@@ -13,7 +13,7 @@ from stages.kv_pool import KVGroupShape, KVPoolsShape
 from stages.model_runner import ModelRunner, kv_layout
 
 BLOCK_SIZE = 16
-# The KV cache takes at most this share of the machine's memory, and no more tokens than this.
+# KV caches take together at most this share of the memory, and each no more tokens than this.
 _KV_MEMORY_SHARE = 0.25
 _MAX_KV_TOKENS = 2**18
 
@@ -44,7 +44,7 @@ def build_engine(
     )
 
 
-def default_kv_tokens(bytes_per_token: int) -> int:
-    """What a quarter of this machine's memory holds, or less."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(int(memory * _KV_MEMORY_SHARE) // bytes_per_token, _MAX_KV_TOKENS)
+def default_kv_tokens(bytes_per_token: int, num_pools: int = 1) -> int:
+    """What one of num_pools pools, which share a quarter of the memory that we may use, holds, or less."""
+    share_bytes = int(memory_limit_bytes() * _KV_MEMORY_SHARE) // num_pools
+    return min(share_bytes // bytes_per_token, _MAX_KV_TOKENS)

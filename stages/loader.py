@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from epd.errors import ModelError
+from epd.machine import usable_cpus
 
 
 def load_model(path: Path, dtype: torch.dtype) -> nn.Module:
@@ -40,13 +41,7 @@ def load_model(path: Path, dtype: torch.dtype) -> nn.Module:
 
 def use_threads(num_threads: int | None) -> None:
     """Sets how many threads torch computes with: as told, else OMP_NUM_THREADS, else the cores we may use."""
-    torch.set_num_threads(num_threads or int(os.environ.get("OMP_NUM_THREADS") or _available_cores()))
-
-
-def _available_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    torch.set_num_threads(num_threads or int(os.environ.get("OMP_NUM_THREADS") or usable_cpus()))
 
 
 @contextmanager

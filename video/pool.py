@@ -14,7 +14,7 @@ import threading
 import time
 from typing import Literal, Protocol
 
-from video.cpus import usable_cpus
+from epd.machine import usable_cpus
 
 StepResult = Literal["again", "parked", "done"]
 EXIT_WAIT_S = 2.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -13,6 +12,7 @@ from typing import Literal, Protocol
 
 from epd.errors import RequestError
 from epd.load.body import MediaPart
+from epd.machine import usable_cpus
 from epd.workload import PlannedRequest, Resolution, VideoSpec
 
 ImageFormat = Literal["png", "jpeg"]
@@ -70,7 +70,7 @@ class MediaLibrary:
         missing = [key for key in keys if not self.path(key).exists()]
         self._folder.mkdir(parents=True, exist_ok=True)
         progress = _FrameProgress(sum(key.num_frames for key in missing), show)
-        with ThreadPoolExecutor(_num_cpus()) as pool:
+        with ThreadPoolExecutor(usable_cpus()) as pool:
             drawn = [pool.submit(self._draw_one, key, progress) for key in missing]
             try:
                 for one in as_completed(drawn):
@@ -127,7 +127,3 @@ class _FrameProgress:
         with self._lock:
             self._num_done += 1
             self._show(self._num_done, self._num_frames)
-
-
-def _num_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 
-from video.cpus import cgroup_quota, usable_cpus
 from video.pool import DecodePool, StepResult
 
 
@@ -75,23 +73,3 @@ def test_as_many_threads_as_waiting_tasks_and_no_more_than_allowed() -> None:
         pool.submit(task)
     assert all(task.finished.wait(5) for task in tasks)
     pool.close()
-
-
-def test_cpus_are_those_of_the_affinity_and_the_quota(tmp_path: Path) -> None:
-    assert cgroup_quota(tmp_path) is None
-    (tmp_path / "cpu.max").write_text("150000 100000\n")
-    assert cgroup_quota(tmp_path) == 1.5
-    assert usable_cpus(tmp_path) <= 2
-    (tmp_path / "cpu.max").write_text("10000 100000\n")
-    assert usable_cpus(tmp_path) == 1
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert cgroup_quota(tmp_path) is None
-
-
-def test_cpus_of_the_older_kind_of_group(tmp_path: Path) -> None:
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
-    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    assert cgroup_quota(tmp_path) is None
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("250000\n")
-    assert cgroup_quota(tmp_path) == 2.5
