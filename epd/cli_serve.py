@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -174,8 +174,6 @@ def serve(
 
     Prints a line when it is ready. SIGINT or SIGTERM ends it when the requests under way have been answered.
     """
-    from serve_app.host_check import served_hosts
-
     start_s = time.monotonic()
     options = {
         "model": model,
@@ -195,7 +193,7 @@ def serve(
         "retention_min": retention_min,
         "skip_static": skip_static,
         "drain_s": drain,
-        "served_hosts": served_hosts(host, has_key=bool(api_key), extra=allowed_host or ()),
+        "served_hosts": _served_hosts(host, allowed_host or (), has_key=bool(api_key)),
         "trace_dir": trace_dir,
         "max_traces": max_traces,
         "otlp_endpoint": otlp_endpoint,
@@ -209,6 +207,15 @@ def serve(
         print(f"ready in {seconds:.1f} s: {url}/v1 serves {name} on {args.topology}", flush=True)
         _wait_for_signal()
         print("draining; once more ends at once", file=sys.stderr)
+
+
+def _served_hosts(host: str, allowed: Sequence[str], *, has_key: bool) -> frozenset[str] | None:
+    """The names to answer to, the bound one included; None: it depends on the address a request comes to."""
+    from serve_app.host_check import checked_hosts, is_address
+
+    if allowed or not (has_key or is_address(host)):
+        return checked_hosts(allowed) | {host.lower()}
+    return None
 
 
 # Arguments of the application whose option has another name.

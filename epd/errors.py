@@ -5,7 +5,8 @@ A message says what was received, what is allowed, and what to do next, in that 
     EPDError
     ├── InputError                    the caller can mend it
     │   ├── RequestError              a question or option that makes no sense
-    │   │   └── RequestLimitError     more bytes, messages or media than a request may have
+    │   │   ├── RequestLimitError     more bytes, messages or media than a request may have
+    │   │   └── RequestTimeoutError   a body that comes too slowly
     │   ├── AuthenticationError       no key, or not the right one
     │   ├── MediaError
     │   │   ├── MediaNotFoundError
@@ -39,6 +40,10 @@ class RequestError(InputError):
 
 class RequestLimitError(RequestError):
     """More bytes, messages or media than one request may have."""
+
+
+class RequestTimeoutError(RequestError):
+    """A request that was not complete in time."""
 
 
 class AuthenticationError(InputError):
@@ -116,6 +121,7 @@ _OUTCOMES: dict[type[EPDError], tuple[int, int]] = {
     EPDError: (EXIT_BUG, 500),
     InputError: (2, 400),
     RequestLimitError: (2, 413),
+    RequestTimeoutError: (2, 408),
     AuthenticationError: (2, 401),
     MediaNotFoundError: (2, 404),
     MediaForbiddenError: (2, 403),

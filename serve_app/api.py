@@ -17,12 +17,11 @@ from epd.errors import ModelNotFoundError
 from serve_app import metrics
 from serve_app.chat_answer import ChatAnswer
 from serve_app.front import ApiSettings, FrontDoor
+from serve_app.host_check import HostCheck
 from serve_app.http_guard import (
     KeyCheck,
     RequestEdge,
     install_error_handlers,
-    read_body,
-    record_of,
 )
 from serve_app.intake import describe
 from serve_app.page import page_routes
@@ -42,6 +41,7 @@ from serve_app.protocol import (
     SwitchReport,
     WorkerReport,
 )
+from serve_app.record import record_of
 from serve_app.service import AnswerService, ModelCard
 
 __all__ = ["ApiSettings", "create_api"]
@@ -56,7 +56,8 @@ def create_api(service: AnswerService, settings: ApiSettings | None = None) -> F
     front = FrontDoor(service, settings or ApiSettings())
     app = _App(title="epd", docs_url=None, redoc_url=None, lifespan=_lifespan)
     app.state.front = front
-    app.add_middleware(RequestEdge, on_finished=front.finish, allowed_hosts=front.settings.allowed_hosts)
+    hosts = HostCheck(front.settings.allowed_hosts, has_key=front.settings.api_key is not None)
+    app.add_middleware(RequestEdge, on_finished=front.finish, host_check=hosts)
     install_error_handlers(app)
     app.include_router(_open)
     app.include_router(_guarded, dependencies=[Depends(KeyCheck(front.settings.api_key))])
@@ -174,13 +175,13 @@ async def load(request: Request) -> LoadReport:
 async def switch_roles(request: Request) -> SwitchReport:
     """Gives a worker other roles; answers when it has them. It is as it was where that does not work."""
     front = _front(request)
-    body = await read_body(request, _MAX_ROLES_BYTES, front.bodies)
+    body = await front.bodies.read(request, _MAX_ROLES_BYTES)
     try:
         wanted = RolesRequest.model_validate_json(body)
     except ValidationError as error:
         raise describe(error) from None
     finally:
-        front.release_body(record_of(request))
+        front.bodies.release(record_of(request))
     switch = await front.service.switch_roles(wanted.worker, frozenset(wanted.roles))
     return SwitchReport(**asdict(switch))
 

@@ -37,7 +37,7 @@ class AppArgs(BaseModel):
     are chosen: see `epd.reduction`. retention_min: the share falls to it as the load rises, so that first
     tokens come within slo_ttft_s; by default it does not follow the load.
     drain_s: that requests are given to end when the application does.
-    served_hosts: names that clients may call the server by, None for any: see `serve_app.host_check`.
+    served_hosts: names that clients may call the server by: see `serve_app.host_check.HostCheck`.
     trace_dir: a Chrome trace of each request is written there, the latest max_traces are kept.
     otlp_endpoint: base URL of a collector that gets OpenTelemetry traces.
     max_batch_patches: that an encoder takes together. skip_static: a unit of a video is not encoded if none

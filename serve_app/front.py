@@ -16,7 +16,7 @@ from encoders.chat import ChatMessage
 from epd.errors import OverloadedError
 from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.sampling_params import SamplingParams
-from serve_app.http_guard import read_body, record_of
+from serve_app.body_reader import BodyLimits, BodyReader
 from serve_app.intake import (
     check_supported,
     conversation,
@@ -26,10 +26,10 @@ from serve_app.intake import (
     sampling_params,
     video_sampling,
 )
-from serve_app.media_spool import ByteBudget, MediaSpool
+from serve_app.media_spool import MediaSpool
 from serve_app.metrics import FrontMetrics
 from serve_app.protocol import ChatRequest, EpdOptions
-from serve_app.record import RequestRecord
+from serve_app.record import RequestRecord, record_of
 from serve_app.service import AnswerItem, AnswerRequest, AnswerService, MediaSource, StageSpan
 from serve_app.tracing import tracing_of
 from video import FetchPolicy
@@ -42,13 +42,13 @@ class ApiSettings:
     """Limits and policy of the HTTP front.
 
     api_key: None lets everybody in. fetch: where media may come from, and how large one may be.
-    max_body_bytes, max_held_body_bytes: of one body, and of all that are being read.
+    max_body_bytes: of one body. bodies: of all that are being read.
     max_spooled_bytes: of the media of all requests. spool_folder: None is the system's temporary folder.
     max_requests: being answered at once. max_media: of one request. num_fetch_threads: media fetched at once.
     default_params, default_reduction: where a request says nothing. default_deadline_s: of the first token,
     from arrival.
     keep_alive_s: of silence in a stream, then a comment is sent.
-    allowed_hosts: names that clients may call the server by, see `host_check.served_hosts`; None for any.
+    allowed_hosts: names that clients may call the server by, see `HostCheck`.
     trace_dir: a Chrome trace of each request is written there, the latest `max_traces` are kept.
     otlp_endpoint: base URL of a collector that gets OpenTelemetry traces.
     """
@@ -56,7 +56,7 @@ class ApiSettings:
     api_key: str | None = field(default=None, repr=False)
     fetch: FetchPolicy = field(default_factory=lambda: FetchPolicy(max_bytes=512 << 20))
     max_body_bytes: int = 128 << 20
-    max_held_body_bytes: int = 1 << 30
+    bodies: BodyLimits = field(default_factory=BodyLimits)
     max_spooled_bytes: int = 8 << 30
     spool_folder: Path | None = None
     max_requests: int = 512
@@ -89,7 +89,7 @@ class FrontDoor:
         self.settings = settings
         self.metrics = FrontMetrics()
         self.tracing = tracing_of(settings.trace_dir, settings.max_traces, settings.otlp_endpoint)
-        self.bodies = ByteBudget(settings.max_held_body_bytes, "request bodies")
+        self.bodies = BodyReader(settings.bodies)
         self.num_requests = 0
         self.spool = MediaSpool(
             settings.fetch,
@@ -98,7 +98,7 @@ class FrontDoor:
             num_threads=settings.num_fetch_threads,
         )
         watch = self.metrics.watch
-        watch("held_body_bytes", "Of requests being read.", lambda: self.bodies.num_taken)
+        watch("held_body_bytes", "Of requests being read.", lambda: self.bodies.budget.num_taken)
         watch("spooled_media_bytes", "Of requests being answered.", lambda: self.spool.budget.num_taken)
         watch("dropped_traces", "Traces not written since the start.", lambda: self.tracing.num_dropped)
 
@@ -109,7 +109,7 @@ class FrontDoor:
     async def read(self, request: Request) -> ChatRequest:
         """The checked JSON of a chat request. Raises EPDError."""
         record = record_of(request)
-        body = await read_body(request, self.settings.max_body_bytes, self.bodies)
+        body = await self.bodies.read(request, self.settings.max_body_bytes)
         try:
             chat = ChatRequest.model_validate_json(body)
         except ValidationError as error:
@@ -128,7 +128,7 @@ class FrontDoor:
         with self._admitted():
             async with self.spool.sources(references) as media:
                 del chat, references  # they hold whole media as text, and the answer may take minutes
-                self.release_body(record)
+                self.bodies.release(record)
                 async with aclosing(self.service.answer(request(media))) as items:
                     async for item in items:
                         record.note(item)
@@ -184,13 +184,9 @@ class FrontDoor:
             self.num_requests -= 1
             self.metrics.in_flight.set(self.num_requests)
 
-    def release_body(self, record: RequestRecord) -> None:
-        self.bodies.give_back(record.held_bytes)
-        record.held_bytes = 0
-
     def finish(self, record: RequestRecord) -> None:
         """Called once for every HTTP request, however it ended."""
-        self.release_body(record)
+        self.bodies.release(record)
         if record.is_answer:
             self.metrics.observe(record)
             record.log()

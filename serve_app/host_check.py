@@ -15,18 +15,28 @@ from starlette.types import Scope
 from epd.errors import RequestError
 
 
-def served_hosts(bound_host: str, *, has_key: bool, extra: Iterable[str] = ()) -> frozenset[str] | None:
-    """The names to answer to, None for any.
+class HostCheck:
+    """Decides whether a request may be answered under the name it calls the server by."""
 
-    Those in `extra` if there are some, and the bound one. Without them, loopback names for a server on
-    loopback that asks for no key; any name for others: their names are not known here, or their key protects
-    them. A name that begins with a dot stands for every host below it.
-    Raises RequestError for what is no host name.
-    """
-    names = frozenset(_checked(name) for name in extra)
-    if not names and (has_key or not _is_loopback(bound_host)):
-        return None
-    return names | {bound_host.lower()}
+    def __init__(self, names: Iterable[str] | None = None, *, has_key: bool = False) -> None:
+        """names: that clients may use, beside localhost and addresses; ".NAME" is every host below NAME.
+
+        Without names, a request over a loopback address must use localhost or an address, unless a key
+        protects the server; one over another address may use any name: this machine's are not known here.
+        Raises RequestError for what is no host name.
+        """
+        self._names = None if names is None else checked_hosts(names)
+        self._has_key = has_key
+
+    def allows(self, scope: Scope) -> bool:
+        if self._names is not None:
+            return _has_allowed_host(scope, self._names)
+        return self._has_key or not _is_over_loopback(scope) or _has_allowed_host(scope, frozenset())
+
+
+def checked_hosts(names: Iterable[str]) -> frozenset[str]:
+    """The names in lower case. Raises RequestError for what is no host name."""
+    return frozenset(_checked(name) for name in names)
 
 
 def _checked(name: str) -> str:
@@ -38,14 +48,14 @@ def _checked(name: str) -> str:
     return name.lower().rstrip(".")
 
 
-def has_allowed_host(scope: Scope, allowed: frozenset[str]) -> bool:
+def _has_allowed_host(scope: Scope, allowed: frozenset[str]) -> bool:
     """Whether every Host header is allowed. One without any is no browser's."""
     values = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
     return all(_is_allowed(_name_of(value), allowed) for value in values)
 
 
 def _is_allowed(name: str, allowed: frozenset[str]) -> bool:
-    if _is_address(name) or name == "localhost" or name.endswith(".localhost") or name in allowed:
+    if is_address(name) or name == "localhost" or name.endswith(".localhost") or name in allowed:
         return True
     return any(one.startswith(".") and name.endswith(one) for one in allowed)
 
@@ -57,7 +67,7 @@ def _name_of(value: str) -> str:
     return value.partition(":")[0].lower().removesuffix(".")
 
 
-def _is_address(name: str) -> bool:
+def is_address(name: str) -> bool:
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -65,7 +75,7 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _is_loopback(host: str) -> bool:
-    if _is_address(host):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost" or host.endswith(".localhost")
+def _is_over_loopback(scope: Scope) -> bool:
+    """Whether the connection came to a loopback address of this machine. On a Unix socket there is none."""
+    address = (scope.get("server") or ("", 0))[0]
+    return is_address(address) and ipaddress.ip_address(address).is_loopback

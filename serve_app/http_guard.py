@@ -1,4 +1,4 @@
-"""What stands before every route: request ids, the key, the size of bodies, and errors in OpenAI's shape."""
+"""What every route passes: request ids, the Host check, the key, and errors in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from http import HTTPStatus
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from epd.errors import (
     AuthenticationError,
     EPDError,
     OverloadedError,
-    RequestError,
     RequestLimitError,
+    RequestTimeoutError,
     http_status,
 )
-from serve_app.host_check import has_allowed_host
-from serve_app.media_spool import ByteBudget
+from serve_app.host_check import HostCheck
 from serve_app.protocol import ErrorBody, ErrorReply
-from serve_app.record import RequestRecord
+from serve_app.record import CLIENT_GONE, RequestRecord, record_of
 
 logger = logging.getLogger(__name__)
 
@@ -38,24 +38,22 @@ _ERROR_TYPES = {
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
 }
 ANSWER_ROUTE = ("POST", "/v1/chat/completions")
-_JSON_TYPES = ("", "application/json")
+# After these the rest of the body is not read.
+_CLOSING = (RequestLimitError, RequestTimeoutError)
 
 
 class RequestEdge:
-    """Gives every HTTP request a record, its id to every answer, and every bug an answer.
-
-    allowed_hosts: see `host_check`; None for any.
-    """
+    """Gives every HTTP request a record, its id to every answer, and every bug an answer."""
 
     def __init__(
         self,
         app: ASGIApp,
         on_finished: Callable[[RequestRecord], None],
-        allowed_hosts: frozenset[str] | None = None,
+        host_check: HostCheck,
     ) -> None:
         self._app = app
         self._on_finished = on_finished
-        self._allowed_hosts = allowed_hosts
+        self._host_check = host_check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -87,9 +85,7 @@ class RequestEdge:
             self._on_finished(record)
 
     def _app_for(self, scope: Scope) -> ASGIApp:
-        if self._allowed_hosts is None or has_allowed_host(scope, self._allowed_hosts):
-            return self._app
-        return _foreign_host_response()
+        return self._app if self._host_check.allows(scope) else _foreign_host_response()
 
 
 def _foreign_host_response() -> JSONResponse:
@@ -100,12 +96,6 @@ def _foreign_host_response() -> JSONResponse:
     return JSONResponse(
         _reply(HTTPStatus.FORBIDDEN, message, "host_forbidden").model_dump(), HTTPStatus.FORBIDDEN
     )
-
-
-def record_of(request: Request) -> RequestRecord:
-    record = request.state.record
-    assert isinstance(record, RequestRecord)
-    return record
 
 
 class KeyCheck:
@@ -127,37 +117,6 @@ class KeyCheck:
             )
 
 
-async def read_body(request: Request, max_bytes: int, budget: ByteBudget) -> bytearray:
-    """The JSON body, refused as soon as it is too large. What it takes of the budget is noted in the record.
-
-    Only `application/json`, which no browser sends to another site unasked; no type at all only from what
-    is no browser.
-    Raises RequestError, RequestLimitError, OverloadedError.
-    """
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type not in _JSON_TYPES or (not content_type and "origin" in request.headers):
-        raise RequestError(
-            f"received the content type {content_type[:50]!r}; allowed: application/json; set the header"
-        )
-    record = record_of(request)
-    announced = request.headers.get("content-length", "0")
-    body = bytearray()
-    _check_size(int(announced) if announced.isdecimal() else 0, max_bytes)
-    async for chunk in request.stream():
-        _check_size(len(body) + len(chunk), max_bytes)
-        budget.take(len(chunk))
-        record.held_bytes += len(chunk)
-        body += chunk
-    return body
-
-
-def _check_size(num_bytes: int, max_bytes: int) -> None:
-    if num_bytes > max_bytes:
-        raise RequestLimitError(
-            f"the body has more than {max_bytes} bytes; allowed that many; send media by URL"
-        )
-
-
 def error_reply(error: EPDError) -> ErrorReply:
     code = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__.removesuffix("Error")).lower()
     return _reply(http_status(error), str(error), code)
@@ -177,6 +136,7 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(EPDError, _on_epd_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
 
 
 async def _on_epd_error(request: Request, error: Exception) -> JSONResponse:
@@ -187,6 +147,8 @@ async def _on_epd_error(request: Request, error: Exception) -> JSONResponse:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, AuthenticationError):
         headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, _CLOSING):
+        headers["Connection"] = "close"
     return JSONResponse(error_reply(error).model_dump(), http_status(error), headers)
 
 
@@ -199,6 +161,12 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
 async def _on_invalid(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     return JSONResponse(_reply(HTTPStatus.BAD_REQUEST, "the request does not fit").model_dump(), 400)
+
+
+async def _on_disconnect(request: Request, _: Exception) -> Response:
+    """The client left while it sent its body: nobody reads the answer."""
+    record_of(request).error = "disconnected"
+    return Response(status_code=CLIENT_GONE)
 
 
 def bug_response(record: RequestRecord) -> JSONResponse:

@@ -7,6 +7,8 @@ import uuid
 from dataclasses import asdict, dataclass, field
 from time import perf_counter, time
 
+from fastapi import Request
+
 from epd.types import StageTimings
 from serve_app.protocol import EpdReport, PromptTokensDetails, SpanReport, UsageReport
 from serve_app.service import AnswerEnd, AnswerItem, StageSpan, TokenDelta
@@ -43,7 +45,7 @@ class RequestRecord:
     """Times are seconds of `perf_counter`, but arrival_s, which is Unix time. status: of HTTP, None before.
 
     is_answer: whether a question is answered, and not a page or a status shown. held_bytes: of its body, as
-    taken from the budget. error: the class of what ended it, or what else did.
+    taken from the budget of `BodyReader`. error: the class of what ended it, or what else did.
     """
 
     request_id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
@@ -145,6 +147,12 @@ class RequestRecord:
         logger.info(
             "%s", " ".join(f"{name}={'-' if value is None else value}" for name, value in fields.items())
         )
+
+
+def record_of(request: Request) -> RequestRecord:
+    record = request.state.record
+    assert isinstance(record, RequestRecord)
+    return record
 
 
 def _amounts(end: AnswerEnd | None) -> dict[str, int | None]:

@@ -52,7 +52,7 @@ class Front:
         """Returns when nothing is left of any request."""
         front = self.server.front
         wait_until(lambda: self.service.num_open == self.service.num_closed and front.num_requests == 0)
-        wait_until(lambda: front.spool.budget.num_taken == front.bodies.num_taken == 0)
+        wait_until(lambda: front.spool.budget.num_taken == front.bodies.budget.num_taken == 0)
         wait_until(lambda: not list(front.spool.path.iterdir()))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from epd.errors import RequestError
-from serve_app.host_check import served_hosts
+from serve_app.host_check import HostCheck
 from tests.serve_app.conftest import QUESTION, Front
 
 NAMES = frozenset({"video.example", ".inner.example"})
@@ -56,27 +56,34 @@ def test_a_foreign_name_asks_nothing(run_front: Callable[..., Front]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bound", "has_key", "extra", "expected"),
+    ("address", "has_key", "names", "host", "is_allowed"),
     [
-        ("127.0.0.1", False, (), {"127.0.0.1"}),
-        ("localhost", False, (), {"localhost"}),
-        ("::1", False, ("My.Example.",), {"::1", "my.example"}),
-        ("127.0.0.1", True, (), None),
-        ("0.0.0.0", False, (), None),
-        ("10.0.0.1", False, (), None),
-        ("0.0.0.0", True, (".example",), {"0.0.0.0", ".example"}),
+        ("127.0.0.1", False, None, "evil.example", False),  # rebinding, however the server was started
+        ("::1", False, None, "evil.example:80", False),
+        ("127.0.0.1", False, None, "localhost:8000", True),
+        ("127.0.0.1", True, None, "evil.example", True),  # a page does not have the key
+        ("10.0.0.1", False, None, "video.example", True),  # our names elsewhere are not known here
+        ("10.0.0.1", False, {"video.example"}, "evil.example", False),
+        ("10.0.0.1", True, {"video.example"}, "video.example", True),
     ],
 )
-def test_which_names_a_server_has(
-    bound: str, has_key: bool, extra: tuple[str, ...], expected: set[str] | None
+def test_which_connections_may_use_which_names(
+    address: str, has_key: bool, names: set[str] | None, host: str, is_allowed: bool
 ) -> None:
-    assert served_hosts(bound, has_key=has_key, extra=extra) == expected
+    scope = {"server": (address, 8000), "headers": [(b"host", host.encode())]}
+    assert HostCheck(names, has_key=has_key).allows(scope) == is_allowed
+
+
+def test_a_server_without_names_is_not_rebound(front: Front) -> None:
+    """As `serve run` and `serve deploy` start it."""
+    assert front.http.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
+    assert front.http.get("/v1/models").status_code == 200
 
 
 @pytest.mark.parametrize("name", ["", ".", "http://x", "x:80", "*.x", "a,b"])
 def test_what_is_no_name(name: str) -> None:
     with pytest.raises(RequestError, match="without scheme and port"):
-        served_hosts("127.0.0.1", has_key=False, extra=(name,))
+        HostCheck((name,))
 
 
 def test_a_page_of_another_site_cannot_ask_without_a_content_type(front: Front) -> None:

@@ -246,7 +246,7 @@ def test_media_sent_as_text_are_not_held_while_they_are_asked_about(
     body = {"messages": [{"role": "user", "content": content}], "stream": True}
     with front.http.stream("POST", "/v1/chat/completions", json=body) as response:
         assert next(response.iter_lines())
-        assert front.server.front.bodies.num_taken == 0
+        assert front.server.front.bodies.budget.num_taken == 0
         held = [one for one in gc.get_objects() if type(one) in (ChatRequest, MediaReference)]
         assert held == []
 
@@ -269,4 +269,4 @@ def test_defaults_are_bounded() -> None:
     settings = ApiSettings()
     assert settings.fetch.allowed_hosts is None
     assert settings.fetch.media_folder is None
-    assert settings.max_body_bytes <= settings.max_held_body_bytes <= 2 << 30
+    assert settings.max_body_bytes <= settings.bodies.max_held_bytes <= 2 << 30

@@ -12,6 +12,7 @@ import pytest
 
 from epd import errors
 from epd.errors import EPDError, OverloadedError, exit_code, http_status
+from serve_app.body_reader import BodyLimits
 from tests.serve_app.conftest import JSON, QUESTION, Front
 from tests.serve_app.fakes import FakeService
 from tests.serve_app.server import wait_until
@@ -23,6 +24,7 @@ def of_parts(*parts: JSON) -> JSON:
 
 STATUS = {
     "EPDError": 500, "InputError": 400, "RequestError": 400, "RequestLimitError": 413,
+    "RequestTimeoutError": 408,
     "AuthenticationError": 401,
     "MediaError": 400, "MediaNotFoundError": 404, "MediaForbiddenError": 403, "MediaLimitError": 413,
     "UnsupportedMediaError": 415, "CorruptMediaError": 422, "ModelError": 400, "ModelNotFoundError": 404,
@@ -227,7 +229,7 @@ def test_bodies_over_the_limit(run_front: Callable[..., Front]) -> None:
 
 
 def test_bodies_of_all_requests_together_are_bounded(run_front: Callable[..., Front]) -> None:
-    front = run_front(max_held_body_bytes=1000)
+    front = run_front(bodies=BodyLimits(max_held_bytes=1000, small_bytes=500))
     assert front.ask(user="x" * 2000).status_code == 429
     assert front.ask().status_code == 200
 
