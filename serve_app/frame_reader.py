@@ -92,14 +92,18 @@ def _opened(message: ReadFrames) -> video.GroupStream:
     cuts = message.cuts[message.index :]
     sizes = [_num_frames(message.plan, start, stop) for start, stop in cuts]
     first = cuts[0][0] * message.plan.frames_per_unit
-    return video.stream(message.source, message.plan.times_s[first:], message.plan.size, group_sizes=sizes)
+    return video.stream(_media(message), message.plan.times_s[first:], message.plan.size, group_sizes=sizes)
 
 
 def _alone(message: ReadFrames) -> UInt8Array:
     start, stop = message.cuts[message.index]
     first = start * message.plan.frames_per_unit
     times = message.plan.times_s[first : first + _num_frames(message.plan, start, stop)]
-    return video.decode(message.source, times, message.plan.size).data
+    return video.decode(_media(message), times, message.plan.size).data
+
+
+def _media(message: ReadFrames) -> video.Media:
+    return video.Media(message.source, message.name)
 
 
 def _num_frames(plan: MediaPlan, start: int, stop: int) -> int:

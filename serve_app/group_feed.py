@@ -36,12 +36,12 @@ class _ItemFrames:
         """The item's group `index`. Raises MediaError, UnavailableError where no decoder can be had."""
         media = self._attempt.answer.plan.media[self._item]
         cuts = self._attempt.answer.plan.cuts(self._item)
-        source = self._attempt.answer.request.media[self._item].path
+        source = self._attempt.answer.request.media[self._item]
         deadline = asyncio.get_running_loop().time() + patience_s
         while True:
             try:
                 worker = self._worker or self._choose()
-                message = ReadFrames(self._stream_id, source, media.plan, cuts, index)
+                message = ReadFrames(self._stream_id, source.path, media.plan, cuts, index, source.label)
                 return await self._fleet.fetch("video", worker, message)
             except (WorkerLostError, UnavailableError):
                 self._worker = None

@@ -20,6 +20,7 @@ from epd.errors import (
     RequestError,
     UnsupportedMediaError,
 )
+from epd.recent import Recent
 from epd.types import MediaKind
 from serve_app.service import MediaSource
 from video import FetchPolicy
@@ -27,6 +28,8 @@ from video import FetchPolicy
 SCHEMES = ("http", "https", "data", "file")
 # Hashes of files that clients name by path are remembered for as many files.
 _MAX_KNOWN_FILES = 4096
+# What was seen of media, by content: a second question about one opens nothing.
+_MAX_KNOWN_FACTS = 4096
 _RETRY_AFTER_S = 2.0
 
 
@@ -101,15 +104,13 @@ class KnownFiles:
     """Hashes of local files, by what changes when they do: a second question about a file reads nothing."""
 
     def __init__(self) -> None:
-        self._hashes: dict[tuple[str, int, int, int], str] = {}
+        self._hashes: Recent[tuple[str, int, int, int], str] = Recent(_MAX_KNOWN_FILES)
 
     def content_hash(self, path: Path) -> str:
         status = path.stat()
         key = (str(path), status.st_ino, status.st_size, status.st_mtime_ns)
         found = self._hashes.get(key) or content_hash(path)
-        if len(self._hashes) >= _MAX_KNOWN_FILES:
-            self._hashes.clear()
-        self._hashes[key] = found
+        self._hashes.set(key, found)
         return found
 
 
@@ -121,6 +122,7 @@ class MediaSpool:
     ) -> None:
         self._policy = policy
         self._known = KnownFiles()
+        self._facts: Recent[str, video.MediaFacts] = Recent(_MAX_KNOWN_FACTS)
         self.budget = ByteBudget(max_spooled_bytes, "media")
         self.path = Path(tempfile.mkdtemp(prefix="epd-media-", dir=parent))
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="media")
@@ -146,18 +148,18 @@ class MediaSpool:
             folder.close()
 
     def _source(self, reference: MediaReference, folder: RequestFolder) -> MediaSource:
-        path: Path | None = None
         try:
             path = self._local_file(reference.url, folder)
-            kind = video.media_kind(path)
-            if kind != reference.kind:
-                raise UnsupportedMediaError(
-                    f"received a {kind} as {reference.kind}_url; allowed there: {reference.kind}s; "
-                    f"send it as {kind}_url"
-                )
-            return MediaSource(kind, path, self._known.content_hash(path), path.stat().st_size)
         except MediaError as error:
-            raise without_path(error, path, reference.label) from error
+            raise type(error)(f"{reference.label}: {error}") from error
+        mm_hash = self._known.content_hash(path)
+        facts = self._facts.get(mm_hash)
+        if facts is None:
+            facts = video.look(video.Media(path, reference.label))
+            self._facts.set(mm_hash, facts)
+        _check_kind(facts.kind, reference)
+        num_bytes = path.stat().st_size
+        return MediaSource(facts.kind, path, mm_hash, num_bytes, facts, reference.label)
 
     def _local_file(self, url: str, folder: RequestFolder) -> Path:
         scheme = url[:8].partition(":")[0].lower() if ":" in url[:8] else ""
@@ -170,7 +172,9 @@ class MediaSpool:
         return folder.write(video.fetch(url, self._policy))
 
 
-def without_path(error: MediaError, path: Path | None, label: str) -> MediaError:
-    """The same error about `label` instead of a path of ours."""
-    text = str(error).replace(str(path), "the file") if path else str(error)
-    return type(error)(f"{label}: {text}")
+def _check_kind(kind: MediaKind, reference: MediaReference) -> None:
+    if kind != reference.kind:
+        raise UnsupportedMediaError(
+            f"{reference.label}: received a {kind} as {reference.kind}_url; allowed there: "
+            f"{reference.kind}s; send it as {kind}_url"
+        )

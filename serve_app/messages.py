@@ -49,6 +49,7 @@ class ReadFrames(Message[None]):
 
     stream_id: one for each item of a request; asked in order, frames are decoded ahead.
     cuts: all groups of the item that may be asked for, units [start, stop), in order. index: the one wanted.
+    name: how errors call the source, which never show its path.
     """
 
     stream_id: str
@@ -56,6 +57,7 @@ class ReadFrames(Message[None]):
     plan: MediaPlan
     cuts: tuple[tuple[int, int], ...]
     index: int
+    name: str = "the video"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import secrets
-import threading
 import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from encoders import load_adapter
+import video
+from encoders import Adapter, MediaPlan, Sampling, load_adapter
 from encoders.adapter import PromptPlan
 from encoders.groups import DEFAULT_GROUP_TOKENS, MediaGroup, plan_groups
 from encoders.identity import prompt_identity
 from encoders.reduction import reduce_prompt
-from epd.errors import RequestError
+from epd.errors import MediaError, RequestError
 from epd.kv_identity import TokenIdentity
+from epd.recent import Recent
 from epd.sampling_params import SamplingParams
 from epd.types import UInt8Array, Usage
-from serve_app.service import AnswerRequest, ModelCard
+from serve_app.service import AnswerRequest, MediaSource, ModelCard
 from serve_app.token_text import TokenTexts
 from serve_app.worker_stages import generation_settings
 from stages.generation import GenerateRequest
-from stages.media import PlannedMedia, plan_media
+from stages.media import PlannedMedia, plan_pixels, plan_video
 from stages.weights import weights_revision
 
 _MAX_SEED = 2**31
+# Plans of videos that are kept, by content: a second question about one lists no frames anew.
+_MAX_KNOWN_PLANS = 256
+# Content and frame sampling; the model is the planner's.
+_PlanKey = tuple[str, Sampling]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +95,26 @@ class AnswerPlan:
         return self.prompt.reduction.policy.retention if self.prompt.reduction else 1.0
 
 
+class _Adapters:
+    """One adapter for each thread that tokenises: a fast tokenizer can be borrowed by one only."""
+
+    def __init__(self, model_path: Path, first: Adapter) -> None:
+        self._model_path = model_path
+        self._idle = deque([first])
+
+    @contextmanager
+    def borrowed(self) -> Iterator[Adapter]:
+        """One that nobody else has until the block is left, opened if need be."""
+        try:
+            adapter = self._idle.pop()
+        except IndexError:
+            adapter = load_adapter(self._model_path)
+        try:
+            yield adapter
+        finally:
+            self._idle.append(adapter)
+
+
 class Planner:
     """Plans requests to one model, without its weights. Blocks: to be used in threads, by several at once."""
 
@@ -97,7 +125,8 @@ class Planner:
         self.adapter = load_adapter(model_path)
         self.settings = generation_settings(model_path, self.adapter)
         self.texts = TokenTexts(self.adapter.tokenizer)
-        self._tokenizing = threading.Lock()  # a fast tokenizer can only be borrowed by one thread
+        self._adapters = _Adapters(model_path, self.adapter)
+        self._plans: Recent[_PlanKey, MediaPlan] = Recent(_MAX_KNOWN_PLANS)
         self._group_tokens = group_tokens
         self._revision = weights_revision(model_path)
         self.card = ModelCard(name or model_path.name, int(time.time()), _max_model_len(model_path))
@@ -105,10 +134,10 @@ class Planner:
     def plan(self, request: AnswerRequest) -> AnswerPlan:
         """Raises MediaError, RequestError."""
         start = time.perf_counter()
-        media = tuple(plan_media(self.adapter, each.path, request.sampling) for each in request.media)
+        media = tuple(self._planned(source, request.sampling) for source in request.media)
         plans = [item.plan for item in media]
-        with self._tokenizing:
-            whole = self.adapter.plan_chat(plans, request.messages)
+        with self._adapters.borrowed() as adapter:
+            whole = adapter.plan_chat(plans, request.messages)
         prompt = reduce_prompt(whole, request.reduction)
         self._check_length(prompt)
         hashes = tuple(source.mm_hash for source in request.media)
@@ -126,12 +155,34 @@ class Planner:
             priority=request.priority,
         )
 
+    def _planned(self, source: MediaSource, sampling: Sampling) -> PlannedMedia:
+        """Raises MediaError, RequestError."""
+        facts = source.facts or video.look(_media(source))
+        pixels = video.load_image(_media(source)) if facts.kind == "image" else None
+        try:
+            if pixels is not None:
+                return plan_pixels(self.adapter, source.path, pixels)
+            return PlannedMedia(source.path, self._video_plan(source.mm_hash, facts, sampling))
+        except MediaError as error:
+            raise type(error)(f"{source.label}: {error}") from error
+
+    def _video_plan(self, mm_hash: str, facts: video.MediaFacts, sampling: Sampling) -> MediaPlan:
+        plan = self._plans.get((mm_hash, sampling))
+        if plan is None:
+            plan = plan_video(self.adapter, facts, sampling)
+            self._plans.set((mm_hash, sampling), plan)
+        return plan
+
     def _check_length(self, prompt: PromptPlan) -> None:
         most = self.card.max_model_len
         if most is not None and len(prompt) >= most:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens; allowed: fewer than {most}; ask for less"
             )
+
+
+def _media(source: MediaSource) -> video.Media:
+    return video.Media(source.path, source.label)
 
 
 def _max_model_len(path: Path) -> int | None:

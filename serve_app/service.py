@@ -22,6 +22,7 @@ from epd.retention import LevelChange
 from epd.routing import Stage
 from epd.sampling_params import SamplingParams
 from epd.types import MediaKind, StageTimings, Usage
+from video import MediaFacts
 
 FinishReason = Literal["stop", "length"]
 # The steps of a request that are timed. A worker with several roles does several of them.
@@ -32,13 +33,16 @@ StageName = Literal["probe", "decode_video", "preprocess", "encode", "transfer",
 class MediaSource:
     """One image or video of a request: its bytes are in a local file, within the limits, and hashed.
 
-    mm_hash: `epd.content.content_hash` of the file.
+    mm_hash: `epd.content.content_hash` of the file. facts: None where nobody has looked at it yet.
+    label: how messages call it, which never show our paths.
     """
 
     kind: MediaKind
     path: Path
     mm_hash: str
     num_bytes: int
+    facts: MediaFacts | None = None
+    label: str = "the medium"
 
 
 @dataclass(frozen=True, slots=True)

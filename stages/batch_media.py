@@ -32,7 +32,7 @@ from stages.batch_jobs import (
     MediaJob,
     OpenedJob,
 )
-from stages.media import PlannedMedia, plan_media, unit_runs
+from stages.media import PlannedMedia, plan_known, unit_runs
 
 logger = logging.getLogger(__name__)
 
@@ -88,12 +88,12 @@ class MediaStages:
 
     def _planned(self, job: MediaJob) -> Iterator[PlannedMedia]:
         for source, kind in zip(job.sources, job.kinds, strict=True):
-            found = video.media_kind(source)
-            if found != kind:
+            facts = video.look(source)
+            if facts.kind != kind:
                 raise UnsupportedMediaError(
-                    f"'{source}' is a {found}; allowed here: {kind}s; name it as {found}"
+                    f"'{source}' is a {facts.kind}; allowed here: {kind}s; name it as {facts.kind}"
                 )
-            yield plan_media(self._adapter, source, job.sampling)
+            yield plan_known(self._adapter, source, facts, job.sampling)
 
     # Decode
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import video
 from encoders import Adapter, MediaPlan, Sampling, VideoFacts
-from epd.errors import MediaLimitError, UnsupportedMediaError
-from epd.types import StageTimings
+from epd.errors import MediaLimitError
+from epd.types import StageTimings, UInt8Array
 from stages.timing import busy
 
 
@@ -36,26 +36,31 @@ class UnitRun:
 
 
 def plan_media(adapter: Adapter, source: str | Path, sampling: Sampling) -> PlannedMedia:
-    """Probes one source and plans it. Raises MediaError, and RequestError for a useless sampling."""
+    """Looks at one source and plans it. Raises MediaError, and RequestError for a useless sampling."""
+    return plan_known(adapter, source, video.look(source), sampling)
+
+
+def plan_known(
+    adapter: Adapter, source: str | Path, facts: video.MediaFacts, sampling: Sampling
+) -> PlannedMedia:
+    """Plans a source that was looked at. Raises as `plan_media`."""
+    if facts.kind == "image":
+        return plan_pixels(adapter, source, video.load_image(source))
     try:
-        return _planned(adapter, source, sampling)
+        return PlannedMedia(source, plan_video(adapter, facts, sampling))
     except MediaLimitError as error:
         raise MediaLimitError(f"'{source}': {error}") from error
 
 
-def _planned(adapter: Adapter, source: str | Path, sampling: Sampling) -> PlannedMedia:
-    if video.media_kind(source) == "image":
-        pixels = torch.from_numpy(video.load_image(source))
-        plan = adapter.plan_image(pixels.shape[0], pixels.shape[1])
-        return PlannedMedia(source, plan, adapter.resize(pixels, plan))
-    info = video.probe(source)
-    if info.num_frames < 1 or info.fps <= 0:
-        raise UnsupportedMediaError(
-            f"'{source}' tells neither its length nor its frame rate "
-            f"({info.num_frames} frames at {info.fps} per second); write it into a new container first"
-        )
-    facts = VideoFacts(info.num_frames, info.fps, info.height, info.width)
-    return PlannedMedia(source, adapter.plan_video(facts, sampling))
+def plan_video(adapter: Adapter, facts: video.MediaFacts, sampling: Sampling) -> MediaPlan:
+    """Plans a video that was looked at. Raises MediaLimitError, RequestError."""
+    return adapter.plan_video(VideoFacts(facts.num_frames, facts.fps, facts.height, facts.width), sampling)
+
+
+def plan_pixels(adapter: Adapter, source: str | Path, pixels: UInt8Array) -> PlannedMedia:
+    """Plans a decoded image, uint8 [H, W, 3], and brings it to its planned size. Raises MediaLimitError."""
+    plan = adapter.plan_image(pixels.shape[0], pixels.shape[1])
+    return PlannedMedia(source, plan, adapter.resize(torch.from_numpy(pixels), plan))
 
 
 def unit_runs(

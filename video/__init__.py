@@ -9,9 +9,11 @@ from video.images import load_image, media_kind
 from video.info import VideoInfo
 from video.limits import Limits
 from video.local_files import allowed_file
+from video.look import MediaFacts, look
 from video.probe import probe
 from video.reference import reference_decode
 from video.sampling import sample_times
+from video.source import Media
 from video.stream import GroupStream, decode, stream
 
 __all__ = [
@@ -20,11 +22,14 @@ __all__ = [
     "Frames",
     "GroupStream",
     "Limits",
+    "Media",
+    "MediaFacts",
     "VideoInfo",
     "allowed_file",
     "decode",
     "fetch",
     "load_image",
+    "look",
     "media_kind",
     "probe",
     "reference_decode",

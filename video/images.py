@@ -40,13 +40,23 @@ def media_kind(source: Source | Media) -> MediaKind:
     Raises MediaNotFoundError, UnsupportedMediaError or CorruptMediaError where it is neither.
     """
     media = as_media(source)
+    if image_size(media) is not None:
+        return "image"
+    open_video(media).close()
+    return "video"
+
+
+def image_size(source: Source | Media) -> tuple[int, int] | None:
+    """(height, width) of an image as it is stored, from its header; None for what is no image.
+
+    Raises MediaNotFoundError, CorruptMediaError or MediaLimitError.
+    """
+    media = as_media(source)
     try:
-        with closing(media.reader()) as file:
-            _identify(media, file)
+        with closing(media.reader()) as file, _identify(media, file) as image:
+            return image.height, image.width
     except UnsupportedMediaError:
-        open_video(media).close()
-        return "video"
-    return "image"
+        return None
 
 
 def _identify(media: Media, file: Reader) -> Image.Image:

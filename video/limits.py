@@ -10,10 +10,11 @@ from video.info import VideoInfo
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds checked at probe (pixels, duration, streams) and while decoding (time, damage, memory)."""
+    """Bounds checked at probe (pixels, length, streams) and while decoding (time, damage, memory)."""
 
     max_pixels: int = 8192 * 8192
     max_duration_s: float = 24 * 3600.0
+    max_frames: int = 10_000_000  # a day at 115 frames a second
     max_streams: int = 64
     open_timeout_s: float = 20.0
     max_gop_s: float = 60.0  # busy time of one decoder on one run of packets
@@ -30,6 +31,7 @@ def check_probe(name: str, info: VideoInfo, num_streams: int, limits: Limits) ->
     claims = (
         ("pixels a frame", info.width * info.height, limits.max_pixels),
         ("seconds", info.duration_s, limits.max_duration_s),
+        ("frames", info.num_frames, limits.max_frames),
         ("streams", num_streams, limits.max_streams),
     )
     for what, received, allowed in claims:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 
 import av.error
@@ -26,15 +27,26 @@ def probe(source: Source | Media, *, limits: Limits = DEFAULT_LIMITS) -> VideoIn
     Raises MediaNotFoundError, UnsupportedMediaError, CorruptMediaError or MediaLimitError.
     """
     with open_video(source, open_timeout_s=limits.open_timeout_s) as video:
-        plain = describe(video)
-        check_probe(video.media.name, plain, len(video.container.streams), limits)
-        if not any(name in plain.container_format for name in ROTATING_CONTAINERS):
-            return plain
-        return describe(video, first_rotation_deg(video))
+        return probe_open(video, limits)
 
 
-def describe(video: OpenVideo, rotation_deg: int = 0) -> VideoInfo:
-    """The `VideoInfo` of an open container, its frames turned clockwise by `rotation_deg`.
+def probe_open(video: OpenVideo, limits: Limits, *, has_keyframes: bool = True) -> VideoInfo:
+    """As `probe`, of an open container. has_keyframes: whether to list them, which takes a step for each."""
+    info = describe(video, has_keyframes=has_keyframes)
+    check_probe(video.media.name, info, len(video.container.streams), limits)
+    if any(name in info.container_format for name in ROTATING_CONTAINERS):
+        return turned(info, first_rotation_deg(video))
+    return info
+
+
+def turned(info: VideoInfo, rotation_deg: int) -> VideoInfo:
+    """The description of a video whose frames are turned clockwise by `rotation_deg`."""
+    width, height = (info.height, info.width) if rotation_deg % 180 else (info.width, info.height)
+    return replace(info, width=width, height=height, rotation_deg=rotation_deg)
+
+
+def describe(video: OpenVideo, *, has_keyframes: bool = True) -> VideoInfo:
+    """The `VideoInfo` of an open container, its frames as they are stored.
 
     Raises CorruptMediaError for a stream without a size.
     """
@@ -46,12 +58,12 @@ def describe(video: OpenVideo, rotation_deg: int = 0) -> VideoInfo:
         )
     time_base = stream.time_base or Fraction(1, 1_000_000)
     start_pts = stream.start_time or 0
-    width, height = context.width, context.height
+    keyframes = keyframe_index(video) if has_keyframes else ()
     return VideoInfo(
         codec=context.name,
-        width=height if rotation_deg % 180 else width,
-        height=width if rotation_deg % 180 else height,
-        rotation_deg=rotation_deg,
+        width=context.width,
+        height=context.height,
+        rotation_deg=0,
         time_base=time_base,
         start_pts=start_pts,
         duration_s_from_stream=float(stream.duration * time_base) if stream.duration else None,
@@ -59,7 +71,7 @@ def describe(video: OpenVideo, rotation_deg: int = 0) -> VideoInfo:
         average_fps_from_header=stream.average_rate or None,
         nominal_fps_guessed=stream.guessed_rate or None,
         num_frames_from_header=stream.frames or None,
-        keyframe_ticks_from_index=tuple(keyframe_index(video)) or None,
+        keyframe_ticks_from_index=tuple(keyframes) or None,
         container_format=container.format.name,
         pixel_format=context.pix_fmt,
     )

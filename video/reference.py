@@ -13,7 +13,7 @@ from epd.types import Frames, UInt8Array
 from video.info import VideoInfo
 from video.pixels import Size, exact_resize, exact_rgb
 from video.probe import describe
-from video.source import Media, OpenVideo, Source, open_video
+from video.source import Media, OpenVideo, Source, open_video, reason
 from video.timestamps import FrameClock
 
 TimedFrame = tuple[int, VideoFrame]
@@ -64,7 +64,7 @@ def _decoded(video: OpenVideo, info: VideoInfo) -> Iterator[TimedFrame]:
                     yield pts, frame
     except av.error.FFmpegError as error:
         raise CorruptMediaError(
-            f"{video.media.name} cannot be decoded ({error}); allowed: complete files; copy it again"
+            f"{video.media.name} cannot be decoded ({reason(error)}); allowed: complete files; copy it again"
         ) from error
 
 

@@ -70,12 +70,15 @@ class _SharedReader:
 
 
 class Media:
-    """A source that can be opened many times, each time with a position of its own."""
+    """A source that can be opened many times, each time with a position of its own.
 
-    def __init__(self, source: Source) -> None:
+    name: what messages call it; by default the path, which is not for everybody to see.
+    """
+
+    def __init__(self, source: Source, name: str | None = None) -> None:
         self._source = source
         self._lock = threading.Lock()
-        self.name = _name_of(source)
+        self.name = name or _name_of(source)
         self.size_bytes = self._measure()
         if self.size_bytes == 0:
             raise CorruptMediaError(
@@ -124,7 +127,14 @@ def _size_of_file(path: Path, name: str) -> int:
             )
         return path.stat().st_size
     except (OSError, ValueError) as error:
-        raise MediaNotFoundError(f"cannot read {name}: {error}; give the path of a readable file") from error
+        raise MediaNotFoundError(
+            f"cannot read {name}: {reason(error)}; give the path of a readable file"
+        ) from error
+
+
+def reason(error: Exception) -> str:
+    """What went wrong, without the path that errors of files and of FFmpeg carry."""
+    return getattr(error, "strerror", None) or type(error).__name__
 
 
 def as_media(source: Source | Media) -> Media:
@@ -183,14 +193,16 @@ def _open_container(media: Media, open_timeout_s: float) -> av.container.InputCo
 def open_error(media: Media, error: Exception) -> MediaError:
     """The typed error for what FFmpeg said when it could not open the media."""
     if isinstance(error, FileNotFoundError | PermissionError):
-        return MediaNotFoundError(f"cannot read {media.name}: {error}; give the path of a readable file")
+        return MediaNotFoundError(
+            f"cannot read {media.name}: {reason(error)}; give the path of a readable file"
+        )
     if looks_like_media(media.head(4096)):
         return CorruptMediaError(
-            f"{media.name} begins like a video but cannot be opened ({error}); allowed: complete files; "
-            "copy or encode it again"
+            f"{media.name} begins like a video but cannot be opened ({reason(error)}); allowed: "
+            "complete files; copy or encode it again"
         )
     return UnsupportedMediaError(
-        f"{media.name} is not a video that can be read ({error}); "
+        f"{media.name} is not a video that can be read ({reason(error)}); "
         "allowed: MP4, MOV, MKV, WebM, AVI, TS; convert it"
     )
 
