@@ -9,9 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import ray
 
@@ -54,14 +57,31 @@ def ray_cluster(settings: RaySettings | None = None) -> Iterator[None]:
     Raises UnavailableError when the cluster does not start or is not there.
     """
     settings = settings or RaySettings()
-    try:
-        if settings.address is None:
-            _start(settings)
-        else:
-            _connect(settings)
-        yield
-    finally:
-        ray.shutdown()
+    with _folder_for_imports() as folder:
+        try:
+            with chdir(folder):
+                if settings.address is None:
+                    _start(settings)
+                else:
+                    _connect(settings)
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def _folder_for_imports() -> Iterator[Path]:
+    """The folder to start Ray in: it stands first on the import path of all workers.
+
+    The current one where this process imports from it too, and an empty one otherwise: packages that lie
+    where `epd serve` happens to be started would be imported instead of ours.
+    """
+    here = Path.cwd()
+    if any(Path(entry).resolve() == here for entry in sys.path):
+        yield here
+        return
+    with TemporaryDirectory(prefix="epd-ray-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 def _start(settings: RaySettings) -> None:

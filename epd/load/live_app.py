@@ -122,7 +122,7 @@ def live_app(options: Sequence[str], log: Path) -> Iterator[LiveApp]:
     """`epd serve` with these options on a free port. Raises UnavailableError when it does not start."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
-    command = [sys.executable, "-c", "from epd.cli import main; main()", "serve", "--port", str(port)]
+    command = [sys.executable, "-P", "-c", "from epd.cli import main; main()", "serve", "--port", str(port)]
     with log.open("wb") as out:
         process = subprocess.Popen([*command, "--verbose", *options], stdout=out, stderr=subprocess.STDOUT)
     try:

@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.hostile_packages import write_hostile_packages
 from tests.serve_app.server import wait_until
 
 # Inherited by every process that the command starts.
@@ -24,7 +25,8 @@ READY_S, END_S = 200.0, 60.0
 
 
 def command(*options: str) -> list[str]:
-    return [sys.executable, "-c", "from epd.cli import main; main()", "serve", *options]
+    """As the installed program is run: what is imported does not depend on the folder it is started in."""
+    return [sys.executable, "-P", "-c", "from epd.cli import main; main()", "serve", *options]
 
 
 @pytest.mark.parametrize(
@@ -78,13 +80,15 @@ def test_it_answers_and_drains(tmp_path: Path) -> None:
 
 @contextmanager
 def running(mark: str, folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """The command when it is ready, and its URL."""
+    """The command when it is ready, and its URL. It is started among packages that it must not import."""
+    write_hostile_packages(folder / "here")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     output = folder / "output"
     with output.open("wb") as stream:
         process = subprocess.Popen(
             command("--port", str(port), *options),
+            cwd=folder / "here",
             stdout=stream,
             stderr=subprocess.STDOUT,
             env={**os.environ, MARK: mark},
