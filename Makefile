@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-topologies explore soak check fix bench clean
+.PHONY: help demo test test-topologies explore soak check fix wheel bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -42,8 +42,12 @@ fix: $(STAMP) ## format and apply safe lint fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+wheel: $(STAMP) ## build dist/epd_vlm-VERSION-py3-none-any.whl
+	rm -rf build
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
+
 bench: $(STAMP) ## run the benchmarks; results go to benchmarks/results
 	for b in benchmarks/bench_*.py; do $(BIN)/python $$b || exit 1; done
 
 clean: ## remove the environment and every cache
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -60,6 +60,24 @@ def test_verbs_exist(texts: dict[str, str]) -> None:
     assert named <= verbs
 
 
+def test_flags_exist(texts: dict[str, str]) -> None:
+    """Of each `epd VERB ...` in code, up to what the shell takes for the next command or a comment."""
+    program = get_command(app)
+    flags = {
+        name: {flag for option in verb.params for flag in (*option.opts, *option.secondary_opts)} | {"--help"}
+        for name, verb in getattr(program, "commands", {}).items()
+    }
+    unknown, num_found = [], 0
+    for doc, text in texts.items():
+        code = _code_of(text).replace("\\\n", " ")
+        for verb, rest in re.findall(r"\bepd ([a-z][a-z-]+)([^\n`|;#]*)", code):
+            found = re.findall(r"(?<![\w-])--[a-z][\w-]*", rest)
+            num_found += len(found)
+            unknown += [(doc, verb, flag) for flag in found if flag not in flags[verb]]
+    assert num_found > 20
+    assert unknown == []
+
+
 def test_modules_that_are_run_exist(texts: dict[str, str]) -> None:
     modules = {
         name for text in texts.values() for name in re.findall(r"python -m ([a-z_.]+)", _code_of(text))
