@@ -14,7 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Protocol
 
 from epd.errors import EPDError
-from epd.types import Answer, StageTimings
+from epd.types import Answer, StageTimings, Usage
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -131,9 +131,17 @@ def print_answer_cost(answer: Answer, num_units_skipped: int = 0) -> None:
         f"first token after {answer.ttft_s:.3f} s; "
         f"{usage.num_frames} frames, {visual} visual tokens, "
         f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} completion tokens"
-        + (f"; {num_units_skipped} units of frames did not change" if num_units_skipped else ""),
+        + (f"; {num_units_skipped} units of frames did not change" if num_units_skipped else "")
+        + _substituted(usage),
         file=sys.stderr,
     )
+
+
+def _substituted(usage: Usage) -> str:
+    """The end of the line where frames of the media are damaged, else nothing."""
+    num = usage.num_substituted_frames
+    shows = "shows" if num == 1 else "show"
+    return f"; {num} of {usage.num_frames} frames could not be decoded and {shows} a neighbour" if num else ""
 
 
 def print_verdict(question: Question, answer: Answer) -> None:

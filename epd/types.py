@@ -101,6 +101,7 @@ class Usage:
     """What one request took, in frames and tokens.
 
     visual_tokens: in the prompt. visual_tokens_before: those that there would be without reduction.
+    num_substituted_frames: of num_frames, those that could not be decoded and show a neighbour.
     """
 
     num_frames: int
@@ -108,6 +109,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     visual_tokens_before: int = 0
+    num_substituted_frames: int = 0
 
     def __post_init__(self) -> None:
         if not self.visual_tokens_before:

@@ -93,8 +93,8 @@ class Fleet(Protocol):
         """
         ...
 
-    async def fetch(self, stage: Stage, target: str, message: Message[None]) -> Bulk:
-        """As `send`, for a message whose reply is bulk: returns when it is there, without moving it here."""
+    async def fetch(self, stage: Stage, target: str, message: Message[ReplyT]) -> tuple[ReplyT, Bulk]:
+        """As `send`, for a message whose reply has bulk: returns when both are there, the bulk unmoved."""
         ...
 
     def events(self) -> AsyncIterator[FleetEvent]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Any
 
 import video
 from encoders import MediaPlan
 from epd.errors import CancelledError
-from epd.types import UInt8Array
+from epd.types import Frames, UInt8Array
 from serve_app.messages import CloseStream, Message, ReadFrames
 
 # Names of closed streams are kept for what was sent before and is carried out after.
@@ -38,24 +39,25 @@ class FrameReader:
         self._closed: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
 
-    def handle(self, message: Message[None]) -> UInt8Array | None:
-        """Frames, uint8 [N, h, w, 3], for ReadFrames. Blocks until they are there. Raises MediaError."""
+    def handle(self, message: Message[Any]) -> tuple[int | None, UInt8Array | None]:
+        """The reply, and its bulk for ReadFrames. Blocks until frames are there. Raises MediaError."""
         match message:
             case ReadFrames():
-                return self._read(message)
+                frames = self._read(message)
+                return frames.num_substituted, frames.data
             case CloseStream():
                 self._close(message.stream_id)
-                return None
+                return None, None
             case _:
                 raise TypeError(f"a video decoder takes no {type(message).__name__}")
 
-    def _read(self, message: ReadFrames) -> UInt8Array:
+    def _read(self, message: ReadFrames) -> Frames:
         stream = self._stream_of(message)
         with stream.lock:
             if message.index < stream.next_index:
                 return _alone(message)
             while True:
-                frames = next(stream.groups).frames.data
+                frames = next(stream.groups).frames
                 stream.next_index += 1
                 if stream.next_index > message.index:
                     return frames
@@ -95,11 +97,11 @@ def _opened(message: ReadFrames) -> video.GroupStream:
     return video.stream(_media(message), message.plan.times_s[first:], message.plan.size, group_sizes=sizes)
 
 
-def _alone(message: ReadFrames) -> UInt8Array:
+def _alone(message: ReadFrames) -> Frames:
     start, stop = message.cuts[message.index]
     first = start * message.plan.frames_per_unit
     times = message.plan.times_s[first : first + _num_frames(message.plan, start, stop)]
-    return video.decode(_media(message), times, message.plan.size).data
+    return video.decode(_media(message), times, message.plan.size)
 
 
 def _media(message: ReadFrames) -> video.Media:

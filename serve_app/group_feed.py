@@ -32,8 +32,11 @@ class _ItemFrames:
         self._worker: str | None = None
         self._num_streams = 0
 
-    async def read(self, index: int, patience_s: float) -> Bulk:
-        """The item's group `index`. Raises MediaError, UnavailableError where no decoder can be had."""
+    async def read(self, index: int, patience_s: float) -> tuple[int, Bulk]:
+        """The item's group `index`: how many of its frames are substituted, and all of them.
+
+        Raises MediaError, UnavailableError where no decoder can be had.
+        """
         media = self._attempt.answer.plan.media[self._item]
         cuts = self._attempt.answer.plan.cuts(self._item)
         source = self._attempt.answer.request.media[self._item]
@@ -156,7 +159,8 @@ class GroupFeed:
             return image
         start_s = self._clock()
         item, index = plan.groups[number].item, plan.index_in_item(number)
-        frames = await self._frames[item].read(index, self._patience_s)
+        num_substituted, frames = await self._frames[item].read(index, self._patience_s)
+        self._attempt.answer.substituted.note(plan.groups[number].spec.key, num_substituted)
         self._attempt.answer.timings.decode_video_s += self._clock() - start_s
         self._attempt.answer.note_span("decode_video", "video", start_s, item=item, group=index)
         return frames

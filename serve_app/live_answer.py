@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from epd.types import StageTimings
+from epd.types import StageTimings, Usage
 from serve_app.messages import SpanDone
 from serve_app.planning import AnswerPlan
 from serve_app.service import (
@@ -22,6 +22,7 @@ from serve_app.service import (
     StageSpan,
     TokenDelta,
 )
+from serve_app.substituted_frames import SubstitutedFrames
 from serve_app.token_text import TokenTexts
 from stages.generation import TokenOutput
 
@@ -39,10 +40,17 @@ class LiveAnswer:
     """What one consumer reads and the orchestrator fills. arrived_s: Unix time."""
 
     def __init__(
-        self, request: AnswerRequest, plan: AnswerPlan, texts: TokenTexts, clock: Callable[[], float]
+        self,
+        request: AnswerRequest,
+        plan: AnswerPlan,
+        texts: TokenTexts,
+        clock: Callable[[], float],
+        substituted: SubstitutedFrames,
     ) -> None:
+        """substituted: of all answers."""
         self.request = request
         self.plan = plan
+        self.substituted = substituted
         self.num_retries = 0
         self.timings = StageTimings(probe_s=plan.plan_s)
         self.queued = StageTimings()
@@ -138,7 +146,7 @@ class LiveAnswer:
         self.note_span("decode", decode_worker, first_s)
         self._items.put_nowait(
             AnswerEnd(
-                usage=self.plan.usage(sum(choice.num_passed for choice in self._choices)),
+                usage=self._usage(),
                 timings=self.timings,
                 cached_tokens=self.cached_tokens,
                 retention=self.plan.retention,
@@ -147,6 +155,11 @@ class LiveAnswer:
             )
         )
         self._items.put_nowait(None)
+
+    def _usage(self) -> Usage:
+        usage = self.plan.usage(sum(choice.num_passed for choice in self._choices))
+        num_substituted = self.substituted.total(group.spec.key for group in self.plan.groups)
+        return replace(usage, num_substituted_frames=num_substituted)
 
     def fail(self, error: Exception) -> None:
         self._items.put_nowait(error)

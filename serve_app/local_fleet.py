@@ -161,23 +161,25 @@ class LocalFleet:
         self, stage: Stage, target: str, message: Message[ReplyT], bulk: Bulk | None = None
     ) -> ReplyT:
         if stage == "video":
-            return cast(ReplyT, await self._read(target, message))
+            reply, _ = await self._read(target, message)
+            return cast(ReplyT, reply)
         thread = self._threads.get(target)
         if thread is None or thread.is_stopped or not self._infos[target].is_alive:
             raise WorkerLostError(f"worker '{target}' is gone; it is being started again")
         assert bulk is None or isinstance(bulk, np.ndarray)
-        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        thread.calls.add(reply)
-        reply.add_done_callback(thread.calls.discard)
-        thread.put(Call(message, bulk, reply))
+        answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        thread.calls.add(answered)
+        answered.add_done_callback(thread.calls.discard)
+        thread.put(Call(message, bulk, answered))
         self._infos[target] = self._infos[target].told(message)
-        return cast(ReplyT, await reply)
+        return cast(ReplyT, await answered)
 
-    async def fetch(self, stage: Stage, target: str, message: Message[None]) -> Bulk:
+    async def fetch(self, stage: Stage, target: str, message: Message[ReplyT]) -> tuple[ReplyT, Bulk]:
         assert stage == "video"
-        return await self._read(target, message)
+        reply, frames = await self._read(target, message)
+        return cast(ReplyT, reply), frames
 
-    async def _read(self, target: str, message: Message[Any]) -> UInt8Array | None:
+    async def _read(self, target: str, message: Message[Any]) -> tuple[int | None, UInt8Array | None]:
         reader, before = self.readers[target], self._infos[target]
         if not before.is_alive:
             raise WorkerLostError(f"worker '{target}' is gone; it is being started again")

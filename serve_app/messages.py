@@ -44,8 +44,10 @@ class Message(Generic[ReplyT]):
 
 
 @dataclass(frozen=True, slots=True)
-class ReadFrames(Message[None]):
+class ReadFrames(Message[int]):
     """Asks for the frames of one group, which is the bulk of the reply: uint8 [N, h, w, 3].
+
+    The reply is the number of them that could not be decoded and show a neighbour.
 
     stream_id: one for each item of a request; asked in order, frames are decoded ahead.
     cuts: all groups of the item that may be asked for, units [start, stop), in order. index: the one wanted.

@@ -84,6 +84,7 @@ class FrontMetrics:
 
 _AMOUNTS = {
     "frames": "Frames looked at",
+    "substituted_frames": "Frames that could not be decoded and showed a neighbour",
     "prompt_tokens": "Tokens of prompts",
     "cached_tokens": "Tokens of prompts that were not computed again",
     "completion_tokens": "Tokens of answers",
@@ -115,6 +116,7 @@ def _amounts_of(record: RequestRecord) -> dict[str, int]:
         return {}
     return {
         "frames": end.usage.num_frames,
+        "substituted_frames": end.usage.num_substituted_frames,
         "prompt_tokens": end.usage.prompt_tokens,
         "cached_tokens": end.cached_tokens,
         "completion_tokens": end.usage.completion_tokens,

@@ -57,6 +57,7 @@ from serve_app.service import (
     ServiceStatus,
     WorkerStatus,
 )
+from serve_app.substituted_frames import SubstitutedFrames
 from serve_app.task_group import Tasks
 from stages.generation import TokenOutput
 
@@ -115,6 +116,7 @@ class Orchestrator:
             lambda: self._num_planning,
             time.time,
         )
+        self._substituted = SubstitutedFrames()
         self._counters: Counter[str] = Counter()
         self._numbers = count(1)
         self._num_planning = 0
@@ -166,7 +168,7 @@ class Orchestrator:
         request = self.retention.reduced(request)
         check_reduction(request.reduction, [info.roles for info in self._fleet.workers.values()])
         plan = await self._plan(request)
-        answer = LiveAnswer(request, plan, self._planner.texts, time.time)
+        answer = LiveAnswer(request, plan, self._planner.texts, time.time, self._substituted)
         self.elastic.arrived(plan)
         self.retention.arrived(plan)
         running = self._tasks.spawn(self._run(answer, deadline_s))

@@ -196,9 +196,11 @@ class EpdReport(BaseModel):
     """What the request took. Seconds by stage, of service and of waiting; stages overlap.
 
     retention: share of the visual tokens that was to be kept.
+    substituted_frames: of the frames, those that could not be decoded and show a neighbour.
     """
 
     frames: int
+    substituted_frames: int
     visual_tokens: int
     visual_tokens_before_reduction: int
     retention: float

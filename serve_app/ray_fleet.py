@@ -119,13 +119,13 @@ class RayFleet:
         self,
         stage: Stage,  # noqa: ARG002 - as above
         target: str,
-        message: Message[None],
-    ) -> Bulk:
+        message: Message[ReplyT],
+    ) -> tuple[ReplyT, Bulk]:
         member = self._members[target]
         call = member.new_call(message, None, is_fetch=True)
         self._outbox.put_nowait((member, call))
-        bulk: Bulk = await call.reply
-        return bulk
+        reply, bulk = await call.reply
+        return cast(ReplyT, reply), bulk
 
     async def _send_all(self) -> None:
         """Sends from a task of the fleet's own: Ray cancels what a task that is cancelled has begun."""

@@ -50,7 +50,7 @@ class RayFleetConfig:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """A message on its way to one life of a worker. reply: its value, or where the bulk of a fetch is."""
+    """A message on its way to one life of a worker. reply: its value; of a fetch, with where its bulk is."""
 
     life: str
     message: Message[Any]
@@ -228,7 +228,7 @@ class RayMember:
         if reply.error is not None:
             call.reply.set_exception(reply.error)
         else:
-            call.reply.set_result(reply.value if bulk is None else bulk)
+            call.reply.set_result((reply.value, bulk) if call.is_fetch else reply.value)
 
     def _fail_calls(self, reason: str) -> None:
         error = f"worker '{self.name}' is gone: {reason}; send to another worker"

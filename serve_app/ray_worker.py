@@ -222,12 +222,13 @@ class VideoActor:
             return Reply(error=WorkerLostError("the worker was started again; send to another")), None
         loop = asyncio.get_running_loop()
         try:
-            return Reply(), await loop.run_in_executor(self._executor, self._reader.handle, message)
+            value, frames = await loop.run_in_executor(self._executor, self._reader.handle, message)
         except EPDError as error:
             return Reply(error=error), None
         except Exception as error:  # a group that the code cannot read costs its request alone
             logger.exception("worker %s failed on a message", self._name)
             return Reply(error=fault_of(self._name, message, error)), None
+        return Reply(value), frames
 
     async def beat(self, life: str, wait_s: float) -> Beat:
         if life != self._life:

@@ -211,6 +211,7 @@ def usage_report(end: AnswerEnd) -> UsageReport:
 def epd_report(record: RequestRecord, end: AnswerEnd) -> EpdReport:
     return EpdReport(
         frames=end.usage.num_frames,
+        substituted_frames=end.usage.num_substituted_frames,
         visual_tokens=end.usage.visual_tokens,
         visual_tokens_before_reduction=end.usage.visual_tokens_before,
         retention=end.retention,

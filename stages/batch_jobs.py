@@ -34,7 +34,8 @@ class MediaJob:
     name: unique. sources: files, in order, of these kinds. requests: taken one by one, by one thread.
     reduction: which of the visual tokens are kept.
     is_failed: set by the stage that gives it up; the others leave it alone from then on. is_done: set by the
-    last stage when nothing is left to be said of it.
+    last stage when nothing is left to be said of it. num_substituted_frames: of its media, those decoded so
+    far that show a neighbour; the decode stage counts them.
     """
 
     name: str
@@ -45,6 +46,7 @@ class MediaJob:
     reduction: ReductionPolicy = KEEP_ALL
     is_failed: bool = False
     is_done: bool = False
+    num_substituted_frames: int = 0
 
 
 @dataclass(frozen=True, slots=True)

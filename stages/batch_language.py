@@ -10,7 +10,7 @@ waits, and so do the stages before. Mail of a job comes whole before that of the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 import torch
@@ -317,7 +317,11 @@ class LanguageStage:
                     self._finish(output.request_id, self._open.pop(output.request_id))
 
     def _finish(self, request_id: str, opened: _Open) -> None:
-        live, usage = opened.live, opened.prompt.usage(len(opened.outputs))
+        live = opened.live
+        usage = replace(
+            opened.prompt.usage(len(opened.outputs)),
+            num_substituted_frames=live.job.num_substituted_frames,
+        )
         live.num_open -= 1
         num_cached = len(live.prefix) if live.parent is not None else 0
         outputs = sorted(opened.outputs, key=lambda output: output.choice)

@@ -116,6 +116,7 @@ class MediaStages:
                 for run in runs:
                     if opened.job.is_failed:
                         return
+                    opened.job.num_substituted_frames += run.num_substituted
                     self.frames.put(DecodedRun(opened, item, run), run.frames.nbytes)
 
     # Encode

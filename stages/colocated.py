@@ -15,7 +15,7 @@ import uuid
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from time import perf_counter
@@ -59,6 +59,7 @@ class MediaContext:
 
     The engine holds the blocks of [system][media] as long as this object lives; answers share them. `timings`
     is what it took to get there. request_id: of the held blocks, None without media. reduction: of tokens.
+    num_substituted_frames: those that could not be decoded and show a neighbour.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class MediaContext:
         self.request_id = request_id
         self.mm_hashes = [uuid.uuid4().hex for _ in plans]
         self.timings = StageTimings()
+        self.num_substituted_frames = 0
 
     @property
     def num_frames(self) -> int:
@@ -82,13 +84,17 @@ class MediaContext:
 
 @dataclass(frozen=True, slots=True)
 class EncodedGroup:
-    """Units [start, stop) of item `item`, encoded. num_frames: of its source."""
+    """Units [start, stop) of item `item`, encoded.
+
+    num_frames: of its source. num_substituted: of those, the ones that show a neighbour.
+    """
 
     item: int
     start: int
     stop: int
     embeddings: Embeddings
     num_frames: int
+    num_substituted: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +275,8 @@ class ColocatedPipeline:
             with closing(unit_runs(media, self._group_tokens, timings)) as runs:
                 for run in runs:
                     embeddings = self._encode(media.plan, run, timings)
-                    yield EncodedGroup(number, run.start, run.stop, embeddings, run.num_frames)
+                    amounts = (run.num_frames, run.num_substituted)
+                    yield EncodedGroup(number, run.start, run.stop, embeddings, *amounts)
 
     def _prefilled(
         self,
@@ -332,6 +339,7 @@ class ColocatedPipeline:
                     self._run_all()
                     num_ready = 0
             num_done += group.num_frames
+            context.num_substituted_frames += group.num_substituted
             if progress:
                 progress(num_done, context.num_frames)
         with busy(context.timings, "prefill_s"):
@@ -369,7 +377,7 @@ class ColocatedPipeline:
             if on_text and output.text:
                 on_text(output.text)
         timings.total_s = perf_counter() - start
-        answer = _as_answer(request, outputs, ttft_s, timings)
+        answer = _as_answer(context, request, outputs, ttft_s, timings)
         logger.info(
             "answered: %s, first token after %.3f s, %.3f s in all", answer.usage, ttft_s, timings.total_s
         )
@@ -408,7 +416,7 @@ class ColocatedPipeline:
                 self.engine.abort(request.request_id)
         timings = StageTimings(total_s=perf_counter() - start)
         return [
-            _as_answer(request, outputs[request.request_id], first_s[request.request_id], timings)
+            _as_answer(context, request, outputs[request.request_id], first_s[request.request_id], timings)
             for request in requests
         ]
 
@@ -454,10 +462,16 @@ class ColocatedPipeline:
 
 
 def _as_answer(
-    request: GenerateRequest, outputs: Sequence[TokenOutput], ttft_s: float, timings: StageTimings
+    context: MediaContext,
+    request: GenerateRequest,
+    outputs: Sequence[TokenOutput],
+    ttft_s: float,
+    timings: StageTimings,
 ) -> Answer:
     """An answer that is complete, from its outputs in order."""
     token_ids = tuple(output.token.token_id for output in outputs)
-    usage = request.prompt.usage(len(token_ids))
+    usage = replace(
+        request.prompt.usage(len(token_ids)), num_substituted_frames=context.num_substituted_frames
+    )
     text = "".join(output.text for output in outputs)
     return Answer(text, token_ids, outputs[-1].finish_reason or "length", ttft_s, timings, usage)

@@ -27,12 +27,16 @@ class PlannedMedia:
 
 @dataclass(frozen=True, slots=True)
 class UnitRun:
-    """Units [start, stop) of one item: uint8 [N, h, w, 3], made of `num_frames` frames of its source."""
+    """Units [start, stop) of one item: uint8 [N, h, w, 3], made of `num_frames` frames of its source.
+
+    num_substituted: of those, the ones that could not be decoded and show a neighbour.
+    """
 
     start: int
     stop: int
     frames: Tensor
     num_frames: int
+    num_substituted: int = 0
 
 
 def plan_media(adapter: Adapter, source: str | Path, sampling: Sampling) -> PlannedMedia:
@@ -86,7 +90,8 @@ def unit_runs(
         for start, stop in cuts:
             with busy(timings, "decode_video_s"):
                 group = next(groups)
-            yield UnitRun(start, stop, torch.from_numpy(group.frames.data), len(group.frames))
+            frames = group.frames
+            yield UnitRun(start, stop, torch.from_numpy(frames.data), len(frames), frames.num_substituted)
 
 
 def cut_units(plan: MediaPlan, group_tokens: int) -> Sequence[tuple[int, int]]:

@@ -68,6 +68,14 @@ def still_video(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def damaged_video(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """4 s at 10 fps; of 8 frames spread over it, one cannot be decoded."""
+    from tests.media import write_damaged_video
+
+    return write_damaged_video(tmp_path_factory.mktemp("damaged") / "damaged.mp4")
+
+
+@pytest.fixture(scope="session")
 def media(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A 4 s video, another of another shape, and two images."""
     from tests.media import write_image, write_video

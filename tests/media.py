@@ -11,6 +11,7 @@ import numpy as np
 from PIL import Image
 
 from epd.types import UInt8Array
+from tests.video.recipes import packets_of
 from video.demo_video import encode_h264
 
 
@@ -35,6 +36,15 @@ def write_video(
     encode_h264(
         path, draw_frames(num_frames, height, width, seed), fps=Fraction(fps), height=height, width=width
     )
+    return path
+
+
+def write_damaged_video(path: Path) -> Path:
+    """`write_video` with two packets zeroed: of 8 frames spread over it, one cannot be decoded."""
+    data = bytearray(write_video(path).read_bytes())
+    for position, size, _, _ in packets_of(bytes(data))[28:30]:
+        data[position : position + size] = bytes(size)
+    path.write_bytes(data)
     return path
 
 

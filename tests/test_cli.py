@@ -241,6 +241,19 @@ def test_units_that_do_not_change_are_told(still_video: Path, checkpoints: dict[
     assert "did not change" not in plain.stderr
 
 
+def test_frames_that_could_not_be_decoded_are_reported(
+    damaged_video: Path, media: dict[str, Path], checkpoints: dict[str, Path]
+) -> None:
+    options = ("--model", checkpoints["qwen2_5_vl"], "--frames", "8", "--max-tokens", "2")
+    result = run("ask", damaged_video, QUESTION, *options)
+    assert "; 1 of 8 frames could not be decoded and shows a neighbour\n" in result.stderr
+    record = json.loads(run("ask", damaged_video, QUESTION, *options, "--json").stdout)
+    assert record["usage"]["num_substituted_frames"] == 1
+    whole = json.loads(run("ask", media["video"], QUESTION, *options, "--json").stdout)
+    assert whole["usage"]["num_substituted_frames"] == 0
+    assert "could not be decoded" not in run("ask", media["video"], QUESTION, *options).stderr
+
+
 def test_json_is_one_object_with_the_promised_fields(
     media: dict[str, Path], checkpoints: dict[str, Path]
 ) -> None:

@@ -37,7 +37,13 @@ def result_record(outcome: Answered) -> JSON:
     record: JSON = {"id": line.line_id, "answer": answer, "finish_reason": choice["finish_reason"]}
     if line.expected is not None:
         record |= {"expected": line.expected, "is_right": is_same_answer(answer, line.expected)}
-    return record | {"usage": completion.get("usage")}
+    return record | {"usage": completion.get("usage")} | _damage(completion.get("epd"))
+
+
+def _damage(report: object) -> JSON:
+    """What a line says of frames that could not be decoded; nothing where there are none, or no report."""
+    num_substituted = report.get("substituted_frames") if isinstance(report, dict) else None
+    return {"substituted_frames": num_substituted} if num_substituted else {}
 
 
 def answer_text(completion: Mapping[str, Any]) -> str:

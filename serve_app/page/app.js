@@ -179,6 +179,7 @@ function showReport(report) {
   addFact("to the first token", `${report.ttft_s.toFixed(2)} s`);
   addFact("in all", `${report.total_s.toFixed(2)} s`);
   if (report.frames) addFact("frames", report.frames);
+  if (report.substituted_frames) addFact("frames that could not be decoded", report.substituted_frames);
   const before = report.visual_tokens_before_reduction;
   const reduced = before > report.visual_tokens ? `${before} → ` : "";
   if (before) addFact("visual tokens", `${reduced}${report.visual_tokens}`);

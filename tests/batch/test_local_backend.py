@@ -134,6 +134,27 @@ def test_what_is_wrong_with_one_medium_or_line_stays_there(
     assert_nothing_left(batch_pipeline)
 
 
+def test_frames_that_could_not_be_decoded_are_in_the_result(
+    tmp_path: Path, media: dict[str, Path], damaged_video: Path, backend: LocalBackend
+) -> None:
+    parts = [
+        {"type": "video_url", "video_url": {"url": damaged_video.as_uri()}},
+        {"type": "text", "text": "Where?"},
+    ]
+    body = {"messages": [{"role": "user", "content": parts}], "epd": {"num_frames": 8}, "max_tokens": 3}
+    lines = [
+        {"id": "damaged", "video": str(damaged_video), "question": "What?"},
+        {"id": "damaged too", "video": str(damaged_video), "question": "Which?"},
+        {"id": "whole", "video": str(media["video"]), "question": "What?"},
+        {"custom_id": "openai", "method": "POST", "url": "/v1/chat/completions", "body": body},
+    ]
+    run(tmp_path, backend, lines, num_frames=8, max_tokens=3)
+    results = read(tmp_path / "out.jsonl")
+    assert results["damaged"]["substituted_frames"] == results["damaged too"]["substituted_frames"] == 1
+    assert "substituted_frames" not in results["whole"]
+    assert results["openai"]["response"]["body"]["epd"]["substituted_frames"] == 1
+
+
 def test_openai_lines_give_openais_completions(
     tmp_path: Path, media: dict[str, Path], backend: LocalBackend, colocated: ColocatedPipeline
 ) -> None:

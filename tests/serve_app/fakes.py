@@ -51,6 +51,7 @@ class FakeService:
     words: tuple[str, ...] = WORDS
     is_ready: bool = True
     has_end: bool = True
+    usage: Usage = USAGE
     counters: dict[str, float] = field(default_factory=lambda: {"encoder_cache_hits": 7.0})
     requests: list[AnswerRequest] = field(default_factory=list)
     files_seen: list[list[bytes]] = field(default_factory=list)
@@ -92,7 +93,7 @@ class FakeService:
         if self.error:
             raise self.error
         if self.has_end:
-            yield AnswerEnd(USAGE, TIMINGS, cached_tokens=16, retention=0.5)
+            yield AnswerEnd(self.usage, TIMINGS, cached_tokens=16, retention=0.5)
 
     def _delta(self, request: AnswerRequest, choice: int, number: int, word: str, last: bool) -> TokenDelta:
         logprobs = ()

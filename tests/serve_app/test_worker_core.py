@@ -107,7 +107,7 @@ class Bench:
         frames = plan.image_of(granted.group)
         if frames is None:
             stream_id = f"{granted.request_id} {group.item}"
-            frames = self.reader.handle(
+            _, frames = self.reader.handle(
                 ReadFrames(stream_id, question.media[group.item], group.plan, plan.cuts(group.item), index)
             )
         message = EncodeGroup(
