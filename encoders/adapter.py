@@ -67,12 +67,14 @@ class Sampling:
     """Which frames of a video are wanted; with neither rate nor number, those that the processor would take.
 
     start_s, end_s: only of the part [start_s, end_s) of the video, None for its end.
+    max_frames: a video of which more are wanted is refused before they are listed; None for any number.
     """
 
     fps: float | None = None
     num_frames: int | None = None
     start_s: float = 0.0
     end_s: float | None = None
+    max_frames: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

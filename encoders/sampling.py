@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from encoders.adapter import Sampling, VideoFacts
 from epd.errors import RequestError
+from epd.request_budget import check_num_frames
 
 # For checkpoints whose processor names no rate: what the Qwen-VL model cards sample at.
 DEFAULT_FPS = 2.0
+# Above the rate of any video, so that a higher one changes nothing; with it products stay finite.
+MAX_FPS = 1e9
 # Of a frame: the rounding of times in seconds, so that a part that begins with a frame has that frame.
 _ROUNDING = 1e-6
 
@@ -26,16 +30,27 @@ def part_of(video: VideoFacts, sampling: Sampling) -> tuple[int, VideoFacts]:
     Raises RequestError when there are none, and as `check_sampling`.
     """
     check_sampling(sampling)
-    first = math.ceil(sampling.start_s * video.fps - _ROUNDING)
     end_s = video.num_frames / video.fps if sampling.end_s is None else sampling.end_s
-    stop = min(video.num_frames, math.ceil(end_s * video.fps - _ROUNDING))
+    first, stop = _first_frame_from(sampling.start_s, video), _first_frame_from(end_s, video)
     if first >= stop:
         raise RequestError(
             f"received the part [{sampling.start_s:g}, {end_s:g}) s, in which no frame begins; allowed: "
             f"parts of [0, {video.num_frames / video.fps:g}) s, a frame every {1 / video.fps:.3g} s; "
-            "mend start_s, end_s"
+            "change start_s or end_s"
         )
     return first, replace(video, num_frames=stop - first)
+
+
+def _first_frame_from(time_s: float, video: VideoFacts) -> int:
+    """Index of the first frame that begins at a time or later; `num_frames` for a time past the end."""
+    index = time_s * video.fps - _ROUNDING  # of a time that a client chose: it may be infinite
+    return video.num_frames if index >= video.num_frames else math.ceil(index)
+
+
+def check_wanted(sampling: Sampling, num_frames: float) -> None:
+    """Raises RequestBudgetError where more frames are wanted than the request may have of this video."""
+    if sampling.max_frames is not None:
+        check_num_frames(num_frames, sampling.max_frames)
 
 
 def sample_indices(processor: Any, video: VideoFacts, sampling: Sampling) -> tuple[int, ...]:
@@ -44,11 +59,14 @@ def sample_indices(processor: Any, video: VideoFacts, sampling: Sampling) -> tup
     `processor` is a transformers video processor: its `fps`, `num_frames`, `min_frames` and `max_frames` hold
     where `sampling`, which `part_of` has checked, says nothing. More frames than there are cannot be had:
     then all of them, in whole units.
+    Raises RequestBudgetError for more than `sampling.max_frames`.
     """
     unit = int(processor.temporal_patch_size)
     if video.num_frames <= unit:
         return tuple(range(video.num_frames))
-    indices = processor.sample_frames(source_metadata(video), **_arguments(processor, video, sampling, unit))
+    arguments = _arguments(processor, video, sampling, unit)
+    check_wanted(sampling, _num_wanted(processor, video, arguments))
+    indices = processor.sample_frames(source_metadata(video), **arguments)
     return tuple(int(index) for index in indices)
 
 
@@ -67,16 +85,24 @@ def check_sampling(sampling: Sampling) -> None:
         end = "its end" if end_s is None else f"{end_s:g} s"
         raise RequestError(
             f"received the part from {start_s:g} to {end} of a video; allowed: 0 <= start_s < end_s, in "
-            "seconds from its start; mend start_s, end_s"
+            "seconds from its start; change start_s or end_s"
         )
 
 
 def _arguments(processor: Any, video: VideoFacts, sampling: Sampling, unit: int) -> dict[str, float | int]:
     num_frames = sampling.num_frames or (processor.num_frames if sampling.fps is None else None)
     if num_frames is None:
-        return {"fps": sampling.fps or processor.fps or DEFAULT_FPS}
+        return {"fps": min(sampling.fps or processor.fps or DEFAULT_FPS, MAX_FPS)}
     most = video.num_frames // unit * unit
     return {"num_frames": min(max(num_frames, unit), most)}
+
+
+def _num_wanted(processor: Any, video: VideoFacts, arguments: Mapping[str, float | int]) -> float:
+    """How many frames `sample_frames` would list for these arguments, or somewhat more."""
+    if "num_frames" in arguments:
+        return arguments["num_frames"]
+    at_rate = max(video.num_frames / video.fps * arguments["fps"], float(processor.min_frames))
+    return min(at_rate, float(processor.max_frames), video.num_frames)
 
 
 def source_metadata(video: VideoFacts) -> Any:

@@ -18,7 +18,7 @@ from transformers.models.smolvlm.processing_smolvlm import (
 
 from encoders.adapter import MediaPlan, Sampling, VideoFacts
 from encoders.checkpoint import Checkpoint
-from encoders.sampling import DEFAULT_FPS, source_metadata
+from encoders.sampling import DEFAULT_FPS, MAX_FPS, check_wanted, source_metadata
 from encoders.text_layout import ItemText, Markers
 from encoders.tiles import TileAdapter, TilePlan, cut_tiles, tile_spec
 from encoders.words import number_in_words
@@ -56,11 +56,10 @@ class SmolVLMAdapter(TileAdapter):
 
     def frame_indices(self, processor: Any, video: VideoFacts, sampling: Sampling) -> tuple[int, ...]:
         """The processor's rule: a rate and a cap together; a long video loses its first and last second."""
-        indices = processor.sample_frames(
-            source_metadata(video),
-            num_frames=sampling.num_frames or processor.num_frames or video.num_frames,
-            fps=sampling.fps or processor.fps or DEFAULT_FPS,
-        )
+        most = sampling.num_frames or processor.num_frames or video.num_frames
+        rate = min(sampling.fps or processor.fps or DEFAULT_FPS, MAX_FPS)
+        check_wanted(sampling, min(most, video.num_frames / video.fps * rate))
+        indices = processor.sample_frames(source_metadata(video), num_frames=most, fps=rate)
         return tuple(int(index) for index in indices)
 
     def video_size(self, height: int, width: int) -> tuple[int, int]:

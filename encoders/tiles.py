@@ -31,7 +31,7 @@ from encoders.adapter import (
 from encoders.chat import ChatMessage, one_turn
 from encoders.checkpoint import Checkpoint
 from encoders.patches import PatchSpec, patchify
-from encoders.sampling import DEFAULT_FPS, part_of, source_metadata
+from encoders.sampling import DEFAULT_FPS, check_wanted, part_of, source_metadata
 from encoders.text_layout import ItemText, Markers, plan_text_prompt
 from epd.errors import MediaLimitError, UnsupportedModelError
 from epd.types import MediaKind
@@ -163,9 +163,10 @@ class TileAdapter(ABC):
     def frame_indices(self, processor: Any, video: VideoFacts, sampling: Sampling) -> tuple[int, ...]:
         """The processor's own rule for a number of frames, at least one and no more than there are."""
         rate = sampling.fps or processor.fps or DEFAULT_FPS
-        at_rate = int(video.num_frames / video.fps * rate)
+        at_rate = int(min(video.num_frames / video.fps * rate, video.num_frames))
         wanted = sampling.num_frames or (processor.num_frames if sampling.fps is None else None) or at_rate
         num_frames = min(max(wanted, 1), video.num_frames)
+        check_wanted(sampling, num_frames)
         indices = processor.sample_frames(source_metadata(video), num_frames=num_frames)
         return tuple(int(index) for index in indices)
 

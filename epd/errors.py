@@ -6,7 +6,8 @@ A message says what was received, what is allowed, and what to do next, in that 
     ├── InputError                    the caller can mend it
     │   ├── RequestError              a question or option that makes no sense
     │   │   ├── RequestLimitError     more bytes, messages or media than a request may have
-    │   │   └── RequestTimeoutError   a body that comes too slowly
+    │   │   ├── RequestTimeoutError   a body that comes too slowly
+    │   │   └── RequestBudgetError    more work than one request may ask for
     │   ├── AuthenticationError       no key, or not the right one
     │   ├── MediaError
     │   │   ├── MediaNotFoundError
@@ -44,6 +45,10 @@ class RequestLimitError(RequestError):
 
 class RequestTimeoutError(RequestError):
     """A request that was not complete in time."""
+
+
+class RequestBudgetError(RequestError):
+    """More work than one request may ask for: see `epd.request_budget`."""
 
 
 class AuthenticationError(InputError):

@@ -7,8 +7,9 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import video
 from encoders import Adapter, MediaPlan, Sampling, load_adapter
@@ -19,6 +20,7 @@ from encoders.reduction import reduce_prompt
 from epd.errors import MediaError, RequestError
 from epd.kv_identity import TokenIdentity
 from epd.recent import Recent
+from epd.request_budget import RequestLimits, check_num_pixels, check_visual_tokens
 from epd.sampling_params import SamplingParams
 from epd.types import UInt8Array, Usage
 from serve_app.service import AnswerRequest, MediaSource, ModelCard
@@ -119,9 +121,17 @@ class Planner:
     """Plans requests to one model, without its weights. Blocks: to be used in threads, by several at once."""
 
     def __init__(
-        self, model_path: Path, name: str | None = None, *, group_tokens: int = DEFAULT_GROUP_TOKENS
+        self,
+        model_path: Path,
+        name: str | None = None,
+        *,
+        group_tokens: int = DEFAULT_GROUP_TOKENS,
+        limits: RequestLimits | None = None,
     ) -> None:
-        """name: under which the model is asked for; by default the folder's. Raises ModelError."""
+        """name: under which the model is asked for; by default the folder's. limits: see `self.limits`.
+
+        Raises ModelError.
+        """
         self.adapter = load_adapter(model_path)
         self.settings = generation_settings(model_path, self.adapter)
         self.texts = TokenTexts(self.adapter.tokenizer)
@@ -130,11 +140,13 @@ class Planner:
         self._group_tokens = group_tokens
         self._revision = weights_revision(model_path)
         self.card = ModelCard(name or model_path.name, int(time.time()), _max_model_len(model_path))
+        # Ceilings of one request, lowered to what can fit the model's context.
+        self.limits = _limits_of(self.card.max_model_len, self.adapter.tokenizer, limits or RequestLimits())
 
     def plan(self, request: AnswerRequest) -> AnswerPlan:
         """Raises MediaError, RequestError."""
         start = time.perf_counter()
-        media = tuple(self._planned(source, request.sampling) for source in request.media)
+        media = self._planned_media(request)
         plans = [item.plan for item in media]
         with self._adapters.borrowed() as adapter:
             whole = adapter.plan_chat(plans, request.messages)
@@ -155,9 +167,23 @@ class Planner:
             priority=request.priority,
         )
 
-    def _planned(self, source: MediaSource, sampling: Sampling) -> PlannedMedia:
+    def _planned_media(self, request: AnswerRequest) -> tuple[PlannedMedia, ...]:
+        """The media, refused before one is decoded, a frame listed or a prompt laid out that could never fit."""
+        facts = [source.facts or video.look(_media(source)) for source in request.media]
+        check_num_pixels(sum(each.height * each.width for each in facts if each.kind == "image"), self.limits)
+        planned: list[PlannedMedia] = []
+        num_frames_left = self.limits.max_frames
+        for source, each in zip(request.media, facts, strict=True):
+            sampling = replace(request.sampling, max_frames=num_frames_left)
+            planned.append(self._planned(source, each, sampling))
+            num_frames_left -= planned[-1].plan.num_frames if each.kind == "video" else 0
+        if self.card.max_model_len is not None:
+            num_tokens = sum(item.plan.num_tokens for item in planned)
+            check_visual_tokens(num_tokens, request.reduction.retention, self.card.max_model_len)
+        return tuple(planned)
+
+    def _planned(self, source: MediaSource, facts: video.MediaFacts, sampling: Sampling) -> PlannedMedia:
         """Raises MediaError, RequestError."""
-        facts = source.facts or video.look(_media(source))
         pixels = video.load_image(_media(source)) if facts.kind == "image" else None
         try:
             if pixels is not None:
@@ -183,6 +209,12 @@ class Planner:
 
 def _media(source: MediaSource) -> video.Media:
     return video.Media(source.path, source.label)
+
+
+def _limits_of(context_tokens: int | None, tokenizer: Any, limits: RequestLimits) -> RequestLimits:
+    if context_tokens is None:
+        return limits
+    return limits.for_model(context_tokens, max(map(len, tokenizer.get_vocab())))
 
 
 def _max_model_len(path: Path) -> int | None:

@@ -28,6 +28,7 @@ PARTS = (
     (0.3, 0.7, 3, 7),
     (5.5, None, 55, 60),
     (5.5, 99.0, 55, 60),
+    (5.5, 1e308, 55, 60),
     (1.0, 1.05, 10, 11),
 )
 
@@ -102,6 +103,8 @@ def test_frames_are_those_that_decoding_in_order_gives(
         (0.0, float("nan"), "the part from 0 to nan s"),
         (6.0, None, "[6, 6) s, in which no frame begins; allowed: parts of [0, 6) s, a frame every 0.1 s"),
         (7.0, 9.0, "the part [7, 9) s, in which no frame begins"),
+        (1e308, None, "the part [1e+308, 6) s, in which no frame begins"),
+        (1e300, 1e308, "the part [1e+300, 1e+308) s, in which no frame begins"),
         (0.11, 0.19, "the part [0.11, 0.19) s, in which no frame begins"),
     ],
 )  # fmt: skip

@@ -25,6 +25,7 @@ def of_parts(*parts: JSON) -> JSON:
 STATUS = {
     "EPDError": 500, "InputError": 400, "RequestError": 400, "RequestLimitError": 413,
     "RequestTimeoutError": 408,
+    "RequestBudgetError": 400,
     "AuthenticationError": 401,
     "MediaError": 400, "MediaNotFoundError": 404, "MediaForbiddenError": 403, "MediaLimitError": 413,
     "UnsupportedMediaError": 415, "CorruptMediaError": 422, "ModelError": 400, "ModelNotFoundError": 404,
