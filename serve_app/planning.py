@@ -168,22 +168,22 @@ class Planner:
         )
 
     def _planned_media(self, request: AnswerRequest) -> tuple[PlannedMedia, ...]:
-        """The media, refused before one is decoded, a frame listed or a prompt laid out that could never fit."""
-        facts = [source.facts or video.look(_media(source)) for source in request.media]
-        check_num_pixels(sum(each.height * each.width for each in facts if each.kind == "image"), self.limits)
+        """The media. What can never fit is refused before it is decoded, listed or laid out as a prompt."""
+        sources = [replace(each, facts=each.facts or video.look(_media(each))) for each in request.media]
+        check_num_pixels(sum(map(_image_pixels, sources)), self.limits)
         planned: list[PlannedMedia] = []
         num_frames_left = self.limits.max_frames
-        for source, each in zip(request.media, facts, strict=True):
-            sampling = replace(request.sampling, max_frames=num_frames_left)
-            planned.append(self._planned(source, each, sampling))
-            num_frames_left -= planned[-1].plan.num_frames if each.kind == "video" else 0
+        for source in sources:
+            planned.append(self._planned(source, replace(request.sampling, max_frames=num_frames_left)))
+            num_frames_left -= planned[-1].plan.num_frames if source.kind == "video" else 0
         if self.card.max_model_len is not None:
             num_tokens = sum(item.plan.num_tokens for item in planned)
             check_visual_tokens(num_tokens, request.reduction.retention, self.card.max_model_len)
         return tuple(planned)
 
-    def _planned(self, source: MediaSource, facts: video.MediaFacts, sampling: Sampling) -> PlannedMedia:
+    def _planned(self, source: MediaSource, sampling: Sampling) -> PlannedMedia:
         """Raises MediaError, RequestError."""
+        facts = source.facts or video.look(_media(source))
         pixels = video.load_image(_media(source)) if facts.kind == "image" else None
         try:
             if pixels is not None:
@@ -209,6 +209,11 @@ class Planner:
 
 def _media(source: MediaSource) -> video.Media:
     return video.Media(source.path, source.label)
+
+
+def _image_pixels(source: MediaSource) -> int:
+    """0 for a video."""
+    return source.facts.height * source.facts.width if source.facts and source.kind == "image" else 0
 
 
 def _limits_of(context_tokens: int | None, tokenizer: Any, limits: RequestLimits) -> RequestLimits:
