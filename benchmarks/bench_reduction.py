@@ -4,7 +4,8 @@
         [--verdicts FILE ...] [--same-tokens FEW MANY ...]
 
 prefill: a drawn video whose embeddings are there; each retention in turn, one thread. The gain in TTFT
-(prefill of what is kept, and the question's first token) beside the gain in operations of the decoder.
+(prefill of what is kept, and the question's first token) beside the gain in operations of the decoder, by
+what each method computes (prefill_flops.py).
 fit: the most frames of one video that a fixed room for keys and values admits.
 accuracy: the tables of `epd eval --out FILE.jsonl`, from the files given.
 same-tokens: such files of the same videos, in pairs: few frames in full, many frames that are reduced.
@@ -30,6 +31,7 @@ from collections.abc import Sequence  # noqa: E402
 from functools import partial  # noqa: E402
 
 import torch  # noqa: E402
+from prefill_flops import prompt_flops  # noqa: E402
 from reporting import Row, Section, median_ratio, run_sections, setting  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 
@@ -41,6 +43,7 @@ from epd.eval.rows import Pairs, by_setting  # noqa: E402
 from epd.eval.statistics import mcnemar_p  # noqa: E402
 from epd.eval.verdicts import Verdict, VerdictLog  # noqa: E402
 from epd.models import embedded_model_path  # noqa: E402
+from epd.profiles.catalog import Transformer  # noqa: E402
 from epd.reduction import ReductionPolicy  # noqa: E402
 from epd.sampling_params import SamplingParams  # noqa: E402
 from epd.shapes import make_scene  # noqa: E402
@@ -62,15 +65,17 @@ def encoded_video(pipeline: ColocatedPipeline, num_frames: int) -> EncodedMedia:
         return pipeline.encode_media([path], num_frames=num_frames)
 
 
-def decoder_flops(num_tokens: int) -> float:
-    """Of a prefill of so many tokens: two for each weight of the layers and token, and causal attention."""
+def decoder_shape() -> Transformer:
     config = AutoConfig.from_pretrained(embedded_model_path()).get_text_config()
-    size, heads = config.hidden_size, config.num_attention_heads
-    head = size // heads
-    attention = size * head * (2 * heads + 2 * config.num_key_value_heads)
-    weights = attention + 3 * size * config.intermediate_size
-    per_layer = 2 * weights * num_tokens + 2 * heads * head * num_tokens**2
-    return float(config.num_hidden_layers * per_layer)
+    heads = config.num_attention_heads
+    return Transformer(
+        config.num_hidden_layers,
+        config.hidden_size,
+        heads,
+        config.num_key_value_heads,
+        config.hidden_size // heads,
+        config.intermediate_size,
+    )
 
 
 def prefill_rows(methods: Sequence[str], num_frames: int, repeats: int) -> list[Row]:
@@ -80,6 +85,9 @@ def prefill_rows(methods: Sequence[str], num_frames: int, repeats: int) -> list[
     policies += [ReductionPolicy(method, r) for method in methods for r in RETENTIONS if r < 1]
     seconds: dict[ReductionPolicy, list[float]] = {policy: [] for policy in policies}
     prefills: dict[ReductionPolicy, list[float]] = {policy: [] for policy in policies}
+    whole_prompt = pipeline.adapter.plan_prompt(encoded.plans, QUESTION)
+    prompts = {policy: reduce_prompt(whole_prompt, policy) for policy in policies}
+    operations = {policy: prompt_flops(decoder_shape(), prompt) for policy, prompt in prompts.items()}
     rows = []
     for repeat in range(repeats + 1):
         for policy in policies:
@@ -92,10 +100,10 @@ def prefill_rows(methods: Sequence[str], num_frames: int, repeats: int) -> list[
                 prefills[policy].append(prefill_s)
                 continue
             assert context.request_id is not None
+            assert answer.usage.prompt_tokens == len(prompts[policy])
             tokens = pipeline.engine.kv.num_tokens(context.request_id)
             rows.append((policy, tokens, answer.usage))
     whole = policies[0]
-    whole_flops = decoder_flops(rows[0][2].prompt_tokens)
     return [
         {
             "method": policy.method if policy.is_on else "all tokens",
@@ -104,7 +112,7 @@ def prefill_rows(methods: Sequence[str], num_frames: int, repeats: int) -> list[
             "kv_mb": round(tokens * pipeline.engine.pools.bytes_per_token / 1e6, 2),
             "prefill_s": round(statistics.median(prefills[policy]), 3),
             "ttft_s": round(statistics.median(seconds[policy]), 3),
-            "flops_gain": round(flops := whole_flops / decoder_flops(usage.prompt_tokens), 2),
+            "flops_gain": round(flops := operations[whole] / operations[policy], 2),
             "ttft_gain": round(gain := median_ratio(seconds[whole], seconds[policy]), 2),
             "share_of_flops_gain": round(gain / flops, 2),
             "repeats": repeats,
