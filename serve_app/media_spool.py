@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import shutil
 import tempfile
 import threading
@@ -22,6 +23,7 @@ from epd.errors import (
 )
 from epd.recent import Recent
 from epd.types import MediaKind
+from serve_app.held_folder import SPOOL_PREFIX, HeldFolder, remove_abandoned
 from serve_app.service import MediaSource
 from video import FetchPolicy
 
@@ -124,13 +126,17 @@ class MediaSpool:
         self._known = KnownFiles()
         self._facts: Recent[str, video.MediaFacts] = Recent(_MAX_KNOWN_FACTS)
         self.budget = ByteBudget(max_spooled_bytes, "media")
-        self.path = Path(tempfile.mkdtemp(prefix="epd-media-", dir=parent))
+        folder = parent or Path(tempfile.gettempdir())
+        remove_abandoned(folder, SPOOL_PREFIX)
+        self._held = HeldFolder(folder / f"{SPOOL_PREFIX}{secrets.token_hex(8)}")
+        self.path = self._held.path / "requests"
+        self.path.mkdir()
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="media")
 
     def close(self) -> None:
         """Deletes everything; requests must have ended."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        shutil.rmtree(self.path, ignore_errors=True)
+        self._held.remove()
 
     @asynccontextmanager
     async def sources(self, references: Sequence[MediaReference]) -> AsyncIterator[tuple[MediaSource, ...]]:

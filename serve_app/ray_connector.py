@@ -1,6 +1,6 @@
 """Transport between worker processes: offers and receipts are actor calls, bulk data goes past them.
 
-Workers of one machine map each other's pools, which are files in memory. To other machines what is offered
+Workers of one machine map each other's pools. To other machines what is offered
 travels in the message, through Ray's object store.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from epd.connectors import EncoderConnector, KVConnector, Offer, Receipt
-from serve_app.ray_memory import PoolFiles
+from serve_app.ray_memory import PoolFiles, open_pool
 from serve_app.ray_packing import Packed, pack, unpack
 from stages.connectors.mailbox import MailboxConnector, Message
 from stages.encoder_pool import EncoderPool, EncoderPoolShape
@@ -177,13 +177,11 @@ class RayConnector(MailboxConnector[Any, Any]):
 
 
 def map_pool(path: Path, shape: AnyShape) -> AnyPool | None:
-    """The pool in a file that another process has made; None when it is gone."""
-    try:
-        descriptor = os.open(path, os.O_RDWR)
-    except FileNotFoundError:
+    """The pool that another process has made; None when it is gone."""
+    descriptor = open_pool(path)
+    if descriptor is None:
         return None
     try:
-        # By its name a file that is removed meanwhile would be made anew, empty.
         return shape.build(Path(f"/proc/self/fd/{descriptor}"))
     finally:
         os.close(descriptor)

@@ -20,7 +20,7 @@ from epd.routing import Stage
 from serve_app.fleet import Bulk, FleetEvent, WorkerBack, WorkerInfo, WorkerLost
 from serve_app.messages import Message, ReplyT
 from serve_app.ray_member import Call, RayFleetConfig, RayMember, awaited, noted
-from serve_app.ray_memory import PoolFiles, new_fleet_id, remove_orphans
+from serve_app.ray_memory import PoolFiles, new_fleet_id
 from serve_app.ray_worker import Place
 from serve_app.worker_stages import WorkerSettings
 
@@ -58,7 +58,7 @@ class RayFleet:
         return self._members[name].place
 
     async def start(self) -> None:
-        remove_orphans()
+        self.files.hold()
         self._node_id = ray.get_runtime_context().get_node_id()
         for name, roles in self._config.workers.items():
             info = WorkerInfo(name, roles, is_alive=False)

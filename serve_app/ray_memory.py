@@ -1,52 +1,90 @@
-"""Files in memory that pools of workers are made of: named for the fleet, so that none outlives it."""
+"""Memory of the workers of one machine that they share: pools, and weights, named in a folder of the fleet.
+
+A pool is memory without a file system: it takes memory page by page as it is written, is bound by no limit of
+/dev/shm, cannot be cut short under those who have mapped it, and is gone with the last of them. Its name in
+the folder is a link to it, which its process removes with it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
+import logging
 import os
 import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+from epd.errors import InfeasibleError
+from epd.machine import available_memory_bytes
+from serve_app.held_folder import SPOOL_PREFIX, HeldFolder, abandoned, remove_abandoned, remove_held
+
+logger = logging.getLogger(__name__)
+
 _MEMORY_FOLDER = Path("/dev/shm")
-_PREFIX = "epd"
+_PREFIX = "epd-fleet-"
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """What a pool may take, and what it has taken, in bytes."""
+
+    path: Path
+    num_bytes: int
+    num_taken: int
 
 
 class PoolFiles:
-    """Makes and removes the files of one fleet on this machine. fleet_id: one that no other fleet has."""
+    """Makes and removes what one fleet shares on this machine. fleet_id: one that no other fleet has."""
 
     def __init__(self, fleet_id: str) -> None:
-        self.prefix = f"{_PREFIX}-{fleet_id}-"
+        self._name = f"{_PREFIX}{fleet_id}"
+        self._held: dict[Path, HeldFolder] = {}
+        self._pools: dict[Path, int] = {}  # descriptors of this process's own, by name
+
+    def hold(self) -> None:
+        """From now on, for as long as this process lives, the fleet's files are not those of a dead one.
+
+        Files of dead fleets are removed.
+        """
+        remove_orphans()
+        self._folder(_memory_folder())
 
     def create(self, name: str, num_bytes: int) -> Path:
-        """A new file for a pool, empty, which takes memory as it is written."""
-        descriptor, path = tempfile.mkstemp(prefix=f"{self.prefix}{name}-", dir=_folder(num_bytes))
-        try:
-            os.ftruncate(descriptor, num_bytes)
-        finally:
-            os.close(descriptor)
-        return Path(path)
+        """A new pool, zeros, which takes memory as it is written.
+
+        Raises InfeasibleError when there is no memory for all of it beside what other pools of this machine
+        may take yet.
+        """
+        folder = self._folder(_memory_folder())
+        path = folder / f"{name}-{secrets.token_hex(4)}"
+        with _one_at_a_time(folder / "lock-claims"):
+            _check_room(name, num_bytes)
+            self._pools[path] = _new_memory(path, num_bytes)
+        return path
 
     def shared(self, name: str, num_bytes: int, write: Callable[[Path], None]) -> Path:
         """A file that all workers of the fleet have on this machine, written by the first that wants it.
 
         Raises OSError, and what `write` raises.
         """
-        path = _folder(num_bytes) / f"{self.prefix}{name}"
         found = self.paths(name)
         if found:
             return found[0]
-        lock = path.with_name(f"{self.prefix}lock-{name}")
-        with lock.open("w") as held:
-            fcntl.flock(held, fcntl.LOCK_EX)
+        folder = self._folder(_roomy_folder(name, num_bytes))
+        path = folder / name
+        with _one_at_a_time(self._folder(_memory_folder()) / f"lock-{name}"):
             found = self.paths(name)
             if not found:
-                draft = path.with_name(f"{self.prefix}draft-{name}")
+                draft = folder / f"draft-{name}"
                 try:
                     write(draft)
                     draft.rename(path)
@@ -57,6 +95,9 @@ class PoolFiles:
     def remove(self, path: Path) -> None:
         """Removes the name; who has mapped it keeps the memory."""
         path.unlink(missing_ok=True)
+        descriptor = self._pools.pop(path, None)
+        if descriptor is not None:
+            os.close(descriptor)
 
     def remove_of(self, worker: str) -> None:
         """Removes all files of a worker that is gone."""
@@ -64,38 +105,149 @@ class PoolFiles:
             self.remove(path)
 
     def remove_all(self) -> None:
-        for path in self.paths():
+        """Removes the fleet's folders: when it ends."""
+        for path in list(self._pools):
             self.remove(path)
+        for parent in _parents():
+            remove_held(parent / self._name)
+        for held in self._held.values():
+            held.release()
+        self._held.clear()
 
     def paths(self, name: str = "") -> list[Path]:
-        """Those of ends whose names start with `name`."""
+        """Pools and shared files whose names start with `name`."""
         found: list[Path] = []
-        for folder in {_MEMORY_FOLDER, Path(tempfile.gettempdir())}:
+        for parent in _parents():
             with contextlib.suppress(OSError):
-                found += [path for path in folder.iterdir() if path.name.startswith(self.prefix + name)]
-        return sorted(found)
+                found += [path for path in (parent / self._name).iterdir() if path.name.startswith(name)]
+        return sorted(path for path in found if not path.name.startswith((".", "lock-")))
+
+    def _folder(self, parent: Path) -> Path:
+        """The fleet's folder there, held."""
+        path = parent / self._name
+        if path not in self._held:
+            self._held[path] = HeldFolder(path)
+        return path
 
 
 def new_fleet_id() -> str:
-    """A name for the files of a fleet of this process: those of one that was killed can be told by it."""
-    return f"{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
+    """A name for the folder of a fleet; host and process are for people who look at it."""
+    host = hashlib.blake2b(socket.gethostname().encode(), digest_size=4).hexdigest()
+    return f"{host}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def remove_orphans() -> None:
-    """Removes files of fleets whose process, on this machine, is gone."""
-    for path in PoolFiles(_host()).paths():
-        owner = path.name.split("-")[2]
-        if owner.isdigit() and not Path("/proc", owner).exists():
-            path.unlink(missing_ok=True)
+    """Removes the files of fleets that have no process on this machine any more, and media of requests."""
+    for parent in _parents():
+        remove_abandoned(parent, _PREFIX)
+    remove_abandoned(Path(tempfile.gettempdir()), SPOOL_PREFIX)
 
 
-def _host() -> str:
-    return hashlib.blake2b(socket.gethostname().encode(), digest_size=4).hexdigest()
+def orphans() -> list[Path]:
+    """Folders of such fleets."""
+    return [path for parent in _parents() for path in abandoned(parent, _PREFIX)]
 
 
-def _folder(num_bytes: int) -> Path:
-    """Where a file of that size fits: in memory if there is room, so that nothing is written to a disk."""
+def open_pool(path: Path) -> int | None:
+    """A descriptor of a pool that any process of this machine has made; None when it is gone."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    if _is_pool(path, f"/proc/self/fd/{descriptor}"):
+        return descriptor
+    os.close(descriptor)  # its process is gone, and another one has its number
+    return None
+
+
+def _new_memory(path: Path, num_bytes: int) -> int:
+    """Memory of a fixed size under a name: a link into this process, which goes with it."""
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    descriptor = os.memfd_create(_memory_name(path), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, num_bytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+        path.symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _memory_name(path: Path) -> str:
+    """What maps and descriptors of a pool show: the fleet's folder and the pool's name there."""
+    return f"{path.parent.name}-{path.name}"
+
+
+def _is_pool(path: Path, target: str) -> bool:
+    """Whether the file that /proc shows at `target` is the pool which was made under that name."""
     with contextlib.suppress(OSError):
-        if shutil.disk_usage(_MEMORY_FOLDER).free >= num_bytes:
-            return _MEMORY_FOLDER
-    return Path(tempfile.gettempdir())
+        return os.readlink(target) == f"/memfd:{_memory_name(path)} (deleted)"
+    return False
+
+
+def _check_room(name: str, num_bytes: int) -> None:
+    """Raises InfeasibleError when a pool would find no memory once it and all others are full."""
+    claims = list(_claims())
+    promised = sum(max(0, claim.num_bytes - claim.num_taken) for claim in claims)
+    available = available_memory_bytes()
+    if num_bytes > available - promised:
+        raise InfeasibleError(
+            f"the pool '{name}' asks for {num_bytes / _MIB:,.0f} MiB of memory; {available / _MIB:,.0f} MiB "
+            f"are available, {promised / _MIB:,.0f} MiB of them for {len(claims)} pools of this machine that "
+            "are not full yet; give a smaller --num-kv-tokens, fewer workers, or more memory"
+        )
+
+
+def _claims() -> Iterator[_Claim]:
+    """Of all pools of all fleets on this machine, as far as this container sees them."""
+    with contextlib.suppress(OSError):
+        for path in _memory_folder().glob(f"{_PREFIX}*/*"):
+            with contextlib.suppress(OSError):
+                if path.is_symlink() and _is_pool(path, os.readlink(path)):
+                    status = path.stat()
+                    yield _Claim(path, status.st_size, status.st_blocks * 512)
+
+
+@contextmanager
+def _one_at_a_time(lock: Path) -> Iterator[None]:
+    """While this is open, no other process is inside with the same file."""
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
+def _parents() -> list[Path]:
+    """Where folders of fleets may be."""
+    return list(dict.fromkeys([_MEMORY_FOLDER, Path(tempfile.gettempdir())]))
+
+
+def _memory_folder() -> Path:
+    """In memory, if the machine has such a folder: names take next to none."""
+    return _MEMORY_FOLDER if os.access(_MEMORY_FOLDER, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def _roomy_folder(name: str, num_bytes: int) -> Path:
+    """Where a file of that size fits: in memory if there is room, so that nothing is written to a disk.
+
+    Raises OSError when there is no room on the disk either.
+    """
+    disk = Path(tempfile.gettempdir())
+    for parent in (_memory_folder(), disk):
+        with contextlib.suppress(OSError):
+            if shutil.disk_usage(parent).free >= num_bytes:
+                if parent == disk != _MEMORY_FOLDER:
+                    _warn_of_disk(name, num_bytes, disk)
+                return parent
+    raise OSError(errno.ENOSPC, f"no room for {num_bytes} bytes of {name}", str(disk))
+
+
+def _warn_of_disk(name: str, num_bytes: int, disk: Path) -> None:
+    logger.warning(
+        "%s takes %d MiB, which %s has no room for: it lies in %s, on a disk perhaps; give the container a "
+        "larger shared memory, such as --shm-size",
+        name,
+        -(-num_bytes // _MIB),
+        _MEMORY_FOLDER,
+        disk,
+    )

@@ -128,6 +128,7 @@ class StageActor:
         """Loads the weights. Whatever an earlier life has left on this machine is removed."""
         torch.set_num_threads(start.num_threads)
         files = PoolFiles(start.fleet_id)
+        files.hold()
         files.remove_of(start.name)
         self._name, self._life = start.name, start.life
         self._transport = RayTransport(self._post, self._can_map, files)

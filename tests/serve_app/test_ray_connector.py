@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,16 @@ import torch
 from encoders.adapter import Embeddings
 from epd.connectors import KVChunk, KVSpan, KVTicket, Ticket, TransferOutcome
 from epd.encoder_cache import CachedGroup, GroupKey
+from epd.errors import InfeasibleError
 from serve_app import ray_memory
-from serve_app.ray_connector import Envelope, RayTransport
-from serve_app.ray_memory import PoolFiles, new_fleet_id, remove_orphans
+from serve_app.ray_connector import Envelope, RayTransport, map_pool
+from serve_app.ray_memory import PoolFiles, new_fleet_id, open_pool
 from stages.encoder_pool import EmbeddingLayout, EncoderPoolShape
 from stages.kv_pool import KVGroupShape, KVLayout, KVPoolsShape
+from stages.pool_memory import pool_memory
 
+MIB = 1 << 20
+CLAIMS = ray_memory._claims
 BF16 = torch.bfloat16
 ENCODER = EncoderPoolShape(6, 4, EmbeddingLayout(8, BF16, num_deepstack=1))
 RECEIVER = EncoderPoolShape(10, 3, EmbeddingLayout(8, BF16, num_deepstack=1))
@@ -148,7 +153,7 @@ def test_an_end_point_has_an_end_of_each_kind(workers: Workers) -> None:
     workers["p0"].close("p0.prefill")
     encoder.send(ticket("t", CachedGroup(1, (0,))), CachedGroup(1, (0,)))
     assert outcomes(encoder) == []
-    assert [path.name.split("-")[4] for path in workers.files.paths()] == ["e0.encode"]
+    assert [path.name.split("-")[0] for path in workers.files.paths()] == ["e0.encode"]
 
 
 def test_the_pool_of_a_sender_that_is_gone_is_not_made_anew(files: PoolFiles) -> None:
@@ -186,24 +191,76 @@ def test_what_nobody_waits_for_is_not_kept(files: PoolFiles) -> None:
     assert vars(receiver)["_packed"] == {}
 
 
-def test_files_of_a_fleet_whose_process_is_gone_are_removed(files: PoolFiles) -> None:
-    host = new_fleet_id().split("-")[0]
-    dead = PoolFiles(f"{host}-4194305-0000")  # more than the system's largest process id
-    others = PoolFiles("other-4194305-0")
-    orphan, theirs, mine = (each.create("e0.encode-kv", 10) for each in (dead, others, files))
-    try:
-        remove_orphans()
-        assert (orphan.exists(), theirs.exists(), mine.exists()) == (False, True, True)
-    finally:
-        dead.remove_all()
-        others.remove_all()
+def test_pools_that_do_not_fit_together_are_refused_in_words(
+    files: PoolFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would fit alone; both, once they are full, would not."""
+    monkeypatch.setattr(ray_memory, "_claims", lambda: iter(of_this_test(files)))
+    monkeypatch.setattr(ray_memory, "available_memory_bytes", lambda: 100 * MIB)
+    files.create("p0.prefill-kv", 60 * MIB)
+    said = r"'d0.decode-kv' asks for 60 MiB of memory; 100 MiB are available, 60 MiB of them for 1 pools"
+    with pytest.raises(InfeasibleError, match=said):
+        files.create("d0.decode-kv", 60 * MIB)
+    assert len(files.paths("d0")) == 0
+    assert len(files.paths(files.create("d0.decode-kv", 40 * MIB).name)) == 1
 
 
-def test_a_file_that_does_not_fit_in_memory_goes_elsewhere(
-    files: PoolFiles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_what_a_pool_has_taken_is_counted_once(files: PoolFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_memory, "_claims", lambda: iter(of_this_test(files)))
+    monkeypatch.setattr(ray_memory, "available_memory_bytes", lambda: 100 * MIB)
+    path = files.create("p0.prefill-kv", 60 * MIB)
+    pool_memory(60 * MIB, path).fill_(1)
+    files.create("d0.decode-kv", 60 * MIB)  # 40 + 60 MiB were available, and 60 are taken
+
+
+def test_a_pool_that_is_gone_is_not_claimed_any_more(
+    files: PoolFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_memory, "_claims", lambda: iter(of_this_test(files)))
+    monkeypatch.setattr(ray_memory, "available_memory_bytes", lambda: 100 * MIB)
+    for _ in range(3):
+        files.remove(files.create("p0.prefill-kv", 60 * MIB))
+
+
+def of_this_test(files: PoolFiles) -> list[Any]:
+    """Other tests may run beside this one."""
+    return [claim for claim in CLAIMS() if claim.path in files.paths()]
+
+
+def test_a_pool_is_bound_by_no_file_system_and_cannot_be_cut_short(
+    files: PoolFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a file that is cut short, or finds no room, would end whoever touches it by a signal."""
+    monkeypatch.setattr(ray_memory, "available_memory_bytes", lambda: 1 << 62)
+    path = files.create("e0.encode-kv", 2 * shutil.disk_usage(ray_memory._MEMORY_FOLDER).total)
+    before = shutil.disk_usage(ray_memory._MEMORY_FOLDER).used
+    pool_memory(8 * MIB, path).fill_(1)
+    assert shutil.disk_usage(ray_memory._MEMORY_FOLDER).used - before < MIB
+    descriptor = open_pool(path)
+    assert descriptor is not None
+    with pytest.raises(PermissionError):
+        os.ftruncate(descriptor, 10)
+    os.close(descriptor)
+
+
+def test_a_name_whose_number_another_file_has_by_now_is_no_pool(files: PoolFiles, tmp_path: Path) -> None:
+    path = files.create("e0.encode-kv", 100)
+    number = int(os.readlink(path).rpartition("/")[2])
+    with (tmp_path / "other").open("w+b") as other:
+        os.dup2(other.fileno(), number)
+        assert open_pool(path) is None
+    assert map_pool(path, ENCODER) is None
+
+
+def test_weights_that_do_not_fit_in_memory_lie_on_the_disk_with_a_warning(
+    files: PoolFiles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(ray_memory, "_MEMORY_FOLDER", tmp_path / "none")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    path = files.create("e0.encode-kv", 100)
-    assert (path.parent, os.stat(path).st_size) == (tmp_path, 100)
+    path = files.shared("weights", 3 * MIB, Path.touch)
+    assert path.parent.parent == tmp_path
     assert files.paths() == [path]
+    assert "weights takes 3 MiB" in caplog.text
+    assert "--shm-size" in caplog.text
+    with pytest.raises(OSError, match="no room for"):
+        files.shared("more", 1 << 60, Path.touch)
