@@ -8,6 +8,7 @@ A message says what was received, what is allowed, and what to do next, in that 
     │   │   ├── RequestLimitError     more bytes, messages or media than a request may have
     │   │   ├── RequestTimeoutError   a body that comes too slowly
     │   │   └── RequestBudgetError    more work than one request may ask for
+    │   ├── PoisonedRequestError      workers were lost with it, again and again
     │   ├── AuthenticationError       no key, or not the right one
     │   ├── MediaError
     │   │   ├── MediaNotFoundError
@@ -49,6 +50,10 @@ class RequestTimeoutError(RequestError):
 
 class RequestBudgetError(RequestError):
     """More work than one request may ask for: see `epd.request_budget`."""
+
+
+class PoisonedRequestError(InputError):
+    """A request with which workers were lost too often; it is refused for a while, wherever it comes from."""
 
 
 class AuthenticationError(InputError):
@@ -127,6 +132,7 @@ _OUTCOMES: dict[type[EPDError], tuple[int, int]] = {
     InputError: (2, 400),
     RequestLimitError: (2, 413),
     RequestTimeoutError: (2, 408),
+    PoisonedRequestError: (2, 422),
     AuthenticationError: (2, 401),
     MediaNotFoundError: (2, 404),
     MediaForbiddenError: (2, 403),

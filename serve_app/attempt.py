@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Hashable
 from enum import StrEnum
 
 from epd.errors import EPDError
@@ -26,6 +27,10 @@ class Attempt:
     were ever told of it. is_placed: whether both have taken it. is_handed_over: whether decode goes on alone.
     moving_to: another decode worker that its answer is being moved to, if any.
     started_s: when its workers were asked, Unix time. failures: of a group, how often it was not encoded.
+    asking: messages about it that a worker has not answered. lost_with: workers that were lost before they
+    answered one, until that is counted.
+    num_tokens: that have come in this attempt. isolated_at: places at which nobody else may be put at risk by
+    it, at_risk_until: tokens after which it is at risk no more; see `epd.loss_policy`.
     """
 
     def __init__(self, number: int, answer: LiveAnswer, router: Router) -> None:
@@ -39,6 +44,11 @@ class Attempt:
         self.moving_to = ""
         self.started_s = 0.0
         self.failures: Counter[int] = Counter()
+        self.asking: Counter[str] = Counter()
+        self.lost_with: set[str] = set()
+        self.num_tokens = 0
+        self.isolated_at: frozenset[Hashable] = frozenset()
+        self.at_risk_until = 0
         self._router = router
         self._is_prefilling = False
         self._is_decoding = False
@@ -47,6 +57,18 @@ class Attempt:
     @property
     def is_merged(self) -> bool:
         return self.prefill_worker == self.decode_worker
+
+    def is_at(self, worker: str) -> bool:
+        """Whether a worker has it, or is being asked to take it; prefill lets go of it with the hand-over."""
+        if self.asking[worker]:
+            return True
+        is_prefilled_there = worker == self.prefill_worker and not self.is_handed_over
+        return self.is_placed and (is_prefilled_there or worker == self.decode_worker)
+
+    @property
+    def is_at_risk(self) -> bool:
+        """Whether it has not got further than where it was lost before."""
+        return self.num_tokens <= self.at_risk_until
 
     @property
     def has_ended(self) -> bool:

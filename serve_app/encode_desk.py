@@ -15,11 +15,15 @@ from serve_app.messages import CancelTickets, EncodeGroup, Granted, Reissue
 
 @dataclass(frozen=True, slots=True)
 class _Dealt:
-    """A ticket that an encoder has. receiver: the prefill worker that gave it out, for the request."""
+    """A ticket that an encoder has.
+
+    receiver: the prefill worker that gave it out. number: of the group in its request.
+    """
 
     worker: str
     receiver: str
     request_id: str
+    number: int
     group: MediaGroup
 
 
@@ -37,6 +41,10 @@ class EncodeDesk:
     def __len__(self) -> int:
         """Tickets that encoders have."""
         return len(self._dealt)
+
+    def groups_at(self, worker: str) -> list[tuple[str, int]]:
+        """The groups that an encoder has: request and number of the group."""
+        return [(each.request_id, each.number) for each in self._dealt.values() if each.worker == worker]
 
     def wake(self) -> None:
         """Encoders may have come or changed."""
@@ -65,7 +73,9 @@ class EncodeDesk:
 
     def book(self, worker: str, receiver: str, granted: Granted, group: MediaGroup) -> None:
         """The group is for this encoder; `give` follows."""
-        self._dealt[granted.ticket.transfer_id] = _Dealt(worker, receiver, granted.request_id, group)
+        self._dealt[granted.ticket.transfer_id] = _Dealt(
+            worker, receiver, granted.request_id, granted.group, group
+        )
         self._router.books(worker).encode_patches += group.spec.num_patches
 
     async def give(self, worker: str, message: EncodeGroup, frames: Bulk | None) -> bool:

@@ -14,19 +14,22 @@ from epd.errors import EPDError, UnavailableError
 from epd.sharding import Sharding
 from serve_app.attempt import Attempt
 from serve_app.encode_desk import EncodeDesk
-from serve_app.fleet import Bulk, Fleet, WorkerLostError
+from serve_app.fleet import Bulk, Fleet
+from serve_app.loss_counter import LossCounter
 from serve_app.messages import CloseStream, EncodeGroup, Granted, ReadFrames
 from serve_app.task_group import Tasks
 from serve_app.worker_roles import Clock
 
-_RETRY_S = 0.05
+_RETRY_S, _MAX_RETRY_S = 0.05, 1.0  # between tries, twice as long after each
+_MAX_READS = 5  # of one group, with decoders that are there
 
 
 class _ItemFrames:
     """The frames of one item, from one decoder as long as that lives."""
 
-    def __init__(self, fleet: Fleet, attempt: Attempt, item: int) -> None:
+    def __init__(self, fleet: Fleet, losses: LossCounter, attempt: Attempt, item: int) -> None:
         self._fleet = fleet
+        self._losses = losses
         self._attempt = attempt
         self._item = item
         self._worker: str | None = None
@@ -35,22 +38,26 @@ class _ItemFrames:
     async def read(self, index: int, patience_s: float) -> tuple[int, Bulk]:
         """The item's group `index`: how many of its frames are substituted, and all of them.
 
-        Raises MediaError, UnavailableError where no decoder can be had.
+        Raises MediaError, UnavailableError where no decoder brings it.
         """
         media = self._attempt.answer.plan.media[self._item]
         cuts = self._attempt.answer.plan.cuts(self._item)
         source = self._attempt.answer.request.media[self._item]
         deadline = asyncio.get_running_loop().time() + patience_s
+        num_reads, pause_s = 0, _RETRY_S
         while True:
             try:
                 worker = self._worker or self._choose()
+                num_reads += 1
                 message = ReadFrames(self._stream_id, source.path, media.plan, cuts, index, source.label)
-                return await self._fleet.fetch("video", worker, message)
-            except (WorkerLostError, UnavailableError):
+                with self._losses.asking(self._attempt, worker):
+                    return await self._fleet.fetch("video", worker, message)
+            except UnavailableError:  # also when that worker is lost
                 self._worker = None
-                if asyncio.get_running_loop().time() > deadline:
+                if num_reads >= _MAX_READS or asyncio.get_running_loop().time() > deadline:
                     raise
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _MAX_RETRY_S)
 
     @property
     def _stream_id(self) -> str:
@@ -79,6 +86,7 @@ class GroupFeed:
         self,
         fleet: Fleet,
         desk: EncodeDesk,
+        losses: LossCounter,
         attempt: Attempt,
         clock: Clock,
         *,
@@ -88,6 +96,7 @@ class GroupFeed:
         """patience_s: to wait for a video decoder when all are lost."""
         self._fleet = fleet
         self._desk = desk
+        self._losses = losses
         self._attempt = attempt
         self._clock = clock
         self._patience_s = patience_s
@@ -102,7 +111,7 @@ class GroupFeed:
         item = self._attempt.answer.plan.groups[granted.group].item
         if item not in self._granted:
             self._granted[item] = asyncio.Queue()
-            self._frames[item] = _ItemFrames(self._fleet, self._attempt, item)
+            self._frames[item] = _ItemFrames(self._fleet, self._losses, self._attempt, item)
             self._tasks.spawn(self._guarded(partial(self._serve_item, item)))
         self._granted[item].put_nowait(granted)
 

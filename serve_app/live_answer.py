@@ -7,8 +7,10 @@ done again           0 1 2 3 4 5 6            0 to 3 are dropped by their index
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from epd.types import StageTimings, Usage
 from serve_app.messages import SpanDone
@@ -37,7 +39,10 @@ class _Choice:
 
 
 class LiveAnswer:
-    """What one consumer reads and the orchestrator fills. arrived_s: Unix time."""
+    """What one consumer reads and the orchestrator fills.
+
+    num_losses: workers that were lost with it, and attempts that were lost otherwise.
+    """
 
     def __init__(
         self,
@@ -52,6 +57,7 @@ class LiveAnswer:
         self.plan = plan
         self.substituted = substituted
         self.num_retries = 0
+        self.num_losses = 0
         self.timings = StageTimings(probe_s=plan.plan_s)
         self.queued = StageTimings()
         self.cached_tokens = 0
@@ -71,6 +77,11 @@ class LiveAnswer:
             if isinstance(item, Exception):
                 raise item
             yield item
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What is asked, see `fingerprint` below."""
+        return fingerprint(self.request)
 
     @property
     def is_complete(self) -> bool:
@@ -163,3 +174,10 @@ class LiveAnswer:
 
     def fail(self, error: Exception) -> None:
         self._items.put_nowait(error)
+
+
+def fingerprint(request: AnswerRequest) -> str:
+    """The same for requests that ask the same of the same media with the same options."""
+    media = [source.mm_hash for source in request.media]
+    asked = (request.model, request.messages, media, request.params, request.sampling)
+    return hashlib.sha256(repr(asked).encode("utf-8", "surrogatepass")).hexdigest()

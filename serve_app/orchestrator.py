@@ -22,6 +22,7 @@ from itertools import count
 from epd.admission import AdmissionQueue
 from epd.elasticity import ControllerConfig, RequestWork
 from epd.errors import EncodeError, UnavailableError
+from epd.loss_policy import LossLedger, LossLimits
 from epd.retention import RetentionConfig
 from epd.routing import Router, Stage, check_reduction, role_letters, topology_name
 from epd.sharding import Sharding
@@ -31,6 +32,7 @@ from serve_app.encode_desk import EncodeDesk
 from serve_app.fleet import Fleet, WorkerBack, WorkerLost
 from serve_app.group_feed import GroupFeed
 from serve_app.live_answer import LiveAnswer
+from serve_app.loss_counter import LossCounter
 from serve_app.messages import (
     Abort,
     Admitted,
@@ -69,7 +71,8 @@ _DRAIN_POLL_S = 0.05
 class OrchestratorConfig:
     """max_waiting: requests in the queue for room. max_wait_s: there, where a request has no deadline.
 
-    max_attempts: tries of one request. max_prefills, unavailable_s: see `PlacementLimits`.
+    max_attempts: losses of one request, of workers of any role. losses: which requests are to blame for them,
+    and refused for a while. max_prefills, unavailable_s: see `PlacementLimits`.
     max_backlog_patches: see `EncodeDesk`. num_planning_threads: that probe media and tokenise.
     sharding: of one request's groups over the encoders. switching: limits of changes of roles.
     elastic, retention: how roles, and the share of visual tokens, follow the load; None where they do not.
@@ -78,6 +81,7 @@ class OrchestratorConfig:
     max_waiting: int = 256
     max_wait_s: float = 120.0
     max_attempts: int = 5
+    losses: LossLimits = field(default_factory=LossLimits)
     max_prefills: int = 16
     unavailable_s: float = 60.0
     max_backlog_patches: int = 32_768
@@ -98,9 +102,17 @@ class Orchestrator:
         self._fleet = fleet
         self._planner = planner
         limits = PlacementLimits(self.config.max_prefills, self.config.unavailable_s)
-        self._placement = Placement(fleet, self.router, self.queue, limits, time.time)
         self._desk = EncodeDesk(fleet, self.router, max_backlog_patches=self.config.max_backlog_patches)
         self._attempts: dict[str, Attempt] = {}
+        self._losses = LossCounter(
+            LossLedger(self.config.losses),
+            fleet,
+            self._desk,
+            self._attempts,
+            time.time,
+            max_losses=self.config.max_attempts,
+        )
+        self._placement = Placement(fleet, self.router, self.queue, limits, self._losses, time.time)
         self._feeds: dict[str, GroupFeed] = {}
         self._recovery = Recovery(fleet, self.router, self._desk, self._placement, self._attempts)
         parts = SwitchParts(fleet, self.router, self._desk, self._placement, self._attempts)
@@ -165,6 +177,7 @@ class Orchestrator:
         if self._is_draining:
             raise UnavailableError("the service is going down; ask another, or again later")
         self.queue.check(now_s, deadline_s, num_coming=self._num_planning, priority=request.priority)
+        self._losses.check(request)
         request = self.retention.reduced(request)
         check_reduction(request.reduction, [info.roles for info in self._fleet.workers.values()])
         plan = await self._plan(request)
@@ -190,18 +203,22 @@ class Orchestrator:
     async def _run(self, answer: LiveAnswer, deadline_s: float) -> None:
         """All tries of a request. What ends it reaches the consumer through the answer."""
         try:
-            num_lost, is_new = 0, True
-            while num_lost < self.config.max_attempts:
+            is_new = True
+            while answer.num_losses < self.config.max_attempts:
                 attempt = Attempt(next(self._numbers), answer, self.router)
+                self._losses.begin(attempt)
+                num_losses = answer.num_losses
                 ending = await self._try(attempt, deadline_s, is_new=is_new)
                 if ending is Ending.COMPLETE:
+                    self._losses.answered(attempt)
                     answer.finish(attempt.decode_worker)
                     return
                 is_new = False
-                num_lost += ending is Ending.LOST
+                if ending is Ending.LOST:
+                    answer.num_losses = max(answer.num_losses, num_losses + 1)
+                    self._counters["retries"] += 1
                 answer.num_retries += 1
                 answer.forget_early()
-                self._counters["retries"] += ending is Ending.LOST
             raise UnavailableError(
                 f"the request was lost with {self.config.max_attempts} workers in turn; ask again"
             )
@@ -215,6 +232,7 @@ class Orchestrator:
         feed = GroupFeed(
             self._fleet,
             self._desk,
+            self._losses,
             attempt,
             time.time,
             patience_s=self.config.unavailable_s,
@@ -271,7 +289,9 @@ class Orchestrator:
             elif isinstance(event, WorkerLost):
                 self._counters["workers_lost"] += 1
                 self._loads.pop(event.name, None)
+                self._losses.lose(event.name)
                 self._recovery.lose(event.name)
+                self._placement.wake()
             elif isinstance(event, WorkerBack):
                 self._desk.wake()
                 self._placement.wake()
@@ -324,6 +344,7 @@ class Orchestrator:
         attempt = self._attempts.get(request_id)
         if attempt is None:
             return
+        attempt.num_tokens += len(outputs)
         attempt.answer.take(outputs)
         if attempt.answer.has_begun and attempt.unbook_prefill():
             self.queue.record_first_token(time.time() - attempt.started_s)

@@ -14,6 +14,7 @@ from epd.kv_identity import TokenIdentity
 from epd.routing import Router, Stage
 from serve_app.attempt import Attempt, Ending
 from serve_app.fleet import Fleet, WorkerLostError
+from serve_app.loss_counter import LossCounter
 from serve_app.messages import (
     Abort,
     Message,
@@ -55,12 +56,14 @@ class Placement:
         router: Router,
         queue: AdmissionQueue,
         limits: PlacementLimits,
+        losses: LossCounter,
         clock: Callable[[], float],
     ) -> None:
         self._fleet = fleet
         self._router = router
         self._queue = queue
         self._limits = limits
+        self._losses = losses
         self._clock = clock
         self._asking: Counter[str] = Counter()
         self._waiting: dict[str, asyncio.Event] = {}  # of tries, set when they should look again
@@ -72,13 +75,15 @@ class Placement:
             self._waiting[attempt_id].set()
 
     async def place(self, attempt: Attempt, deadline_s: float, *, is_new: bool) -> None:
-        """Returns when workers have taken it. Raises OverloadedError, UnavailableError, InfeasibleError."""
+        """Returns when workers have taken it, or it has ended. Raises EPDError when none can."""
         priority = attempt.answer.request.priority
         self._queue.enter(attempt.id, self._clock(), deadline_s, is_new=is_new, priority=priority)
         start_s = self._clock()
         self._waiting[attempt.id] = asyncio.Event()
         try:
-            while not (self._queue.is_turn(attempt.id, _NUM_FIRST) and await self._try(attempt)):
+            while not await self._is_taken(attempt):
+                if attempt.has_ended:
+                    return
                 self._queue.check_deadline(attempt.id, self._clock())
                 self._check_roles(self._clock() - start_s)
                 await self._changed(attempt)
@@ -89,6 +94,11 @@ class Placement:
             self.wake()
         attempt.answer.queued.prefill_s += attempt.started_s - start_s
         attempt.is_placed = True
+
+    async def _is_taken(self, attempt: Attempt) -> bool:
+        if attempt.has_ended or not self._queue.is_turn(attempt.id, _NUM_FIRST):
+            return False
+        return await self._try(attempt)
 
     async def redirect(self, attempt: Attempt) -> bool:
         """Finds another decode worker for a request that its prefill worker still has; False: redo it."""
@@ -103,7 +113,7 @@ class Placement:
     async def _redirect(self, attempt: Attempt) -> bool:
         end_s = self._clock() + self._limits.unavailable_s
         while not attempt.has_ended and self._clock() < end_s:
-            for worker in self._decoders():
+            for worker in self._decoders(attempt):
                 attempt.rebook_decode(worker)
                 seen = self._seen(attempt)
                 ticket = await self._reserve(attempt, worker)
@@ -141,11 +151,11 @@ class Placement:
         former = attempt.decode_worker
         is_moving = False
         try:
-            identity = await self._ask("decode", former, Pause(attempt.id))
+            identity = await self._ask(attempt, "decode", former, Pause(attempt.id))
             is_moving = identity is not None and await self._move(attempt, former, identity)
         finally:
             if not is_moving:
-                await self._ask("decode", former, Resume(attempt.id))
+                await self._ask(attempt, "decode", former, Resume(attempt.id))
         return is_moving
 
     async def _move(self, attempt: Attempt, former: str, identity: TokenIdentity) -> bool:
@@ -165,7 +175,7 @@ class Placement:
         """A decode worker that takes new work and has room for what another one has."""
         for worker in self._router.decode_order(self._split_decoders()):
             attempt.touched.add(worker)
-            ticket = await self._ask("decode", worker, message)
+            ticket = await self._ask(attempt, "decode", worker, message)
             if ticket is not None:
                 return worker, ticket
         return None
@@ -175,7 +185,7 @@ class Placement:
     ) -> bool | None:
         """As `_ask`. Where nobody can tell whether it was acted upon, the request is done again elsewhere."""
         try:
-            return await self._ask(stage, worker, message)
+            return await self._ask(attempt, stage, worker, message)
         except EPDError:
             attempt.end(Ending.TAKEN_BACK)
             raise
@@ -185,12 +195,14 @@ class Placement:
         attempt.started_s = self._clock()
         plan = attempt.answer.plan
         media, num_tokens = plan.visual_tokens, len(plan.prompt)
-        for worker in self._router.prefill_order(self._prefillers(), media, num_tokens):
+        for worker in self._router.prefill_order(self._prefillers(attempt), media, num_tokens):
             is_merged = self._fleet.workers[worker].takes("decode")
             if await (self._submit_merged if is_merged else self._submit_split)(attempt, worker):
                 self._router.remember_prefix(worker, media)
                 return True
             attempt.unbook()
+            if attempt.lost_with:  # the loss is counted before another worker is put at risk
+                return False
         return False
 
     async def _submit_merged(self, attempt: Attempt, worker: str) -> bool:
@@ -198,10 +210,12 @@ class Placement:
         return await self._give(attempt, self._prefill(attempt, None), self._seen(attempt))
 
     async def _submit_split(self, attempt: Attempt, prefiller: str) -> bool:
-        for decoder in self._decoders():
+        for decoder in self._decoders(attempt):
             attempt.book(prefiller, decoder)
             seen = self._seen(attempt)
             ticket = await self._reserve(attempt, decoder)
+            if attempt.lost_with:
+                return False
             if ticket is None:
                 continue
             if await self._give(attempt, self._prefill(attempt, ticket), seen):
@@ -222,7 +236,7 @@ class Placement:
         """
         if self._seen(attempt) != seen:
             return False
-        is_taken = await self._ask("prefill", attempt.prefill_worker, message)
+        is_taken = await self._ask(attempt, "prefill", attempt.prefill_worker, message)
         if is_taken and self._seen(attempt) != seen:
             await self._abort(attempt, attempt.prefill_worker)
             return False
@@ -232,13 +246,16 @@ class Placement:
         plan = attempt.answer.plan
         sender = endpoint(attempt.prefill_worker, "prefill")
         message = Reserve(attempt.id, sender, plan.identity, plan.params)
-        return await self._ask("decode", worker, message)
+        return await self._ask(attempt, "decode", worker, message)
 
-    async def _ask(self, stage: Stage, worker: str, message: Message[ReplyT]) -> ReplyT | None:
+    async def _ask(
+        self, attempt: Attempt, stage: Stage, worker: str, message: Message[ReplyT]
+    ) -> ReplyT | None:
         """The reply; None from a worker that is gone."""
         self._asking[worker] += 1
         try:
-            return await self._fleet.send(stage, worker, message)
+            with self._losses.asking(attempt, worker):
+                return await self._fleet.send(stage, worker, message)
         except WorkerLostError:
             return None
         finally:
@@ -255,19 +272,21 @@ class Placement:
         infos = [self._fleet.workers[name] for name in (attempt.prefill_worker, attempt.decode_worker)]
         return [(info.is_alive, info.incarnation) for info in infos]
 
-    def _prefillers(self) -> list[str]:
-        return [
+    def _prefillers(self, attempt: Attempt) -> list[str]:
+        names = [
             name
             for name in self._with_role("prefill")
             if self._asking[name] < _MAX_ASKING
             and self._router.books(name).num_prefills < self._limits.max_prefills
         ]
+        return self._losses.allowed(attempt, "prefill", names)
 
-    def _decoders(self) -> list[str]:
+    def _decoders(self, attempt: Attempt) -> list[str]:
         """Workers that go on with what others have prefilled, the best first."""
-        return self._router.decode_order(
+        names = self._router.decode_order(
             [name for name in self._split_decoders() if self._asking[name] < _MAX_ASKING]
         )
+        return self._losses.allowed(attempt, "decode", names)
 
     def _split_decoders(self) -> list[str]:
         workers = self._fleet.workers

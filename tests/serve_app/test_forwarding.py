@@ -15,11 +15,14 @@ from epd.admission import AdmissionQueue
 from epd.connectors import KVTicket
 from epd.errors import OverloadedError
 from epd.kv_identity import token_identity
+from epd.loss_policy import LossLedger
 from epd.routing import Router, Stage
 from epd.sampling_params import SamplingParams
 from epd.types import StageTimings
 from serve_app.attempt import Attempt
+from serve_app.encode_desk import EncodeDesk
 from serve_app.fleet import FleetEvent, WorkerInfo
+from serve_app.loss_counter import LossCounter
 from serve_app.messages import Abort, Message, Prefill, Reserve
 from serve_app.placement import Placement, PlacementLimits
 from tests.serve_app.conftest import Front
@@ -73,7 +76,9 @@ class Bench:
         self.queue = AdmissionQueue(8)
         limits = PlacementLimits(max_prefills=16, unavailable_s=5.0)
         clock = asyncio.get_running_loop().time
-        self.placement = Placement(self.fleet, self.router, self.queue, limits, clock)
+        desk = EncodeDesk(self.fleet, self.router, max_backlog_patches=1)
+        losses = LossCounter(LossLedger(), self.fleet, desk, {}, clock, max_losses=5)
+        self.placement = Placement(self.fleet, self.router, self.queue, limits, losses, clock)
         self._clock = clock
 
     def attempt(self, name: str, priority: int = 0) -> Attempt:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from epd.errors import UnavailableError
+from epd.loss_policy import LossLimits
 from epd.sampling_params import SamplingParams
 from tests.serve_app.orchestration import Answered, Deployment, Question, deployed, undisturbed, until_busy
 
@@ -137,7 +138,8 @@ def test_a_request_that_is_lost_again_and_again_ends_with_one_clear_error(
     checkpoints: dict[str, Path], questions: list[Question]
 ) -> None:
     async def run() -> None:
-        async with deployed(checkpoints["qwen2_5_vl"], "1epd", max_attempts=2) as deployment:
+        losses = LossLimits(max_losses=1000)  # nobody is to blame
+        async with deployed(checkpoints["qwen2_5_vl"], "1epd", max_attempts=2, losses=losses) as deployment:
             endless = replace(questions[1], params=replace(LONG, max_tokens=4000))
             killing = asyncio.create_task(kill_whenever_busy(deployment, "epd0"))
             with pytest.raises(UnavailableError, match="lost with 2 workers"):
