@@ -21,16 +21,16 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## make a 60 s video, ask five questions, print answers, truth and timings
 	$(BIN)/epd demo
 
-test: check ## lint, types and all tests (under 15 minutes on 2 cores)
+test: check ## lint, types and all tests (how long: CONTRIBUTING.md)
 	$(BIN)/python -m pytest
 
-test-topologies: $(STAMP) ## ask the app on Ray in every topology (5 minutes)
+test-topologies: $(STAMP) ## ask the app on Ray in every topology
 	EPD_TEST_TOPOLOGIES="1epd 1ep1d 1e1pd 1e1p1d 2e1p1d 2e2p2d" $(BIN)/python -m pytest tests/serve_app/test_ray_app.py
 
-explore: $(STAMP) ## property tests with examples that were never drawn before (3 minutes)
+explore: $(STAMP) ## property tests with examples that were never drawn before
 	$(BIN)/python -m pytest --hypothesis-profile=default -m hypothesis
 
-soak: $(STAMP) ## 200 streams while workers of every role are killed and stopped (5 minutes)
+soak: $(STAMP) ## 200 streams while workers of every role are killed and stopped
 	EPD_SOAK=2e2p2d $(BIN)/python -m pytest tests/serve_app/test_faults.py -o timeout=1800
 
 check: $(STAMP) ## lint and types only

@@ -1,6 +1,7 @@
 """The program `epd`: the composition root.
 
-The one file of this package that may import upward, and only inside functions, so that `epd --help` is quick.
+This file and the verbs beside it, epd/cli_VERB.py, alone in this package may import upward, and only inside
+functions, so that `epd --help` is quick.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ is decoded, are dealt in short runs, so that the first embeddings come from all 
     groups                | 0  1  2  3  4  5  6  7 |
     plan_shards           [ e0   )[ e1    )[  e2   )      one run each, the largest as small as can be
     plan_shards, max_run  [ e0 )[ e1)[ e2)[ e0)[e1 )      runs to the encoder with the least outstanding
+
+`plan_shards` is for what knows all groups beforehand: stages/sharded_encoding.py, and the simulator. The
+server gives each group, when its frames are there, to the encoder with the least outstanding: `least_loaded`.
 """
 
 from __future__ import annotations

@@ -53,6 +53,15 @@ def test_make_targets_exist(texts: dict[str, str]) -> None:
     assert named <= targets
 
 
+def test_how_long_targets_take_is_written_in_one_place(texts: dict[str, str]) -> None:
+    """In the table of CONTRIBUTING.md; docs/log.md has what was measured on which day."""
+    assert not re.search(r"\d+ min", (ROOT / "Makefile").read_text())
+    assert re.search(r"^\| `make test` .*\d+ min", texts["CONTRIBUTING.md"], flags=re.MULTILINE)
+    others = {name: text for name, text in texts.items() if name not in ("CONTRIBUTING.md", "docs/log.md")}
+    lines = [line for text in others.values() for line in text.splitlines()]
+    assert [line for line in lines if re.search(r"`make [a-z-]+`.*\d+ min", line)] == []
+
+
 def test_verbs_exist(texts: dict[str, str]) -> None:
     verbs = set(getattr(get_command(app), "commands", {}))
     named = {name for text in texts.values() for name in re.findall(r"\bepd ([a-z][a-z-]+)", _code_of(text))}

@@ -3,8 +3,10 @@
     arrive | admission: a prefill worker, room at a decode worker | media read | groups dealt to encoders
            | embeddings move | prefill, the live scheduler | keys and values move | decode | done
 
-What is the live code: Router, AdmissionQueue, plan_shards, pick_batch, Scheduler, KVCacheManager. What stands
-in for devices: costs of a Profile, and events in whole picoseconds.
+What is the live code: Router, AdmissionQueue, pick_batch, Scheduler, KVCacheManager. What stands in for
+devices: costs of a Profile, and events in whole picoseconds. Groups that come one by one go to the least
+loaded encoder, as the server has it; where a request's media are all read first, as the paper has it,
+plan_shards cuts them.
 """
 
 from __future__ import annotations
@@ -228,7 +230,7 @@ class Simulation:
         self._workers[state.prefill_worker].wake()
 
     def _deal(self, state: RequestState, groups: Sequence[int]) -> None:
-        """Gives groups to encoders as the live system does: whole runs, or one by one as they come."""
+        """Gives groups to encoders."""
         for encoder, group in self._shares(state, groups):
             key = GroupKey(str(state.job.media_key), (), (group, group + 1), (1, 1), self.profile.model)
             worker = self._workers[encoder]
