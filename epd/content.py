@@ -6,7 +6,10 @@ import hashlib
 from pathlib import Path
 
 
-def content_hash(path: str | Path) -> str:
-    """The `mm_hash` of a file: BLAKE2b of all its bytes, 32 hexadecimal digits."""
-    with Path(path).open("rb") as file:
+def content_hash(path: str | Path | int) -> str:
+    """The `mm_hash` of a file: BLAKE2b of all its bytes, 32 hexadecimal digits.
+
+    path: or a descriptor, which stays open and is read from where it is.
+    """
+    with open(path, "rb", closefd=not isinstance(path, int)) as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

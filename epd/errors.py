@@ -22,6 +22,7 @@ A message says what was received, what is allowed, and what to do next, in that 
     ├── InfeasibleError               a plan that nothing can satisfy
     ├── OverloadedError               more work than can be done in time; trying again later may help
     ├── UnavailableError              no worker can take it: starting, draining, or lost too often
+    │   └── StorageFullError          the disk is full; retrying later may help
     ├── EncodeError                   frames that no encoder could turn into embeddings
     ├── WorkerFaultError              a worker has a bug that this request meets; the worker goes on
     └── CancelledError                the consumer went away
@@ -110,6 +111,14 @@ class OverloadedError(EPDError):
 
 class UnavailableError(EPDError):
     """No worker can take the request: they are starting or draining, or too many were lost with it."""
+
+
+class StorageFullError(UnavailableError):
+    """The disk has no room. retry_after_s: seconds after which trying again makes sense."""
+
+    def __init__(self, message: str, retry_after_s: float = 10.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class EncodeError(EPDError):

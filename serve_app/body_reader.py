@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from fastapi import Request
 
 from epd.errors import RequestError, RequestLimitError, RequestTimeoutError
-from serve_app.media_spool import ByteBudget
 from serve_app.record import RequestRecord, record_of
+from serve_app.spool_files import ByteBudget
 
 _JSON_TYPES = ("", "application/json")
 

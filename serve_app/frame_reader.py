@@ -7,10 +7,13 @@ asked for again         ^                             what lies behind the strea
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections import OrderedDict
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import video
 from encoders import MediaPlan
@@ -22,42 +25,79 @@ from serve_app.messages import CloseStream, Message, ReadFrames
 _MAX_CLOSED = 4096
 
 
+class FrameStream(Protocol):
+    """Decoded groups of one video, in order."""
+
+    def read(self) -> Frames:
+        """The next group. Blocks until it is there. Raises MediaError, CancelledError."""
+        ...
+
+    def close(self) -> None:
+        """Stops decoding, and a `read` that waits. Does not block."""
+        ...
+
+
+# Opens the groups of a message from the one that is wanted on. May block. Raises MediaError.
+Opener = Callable[[ReadFrames], FrameStream]
+
+
 @dataclass(slots=True)
 class _Stream:
-    """next_index: of the group that the stream gives next."""
+    """next_index: of the group that the stream gives next. groups: None until they are opened.
 
-    groups: video.GroupStream
+    lock: held by the one who opens and reads.
+    """
+
     next_index: int
+    groups: FrameStream | None = None
+    is_closed: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class FrameReader:
     """Streams of any number of items, each asked for one group at a time. May be used by several threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, opener: Opener | None = None) -> None:
+        """opener: by default decodes in this process."""
+        self._open = opener or open_here
         self._streams: dict[str, _Stream] = {}
         self._closed: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
+        self._began_s: dict[int, float] = {}  # of reads under way, by thread
 
     def handle(self, message: Message[Any]) -> tuple[int | None, UInt8Array | None]:
         """The reply, and its bulk for ReadFrames. Blocks until frames are there. Raises MediaError."""
         match message:
             case ReadFrames():
-                frames = self._read(message)
+                frames = self._timed(message)
                 return frames.num_substituted, frames.data
             case CloseStream():
-                self._close(message.stream_id)
+                self.close_stream(message.stream_id)
                 return None, None
             case _:
                 raise TypeError(f"a video decoder takes no {type(message).__name__}")
+
+    def _timed(self, message: ReadFrames) -> Frames:
+        thread = threading.get_ident()
+        self._began_s[thread] = time.monotonic()
+        try:
+            return self._read(message)
+        finally:
+            del self._began_s[thread]
+
+    @property
+    def busy_s(self) -> float:
+        """How long the oldest read under way has taken, seconds; 0 if there is none."""
+        return max(0.0, time.monotonic() - min(list(self._began_s.values()), default=math.inf))
 
     def _read(self, message: ReadFrames) -> Frames:
         stream = self._stream_of(message)
         with stream.lock:
             if message.index < stream.next_index:
-                return _alone(message)
+                return self._alone(message)
+            groups = stream.groups or self._opened(stream, message)
             while True:
-                frames = next(stream.groups).frames
+                frames = groups.read()
                 stream.next_index += 1
                 if stream.next_index > message.index:
                     return frames
@@ -65,49 +105,99 @@ class FrameReader:
     def _stream_of(self, message: ReadFrames) -> _Stream:
         with self._lock:
             if message.stream_id in self._closed:
-                raise CancelledError(f"stream '{message.stream_id}' is closed; open another")
-            stream = self._streams.get(message.stream_id)
-            if stream is None:
-                stream = self._streams[message.stream_id] = _Stream(_opened(message), message.index)
-            return stream
+                raise _closed(message.stream_id)
+            return self._streams.setdefault(message.stream_id, _Stream(message.index))
 
-    def _close(self, stream_id: str) -> None:
+    def _opened(self, stream: _Stream, message: ReadFrames) -> FrameStream:
+        """Opens the groups of a stream, which may be closed meanwhile."""
+        groups = self._open(message)
+        with self._lock:
+            if not stream.is_closed:
+                stream.groups = groups
+                return groups
+        groups.close()
+        raise _closed(message.stream_id)
+
+    def _alone(self, message: ReadFrames) -> Frames:
+        """One group that lies behind the stream."""
+        cuts = (message.cuts[message.index],)
+        groups = self._open(replace(message, cuts=cuts, index=0))
+        try:
+            return groups.read()
+        finally:
+            groups.close()
+
+    def close_stream(self, stream_id: str) -> None:
+        """Does not block, whatever the threads that read do."""
         with self._lock:
             stream = self._streams.pop(stream_id, None)
             self._closed[stream_id] = None
             if len(self._closed) > _MAX_CLOSED:
                 self._closed.popitem(last=False)
-        if stream is not None:
-            stream.groups.close()
+            if stream is None:
+                return
+            stream.is_closed = True
+            groups = stream.groups
+        if groups is not None:
+            groups.close()
 
     def close(self) -> None:
         """Stops all decoding."""
         for stream_id in list(self._streams):
-            self._close(stream_id)
+            self.close_stream(stream_id)
 
     def __len__(self) -> int:
         """Streams that are open."""
         return len(self._streams)
 
 
-def _opened(message: ReadFrames) -> video.GroupStream:
-    cuts = message.cuts[message.index :]
-    sizes = [_num_frames(message.plan, start, stop) for start, stop in cuts]
-    first = cuts[0][0] * message.plan.frames_per_unit
-    return video.stream(_media(message), message.plan.times_s[first:], message.plan.size, group_sizes=sizes)
+def _closed(stream_id: str) -> CancelledError:
+    return CancelledError(f"stream '{stream_id}' is closed; open another")
 
 
-def _alone(message: ReadFrames) -> Frames:
-    start, stop = message.cuts[message.index]
-    first = start * message.plan.frames_per_unit
-    times = message.plan.times_s[first : first + _num_frames(message.plan, start, stop)]
-    return video.decode(_media(message), times, message.plan.size)
+@dataclass(frozen=True, slots=True)
+class DecodeOrder:
+    """What is decoded for a message: frames of this (height, width) at these times, in groups."""
+
+    times_s: tuple[float, ...]
+    group_sizes: tuple[int, ...]
+    size: tuple[int, int]
 
 
-def _media(message: ReadFrames) -> video.Media:
-    return video.Media(message.source, message.name)
+def order_of(message: ReadFrames) -> DecodeOrder:
+    """The groups of a message from the one that is wanted on."""
+    plan, cuts = message.plan, message.cuts[message.index :]
+    sizes = tuple(_num_frames(plan, start, stop) for start, stop in cuts)
+    first = cuts[0][0] * plan.frames_per_unit
+    return DecodeOrder(tuple(plan.times_s[first : first + sum(sizes)]), sizes, plan.size)
 
 
 def _num_frames(plan: MediaPlan, start: int, stop: int) -> int:
     """Frames of units [start, stop); the last unit may be short."""
     return min(stop * plan.frames_per_unit, plan.num_frames) - start * plan.frames_per_unit
+
+
+class _StreamHere:
+    """A FrameStream of threads of this process."""
+
+    def __init__(self, message: ReadFrames) -> None:
+        order = order_of(message)
+        self._file = video.open_file(message.source, message.name, message.identity)
+        try:
+            media = video.Media(self._file.source, message.name)
+            self._groups = video.stream(media, order.times_s, order.size, group_sizes=order.group_sizes)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def read(self) -> Frames:
+        return next(self._groups).frames
+
+    def close(self) -> None:
+        self._groups.close()
+        self._file.close()
+
+
+def open_here(message: ReadFrames) -> FrameStream:
+    """Decodes in threads of this process. Raises MediaError."""
+    return _StreamHere(message)

@@ -26,7 +26,7 @@ from serve_app.intake import (
     sampling_params,
     video_sampling,
 )
-from serve_app.media_spool import MediaSpool
+from serve_app.media_spool import MediaSpool, SpoolLimits
 from serve_app.metrics import FrontMetrics
 from serve_app.protocol import ChatRequest, EpdOptions
 from serve_app.record import RequestRecord, record_of
@@ -44,7 +44,8 @@ class ApiSettings:
     api_key: None lets everybody in. fetch: where media may come from, and how large one may be.
     max_body_bytes: of one body. bodies: of all that are being read.
     max_spooled_bytes: of the media of all requests. spool_folder: None is the system's temporary folder.
-    max_requests: being answered at once. max_media: of one request. num_fetch_threads: media fetched at once.
+    max_requests: being answered at once. max_media: of one request. num_downloads: at once.
+    max_fetch_s: until all media of a request are there.
     default_params, default_reduction: where a request says nothing. default_deadline_s: of the first token,
     from arrival.
     keep_alive_s: of silence in a stream, then a comment is sent.
@@ -61,7 +62,8 @@ class ApiSettings:
     spool_folder: Path | None = None
     max_requests: int = 512
     max_media: int = 64
-    num_fetch_threads: int = 8
+    num_downloads: int = 32
+    max_fetch_s: float = 180.0
     default_params: SamplingParams = field(default_factory=SamplingParams)
     default_deadline_s: float | None = None
     default_reduction: ReductionPolicy = KEEP_ALL
@@ -94,12 +96,16 @@ class FrontDoor:
         self.spool = MediaSpool(
             settings.fetch,
             parent=settings.spool_folder,
-            max_spooled_bytes=settings.max_spooled_bytes,
-            num_threads=settings.num_fetch_threads,
+            limits=SpoolLimits(
+                max_spooled_bytes=settings.max_spooled_bytes,
+                max_s=settings.max_fetch_s,
+                num_downloads=settings.num_downloads,
+            ),
         )
         watch = self.metrics.watch
         watch("held_body_bytes", "Of requests being read.", lambda: self.bodies.budget.num_taken)
         watch("spooled_media_bytes", "Of requests being answered.", lambda: self.spool.budget.num_taken)
+        watch("media_downloads", "Under way.", lambda: self.spool.num_downloads)
         watch("dropped_traces", "Traces not written since the start.", lambda: self.tracing.num_dropped)
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from epd.errors import (
     OverloadedError,
     RequestLimitError,
     RequestTimeoutError,
+    StorageFullError,
     http_status,
 )
 from serve_app.host_check import HostCheck
@@ -143,7 +144,7 @@ async def _on_epd_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, EPDError)
     record_of(request).error = type(error).__name__
     headers = {}
-    if isinstance(error, OverloadedError):
+    if isinstance(error, OverloadedError | StorageFullError):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, AuthenticationError):
         headers["WWW-Authenticate"] = "Bearer"

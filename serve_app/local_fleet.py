@@ -24,7 +24,7 @@ from epd.routing import ROLE_LETTERS, Stage
 from epd.types import UInt8Array
 from serve_app.fleet import Bulk, FleetEvent, WorkerBack, WorkerInfo, WorkerLost, WorkerLostError
 from serve_app.frame_reader import FrameReader
-from serve_app.messages import Message, ReplyT, WorkerReport, endpoint
+from serve_app.messages import CloseStream, Message, ReplyT, WorkerReport, endpoint
 from serve_app.worker_core import WorkerCore
 from serve_app.worker_stages import WorkerSettings
 from serve_app.worker_thread import Call, Listener, WorkerThread, fault_of
@@ -183,6 +183,8 @@ class LocalFleet:
         reader, before = self.readers[target], self._infos[target]
         if not before.is_alive:
             raise WorkerLostError(f"worker '{target}' is gone; it is being started again")
+        if isinstance(message, CloseStream):  # at once: every thread may be reading
+            return reader.handle(message)
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._executor, reader.handle, message)

@@ -25,6 +25,7 @@ from epd.routing import Stage
 from epd.sampling_params import SamplingParams
 from serve_app.service import StageSpan
 from stages.generation import GenerateRequest, TokenOutput
+from video import FileIdentity
 
 ReplyT = TypeVar("ReplyT")
 
@@ -51,7 +52,7 @@ class ReadFrames(Message[int]):
 
     stream_id: one for each item of a request; asked in order, frames are decoded ahead.
     cuts: all groups of the item that may be asked for, units [start, stop), in order. index: the one wanted.
-    name: how errors call the source, which never show its path.
+    name: how errors call the source, which never show its path. identity: what the source must still be.
     """
 
     stream_id: str
@@ -60,6 +61,7 @@ class ReadFrames(Message[int]):
     cuts: tuple[tuple[int, int], ...]
     index: int
     name: str = "the video"
+    identity: FileIdentity | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import video
 from encoders import Adapter, MediaPlan, Sampling, load_adapter
@@ -33,6 +33,7 @@ from stages.weights import weights_revision
 _MAX_SEED = 2**31
 # Plans of videos that are kept, by content: a second question about one lists no frames anew.
 _MAX_KNOWN_PLANS = 256
+_T = TypeVar("_T")
 # Content and frame sampling; the model is the planner's.
 _PlanKey = tuple[str, Sampling]
 
@@ -169,7 +170,7 @@ class Planner:
 
     def _planned_media(self, request: AnswerRequest) -> tuple[PlannedMedia, ...]:
         """The media. What can never fit is refused before it is decoded, listed or laid out as a prompt."""
-        sources = [replace(each, facts=each.facts or video.look(_media(each))) for each in request.media]
+        sources = [replace(each, facts=each.facts or _opened(each, video.look)) for each in request.media]
         check_num_pixels(sum(map(_image_pixels, sources)), self.limits)
         planned: list[PlannedMedia] = []
         num_frames_left = self.limits.max_frames
@@ -183,8 +184,8 @@ class Planner:
 
     def _planned(self, source: MediaSource, sampling: Sampling) -> PlannedMedia:
         """Raises MediaError, RequestError."""
-        facts = source.facts or video.look(_media(source))
-        pixels = video.load_image(_media(source)) if facts.kind == "image" else None
+        facts = source.facts or _opened(source, video.look)
+        pixels = _opened(source, video.load_image) if facts.kind == "image" else None
         try:
             if pixels is not None:
                 return plan_pixels(self.adapter, source.path, pixels)
@@ -207,8 +208,10 @@ class Planner:
             )
 
 
-def _media(source: MediaSource) -> video.Media:
-    return video.Media(source.path, source.label)
+def _opened(source: MediaSource, read: Callable[[video.Media], _T]) -> _T:
+    """What `read` makes of the very file that was checked. Raises MediaError."""
+    with video.open_file(source.path, source.label, source.identity) as file:
+        return read(video.Media(file.source, source.label))
 
 
 def _image_pixels(source: MediaSource) -> int:

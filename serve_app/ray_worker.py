@@ -26,7 +26,7 @@ from epd.routing import Stage
 from epd.types import UInt8Array
 from serve_app.fleet import WorkerLostError
 from serve_app.frame_reader import FrameReader
-from serve_app.messages import Message, WorkerLoad, WorkerReport
+from serve_app.messages import CloseStream, Message, WorkerLoad, WorkerReport
 from serve_app.ray_connector import Envelope, RayTransport
 from serve_app.ray_memory import PoolFiles
 from serve_app.ray_thread import ActorThread, Call
@@ -223,7 +223,10 @@ class VideoActor:
             return Reply(error=WorkerLostError("the worker was started again; send to another")), None
         loop = asyncio.get_running_loop()
         try:
-            value, frames = await loop.run_in_executor(self._executor, self._reader.handle, message)
+            if isinstance(message, CloseStream):  # at once: every thread may be reading
+                value, frames = self._reader.handle(message)
+            else:
+                value, frames = await loop.run_in_executor(self._executor, self._reader.handle, message)
         except EPDError as error:
             return Reply(error=error), None
         except Exception as error:  # a group that the code cannot read costs its request alone
@@ -235,4 +238,5 @@ class VideoActor:
         if life != self._life:
             return Beat(failure="it was started again")
         await asyncio.sleep(wait_s)
-        return Beat((WorkerReport(self._name, load=WorkerLoad(num_running=len(self._reader))),))
+        report = WorkerReport(self._name, load=WorkerLoad(num_running=len(self._reader)))
+        return Beat((report,), self._reader.busy_s)

@@ -22,7 +22,7 @@ from epd.retention import LevelChange
 from epd.routing import Stage
 from epd.sampling_params import SamplingParams
 from epd.types import MediaKind, StageTimings, Usage
-from video import MediaFacts
+from video import FileIdentity, MediaFacts
 
 FinishReason = Literal["stop", "length"]
 # The steps of a request that are timed. A worker with several roles does several of them.
@@ -34,7 +34,7 @@ class MediaSource:
     """One image or video of a request: its bytes are in a local file, within the limits, and hashed.
 
     mm_hash: `epd.content.content_hash` of the file. facts: None where nobody has looked at it yet.
-    label: how messages call it, which never show our paths.
+    label: how messages call it, which never show our paths. identity: what the file must still be.
     """
 
     kind: MediaKind
@@ -43,6 +43,7 @@ class MediaSource:
     num_bytes: int
     facts: MediaFacts | None = None
     label: str = "the medium"
+    identity: FileIdentity | None = None
 
 
 @dataclass(frozen=True, slots=True)

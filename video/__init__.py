@@ -4,12 +4,15 @@ The frame at time t is the one on screen then: the last with pts <= t, or the fi
 """
 
 from epd.types import FrameGroup, Frames
-from video.fetch import FetchPolicy, fetch
+from video.data_uri import read_data_uri
+from video.download import Download
+from video.fetch import fetch
 from video.images import load_image, media_kind
 from video.info import VideoInfo
 from video.limits import Limits
-from video.local_files import allowed_file
+from video.local_files import FileIdentity, OpenFile, allowed_file, open_allowed, open_file
 from video.look import MediaFacts, look
+from video.policy import FetchPolicy, Sink
 from video.probe import probe
 from video.reference import reference_decode
 from video.sampling import sample_times
@@ -17,13 +20,17 @@ from video.source import Media
 from video.stream import GroupStream, decode, stream
 
 __all__ = [
+    "Download",
     "FetchPolicy",
+    "FileIdentity",
     "FrameGroup",
     "Frames",
     "GroupStream",
     "Limits",
     "Media",
     "MediaFacts",
+    "OpenFile",
+    "Sink",
     "VideoInfo",
     "allowed_file",
     "decode",
@@ -31,7 +38,10 @@ __all__ = [
     "load_image",
     "look",
     "media_kind",
+    "open_allowed",
+    "open_file",
     "probe",
+    "read_data_uri",
     "reference_decode",
     "sample_times",
     "stream",

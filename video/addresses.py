@@ -12,12 +12,13 @@ import ipaddress
 import socket
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from epd.errors import MediaForbiddenError, MediaNotFoundError
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolver = Callable[[str, int, float], list[str]]
+MAX_ADDRESSES = 4  # of a host that are tried
 
 
 def is_public(address: str) -> bool:
@@ -63,8 +64,10 @@ def _look_up(host: str, port: int, found: list[str]) -> None:
     found.extend(str(answer[4][0]) for answer in answers)
 
 
-def checked_address(host: str, port: int, timeout_s: float, may_be_private: bool, resolver: Resolver) -> str:
-    """An address of the host to connect to, all of its addresses having been found allowed.
+def checked_addresses(
+    host: str, port: int, timeout_s: float, may_be_private: bool, resolver: Resolver
+) -> list[str]:
+    """The addresses of the host to connect to, in the resolver's order, all found allowed; at least one.
 
     Raises MediaForbiddenError if one of them is not public, unless `may_be_private`.
     """
@@ -75,15 +78,16 @@ def checked_address(host: str, port: int, timeout_s: float, may_be_private: bool
             f"the host {host} resolves to {refused[0]}, which is not a public address; "
             "allowed: public addresses and allowed_hosts; add the host to allowed_hosts if it is meant"
         )
-    return addresses[0]
+    return addresses[:MAX_ADDRESSES]
 
 
 class PinnedConnection(http.client.HTTPConnection):
-    """HTTP to one address, whatever the name of the host resolves to by now."""
+    """HTTP to the first of some addresses that answers, whatever the name of the host resolves to by now."""
 
-    def __init__(self, host: str, port: int, address: str, timeout_s: float) -> None:
+    def __init__(self, host: str, port: int, addresses: Sequence[str], timeout_s: float) -> None:
         super().__init__(host, port, timeout=timeout_s)
-        self._address = address
+        self._addresses = addresses
+        self._timeout_s = timeout_s
         self._open_socket: socket.socket | None = (
             None  # http.client lets go of its own before the body is read
         )
@@ -95,8 +99,16 @@ class PinnedConnection(http.client.HTTPConnection):
                 self._open_socket.shutdown(socket.SHUT_RDWR)
 
     def connect(self) -> None:
-        """Connect to the pinned address."""
-        self.sock = self._open_socket = socket.create_connection((self._address, self.port), self.timeout)
+        """Connect to the pinned addresses in turn. Raises the last one's OSError."""
+        share_s = self._timeout_s / len(self._addresses)
+        for address in self._addresses[:-1]:
+            with contextlib.suppress(OSError):
+                return self._connect_to(address, share_s)
+        return self._connect_to(self._addresses[-1], share_s)
+
+    def _connect_to(self, address: str, timeout_s: float) -> None:
+        self.sock = self._open_socket = socket.create_connection((address, self.port), timeout_s)
+        self.sock.settimeout(self._timeout_s)
 
 
 class PinnedTLSConnection(PinnedConnection):
@@ -105,7 +117,7 @@ class PinnedTLSConnection(PinnedConnection):
     default_port = http.client.HTTPS_PORT
 
     def connect(self) -> None:
-        """Connect to the pinned address and agree on encryption."""
+        """Connect to one of the pinned addresses and agree on encryption."""
         super().connect()
         context = ssl.create_default_context()
         self.sock = self._open_socket = context.wrap_socket(self.sock, server_hostname=self.host)

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import http.server
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from time import sleep
+from time import monotonic, sleep
 
+import httpx
 import pytest
 
 from epd.content import content_hash
+from epd.errors import CancelledError, MediaLimitError, OverloadedError
 from serve_app.front import ApiSettings
 from serve_app.media_spool import MediaReference
 from serve_app.protocol import ChatRequest
+from serve_app.spool_files import ByteBudget, RequestFolder
 from tests.serve_app.conftest import JSON, Front, data_url, image_part, video_part
 from tests.serve_app.fakes import FakeService
+from tests.serve_app.server import wait_until
 from tests.video.corpus import corpus
 from video import FetchPolicy
 
@@ -270,3 +277,127 @@ def test_defaults_are_bounded() -> None:
     assert settings.fetch.allowed_hosts is None
     assert settings.fetch.media_folder is None
     assert settings.max_body_bytes <= settings.bodies.max_held_bytes <= 2 << 30
+
+
+# Limits of each kind of source
+
+
+@pytest.fixture
+def dripping() -> Iterator[str]:
+    """A server that sends a byte now and then, for ever; `/N` are addresses of it."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while not stopped.wait(0.05):
+                    self.wfile.write(b"x")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    stopped = threading.Event()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://localhost:{server.server_port}"
+        stopped.set()
+        server.shutdown()
+        thread.join()
+
+
+SLOW = FetchPolicy(allowed_hosts=frozenset({"localhost"}), max_s=30.0, grace_s=3.0)
+
+
+def test_dripping_urls_hold_up_no_other_media(
+    run_front: Callable[..., Front], dripping: str, web: str, folder: Path, media: dict[str, Path]
+) -> None:
+    """Sixteen dripping URLs of two clients: data:, file: and quick http media are there all the same."""
+    front = run_front(fetch=replace(SLOW, media_folder=folder), num_downloads=10)
+    urls = [image_part(f"{dripping}/{number}") for number in range(8)]
+    with ThreadPoolExecutor(2) as clients:
+        attacks = [clients.submit(front.ask_about, *urls) for _ in range(2)]
+        wait_until(lambda: front.server.front.spool.num_downloads >= 8)
+        began = monotonic()
+        for url in (data_url(media["image"], "image/png"), (folder / "a b.png").as_uri(), f"{web}/image"):
+            assert front.ask_about(image_part(url)).status_code == 200
+        assert monotonic() - began < 2.0
+        for attack in attacks:
+            response = attack.result(timeout=20)
+            assert response.status_code == 413
+            assert "bytes a second" in response.json()["error"]["message"]
+    wait_until(lambda: front.server.front.spool.num_downloads == 0)
+
+
+def test_a_download_ends_when_its_client_leaves(run_front: Callable[..., Front], dripping: str) -> None:
+    front = run_front(fetch=replace(SLOW, grace_s=20.0))
+    with pytest.raises(httpx.ReadTimeout):
+        front.http.post(
+            "/v1/chat/completions",
+            json={"messages": [{"role": "user", "content": [image_part(f"{dripping}/1")]}]},
+            timeout=0.5,
+        )
+    wait_until(lambda: front.server.front.spool.num_downloads == 0, 3.0)
+    front.wait_until_empty()
+
+
+def test_64_slow_urls_of_one_request_end_together(run_front: Callable[..., Front], dripping: str) -> None:
+    front = run_front(fetch=replace(SLOW, grace_s=20.0), max_fetch_s=1.0)
+    began = monotonic()
+    response = front.ask_about(*(image_part(f"{dripping}/{number}") for number in range(64)))
+    assert response.status_code == 413
+    assert "took more than 1 s to fetch" in response.json()["error"]["message"]
+    assert monotonic() - began < 5.0
+
+
+def test_percent_encoded_megabytes_are_refused_at_once(front: Front) -> None:
+    began = monotonic()
+    response = front.ask_about(image_part("data:image/png," + "%41" * 8_000_000))
+    assert response.status_code == 413
+    assert "encode it as base64" in response.json()["error"]["message"]
+    assert monotonic() - began < 2.0
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_a_503_and_costs_nothing_else(
+    run_front: Callable[..., Front], media: dict[str, Path], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    front = run_front()
+    part = image_part(data_url(media["image"], "image/png"))
+
+    def full(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("serve_app.spool_files.os.write", full)
+        response = front.ask_about(part)
+        assert front.ask().status_code == 200
+    assert response.status_code == 503
+    assert int(response.headers["retry-after"]) >= 1
+    front.wait_until_empty()
+    assert front.ask_about(part).status_code == 200
+
+
+def test_bytes_are_asked_for_before_they_come(tmp_path: Path) -> None:
+    """What a server announces is set aside at once; what it does not, piece by piece."""
+    budget = ByteBudget(100, "media")
+    folder = RequestFolder(tmp_path, budget, 60)
+    with folder.new_file() as file:
+        file.expect(40)
+        assert budget.num_taken == 40
+        file.write(b"x" * 30)
+        file.write(b"x" * 15)
+        assert budget.num_taken == 45
+        with pytest.raises(MediaLimitError, match="61 bytes or more; allowed 60"):
+            file.expect(16)
+    other = RequestFolder(tmp_path, budget, 60)
+    with other.new_file() as file, pytest.raises(OverloadedError):
+        file.write(b"x" * 56)
+    folder.close()
+    with pytest.raises(CancelledError):
+        folder.new_file()
+    other.close()
+    assert budget.num_taken == 0
+    assert list(tmp_path.iterdir()) == []

@@ -14,6 +14,7 @@ import pytest
 
 import video
 from epd.errors import (
+    CancelledError,
     EPDError,
     MediaForbiddenError,
     MediaLimitError,
@@ -22,6 +23,7 @@ from epd.errors import (
 )
 from tests.video.conftest import Clip
 from video.addresses import is_public
+from video.policy import BytesSink
 
 BODY = bytes(range(256)) * 1000
 ALLOWED = frozenset({"127.0.0.1", "media.test", ".cdn.test"})
@@ -273,3 +275,36 @@ def test_addresses_that_are_not_public(address: str) -> None:
 @pytest.mark.parametrize("address", ["93.184.215.14", "8.8.8.8", "2606:4700:4700::1111", "::ffff:8.8.8.8"])
 def test_addresses_that_are_public(address: str) -> None:
     assert is_public(address)
+
+
+def test_addresses_of_a_host_are_tried_in_turn(port: int) -> None:
+    """Nobody listens at the first; the second answers."""
+    both = policy(resolver=lambda *_: ["127.0.0.2", "127.0.0.1"])
+    assert video.fetch(f"http://media.test:{port}/body", both) == BODY
+
+
+@pytest.mark.parametrize("kind", ["slow", "slow_head"])
+def test_slower_than_the_least_rate(port: int, kind: str) -> None:
+    with pytest.raises(MediaLimitError, match=r"allowed: 100000 bytes a second after 0\.3 s"):
+        video.fetch(f"http://127.0.0.1:{port}/{kind}", policy(grace_s=0.3))
+
+
+@pytest.mark.parametrize("kind", ["slow", "slow_head"])
+def test_a_download_is_cancelled_from_outside(port: int, kind: str) -> None:
+    download = video.Download(policy())
+    threading.Timer(0.2, download.cancel).start()
+    began = time.monotonic()
+    with pytest.raises(CancelledError):
+        download.run(f"http://127.0.0.1:{port}/{kind}", BytesSink())
+    assert time.monotonic() - began < 2
+
+
+def test_base64_in_pieces_and_with_escapes() -> None:
+    data = os.urandom(3 << 20)
+    text = base64.b64encode(data).decode()
+    assert video.fetch(f"data:video/mp4;base64,{text}") == data
+    escaped = text.replace("+", "%2B").replace("/", "%2f").replace("=", "%3D")
+    assert video.fetch(f"data:video/mp4;BASE64,{escaped}") == data
+    for bad in (text[:-3] + "*==", text[:5000] + "=" + text[5000:], text[:5000] + "%41" + text[5000:]):
+        with pytest.raises(UnsupportedMediaError, match="not base64"):
+            video.fetch(f"data:video/mp4;base64,{bad}")

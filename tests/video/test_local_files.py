@@ -78,3 +78,24 @@ def test_refusals_show_neither_the_folder_nor_where_links_lead(
         assert str(folder.parent) not in str(caught.value)
         assert "target" not in str(caught.value)
         assert "secret" not in str(caught.value)
+
+
+def test_what_is_opened_is_what_was_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder on the way is exchanged for a link between the check and the opening."""
+    inner = folder / "inner"
+    inner.mkdir()
+    (inner / "a.mp4").write_bytes(b"inside")
+    (folder.parent / "a.mp4").write_bytes(b"outside")
+    with video.open_allowed(inner / "a.mp4", folder, MANY) as file:
+        assert Path(file.source).read_bytes() == b"inside"
+    check = video.local_files.allowed_file
+
+    def then_exchange(source: str | Path, media_folder: Path | None, max_bytes: int) -> Path:
+        path = check(source, media_folder, max_bytes)
+        inner.rename(folder / "moved")
+        inner.symlink_to(folder.parent)
+        return path
+
+    monkeypatch.setattr("video.local_files.allowed_file", then_exchange)
+    with pytest.raises(MediaForbiddenError, match="outside the media folder"):
+        video.open_allowed(inner / "a.mp4", folder, MANY)
