@@ -17,8 +17,11 @@ from ray import serve
 from serve_app.app_args import AppArgs
 
 API_KEY_VARIABLE = "EPD_API_KEY"
-# Requests that Serve lets in beyond those that are answered: so many are refused by us, with a reason.
-_MAX_REFUSING = 64
+# Requests that Serve passes on at once: those being answered, those whose bodies are being read, and as many
+# as are refused meanwhile. Health and metrics are among them, so that nothing can take their place.
+_MAX_ONGOING = 8192
+# Beyond those, requests that wait in the proxy; more are refused by Serve with 503.
+_MAX_QUEUED = 1024
 
 
 def build_app(args: AppArgs) -> serve.Application:
@@ -40,7 +43,8 @@ def build_app(args: AppArgs) -> serve.Application:
 
     deployment = serve.deployment(
         name="ingress",
-        max_ongoing_requests=args.max_requests + _MAX_REFUSING,
+        max_ongoing_requests=args.max_requests + _MAX_ONGOING,
+        max_queued_requests=_MAX_QUEUED,
         graceful_shutdown_timeout_s=args.drain_s,
         graceful_shutdown_wait_loop_s=0.1,
         max_constructor_retry_count=1,

@@ -31,6 +31,8 @@ WORKER_ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1",
 }
 LOOPBACK = "127.0.0.1"
+# Serve's proxy calls it when it starts: it bounds what one connection may take.
+_PROXY_CALLBACK = ("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "serve_app.socket_guard.install")
 # Of Ray's accounting alone. Workers of this app ask for none, but what else runs in the cluster may.
 _LEAST_CPUS = 8
 
@@ -90,6 +92,7 @@ def _start(settings: RaySettings) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray's own default is 15: whatever else the machine runs would come before all that answers requests.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault(*_PROXY_CALLBACK)
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # who has it may run code as this user
     try:
         ray.init(
