@@ -33,10 +33,20 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._is_free = bytearray([1]) * num_blocks + bytearray(1)  # none after the last
         self._was_held = bytearray(num_blocks + 1)
+        self._num_written = [0] * num_blocks
 
     def references(self, block: int) -> int:
         """How many hold the block; 0 is free."""
         return self._references[block]
+
+    def num_written(self, block: int) -> int:
+        """Slots at the front of the block that have been written since it was taken."""
+        return self._num_written[block]
+
+    def write(self, block: int, start: int, stop: int) -> None:
+        """Books slots [start, stop) as written; they count from where all before them are."""
+        if start <= self._num_written[block] < stop:
+            self._num_written[block] = stop
 
     def take(self, count: int, after: int | None = None) -> list[int]:
         """`count` fresh blocks, held once; they follow block `after` where those are free.
@@ -56,6 +66,7 @@ class BlockPool:
             self._is_free[block:stop] = bytes(stop - block)
             self._was_held[block:stop] = b"\x01" * (stop - block)
             self._references[block:stop] = [1] * (stop - block)
+            self._num_written[block:stop] = [0] * (stop - block)
             self.num_free -= stop - block
             taken += range(block, stop)
             block = stop
@@ -138,6 +149,29 @@ class BlockTable:
     def take(self, count: int) -> None:
         """Adds fresh blocks. Raises ValueError when fewer are free."""
         self.blocks += self.pool.take(count, self.blocks[-1] if self.blocks else None)
+
+    def write(self, num_tokens: int) -> None:
+        """Books the next `num_tokens` tokens as written; they must have room."""
+        size, start, stop = self.block_size, self.num_tokens, self.num_tokens + num_tokens
+        for index in range(start // size, -(-stop // size)):
+            at = index * size
+            self.pool.write(self.blocks[index], max(start - at, 0), min(stop - at, size))
+        self.num_tokens = stop
+
+    @property
+    def has_written_partial(self) -> bool:
+        """Whether the last written block is not full, and holds no tokens that are still to be copied."""
+        rest = self.num_tokens % self.block_size
+        return rest > 0 and self.pool.num_written(self.blocks[self.num_whole]) >= rest
+
+    @property
+    def is_written(self) -> bool:
+        """Whether all tokens are in their blocks: not where a copy is still to be carried out."""
+        size = self.block_size
+        return all(
+            self.pool.num_written(block) >= min(self.num_tokens - index * size, size)
+            for index, block in enumerate(self.blocks)
+        )
 
     def share(self, blocks: Sequence[int]) -> None:
         """Adds whole blocks of written tokens that have other holders."""

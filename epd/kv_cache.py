@@ -34,7 +34,7 @@ class BlockCopy:
     """The first `num_tokens` slots of block `source` are to be copied to block `target`.
 
     Copies are carried out in the order in which they were given, before anything else is written to the pool:
-    a source may be given out again at once.
+    a source may be given out again at once. A target counts as unwritten until `copied` books the copy.
     """
 
     layer_group: int
@@ -73,8 +73,10 @@ class _Request:
         added = num_tokens - self.num_tokens
         return [table.num_missing(added) for table in self.tables]
 
-    def num_partial(self) -> list[int]:
-        return [int(table.has_partial) for table in self.tables]
+    def num_added_by_fork(self, num_tokens: int = 0) -> list[int]:
+        """Blocks, of each layer group, that a child with room for `num_tokens` tokens does not share."""
+        added = max(num_tokens - self.num_tokens, 0)
+        return [-(-(t.num_tokens + added) // t.block_size) - t.num_whole for t in self.tables]
 
     def blocks_at(self, index: int) -> tuple[int, ...]:
         return tuple(table.blocks[index] for table in self.tables)
@@ -134,9 +136,13 @@ class KVCacheManager:
         request = self._requests[request_id]
         return num_tokens <= request.capacity or self._has_room(request.num_missing(num_tokens))
 
-    def can_fork(self, request_id: str) -> bool:
-        """Whether `fork` would find room now."""
-        return self._has_room(self._requests[request_id].num_partial())
+    def can_fork(self, request_id: str, num_tokens: int = 0) -> bool:
+        """Whether `fork`, and then `allocate` of `num_tokens` tokens for the child, would find room now."""
+        return self._has_room(self._requests[request_id].num_added_by_fork(num_tokens))
+
+    def is_written(self, request_id: str) -> bool:
+        """Whether all tokens of the request are in its blocks: not before its copies are carried out."""
+        return all(table.is_written for table in self._requests[request_id].tables)
 
     # Changes
 
@@ -186,10 +192,15 @@ class KVCacheManager:
                 f" {request.capacity} have room, {len(identity)} are known; allocate or truncate first"
             )
         for table in request.tables:
-            table.num_tokens += added
+            table.write(added)
         request.identity = identity
         if num_tokens >= request.next_share and request.is_shareable:
             self._share_whole_blocks(request)
+
+    def copied(self, copies: Sequence[BlockCopy]) -> None:
+        """Books copies that have been carried out."""
+        for copy in copies:
+            self._pools[copy.layer_group].write(copy.target, 0, copy.num_tokens)
 
     def fork(self, request_id: str, child_id: str) -> list[BlockCopy]:
         """A child with the same written tokens: whole blocks are shared, the one in part is copied.
@@ -197,7 +208,7 @@ class KVCacheManager:
         Raises ValueError, and changes nothing, when there is no room for the copy or the child exists.
         """
         parent = self._requests[request_id]
-        needed = parent.num_partial()
+        needed = parent.num_added_by_fork()
         self._check_new(child_id)
         self._make_room(needed, f"the copy for a fork of request '{request_id}'")
         child = self._new_request(child_id, parent.identity, parent.is_shareable)
@@ -241,7 +252,7 @@ class KVCacheManager:
         What is written of its last block stays findable too.
         """
         request = self._requests.pop(request_id)
-        if request.is_shareable and request.tables[0].has_partial:
+        if request.is_shareable and all(table.has_written_partial for table in request.tables):
             self._keep_partial(request)
         for table in request.tables:
             table.cut(0)

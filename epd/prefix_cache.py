@@ -147,7 +147,7 @@ class PrefixCache:
             yield node
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless idle is unpinned, leaves go first, and children are in place."""
+        """Raises AssertionError unless idle is unpinned, leaves go first, nodes are in place and written."""
         nodes = list(self.nodes())
         order = {node: place for place, node in enumerate(self._idle)}
         _require(order.keys() == {node for node in nodes if not node.num_pins}, "idle and pinned, or neither")
@@ -159,6 +159,13 @@ class PrefixCache:
                 not node.children or node is self.root or self._is_whole(node), "children of part of a block"
             )
             _require(self._is_whole(node) or not node.num_pins, "a pin on part of a block")
+            for pool, block in zip(self._pools, node.blocks, strict=False):  # the root has none
+                written = pool.num_written(block)
+                _require(
+                    written >= node.num_tokens,
+                    f"{node.num_tokens} tokens are cached in block {block}, "
+                    f"of which {node.num_tokens - written} were never written",
+                )
             for key, child in node.children.items():
                 _require(child.key == key and child.parent is node, "a child of another node")
                 _require(node is self.root or child.num_pins <= node.num_pins, "pinned below what is not")

@@ -360,13 +360,15 @@ class Scheduler:
     def _open(self, request: ScheduledRequest) -> list[BlockCopy] | None:
         """Starts a block table with what is cached already, and room for the rest; None without a trace."""
         if request.parent is not None:
-            if not self.kv.can_fork(request.parent):
+            num_computed = max(self.kv.num_tokens(request.parent), request.num_offloaded)
+            needed = self._reserved_tokens(request, num_computed)
+            if not self.kv.can_fork(request.parent, needed):
                 return None
             copies = self.kv.fork(request.parent, request.request_id)
         else:
             copies = self._open_cached(request)
-        num_computed = max(self.kv.num_tokens(request.request_id), request.num_offloaded)
-        needed = self._reserved_tokens(request, num_computed)
+            num_computed = max(self.kv.num_tokens(request.request_id), request.num_offloaded)
+            needed = self._reserved_tokens(request, num_computed)
         if not self.kv.can_allocate(request.request_id, needed):
             self.kv.free(request.request_id)
             return None
@@ -443,6 +445,8 @@ class Scheduler:
                 raise AssertionError(f"a queue is out of order: {order}")
         for request in self.running:
             held = self.kv.num_tokens(request.request_id)
+            if not self.kv.is_written(request.request_id):
+                raise AssertionError(f"a copy for {request} was not carried out, or never booked")
             if not held <= request.num_computed <= request.num_tokens <= request.max_total_tokens + 1:
                 raise AssertionError(f"{held} tokens are in the cache of {request}")
         owners = {request.request_id for request in self.running} | self._held

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from epd.drafting import DraftGain
 from epd.errors import RequestError
-from epd.kv_cache import KVCacheManager, KVCacheSpec
+from epd.kv_cache import BlockCopy, KVCacheManager, KVCacheSpec
 from epd.scheduling import Chunk, Scheduler, SchedulerConfig, SchedulerOutput
 from stages.choice import Choice
 from stages.generation import Admission, Extent, GenerateRequest, StepResult
@@ -214,7 +214,7 @@ class LanguageEngine:
                 pool.read(token_slots(table, 0, preemption.num_tokens, pool.block_size))
                 for pool, table in zip(self.pools.groups, preemption.block_tables, strict=True)
             ]
-        self.pools.copy_blocks(output.copies)
+        self._copy(output.copies)
         for restore in output.restores:
             request_id = restore.request.request_id
             for group, values in enumerate(self._offloaded.pop(request_id)):
@@ -222,6 +222,10 @@ class LanguageEngine:
                 slots = token_slots(table, restore.start, restore.stop, pool.block_size)
                 pool.write(slots, values[:, :, restore.start : restore.stop])
             self.scheduler.advance(restore.request, restore.stop)
+
+    def _copy(self, copies: Sequence[BlockCopy]) -> None:
+        self.pools.copy_blocks(copies)
+        self.kv.copied(copies)
 
     def _run(self, chunks: Sequence[Chunk]) -> Tensor:
         """Logits [R, V] of the sampled rows: the last of a chunk, and one before it for each draft."""
@@ -317,7 +321,7 @@ class LanguageEngine:
             return
         for each in family[1:]:
             if each.finish_reason is None:
-                self.pools.copy_blocks(self.scheduler.fork(choice.scheduled, each.scheduled))
+                self._copy(self.scheduler.fork(choice.scheduled, each.scheduled))
                 self._choices[each.request_id] = each
         choice.forget_tables()
         if choice.finish_reason is not None:

@@ -232,6 +232,7 @@ class LanguageSide:
             return run.ticks(run.num_steps)
         num_running = len(self.scheduler.running)
         output = self.scheduler.schedule()
+        self.kv.copied(output.copies)
         left = num_running + len(output.admitted) - len(self.scheduler.running)
         self._is_admission_stuck = not output.admitted and not left
         if not output.chunks:

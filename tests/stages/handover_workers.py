@@ -64,6 +64,7 @@ class PrefillWorker:
             request_id, identity, max_cached=len(token_ids) - 1, is_shareable=is_shareable
         )
         self.pools.copy_blocks(copies)
+        self.cache.copied(copies)
         if not self.cache.can_allocate(request_id, len(token_ids)):
             self.cache.free(request_id)
             return False

@@ -359,6 +359,7 @@ def test_a_cut_into_a_cached_block_leaves_the_cached_one_as_it_is() -> None:
     serve(cache, "one", text(*range(8)))
     (copy,) = cache.truncate("one", 6)
     assert (copy.source, copy.num_tokens) == (1, 2)
+    cache.copied([copy])
     assert list(cache.block_table("one")) == [0, copy.target]
     cache.allocate("one", 8)
     cache.commit("one", text(0, 1, 2, 3, 4, 5, 60, 70), 8)

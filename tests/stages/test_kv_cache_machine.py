@@ -84,6 +84,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             blocks = self.memory[copy.layer_group]
             assert 0 < copy.num_tokens < BLOCK_SIZE
             blocks[copy.target][: copy.num_tokens] = blocks[copy.source][: copy.num_tokens]
+            self.manager.copied([copy])
 
     def write(self, request_id: str, group: int, start: int, rows: Sequence[Row]) -> None:
         blocks = self.manager.block_table(request_id, group)
@@ -249,6 +250,18 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.copies.extend(self.manager.fork(request_id, child_id))
 
     @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def fork_and_give_up(self, data: st.DataObject) -> None:
+        """A child for which there is no room in the end: its copies are never carried out."""
+        request_id, model = self.some(data)
+        model.identity.append(100 + self.num_drafts)  # like no other: nobody has filed it before
+        self.allocate_for(request_id, len(model.identity))
+        self.run_for(request_id, len(model.identity) - self.manager.num_tokens(request_id))
+        if self.manager.can_fork(request_id):
+            self.manager.fork(request_id, "given up")
+            self.manager.free("given up")
+
+    @precondition(lambda self: self.requests)
     @rule(data=st.data(), added=st.integers(-6, 3), group=st.none() | st.none() | st.integers(0, 1))
     def truncate(self, data: st.DataObject, added: int, group: int | None) -> None:
         request_id, model = self.some(data)
@@ -292,9 +305,11 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     def free_one(self, request_id: str) -> None:
         model = self.requests.pop(request_id)
+        is_written = self.manager.is_written(request_id)
         self.manager.free(request_id)
         if self.is_cached(model):
-            self.findable.append(model.rows[0])
+            whole = len(model.rows[0]) // BLOCK_SIZE * BLOCK_SIZE
+            self.findable.append(model.rows[0] if is_written else model.rows[0][:whole])
 
     @precondition(lambda self: self.manager.spec.num_blocks == TIGHT)
     @rule()

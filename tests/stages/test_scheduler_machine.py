@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
+import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -42,6 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(config, KVCacheManager(spec, enable_prefix_caching=caching))
         self.requests: dict[str, ScheduledRequest] = {}
         self.offloaded: dict[str, int] = {}
+        self.held: list[str] = []
         self.num_started = 0
 
     @rule(
@@ -50,9 +54,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         ready=st.floats(0, 1),
         copies=st.sampled_from([1, 1, 3]),
         priority=st.sampled_from([0, 0, 5, -1]),
+        is_unlike_others=st.booleans(),
     )
-    def add(self, tokens: list[int], max_new: int, ready: float, copies: int, priority: int) -> None:
+    def add(
+        self,
+        tokens: list[int],
+        max_new: int,
+        ready: float,
+        copies: int,
+        priority: int,
+        is_unlike_others: bool,
+    ) -> None:
         self.num_started += 1
+        if is_unlike_others:
+            tokens = [VOCABULARY + self.num_started, *tokens[1:]]
         request = ScheduledRequest(
             request_id=f"r{self.num_started}",
             identity=token_identity(tokens),
@@ -94,6 +109,50 @@ class SchedulerMachine(RuleBasedStateMachine):
         del self.requests[request.request_id]
         self.scheduler.check_integrity()
         self.scheduler.release(request.request_id)
+
+    @precondition(lambda self: self.written())
+    @rule(
+        data=st.data(),
+        questions=st.lists(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=40), max_size=3),
+        max_new=st.integers(1, 12),
+    )
+    def hold_and_ask(self, data: st.DataObject, questions: list[list[int]], max_new: int) -> None:
+        """A request is over but for its blocks, with which its children begin."""
+        parent = data.draw(st.sampled_from(self.written()))
+        num_written = self.scheduler.kv.num_tokens(parent.request_id)
+        self.scheduler.remove(parent, hold=True)
+        del self.requests[parent.request_id]
+        self.held.append(parent.request_id)
+        for question in questions:
+            tokens = [*parent.identity.rows[:num_written, 0].tolist(), *question]
+            self.ask(ScheduledRequest(
+                f"c{self.num_started}", token_identity(tokens), len(tokens), len(tokens) + max_new,
+                num_ready=len(tokens), parent=parent.request_id,
+            ))  # fmt: skip
+
+    def ask(self, child: ScheduledRequest) -> None:
+        self.num_started += 1
+        with suppress(InfeasibleError):
+            self.scheduler.add(child)
+            self.requests[child.request_id] = child
+
+    def written(self) -> list[ScheduledRequest]:
+        """Requests of which something is in the cache."""
+        return [each for each in self.scheduler.running if self.scheduler.kv.num_tokens(each.request_id)]
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        self.release_one(data.draw(st.sampled_from(self.held)))
+
+    def release_one(self, parent: str) -> None:
+        """A held request goes, and with it the children that could not be opened again without it."""
+        for child in [each for each in self.requests.values() if each.parent == parent]:
+            self.scheduler.remove(child)
+            del self.requests[child.request_id]
+            self.offloaded.pop(child.request_id, None)
+        self.held.remove(parent)
+        self.scheduler.release(parent)
 
     @precondition(lambda self: self.scheduler.running)
     @rule(data=st.data(), drafts=st.integers(1, 4))
@@ -138,7 +197,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 num_tokens=request.num_tokens,
             )
             if copy.num_tokens < copy.max_total_tokens:
-                self.scheduler.fork(request, copy)
+                self.scheduler.kv.copied(self.scheduler.fork(request, copy))
                 self.requests[copy.request_id] = copy
 
     def check(self, output: SchedulerOutput, decoding: list[ScheduledRequest]) -> None:
@@ -170,6 +229,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def follow_moves(self, output: SchedulerOutput) -> None:
         """What was offloaded comes back whole, and only that."""
+        self.scheduler.kv.copied(output.copies)
         for preemption in output.preemptions:
             self.offloaded[preemption.request.request_id] = preemption.num_tokens
             assert len(preemption.block_tables[0]) * self.scheduler.kv.block_size >= preemption.num_tokens
@@ -197,6 +257,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Once their media are there, all come to an end: nobody starves."""
         if not hasattr(self, "scheduler"):
             return
+        for parent in list(self.held):
+            self.release_one(parent)
         for request in self.requests.values():
             request.num_ready = max(request.num_ready, request.num_prompt_tokens)
         for _ in range(5000):
@@ -272,6 +334,7 @@ def test_room_is_given_first_come_first_served() -> None:
 
 def computed(queue: Scheduler, output: SchedulerOutput) -> None:
     """What the engine would do after a step: every chunk is computed, every answer grows."""
+    queue.kv.copied(output.copies)
     for chunk in output.chunks:
         queue.advance(chunk.request, chunk.stop)
         if chunk.request.num_computed == chunk.request.num_tokens:
@@ -328,3 +391,43 @@ def test_nobody_gives_way_where_that_makes_no_room() -> None:
     assert not queue.schedule().preemptions
     assert [each.request_id for each in queue.waiting] == ["i", "c"]
     assert not queue.can_admit(request("d", 1, priority=10))
+
+
+def test_a_child_that_finds_no_room_files_no_block_that_was_never_written() -> None:
+    """Its part of a block would have been a copy; the copy is not carried out where the child must wait."""
+    queue = Scheduler(SchedulerConfig(), KVCacheManager(KVCacheSpec((8,), 4)))
+    held = request("h", 6, max_new=1)
+    queue.add(held)
+    computed(queue, queue.schedule())
+    queue.remove(held, hold=True)
+    question = [*(np.arange(6) + 100 * ord("h")).tolist(), *range(25)]
+    child = ScheduledRequest("child", token_identity(question), 31, 32, num_ready=31, parent="h")
+    queue.add(child)
+    assert queue.kv.num_cached(child.identity) == 4
+    for _ in range(2):
+        output = queue.schedule()
+        assert not output.admitted
+        assert not output.copies
+        assert queue.kv.num_cached(child.identity) == 4, "the last 2 tokens of the held one are not filed"
+        queue.check_integrity()
+    queue.release("h")
+    assert queue.kv.num_cached(child.identity) == 6
+
+
+def test_the_check_knows_what_has_been_written() -> None:
+    """A copy that was decided and not carried out leaves its block unwritten, whoever files it."""
+    kv = KVCacheManager(KVCacheSpec((8,), 4))
+    kv.open("a", token_identity([1] * 6), max_cached=0)
+    kv.allocate("a", 6)
+    kv.commit("a", token_identity([1] * 6), 6)
+    copies = kv.fork("a", "child")
+    assert not kv.is_written("child")
+    kv.allocate("child", 8)
+    kv.commit("child", token_identity([1] * 8), 8)
+    with pytest.raises(AssertionError, match="never written"):
+        kv.check_integrity()
+    kv.free("child")
+    kv.clear_idle()
+    kv.fork("a", "other")
+    kv.copied(copies)
+    kv.check_integrity()
