@@ -24,7 +24,8 @@ A message says what was received, what is allowed, and what to do next, in that 
     ├── UnavailableError              no worker can take it: starting, draining, or lost too often
     │   └── StorageFullError          the disk is full; retrying later may help
     ├── EncodeError                   frames that no encoder could turn into embeddings
-    ├── WorkerFaultError              a worker has a bug that this request meets; the worker goes on
+    ├── InternalError                 a bug that this request has met; others go on
+    │   └── WorkerFaultError          in a worker, which goes on
     └── CancelledError                the consumer went away
 """
 
@@ -125,7 +126,18 @@ class EncodeError(EPDError):
     """Frames that no encoder could turn into embeddings."""
 
 
-class WorkerFaultError(EPDError):
+class InternalError(EPDError):
+    """A bug that one request has met, which ends it alone."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> EPDError:
+        """The error to end a request with; says no more of a bug than its type."""
+        if isinstance(error, EPDError):
+            return error
+        return cls(f"a bug ended the request: {type(error).__name__}; the server's log has the traceback")
+
+
+class WorkerFaultError(InternalError):
     """A worker failed on a message by a bug of its own, refused the message and goes on."""
 
 

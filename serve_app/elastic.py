@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from epd.admission import AdmissionQueue
 from epd.elasticity import (
@@ -27,7 +28,7 @@ from serve_app.fleet import Fleet, WorkerInfo
 from serve_app.messages import WorkerLoad
 from serve_app.planning import AnswerPlan
 from serve_app.role_switch import RoleSwitcher
-from serve_app.task_group import Tasks
+from serve_app.task_group import Loops, Tasks
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +63,9 @@ class Elastic:
         """The last ones, oldest first."""
         return () if self.controller is None else self.controller.decisions
 
-    def start(self) -> None:
+    def start(self, loops: Loops) -> None:
         if self.controller is not None:
-            self._tasks.spawn(self._run(self.controller))
+            loops.start("elastic", partial(self._run, self.controller), is_vital=False)
 
     async def close(self) -> None:
         self._tasks.cancel()

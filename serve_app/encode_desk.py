@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from encoders.groups import MediaGroup
 from epd.errors import UnavailableError
 from epd.routing import Router
-from serve_app.fleet import Bulk, Fleet, WorkerLostError
+from serve_app.fleet import Bulk, Fleet, WorkerLostError, send_surely
 from serve_app.messages import CancelTickets, EncodeGroup, Granted, Reissue
 
 
@@ -115,17 +115,14 @@ class EncodeDesk:
                 self._forget(transfer_id)
                 by_worker.setdefault(dealt.worker, []).append(transfer_id)
         for worker, ids in by_worker.items():
-            await self._tell(worker, CancelTickets(tuple(ids)))
+            await send_surely(self._fleet, "encode", worker, CancelTickets(tuple(ids)))
 
     async def reissue(self, receiver: str, ticket_ids: Iterable[str]) -> None:
         """Asks for the groups of these tickets to be granted anew."""
         ids = tuple(ticket_ids)
         for transfer_id in ids:
             self._forget(transfer_id)
-        try:
-            await self._fleet.send("prefill", receiver, Reissue(ids))
-        except UnavailableError:
-            return  # then its requests are done again anyway
+        await send_surely(self._fleet, "prefill", receiver, Reissue(ids))
 
     async def take_back(self, worker: str, transfer_ids: Collection[str] | None = None) -> int:
         """Has groups that an encoder has, by default all, granted anew, for others. Returns how many."""
@@ -135,7 +132,7 @@ class EncodeDesk:
             if dealt.worker == worker and (transfer_ids is None or transfer_id in transfer_ids)
         ]
         if ids:
-            await self._tell(worker, CancelTickets(tuple(ids)))
+            await send_surely(self._fleet, "encode", worker, CancelTickets(tuple(ids)))
             await self._reissue_all(ids)
         return len(ids)
 
@@ -160,9 +157,3 @@ class EncodeDesk:
             self._router.books(dealt.worker).encode_patches -= dealt.group.spec.num_patches
             self.wake()
         return dealt
-
-    async def _tell(self, worker: str, message: CancelTickets) -> None:
-        try:
-            await self._fleet.send("encode", worker, message)
-        except UnavailableError:
-            return

@@ -6,14 +6,20 @@ starts it again under its old name with all its state gone.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from epd.errors import UnavailableError
+from epd.errors import EPDError, UnavailableError
 from epd.routing import Stage
 from serve_app.messages import Message, Offload, ReplyT, SetRoles, WorkerReport
 
+logger = logging.getLogger(__name__)
+
+_NUM_SURE_TRIES = 3
+_SURE_PAUSE_S = 0.1
 # A NumPy array, or a fleet's own handle on one that lies elsewhere. The orchestrator only passes it on.
 Bulk = object
 
@@ -64,7 +70,14 @@ class WorkerBack:
     name: str
 
 
-FleetEvent = WorkerReport | WorkerLost | WorkerBack
+@dataclass(frozen=True, slots=True)
+class FleetBroken:
+    """A loop of the fleet has ended for good, by a bug: it does not look after its workers any more."""
+
+    loop: str
+
+
+FleetEvent = WorkerReport | WorkerLost | WorkerBack | FleetBroken
 
 
 class Fleet(Protocol):
@@ -100,3 +113,19 @@ class Fleet(Protocol):
     def events(self) -> AsyncIterator[FleetEvent]:
         """News from the workers, each worker's in order. For one consumer; ends when the fleet is closed."""
         ...
+
+
+async def send_surely(fleet: Fleet, stage: Stage, target: str, message: Message[ReplyT]) -> ReplyT | None:
+    """Sends what must not be left undone, a few times if a bug keeps the worker from it.
+
+    Returns None when the worker is gone, has no such role, or fails each time, which is logged.
+    """
+    for _ in range(_NUM_SURE_TRIES):
+        try:
+            return await fleet.send(stage, target, message)
+        except UnavailableError:
+            return None  # it is gone, and all it had with it
+        except EPDError:
+            logger.exception("worker %s failed on a %s", target, type(message).__name__)
+            await asyncio.sleep(_SURE_PAUSE_S)
+    return None

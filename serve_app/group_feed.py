@@ -6,19 +6,22 @@ granted  ->  an encoder has it cached?  ->  frames: from the image, or from a vi
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from epd.errors import EPDError, UnavailableError
+from epd.errors import EPDError, InternalError, UnavailableError
 from epd.sharding import Sharding
 from serve_app.attempt import Attempt
 from serve_app.encode_desk import EncodeDesk
-from serve_app.fleet import Bulk, Fleet
+from serve_app.fleet import Bulk, Fleet, send_surely
 from serve_app.loss_counter import LossCounter
 from serve_app.messages import CloseStream, EncodeGroup, Granted, ReadFrames
 from serve_app.task_group import Tasks
 from serve_app.worker_roles import Clock
+
+logger = logging.getLogger(__name__)
 
 _RETRY_S, _MAX_RETRY_S = 0.05, 1.0  # between tries, twice as long after each
 _MAX_READS = 5  # of one group, with decoders that are there
@@ -73,10 +76,7 @@ class _ItemFrames:
 
     async def close(self) -> None:
         if self._worker is not None:
-            try:
-                await self._fleet.send("video", self._worker, CloseStream(self._stream_id))
-            except UnavailableError:
-                return  # it is gone, and the stream with it
+            await send_surely(self._fleet, "video", self._worker, CloseStream(self._stream_id))
 
 
 class GroupFeed:
@@ -131,6 +131,9 @@ class GroupFeed:
             await work()
         except EPDError as error:
             self._attempt.fail(error)
+        except Exception as error:  # nobody else ends the attempt
+            logger.exception("the groups of an item were not fed")
+            self._attempt.fail(InternalError.of(error))
 
     async def _serve_item(self, item: int) -> None:
         queue, plan = self._granted[item], self._attempt.answer.plan

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -22,9 +23,10 @@ from epd.connectors import EncoderConnector, KVConnector
 from epd.errors import CancelledError, EPDError
 from epd.routing import ROLE_LETTERS, Stage
 from epd.types import UInt8Array
-from serve_app.fleet import Bulk, FleetEvent, WorkerBack, WorkerInfo, WorkerLost, WorkerLostError
+from serve_app.fleet import Bulk, FleetBroken, FleetEvent, WorkerBack, WorkerInfo, WorkerLost, WorkerLostError
 from serve_app.frame_reader import FrameReader
 from serve_app.messages import CloseStream, Message, ReplyT, WorkerReport, endpoint
+from serve_app.task_group import Loops
 from serve_app.worker_core import WorkerCore
 from serve_app.worker_stages import WorkerSettings
 from serve_app.worker_thread import Call, Listener, WorkerThread, fault_of
@@ -116,6 +118,7 @@ class LocalFleet:
         self._executor = ThreadPoolExecutor(config.num_video_threads, thread_name_prefix="video")
         self._events: asyncio.Queue[FleetEvent | None] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._loops = Loops(Counter(), lambda loop: self._events.put_nowait(FleetBroken(loop)))
         self._is_closed = False
 
     @property
@@ -131,7 +134,7 @@ class LocalFleet:
     async def start(self) -> None:
         self.readers = {name: FrameReader() for name, info in self._infos.items() if "video" in info.roles}
         await asyncio.gather(*(self._start(name) for name in self._infos if name not in self.readers))
-        self._spawn(self._watch())
+        self._loops.start("watch", self._watch)
 
     async def _start(self, name: str) -> None:
         listener = Listener(self._take, lambda reason: self._lose(name, reason))
@@ -143,6 +146,7 @@ class LocalFleet:
         if self._is_closed:
             return
         self._is_closed = True
+        await self._loops.close()
         for task in self._tasks:
             task.cancel()
         for thread in self._threads.values():

@@ -21,7 +21,7 @@ from itertools import count
 
 from epd.admission import AdmissionQueue
 from epd.elasticity import ControllerConfig, RequestWork
-from epd.errors import EncodeError, UnavailableError
+from epd.errors import UnavailableError
 from epd.loss_policy import LossLedger, LossLimits
 from epd.retention import RetentionConfig
 from epd.routing import Router, Stage, check_reduction, role_letters, topology_name
@@ -29,22 +29,14 @@ from epd.sharding import Sharding
 from serve_app.attempt import Attempt, Ending
 from serve_app.elastic import Elastic
 from serve_app.encode_desk import EncodeDesk
-from serve_app.fleet import Fleet, WorkerBack, WorkerLost
+from serve_app.event_reader import EventReader
+from serve_app.fleet import Fleet, send_surely
 from serve_app.group_feed import GroupFeed
 from serve_app.live_answer import LiveAnswer
 from serve_app.loss_counter import LossCounter
 from serve_app.messages import (
     Abort,
-    Admitted,
-    Granted,
-    GroupFailed,
-    GroupsArrived,
-    HandedOver,
-    RequestFailed,
-    SpanDone,
-    WorkerEvent,
     WorkerLoad,
-    WorkerReport,
 )
 from serve_app.placement import Placement, PlacementLimits
 from serve_app.planning import AnswerPlan, Planner
@@ -60,8 +52,7 @@ from serve_app.service import (
     WorkerStatus,
 )
 from serve_app.substituted_frames import SubstitutedFrames
-from serve_app.task_group import Tasks
-from stages.generation import TokenOutput
+from serve_app.task_group import Loops, Tasks
 
 _MAX_GROUP_FAILURES = 3
 _DRAIN_POLL_S = 0.05
@@ -134,7 +125,7 @@ class Orchestrator:
         self._num_planning = 0
         self._is_draining = False
         self._tasks = Tasks()
-        self._following: asyncio.Task[None] | None = None
+        self._loops = Loops(self._counters)
         self._threads = ThreadPoolExecutor(self.config.num_planning_threads, thread_name_prefix="planning")
 
     @property
@@ -144,9 +135,26 @@ class Orchestrator:
     async def start(self) -> None:
         """Starts the fleet. Raises EPDError when a worker cannot start."""
         await self._fleet.start()
-        self._following = asyncio.create_task(self._follow())
-        self.elastic.start()
-        self.retention.start()
+        self._loops.start("events", self._reader().follow)
+        self.elastic.start(self._loops)
+        self.retention.start(self._loops)
+
+    def _reader(self) -> EventReader:
+        return EventReader(
+            self._fleet,
+            self._desk,
+            self._placement,
+            self._recovery,
+            self._losses,
+            self.queue,
+            self.retention,
+            self._attempts,
+            self._feeds,
+            self._loads,
+            self._counters,
+            self._loops,
+            self._tasks,
+        )
 
     async def drain(self, timeout_s: float) -> bool:
         """Takes nothing new and waits for what runs. Returns whether all of it has ended in time."""
@@ -160,12 +168,10 @@ class Orchestrator:
         """Ends the fleet and whatever runs: answers under way raise UnavailableError."""
         self._tasks.cancel()
         await self._tasks.wait()
-        await self.retention.close()
+        await self._loops.close()
         await self.elastic.close()
         await self.switcher.close()
         await self._fleet.close()
-        if self._following is not None:
-            await self._following
         self._threads.shutdown(cancel_futures=True)
 
     # Answers
@@ -259,11 +265,8 @@ class Orchestrator:
         self._placement.wake()
 
     async def _abort(self, attempt: Attempt, worker: str) -> None:
-        stage = "prefill" if worker == attempt.prefill_worker else "decode"
-        try:
-            await self._fleet.send(stage, worker, Abort((attempt.id,)))  # type: ignore[arg-type]
-        except UnavailableError:
-            return  # it is gone, and the try with it
+        stage: Stage = "prefill" if worker == attempt.prefill_worker else "decode"
+        await send_surely(self._fleet, stage, worker, Abort((attempt.id,)))
 
     @property
     def attempts(self) -> Mapping[str, Attempt]:
@@ -279,79 +282,6 @@ class Orchestrator:
     def num_tickets(self) -> int:
         """Groups that encoders have."""
         return len(self._desk)
-
-    # What workers say
-
-    async def _follow(self) -> None:
-        async for event in self._fleet.events():
-            if isinstance(event, WorkerReport):
-                self._take_report(event)
-            elif isinstance(event, WorkerLost):
-                self._counters["workers_lost"] += 1
-                self._loads.pop(event.name, None)
-                self._losses.lose(event.name)
-                self._recovery.lose(event.name)
-                self._placement.wake()
-            elif isinstance(event, WorkerBack):
-                self._desk.wake()
-                self._placement.wake()
-
-    def _take_report(self, report: WorkerReport) -> None:
-        self._loads[report.worker] = report.load
-        for event in report.events:
-            self._take_event(report.worker, event)
-        by_request: dict[str, list[TokenOutput]] = {}
-        for output in report.outputs:
-            by_request.setdefault(output.request_id, []).append(output)
-        for request_id, outputs in by_request.items():
-            self._take_tokens(request_id, outputs)
-
-    def _take_event(self, worker: str, event: WorkerEvent) -> None:
-        if isinstance(event, GroupsArrived):
-            self._desk.arrived(event.transfer_ids)
-        elif isinstance(event, GroupFailed):
-            self._take_failure(worker, event)
-        elif event.request_id in self._attempts:
-            self._take_news(worker, self._attempts[event.request_id], event)
-
-    def _take_news(
-        self, worker: str, attempt: Attempt, event: Admitted | Granted | HandedOver | RequestFailed | SpanDone
-    ) -> None:
-        match event:
-            case Admitted():
-                attempt.answer.cached_tokens = event.num_cached
-            case Granted():
-                self._feeds[attempt.id].grant(event)
-            case HandedOver():
-                attempt.arrive(worker)
-            case SpanDone():
-                attempt.answer.note(event)
-            case RequestFailed(is_final=True):
-                attempt.fail(event.error)
-            case RequestFailed():
-                attempt.end(Ending.LOST)
-
-    def _take_failure(self, worker: str, event: GroupFailed) -> None:
-        attempt = self._attempts.get(event.request_id)
-        if attempt is not None:
-            attempt.failures[event.group] += 1
-            if attempt.failures[event.group] > _MAX_GROUP_FAILURES:
-                attempt.fail(EncodeError(f"a group could not be encoded: {event.error}; send it again"))
-                return
-        self._tasks.spawn(self._desk.reissue(worker, [event.transfer_id]))
-
-    def _take_tokens(self, request_id: str, outputs: Sequence[TokenOutput]) -> None:
-        attempt = self._attempts.get(request_id)
-        if attempt is None:
-            return
-        attempt.num_tokens += len(outputs)
-        attempt.answer.take(outputs)
-        if attempt.answer.has_begun and attempt.unbook_prefill():
-            self.queue.record_first_token(time.time() - attempt.started_s)
-            self.retention.first_token(attempt)
-            self._placement.wake()
-        if attempt.answer.is_complete:
-            attempt.end(Ending.COMPLETE)
 
     # Roles
 
@@ -374,7 +304,7 @@ class Orchestrator:
             counters.update(load.counters)
         counters["refused"] = self.queue.num_refused
         return ServiceStatus(
-            is_ready=alive >= {"video", "encode", "prefill", "decode"},
+            is_ready=alive >= {"video", "encode", "prefill", "decode"} and not self._loops.gone,
             topology=topology_name([info.roles for info in infos]),
             workers=tuple(self._worker_status(info.name) for info in infos),
             counters=dict(counters),

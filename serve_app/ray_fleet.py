@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import ray
@@ -17,11 +19,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from epd.errors import EPDError, UnavailableError
 from epd.routing import Stage
-from serve_app.fleet import Bulk, FleetEvent, WorkerBack, WorkerInfo, WorkerLost
+from serve_app.fleet import Bulk, FleetBroken, FleetEvent, WorkerBack, WorkerInfo, WorkerLost
 from serve_app.messages import Message, ReplyT
 from serve_app.ray_member import Call, RayFleetConfig, RayMember, awaited, noted
 from serve_app.ray_memory import PoolFiles, new_fleet_id
 from serve_app.ray_worker import Place
+from serve_app.task_group import Loops
 from serve_app.worker_stages import WorkerSettings
 
 __all__ = ["RayFleet", "RayFleetConfig"]
@@ -46,6 +49,7 @@ class RayFleet:
         self._outbox: asyncio.Queue[tuple[RayMember, Call]] = asyncio.Queue()
         self._events: asyncio.Queue[FleetEvent | None] = asyncio.Queue()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._loops = Loops(Counter(), lambda loop: self._events.put_nowait(FleetBroken(loop)))
         self._node_id = ""
         self._is_closed = False
 
@@ -70,13 +74,14 @@ class RayFleet:
             raise UnavailableError(f"a worker does not start: {type(error).__name__}: {error}") from error
         await self._introduce(members)
         for member in members:
-            self._spawn(self._keep(member))
-        self._spawn(self._send_all())
+            self._loops.start(f"worker {member.name}", partial(self._keep, member))
+        self._loops.start("messages", self._send_all)
 
     async def close(self) -> None:
         if self._is_closed:
             return
         self._is_closed = True
+        await self._loops.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 
-from epd.errors import UnavailableError
+from epd.errors import InternalError
 from epd.routing import Router, Stage
 from serve_app.attempt import Attempt, Ending
 from serve_app.encode_desk import EncodeDesk
-from serve_app.fleet import Fleet
+from serve_app.fleet import Fleet, send_surely
 from serve_app.messages import PeerLost
 from serve_app.placement import Placement
 from serve_app.task_group import Tasks
+
+logger = logging.getLogger(__name__)
 
 # What a worker says is lost with a peer, once it has answered; None when it is gone too.
 _Replies = Mapping[str, "asyncio.Task[frozenset[str] | None]"]
@@ -52,13 +55,17 @@ class Recovery:
 
     async def _tell(self, worker: str, roles: frozenset[Stage], lost: str) -> frozenset[str] | None:
         stage = next(iter(sorted(roles)))
-        try:
-            lost_ids: tuple[str, ...] = await self._fleet.send(stage, worker, PeerLost(lost))
-            return frozenset(lost_ids)
-        except UnavailableError:
-            return None
+        lost_ids = await send_surely(self._fleet, stage, worker, PeerLost(lost))
+        return None if lost_ids is None else frozenset(lost_ids)
 
     async def _recover(self, attempt: Attempt, name: str, replies: _Replies) -> None:
+        try:
+            await self._save(attempt, name, replies)
+        except Exception as error:  # whatever it is, nobody else ends the attempt
+            logger.exception("an attempt was not saved from a loss")
+            attempt.fail(InternalError.of(error))
+
+    async def _save(self, attempt: Attempt, name: str, replies: _Replies) -> None:
         is_saved = False
         if not attempt.is_merged:
             if name == attempt.prefill_worker:

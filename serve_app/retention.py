@@ -18,7 +18,7 @@ from serve_app.fleet import Fleet
 from serve_app.messages import WorkerLoad
 from serve_app.planning import AnswerPlan
 from serve_app.service import AnswerRequest, RetentionStatus
-from serve_app.task_group import Tasks
+from serve_app.task_group import Loops
 
 logger = logging.getLogger(__name__)
 
@@ -50,15 +50,10 @@ class LoadRetention:
         self._loads = loads
         self._num_planning = num_planning
         self._clock = clock
-        self._tasks = Tasks()
 
-    def start(self) -> None:
+    def start(self, loops: Loops) -> None:
         if self.controller is not None:
-            self._tasks.spawn(self._run())
-
-    async def close(self) -> None:
-        self._tasks.cancel()
-        await self._tasks.wait()
+            loops.start("retention", self._run, is_vital=False)
 
     def reduced(self, request: AnswerRequest) -> AnswerRequest:
         """The request with the share of its visual tokens that it gets now."""

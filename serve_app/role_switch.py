@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from epd.errors import EPDError, InfeasibleError, RequestError, UnavailableError
+from epd.errors import EPDError, InfeasibleError, InternalError, RequestError, UnavailableError
 from epd.routing import Router, Stage, role_letters
 from serve_app.attempt import Attempt, Ending
 from serve_app.encode_desk import EncodeDesk
@@ -213,6 +213,10 @@ class _Run:
         except EPDError as reason:
             error = f"{self.phase}: {reason}"
             await self._roll_back()
+        except Exception as bug:  # whatever it is, the worker must not stay closed
+            logger.exception("the switch of worker %s failed", self.name)
+            error = f"{self.phase}: {InternalError.of(bug)}"
+            await self._roll_back()
         finally:
             self.parts.placement.wake()
             self.parts.desk.wake()
@@ -289,7 +293,7 @@ class _Run:
                 await self.parts.fleet.send(self._address, self.name, SetRoles(self.info.roles))
             except WorkerLostError:
                 return
-            except EPDError:
+            except Exception:
                 logger.exception("worker %s does not go back to its roles", self.name)
                 await asyncio.sleep(_RETRY_MOVE_S)
             else:

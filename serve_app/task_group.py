@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
+
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
+_MAX_FAILURES = 8  # in a row, about 20 s
+_GOOD_S = 60.0  # a loop that ran for so long starts counting anew
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -36,3 +42,53 @@ class Tasks:
         """Until all have ended, also those that they start."""
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class Loops:
+    """Loops that everything depends on. One that raises is started again, after pauses that grow.
+
+    gone: those that failed too often in a row and are not started any more. Failures are counted under
+    "loop_failures".
+    """
+
+    def __init__(self, counters: Counter[str], on_gone: Callable[[str], None] | None = None) -> None:
+        """on_gone: called with the name of a loop that is not started any more."""
+        self.gone: list[str] = []
+        self._counters = counters
+        self._on_gone = on_gone
+        self._tasks = Tasks()
+
+    def start(
+        self, name: str, work: Callable[[], Coroutine[Any, Any, None]], *, is_vital: bool = True
+    ) -> None:
+        """Runs a loop until it returns, or `close`. work: makes a new run of it.
+
+        is_vital: whether the service cannot go on without it, so that it is to be found in `gone`.
+        """
+        self._tasks.spawn(self._keep(name, work, is_vital=is_vital))
+
+    async def close(self) -> None:
+        self._tasks.cancel()
+        await self._tasks.wait()
+
+    async def _keep(
+        self, name: str, work: Callable[[], Coroutine[Any, Any, None]], *, is_vital: bool
+    ) -> None:
+        num_failures = 0
+        while num_failures < _MAX_FAILURES:
+            start_s = time.monotonic()
+            try:
+                await work()
+            except Exception:  # a bug in one round is no reason to do nothing any more
+                logger.exception("the loop '%s' failed; it is started again", name)
+                self._counters["loop_failures"] += 1
+            else:
+                return
+            num_failures = num_failures + 1 if time.monotonic() - start_s < _GOOD_S else 1
+            await asyncio.sleep(min(_FIRST_PAUSE_S * 2**num_failures, _MAX_PAUSE_S))
+        logger.critical("the loop '%s' failed %d times in a row and is gone", name, num_failures)
+        if not is_vital:
+            return
+        self.gone.append(name)
+        if self._on_gone is not None:
+            self._on_gone(name)

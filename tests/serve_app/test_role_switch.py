@@ -270,6 +270,35 @@ def test_a_switch_that_fails_midway_leaves_everything_as_it_was(
 
 
 @pytest.mark.parametrize("kind", PHASES, ids=lambda kind: kind.__name__)
+def test_a_bug_in_a_switch_leaves_no_worker_closed(
+    kind: type[Message[Any]],
+    checkpoints: dict[str, Path],
+    long_questions: list[Question],
+    long_expected: list[tuple[int, ...]],
+) -> None:
+    """The first message of its kind meets an error that nobody expects."""
+
+    async def run() -> None:
+        async with deployed(checkpoints["qwen2_5_vl"], "1e1p2d") as deployment:
+            asking = await decoding(deployment, long_questions)
+            bugs = iter([ZeroDivisionError("a bug")])
+
+            def fail(_: Any) -> None:
+                for bug in bugs:
+                    raise bug
+
+            with on_message(deployment, kind, fail), pytest.raises(UnavailableError) as caught:
+                await deployment.service.switch_roles("d0", roles("p"))
+            assert f"{PHASES[kind]}: a bug ended the request: ZeroDivisionError" in str(caught.value)
+            assert deployment.fleet.workers["d0"].takes("decode")
+            assert not deployment.service.switcher.in_flight
+            assert [answer.tokens for answer in await asking] == long_expected
+            assert (await deployment.service.switch_roles("d0", roles("p"))).error == ""
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("kind", PHASES, ids=lambda kind: kind.__name__)
 def test_a_worker_that_is_lost_in_its_switch_comes_back_as_it_was(
     kind: type[Message[Any]],
     checkpoints: dict[str, Path],
