@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal
 
 from jinja2 import TemplateError
 
 from encoders.checkpoint import Checkpoint
+from encoders.tool_history import ToolCall, calls_as_text, for_template, knows_tools, response_as_text
 from epd.errors import RequestError
 from epd.types import MediaKind
 
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +35,16 @@ class ContentPart:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """What one side said. Raises RequestError for no parts at all, and for media that are not the user's."""
+    """What one side said. Raises RequestError for no parts at all, and for media that are not the user's.
+
+    tool_calls: of the assistant. tool_call_id: of the call that a tool answers. name: of who said it.
+    """
 
     role: Role
     parts: tuple[ContentPart, ...]
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
 
     def __post_init__(self) -> None:
         if not self.parts:
@@ -53,9 +61,14 @@ class ChatMessage:
         return tuple(part.kind for part in self.parts if part.kind != "text")
 
     @property
+    def text(self) -> str:
+        """All of its texts."""
+        return "".join(part.text for part in self.parts)
+
+    @property
     def is_blank(self) -> bool:
         """Whether there is neither a medium nor a character to read in it."""
-        return not self.media_kinds and not any(part.text.strip() for part in self.parts)
+        return not self.media_kinds and not self.text.strip()
 
 
 def text_message(role: Role, text: str) -> ChatMessage:
@@ -87,9 +100,9 @@ def check_chat(messages: Sequence[ChatMessage]) -> None:
     last = messages[-1]
     if last.role == "assistant":
         raise RequestError(
-            "the last message is the assistant's; allowed: user or system; end with a question"
+            "the last message is the assistant's; allowed: user, system or tool; end with a question"
         )
-    if last.is_blank:
+    if last.is_blank and last.role != "tool":
         raise RequestError("the question is empty; ask something about the media in the last message")
 
 
@@ -102,6 +115,8 @@ def render_chat(
     Raises RequestError for those, as `check_chat` does, and where the template refuses the messages.
     """
     check_chat(messages)
+    if not knows_tools(template):
+        messages = without_tools(messages)
     for message in messages:
         _check_unreserved(message, reserved)
     try:
@@ -118,6 +133,28 @@ def render_chat(
             "send them in another order"
         ) from error
     return text
+
+
+def without_tools(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
+    """The same with calls of tools as texts of the assistant, and what tools said as messages of the user.
+
+    Messages of tools that follow each other become one.
+    """
+    said: list[ChatMessage] = []
+    for is_tool, run in groupby(messages, key=lambda message: message.role == "tool"):
+        if is_tool:
+            answers = (response_as_text(message.text) for message in run)
+            said.append(text_message("user", "\n".join(answers)))
+        else:
+            said += [_with_calls_as_text(message) for message in run]
+    return tuple(said)
+
+
+def _with_calls_as_text(message: ChatMessage) -> ChatMessage:
+    if not message.tool_calls:
+        return message
+    texts = (message.text, calls_as_text(message.tool_calls))
+    return text_message(message.role, "\n".join(filter(None, texts)))
 
 
 def check_media(messages: Sequence[ChatMessage], kinds: Sequence[MediaKind]) -> None:
@@ -137,19 +174,24 @@ def moved_media(num_placed: int, num_media: int) -> RequestError:
 
 
 def _check_unreserved(message: ChatMessage, reserved: Sequence[str]) -> None:
-    for part in message.parts:
+    called = [text for call in message.tool_calls for text in (call.name, call.arguments, call.call_id)]
+    for text in (*(part.text for part in message.parts), *called, message.tool_call_id, message.name):
         for name in reserved:
-            if name in part.text:
+            if name in text:
                 raise RequestError(
                     f"a text of the {message.role} contains {name}, which stands for media; remove it"
                 )
 
 
 def _for_template(message: ChatMessage) -> dict[str, Any]:
-    return {
+    shown: dict[str, Any] = {
         "role": message.role,
         "content": [
             {"type": "text", "text": part.text} if part.kind == "text" else {"type": part.kind}
             for part in message.parts
         ],
     }
+    if message.tool_calls:
+        shown["tool_calls"] = [for_template(call) for call in message.tool_calls]
+    names = {"tool_call_id": message.tool_call_id, "name": message.name}
+    return shown | {name: value for name, value in names.items() if value}

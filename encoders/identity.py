@@ -10,8 +10,21 @@ from epd.kv_identity import DIGEST_BYTES, TokenIdentity, token_identity
 from epd.types import PlaceholderRange
 
 
-def prompt_identity(prompt: PromptPlan, mm_hashes: Sequence[str]) -> TokenIdentity:
-    """Of every token of the prompt. mm_hashes: of each item's bytes.
+def salted(mm_hash: str, cache_salt: str) -> str:
+    """A name of media of their own for requests of one salt; the same name without a salt."""
+    if not cache_salt:
+        return mm_hash
+    return hashlib.blake2b(
+        mm_hash.encode(), key=_salt_digest(cache_salt), digest_size=DIGEST_BYTES
+    ).hexdigest()
+
+
+def _salt_digest(cache_salt: str) -> bytes:
+    return hashlib.blake2b(cache_salt.encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def prompt_identity(prompt: PromptPlan, mm_hashes: Sequence[str], cache_salt: str = "") -> TokenIdentity:
+    """Of every token of the prompt. mm_hashes: of each item's bytes. cache_salt: shares with the same alone.
 
     A unit of a video is known by its own frames, so a longer look at the same video begins with equal tokens.
     What is kept of a window depends on all that came before it, too: the prefix cache compares that anyway.
@@ -24,7 +37,8 @@ def prompt_identity(prompt: PromptPlan, mm_hashes: Sequence[str]) -> TokenIdenti
         for item, mm_hash in zip(prompt.media, mm_hashes, strict=True)
         for unit in _units(item, mm_hash, reduction)
     ]
-    return token_identity(prompt.token_ids.tolist(), units)
+    salt = _salt_digest(cache_salt) if cache_salt else b""
+    return token_identity(prompt.token_ids.tolist(), units, salt)
 
 
 def _units(item: MediaItem, mm_hash: str, reduction: str) -> Iterator[tuple[PlaceholderRange, bytes]]:

@@ -148,6 +148,7 @@ class CancelledError(EPDError):
 EXIT_BUG = 1
 
 # error: (exit code, HTTP status). The nearest class in the method resolution order counts.
+# Media errors are 400, as clients of OpenAI's interface expect: to them 403 means keys and 404 models.
 _OUTCOMES: dict[type[EPDError], tuple[int, int]] = {
     EPDError: (EXIT_BUG, 500),
     InputError: (2, 400),
@@ -155,11 +156,6 @@ _OUTCOMES: dict[type[EPDError], tuple[int, int]] = {
     RequestTimeoutError: (2, 408),
     PoisonedRequestError: (2, 422),
     AuthenticationError: (2, 401),
-    MediaNotFoundError: (2, 404),
-    MediaForbiddenError: (2, 403),
-    MediaLimitError: (2, 413),
-    UnsupportedMediaError: (2, 415),
-    CorruptMediaError: (2, 422),
     ModelNotFoundError: (2, 404),
     InfeasibleError: (3, 422),
     OverloadedError: (3, 429),

@@ -5,6 +5,9 @@ One row of three int64 per token:
     text             (token id,               0,          0         )
     visual token     (-(index in unit) - 1,   digest_hi,  digest_lo )
 
+The first row of a prompt with a cache salt has the salt's digest beside its token: prefixes begin with it, so
+nothing is shared with prompts of another salt or none.
+
 A text row is never negative in front and a visual row always is, so the two cannot be confused. The digest
 names all that the unit's embeddings depend on: bytes of the media, times, size, grid, spans and reduction.
 """
@@ -81,10 +84,11 @@ def _with_room(rows: Int64Array) -> Int64Array:
 
 
 def token_identity(
-    token_ids: Sequence[int], units: Sequence[tuple[PlaceholderRange, bytes]] = ()
+    token_ids: Sequence[int], units: Sequence[tuple[PlaceholderRange, bytes]] = (), salt: bytes = b""
 ) -> TokenIdentity:
     """The identity of a prompt. units: where each visual unit lies, and the 16 byte digest of its content.
 
+    salt: 16 byte digest of the cache salt, or empty.
     Raises ValueError for a digest of another length or a unit outside of the prompt.
     """
     rows = np.zeros((len(token_ids), ROW_COLUMNS), np.int64)
@@ -97,4 +101,6 @@ def token_identity(
             )
         rows[place.offset : place.stop, 0] = -1 - np.arange(place.length)
         rows[place.offset : place.stop, 1:] = np.frombuffer(digest, ">i8")
+    if salt:
+        rows[:1, 1:] ^= np.frombuffer(salt, ">i8").astype(np.int64)
     return TokenIdentity(rows)

@@ -30,6 +30,7 @@ class RequestLimits:
     """Ceilings of one request; more is refused with 400 before work on it begins.
 
     max_text_chars: characters of all messages. max_json_values: members and elements of its JSON.
+    max_json_bytes: of its JSON beside the URLs of media.
     max_messages, max_parts, max_media: of the conversation, parts and media of all messages together.
     max_frames: sampled from all its videos. max_image_pixels: of all its images, before they are resized.
     max_answer_tokens: max_tokens times n, None for what the model's context allows.
@@ -38,6 +39,7 @@ class RequestLimits:
 
     max_text_chars: int = 1 << 20
     max_json_values: int = 1 << 20
+    max_json_bytes: int = 1 << 24
     max_messages: int = 1024
     max_parts: int = 4096
     max_media: int = 64
@@ -90,6 +92,7 @@ _CEILINGS = (
     _Ceiling("num_messages", "max_messages", "messages", "send fewer"),
     _Ceiling("num_parts", "max_parts", "parts of messages", "send fewer"),
     _Ceiling("num_media", "max_media", "media", "send fewer"),
+    _Ceiling("num_json_bytes", "max_json_bytes", "bytes of JSON beside media", "shorten the request"),
     _Ceiling("num_text_chars", "max_text_chars", "characters of text", "shorten the messages"),
     _Ceiling("num_frames", "max_frames", "frames of all videos", "lower num_frames or fps"),
     _Ceiling("num_answer_tokens", "max_answer_tokens", "tokens of answers", "lower n or max_tokens"),
@@ -103,13 +106,15 @@ _CEILINGS = (
 class RequestBudget:
     """What a request asks for, as far as its JSON tells.
 
-    num_text_chars: of all messages. num_frames: asked for by number, of all its videos.
+    num_json_bytes: beside the URLs of media. num_text_chars: of all messages.
+    num_frames: asked for by number, of all its videos.
     num_answer_tokens: max_tokens times n, 0 where max_tokens is left to the server.
     """
 
     num_messages: int = 0
     num_parts: int = 0
     num_media: int = 0
+    num_json_bytes: int = 0
     num_text_chars: int = 0
     num_frames: int = 0
     num_answer_tokens: int = 0

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from epd.errors import ModelNotFoundError
 from serve_app import metrics
 from serve_app.chat_answer import ChatAnswer
+from serve_app.chat_request import ChatRequest
 from serve_app.front import ApiSettings, FrontDoor
 from serve_app.host_check import HostCheck
 from serve_app.http_guard import (
@@ -27,7 +28,6 @@ from serve_app.intake import describe
 from serve_app.page import page_routes
 from serve_app.protocol import (
     ChatCompletion,
-    ChatRequest,
     DecisionReport,
     ErrorReply,
     Health,

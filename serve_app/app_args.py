@@ -12,6 +12,7 @@ from epd.errors import ModelNotFoundError, RequestError
 from epd.machine import usable_cpus
 from epd.models import embedded_model_path
 from epd.reduction import DEFAULT_METHOD, LEAST_RETENTION, ReductionPolicy
+from epd.request_budget import RequestLimits
 from epd.retention import RetentionConfig, levels_down_to
 from epd.routing import Stage, check_reduction
 from epd.scheduling import SchedulerConfig
@@ -45,6 +46,7 @@ class AppArgs(BaseModel):
     max_num_batched_tokens, max_chunk_tokens, max_num_seqs: see `SchedulerConfig`. decode_max_num_seqs: of
     workers that only decode, by default the same. sharding: of one request's groups: over all encoders, on
     one, or where it is prefilled. elastic: workers of one role take others as the load changes.
+    limits: of what one request may ask for, see `RequestLimits`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
@@ -81,6 +83,7 @@ class AppArgs(BaseModel):
     decode_max_num_seqs: int | None = Field(default=None, ge=1)
     sharding: Sharding = "groups"
     elastic: bool = False
+    limits: RequestLimits = Field(default_factory=RequestLimits)
 
     @property
     def model_path(self) -> Path:

@@ -17,7 +17,6 @@ from serve_app.orchestrator import Orchestrator, OrchestratorConfig
 from serve_app.planning import Planner
 from serve_app.ray_fleet import RayFleet, RayFleetConfig
 from serve_app.worker_stages import WorkerSettings
-from stages.generation import GenerationSettings
 from video import FetchPolicy
 
 
@@ -49,9 +48,9 @@ async def create_ingress(args: AppArgs) -> FastAPI:
         elastic=ControllerConfig() if args.elastic else None,
         retention=args.load_retention,
     )
-    planner = Planner(args.model_path, args.model_name)
+    planner = Planner(args.model_path, args.model_name, limits=args.limits)
     service = Orchestrator(fleet, planner, config)
-    app = create_api(service, _settings(args, planner.settings))
+    app = create_api(service, _settings(args, planner))
     front_lifespan = app.router.lifespan_context
 
     @asynccontextmanager
@@ -71,8 +70,8 @@ async def create_ingress(args: AppArgs) -> FastAPI:
     return app
 
 
-def _settings(args: AppArgs, checkpoint: GenerationSettings) -> ApiSettings:
-    """checkpoint: whose repetition penalty is used where a request names none."""
+def _settings(args: AppArgs, planner: Planner) -> ApiSettings:
+    """planner: whose checkpoint's repetition penalty is used where a request names none, and its limits."""
     policy = FetchPolicy(
         allowed_hosts=args.allowed_media_hosts,
         media_folder=args.allowed_media_path,
@@ -82,7 +81,8 @@ def _settings(args: AppArgs, checkpoint: GenerationSettings) -> ApiSettings:
         api_key=args.api_key.get_secret_value() if args.api_key else None,
         fetch=policy,
         max_requests=args.max_requests,
-        default_params=SamplingParams(repetition_penalty=checkpoint.repetition_penalty),
+        limits=planner.limits,
+        default_params=SamplingParams(repetition_penalty=planner.settings.repetition_penalty),
         default_deadline_s=args.slo_ttft_s,
         default_reduction=args.reduction_policy,
         allowed_hosts=args.served_hosts,

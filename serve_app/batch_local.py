@@ -21,20 +21,22 @@ from epd.batch.media_names import local_path
 from epd.batch.tasks import Answered, BackendCounts, Failed, MediaTask, Outcome
 from epd.errors import EPDError
 from epd.reduction import KEEP_ALL
+from epd.request_budget import RequestLimits
 from epd.types import StageTimings
+from serve_app.chat_request import ChatRequest
 from serve_app.intake import (
     check_supported,
     conversation,
     describe,
-    model_name,
+    model_card,
     reduction_policy,
     sampling_params,
     video_sampling,
 )
 from serve_app.media_spool import MediaReference
-from serve_app.protocol import ChatRequest
 from serve_app.record import RequestRecord
 from serve_app.replies import CompletionBuilder
+from serve_app.request_cost import budget_of
 from serve_app.service import AnswerEnd, ModelCard, TokenDelta
 from serve_app.token_text import TokenTexts
 from stages.batch import BatchPipeline
@@ -42,7 +44,7 @@ from stages.batch_jobs import BatchAnswer, MediaJob, TextRequest
 
 _MAX_OUTCOMES = 1024
 _TICK_S = 0.1
-_MAX_MEDIA = 1024
+_LIMITS = RequestLimits(max_media=1024)
 _SEED_BYTES = 4
 
 
@@ -130,7 +132,7 @@ class _Work:
         if asked is None:
             return None
         try:
-            _, references = conversation(asked.chat.messages, _MAX_MEDIA)
+            _, references = conversation(asked.chat.messages)
             sources = [self._file(task, number, each) for number, each in enumerate(references)]
         except EPDError as error:
             for line in chain([asked.line], task.lines):
@@ -146,8 +148,8 @@ class _Work:
         try:
             chat = ChatRequest.model_validate_json(json.dumps(line.body))
             check_supported(chat)
-            model = model_name(chat, [self._card])
-            conversation(chat.messages, _MAX_MEDIA)
+            model = model_card(chat, [self._card]).name
+            budget_of(chat, *conversation(chat.messages)).check(_LIMITS)
             video_sampling(chat)
             reduction_policy(chat, KEEP_ALL)
             sampling_params(chat, self._settings.defaults)
@@ -174,7 +176,7 @@ class _Work:
         for asked in chain([first], filter(None, map(self._read, lines))):
             key = asked.line.key
             self._asked[key] = asked
-            messages, _ = conversation(asked.chat.messages, _MAX_MEDIA)
+            messages, _ = conversation(asked.chat.messages)
             params = sampling_params(asked.chat, self._settings.defaults)
             seed = _seed(key) if params.seed is None else params.seed
             yield TextRequest(key, messages, params, seed)

@@ -11,10 +11,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from epd.errors import EPDError, http_status
+from serve_app.chat_request import ChatRequest
 from serve_app.event_stream import EventStream
 from serve_app.front import FrontDoor
 from serve_app.http_guard import bug_reply, error_reply
-from serve_app.protocol import ChatRequest
 from serve_app.record import CLIENT_GONE, RequestRecord, server_timing
 from serve_app.replies import DONE, ChunkBuilder, CompletionBuilder, checked_end, event
 from serve_app.service import AnswerItem

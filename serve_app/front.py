@@ -15,21 +15,23 @@ from encoders import Sampling
 from encoders.chat import ChatMessage
 from epd.errors import OverloadedError
 from epd.reduction import KEEP_ALL, ReductionPolicy
+from epd.request_budget import RequestLimits, check_json_size
 from epd.sampling_params import SamplingParams
 from serve_app.body_reader import BodyLimits, BodyReader
+from serve_app.chat_request import ChatRequest, EpdOptions
 from serve_app.intake import (
     check_supported,
     conversation,
     describe,
-    model_name,
+    model_card,
     reduction_policy,
     sampling_params,
     video_sampling,
 )
 from serve_app.media_spool import MediaSpool, SpoolLimits
 from serve_app.metrics import FrontMetrics
-from serve_app.protocol import ChatRequest, EpdOptions
 from serve_app.record import RequestRecord, record_of
+from serve_app.request_cost import budget_of
 from serve_app.service import AnswerItem, AnswerRequest, AnswerService, MediaSource, StageSpan
 from serve_app.tracing import tracing_of
 from video import FetchPolicy
@@ -44,7 +46,7 @@ class ApiSettings:
     api_key: None lets everybody in. fetch: where media may come from, and how large one may be.
     max_body_bytes: of one body. bodies: of all that are being read.
     max_spooled_bytes: of the media of all requests. spool_folder: None is the system's temporary folder.
-    max_requests: being answered at once. max_media: of one request. num_downloads: at once.
+    max_requests: being answered at once. limits: of what one may ask for. num_downloads: at once.
     max_fetch_s: until all media of a request are there.
     default_params, default_reduction: where a request says nothing. default_deadline_s: of the first token,
     from arrival.
@@ -61,7 +63,7 @@ class ApiSettings:
     max_spooled_bytes: int = 8 << 30
     spool_folder: Path | None = None
     max_requests: int = 512
-    max_media: int = 64
+    limits: RequestLimits = field(default_factory=RequestLimits)
     num_downloads: int = 32
     max_fetch_s: float = 180.0
     default_params: SamplingParams = field(default_factory=SamplingParams)
@@ -81,6 +83,7 @@ class _Options:
     sampling: Sampling
     reduction: ReductionPolicy
     ours: EpdOptions
+    cache_salt: str
 
 
 class FrontDoor:
@@ -116,18 +119,24 @@ class FrontDoor:
         """The checked JSON of a chat request. Raises EPDError."""
         record = record_of(request)
         body = await self.bodies.read(request, self.settings.max_body_bytes)
+        check_json_size(body, self.settings.limits)
         try:
             chat = ChatRequest.model_validate_json(body)
         except ValidationError as error:
             raise describe(error) from None  # what pydantic says holds the input, which logs must not
         check_supported(chat)
-        record.model = model_name(chat, self.service.models)
+        model = model_card(chat, self.service.models)
+        cost = budget_of(
+            chat, *conversation(chat.messages), num_bytes=len(body), context_tokens=model.max_model_len
+        )
+        cost.check(self.settings.limits)
+        record.model = model.name
         record.is_stream = bool(chat.stream)
         return chat
 
     async def items(self, chat: ChatRequest, record: RequestRecord) -> AsyncGenerator[AnswerItem, None]:
         """The answer. Whenever this ends or is closed, nothing of the request is left. Raises EPDError."""
-        messages, references = conversation(chat.messages, self.settings.max_media)
+        messages, references = conversation(chat.messages)
         shows_spans = record.is_stream and bool(chat.epd and chat.epd.events)
         request = partial(self._request, record, messages, self._options(chat))
         record.num_media = len(references)
@@ -149,6 +158,7 @@ class FrontDoor:
             video_sampling(chat),
             reduction_policy(chat, self.settings.default_reduction),
             chat.epd or EpdOptions(),
+            chat.cache_salt or "",
         )
 
     def _request(
@@ -171,6 +181,7 @@ class FrontDoor:
             retention_min=options.ours.retention or options.ours.retention_min,
             arrival_s=record.arrival_s,
             deadline_s=None if patience_s is None else record.arrival_s + patience_s,
+            cache_salt=options.cache_salt,
             wants_spans=(options.ours.events and record.is_stream) or self.tracing.is_on,
         )
 

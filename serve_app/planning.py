@@ -15,7 +15,7 @@ import video
 from encoders import Adapter, MediaPlan, Sampling, load_adapter
 from encoders.adapter import PromptPlan
 from encoders.groups import DEFAULT_GROUP_TOKENS, MediaGroup, plan_groups
-from encoders.identity import prompt_identity
+from encoders.identity import prompt_identity, salted
 from encoders.reduction import reduce_prompt
 from epd.errors import MediaError, RequestError
 from epd.kv_identity import TokenIdentity
@@ -153,12 +153,12 @@ class Planner:
             whole = adapter.plan_chat(plans, request.messages)
         prompt = reduce_prompt(whole, request.reduction)
         self._check_length(prompt)
-        hashes = tuple(source.mm_hash for source in request.media)
+        hashes = tuple(salted(source.mm_hash, request.cache_salt) for source in request.media)
         groups = plan_groups(plans, hashes, model=self._revision, group_tokens=self._group_tokens)
         seed = request.params.seed
         return AnswerPlan(
             prompt=prompt,
-            identity=prompt_identity(prompt, hashes),
+            identity=prompt_identity(prompt, hashes, request.cache_salt),
             groups=tuple(groups),
             media=media,
             mm_hashes=hashes,

@@ -1,158 +1,10 @@
-"""The JSON of the HTTP interface: OpenAI's chat completions, vLLM's names for what that lacks, ours in `epd`.
-
-Types are strict, as OpenAI's are: "1" is no number. Fields nobody here knows are ignored, as clients send
-many; in `epd` and `mm_processor_kwargs` they are errors, because there they are meant for this server.
-"""
+"""The JSON that the HTTP interface sends, and that of its smaller routes. See `chat_request` for requests."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-
-from epd.reduction import LEAST_RETENTION, METHODS
-from epd.sampling_params import MAX_CHOICES, MAX_INT64, MAX_LOGPROBS, MAX_STOP_STRINGS
-
-MAX_MESSAGES = 1024
-MAX_PARTS = 1024
-
-Int64 = Annotated[int, Field(ge=-MAX_INT64 - 1, le=MAX_INT64)]
-Count = Annotated[int, Field(ge=1, le=MAX_INT64)]
-
-
-class _Received(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-
-
-class _Ours(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-
-class TextPart(_Received):
-    type: Literal["text"]
-    text: str
-
-
-class MediaUrl(_Received):
-    """url: http(s), data: with base64, or file: within the folder that the server allows."""
-
-    url: str
-    detail: Literal["auto", "low", "high", "original"] | None = Field(default=None, description="Ignored.")
-
-
-class ImagePart(_Received):
-    type: Literal["image_url"]
-    image_url: MediaUrl
-
-
-class VideoPart(_Received):
-    type: Literal["video_url"]
-    video_url: MediaUrl
-
-
-UserPart = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
-
-
-class SystemMessage(_Received):
-    role: Literal["system", "developer"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)]
-
-
-class UserMessage(_Received):
-    role: Literal["user"]
-    content: str | Annotated[list[UserPart], Field(min_length=1, max_length=MAX_PARTS)]
-
-
-class AssistantMessage(_Received):
-    role: Literal["assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)]
-
-
-Message = Annotated[SystemMessage | UserMessage | AssistantMessage, Field(discriminator="role")]
-
-
-class StreamOptions(_Received):
-    include_usage: bool | None = None
-
-
-class ResponseFormat(_Received):
-    """Only `text`; the others are known so that they are refused in words."""
-
-    type: Literal["text", "json_object", "json_schema"]
-
-
-class ProcessorOptions(_Ours):
-    """vLLM's `mm_processor_kwargs`, as far as it says which frames of a video to take."""
-
-    fps: Annotated[float, Field(gt=0)] | None = None
-    num_frames: Count | None = None
-
-
-class EpdOptions(_Ours):
-    """Ours. deadline_s: of the first token, seconds from arrival. events: stream what stages do, too."""
-
-    fps: Annotated[float, Field(gt=0)] | None = Field(default=None, description="Frames per second of video.")
-    num_frames: Count | None = Field(default=None, description="Frames of each video, evenly spread.")
-    start_s: Annotated[float, Field(ge=0)] | None = Field(
-        default=None, description="Look at each video from here on, seconds."
-    )
-    end_s: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="And up to here; by default to its end."
-    )
-    retention: float | None = Field(
-        default=None,
-        description="Share of the visual tokens that is kept; 1 keeps all.",
-        json_schema_extra={"minimum": LEAST_RETENTION, "maximum": 1},
-    )
-    reduction: str | None = Field(
-        default=None,
-        description="How the kept tokens are chosen; by default as the server has it.",
-        json_schema_extra={"enum": [*METHODS, None]},
-    )
-    retention_min: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        default=None, description="Least share of the visual tokens that is kept when load calls for fewer."
-    )
-    deadline_s: Annotated[float, Field(gt=0)] | None = None
-    events: bool = False
-
-
-class ChatRequest(_Received):
-    """A chat completion. What is left out is as the server's defaults have it; temperature 0 is greedy."""
-
-    model: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_completion_tokens: Count | None = None
-    max_tokens: Count | None = Field(default=None, description="The old name of max_completion_tokens.")
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    seed: Int64 | None = None
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    response_format: ResponseFormat | None = None
-    tools: list[Any] | None = Field(default=None, description="Refused unless empty.")
-    functions: list[Any] | None = Field(default=None, description="Refused unless empty.")
-    logit_bias: dict[str, float] | None = Field(default=None, description="Refused unless empty.")
-    modalities: list[str] | None = Field(default=None, description="Only text.")
-
-    top_k: Annotated[int, Field(ge=-1, le=MAX_INT64)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=MAX_INT64)] | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_INT64)]] | None = None
-    include_stop_str_in_output: bool | None = None
-    mm_processor_kwargs: ProcessorOptions | None = None
-    priority: Int64 | None = Field(
-        default=None, description="The lower, the sooner; 0 by default, above it what nobody waits for."
-    )
-
-    epd: EpdOptions | None = None
 
 
 class TopLogprob(BaseModel):
@@ -370,10 +222,10 @@ class StatusReport(BaseModel):
     retention: RetentionReport | None
 
 
-class RolesRequest(_Received):
+class RolesRequest(BaseModel):
     """A worker, and the roles that it is to have."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     worker: str
     roles: list[Literal["encode", "prefill", "decode"]] = Field(min_length=1, max_length=3)

@@ -55,7 +55,7 @@ class AnswerRequest:
     sampling: which frames of each video. reduction: of visual tokens. retention_min: the least share of them
     that may be kept, None for any. arrival_s, deadline_s: Unix time in seconds; a service that
     sees that the first token cannot come by the deadline raises OverloadedError. wants_spans: of stages, to
-    be yielded.
+    be yielded. cache_salt: what is cached is shared with requests of the same alone; may be empty.
     """
 
     request_id: str
@@ -70,6 +70,7 @@ class AnswerRequest:
     arrival_s: float = 0.0
     deadline_s: float | None = None
     wants_spans: bool = False
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         kinds = tuple(source.kind for source in self.media)

@@ -155,7 +155,7 @@ def test_options_reach_the_service(front: Front) -> None:
         stop_token_ids=(3,),
         logprobs=0,  # type: ignore[arg-type]
     )
-    front.ask(max_tokens=8, stop="z", temperature=0, user="me", metadata={"a": "b"}, unheard_of=[1])
+    front.ask(max_tokens=8, stop="z", temperature=0, user="me", metadata={"a": "b"})
     assert front.service.requests[1].params == SamplingParams(max_tokens=8, stop=("z",), temperature=0)
 
 

@@ -139,7 +139,7 @@ def test_one_line_for_a_request_and_no_secret_in_it(
     assert [field.partition("=")[0] for field in lines[2].split()] == [
         field.partition("=")[0] for field in lines[0].split()
     ]
-    assert "status=403 error=MediaForbiddenError" in lines[2]
+    assert "status=400 error=MediaForbiddenError" in lines[2]
     for secret in ("secret question", "sesame", url[:40], "hidden"):
         assert secret not in caplog.text
 

@@ -196,7 +196,7 @@ def test_settings_reach_the_front(app: App, media: dict[str, Path]) -> None:
         "/v1/chat/completions",
         content=json.dumps({"messages": [{"role": "user", "content": [elsewhere]}]}),
     )
-    assert refused.status_code == 403
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "media_forbidden")
     assert "epd_" in app.http.get("/metrics").text
 
 

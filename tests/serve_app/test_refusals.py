@@ -27,8 +27,8 @@ STATUS = {
     "RequestTimeoutError": 408,
     "RequestBudgetError": 400,
     "AuthenticationError": 401,
-    "MediaError": 400, "MediaNotFoundError": 404, "MediaForbiddenError": 403, "MediaLimitError": 413,
-    "UnsupportedMediaError": 415, "CorruptMediaError": 422, "ModelError": 400, "ModelNotFoundError": 404,
+    "MediaError": 400, "MediaNotFoundError": 400, "MediaForbiddenError": 400, "MediaLimitError": 400,
+    "UnsupportedMediaError": 400, "CorruptMediaError": 400, "ModelError": 400, "ModelNotFoundError": 404,
     "UnsupportedModelError": 400, "InfeasibleError": 422, "OverloadedError": 429, "UnavailableError": 503,
     "EncodeError": 500, "CancelledError": 499,
 }  # fmt: skip
@@ -116,7 +116,7 @@ def test_a_bug_shows_an_id_and_nothing_else(
     [
         ({}, "messages: Field required"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
+        ({"messages": [{"role": "tools", "content": "x"}]}, "messages[0]"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         (of_parts(), "messages[0].content"),
         (of_parts({"type": "text", "text": 5}), "messages[0].content[0].text"),

@@ -1,0 +1,124 @@
+"""Fields of other servers that a chat request may bring and that nobody here does: harmless, or refused.
+
+No field is ignored silently. One that would change the answer is refused by its name, unless it has a value
+that asks for nothing, which clients send as their default. Unknown names are refused too: most are misspelt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from epd.errors import RequestError
+
+# Taken, whatever they say: they change no answer here.
+NO_EFFECT: Mapping[str, str] = {
+    "include_reasoning": "no reasoning is told apart from the answer",
+    "metadata": "nothing is stored",
+    "parallel_tool_calls": "there are no tool calls",
+    "prompt_cache_key": "prefixes are found by their content",
+    "prompt_cache_options": "prefixes are found by their content",
+    "prompt_cache_retention": "prefixes stay as long as there is room",
+    "safety_identifier": "users are not told apart",
+    "session_id": "prefixes are found by their content",
+    "store": "nothing is stored",
+    "user": "users are not told apart",
+}
+
+# Refused, but for null and these values, which ask for nothing.
+REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "ec_transfer_params": (),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "kv_transfer_params": (),
+    "length_penalty": (1.0,),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "logprob_token_ids": (),
+    "media_io_kwargs": ({},),
+    "moderation": (),
+    "prediction": (),
+    "prompt_logprobs": (),
+    "reasoning_effort": ("none",),
+    "repetition_detection": (),
+    "request_id": (),
+    "return_prompt_text": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
+    "structural_tag": (),
+    "structured_outputs": ({},),
+    "thinking_token_budget": (),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+    "web_search_options": (),
+}
+
+_MAX_SHOWN_CHARS = 60
+
+
+def check_other_fields(received: Mapping[str, Any], known: Collection[str]) -> None:
+    """Checks the fields that are not in the model of a request. known: names of those that are.
+
+    Raises RequestError for the first that asks for something which is not done here, or is unknown.
+    """
+    for name, value in received.items():
+        if name in REFUSED:
+            _check_neutral(name, value)
+        elif name not in NO_EFFECT:
+            raise RequestError(
+                f"received the field {_shown(name)}; allowed: those of docs/api.md; {_hint(name, known)}"
+            )
+
+
+def _check_neutral(name: str, value: object) -> None:
+    neutral = (None, *REFUSED[name])
+    if value not in neutral:
+        allowed = " or ".join("null" if one is None else repr(one) for one in neutral)
+        raise RequestError(f"received {name}; allowed: {allowed}, this server does not do more; leave it out")
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    close = get_close_matches(name[:_MAX_SHOWN_CHARS], [*known, *NO_EFFECT, *REFUSED], 1)
+    return f"did you mean {close[0]}?" if close else "leave it out"
+
+
+def _shown(name: str) -> str:
+    return repr(name) if len(name) <= _MAX_SHOWN_CHARS else f"{name[:_MAX_SHOWN_CHARS]!r}..."
+
+
+def schema_of_other_fields(schema: dict[str, Any]) -> None:
+    """Adds these fields to the JSON schema of a chat request."""
+    properties = schema["properties"]
+    for name, reason in NO_EFFECT.items():
+        properties[name] = {"description": f"Changes nothing: {reason}."}
+    for name, values in REFUSED.items():
+        properties[name] = {"enum": [None, *values], "description": "Another value is refused."}
+    schema["additionalProperties"] = False
