@@ -27,8 +27,8 @@ from epd.reduction import ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.scheduling import SchedulerConfig
 from serve_app.app_args import AppArgs
+from serve_app.chat_request import ChatRequest
 from serve_app.intake import reduction_policy
-from serve_app.protocol import ChatRequest
 from stages.colocated import ColocatedPipeline, EncodedMedia, MediaContext
 from stages.model_runner import ModelRunner, Segment
 from tests.encoders.families import Family

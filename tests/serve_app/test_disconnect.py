@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from serve_app.chat_request import ChatRequest
 from serve_app.front import ApiSettings, FrontDoor
-from serve_app.protocol import ChatRequest
 from serve_app.record import RequestRecord
 from tests.serve_app.conftest import QUESTION, Front, data_url, image_part
 from tests.serve_app.fakes import FakeService
