@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from encoders.groups import MediaGroup
@@ -11,6 +12,9 @@ from epd.errors import UnavailableError
 from epd.routing import Router
 from serve_app.fleet import Bulk, Fleet, WorkerLostError, send_surely
 from serve_app.messages import CancelTickets, EncodeGroup, Granted, Reissue
+
+_POLL_S = 0.5  # between looks at the clock
+Allowed = Callable[[list[str]], list[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +34,27 @@ class _Dealt:
 class EncodeDesk:
     """Shared by all requests of one orchestrator."""
 
-    def __init__(self, fleet: Fleet, router: Router, *, max_backlog_patches: int) -> None:
-        """max_backlog_patches: an encoder with more than that outstanding is given nothing more."""
+    def __init__(
+        self,
+        fleet: Fleet,
+        router: Router,
+        *,
+        max_backlog_patches: int,
+        unavailable_s: float = 60.0,
+        stall_s: float = 180.0,
+    ) -> None:
+        """max_backlog_patches: an encoder with more than that outstanding is given nothing more.
+
+        unavailable_s, stall_s: to wait where there is no encoder, and where all of them do nothing.
+        """
         self._fleet = fleet
         self._router = router
         self._max_backlog = max_backlog_patches
         self._dealt: dict[str, _Dealt] = {}
         self._has_room = asyncio.Event()
+        self._unavailable_s = unavailable_s
+        self._stall_s = stall_s
+        self._freed_s = float("-inf")  # when an encoder was done with a group, in the event loop's time
 
     def __len__(self) -> int:
         """Tickets that encoders have."""
@@ -50,19 +68,34 @@ class EncodeDesk:
         """Encoders may have come or changed."""
         self._has_room.set()
 
-    async def encoder(self, wanted: str | None = None) -> str:
+    async def encoder(self, wanted: str | None = None, allowed: Allowed = list) -> str:
         """The encoder that takes the next group; waits until there is one with room.
 
-        wanted: the one that should take it, as long as it is there.
+        wanted: the one that should take it, as long as it is there. allowed: those of some encoders that may.
+        Raises UnavailableError when there is no encoder for too long, or none gets done with anything.
         """
+        clock = asyncio.get_running_loop().time
+        start_s = alive_s = clock()
         while True:
             alive = self._alive()
             among = [wanted] if wanted is not None and wanted in alive else alive
             names = [name for name in among if self._router.books(name).encode_patches < self._max_backlog]
+            names = allowed(names)
             if names:
                 return self._router.encoder(names)
+            alive_s = clock() if alive else alive_s
+            self._check_wait(clock() - alive_s, clock() - max(start_s, self._freed_s))
             self._has_room.clear()
-            await self._has_room.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_POLL_S):  # wait_for may swallow a cancellation
+                    await self._has_room.wait()
+
+    def _check_wait(self, without_s: float, full_s: float) -> None:
+        """without_s: since there was an encoder. full_s: since one was done with a group."""
+        if without_s > self._unavailable_s:
+            raise UnavailableError(f"no worker for encode since {without_s:.0f} s; see /health and try again")
+        if full_s > self._stall_s:
+            raise UnavailableError(f"no encoder was done with a group for {full_s:.0f} s; try again later")
 
     def encoder_with(self, group: MediaGroup) -> str | None:
         """The encoder that may have the group in its cache."""
@@ -155,5 +188,6 @@ class EncodeDesk:
         dealt = self._dealt.pop(transfer_id, None)
         if dealt is not None:
             self._router.books(dealt.worker).encode_patches -= dealt.group.spec.num_patches
+            self._freed_s = asyncio.get_running_loop().time()
             self.wake()
         return dealt

@@ -16,6 +16,7 @@ from epd.sharding import Sharding
 from serve_app.attempt import Attempt
 from serve_app.encode_desk import EncodeDesk
 from serve_app.fleet import Bulk, Fleet, send_surely
+from serve_app.isolation import Isolation
 from serve_app.loss_counter import LossCounter
 from serve_app.messages import CloseStream, EncodeGroup, Granted, ReadFrames
 from serve_app.task_group import Tasks
@@ -87,6 +88,7 @@ class GroupFeed:
         fleet: Fleet,
         desk: EncodeDesk,
         losses: LossCounter,
+        isolation: Isolation,
         attempt: Attempt,
         clock: Clock,
         *,
@@ -97,6 +99,7 @@ class GroupFeed:
         self._fleet = fleet
         self._desk = desk
         self._losses = losses
+        self._isolation = isolation
         self._attempt = attempt
         self._clock = clock
         self._patience_s = patience_s
@@ -142,16 +145,17 @@ class GroupFeed:
             if await self._from_cache(granted):
                 continue
             frames = await self._read(granted.group)
-            worker = await self._encoder()
+            worker = await self._encoder(granted.group)
             self._desk.book(worker, self._attempt.prefill_worker, granted, plan.groups[granted.group])
             self._tasks.spawn(self._guarded(partial(self._give, worker, granted, frames)))
             del frames
 
-    async def _encoder(self) -> str:
-        """The one that the kind of sharding wants, as long as it is there, or the least loaded."""
+    async def _encoder(self, number: int) -> str:
+        """The one that the kind of sharding wants for a group, while it is there, or the least loaded."""
+        allowed = partial(self._isolation.allowed, self._attempt, ("encode", number))
         if self._sharding == "local":
-            return await self._desk.encoder(self._attempt.prefill_worker)
-        worker = await self._desk.encoder(self._first_encoder)
+            return await self._desk.encoder(self._attempt.prefill_worker, allowed)
+        worker = await self._desk.encoder(self._first_encoder, allowed)
         if self._sharding == "request":
             self._first_encoder = worker
         return worker
@@ -159,7 +163,7 @@ class GroupFeed:
     async def _from_cache(self, granted: Granted) -> bool:
         group = self._attempt.answer.plan.groups[granted.group]
         worker = self._desk.encoder_with(group)
-        if worker is None:
+        if worker is None or not self._isolation.allowed(self._attempt, ("encode", granted.group), [worker]):
             return False
         self._desk.book(worker, self._attempt.prefill_worker, granted, group)
         return await self._desk.give(worker, self._message(granted), None)
@@ -182,7 +186,7 @@ class GroupFeed:
         group = self._attempt.answer.plan.groups[granted.group]
         while not await self._desk.give(worker, self._message(granted), frames):
             await asyncio.sleep(_RETRY_S)
-            worker = await self._encoder()
+            worker = await self._encoder(granted.group)
             self._desk.book(worker, self._attempt.prefill_worker, granted, group)
 
     def _message(self, granted: Granted) -> EncodeGroup:

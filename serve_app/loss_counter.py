@@ -1,7 +1,6 @@
-"""Counts lost workers against the requests that were at them, and keeps suspects apart from others.
+"""Counts lost workers against the requests that were at them, and ends those that are to blame.
 
-    a worker is lost -> who was at risk there -> LossLedger -> the requests to blame end, for good
-    a suspect is placed -> a worker where nobody else is at risk, and to which nobody else comes meanwhile
+    a worker is lost -> who was at risk there -> LossLedger -> the requests to blame end, the others go on
 
 A request is at risk until it has got further than any attempt at it that was lost: by default, until its
 first token. Those that were only there, in the middle of their answers, are suspects if nobody was at risk.
@@ -10,7 +9,7 @@ first token. Those that were only there, in the middle of their answers, are sus
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,22 +22,12 @@ from serve_app.fleet import Fleet, WorkerLostError
 from serve_app.live_answer import fingerprint
 from serve_app.service import AnswerRequest
 
-_MAX_CLAIM_S = 30.0  # for which others are kept away from a worker, at most
-
 
 @dataclass(frozen=True, slots=True)
 class _AtRisk:
     attempt: Attempt
     suspect: Suspect
     is_at_risk: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Claim:
-    """A worker that is kept for one suspect."""
-
-    attempt: Attempt
-    until_s: float
 
 
 class LossCounter:
@@ -60,7 +49,6 @@ class LossCounter:
         self._attempts = attempts
         self._clock = clock
         self._max_losses = max_losses
-        self._claims: dict[str, _Claim] = {}
         self._num_lost: Counter[str] = Counter()
 
     def check(self, request: AnswerRequest) -> None:
@@ -69,7 +57,7 @@ class LossCounter:
             self._ledger.check(fingerprint(request), self._clock())
 
     def begin(self, attempt: Attempt) -> None:
-        """Tells an attempt how it is to be placed."""
+        """Tells an attempt what is known of earlier ones."""
         if len(self._ledger):
             asked, now_s = attempt.answer.fingerprint, self._clock()
             attempt.isolated_at = self._ledger.suspected_at(asked, now_s)
@@ -106,9 +94,9 @@ class LossCounter:
         for blamed in self._ledger.record(suspects, self._clock()):
             self._end_all(blamed)
         for each in there:
+            self.begin(each.attempt)
             if each.attempt.answer.num_losses >= self._max_losses:
                 each.attempt.end(Ending.LOST)  # and not tried again
-        self._claims.pop(worker, None)
 
     def _there(self, worker: str) -> Iterable[_AtRisk]:
         """What was at a worker, or on its way to it."""
@@ -141,34 +129,3 @@ class LossCounter:
             self._ledger.check(attempt.answer.fingerprint, self._clock())
         except PoisonedRequestError as error:
             attempt.fail(error)
-
-    # Suspects
-
-    def allowed(self, attempt: Attempt, stage: Stage, workers: Sequence[str]) -> list[str]:
-        """Those of the workers that may take an attempt for a stage; one that is isolated claims a worker."""
-        now_s = self._clock()
-        for worker in [worker for worker, claim in self._claims.items() if self._is_over(claim, now_s)]:
-            del self._claims[worker]
-        if stage not in attempt.isolated_at:
-            return [worker for worker in workers if self._is_open_to(attempt, worker)]
-        claimed = [worker for worker in workers if self._is_claimed_by(attempt, worker)]
-        claimed = claimed or [worker for worker in workers if worker not in self._claims][:1]
-        for worker in claimed:
-            self._claims.setdefault(worker, _Claim(attempt, now_s + _MAX_CLAIM_S))
-        return [worker for worker in claimed if not self._has_others(attempt, worker)]
-
-    def _is_open_to(self, attempt: Attempt, worker: str) -> bool:
-        return worker not in self._claims or self._is_claimed_by(attempt, worker)
-
-    def _is_claimed_by(self, attempt: Attempt, worker: str) -> bool:
-        return worker in self._claims and self._claims[worker].attempt is attempt
-
-    def _is_over(self, claim: _Claim, now_s: float) -> bool:
-        attempt = claim.attempt
-        return now_s >= claim.until_s or attempt.id not in self._attempts or not attempt.is_at_risk
-
-    def _has_others(self, attempt: Attempt, worker: str) -> bool:
-        """Whether another request is at risk at a worker."""
-        return any(
-            each is not attempt and each.is_at_risk and each.is_at(worker) for each in self._attempts.values()
-        )

@@ -32,6 +32,7 @@ from serve_app.encode_desk import EncodeDesk
 from serve_app.event_reader import EventReader
 from serve_app.fleet import Fleet, send_surely
 from serve_app.group_feed import GroupFeed
+from serve_app.isolation import Isolation
 from serve_app.live_answer import LiveAnswer
 from serve_app.loss_counter import LossCounter
 from serve_app.messages import (
@@ -93,7 +94,12 @@ class Orchestrator:
         self._fleet = fleet
         self._planner = planner
         limits = PlacementLimits(self.config.max_prefills, self.config.unavailable_s)
-        self._desk = EncodeDesk(fleet, self.router, max_backlog_patches=self.config.max_backlog_patches)
+        self._desk = EncodeDesk(
+            fleet,
+            self.router,
+            max_backlog_patches=self.config.max_backlog_patches,
+            unavailable_s=self.config.unavailable_s,
+        )
         self._attempts: dict[str, Attempt] = {}
         self._losses = LossCounter(
             LossLedger(self.config.losses),
@@ -103,7 +109,10 @@ class Orchestrator:
             time.time,
             max_losses=self.config.max_attempts,
         )
-        self._placement = Placement(fleet, self.router, self.queue, limits, self._losses, time.time)
+        self._isolation = Isolation(self._desk, self._attempts, time.time)
+        self._placement = Placement(
+            fleet, self.router, self.queue, limits, self._losses, self._isolation, time.time
+        )
         self._feeds: dict[str, GroupFeed] = {}
         self._recovery = Recovery(fleet, self.router, self._desk, self._placement, self._attempts)
         parts = SwitchParts(fleet, self.router, self._desk, self._placement, self._attempts)
@@ -239,6 +248,7 @@ class Orchestrator:
             self._fleet,
             self._desk,
             self._losses,
+            self._isolation,
             attempt,
             time.time,
             patience_s=self.config.unavailable_s,

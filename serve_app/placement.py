@@ -14,6 +14,7 @@ from epd.kv_identity import TokenIdentity
 from epd.routing import Router, Stage
 from serve_app.attempt import Attempt, Ending
 from serve_app.fleet import Fleet, WorkerLostError
+from serve_app.isolation import Isolation
 from serve_app.loss_counter import LossCounter
 from serve_app.messages import (
     Abort,
@@ -57,6 +58,7 @@ class Placement:
         queue: AdmissionQueue,
         limits: PlacementLimits,
         losses: LossCounter,
+        isolation: Isolation,
         clock: Callable[[], float],
     ) -> None:
         self._fleet = fleet
@@ -64,6 +66,7 @@ class Placement:
         self._queue = queue
         self._limits = limits
         self._losses = losses
+        self._isolation = isolation
         self._clock = clock
         self._asking: Counter[str] = Counter()
         self._waiting: dict[str, asyncio.Event] = {}  # of tries, set when they should look again
@@ -279,14 +282,14 @@ class Placement:
             if self._asking[name] < _MAX_ASKING
             and self._router.books(name).num_prefills < self._limits.max_prefills
         ]
-        return self._losses.allowed(attempt, "prefill", names)
+        return self._isolation.allowed(attempt, "prefill", names)
 
     def _decoders(self, attempt: Attempt) -> list[str]:
         """Workers that go on with what others have prefilled, the best first."""
         names = self._router.decode_order(
             [name for name in self._split_decoders() if self._asking[name] < _MAX_ASKING]
         )
-        return self._losses.allowed(attempt, "decode", names)
+        return self._isolation.allowed(attempt, "decode", names)
 
     def _split_decoders(self) -> list[str]:
         workers = self._fleet.workers
@@ -306,7 +309,8 @@ class Placement:
         """Until there is reason to look again since it last did, or to look at the clock."""
         change = self._waiting[attempt.id]
         try:
-            await asyncio.wait_for(change.wait(), _POLL_S)
+            async with asyncio.timeout(_POLL_S):  # wait_for may swallow a cancellation
+                await change.wait()
         except TimeoutError:
             return
         finally:

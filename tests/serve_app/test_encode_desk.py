@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
+
 from encoders.adapter import Grid, MediaPlan
 from encoders.groups import MediaGroup
 from epd.connectors import Ticket
 from epd.encoder_cache import CachedGroup, GroupKey
+from epd.errors import UnavailableError
 from epd.reception import GroupSpec
 from epd.routing import Router, Stage
 from serve_app.encode_desk import EncodeDesk
@@ -39,11 +42,11 @@ class FakeFleet:
         self.workers[name] = replace(self.workers[name], is_alive=False)
 
 
-def new_desk(backlog: int = 100) -> tuple[EncodeDesk, FakeFleet, Router]:
+def new_desk(backlog: int = 100, **limits: float) -> tuple[EncodeDesk, FakeFleet, Router]:
     roles: Mapping[str, Stage] = {"e0": "encode", "e1": "encode", "p0": "prefill"}
     fleet = FakeFleet({name: WorkerInfo(name, frozenset({role})) for name, role in roles.items()})
     router = Router()
-    return EncodeDesk(fleet, router, max_backlog_patches=backlog), fleet, router  # type: ignore[arg-type]
+    return EncodeDesk(fleet, router, max_backlog_patches=backlog, **limits), fleet, router  # type: ignore[arg-type]
 
 
 def group_of(name: str, patches: int = 16) -> MediaGroup:
@@ -149,3 +152,17 @@ def test_encoders_are_told_what_a_request_does_not_want_any_more() -> None:
         assert router.books("e0").encode_patches == 16
 
     asyncio.run(run())
+
+
+def test_nobody_waits_for_ever_for_an_encoder() -> None:
+    async def run() -> None:
+        desk, fleet, router = new_desk(unavailable_s=0.1, stall_s=0.2)
+        router.books("e0").encode_patches = router.books("e1").encode_patches = 1000
+        with pytest.raises(UnavailableError, match="was done with a group"):
+            await desk.encoder()
+        fleet.kill("e0")
+        fleet.kill("e1")
+        with pytest.raises(UnavailableError, match="no worker for encode"):
+            await desk.encoder()
+
+    asyncio.run(asyncio.wait_for(run(), 10.0))

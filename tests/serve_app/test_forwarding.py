@@ -22,6 +22,7 @@ from epd.types import StageTimings
 from serve_app.attempt import Attempt
 from serve_app.encode_desk import EncodeDesk
 from serve_app.fleet import FleetEvent, WorkerInfo
+from serve_app.isolation import Isolation
 from serve_app.loss_counter import LossCounter
 from serve_app.messages import Abort, Message, Prefill, Reserve
 from serve_app.placement import Placement, PlacementLimits
@@ -78,7 +79,8 @@ class Bench:
         clock = asyncio.get_running_loop().time
         desk = EncodeDesk(self.fleet, self.router, max_backlog_patches=1)
         losses = LossCounter(LossLedger(), self.fleet, desk, {}, clock, max_losses=5)
-        self.placement = Placement(self.fleet, self.router, self.queue, limits, losses, clock)
+        isolation = Isolation(desk, {}, clock)
+        self.placement = Placement(self.fleet, self.router, self.queue, limits, losses, isolation, clock)
         self._clock = clock
 
     def attempt(self, name: str, priority: int = 0) -> Attempt:
