@@ -95,7 +95,7 @@ class ModelNotFoundError(ModelError):
 
 
 class UnsupportedModelError(ModelError):
-    """A model whose family has no adapter."""
+    """A model whose family has no adapter, or with parts that nothing here computes."""
 
 
 class InfeasibleError(EPDError):

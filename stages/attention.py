@@ -22,6 +22,7 @@ from transformers import AttentionInterface
 
 from stages.attention_device import DevicePlan
 from stages.attention_host import HostPlan
+from stages.attention_support import check_arguments
 from stages.pruning import PrunedRows
 from stages.question_views import ViewedRows
 
@@ -138,12 +139,13 @@ def epd_paged(
     scaling: float | None = None,
     *,
     paged: PagedLayers,
-    **_: Any,
+    **arguments: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: writes key and value [1, Hkv, T, D], attends query [1, Hq, T, D].
 
-    Gives [1, T, Hq, D].
+    Gives [1, T, Hq, D]. Raises UnsupportedModelError for an argument that would change the result.
     """
+    check_arguments(module, arguments)
     key_cache, value_cache, plan = paged.layer(int(module.layer_idx))  # type: ignore[arg-type]
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
     write_kv(keys, values, key_cache, value_cache, plan.slot_mapping)

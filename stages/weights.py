@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from encoders.names import Role, is_wanted, name_in_model
 from epd.errors import ModelError
+from stages.attention_support import check_attention
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -43,12 +44,15 @@ def load_role(path: Path, role: Role, dtype: torch.dtype, weights: Path | None =
     """The part of the model at `path` that a worker of this role runs, in eval mode, with sdpa attention.
 
     weights: what `write_weights` has made of it, to be mapped instead of being read.
-    Raises ModelError when the files lack a tensor or cannot be read.
+    Raises ModelError when the files lack a tensor or cannot be read, UnsupportedModelError for attention that
+    nothing here computes.
     """
     from transformers import AutoConfig
 
     try:
-        model = skeleton(AutoConfig.from_pretrained(path, local_files_only=True), dtype)
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        check_attention(config)
+        model = skeleton(config, dtype)
         prune(model, role)
         stored = _stored_names(path) if weights is None else {weights: _names_in(weights)}
         loaded = _fill(model, stored, dtype)

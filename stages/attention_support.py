@@ -1,0 +1,77 @@
+"""Which language models the paged attention computes as they were trained, asked before weights are read.
+
+`epd_paged` attends everything before a token, with a softmax over these keys alone, and the head's logits are
+taken as they are. A model that wants something else would load, run, and answer wrongly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from epd.errors import UnsupportedModelError
+
+# What transformers' decoders hand to an attention function, and what nothing here depends on: a plan says who
+# attends whom, and evaluation has no dropout.
+_HARMLESS = frozenset({"dropout", "position_ids", "use_cache", "cache_position", "output_attentions"})
+# Text models whose softmax has a learned sink; their configurations do not say so.
+_WITH_SINKS = frozenset({"gpt_oss"})
+# Fields of a text configuration that change attention or logits, with the value that leaves them as they are.
+_CHANGING: Mapping[str, object] = {
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "attention_chunk_size": None,
+    "logit_scale": None,
+    "logits_scaling": 1.0,
+}
+
+
+def check_attention(model_config: Any) -> None:
+    """Raises UnsupportedModelError for a transformers configuration whose attention nothing here computes."""
+    config = model_config.get_text_config()
+    found = next(_unsupported(config), None)
+    if found is not None:
+        raise UnsupportedModelError(
+            f"the language model '{config.model_type}' has {found}, which the paged attention does not "
+            "compute: its answers would be wrong; use a checkpoint with full attention in every layer"
+        )
+
+
+def _unsupported(config: Any) -> Iterator[str]:
+    """What the model has that would be left out, as `name=value`."""
+    if config.model_type in _WITH_SINKS:
+        yield "attention sinks (s_aux)"
+    for name, neutral in _CHANGING.items():
+        value = getattr(config, name, None)
+        if value is not None and value != neutral:
+            yield f"{name}={value}"
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or (["sliding_attention"] if window else []))
+    if "sliding_attention" in kinds and _is_narrow(window, config):
+        yield f"sliding_window={window} in a context of {getattr(config, 'max_position_embeddings', None)}"
+    for kind in sorted(kinds - {"sliding_attention", "full_attention"}):
+        yield f"layer_types with '{kind}'"
+
+
+def _is_narrow(window: int | None, config: Any) -> bool:
+    """Whether some context of the model is longer than the window."""
+    context: int | None = getattr(config, "max_position_embeddings", None)
+    return window is None or context is None or window < context
+
+
+def check_arguments(module: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Raises UnsupportedModelError for an argument of an attention function that would change its result.
+
+    module: the attention layer. A window as wide as the model's context changes nothing.
+    """
+    for name, value in arguments.items():
+        if value is None or name in _HARMLESS:
+            continue
+        if name == "sliding_window" and not _is_narrow(value, getattr(module, "config", None)):
+            continue
+        raise UnsupportedModelError(
+            f"{type(module).__name__} asks for attention with {name}, which the paged attention does not "
+            "compute; use a checkpoint with full attention in every layer"
+        )
