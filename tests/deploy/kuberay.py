@@ -1,0 +1,255 @@
+"""What KubeRay's operator makes of a RayService, and whom a NetworkPolicy lets in: their rules, not ours.
+
+Read in KubeRay 1.7, ray-operator/controllers/ray: common/service.go (ports), common/pod.go (labels, start
+parameters, probes), utils/util.go (the dashboard's address), rayservice_controller.go (when the application
+is deployed, which pods get clients); names of fields in its CRD. Only what our manifest needs is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Object = Mapping[str, Any]
+Labels = Mapping[str, str]
+Fields = Mapping[str, frozenset[str]]
+
+DEFAULT_PORTS = {"client": 10001, "gcs-server": 6379, "dashboard": 8265, "metrics": 8080, "serve": 8000}
+DEFAULT_GRACE_S = 30
+# Ray's own, seen in 2.60: what `ray start` gives its node to be emptied, upon SIGTERM.
+RAY_DRAIN_S = 30
+AGENT_PORT = 52365
+_LOOPBACK = {"127.0.0.1", "localhost", "::1"}
+# Labels of the pods of the operator that Helm's chart installs.
+OPERATOR_LABELS = {
+    "app.kubernetes.io/name": "kuberay-operator",
+    "app.kubernetes.io/instance": "kuberay-operator",
+    "app.kubernetes.io/component": "kuberay-operator",
+}
+
+# Fields by the place where they stand; "*" is each element of a list. What is not here is not looked into.
+FIELDS: Fields = {
+    place: frozenset(names.split())
+    for place, names in {
+        "": "apiVersion kind metadata spec",
+        "spec": "deploymentUnhealthySecondThreshold excludeHeadPodFromServeSvc managedBy rayClusterConfig "
+        "rayClusterDeletionDelaySeconds serveConfigV2 serveService serviceUnhealthySecondThreshold suspend "
+        "upgradeStrategy",
+        "spec.rayClusterConfig": "authOptions autoscalerOptions enableInTreeAutoscaling "
+        "gcsFaultToleranceOptions headGroupSpec headServiceAnnotations managedBy rayVersion suspend "
+        "upgradeStrategy workerGroupSpecs",
+        "spec.rayClusterConfig.authOptions": "mode secretName enableK8sTokenAuth",
+        "spec.rayClusterConfig.headGroupSpec": "enableIngress headService labels rayStartParams resources "
+        "serviceType template",
+        "spec.rayClusterConfig.workerGroupSpecs.*": "groupName idleTimeoutSeconds labels maxReplicas "
+        "minReplicas numOfHosts rayStartParams replicas resources scaleStrategy suspend template",
+    }.items()
+}
+REQUIRED: Fields = {
+    "spec": frozenset({"rayClusterConfig"}),
+    "spec.rayClusterConfig": frozenset({"headGroupSpec"}),
+    "spec.rayClusterConfig.headGroupSpec": frozenset({"template"}),
+    "spec.rayClusterConfig.workerGroupSpecs.*": frozenset(
+        {"groupName", "maxReplicas", "minReplicas", "template"}
+    ),
+}
+_POD = (
+    "affinity containers initContainers nodeSelector serviceAccountName terminationGracePeriodSeconds "
+    "tolerations volumes"
+)
+_CONTAINER = (
+    "args command env envFrom image imagePullPolicy lifecycle livenessProbe name ports readinessProbe "
+    "resources securityContext startupProbe volumeMounts workingDir"
+)
+_PROBE = (
+    "exec failureThreshold httpGet initialDelaySeconds periodSeconds successThreshold tcpSocket "
+    "timeoutSeconds"
+)
+POD_FIELDS: Fields = {
+    "": frozenset({"metadata", "spec"}),
+    "metadata": frozenset({"annotations", "labels", "name"}),
+    "spec": frozenset(_POD.split()),
+    "spec.containers.*": frozenset(_CONTAINER.split()),
+    "spec.containers.*.livenessProbe": frozenset(_PROBE.split()),
+    "spec.containers.*.readinessProbe": frozenset(_PROBE.split()),
+    "spec.containers.*.lifecycle": frozenset({"preStop", "postStart"}),
+    "spec.containers.*.ports.*": frozenset({"containerPort", "name", "protocol"}),
+    "spec.containers.*.resources": frozenset({"limits", "requests"}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The head, or a group of workers. spec: as it stands in the manifest."""
+
+    name: str
+    is_head: bool
+    spec: Object
+
+    @property
+    def pod(self) -> Object:
+        pod: Object = self.spec["template"]["spec"]
+        return pod
+
+    @property
+    def container(self) -> Object:
+        """Ray's own: the first."""
+        container: Object = self.pod["containers"][0]
+        return container
+
+    @property
+    def start_params(self) -> Labels:
+        given: Labels = self.spec.get("rayStartParams", {})
+        return {"dashboard-host": "0.0.0.0", **given} if self.is_head else given
+
+    @property
+    def ports(self) -> Labels:
+        """Of the head's service: those of the container, or all defaults if it has none; metrics always."""
+        given = {
+            port.get("name") or f"{port['containerPort']}-port": port["containerPort"]
+            for port in self.container.get("ports", ())
+        }
+        return {"metrics": DEFAULT_PORTS["metrics"], **(given or DEFAULT_PORTS)}
+
+    def labels(self, cluster: str) -> Labels:
+        """Of its pods in a cluster of this name. Those given win over the operator's, but for three."""
+        fixed = {
+            "ray.io/cluster": cluster,
+            "ray.io/node-type": "head" if self.is_head else "worker",
+            "ray.io/group": "headgroup" if self.is_head else self.name,
+        }
+        operators = {
+            "ray.io/is-ray-node": "yes",
+            "app.kubernetes.io/name": "kuberay",
+            "app.kubernetes.io/created-by": "kuberay-operator",
+        }
+        given = self.spec["template"].get("metadata", {}).get("labels", {})
+        return {**operators, **given, **self.spec.get("labels", {}), **fixed}
+
+    @property
+    def readiness(self) -> Object:
+        """The probe that the operator leaves as it is, or the kind of question that it asks itself."""
+        given: Object | None = self.container.get("readinessProbe")
+        if given is not None:
+            return given
+        agent = {"httpGet": {"path": "/api/healthz", "port": AGENT_PORT}}
+        return agent if self.is_head else {"httpGet": {"path": "/-/healthz", "port": 8000}}
+
+    @property
+    def grace_s(self) -> int:
+        return int(self.pod.get("terminationGracePeriodSeconds", DEFAULT_GRACE_S))
+
+
+def groups(service: Object) -> list[Group]:
+    """Of a RayService, the head first."""
+    cluster = service["spec"]["rayClusterConfig"]
+    workers = [Group(spec["groupName"], False, spec) for spec in cluster.get("workerGroupSpecs", ())]
+    return [Group("headgroup", True, cluster["headGroupSpec"]), *workers]
+
+
+def problems(service: Object) -> list[str]:
+    """Why the operator cannot bring the application up, or sends clients where nobody answers."""
+    named = _misnamed(service, "", FIELDS, REQUIRED)
+    return [*named, *_pod_problems(service), *_head_problems(service)]
+
+
+def _misnamed(found: Any, place: str, fields: Fields, required: Fields) -> Iterator[str]:
+    """Fields that are not known, or missing, here and below."""
+    if isinstance(found, list):
+        for each in found:
+            yield from _misnamed(each, f"{place}.*", fields, required)
+    elif isinstance(found, dict):
+        known = fields.get(place, frozenset(found))
+        yield from (f"{place}.{name} is not a field" for name in sorted(set(found) - known))
+        missing = required.get(place, frozenset()) - set(found)
+        yield from (f"{place}.{name} is missing" for name in sorted(missing))
+        for name, value in found.items():
+            yield from _misnamed(value, f"{place}.{name}".lstrip("."), fields, required)
+
+
+def _pod_problems(service: Object) -> Iterator[str]:
+    for group in groups(service):
+        template = group.spec["template"]
+        yield from (f"{group.name}: {text}" for text in _misnamed(template, "", POD_FIELDS, {}))
+        if any(not isinstance(value, str) for value in group.spec.get("rayStartParams", {}).values()):
+            yield f"{group.name}: rayStartParams are texts"
+        mounted = {mount["name"] for mount in group.container.get("volumeMounts", ())}
+        if missing := mounted - {volume["name"] for volume in group.pod.get("volumes", ())}:
+            yield f"{group.name}: no volume {missing}"
+
+
+def _head_problems(service: Object) -> Iterator[str]:
+    head, *workers = groups(service)
+    if "dashboard" not in head.ports:
+        yield "the head's service has no port 'dashboard': the operator finds no address to deploy to"
+    if head.start_params["dashboard-host"] in _LOOPBACK:
+        yield "the dashboard listens on loopback: the operator cannot reach it"
+    if not any(name == "serve" or name.startswith("serve-") for name in head.ports):
+        yield "the head has no port 'serve': there is no service for clients"
+    if _asks_application(head.readiness, head.ports):
+        yield "the head is ready only with the application, which is deployed only when the head is ready"
+    yield from (
+        f"{worker.name}: clients are sent to every ready worker, and readiness does not ask for a proxy"
+        for worker in workers
+        if not _asks_application(worker.readiness, worker.ports)
+    )
+
+
+def _asks_application(probe: Object, ports: Mapping[str, Any]) -> bool:
+    """Whether a probe depends on Serve's port."""
+    serve = ports.get("serve", DEFAULT_PORTS["serve"])
+    asked = {probe.get(kind, {}).get("port") for kind in ("httpGet", "tcpSocket")}
+    command = " ".join(probe.get("exec", {}).get("command", ()))
+    return bool(asked & {"serve", serve}) or f":{serve}/" in command
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """A pod that asks, by its labels and the namespace that it is in."""
+
+    labels: Labels
+    namespace: str = "apps"
+
+    @property
+    def namespace_labels(self) -> Labels:
+        """Kubernetes itself gives every namespace this one."""
+        return {"kubernetes.io/metadata.name": self.namespace}
+
+
+def applies(policy: Object, labels: Labels) -> bool:
+    return _selects(policy["spec"]["podSelector"], labels)
+
+
+def admits(policy: Object, client: Pod, port: int, namespace: str = "apps") -> bool:
+    """Whether a policy of this namespace lets a pod in at a port of the pods that it applies to."""
+    return any(
+        _has_port(rule, port) and _is_from(rule, client, namespace)
+        for rule in policy["spec"].get("ingress", ())
+    )
+
+
+def _has_port(rule: Object, port: int) -> bool:
+    return not rule.get("ports") or any(each["port"] == port for each in rule["ports"])
+
+
+def _is_from(rule: Object, client: Pod, namespace: str) -> bool:
+    """Selectors of one peer are met together; without one for namespaces it is the policy's own."""
+    if not rule.get("from"):
+        return True
+    for peer in rule["from"]:
+        is_there = (
+            _selects(peer["namespaceSelector"], client.namespace_labels)
+            if "namespaceSelector" in peer
+            else client.namespace == namespace
+        )
+        if is_there and _selects(peer.get("podSelector", {}), client.labels):
+            return True
+    return False
+
+
+def _selects(selector: Object, labels: Labels) -> bool:
+    """By matchLabels; an empty selector selects all."""
+    if unknown := set(selector) - {"matchLabels"}:
+        raise ValueError(f"selectors with {unknown} are not read here")
+    return all(labels.get(name) == value for name, value in selector.get("matchLabels", {}).items())
