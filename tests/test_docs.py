@@ -87,6 +87,28 @@ def test_flags_exist(texts: dict[str, str]) -> None:
     assert unknown == []
 
 
+def test_flags_that_stand_alone_exist(texts: dict[str, str]) -> None:
+    """Of any verb, or of a script of ours. Not those of other programs, nor of a log of what was tried."""
+    verbs = getattr(get_command(app), "commands", {}).values()
+    ours = {
+        flag for verb in verbs for option in verb.params for flag in (*option.opts, *option.secondary_opts)
+    }
+    scripts = [path.read_text() for name in ("benchmarks", "training") for path in (ROOT / name).glob("*.*")]
+    others = {"--help", "--shm-size"}
+    named = {
+        (doc, flag)
+        for doc, text in texts.items()
+        if doc != "docs/log.md"
+        for flag in re.findall(r"(?<![\w-])--[a-z][\w-]+", _code_of(text))
+    }
+    assert len(named) > 50
+    assert [
+        entry
+        for entry in sorted(named)
+        if entry[1] not in ours | others and not any(entry[1] in script for script in scripts)
+    ] == []
+
+
 def test_modules_that_are_run_exist(texts: dict[str, str]) -> None:
     modules = {
         name for text in texts.values() for name in re.findall(r"python -m ([a-z_.]+)", _code_of(text))
