@@ -42,6 +42,14 @@ _ApiKey = Annotated[
         envvar="EPD_API_KEY", metavar="KEY", help="What clients must send; by default everybody is let in."
     ),
 ]
+_AdminApiKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar="EPD_ADMIN_API_KEY",
+        metavar="KEY",
+        help="What lets a client change roles and come before others; by default nobody may.",
+    ),
+]
 _MediaPath = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Folder that file:// media may be in; by default none are read."),
@@ -149,6 +157,7 @@ def serve(
     port: _Port = 8000,
     model_name: _ModelName = None,
     api_key: _ApiKey = None,
+    admin_api_key: _AdminApiKey = None,
     allowed_media_path: _MediaPath = None,
     allowed_media_host: _MediaHosts = None,
     address: _Address = None,
@@ -184,6 +193,7 @@ def serve(
         "num_threads": num_threads,
         "num_kv_tokens": num_kv_tokens,
         "api_key": api_key,
+        "admin_api_key": admin_api_key,
         "allowed_media_path": allowed_media_path,
         "allowed_media_hosts": allowed_media_host or None,
         "slo_ttft_s": slo_ttft,

@@ -10,6 +10,7 @@ A message says what was received, what is allowed, and what to do next, in that 
     │   │   └── RequestBudgetError    more work than one request may ask for
     │   ├── PoisonedRequestError      workers were lost with it, again and again
     │   ├── AuthenticationError       no key, or not the right one
+    │   ├── AdminRightError          what the admin key alone allows
     │   ├── MediaError
     │   │   ├── MediaNotFoundError
     │   │   ├── MediaForbiddenError   a source that policy does not allow to be read
@@ -60,6 +61,10 @@ class PoisonedRequestError(InputError):
 
 class AuthenticationError(InputError):
     """No key, or not the right one."""
+
+
+class AdminRightError(InputError):
+    """What only the admin key allows: to come before others, to change roles."""
 
 
 class MediaError(InputError):
@@ -156,6 +161,7 @@ _OUTCOMES: dict[type[EPDError], tuple[int, int]] = {
     RequestTimeoutError: (2, 408),
     PoisonedRequestError: (2, 422),
     AuthenticationError: (2, 401),
+    AdminRightError: (2, 403),
     ModelNotFoundError: (2, 404),
     InfeasibleError: (3, 422),
     OverloadedError: (3, 429),

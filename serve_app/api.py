@@ -22,6 +22,7 @@ from serve_app.host_check import HostCheck
 from serve_app.http_guard import (
     KeyCheck,
     RequestEdge,
+    check_admin,
     install_error_handlers,
 )
 from serve_app.intake import describe
@@ -60,7 +61,8 @@ def create_api(service: AnswerService, settings: ApiSettings | None = None) -> F
     app.add_middleware(RequestEdge, on_finished=front.finish, host_check=hosts)
     install_error_handlers(app)
     app.include_router(_open)
-    app.include_router(_guarded, dependencies=[Depends(KeyCheck(front.settings.api_key))])
+    keys = KeyCheck(front.settings.api_key, front.settings.admin_api_key)
+    app.include_router(_guarded, dependencies=[Depends(keys)])
     app.include_router(page_routes())
     return app
 
@@ -173,7 +175,8 @@ async def load(request: Request) -> LoadReport:
     },
 )
 async def switch_roles(request: Request) -> SwitchReport:
-    """Gives a worker other roles; answers when it has them. It is as it was where that does not work."""
+    """Gives a worker other roles, with the admin key; answers when it has them, or is as it was."""
+    check_admin(request, "a change of roles", "GET /v1/epd/status")
     front = _front(request)
     body = await front.bodies.read(request, _MAX_ROLES_BYTES)
     try:

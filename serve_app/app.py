@@ -16,7 +16,8 @@ from ray import serve
 
 from serve_app.app_args import AppArgs
 
-API_KEY_VARIABLE = "EPD_API_KEY"
+# The variable of the environment that holds a key which the arguments do not.
+KEY_VARIABLES = {"api_key": "EPD_API_KEY", "admin_api_key": "EPD_ADMIN_API_KEY"}
 # Requests that Serve passes on at once: those being answered, those whose bodies are being read, and as many
 # as are refused meanwhile. Health and metrics are among them, so that nothing can take their place.
 _MAX_ONGOING = 8192
@@ -26,7 +27,7 @@ _MAX_QUEUED = 1024
 
 def build_app(args: AppArgs) -> serve.Application:
     """The application, not running yet. Raises EPDError for a model or topology that cannot be."""
-    args = _with_key(args).resolved()
+    args = _with_keys(args).resolved()
 
     made: list[FastAPI] = []
 
@@ -53,6 +54,7 @@ def build_app(args: AppArgs) -> serve.Application:
     return deployment(serve.ingress(api)(Ingress)).bind()
 
 
-def _with_key(args: AppArgs) -> AppArgs:
-    key = os.environ.get(API_KEY_VARIABLE)
-    return args if args.api_key or not key else args.model_copy(update={"api_key": SecretStr(key)})
+def _with_keys(args: AppArgs) -> AppArgs:
+    found = {name: os.environ.get(variable) for name, variable in KEY_VARIABLES.items()}
+    missing = {name: SecretStr(key) for name, key in found.items() if key and not getattr(args, name)}
+    return args.model_copy(update=missing)

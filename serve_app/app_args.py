@@ -28,7 +28,8 @@ class AppArgs(BaseModel):
 
     model: a folder in Hugging Face layout, by default the embedded shapes-vl. model_name: asked for under it.
     topology: see `epd.topology`. num_video_workers: that decode video, with num_video_threads each.
-    api_key: by default what EPD_API_KEY is set to; without one everybody is let in.
+    api_key: by default what EPD_API_KEY is set to; without one everybody is let in. admin_api_key: to change
+    roles and to come before others, by default what EPD_ADMIN_API_KEY is set to; without one nobody may.
     allowed_media_path: folder that file:// media may be read from. allowed_media_hosts: see `FetchPolicy`.
     num_threads: of torch in each stage worker, by default the machine's cores shared out among them.
     num_kv_tokens: room for keys and values at each worker. max_requests: answered at once.
@@ -60,6 +61,7 @@ class AppArgs(BaseModel):
     num_threads: int | None = Field(default=None, ge=1, le=256)
     num_kv_tokens: int | None = Field(default=None, ge=1)
     api_key: SecretStr | None = None
+    admin_api_key: SecretStr | None = None
     allowed_media_path: Path | None = None
     allowed_media_hosts: frozenset[str] | None = None
     max_requests: int = Field(default=512, ge=1)
@@ -134,6 +136,10 @@ class AppArgs(BaseModel):
     def resolved(self) -> Self:
         """The same for any process of this machine. Raises EPDError for a model or topology that is none."""
         parse_topology(self.topology)
+        if self.api_key and self.api_key == self.admin_api_key:
+            raise RequestError(
+                "received the same admin_api_key and api_key; allowed: two; give users one of their own"
+            )
         _ = self.reduction_policy, self.load_retention
         least = min(self.retention, self.retention_min or 1.0)
         check_reduction(ReductionPolicy(self.reduction, least), self.workers.values())

@@ -79,6 +79,7 @@ def _settings(args: AppArgs, planner: Planner) -> ApiSettings:
     )
     return ApiSettings(
         api_key=args.api_key.get_secret_value() if args.api_key else None,
+        admin_api_key=args.admin_api_key.get_secret_value() if args.admin_api_key else None,
         fetch=policy,
         max_requests=args.max_requests,
         limits=planner.limits,

@@ -19,6 +19,7 @@ from epd.request_budget import RequestLimits, check_json_size
 from epd.sampling_params import SamplingParams
 from serve_app.body_reader import BodyLimits, BodyReader
 from serve_app.chat_request import ChatRequest, EpdOptions
+from serve_app.http_guard import check_admin
 from serve_app.intake import (
     check_supported,
     conversation,
@@ -43,7 +44,8 @@ _RETRY_AFTER_S = 1.0
 class ApiSettings:
     """Limits and policy of the HTTP front.
 
-    api_key: None lets everybody in. fetch: where media may come from, and how large one may be.
+    api_key: None lets everybody in. admin_api_key: lets change roles and come before others; None for nobody.
+    fetch: where media may come from, and how large one may be.
     max_body_bytes: of one body. bodies: of all that are being read.
     max_spooled_bytes: of the media of all requests. spool_folder: None is the system's temporary folder.
     max_requests: being answered at once. limits: of what one may ask for. num_downloads: at once.
@@ -57,6 +59,7 @@ class ApiSettings:
     """
 
     api_key: str | None = field(default=None, repr=False)
+    admin_api_key: str | None = field(default=None, repr=False)
     fetch: FetchPolicy = field(default_factory=lambda: FetchPolicy(max_bytes=512 << 20))
     max_body_bytes: int = 128 << 20
     bodies: BodyLimits = field(default_factory=BodyLimits)
@@ -125,6 +128,8 @@ class FrontDoor:
         except ValidationError as error:
             raise describe(error) from None  # what pydantic says holds the input, which logs must not
         check_supported(chat)
+        if chat.priority is not None and chat.priority < 0:
+            check_admin(request, f"a priority of {chat.priority}", "0 and above")
         model = model_card(chat, self.service.models)
         cost = budget_of(
             chat, *conversation(chat.messages), num_bytes=len(body), context_tokens=model.max_model_len

@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from epd.errors import (
+    AdminRightError,
     AuthenticationError,
     EPDError,
     OverloadedError,
@@ -100,22 +101,46 @@ def _foreign_host_response() -> JSONResponse:
 
 
 class KeyCheck:
-    """A dependency of routes: `Authorization: Bearer KEY`, compared in constant time."""
+    """A dependency of routes: `Authorization: Bearer KEY`, compared in constant time.
 
-    def __init__(self, api_key: str | None) -> None:
+    api_key: None lets everybody in. admin_api_key: lets in, too, and gives the rights that `check_admin` asks
+    for; None gives them to nobody.
+    """
+
+    def __init__(self, api_key: str | None, admin_api_key: str | None = None) -> None:
         self._api_key = api_key
+        self._admin_api_key = admin_api_key
 
     async def __call__(self, request: Request) -> None:
         """Raises AuthenticationError."""
-        if self._api_key is None:
+        sent = _bearer(request)
+        request.state.is_admin = _is_key(sent, self._admin_api_key)
+        if self._api_key is None or request.state.is_admin:
             return
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        is_right = hmac.compare_digest(key.strip().encode("latin-1"), self._api_key.encode())
-        if scheme.lower() != "bearer" or not is_right:
+        if not _is_key(sent, self._api_key):
             raise AuthenticationError(
                 "no key or not the right one; allowed: the server's API key; "
                 "set the header 'Authorization: Bearer KEY'"
             )
+
+
+def _bearer(request: Request) -> bytes | None:
+    """The key that was sent, if there is one."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip().encode("latin-1") if scheme.lower() == "bearer" else None
+
+
+def _is_key(sent: bytes | None, key: str | None) -> bool:
+    return sent is not None and key is not None and hmac.compare_digest(sent, key.encode())
+
+
+def check_admin(request: Request, received: str, allowed: str) -> None:
+    """Refuses what came without the admin key. received, allowed: for the message. Raises AdminRightError."""
+    if not request.state.is_admin:
+        raise AdminRightError(
+            f"received {received}; allowed: {allowed}, and this with the admin key; start the server with "
+            "--admin-api-key and set the header 'Authorization: Bearer KEY'"
+        )
 
 
 def error_reply(error: EPDError) -> ErrorReply:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from tests.serve_app.ray_session import RaySession
 
 JSON = dict[str, Any]
+# The header of an admin of `front`.
+ADMIN = {"authorization": "Bearer the admin's"}
 QUESTION: JSON = {"messages": [{"role": "user", "content": "What colour is it?"}]}
 
 
@@ -85,7 +87,7 @@ def run_front(tmp_path: Path) -> Iterator[Callable[..., Front]]:
 
 @pytest.fixture(scope="session")
 def shared_front() -> Iterator[Front]:
-    with running_front(FakeService(), ApiSettings()) as front:
+    with running_front(FakeService(), ApiSettings(admin_api_key="the admin's")) as front:
         yield front
 
 

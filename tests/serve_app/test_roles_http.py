@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from epd.errors import InfeasibleError, UnavailableError
-from tests.serve_app.conftest import Front
+from tests.serve_app.conftest import ADMIN, Front
 from tests.serve_app.fakes import SWITCH, FakeService
 
 
@@ -24,7 +24,7 @@ def test_status_tells_of_switches_and_decisions(front: Front) -> None:
 
 def test_a_worker_is_given_other_roles(front: Front) -> None:
     front.service.switched.clear()
-    reply = front.http.post("/v1/epd/roles", json={"worker": "e1", "roles": ["decode"]})
+    reply = front.http.post("/v1/epd/roles", json={"worker": "e1", "roles": ["decode"]}, headers=ADMIN)
     assert reply.status_code == 200
     assert reply.json()["onload_s"] == SWITCH.onload_s
     assert front.service.switched == [("e1", frozenset({"decode"}))]
@@ -42,7 +42,7 @@ def test_a_worker_is_given_other_roles(front: Front) -> None:
 )
 def test_roles_that_make_no_sense_are_refused(front: Front, body: object) -> None:
     front.service.switched.clear()
-    reply = front.http.post("/v1/epd/roles", json=body)
+    reply = front.http.post("/v1/epd/roles", json=body, headers=ADMIN)
     assert reply.status_code == 400
     assert reply.json()["error"]["message"].startswith("the request does not fit")
     assert front.service.switched == []
@@ -54,14 +54,14 @@ def test_roles_that_make_no_sense_are_refused(front: Front, body: object) -> Non
 def test_a_switch_that_does_not_work_is_told(
     run_front: Callable[..., Front], error: Exception, status: int
 ) -> None:
-    front = run_front(FakeService(switch_error=error))  # type: ignore[arg-type]
-    reply = front.http.post("/v1/epd/roles", json={"worker": "e1", "roles": ["decode"]})
+    front = run_front(FakeService(switch_error=error), admin_api_key="the admin's")  # type: ignore[arg-type]
+    reply = front.http.post("/v1/epd/roles", json={"worker": "e1", "roles": ["decode"]}, headers=ADMIN)
     assert reply.status_code == status
     assert reply.json()["error"]["message"] == str(error)
 
 
 def test_roles_need_the_key(run_front: Callable[..., Front]) -> None:
-    front = run_front(api_key="secret")
+    front = run_front(api_key="other", admin_api_key="secret")
     body = {"worker": "e1", "roles": ["decode"]}
     assert front.http.post("/v1/epd/roles", json=body).status_code == 401
     assert front.http.get("/v1/epd/load").status_code == 401
