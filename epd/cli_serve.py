@@ -182,6 +182,7 @@ def serve(
     """Serve a model behind an OpenAI-compatible API, its stages on processes of their own.
 
     Prints a line when it is ready. SIGINT or SIGTERM ends it when the requests under way have been answered.
+    It ends by itself, with exit code 3, when Ray's processes under it are gone for good.
     """
     start_s = time.monotonic()
     options = {
@@ -274,7 +275,8 @@ def _served(args: Any, host: str, port: int, address: str | None, verbose: bool)
     from serve_app.ray_server import HttpSettings, served_app
 
     http = HttpSettings(host, port)
-    with served_app(args, http, RaySettings(address=address, shows_logs=verbose)):
+    cluster = RaySettings(address=address, shows_logs=verbose)
+    with served_app(args, http, cluster, ends_with_cluster=True):
         yield http.url
 
 

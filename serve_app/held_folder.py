@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# Of the folders that media of requests lie in.
-SPOOL_PREFIX = "epd-media-"
+# Of the folders that media of requests lie in, and of those that clusters are started in.
+SPOOL_PREFIX, CLUSTER_PREFIX = "epd-media-", "epd-ray-"
 _LOCK = ".held"
+_own: list[HeldFolder] = []
 
 
 class HeldFolder:
@@ -26,12 +27,14 @@ class HeldFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._descriptor = _locked(path)
+        _own.append(self)
 
     def release(self) -> None:
         """Lets go of the folder, which stays for others that hold it, or for `remove_abandoned`."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
+            _own.remove(self)
 
     def remove(self) -> None:
         """Removes the folder with everything in it, whoever else holds it."""
@@ -58,6 +61,12 @@ def _is_named(path: Path, descriptor: int) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     return False
+
+
+def remove_own() -> None:
+    """Removes all folders that this process holds, for one that is about to end without a clean-up."""
+    for folder in _own:
+        folder.remove()
 
 
 def remove_held(path: Path) -> None:

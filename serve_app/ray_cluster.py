@@ -10,16 +10,17 @@ import logging
 import os
 import secrets
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import ray
 
 from epd.errors import UnavailableError
 from epd.machine import usable_cpus
+from serve_app.held_folder import CLUSTER_PREFIX, HeldFolder
 
 # Threads of torch that wait by spinning would take the cores from other workers, and more than one for each
 # worker would have them compete; a worker never downloads anything.
@@ -82,8 +83,11 @@ def _folder_for_imports() -> Iterator[Path]:
     if any(Path(entry).resolve() == here for entry in sys.path):
         yield here
         return
-    with TemporaryDirectory(prefix="epd-ray-", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
+    folder = HeldFolder(Path(tempfile.gettempdir()) / f"{CLUSTER_PREFIX}{secrets.token_hex(8)}")
+    try:
+        yield folder.path
+    finally:
+        folder.remove()
 
 
 def _start(settings: RaySettings) -> None:
@@ -93,6 +97,8 @@ def _start(settings: RaySettings) -> None:
     # Ray's own default is 15: whatever else the machine runs would come before all that answers requests.
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault(*_PROXY_CALLBACK)
+    # By default the only proxy is looked at every 10 s, and started again when it was dead three times.
+    os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "0.2")
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # who has it may run code as this user
     try:
         ray.init(

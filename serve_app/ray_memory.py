@@ -24,7 +24,14 @@ from pathlib import Path
 
 from epd.errors import InfeasibleError
 from epd.machine import available_memory_bytes
-from serve_app.held_folder import SPOOL_PREFIX, HeldFolder, abandoned, remove_abandoned, remove_held
+from serve_app.held_folder import (
+    CLUSTER_PREFIX,
+    SPOOL_PREFIX,
+    HeldFolder,
+    abandoned,
+    remove_abandoned,
+    remove_held,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -137,10 +144,11 @@ def new_fleet_id() -> str:
 
 
 def remove_orphans() -> None:
-    """Removes the files of fleets that have no process on this machine any more, and media of requests."""
+    """Removes files of fleets that have no process on this machine any more, and other folders so left."""
     for parent in _parents():
         remove_abandoned(parent, _PREFIX)
-    remove_abandoned(Path(tempfile.gettempdir()), SPOOL_PREFIX)
+    for prefix in (SPOOL_PREFIX, CLUSTER_PREFIX):
+        remove_abandoned(Path(tempfile.gettempdir()), prefix)
 
 
 def orphans() -> list[Path]:

@@ -6,7 +6,7 @@ import logging
 import re
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 
@@ -21,6 +21,7 @@ from epd.errors import EPDError, RequestError, UnavailableError
 from serve_app.app import build_app
 from serve_app.app_args import AppArgs
 from serve_app.ray_cluster import RaySettings, ray_cluster
+from serve_app.supervisor import supervised
 
 APP_NAME = "epd"
 # Where a server that listens everywhere is asked.
@@ -64,8 +65,12 @@ class HttpSettings:
 
 
 @contextmanager
-def served_app(args: AppArgs, http: HttpSettings, cluster: RaySettings) -> Iterator[None]:
+def served_app(
+    args: AppArgs, http: HttpSettings, cluster: RaySettings, *, ends_with_cluster: bool = False
+) -> Iterator[None]:
     """While this is open, requests are answered; those under way at the end have `drain_s` to come to theirs.
+
+    ends_with_cluster: this process ends at once, with exit code 3, when the cluster is gone for good.
 
     Raises EPDError for what cannot be served.
     """
@@ -73,7 +78,8 @@ def served_app(args: AppArgs, http: HttpSettings, cluster: RaySettings) -> Itera
     if cluster.address is None:
         http.check_free()
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    with ray_cluster(cluster):
+    watch = supervised(owns_cluster=cluster.address is None) if ends_with_cluster else nullcontext()
+    with ray_cluster(cluster), watch:
         try:
             serve.start(
                 http_options={"host": http.host, "port": http.port},

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.front import ApiSettings
-from serve_app.held_folder import HeldFolder, abandoned, remove_abandoned
+from serve_app.held_folder import HeldFolder, abandoned, remove_abandoned, remove_own
 from serve_app.media_spool import MediaSpool
 from serve_app.ray_memory import PoolFiles, orphans, remove_orphans
 
@@ -94,7 +94,7 @@ def test_a_spool_that_starts_removes_what_a_killed_one_has_left(shared_folder: P
     with owner(shared_folder):
         left = list(shared_folder.glob("epd-media-*/requests/medium"))
         assert len(left) == 1
-    spool = MediaSpool(ApiSettings().fetch, parent=shared_folder, max_spooled_bytes=1, num_threads=1)
+    spool = MediaSpool(ApiSettings().fetch, parent=shared_folder)
     assert not left[0].exists()
     assert spool.path.is_dir()
     assert abandoned(shared_folder, "epd-media-") == []
@@ -113,6 +113,14 @@ def test_a_folder_is_held_by_all_that_use_it(tmp_path: Path) -> None:
     assert again.path.is_dir()
     again.remove()
     assert not again.path.exists()
+
+
+def test_a_process_that_ends_at_once_removes_its_own(tmp_path: Path) -> None:
+    mine, released = HeldFolder(tmp_path / "epd-mine"), HeldFolder(tmp_path / "epd-released")
+    released.release()
+    remove_own()
+    assert not mine.path.exists()
+    assert released.path.exists()
 
 
 def test_folders_that_nobody_has_ever_held_are_not_ours(tmp_path: Path) -> None:
