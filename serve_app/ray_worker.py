@@ -2,7 +2,7 @@
 
     fleet     --handle, in numbered order-->  event loop  --inbox-->  worker thread: messages, step, report
               <--beat: reports, several per reply, at once when there are any--
-    workers   --deliver: offers, receipts-->
+    workers   --deliver: offers, receipts, again until acknowledged-->
 
 An actor that was started again is another one: each `start` gives it a new life, and calls name the life
 that they are meant for.
@@ -13,8 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +29,17 @@ from epd.types import UInt8Array
 from serve_app.fleet import WorkerLostError
 from serve_app.frame_reader import FrameReader
 from serve_app.messages import CloseStream, Message, WorkerLoad, WorkerReport
+from serve_app.peer_links import Delivery, PeerLinks
 from serve_app.ray_connector import Envelope, RayTransport
 from serve_app.ray_memory import PoolFiles
 from serve_app.ray_thread import ActorThread, Call
+from serve_app.task_group import Loops
 from serve_app.worker_stages import WorkerSettings
 from serve_app.worker_thread import fault_of
 
 logger = logging.getLogger(__name__)
 
+_MAX_GAP_S = 60.0  # for a message to come whose successors are there
 # Frames, or a reference to frames; in a list, so that Ray does not wait for it before the call.
 BulkArgument = Sequence[Any]
 
@@ -89,21 +94,30 @@ class Beat:
 
 
 class Line:
-    """Lets calls pass in the order of their numbers, from 0, whatever the order in which they come."""
+    """Lets calls pass in the order of their numbers, from 0, whatever the order in which they come.
+
+    A call has passed when it says so, also one that gave up before its turn: it leaves no gap.
+    """
 
     def __init__(self) -> None:
         self._next = 0
         self._waiting: dict[int, asyncio.Event] = {}
+        self._passed: set[int] = set()
 
-    async def wait(self, number: int) -> None:
-        """Returns when all before have passed."""
+    async def wait(self, number: int, limit_s: float | None = None) -> None:
+        """Returns when all before have passed. Raises TimeoutError when one of them does not come."""
         if number != self._next:
             event = self._waiting[number] = asyncio.Event()
-            await event.wait()
+            async with asyncio.timeout(limit_s):
+                await event.wait()
 
-    def passed(self) -> None:
-        """The call whose turn it was is through."""
-        self._next += 1
+    def passed(self, number: int) -> None:
+        """The call with this number is through, whether it waited for its turn or not."""
+        self._waiting.pop(number, None)
+        self._passed.add(number)
+        while self._next in self._passed:
+            self._passed.remove(self._next)
+            self._next += 1
         event = self._waiting.pop(self._next, None)
         if event is not None:
             event.set()
@@ -117,7 +131,11 @@ class StageActor:
         self._line = Line()
         self._thread: ActorThread | None = None
         self._transport: RayTransport | None = None
+        self._links: PeerLinks[Peer] | None = None
+        self._loops = Loops(Counter(), self._break)
+        self._failure = ""
         self._peers: Mapping[str, Peer] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._name = ""
         self._node_id = ray.get_runtime_context().get_node_id()
 
@@ -131,6 +149,9 @@ class StageActor:
         files.hold()
         files.remove_of(start.name)
         self._name, self._life = start.name, start.life
+        self._loop = asyncio.get_running_loop()
+        self._links = PeerLinks(start.name, start.life, _deliver)
+        self._loops.start("messages", self._links.run)
         self._transport = RayTransport(self._post, self._can_map, files)
         self._thread = ActorThread(start.name, start.roles, start.settings, self._transport)
         try:
@@ -142,47 +163,70 @@ class StageActor:
     async def meet(self, peers: Mapping[str, Peer]) -> None:
         """From now on these are the other workers."""
         self._peers = peers
+        if self._links is not None:
+            self._links.meet(peers)
 
     async def handle(self, life: str, number: int, message: Message[Any], bulk: BulkArgument) -> Reply:
         """Messages pass in the order of their numbers."""
         if life != self._life or self._thread is None:
             return Reply(error=WorkerLostError("the worker was started again meanwhile; send to another"))
-        frames, error = await _frames(bulk)
-        await self._line.wait(number)
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        if error is None:
-            self._thread.put(Call(message, frames, reply))
-        else:
-            reply.set_exception(error)
-        self._line.passed()
+        try:
+            frames, error = await _frames(bulk)
+            await self._line.wait(number, _MAX_GAP_S)
+            if error is None:
+                self._thread.put(Call(message, frames, reply))
+            else:
+                reply.set_exception(error)
+        except TimeoutError:
+            self._failure = f"a message before number {number} did not come for {_MAX_GAP_S:g} s"
+            return Reply(error=WorkerLostError(f"worker '{self._name}' has lost a message; send to another"))
+        finally:
+            self._line.passed(number)
         try:
             return Reply(await reply)
         except EPDError as error:
             return Reply(error=error)
 
-    async def deliver(self, life: str, envelope: Envelope) -> None:
-        if life == self._life and self._transport is not None and self._thread is not None:
+    async def deliver(self, life: str, delivery: Delivery) -> int | None:
+        """From another worker. Returns the acknowledgement; None where it is meant for another life."""
+        if life != self._life or self._transport is None or self._thread is None or self._links is None:
+            return None
+        envelopes, next_number = self._links.take(delivery)
+        for envelope in envelopes:
             self._transport.deliver(envelope)
-            self._thread.wake()
+        self._thread.wake()
+        return next_number
 
     async def beat(self, life: str, wait_s: float) -> Beat:
         """Returns at once when there are reports, else after `wait_s`."""
         if life != self._life or self._thread is None:
             return Beat(failure="it was started again")
         reports = await self._thread.take_reports(wait_s)
-        return Beat(tuple(reports), self._thread.busy_s, self._thread.failure)
+        return Beat(tuple(reports), self._thread.busy_s, self._thread.failure or self._failure)
 
     def _post(self, worker: str, envelope: Envelope) -> None:
         """From the worker thread. A worker that is gone, or not known yet, never reads it."""
+        assert self._transport is not None
+        assert self._links is not None
+        assert self._loop is not None
         if worker == self._name:
-            assert self._transport is not None
             self._transport.deliver(envelope)
-        elif (peer := self._peers.get(worker)) is not None:
-            peer.actor.deliver.remote(peer.life, envelope)
+        else:
+            with suppress(RuntimeError):  # the event loop has ended, and with it the process
+                self._loop.call_soon_threadsafe(self._links.send, worker, envelope)
+
+    def _break(self, loop: str) -> None:
+        self._failure = f"its loop '{loop}' has ended"
 
     def _can_map(self, worker: str) -> bool:
         peer = self._peers.get(worker)
         return worker == self._name or (peer is not None and peer.node_id == self._node_id)
+
+
+async def _deliver(peer: Peer, delivery: Delivery) -> int | None:
+    next_number: int | None = await peer.actor.deliver.remote(peer.life, delivery)
+    return next_number
 
 
 async def _frames(bulk: BulkArgument) -> tuple[UInt8Array | None, EPDError | None]:

@@ -41,7 +41,7 @@ def test_calls_pass_in_the_order_of_their_numbers(numbers: list[int], data: st.D
             await asyncio.sleep(0)
         await line.wait(number)
         passed.append(number)
-        line.passed()
+        line.passed(number)
 
     async def run() -> None:
         line = Line()
@@ -49,6 +49,44 @@ def test_calls_pass_in_the_order_of_their_numbers(numbers: list[int], data: st.D
 
     asyncio.run(asyncio.wait_for(run(), SOON_S))
     assert passed == list(range(8))
+
+
+@given(st.permutations(range(8)), st.sets(st.integers(0, 7)))
+def test_a_call_that_gives_up_leaves_no_gap(numbers: list[int], given_up: set[int]) -> None:
+    """By an error before its turn, or cancelled while it waits for it."""
+    passed: list[int] = []
+
+    async def call(line: Line, number: int) -> None:
+        try:
+            if number in given_up and number % 2:
+                raise ValueError("frames that cannot be read")
+            await line.wait(number)
+            passed.append(number)
+        finally:
+            line.passed(number)
+
+    async def run() -> None:
+        line = Line()
+        calls = {}
+        for number in numbers:
+            calls[number] = asyncio.create_task(call(line, number))
+            await asyncio.sleep(0)
+            if number in given_up:
+                calls[number].cancel()
+        await asyncio.gather(*calls.values(), return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(run(), SOON_S))
+    assert passed == sorted(passed)
+    assert set(passed) >= set(range(8)) - given_up
+
+
+def test_a_call_that_never_comes_is_not_waited_for_for_ever() -> None:
+    async def run() -> None:
+        line = Line()
+        with pytest.raises(TimeoutError):
+            await line.wait(1, 0.01)
+
+    asyncio.run(asyncio.wait_for(run(), SOON_S))
 
 
 @pytest.fixture

@@ -1,0 +1,86 @@
+"""Messages from one worker to another over a transport that may lose, repeat or reorder them. No I/O.
+
+    push  ->  due: number, message  -- may be lost -->  take  ->  messages in order, each once
+              kept until acknowledged  <-- may be lost --  next: all numbers below have been taken
+
+A channel is from one life of a worker to one life of another. Time is passed in, in seconds on any one clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Kept(Generic[T]):
+    """A message that is not acknowledged. due_s: when it is sent next."""
+
+    message: T
+    due_s: float = float("-inf")
+    num_sent: int = 0
+
+
+class OutgoingChannel(Generic[T]):
+    """The sender's end. Messages are numbered from 0, without gaps."""
+
+    def __init__(self, *, max_in_flight: int = 64, resend_s: float = 1.0, max_resend_s: float = 8.0) -> None:
+        """max_in_flight: messages that are sent before the first of them is acknowledged.
+
+        resend_s: until one is sent again, twice as long each time, up to max_resend_s.
+        """
+        self._max_in_flight = max_in_flight
+        self._resend_s = resend_s
+        self._max_resend_s = max_resend_s
+        self._kept: dict[int, _Kept[T]] = {}  # in order of their numbers
+        self._num_pushed = 0
+
+    def __len__(self) -> int:
+        """Messages that are not acknowledged."""
+        return len(self._kept)
+
+    def push(self, message: T) -> None:
+        """Takes a message to be sent."""
+        self._kept[self._num_pushed] = _Kept(message)
+        self._num_pushed += 1
+
+    def due(self, now_s: float) -> list[tuple[int, T]]:
+        """What is to be sent now, with its number; counts as sent."""
+        return list(self._due(now_s))
+
+    def _due(self, now_s: float) -> Iterator[tuple[int, T]]:
+        for position, (number, kept) in enumerate(self._kept.items()):
+            if position >= self._max_in_flight:
+                return
+            if kept.due_s <= now_s:
+                kept.due_s = now_s + min(self._resend_s * 2**kept.num_sent, self._max_resend_s)
+                kept.num_sent += 1
+                yield number, kept.message
+
+    def acknowledge(self, next_number: int) -> None:
+        """The receiver has taken all numbers below. What is said late, or again, is ignored."""
+        for number in [number for number in self._kept if number < next_number]:
+            del self._kept[number]
+
+
+class IncomingChannel(Generic[T]):
+    """The receiver's end. next: the acknowledgement, all numbers below have been taken."""
+
+    def __init__(self, *, max_early: int = 64) -> None:
+        """max_early: messages that are kept until those before them have come."""
+        self.next = 0
+        self._max_early = max_early
+        self._early: dict[int, T] = {}
+
+    def take(self, number: int, message: T) -> list[T]:
+        """The messages that can be read now, in order: none for one that is early, or comes again."""
+        if self.next <= number < self.next + self._max_early:
+            self._early.setdefault(number, message)
+        taken = []
+        while self.next in self._early:
+            taken.append(self._early.pop(self.next))
+            self.next += 1
+        return taken
