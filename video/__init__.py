@@ -1,6 +1,7 @@
 """Exact, parallel, streaming video decoding that does no work it need not do.
 
 The frame at time t is the one on screen then: the last with pts <= t, or the first frame for any earlier t.
+In AVI, which has no presentation times, frame n in order of display begins at n / rate, counted from 0.
 """
 
 from epd.types import FrameGroup, Frames

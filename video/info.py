@@ -8,6 +8,8 @@ from fractions import Fraction
 
 # Times closer than this are the same: it absorbs the rounding of float seconds, far below a frame interval.
 TIME_TOLERANCE_S = 1e-6
+# Codecs that reorder pictures and do not say so at the beginning of a packet.
+_CODECS_OF_HIDDEN_ORDER = frozenset({"h264", "hevc", "vc1", "wmv3"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +44,14 @@ class VideoInfo:
         return None if ticks is None else tuple(self.seconds(tick) for tick in ticks)
 
     @property
-    def has_pts_in_decode_order(self) -> bool:
-        """Whether the container numbers packets as they are stored, which says nothing of B-frames' times."""
-        return self.container_format == "avi" and self.codec in ("h264", "hevc")
+    def is_without_pts(self) -> bool:
+        """Whether the container only numbers packets as they are stored: see `video/avi_times.py`."""
+        return self.container_format == "avi"
+
+    @property
+    def is_ordered_by_decoding(self) -> bool:
+        """Whether nothing but decoding tells in which order frames are shown."""
+        return self.is_without_pts and self.codec in _CODECS_OF_HIDDEN_ORDER
 
     @property
     def duration_s(self) -> float:

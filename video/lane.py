@@ -12,8 +12,9 @@ from av.video.codeccontext import VideoCodecContext
 from av.video.frame import VideoFrame
 
 from video.info import VideoInfo
-from video.reader import Chunk, VideoPacket
+from video.reader import Chunk
 from video.segment import Drain, Feed, Op, Show, Start
+from video.source import VideoPacket
 from video.timestamps import FrameClock
 
 # Codecs whose decoders drop unwanted non-reference pictures unharmed. VP9 ignores it, AV1 loses frames.
@@ -47,6 +48,7 @@ class Resolver:
         self._is_strict = is_strict
         self._pending: deque[Show] = deque()
         self._before: tuple[int, VideoFrame] | None = None  # the last good frame
+        self._before_place = 0  # in decode order
         self._num_fed = 0
         self._order: dict[int, int] = {}  # pts: place in decode order
         self._keys: list[int] = []  # places of keyframes
@@ -82,15 +84,15 @@ class Resolver:
         place = self._order.pop(pts, self._num_fed)
         if frame.is_corrupt:
             self._breaks.append(place)
-        is_good = not self._is_damaged(place)
+        is_good = not self._is_damaged(place, place)
         while self._pending and self._is_due(self._pending[0], pts):
             show = self._pending.popleft()
             if show.pts == pts and is_good:
                 yield Shown(show.target, frame, pts, False)
             else:
-                yield self._nearest(show, (pts, frame) if is_good else None)
+                yield self._nearest(show, (pts, frame) if is_good else None, place)
         if is_good:
-            self._before = (pts, frame)
+            self._before, self._before_place = (pts, frame), place
 
     def _is_due(self, show: Show, pts: int) -> bool:
         return pts > show.target if show.pts is None else pts >= show.pts
@@ -98,17 +100,20 @@ class Resolver:
     def finish(self) -> Iterator[Shown]:
         """The decoder is empty."""
         while self._pending:
-            yield self._nearest(self._pending.popleft(), None)
+            yield self._nearest(self._pending.popleft(), None, self._num_fed)
 
-    def _is_damaged(self, place: int) -> bool:
-        """Whether decoding went wrong between the last keyframe and this place in decode order."""
+    def _is_damaged(self, place: int, until: int) -> bool:
+        """Whether decoding went wrong from the last keyframe before `place` on, in decode order."""
         if not self._breaks:
             return False
         key = self._keys[max(0, bisect_right(self._keys, place) - 1)] if self._keys else 0
-        return any(key <= broken <= place for broken in self._breaks)
+        return any(key <= broken <= until for broken in self._breaks)
 
-    def _nearest(self, show: Show, after: tuple[int, VideoFrame] | None) -> Shown:
-        """What stands in for a frame that did not come out, or is on screen where packets cannot tell."""
+    def _nearest(self, show: Show, after: tuple[int, VideoFrame] | None, place: int) -> Shown:
+        """What stands in for a frame that did not come out, or is on screen where packets cannot tell.
+
+        place: of the frame that came instead, in decode order.
+        """
         before = self._before
         is_unexplained = not self._breaks
         if before is None and after is None:
@@ -116,7 +121,8 @@ class Resolver:
         is_first = before is None and self._start.is_file_start and not self._breaks
         if not self._is_strict or show.pts is None or is_first:
             pts, frame = before or after  # type: ignore[misc]
-            return Shown(show.target, frame, pts, bool(self._breaks) and not is_first)
+            is_damaged = self._is_damaged(self._before_place, place)
+            return Shown(show.target, frame, pts, is_damaged and not is_first)
         candidates = [one for one in (before, after) if one is not None]
         pts, frame = min(candidates, key=lambda one: abs(one[0] - show.target))
         return Shown(show.target, frame, pts, True, is_unexplained)
@@ -173,14 +179,15 @@ class Lane:
         if self._can_skip and op.full != self._is_full:
             self._context.skip_frame = "DEFAULT" if op.full else "NONREF"
             self._is_full = op.full
-        self._clock.fed(op.stamp.pts)
         self._resolver.fed(op.stamp.pts, op.stamp.is_key)
         yield from self._emit(self._decode(op.stamp.packet))
 
     def _decode(self, packet: VideoPacket | None) -> list[VideoFrame]:
+        self._clock.fed(packet)
         try:
             return self._context.decode(packet)
         except av.error.FFmpegError:
+            self._clock.failed()
             self._resolver.failed()
             return []
 

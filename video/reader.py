@@ -9,19 +9,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import av.error
-from av.packet import Packet
 from av.video.codeccontext import VideoCodecContext
-from av.video.stream import VideoStream
 
+from video.avi_times import timed
 from video.info import VideoInfo
 from video.limits import Limits
 from video.segment import Drain, Feed, Op, Segmenter, SequentialPlan, Stamp
-from video.source import OpenVideo, open_video
-
-VideoPacket: TypeAlias = "Packet[VideoStream]"  # generic in PyAV's stubs only
+from video.source import OpenVideo, VideoPacket, open_video
 
 # Reading on over so much video is cheaper than seeking past it.
 MIN_JUMP_S = 0.5
@@ -57,10 +53,10 @@ class PacketReader:
         fuse_packets = None if workers == 1 else FUSE_PACKETS
         self._plan: Segmenter[VideoPacket] | SequentialPlan[VideoPacket] = (
             SequentialPlan(targets)
-            if info.has_pts_in_decode_order
+            if info.is_ordered_by_decoding
             else Segmenter(targets, fuse_packets=fuse_packets)
         )
-        self._packets: Iterator[VideoPacket] = video.container.demux(video.stream)
+        self._packets = self._demux()
         self._jump_to: int | None = None
         self._considered: int | None = None
         self._min_jump_ticks = int(MIN_JUMP_S / info.time_base)
@@ -141,6 +137,11 @@ class PacketReader:
             self._is_done = True
         return None
 
+    def _demux(self) -> Iterator[VideoPacket]:
+        """Packets from where the container stands."""
+        packets = self._video.container.demux(self._video.stream)
+        return timed(packets, self.info, self._video.stream.codec_context.extradata)
+
     def _read(self) -> VideoPacket | None:
         """The next packet with data, or None at the end of what can be read."""
         while self._num_errors <= MAX_READ_ERRORS:
@@ -148,7 +149,7 @@ class PacketReader:
                 packet = next(self._packets, None)
             except av.error.FFmpegError:
                 self._num_errors += 1
-                self._packets = self._video.container.demux(self._video.stream)
+                self._packets = self._demux()
                 continue
             if packet is None or (packet.size == 0 and packet.dts is None):
                 return None
@@ -187,7 +188,7 @@ class PacketReader:
             self._video.container.seek(position, stream=self._video.stream)
         except av.error.FFmpegError:
             self._reopen()
-        self._packets = self._video.container.demux(self._video.stream)
+        self._packets = self._demux()
 
     def _has_landed(self, stamp: Stamp[VideoPacket]) -> bool:
         """Whether the first keyframe after a seek is early enough; if not, seek again, earlier."""
@@ -210,7 +211,7 @@ class PacketReader:
         video = open_video(self._video.media, open_timeout_s=self._limits.open_timeout_s)
         self._video.close()
         self._video = video
-        self._packets = video.container.demux(video.stream)
+        self._packets = self._demux()
 
     def _finish(self) -> None:
         if not self._has_key and isinstance(self._plan, Segmenter) and self._end_pts is not None:

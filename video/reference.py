@@ -10,6 +10,7 @@ from av.video.frame import VideoFrame
 
 from epd.errors import CorruptMediaError
 from epd.types import Frames, UInt8Array
+from video.avi_times import timed
 from video.info import VideoInfo
 from video.pixels import Size, exact_resize, exact_rgb
 from video.probe import describe
@@ -21,6 +22,8 @@ TimedFrame = tuple[int, VideoFrame]
 
 def reference_decode(source: Source | Media, times_s: Sequence[float], size: Size | None = None) -> Frames:
     """Frames on screen at `times_s`, in the order asked: the last with pts <= t, the first for earlier times.
+
+    In AVI the n-th frame in order of display begins at n / rate: see `video/avi_times.py`.
 
     Raises the MediaError of what is wrong with the file.
     """
@@ -41,11 +44,11 @@ def _frames_on_screen(
     before: TimedFrame | None = None
     remaining = iter(wanted)
     target = next(remaining, None)
-    for timed in frames:
-        while target is not None and timed[0] > target:
-            yield target, _pixels(before or timed, size)
+    for frame in frames:
+        while target is not None and frame[0] > target:
+            yield target, _pixels(before or frame, size)
             target = next(remaining, None)
-        before = timed
+        before = frame
     if before is None:
         raise CorruptMediaError(f"{name} holds no frame that decodes; allowed: complete files; copy it again")
     while target is not None:
@@ -56,8 +59,9 @@ def _frames_on_screen(
 def _decoded(video: OpenVideo, info: VideoInfo) -> Iterator[TimedFrame]:
     clock = FrameClock(info)
     try:
-        for packet in video.container.demux(video.stream):
-            clock.fed(packet.pts)
+        packets = video.container.demux(video.stream)
+        for packet in timed(packets, info, video.stream.codec_context.extradata):
+            clock.fed(packet if packet.size else None)
             for frame in packet.decode():
                 pts = clock.pts(frame)
                 if pts is not None:

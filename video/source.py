@@ -12,12 +12,13 @@ import threading
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import av
 import av.container
 import av.error
 import av.logging
+from av.packet import Packet
 from av.video.stream import VideoStream
 
 from epd.errors import CorruptMediaError, MediaError, MediaNotFoundError, UnsupportedMediaError
@@ -42,6 +43,7 @@ class Reader(SeekableFile, Protocol):
 
 
 Source = str | Path | bytes | SeekableFile
+VideoPacket: TypeAlias = "Packet[VideoStream]"  # generic in PyAV's stubs only
 
 
 class _SharedReader:

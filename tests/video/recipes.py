@@ -1,21 +1,30 @@
-"""Synthetic videos and the recipes they are made by: small, deterministic, every frame different."""
+"""Synthetic videos and the recipes they are made by: small, deterministic, its number in every frame."""
 
 from __future__ import annotations
 
 import io
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import accumulate
 from pathlib import Path
 
 import av
 import numpy as np
 
+from epd.types import UInt8Array
+from tests.video.mpeg4 import Chunks, packed, rewrite, with_gaps
+
 GRID = Fraction(1, 600)  # seconds; fine enough for every rate and variable rate used here
+NUMBER_BITS, NUMBER_ROWS = 8, 16  # of the number in each picture: cells across, pixels high
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to make one video. `gaps`: ticks of GRID between frames, repeated; `start`: ticks to the first."""
+    """How to make one video. `gaps`: ticks of GRID between frames, repeated; `start`: ticks to the first.
+
+    repeats: frames that show what the frame before them shows. chunks: of an MPEG-4 video in AVI, where they
+    are others than its encoder's.
+    """
 
     name: str
     codec: str = "libx264"
@@ -30,10 +39,32 @@ class Recipe:
     rotation_deg: int = 0
     is_mirrored: bool = False
     has_audio: bool = False
+    has_number: bool = True
+    repeats: frozenset[int] = frozenset()
+    chunks: Chunks | None = None
 
     @property
     def fps(self) -> Fraction:
         return 1 / (GRID * self.gaps[0])
+
+    def picture(self, number: int) -> np.ndarray:
+        """What a frame with this number shows, uint8 [H, W, 3]."""
+        image = picture(number, self.width, self.height)
+        return numbered(image, number) if self.has_number else image
+
+    @property
+    def starts_s(self) -> list[float]:
+        """When the encoder was told to show each frame, and the end of the last; seconds from the first."""
+        gaps = (self.gaps[index % len(self.gaps)] for index in range(self.num_frames))
+        return [float(ticks * GRID) for ticks in accumulate(gaps, initial=0)]
+
+    @property
+    def numbers(self) -> list[int]:
+        """The number in each frame."""
+        return [
+            max(number for number in range(index + 1) if number not in self.repeats)
+            for index in range(self.num_frames)
+        ]
 
 
 def picture(index: int, width: int, height: int) -> np.ndarray:
@@ -45,8 +76,32 @@ def picture(index: int, width: int, height: int) -> np.ndarray:
     return image.astype(np.uint8)
 
 
+def numbered(image: UInt8Array, number: int) -> UInt8Array:
+    """The picture with its number below: white and black cells, the lowest bit at the left."""
+    cell = image.shape[1] // NUMBER_BITS
+    for bit in range(NUMBER_BITS):
+        image[-NUMBER_ROWS:, bit * cell : (bit + 1) * cell] = 255 * (number >> bit & 1)
+    return image
+
+
+def number_in(image: UInt8Array) -> int:
+    """The number in a decoded picture, as `numbered` draws it."""
+    cell = image.shape[1] // NUMBER_BITS
+    row = image[image.shape[0] - NUMBER_ROWS // 2, cell // 2 : cell * NUMBER_BITS : cell].mean(axis=-1)
+    return sum(1 << bit for bit, value in enumerate(row) if value > 127)
+
+
 def make(recipe: Recipe, path: Path) -> Path:
     """Encode a recipe."""
+    if recipe.chunks is None:
+        return _encode(recipe, path)
+    plain = _encode(recipe, path.with_suffix(".plain.mp4"))
+    rewrite(plain, path, recipe.chunks, int(recipe.fps))
+    plain.unlink()
+    return path
+
+
+def _encode(recipe: Recipe, path: Path) -> Path:
     with av.open(str(path), "w", options=recipe.container_options) as container:
         stream = container.add_stream(recipe.codec, rate=recipe.fps, options=dict(recipe.options))
         stream.width, stream.height, stream.pix_fmt = recipe.width, recipe.height, recipe.pixel_format
@@ -56,10 +111,12 @@ def make(recipe: Recipe, path: Path) -> Path:
             stream.codec_context.time_base = GRID
         if recipe.rotation_deg or recipe.is_mirrored:
             stream.set_display_rotation(recipe.rotation_deg, hflip=recipe.is_mirrored)
-        audio = container.add_stream("aac", rate=16_000, layout="mono") if recipe.has_audio else None
+        # AAC begins before the first picture, for which the AVI muxer makes an empty chunk.
+        codec = "pcm_s16le" if path.suffix == ".avi" else "aac"
+        audio = container.add_stream(codec, rate=16_000, layout="mono") if recipe.has_audio else None
         ticks = recipe.start
-        for index in range(recipe.num_frames):
-            frame = av.VideoFrame.from_ndarray(picture(index, recipe.width, recipe.height), "rgb24")
+        for index, number in enumerate(recipe.numbers):
+            frame = av.VideoFrame.from_ndarray(recipe.picture(number), "rgb24")
             frame.time_base = 1 / recipe.fps if constant else GRID
             frame.pts = ticks // recipe.gaps[0] if constant else ticks
             ticks += recipe.gaps[index % len(recipe.gaps)]
@@ -104,6 +161,8 @@ VP9 = {"g": "20", "deadline": "realtime", "cpu-used": "8", "auto-alt-ref": "0"}
 VP9_ALT_REF = {"g": "30", "deadline": "good", "cpu-used": "8", "auto-alt-ref": "1", "lag-in-frames": "16"}
 AV1 = {"preset": "12", "g": "20", "svtav1-params": "lp=1"}
 FRAGMENTED = {"movflags": "frag_keyframe+empty_moov+default_base_moof"}
+ASP = {"g": "15", "bf": "2"}
+STILLS, STILL_BS = frozenset({4, 5, 6, 17, 40, 59}), frozenset({4, 11, 22, 32})
 VFR = (20, 40, 5, 10, 100, 25)
 
 RECIPES: dict[str, Recipe] = {
@@ -137,6 +196,36 @@ RECIPES: dict[str, Recipe] = {
         Recipe("av1.mkv", codec="libsvtav1", options=AV1),
         Recipe("mpeg4.mp4", codec="mpeg4", options={"g": "15", "bf": "2"}),
         Recipe("mpeg4.avi", codec="mpeg4", options={"g": "15", "bf": "2"}),
+        Recipe("mpeg4_packed.avi", codec="mpeg4", options=ASP, chunks=packed),
+        Recipe("mpeg4_packed_one_b.avi", codec="mpeg4", options={**ASP, "bf": "1"}, chunks=packed),
+        Recipe("mpeg4_packed_one_key.avi", codec="mpeg4", options={**ASP, "g": "600"}, chunks=packed),
+        Recipe("mpeg4_many_b.avi", codec="mpeg4", options={**ASP, "g": "24", "bf": "5"}),
+        Recipe("mpeg4_no_b.avi", codec="mpeg4", options={**ASP, "bf": "0"}),
+        Recipe(
+            "mpeg4_not_coded.avi",
+            codec="mpeg4",
+            options={**ASP, "bf": "0"},
+            repeats=STILLS,
+            chunks=with_gaps(STILLS),
+        ),
+        Recipe(
+            "mpeg4_not_coded.mp4",
+            codec="mpeg4",
+            options={**ASP, "bf": "0"},
+            repeats=STILLS,
+            chunks=with_gaps(STILLS),
+        ),
+        Recipe(
+            "mpeg4_b_not_coded.avi",
+            codec="mpeg4",
+            options=ASP,
+            repeats=STILL_BS,
+            chunks=with_gaps(STILL_BS),
+        ),
+        Recipe("mpeg2.avi", codec="mpeg2video", options={"g": "15", "bf": "2"}, gaps=(24,)),
+        Recipe("h264_no_b.avi", options={**GOP15, "bf": "0"}),
+        Recipe("h264_pyramid.avi", options=PYRAMID),
+        Recipe("audio.avi", codec="mpeg4", options=ASP, has_audio=True),
         Recipe("mjpeg.avi", codec="mjpeg", pixel_format="yuvj420p"),
         Recipe("mjpeg.mov", codec="mjpeg", pixel_format="yuvj420p"),
         Recipe("mpeg2.ts", codec="mpeg2video", options={"g": "15", "bf": "2"}, gaps=(24,)),
@@ -161,6 +250,19 @@ RECIPES: dict[str, Recipe] = {
         Recipe("audio.ts", options=GOP15, has_audio=True),
         Recipe("audio.mkv", options=GOP15, has_audio=True),
         Recipe("ntsc.mp4", options=GOP15, gaps=(25,)),
+        Recipe("full_range.mp4", options=GOP15, pixel_format="yuvj420p"),
+        Recipe("portrait.mp4", options=GOP15, width=68, height=120, gaps=VFR, has_audio=True),
+        Recipe(
+            "phone.mov",
+            options={**GOP15, "g": "600"},
+            rotation_deg=270,
+            gaps=(20, 20, 21, 19, 40),
+            start=180,
+            has_audio=True,
+        ),
+        Recipe("begins_late.mp4", options=GOP15, start=180, has_audio=True),
+        Recipe("begins_late.mkv", options=GOP15, start=180, has_audio=True),
+        Recipe("begins_late.ts", options=GOP15, start=180, has_audio=True),
         Recipe("one_frame.mp4", options=GOP15, num_frames=1),
     )
 }

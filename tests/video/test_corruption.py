@@ -22,6 +22,8 @@ SOURCES = [
     "h264.mkv",
     "h264.ts",
     "mpeg4.avi",
+    "mpeg4_packed.avi",
+    "h264.avi",
     "vp9.webm",
     "av1.mp4",
 ]
