@@ -29,7 +29,7 @@ _JSON_MARKS = (b",", b"[", b"{")
 class RequestLimits:
     """Ceilings of one request; more is refused with 400 before work on it begins.
 
-    max_text_chars: characters of all messages. max_json_values: members and elements of its JSON.
+    max_text_bytes: of all messages, in UTF-8. max_json_values: members and elements of its JSON.
     max_json_bytes: of its JSON beside the URLs of media.
     max_messages, max_parts, max_media: of the conversation, parts and media of all messages together.
     max_frames: sampled from all its videos. max_image_pixels: of all its images, before they are resized.
@@ -37,8 +37,8 @@ class RequestLimits:
     max_stop_strings, max_stop_chars, max_stop_token_ids: characters of all stop strings together.
     """
 
-    max_text_chars: int = 1 << 20
-    max_json_values: int = 1 << 20
+    max_text_bytes: int = 1 << 21
+    max_json_values: int = 1 << 18
     max_json_bytes: int = 1 << 24
     max_messages: int = 1024
     max_parts: int = 4096
@@ -63,17 +63,17 @@ class RequestLimits:
                     "change it or leave it out"
                 )
 
-    def for_model(self, context_tokens: int, longest_token_chars: int) -> Self:
+    def for_model(self, context_tokens: int, longest_token_bytes: int) -> Self:
         """Lowers the ceilings to what can fit the context of a model at all.
 
-        longest_token_chars: of its vocabulary; a text of N characters has at least N / longest_token_chars
-        tokens.
+        longest_token_bytes: of its vocabulary, in UTF-8. A text of N bytes has at least N divided by that
+        many tokens.
         """
         most_frames = int(context_tokens * _FRAMES_PER_TOKEN / LEAST_RETENTION)
         most_tokens = context_tokens * MAX_CHOICES
         return replace(
             self,
-            max_text_chars=min(self.max_text_chars, context_tokens * longest_token_chars),
+            max_text_bytes=min(self.max_text_bytes, context_tokens * longest_token_bytes),
             max_frames=min(self.max_frames, most_frames),
             max_answer_tokens=min(self.max_answer_tokens or most_tokens, most_tokens),
         )
@@ -93,7 +93,7 @@ _CEILINGS = (
     _Ceiling("num_parts", "max_parts", "parts of messages", "send fewer"),
     _Ceiling("num_media", "max_media", "media", "send fewer"),
     _Ceiling("num_json_bytes", "max_json_bytes", "bytes of JSON beside media", "shorten the request"),
-    _Ceiling("num_text_chars", "max_text_chars", "characters of text", "shorten the messages"),
+    _Ceiling("num_text_bytes", "max_text_bytes", "bytes of text", "shorten the messages"),
     _Ceiling("num_frames", "max_frames", "frames of all videos", "lower num_frames or fps"),
     _Ceiling("num_answer_tokens", "max_answer_tokens", "tokens of answers", "lower n or max_tokens"),
     _Ceiling("num_stop_strings", "max_stop_strings", "stop strings", "send fewer"),
@@ -106,7 +106,7 @@ _CEILINGS = (
 class RequestBudget:
     """What a request asks for, as far as its JSON tells.
 
-    num_json_bytes: beside the URLs of media. num_text_chars: of all messages.
+    num_json_bytes: beside the URLs of media. num_text_bytes: of all messages, in UTF-8.
     num_frames: asked for by number, of all its videos.
     num_answer_tokens: max_tokens times n, 0 where max_tokens is left to the server.
     """
@@ -115,7 +115,7 @@ class RequestBudget:
     num_parts: int = 0
     num_media: int = 0
     num_json_bytes: int = 0
-    num_text_chars: int = 0
+    num_text_bytes: int = 0
     num_frames: int = 0
     num_answer_tokens: int = 0
     num_stop_strings: int = 0

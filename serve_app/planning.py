@@ -222,7 +222,7 @@ def _image_pixels(source: MediaSource) -> int:
 def _limits_of(context_tokens: int | None, tokenizer: Any, limits: RequestLimits) -> RequestLimits:
     if context_tokens is None:
         return limits
-    return limits.for_model(context_tokens, max(map(len, tokenizer.get_vocab())))
+    return limits.for_model(context_tokens, max(len(token.encode()) for token in tokenizer.get_vocab()))
 
 
 def _max_model_len(path: Path) -> int | None:

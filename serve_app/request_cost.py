@@ -28,7 +28,7 @@ def budget_of(
         num_parts=sum(len(message.parts) + len(message.tool_calls) for message in messages),
         num_media=len(references),
         num_json_bytes=max(0, num_bytes - sum(len(one.url) for one in references)),
-        num_text_chars=sum(map(_num_chars, messages)),
+        num_text_bytes=sum(map(_num_bytes, messages)),
         num_frames=_num_frames(chat) * sum(one.kind == "video" for one in references),
         num_answer_tokens=_num_answer_tokens(chat, context_tokens),
         num_stop_strings=len(stops),
@@ -37,10 +37,10 @@ def budget_of(
     )
 
 
-def _num_chars(message: ChatMessage) -> int:
-    called = sum(len(call.name) + len(call.arguments) + len(call.call_id) for call in message.tool_calls)
-    texts = sum(len(part.text) for part in message.parts)
-    return texts + called + len(message.tool_call_id) + len(message.name)
+def _num_bytes(message: ChatMessage) -> int:
+    called = [text for call in message.tool_calls for text in (call.name, call.arguments, call.call_id)]
+    texts = (*(part.text for part in message.parts), *called, message.tool_call_id, message.name)
+    return sum(len(text.encode()) for text in texts)
 
 
 def _num_frames(chat: ChatRequest) -> int:

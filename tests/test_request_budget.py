@@ -22,7 +22,7 @@ from epd.request_budget import (
 )
 from epd.sampling_params import MAX_CHOICES
 
-LIMITS = RequestLimits().for_model(context_tokens=32_768, longest_token_chars=16)
+LIMITS = RequestLimits().for_model(context_tokens=32_768, longest_token_bytes=16)
 AMOUNTS = [field.name for field in fields(RequestBudget)]
 ENORMOUS = st.integers(0, 2**80)
 budgets = st.builds(RequestBudget, **dict.fromkeys(AMOUNTS, ENORMOUS))
@@ -87,8 +87,8 @@ def test_checks_allocate_nothing_from_what_is_claimed(
 
 
 def test_ceilings_follow_the_context_of_the_model() -> None:
-    small = RequestLimits().for_model(context_tokens=100, longest_token_chars=8)
-    assert small.max_text_chars == 800
+    small = RequestLimits().for_model(context_tokens=100, longest_token_bytes=8)
+    assert small.max_text_bytes == 800
     assert small.max_frames == 4000  # two of a frame share a token, of which a twentieth is kept
     assert small.max_answer_tokens == 100 * MAX_CHOICES
     large = RequestLimits(max_answer_tokens=500).for_model(1 << 20, 128)

@@ -23,7 +23,7 @@ def planner() -> Planner:
 
 
 def test_ceilings_are_those_of_the_model(planner: Planner) -> None:
-    longest = max(map(len, planner.adapter.tokenizer.get_vocab()))
+    longest = max(len(token.encode()) for token in planner.adapter.tokenizer.get_vocab())
     assert planner.limits == RequestLimits(max_frames=16).for_model(32_768, longest)
 
 
