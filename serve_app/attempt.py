@@ -23,14 +23,14 @@ class Ending(StrEnum):
 class Attempt:
     """A try. id: what workers know the request by.
 
-    prefill_worker, decode_worker: chosen, and the same one where roles are merged. touched: all workers that
-    were ever told of it. is_placed: whether both have taken it. is_handed_over: whether decode goes on alone.
-    moving_to: another decode worker that its answer is being moved to, if any.
-    started_s: when its workers were asked, Unix time. failures: of a group, how often it was not encoded.
-    asking: messages about it that a worker has not answered. lost_with: workers that were lost before they
-    answered one, until that is counted.
-    num_tokens: that have come in this attempt. isolated_at: places at which nobody else may be put at risk by
-    it, at_risk_until: tokens after which it is at risk no more; see `epd.loss_policy`.
+    prefill_worker, decode_worker: chosen, and the same one where roles are merged. touched: all workers
+    that were ever told of it. is_placed: whether both have taken it. is_handed_over: whether decode goes
+    on alone. moving_to: another decode worker that its answer is being moved to, if any. started_s: when
+    its workers were asked, Unix time. failures: of a group, how often it was not encoded. asking:
+    messages about it that a worker has not answered. lost_with: workers that were lost before they
+    answered one, until that is counted. event_s: when anything came of it last, Unix time. num_tokens:
+    that have come in this attempt. isolated_at: places at which nobody else may be put at risk by it,
+    at_risk_until: tokens after which it is at risk no more; see `epd.loss_policy`.
     """
 
     def __init__(self, number: int, answer: LiveAnswer, router: Router) -> None:
@@ -46,6 +46,7 @@ class Attempt:
         self.failures: Counter[int] = Counter()
         self.asking: Counter[str] = Counter()
         self.lost_with: set[str] = set()
+        self.event_s = 0.0
         self.num_tokens = 0
         self.isolated_at: frozenset[Hashable] = frozenset()
         self.at_risk_until = 0
@@ -58,12 +59,14 @@ class Attempt:
     def is_merged(self) -> bool:
         return self.prefill_worker == self.decode_worker
 
+    @property
+    def workers(self) -> frozenset[str]:
+        """Those that have it, as far as they were chosen; prefill lets go of it with the hand-over."""
+        return frozenset({self.decode_worker} | (set() if self.is_handed_over else {self.prefill_worker}))
+
     def is_at(self, worker: str) -> bool:
-        """Whether a worker has it, or is being asked to take it; prefill lets go of it with the hand-over."""
-        if self.asking[worker]:
-            return True
-        is_prefilled_there = worker == self.prefill_worker and not self.is_handed_over
-        return self.is_placed and (is_prefilled_there or worker == self.decode_worker)
+        """Whether a worker has it, or is being asked to take it."""
+        return self.asking[worker] > 0 or (self.is_placed and worker in self.workers)
 
     @property
     def is_at_risk(self) -> bool:

@@ -64,6 +64,10 @@ class EncodeDesk:
         """The groups that an encoder has: request and number of the group."""
         return [(each.request_id, each.number) for each in self._dealt.values() if each.worker == worker]
 
+    def encoders_of(self, request_id: str) -> frozenset[str]:
+        """The encoders that have groups of a request."""
+        return frozenset(each.worker for each in self._dealt.values() if each.request_id == request_id)
+
     def wake(self) -> None:
         """Encoders may have come or changed."""
         self._has_room.set()

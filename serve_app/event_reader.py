@@ -34,6 +34,7 @@ from serve_app.placement import Placement
 from serve_app.recovery import Recovery
 from serve_app.retention import LoadRetention
 from serve_app.task_group import Loops, Tasks
+from serve_app.watchdog import Watchdog
 from stages.generation import TokenOutput
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class EventReader:
     placement: Placement
     recovery: Recovery
     losses: LossCounter
+    watchdog: Watchdog
     queue: AdmissionQueue
     retention: LoadRetention
     attempts: Mapping[str, Attempt]
@@ -87,6 +89,7 @@ class EventReader:
                 self.loops.gone.append(event.loop)
 
     def _take_report(self, report: WorkerReport) -> None:
+        self.watchdog.reported(report)
         self.loads[report.worker] = report.load
         for event in report.events:
             self._guarded(_request_id(event), self._take_event, report.worker, event)
@@ -119,6 +122,7 @@ class EventReader:
     def _take_progress(
         self, worker: str, attempt: Attempt, event: Admitted | Granted | HandedOver | RequestFailed | SpanDone
     ) -> None:
+        attempt.event_s = time.time()
         match event:
             case Admitted():
                 attempt.answer.cached_tokens = event.num_cached
@@ -146,6 +150,7 @@ class EventReader:
         attempt = self.attempts.get(request_id)
         if attempt is None:
             return
+        attempt.event_s = time.time()
         attempt.num_tokens += len(outputs)
         attempt.answer.take(outputs)
         if attempt.answer.has_begun and attempt.unbook_prefill():

@@ -178,6 +178,7 @@ class GroupFeed:
         num_substituted, frames = await self._frames[item].read(index, self._patience_s)
         self._attempt.answer.substituted.note(plan.groups[number].spec.key, num_substituted)
         self._attempt.answer.timings.decode_video_s += self._clock() - start_s
+        self._attempt.event_s = self._clock()
         self._attempt.answer.note_span("decode_video", "video", start_s, item=item, group=index)
         return frames
 

@@ -107,6 +107,7 @@ SERVICE_COUNTERS = {
     "retries": "Tries of requests that were lost with a worker.",
     "units_skipped": "Units of videos that were not encoded, since they did not change.",
     "workers_lost": "Workers that died or hung.",
+    "stalls": "Attempts at requests of which nothing came any more, and which were ended.",
     "event_failures": "Reports of workers that a bug kept from being taken.",
     "loop_failures": "Failures of loops that the service needs, which were started again.",
 }

@@ -54,6 +54,7 @@ from serve_app.service import (
 )
 from serve_app.substituted_frames import SubstitutedFrames
 from serve_app.task_group import Loops, Tasks
+from serve_app.watchdog import Watchdog
 
 _MAX_GROUP_FAILURES = 3
 _DRAIN_POLL_S = 0.05
@@ -62,12 +63,13 @@ _DRAIN_POLL_S = 0.05
 @dataclass(frozen=True, slots=True)
 class OrchestratorConfig:
     """max_waiting: requests in the queue for room. max_wait_s: there, where a request has no deadline.
-
-    max_attempts: losses of one request, of workers of any role. losses: which requests are to blame for them,
-    and refused for a while. max_prefills, unavailable_s: see `PlacementLimits`.
-    max_backlog_patches: see `EncodeDesk`. num_planning_threads: that probe media and tokenise.
-    sharding: of one request's groups over the encoders. switching: limits of changes of roles.
-    elastic, retention: how roles, and the share of visual tokens, follow the load; None where they do not.
+    max_attempts: losses of one request, of workers of any role. losses: which requests are to blame for
+    them, and refused for a while. max_prefills, unavailable_s: see `PlacementLimits`. stall_timeout_s:
+    after which an attempt of which nothing comes is lost, see `epd.stall_policy`; more than one step of
+    a worker may take. max_backlog_patches: see `EncodeDesk`. num_planning_threads: that probe media and
+    tokenise. sharding: of one request's groups over the encoders. switching: limits of changes of
+    roles. elastic, retention: how roles, and the share of visual tokens, follow the load; None where
+    they do not.
     """
 
     max_waiting: int = 256
@@ -76,6 +78,7 @@ class OrchestratorConfig:
     losses: LossLimits = field(default_factory=LossLimits)
     max_prefills: int = 16
     unavailable_s: float = 60.0
+    stall_timeout_s: float = 180.0
     max_backlog_patches: int = 32_768
     num_planning_threads: int = 2
     sharding: Sharding = "groups"
@@ -99,6 +102,7 @@ class Orchestrator:
             self.router,
             max_backlog_patches=self.config.max_backlog_patches,
             unavailable_s=self.config.unavailable_s,
+            stall_s=self.config.stall_timeout_s,
         )
         self._attempts: dict[str, Attempt] = {}
         self._losses = LossCounter(
@@ -130,6 +134,9 @@ class Orchestrator:
         )
         self._substituted = SubstitutedFrames()
         self._counters: Counter[str] = Counter()
+        self._watchdog = Watchdog(
+            self._attempts, self._desk, self._counters, time.time, timeout_s=self.config.stall_timeout_s
+        )
         self._numbers = count(1)
         self._num_planning = 0
         self._is_draining = False
@@ -145,6 +152,7 @@ class Orchestrator:
         """Starts the fleet. Raises EPDError when a worker cannot start."""
         await self._fleet.start()
         self._loops.start("events", self._reader().follow)
+        self._loops.start("watchdog", self._watchdog.run)
         self.elastic.start(self._loops)
         self.retention.start(self._loops)
 
@@ -155,6 +163,7 @@ class Orchestrator:
             self._placement,
             self._recovery,
             self._losses,
+            self._watchdog,
             self.queue,
             self.retention,
             self._attempts,

@@ -28,6 +28,7 @@ from serve_app.worker_stages import Transport, WorkerSettings
 logger = logging.getLogger(__name__)
 
 IDLE_S = 0.5  # between steps of a worker with nothing to do
+_MAX_SILENCE_S = 1.0  # of a worker that computes without an event: then it reports its load
 _POLL_S = 0.01  # between steps of one that waits for others, should it not be woken
 
 
@@ -72,7 +73,7 @@ class WorkerThread:
         self._inbox: deque[Call] = deque()
         self._wake = threading.Event()
         self._is_busy = False
-        self._reported_load = WorkerLoad()
+        self._reported_load, self._reported_s = WorkerLoad(), 0.0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._ready: asyncio.Future[None] = self._loop.create_future()
 
@@ -130,10 +131,11 @@ class WorkerThread:
         while self._inbox:
             self._answer(core, self._inbox.popleft())
         is_busy = core.step() or has_mail
-        report = core.take_report() or (None if is_busy else self._changed_load(core))
+        is_silent = self.beat_s - self._reported_s > _MAX_SILENCE_S
+        report = core.take_report() or (self._changed_load(core) if is_silent or not is_busy else None)
         self._is_busy = False
         if report is not None and not self.is_stopped:
-            self._reported_load = report.load
+            self._reported_load, self._reported_s = report.load, self.beat_s
             self._post(self._listener.on_report, report)
         if not is_busy:
             self._wake.wait(_POLL_S if core.has_work() else IDLE_S)
