@@ -143,7 +143,12 @@ class DecodeRun:
             raise CancelledError("the stream was closed while a group was asked for; open another one")
         group = self._ring.groups[self._ring.num_taken]
         assert group is not None
-        return group.is_complete and (self._ring.can_fill(group) or self._num_working == 0)
+        return group.is_complete and (self._ring.can_fill(group) or self._is_stuck)
+
+    @property
+    def _is_stuck(self) -> bool:
+        """Whether no worker goes on by itself: all have ended, or wait for the consumer."""
+        return len(self._parked) == self._num_working
 
     def close(self) -> None:
         """Stop every task of this request and free what it holds; calling it again does nothing."""
@@ -194,7 +199,7 @@ class DecodeRun:
         with self._changed:
             if self._is_closed or self._ring.has_room(target):
                 return False
-            self._parked.append(worker)
+            self._park(worker)
             return True
 
     def park_for_work(self, worker: Worker, is_lane_idle: bool) -> bool:
@@ -202,8 +207,14 @@ class DecodeRun:
         with self._changed:
             if self._is_closed or self._may_read(worker, is_lane_idle):
                 return False
-            self._parked.append(worker)
+            self._park(worker)
             return True
+
+    def _park(self, worker: Worker) -> None:
+        """The consumer looks again: where it waits for what no worker can bring, it would wait for ever."""
+        self._parked.append(worker)
+        if self._is_stuck:
+            self._changed.notify_all()
 
     def is_finished(self) -> bool:
         """Whether there is nothing left to do: all frames are there, or nobody wants them."""

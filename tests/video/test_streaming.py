@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 import video
-from epd.errors import CancelledError, MediaLimitError, RequestError
+from epd.errors import CancelledError, CorruptMediaError, MediaLimitError, RequestError
 from tests.video.conftest import Clip
 from tests.video.recipes import GOP15, Recipe
-from video.lane import Lane
+from video.lane import Lane, Shown
 from video.pixels import FrameConverter
 from video.pool import DecodePool
+from video.worker import Worker
 
 LONG = Recipe("long.mp4", options=GOP15, num_frames=600, width=64, height=48)
 TIMES = list(np.arange(0.05, 20, 0.1))
@@ -210,6 +211,28 @@ def test_a_gop_that_takes_too_long_is_replaced(clip: Clip, monkeypatch: pytest.M
     frames = video.decode(clip(LONG), TIMES, workers=1, limits=video.Limits(max_gop_s=0.2))
     assert 1 <= frames.num_substituted <= 20
     assert all(1.5 < time_s < 4.0 for time_s in frames.substituted_times_s)
+
+
+def test_frames_that_wait_for_one_that_never_comes_are_an_error(
+    clip: Clip, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All groups in memory miss all their frames, and what could stand in for them has no room."""
+
+    def decode_late_ones(self: Worker, shown: Shown) -> None:
+        if shown.target is not None and shown.target < 15 * 15360:
+            shown = Shown(shown.target, None, shown.pts, True)
+        deliver(self, shown)
+
+    deliver = Worker._deliver
+    monkeypatch.setattr(Worker, "_deliver", decode_late_ones)
+    limits = video.Limits(max_substituted_fraction=1.0, max_file_s=60.0)
+    start = time.monotonic()
+    with (
+        video.stream(clip(LONG), TIMES, group_size=10, groups_ahead=3, limits=limits) as groups,
+        pytest.raises(CorruptMediaError, match="no frame could be decoded near 4 wanted times"),
+    ):
+        next(groups)
+    assert time.monotonic() - start < 20
 
 
 def test_a_failure_in_a_worker_reaches_the_consumer(clip: Clip, monkeypatch: pytest.MonkeyPatch) -> None:
