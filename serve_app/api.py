@@ -44,6 +44,7 @@ from serve_app.protocol import (
 )
 from serve_app.record import record_of
 from serve_app.service import AnswerService, ModelCard
+from video import MediaReader
 
 __all__ = ["ApiSettings", "create_api"]
 
@@ -52,9 +53,14 @@ _MAX_ROLES_BYTES = 4096
 _SCHEMA_REF = "#/components/schemas/{model}"
 
 
-def create_api(service: AnswerService, settings: ApiSettings | None = None) -> FastAPI:
-    """The app. Its lifespan, or whoever mounts it without one, calls `app.state.front.close()` at the end."""
-    front = FrontDoor(service, settings or ApiSettings())
+def create_api(
+    service: AnswerService, settings: ApiSettings | None = None, reader: MediaReader | None = None
+) -> FastAPI:
+    """The app. Its lifespan, or whoever mounts it without one, calls `app.state.front.close()` at the end.
+
+    reader: of media that clients send; by default this process.
+    """
+    front = FrontDoor(service, settings or ApiSettings(), reader)
     app = _App(title="epd", docs_url=None, redoc_url=None, lifespan=_lifespan)
     app.state.front = front
     hosts = HostCheck(front.settings.allowed_hosts, has_key=front.settings.api_key is not None)

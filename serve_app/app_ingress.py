@@ -17,7 +17,7 @@ from serve_app.orchestrator import Orchestrator, OrchestratorConfig
 from serve_app.planning import Planner
 from serve_app.ray_fleet import RayFleet, RayFleetConfig
 from serve_app.worker_stages import WorkerSettings
-from video import FetchPolicy
+from video import FetchPolicy, MediaChildren
 
 
 async def create_ingress(args: AppArgs) -> FastAPI:
@@ -48,9 +48,10 @@ async def create_ingress(args: AppArgs) -> FastAPI:
         elastic=ControllerConfig() if args.elastic else None,
         retention=args.load_retention,
     )
-    planner = Planner(args.model_path, args.model_name, limits=args.limits)
+    children = MediaChildren()
+    planner = Planner(args.model_path, args.model_name, limits=args.limits, reader=children)
     service = Orchestrator(fleet, planner, config)
-    app = create_api(service, _settings(args, planner))
+    app = create_api(service, _settings(args, planner), children)
     front_lifespan = app.router.lifespan_context
 
     @asynccontextmanager
@@ -60,12 +61,14 @@ async def create_ingress(args: AppArgs) -> FastAPI:
                 yield
         finally:
             await service.close()
+            children.close()
 
     app.router.lifespan_context = lifespan
     try:
         await service.start()
     except EPDError:
         await service.close()
+        children.close()
         raise
     return app
 

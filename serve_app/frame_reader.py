@@ -201,3 +201,18 @@ class _StreamHere:
 def open_here(message: ReadFrames) -> FrameStream:
     """Decodes in threads of this process. Raises MediaError."""
     return _StreamHere(message)
+
+
+class ChildOpener:
+    """Opens streams that media children decode: see `video.MediaChildren`."""
+
+    def __init__(self, children: video.MediaChildren) -> None:
+        self._children = children
+
+    def __call__(self, message: ReadFrames) -> FrameStream:
+        """Raises MediaError."""
+        order = order_of(message)
+        file = video.open_file(message.source, message.name, message.identity)
+        return video.ChildStream(
+            self._children, file, message.name, order.times_s, order.size, order.group_sizes
+        )

@@ -35,7 +35,7 @@ from serve_app.record import RequestRecord, record_of
 from serve_app.request_cost import budget_of
 from serve_app.service import AnswerItem, AnswerRequest, AnswerService, MediaSource, StageSpan
 from serve_app.tracing import tracing_of
-from video import FetchPolicy
+from video import FetchPolicy, MediaReader
 
 _RETRY_AFTER_S = 1.0
 
@@ -92,7 +92,10 @@ class _Options:
 class FrontDoor:
     """What all routes share."""
 
-    def __init__(self, service: AnswerService, settings: ApiSettings) -> None:
+    def __init__(
+        self, service: AnswerService, settings: ApiSettings, reader: MediaReader | None = None
+    ) -> None:
+        """reader: of media; by default this process."""
         self.service = service
         self.settings = settings
         self.metrics = FrontMetrics()
@@ -107,6 +110,7 @@ class FrontDoor:
                 max_s=settings.max_fetch_s,
                 num_downloads=settings.num_downloads,
             ),
+            reader=reader,
         )
         watch = self.metrics.watch
         watch("held_body_bytes", "Of requests being read.", lambda: self.bodies.budget.num_taken)

@@ -24,7 +24,7 @@ from epd.errors import CancelledError, EPDError
 from epd.routing import ROLE_LETTERS, Stage
 from epd.types import UInt8Array
 from serve_app.fleet import Bulk, FleetBroken, FleetEvent, WorkerBack, WorkerInfo, WorkerLost, WorkerLostError
-from serve_app.frame_reader import FrameReader
+from serve_app.frame_reader import ChildOpener, FrameReader
 from serve_app.messages import CloseStream, Message, ReplyT, WorkerReport, endpoint
 from serve_app.task_group import Loops
 from serve_app.worker_core import WorkerCore
@@ -33,6 +33,7 @@ from serve_app.worker_thread import Call, Listener, WorkerThread, fault_of
 from stages.connectors import InProcessHub
 from stages.encoder_pool import EncoderPool, EncoderPoolShape
 from stages.kv_pool import KVPools, KVPoolsShape
+from video import MediaChildren
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +46,14 @@ class LocalFleetConfig:
     """workers: roles of each, by name. hang_s: a worker without a sign of life for so long is lost.
 
     restart_s: until a lost worker is started again. num_video_threads: frames being read at once.
+    children: that decode video; None for threads of this process.
     """
 
     workers: Mapping[str, frozenset[Stage]]
     hang_s: float = 30.0
     restart_s: float = 0.05
     num_video_threads: int = 4
+    children: MediaChildren | None = None
 
 
 @dataclass(slots=True)
@@ -131,8 +134,13 @@ class LocalFleet:
         assert core is not None
         return core
 
+    def _new_reader(self) -> FrameReader:
+        children = self._config.children
+        return FrameReader(ChildOpener(children) if children else None)
+
     async def start(self) -> None:
-        self.readers = {name: FrameReader() for name, info in self._infos.items() if "video" in info.roles}
+        decoders = [name for name, info in self._infos.items() if "video" in info.roles]
+        self.readers = {name: self._new_reader() for name in decoders}
         await asyncio.gather(*(self._start(name) for name in self._infos if name not in self.readers))
         self._loops.start("watch", self._watch)
 
@@ -250,7 +258,7 @@ class LocalFleet:
         info = self._infos[name]
         self._infos[name] = replace(info, incarnation=info.incarnation + 1)
         if name in self.readers:
-            self.readers[name] = FrameReader()
+            self.readers[name] = self._new_reader()
         else:
             while not await self._is_started(name):
                 await asyncio.sleep(max(self._config.restart_s, _FROZEN_S))

@@ -76,9 +76,16 @@ class MediaSpool:
     """A folder of its own below `parent`, where each request has one for as long as it lasts."""
 
     def __init__(
-        self, policy: FetchPolicy, *, parent: Path | None = None, limits: SpoolLimits | None = None
+        self,
+        policy: FetchPolicy,
+        *,
+        parent: Path | None = None,
+        limits: SpoolLimits | None = None,
+        reader: video.MediaReader | None = None,
     ) -> None:
+        """reader: of media; by default this process."""
         self._policy = policy
+        self._reader = reader or video.OwnReader()
         self._limits = limits or SpoolLimits()
         self._known = KnownFiles()
         self._facts: Recent[str, video.MediaFacts] = Recent(_MAX_KNOWN_FACTS)
@@ -183,7 +190,7 @@ class MediaSpool:
         mm_hash = self._known.content_hash(file)
         facts = self._facts.get(mm_hash)
         if facts is None:
-            facts = video.look(video.Media(file.source, reference.label))
+            facts = self._reader.look(file, reference.label)
             self._facts.set(mm_hash, facts)
         _check_kind(facts.kind, reference)
         num_bytes, identity = file.identity.num_bytes, file.identity

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -32,6 +33,7 @@ from serve_app.encode_desk import EncodeDesk
 from serve_app.event_reader import EventReader
 from serve_app.fleet import Fleet, send_surely
 from serve_app.group_feed import GroupFeed
+from serve_app.image_loading import ImageLoader
 from serve_app.isolation import Isolation
 from serve_app.live_answer import LiveAnswer
 from serve_app.loss_counter import LossCounter
@@ -143,6 +145,7 @@ class Orchestrator:
         self._tasks = Tasks()
         self._loops = Loops(self._counters)
         self._threads = ThreadPoolExecutor(self.config.num_planning_threads, thread_name_prefix="planning")
+        self._images = ImageLoader(planner, self.config.num_planning_threads)
 
     @property
     def models(self) -> Sequence[ModelCard]:
@@ -191,6 +194,7 @@ class Orchestrator:
         await self.switcher.close()
         await self._fleet.close()
         self._threads.shutdown(cancel_futures=True)
+        self._images.close()
 
     # Answers
 
@@ -204,23 +208,26 @@ class Orchestrator:
         self._losses.check(request)
         request = self.retention.reduced(request)
         check_reduction(request.reduction, [info.roles for info in self._fleet.workers.values()])
-        plan = await self._plan(request)
-        answer = LiveAnswer(request, plan, self._planner.texts, time.time, self._substituted)
-        self.elastic.arrived(plan)
-        self.retention.arrived(plan)
-        running = self._tasks.spawn(self._run(answer, deadline_s))
-        try:
-            async for item in answer.items():
-                yield item
-        finally:
-            self.elastic.finished()
-            running.cancel()
+        async with AsyncExitStack() as held:
+            plan = await self._plan(request, held)
+            answer = LiveAnswer(request, plan, self._planner.texts, time.time, self._substituted)
+            self.elastic.arrived(plan)
+            self.retention.arrived(plan)
+            running = self._tasks.spawn(self._run(answer, deadline_s))
+            try:
+                async for item in answer.items():
+                    yield item
+            finally:
+                self.elastic.finished()
+                running.cancel()
 
-    async def _plan(self, request: AnswerRequest) -> AnswerPlan:
+    async def _plan(self, request: AnswerRequest, held: AsyncExitStack) -> AnswerPlan:
+        """held: keeps the images of the plan as long as it is open."""
         self._num_planning += 1
         try:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, self._planner.plan, request)
+            images = await held.enter_async_context(self._images.loaded(request))
+            return await loop.run_in_executor(self._threads, self._planner.plan, request, images)
         finally:
             self._num_planning -= 1
 

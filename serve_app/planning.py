@@ -5,11 +5,11 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import video
 from encoders import Adapter, MediaPlan, Sampling, load_adapter
@@ -33,7 +33,6 @@ from stages.weights import weights_revision
 _MAX_SEED = 2**31
 # Plans of videos that are kept, by content: a second question about one lists no frames anew.
 _MAX_KNOWN_PLANS = 256
-_T = TypeVar("_T")
 # Content and frame sampling; the model is the planner's.
 _PlanKey = tuple[str, Sampling]
 
@@ -128,11 +127,13 @@ class Planner:
         *,
         group_tokens: int = DEFAULT_GROUP_TOKENS,
         limits: RequestLimits | None = None,
+        reader: video.MediaReader | None = None,
     ) -> None:
         """name: under which the model is asked for; by default the folder's. limits: see `self.limits`.
 
-        Raises ModelError.
+        reader: of media; by default this process. Raises ModelError.
         """
+        self._reader = reader or video.OwnReader()
         self.adapter = load_adapter(model_path)
         self.settings = generation_settings(model_path, self.adapter)
         self.texts = TokenTexts(self.adapter.tokenizer)
@@ -144,10 +145,10 @@ class Planner:
         # Ceilings of one request, lowered to what can fit the model's context.
         self.limits = _limits_of(self.card.max_model_len, self.adapter.tokenizer, limits or RequestLimits())
 
-    def plan(self, request: AnswerRequest) -> AnswerPlan:
-        """Raises MediaError, RequestError."""
+    def plan(self, request: AnswerRequest, images: Mapping[int, PlannedMedia] | None = None) -> AnswerPlan:
+        """images: those that are loaded already, by place. Raises MediaError, RequestError."""
         start = time.perf_counter()
-        media = self._planned_media(request)
+        media = self._planned_media(request, images or {})
         plans = [item.plan for item in media]
         with self._adapters.borrowed() as adapter:
             whole = adapter.plan_chat(plans, request.messages)
@@ -168,14 +169,28 @@ class Planner:
             priority=request.priority,
         )
 
-    def _planned_media(self, request: AnswerRequest) -> tuple[PlannedMedia, ...]:
+    def check_images(self, request: AnswerRequest) -> None:
+        """To be asked before `image`. Raises RequestBudgetError for too many pixels in all."""
+        check_num_pixels(sum(map(_image_pixels, request.media)), self.limits)
+
+    def image(self, source: MediaSource) -> PlannedMedia:
+        """An image decoded and brought to its planned size. Raises MediaError."""
+        with _opened(source) as file:
+            pixels = self._reader.load_image(file, source.label)
+        with _labelled(source):
+            return plan_pixels(self.adapter, source.path, pixels)
+
+    def _planned_media(
+        self, request: AnswerRequest, images: Mapping[int, PlannedMedia]
+    ) -> tuple[PlannedMedia, ...]:
         """The media. What can never fit is refused before it is decoded, listed or laid out as a prompt."""
-        sources = [replace(each, facts=each.facts or _opened(each, video.look)) for each in request.media]
+        sources = [replace(each, facts=each.facts or self._look(each)) for each in request.media]
         check_num_pixels(sum(map(_image_pixels, sources)), self.limits)
         planned: list[PlannedMedia] = []
         num_frames_left = self.limits.max_frames
-        for source in sources:
-            planned.append(self._planned(source, replace(request.sampling, max_frames=num_frames_left)))
+        for place, source in enumerate(sources):
+            sampling = replace(request.sampling, max_frames=num_frames_left)
+            planned.append(images.get(place) or self._planned(source, sampling))
             num_frames_left -= planned[-1].plan.num_frames if source.kind == "video" else 0
         if self.card.max_model_len is not None:
             num_tokens = sum(item.plan.num_tokens for item in planned)
@@ -184,14 +199,15 @@ class Planner:
 
     def _planned(self, source: MediaSource, sampling: Sampling) -> PlannedMedia:
         """Raises MediaError, RequestError."""
-        facts = source.facts or _opened(source, video.look)
-        pixels = _opened(source, video.load_image) if facts.kind == "image" else None
-        try:
-            if pixels is not None:
-                return plan_pixels(self.adapter, source.path, pixels)
+        facts = source.facts or self._look(source)
+        if facts.kind == "image":
+            return self.image(source)
+        with _labelled(source):
             return PlannedMedia(source.path, self._video_plan(source.mm_hash, facts, sampling))
-        except MediaError as error:
-            raise type(error)(f"{source.label}: {error}") from error
+
+    def _look(self, source: MediaSource) -> video.MediaFacts:
+        with _opened(source) as file:
+            return self._reader.look(file, source.label)
 
     def _video_plan(self, mm_hash: str, facts: video.MediaFacts, sampling: Sampling) -> MediaPlan:
         plan = self._plans.get((mm_hash, sampling))
@@ -208,10 +224,18 @@ class Planner:
             )
 
 
-def _opened(source: MediaSource, read: Callable[[video.Media], _T]) -> _T:
-    """What `read` makes of the very file that was checked. Raises MediaError."""
-    with video.open_file(source.path, source.label, source.identity) as file:
-        return read(video.Media(file.source, source.label))
+def _opened(source: MediaSource) -> video.OpenFile:
+    """The very file that was checked. Raises MediaError."""
+    return video.open_file(source.path, source.label, source.identity)
+
+
+@contextmanager
+def _labelled(source: MediaSource) -> Iterator[None]:
+    """Puts the name of the source before errors about it."""
+    try:
+        yield
+    except MediaError as error:
+        raise type(error)(f"{source.label}: {error}") from error
 
 
 def _image_pixels(source: MediaSource) -> int:

@@ -17,17 +17,18 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 import torch
 
 from epd.errors import EPDError
+from epd.machine import memory_limit_bytes
 from epd.routing import Stage
 from epd.types import UInt8Array
 from serve_app.fleet import WorkerLostError
-from serve_app.frame_reader import FrameReader
+from serve_app.frame_reader import ChildOpener, FrameReader
 from serve_app.messages import CloseStream, Message, WorkerLoad, WorkerReport
 from serve_app.peer_links import Delivery, PeerLinks
 from serve_app.ray_connector import Envelope, RayTransport
@@ -36,10 +37,12 @@ from serve_app.ray_thread import ActorThread, Call
 from serve_app.task_group import Loops
 from serve_app.worker_stages import WorkerSettings
 from serve_app.worker_thread import fault_of
+from video import ChildLimits, MediaChildren
 
 logger = logging.getLogger(__name__)
 
 _MAX_GAP_S = 60.0  # for a message to come whose successors are there
+_MIN_VIDEO_CHILDREN, _MAX_VIDEO_CHILDREN = 4, 32
 # Frames, or a reference to frames; in a list, so that Ray does not wait for it before the call.
 BulkArgument = Sequence[Any]
 
@@ -238,13 +241,21 @@ async def _frames(bulk: BulkArgument) -> tuple[UInt8Array | None, EPDError | Non
         return None, WorkerLostError(f"the frames are lost: {type(error).__name__}; have them decoded again")
 
 
+def _child_limits() -> ChildLimits:
+    """As many children as a quarter of the machine's memory has room for, and some in any case."""
+    limits = ChildLimits()
+    room = memory_limit_bytes() // 4 // limits.memory_bytes
+    return replace(limits, max_children=min(max(room, _MIN_VIDEO_CHILDREN), _MAX_VIDEO_CHILDREN))
+
+
 class VideoActor:
     """A worker that decodes video: frames of one group for each call, several calls at once."""
 
     def __init__(self) -> None:
         self._life = ""
         self._name = ""
-        self._reader = FrameReader()
+        self._children = MediaChildren(_child_limits(), decodes_video=True)
+        self._reader = FrameReader(ChildOpener(self._children))
         self._executor: ThreadPoolExecutor | None = None
         self._node_id = ray.get_runtime_context().get_node_id()
 
@@ -254,6 +265,7 @@ class VideoActor:
     async def start(self, start: Start) -> Reply:
         self._name, self._life = start.name, start.life
         self._executor = ThreadPoolExecutor(start.num_threads, thread_name_prefix="video")
+        self._executor.submit(self._children.server.start)  # the first frames need not wait for it
         return Reply()
 
     async def handle(self, life: str, _number: int, message: Message[Any], _bulk: BulkArgument) -> Reply:

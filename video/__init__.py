@@ -5,6 +5,8 @@ In AVI, which has no presentation times, frame n in order of display begins at n
 """
 
 from epd.types import FrameGroup, Frames
+from video.child_stream import ChildStream
+from video.children import ChildLimits, MediaChildren
 from video.data_uri import read_data_uri
 from video.download import Download
 from video.fetch import fetch
@@ -15,12 +17,15 @@ from video.local_files import FileIdentity, OpenFile, allowed_file, open_allowed
 from video.look import MediaFacts, look
 from video.policy import FetchPolicy, Sink
 from video.probe import probe
+from video.reading import MediaReader, OwnReader
 from video.reference import reference_decode
 from video.sampling import sample_times
 from video.source import Media
 from video.stream import GroupStream, decode, stream
 
 __all__ = [
+    "ChildLimits",
+    "ChildStream",
     "Download",
     "FetchPolicy",
     "FileIdentity",
@@ -29,8 +34,11 @@ __all__ = [
     "GroupStream",
     "Limits",
     "Media",
+    "MediaChildren",
     "MediaFacts",
+    "MediaReader",
     "OpenFile",
+    "OwnReader",
     "Sink",
     "VideoInfo",
     "allowed_file",

@@ -12,12 +12,9 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
-import torch
 from av.sidedata.sidedata import SideData
 from av.video.frame import VideoFrame
 from av.video.reformatter import Interpolation, VideoReformatter
-from torchvision.transforms.v2 import InterpolationMode
-from torchvision.transforms.v2 import functional as transforms
 
 from epd.types import UInt8Array
 
@@ -79,6 +76,10 @@ def exact_resize(pixels: UInt8Array, size: Size | None) -> UInt8Array:
     """Antialiased bicubic as torchvision does it on uint8; `size` is (height, width), None keeps the size."""
     if size is None or pixels.shape[:2] == tuple(size):
         return pixels
+    import torch  # only what resizes pays seconds and hundreds of megabytes for it
+    from torchvision.transforms.v2 import InterpolationMode
+    from torchvision.transforms.v2 import functional as transforms
+
     if not pixels.flags.writeable:  # torch warns of memory it may not write; it only reads here
         pixels = pixels.copy()
     image = torch.from_numpy(pixels).permute(2, 0, 1).unsqueeze(0)  # uint8 [1, 3, H, W], channels last

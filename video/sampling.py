@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
-import torch
 
 from epd.errors import MediaLimitError, RequestError
 from epd.types import Float64Array
@@ -141,5 +140,7 @@ def _indices(total: int, count: int, spacing: Spacing) -> Float64Array:
     """Frame numbers, float64 [count]. `torch.arange` and its single precision: so do the processors."""
     if spacing == "endpoints":
         return np.linspace(0, total - 1, count).round()
+    import torch  # seconds to import, and asked for by few
+
     strided: Float64Array = torch.arange(0, total, total / count).int().numpy().astype(np.float64)
     return strided

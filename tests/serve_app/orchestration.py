@@ -102,9 +102,8 @@ class Deployment:
         )
         settings = replace(settings, **options.pop("settings", {}))
         self.fleet = LocalFleet(LocalFleetConfig(workers_of(topology), **fleet), settings)
-        self.service = Orchestrator(
-            self.fleet, Planner(path, "tiny", group_tokens=16), OrchestratorConfig(**options)
-        )
+        planner = Planner(path, "tiny", group_tokens=16, reader=options.pop("reader", None))
+        self.service = Orchestrator(self.fleet, planner, OrchestratorConfig(**options))
 
     def cores(self) -> list[WorkerCore]:
         return [

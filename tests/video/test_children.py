@@ -1,0 +1,227 @@
+"""Media children: the same results as in this process, within limits, and a lost one costs its file alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import video
+from epd.errors import CancelledError, CorruptMediaError, MediaError, MediaLimitError, UnavailableError
+from tests.video.conftest import Clip
+from tests.video.corpus import corpus
+from video import ChildLimits, ChildStream, MediaChildren, OpenFile, open_file
+
+SIZES = (4, 4, 4)
+
+
+@pytest.fixture(scope="module")
+def children() -> Iterator[MediaChildren]:
+    with_secrets = {"EPD_API_KEY": "secret", "RAY_AUTH_TOKEN": "secret"}
+    os.environ.update(with_secrets)
+    children = MediaChildren(ChildLimits(max_children=2, patience_s=5.0))
+    children.server.start()
+    for name in with_secrets:
+        del os.environ[name]
+    yield children
+    children.close()
+
+
+def opened(path: Path) -> OpenFile:
+    return open_file(path, "it")
+
+
+def stream_of(children: MediaChildren, path: Path) -> ChildStream:
+    """Twelve frames in their own size, which needs no torch."""
+    info = video.probe(path)
+    times = [(number + 0.5) * info.duration_s / 12 for number in range(12)]
+    return ChildStream(children, opened(path), "it", times, (info.height, info.width), SIZES)
+
+
+def pids(children: MediaChildren) -> set[int]:
+    return {child.pid for child in children._idle}
+
+
+def test_looks_and_images_are_the_same(children: MediaChildren, clip: Clip, tmp_path: Path) -> None:
+    path = clip("rotated_90.mp4")
+    with opened(path) as file:
+        assert children.look(file, "it") == video.look(path)
+    pixels = np.random.default_rng(1).integers(0, 256, (40, 60, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "x.png")
+    with opened(tmp_path / "x.png") as file:
+        assert children.look(file, "it") == video.look(tmp_path / "x.png")
+        assert np.array_equal(children.load_image(file, "it"), pixels)
+
+
+def test_streams_are_the_same_and_change_children(children: MediaChildren, clip: Clip) -> None:
+    """Three streams are read in turn with two children, each the frames that this process decodes."""
+    paths = [clip(name) for name in ("h264_b.mp4", "vp9.webm", "h264.ts")]
+    streams = [stream_of(children, path) for path in paths]
+    groups = [[stream.read() for stream in streams] for _ in SIZES]
+    assert children.num_children <= 2
+    for place, path in enumerate(paths):
+        info = video.probe(path)
+        times = [(number + 0.5) * info.duration_s / 12 for number in range(12)]
+        expected = video.decode(path, times)
+        assert np.array_equal(np.concatenate([row[place].data for row in groups]), expected.data)
+        assert np.array_equal(np.concatenate([row[place].pts_s for row in groups]), expected.pts_s)
+        streams[place].close()
+    assert children.num_children <= 2
+
+
+def test_the_damaged_corpus_costs_no_child(children: MediaChildren, clip: Clip, tmp_path: Path) -> None:
+    lost = children.num_lost
+    for variant in corpus({"video.mp4": clip("h264_b.mp4")}, per_damage=2):
+        (tmp_path / "x").write_bytes(variant.data)
+        with opened(tmp_path / "x") as file:
+            message = error_of(children, file)
+        assert str(tmp_path) not in message, variant.name
+        assert "/proc" not in message, variant.name
+    assert children.num_lost == lost
+
+
+def held_by(pid: int) -> list[str]:
+    """What the descriptors of a process stand for."""
+    return [os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    end_s = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end_s, "waited in vain"
+        time.sleep(0.02)
+
+
+def error_of(children: MediaChildren, file: OpenFile) -> str:
+    try:
+        children.look(file, "it")
+    except MediaError as error:
+        return str(error)
+    return ""
+
+
+def test_a_child_knows_no_secret_and_holds_nothing_of_ours(children: MediaChildren, clip: Clip) -> None:
+    with opened(clip("h264_b.mp4")) as file:
+        children.look(file, "it")
+    for pid in pids(children):
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+        assert not [word for word in (b"secret", b"EPD", b"RAY") if word in environment]
+        wait_until(lambda pid=pid: not any(name.startswith("/tmp") for name in held_by(pid)))
+        sockets = [name for name in held_by(pid) if name.startswith("socket:")]
+        assert len(sockets) == 1  # the one of its jobs
+        others = {name.partition(":")[0] for name in held_by(pid)} - {"socket"}
+        assert others <= {"/dev/null", "/memfd"}
+        limits = Path(f"/proc/{pid}/limits").read_text()
+        assert "unlimited" not in next(line for line in limits.splitlines() if "address space" in line)
+
+
+def test_a_killed_child_costs_its_file_alone(children: MediaChildren, clip: Clip) -> None:
+    stream, other = stream_of(children, clip("h264_b.mp4")), stream_of(children, clip("vp9.webm"))
+    stream.read()
+    other.read()
+    os.kill(children._parked[stream].pid, signal.SIGKILL)
+    with pytest.raises(CorruptMediaError, match="process that read it end"):
+        stream.read()
+    assert len(other.read()) == 4
+    assert len(stream.read()) == 4  # asked again, by another child
+    for each in (stream, other):
+        each.close()
+
+
+def test_more_memory_than_allowed() -> None:
+    """A picture of 60 megapixels in children that may take 100 MB."""
+    children = MediaChildren(ChildLimits(memory_bytes=100 << 20))
+    try:
+        with memory_file(60) as file, pytest.raises(MediaLimitError, match="needs more memory"):
+            children.load_image(file, "it")
+        with memory_file(1) as file:
+            assert children.load_image(file, "it").shape == (1000, 1000, 3)
+    finally:
+        children.close()
+
+
+def memory_file(num_megapixels: int) -> OpenFile:
+    descriptor = os.memfd_create("image")
+    with os.fdopen(os.dup(descriptor), "wb") as file:
+        Image.new("RGB", (1000 * num_megapixels, 1000)).save(file, "PNG", compress_level=1)
+    return OpenFile(descriptor)
+
+
+def test_no_answer_in_time(clip: Clip) -> None:
+    """A child that is stopped answers nothing: it is killed, and the next file is read."""
+    children = MediaChildren(ChildLimits(look_s=0.5))
+    try:
+        with opened(clip("h264_b.mp4")) as file:
+            facts = children.look(file, "it")
+            (pid,) = pids(children)
+            os.kill(pid, signal.SIGSTOP)
+            began = time.monotonic()
+            with pytest.raises(MediaLimitError, match=r"more than 0\.5 s"):
+                children.look(file, "it")
+            assert time.monotonic() - began < 3
+            assert children.look(file, "it") == facts
+    finally:
+        children.close()
+
+
+def test_closing_ends_a_read_that_waits(children: MediaChildren, clip: Clip) -> None:
+    stream = stream_of(children, clip("h264_b.mp4"))
+    stream.read()
+    os.kill(children._parked[stream].pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as threads:
+        reading = threads.submit(stream.read)
+        time.sleep(0.2)
+        began = time.monotonic()
+        stream.close()
+        assert isinstance(reading.exception(timeout=5), CancelledError)
+        assert time.monotonic() - began < 2
+
+
+def test_nobody_waits_for_ever_for_a_child(clip: Clip) -> None:
+    children = MediaChildren(ChildLimits(max_children=1, patience_s=0.3))
+    try:
+        child = children.take()
+        with opened(clip("h264_b.mp4")) as file:
+            with pytest.raises(UnavailableError, match="busy"):
+                children.look(file, "it")
+            threading.Timer(0.1, children.give_back, [child]).start()
+            assert children.look(file, "it").kind == "video"
+    finally:
+        children.close()
+
+
+def test_a_lost_server_is_started_again_and_takes_its_children_along(clip: Clip) -> None:
+    children = MediaChildren(ChildLimits(max_jobs=2))
+    try:
+        with opened(clip("h264_b.mp4")) as file:
+            children.look(file, "it")
+            (pid,) = pids(children)
+            assert children.server._process is not None
+            children.server._process.kill()
+            with pytest.raises(CorruptMediaError):
+                children.look(file, "it")
+            assert children.look(file, "it").kind == "video"
+            assert not is_alive(pid)
+            first = pids(children)
+            children.look(file, "it")  # its second job is its last
+            children.look(file, "it")
+            assert pids(children) != first
+    finally:
+        left = pids(children)
+        children.close()
+    wait_until(lambda: not any(is_alive(pid) for pid in left))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False

@@ -1,0 +1,33 @@
+"""Whoever looks at media and decodes images: this process, or children of it that files cannot hurt."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from epd.types import UInt8Array
+from video.images import load_image
+from video.local_files import OpenFile
+from video.look import MediaFacts, look
+from video.source import Media
+
+
+class MediaReader(Protocol):
+    """Reads open files. name: what messages call the file. For any thread; callers wait."""
+
+    def look(self, file: OpenFile, name: str) -> MediaFacts:
+        """As `video.look`. Raises MediaError, UnavailableError."""
+        ...
+
+    def load_image(self, file: OpenFile, name: str) -> UInt8Array:
+        """As `video.load_image`. Raises as `look`."""
+        ...
+
+
+class OwnReader:
+    """A MediaReader in this process, for media that are trusted."""
+
+    def look(self, file: OpenFile, name: str) -> MediaFacts:
+        return look(Media(file.source, name))
+
+    def load_image(self, file: OpenFile, name: str) -> UInt8Array:
+        return load_image(Media(file.source, name))
