@@ -16,6 +16,7 @@ class Limits:
     max_duration_s: float = 24 * 3600.0
     max_frames: int = 10_000_000  # a day at 115 frames a second
     max_streams: int = 64
+    max_decoder_bytes: int = 1 << 30  # of all decoders of a video together, estimated
     open_timeout_s: float = 20.0
     max_gop_s: float = 60.0  # busy time of one decoder on one run of packets
     max_file_s: float = 3600.0  # time a consumer may have to wait in all

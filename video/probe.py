@@ -11,6 +11,7 @@ import av.error
 from av.index import IndexEntries
 
 from epd.errors import CorruptMediaError
+from video.decoder_memory import check_memory
 from video.info import VideoInfo
 from video.limits import DEFAULT_LIMITS, Limits, check_probe
 from video.pixels import display_matrix
@@ -34,6 +35,7 @@ def probe_open(video: OpenVideo, limits: Limits, *, has_keyframes: bool = True) 
     """As `probe`, of an open container. has_keyframes: whether to list them, which takes a step for each."""
     info = describe(video, has_keyframes=has_keyframes)
     check_probe(video.media.name, info, len(video.container.streams), limits)
+    check_memory(video.media.name, video.stream.codec_context, limits.max_decoder_bytes)
     if any(name in info.container_format for name in ROTATING_CONTAINERS):
         return turned(info, first_rotation_deg(video))
     return info

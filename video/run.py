@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from epd.errors import CancelledError, CorruptMediaError, MediaLimitError
 from epd.types import FrameGroup, UInt8Array
+from video.decoder_memory import check_memory, decoder_bytes
 from video.groups import GroupRing
 from video.lane import Lane, Shown
 from video.limits import Limits, check_probe
@@ -78,11 +79,14 @@ class DecodeRun:
     def _begin(self, video: OpenVideo) -> None:
         self.info = describe(video)
         check_probe(self._media.name, self.info, len(video.container.streams), self.options.limits)
+        most = self.options.limits.max_decoder_bytes
+        check_memory(self._media.name, video.stream.codec_context, most)
         self._size = self.options.size
         ahead = self._groups_ahead()
         targets = [self.info.pts_at(time_s) for time_s in self._times_s]
         self._ring = GroupRing(targets, self.options.group_sizes, ahead)
-        num_workers = max(1, min(self.options.workers, self._pool.num_threads))
+        with_room = most // max(1, decoder_bytes(video.stream.codec_context))
+        num_workers = max(1, min(self.options.workers, self._pool.num_threads, with_room))
         self._reader = PacketReader(video, self.info, sorted(set(targets)), num_workers, self.options.limits)
         self._frame_threads = num_workers if self._reader.has_one_keyframe else 1
         self._num_lanes = 1 if self._reader.has_one_keyframe else num_workers
