@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 from epd import console
 from epd.cli_batch import batch
 from epd.cli_bench import bench
+from epd.cli_config import config
 from epd.cli_eval import ManyValues, evaluate
 from epd.cli_plan import plan
 from epd.cli_profile import profile
@@ -225,6 +226,7 @@ app.command()(simulate)
 app.command()(status)
 app.command()(plan)
 app.command()(profile)
+app.add_typer(config, name="config")
 
 
 def main() -> None:

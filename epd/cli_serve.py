@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from epd.cli_config import parse_values
 from epd.errors import RequestError
 from epd.reduction import DEFAULT_METHOD, METHODS
 
@@ -146,6 +147,14 @@ _PlanFile = Annotated[
         help="Plan of epd plan --out to serve by; options that are given win over it.",
     ),
 ]
+_Limits = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--limit",
+        metavar="NAME=N",
+        help="Ceiling of one request, such as max_frames=4096; repeat it. epd config show has all names.",
+    ),
+]
 _Verbose = Annotated[bool, typer.Option("--verbose", help="Show what the processes log, a line per request.")]
 
 
@@ -178,12 +187,15 @@ def serve(
     verbose: _Verbose = False,
     elastic: _Elastic = False,
     plan: _PlanFile = None,
+    limit: _Limits = None,
 ) -> None:
     """Serve a model behind an OpenAI-compatible API, its stages on processes of their own.
 
     Prints a line when it is ready. SIGINT or SIGTERM ends it when the requests under way have been answered.
     It ends by itself, with exit code 3, when Ray's processes under it are gone for good.
     """
+    from serve_app.model_facts import limits_of
+
     start_s = time.monotonic()
     options = {
         "model": model,
@@ -208,10 +220,12 @@ def serve(
         "trace_dir": trace_dir,
         "max_traces": max_traces,
         "otlp_endpoint": otlp_endpoint,
+        **parse_values(f"limits.{one}" for one in limit or ()),
     }
     if plan is not None:
         options = _planned(plan, options, context)
     args = _app_args(options)
+    print(f"a request may have {limits_of(args).line()}; epd config show has all limits", file=sys.stderr)
     with _served(args, host, port, address, verbose) as url:
         name = model_name or args.model_path.name
         seconds = time.monotonic() - start_s

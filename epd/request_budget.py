@@ -63,6 +63,18 @@ class RequestLimits:
                     "change it or leave it out"
                 )
 
+    def record(self) -> dict[str, int | None]:
+        """The ceilings by name, for people and machines."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def line(self) -> str:
+        """Those that requests meet first, for a log."""
+        answers = "any number of" if self.max_answer_tokens is None else f"{self.max_answer_tokens:,}"
+        return (
+            f"{self.max_text_bytes:,} bytes of text, {self.max_media:,} media, {self.max_frames:,} frames, "
+            f"{self.max_image_pixels:,} pixels of images, {answers} tokens of answers"
+        )
+
     def for_model(self, context_tokens: int, longest_token_bytes: int) -> Self:
         """Lowers the ceilings to what can fit the context of a model at all.
 

@@ -11,13 +11,10 @@ with them.
 import os
 
 from fastapi import FastAPI
-from pydantic import SecretStr
 from ray import serve
 
 from serve_app.app_args import AppArgs
 
-# The variable of the environment that holds a key which the arguments do not.
-KEY_VARIABLES = {"api_key": "EPD_API_KEY", "admin_api_key": "EPD_ADMIN_API_KEY"}
 # Requests that Serve passes on at once: those being answered, those whose bodies are being read, and as many
 # as are refused meanwhile. Health and metrics are among them, so that nothing can take their place.
 _MAX_ONGOING = 8192
@@ -27,7 +24,7 @@ _MAX_QUEUED = 1024
 
 def build_app(args: AppArgs) -> serve.Application:
     """The application, not running yet. Raises EPDError for a model or topology that cannot be."""
-    args = _with_keys(args).resolved()
+    args = args.with_keys_from(os.environ).resolved()
 
     made: list[FastAPI] = []
 
@@ -52,9 +49,3 @@ def build_app(args: AppArgs) -> serve.Application:
         ray_actor_options={"num_cpus": 0},
     )
     return deployment(serve.ingress(api)(Ingress)).bind()
-
-
-def _with_keys(args: AppArgs) -> AppArgs:
-    found = {name: os.environ.get(variable) for name, variable in KEY_VARIABLES.items()}
-    missing = {name: SecretStr(key) for name, key in found.items() if key and not getattr(args, name)}
-    return args.model_copy(update=missing)

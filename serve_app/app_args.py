@@ -23,6 +23,10 @@ _VIDEO: frozenset[Stage] = frozenset({"video"})
 _KV_ROLES: frozenset[Stage] = frozenset({"prefill", "decode"})
 
 
+# The variable of the environment that holds a key which the arguments do not.
+KEY_VARIABLES = {"api_key": "EPD_API_KEY", "admin_api_key": "EPD_ADMIN_API_KEY"}
+
+
 class AppArgs(BaseModel):
     """What the application is made of.
 
@@ -132,6 +136,12 @@ class AppArgs(BaseModel):
         """Of workers that only decode, or of the others."""
         seqs = (self.decode_max_num_seqs if is_decode else None) or self.max_num_seqs
         return SchedulerConfig(self.max_num_batched_tokens, seqs, self.max_chunk_tokens)
+
+    def with_keys_from(self, environment: Mapping[str, str]) -> Self:
+        """With keys that only the environment holds."""
+        found = {name: environment.get(variable) for name, variable in KEY_VARIABLES.items()}
+        missing = {name: SecretStr(key) for name, key in found.items() if key and not getattr(self, name)}
+        return self.model_copy(update=missing)
 
     def resolved(self) -> Self:
         """The same for any process of this machine. Raises EPDError for a model or topology that is none."""

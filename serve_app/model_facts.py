@@ -1,0 +1,70 @@
+"""What the JSON of a model folder tells of ceilings, without loading a model: for the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from epd.errors import ModelError
+from epd.request_budget import RequestLimits
+from serve_app.app_args import AppArgs
+
+# Where configurations keep what concerns the language model; themselves, in older ones.
+_TEXT_CONFIGS = ("text_config", "llm_config")
+
+
+def limits_of(args: AppArgs) -> RequestLimits:
+    """The ceilings of one request as the running application has them. Raises ModelError."""
+    context_tokens = context_tokens_of(args.model_path)
+    if context_tokens is None:
+        return args.limits
+    return args.limits.for_model(context_tokens, longest_token_bytes(args.model_path))
+
+
+def context_tokens_of(model: Path) -> int | None:
+    """How many tokens prompt and answer may have together; None where the model names no end.
+
+    Raises ModelError for a configuration that cannot be read.
+    """
+    config = _read(model / "config.json")
+    places = (*(config.get(name) or {} for name in _TEXT_CONFIGS), config)
+    named = [place["max_position_embeddings"] for place in places if place.get("max_position_embeddings")]
+    return int(named[0]) if named else _default_context_tokens(model)
+
+
+def _default_context_tokens(model: Path) -> int | None:
+    """What the class of a configuration says that says nothing itself."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()
+    found = getattr(config, "max_position_embeddings", None)
+    return int(found) if found else None
+
+
+def longest_token_bytes(model: Path) -> int:
+    """Of the longest token of the vocabulary, in UTF-8. Raises ModelError."""
+    return max(len(token.encode()) for token in _tokens(model))
+
+
+def _tokens(model: Path) -> Iterator[str]:
+    path = model / "tokenizer.json"
+    if not path.is_file():
+        from transformers import AutoTokenizer
+
+        yield from AutoTokenizer.from_pretrained(model, local_files_only=True).get_vocab()
+        return
+    tokenizer = _read(path)
+    vocabulary: dict[str, int] | list[list[Any]] = tokenizer["model"]["vocab"]  # a list holds [token, score]
+    yield from (one if isinstance(one, str) else str(one[0]) for one in vocabulary)
+    yield from (str(added["content"]) for added in tokenizer.get("added_tokens", ()))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(f"cannot read '{path}': {reason}; copy the model again") from error
+    return found
