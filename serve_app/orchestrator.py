@@ -300,6 +300,11 @@ class Orchestrator:
         return self._attempts
 
     @property
+    def _is_open(self) -> bool:
+        """Whether requests are taken, and the loops that they need run."""
+        return not self._is_draining and not self._loops.gone
+
+    @property
     def num_attempts(self) -> int:
         """Requests that have not ended."""
         return len(self._attempts) + self._num_planning
@@ -330,7 +335,7 @@ class Orchestrator:
             counters.update(load.counters)
         counters["refused"] = self.queue.num_refused
         return ServiceStatus(
-            is_ready=alive >= {"video", "encode", "prefill", "decode"} and not self._loops.gone,
+            is_ready=alive >= {"video", "encode", "prefill", "decode"} and self._is_open,
             topology=topology_name([info.roles for info in infos]),
             workers=tuple(self._worker_status(info.name) for info in infos),
             counters=dict(counters),

@@ -10,6 +10,7 @@ waits, and so do the stages before. Mail of a job comes whole before that of the
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
@@ -20,7 +21,7 @@ from encoders.adapter import Int64Array
 from encoders.identity import prompt_identity
 from encoders.reduction import reduce_prompt
 from epd.batch.bounded_queue import BoundedQueue, BusyClock, QueueClosed
-from epd.errors import EPDError, InfeasibleError
+from epd.errors import EPDError, InfeasibleError, InternalError
 from stages.batch_jobs import (
     BatchAnswer,
     BatchSink,
@@ -34,6 +35,8 @@ from stages.batch_jobs import (
 from stages.engine import LanguageEngine
 from stages.generation import Extent, GenerateRequest, GenerationSettings, StepResult, TokenOutput
 from stages.joining import Joiner
+
+logger = logging.getLogger(__name__)
 
 # Seats that are kept for media beside the answers under way.
 _MEDIA_SEATS = 8
@@ -214,8 +217,8 @@ class LanguageStage:
         self._live[live.job.name] = live
         try:
             self._engine.add(request)
-        except EPDError as error:
-            self._fail_job(live.job, error)
+        except Exception as error:  # noqa: BLE001 - logged; costs this job alone
+            self._fail_job(live.job, explained(error))
 
     def _has_room(self, live: _Live) -> bool:
         """Whether the media would be let in at once, beside the answers under way and one of its own.
@@ -282,8 +285,8 @@ class LanguageStage:
         try:
             prompt = self._adapter.plan_chat([each.plan for each in opened.media], request.messages)
             return reduce_prompt(prompt, opened.job.reduction)
-        except EPDError as error:
-            self._sink.failed(request.request_id, error)
+        except Exception as error:  # noqa: BLE001 - logged; costs this line alone
+            self._sink.failed(request.request_id, explained(error))
             return None
 
     def _add_request(self, live: _Live, request: TextRequest, prompt: PromptPlan) -> None:
@@ -295,8 +298,9 @@ class LanguageStage:
         try:
             prompt.check_begins_with(live.prefix)
             self._engine.add(wanted)
-        except EPDError as error:
-            self._sink.failed(request.request_id, error)
+        except Exception as error:  # noqa: BLE001 - logged; costs this line alone
+            self._engine.abort(request.request_id)
+            self._sink.failed(request.request_id, explained(error))
             return
         live.num_open += 1
         self._open[request.request_id] = _Open(live, prompt, params.n)
@@ -353,3 +357,10 @@ class LanguageStage:
         opened.live.num_open -= 1
         self._engine.abort(first)
         self._sink.failed(first, error)
+
+
+def explained(error: Exception) -> EPDError:
+    """What the lines of a request fail with. What nobody expected of it is logged."""
+    if not isinstance(error, EPDError):
+        logger.error("a request was not taken", exc_info=error)
+    return InternalError.of(error)

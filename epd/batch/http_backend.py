@@ -4,7 +4,8 @@
     media b         first question | the others, at once
 
 The first question brings the media into the server's caches; the others find them there. Requests that are
-refused for load, or lost with a connection, are sent again.
+refused for load, or lost with a connection, are sent again. One that is refused again and again while others
+are answered is explained as a failure of its line.
 """
 
 from __future__ import annotations
@@ -156,6 +157,7 @@ class _Work:
         self._tasks = tasks
         self._outcomes = outcomes
         self._seats = asyncio.Semaphore(MAX_REQUESTS)
+        self._num_answered = 0
         self._url = f"{backend.endpoint.url}/v1/chat/completions"
         self._http = httpx.AsyncClient(
             trust_env=False,
@@ -189,23 +191,46 @@ class _Work:
         await asyncio.to_thread(self._outcomes.put, outcome, 1)
 
     async def _outcome(self, line: BatchLine) -> Outcome:
-        """Raises UnavailableError when the server does not answer, however often it is asked."""
-        pause_s = _FIRST_PAUSE_S
+        """The answer to a line, asked a few times.
+
+        One that is refused each time by a server that is well and answers others is at fault itself. Raises
+        UnavailableError where it is the server.
+        """
+        pause_s, num_answered, status = _FIRST_PAUSE_S, self._num_answered, 0
         for _ in range(NUM_TRIES):
             try:
                 answer = await self._http.post(self._url, json=line.body)
             except httpx.HTTPError as error:
-                reason = type(error).__name__
+                status, reason = 0, type(error).__name__
             else:
                 if answer.status_code not in _AGAIN:
+                    self._num_answered += 1
                     return _read(line, answer)
-                reason = f"status {answer.status_code}"
+                status, reason = answer.status_code, f"status {answer.status_code}"
             await asyncio.sleep(pause_s)
             pause_s *= 2
-        raise UnavailableError(
-            f"{self._backend.endpoint.shown_url} gave {reason}, {NUM_TRIES} times in a row; when it answers, "
-            "run the same command again to go on"
-        )
+        shown = f"{self._backend.endpoint.shown_url} gave {reason}, {NUM_TRIES} times in a row"
+        if status != HTTPStatus.TOO_MANY_REQUESTS and await self._is_well(num_answered):
+            explained = f"{shown}, and answers other lines; ask this one alone, and see the server's log"
+            return Failed(
+                line, UnavailableError.__name__, explained, status or HTTPStatus.SERVICE_UNAVAILABLE
+            )
+        raise UnavailableError(f"{shown}; when it answers, run the same command again to go on")
+
+    async def _is_well(self, num_answered: int) -> bool:
+        """Whether the server takes other lines: it says that it is well, and it has answered some.
+
+        num_answered: lines before the one that was refused. A server that does not say how it is must have
+        answered some since.
+        """
+        try:
+            answer = await self._http.get(f"{self._backend.endpoint.url}/health", timeout=_CONNECT_S)
+        except httpx.HTTPError:
+            return False
+        if answer.status_code == HTTPStatus.OK:
+            return self._num_answered > 0
+        is_unknown = answer.status_code in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
+        return is_unknown and self._num_answered > num_answered
 
 
 def _read(line: BatchLine, answer: httpx.Response) -> Outcome:

@@ -179,6 +179,25 @@ def test_a_server_that_is_gone_ends_the_run_and_fails_no_line(
         run(tmp_path, server.url)
 
 
+@pytest.mark.parametrize("status", [502, 503])
+def test_a_line_that_is_refused_while_others_are_answered_is_explained(
+    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_backend, "_FIRST_PAUSE_S", 0.001)
+
+    def answer(question: str) -> Reply:
+        return (status, {}) if question == "q2" else (200, completion(question))
+
+    with serving(FakeServer(answer)) as server:
+        summary = run(tmp_path, server.url, num_videos=2, num_questions=4)
+    assert (summary.tally.num_answered, summary.tally.num_failed) == (6, 2)
+    errors = [json.loads(line) for line in (tmp_path / "out.errors.jsonl").read_text().splitlines()]
+    assert {each["id"] for each in errors} == {"0 2", "1 2"}
+    assert all(
+        f"status {status}, 6 times in a row, and answers other" in str(each["error"]) for each in errors
+    )
+
+
 def test_what_a_server_of_ours_reports_is_added_up(tmp_path: Path) -> None:
     stages_s = {"decode_video": 2.0, "preprocess": 0.5, "encode": 1.0, "prefill": 0.25, "decode": 0.25}
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from time import monotonic, sleep
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -31,9 +32,28 @@ class Server:
         return front
 
 
+def _around(
+    inner: Callable[[FastAPI], AbstractAsyncContextManager[Any]], running: AbstractAsyncContextManager[None]
+) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with running, inner(app):
+            yield
+
+    return lifespan
+
+
 @contextmanager
-def served(service: AnswerService, settings: ApiSettings | None = None) -> Iterator[Server]:
+def served(
+    service: AnswerService,
+    settings: ApiSettings | None = None,
+    *,
+    running: AbstractAsyncContextManager[None] | None = None,
+) -> Iterator[Server]:
+    """running: open in the server's event loop while it runs."""
     app = create_api(service, settings)
+    if running is not None:
+        app.router.lifespan_context = _around(app.router.lifespan_context, running)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(
             uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=2)
