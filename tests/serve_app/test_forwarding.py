@@ -26,7 +26,7 @@ from serve_app.isolation import Isolation
 from serve_app.loss_counter import LossCounter
 from serve_app.messages import Abort, Message, Prefill, Reserve
 from serve_app.placement import Placement, PlacementLimits
-from tests.serve_app.conftest import Front
+from tests.serve_app.conftest import ADMIN, QUESTION, Front
 
 ROLES: Mapping[str, Stage] = {"p": "prefill", "d": "decode"}
 
@@ -171,5 +171,6 @@ def test_what_waits_is_placed_as_soon_as_there_is_room_by_priority() -> None:
 
 @pytest.mark.parametrize(("body", "priority"), [({}, 0), ({"priority": 3}, 3), ({"priority": -2}, -2)])
 def test_priority_comes_from_the_request(front: Front, body: dict[str, int], priority: int) -> None:
-    assert front.ask(**body).status_code == 200
+    question = {**QUESTION, **body}
+    assert front.http.post("/v1/chat/completions", json=question, headers=ADMIN).status_code == 200
     assert front.service.requests[-1].priority == priority
