@@ -103,7 +103,10 @@ def ask(
     ] = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Longest answer, tokens; by default as the model's settings say."),
+        typer.Option(
+            metavar="N",
+            help="Longest answer, tokens; by default the model's own limit, else its context's end.",
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one object with answer, ttft_s, timings and usage instead.")

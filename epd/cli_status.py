@@ -179,7 +179,8 @@ def _jobs(recent: Sequence[dict[str, Any]], patches_per_token: int) -> list[Job]
         groups = (GroupWork(MediaWork(patches, num_visual), 0),) if num_visual else ()
         due = ticks_of(max(0.0, recent[0]["age_s"] - request["age_s"]))
         text = num_prompt - num_visual if groups else num_prompt
-        jobs.append(Job(number, due, groups, text, request["max_tokens"], number, number))
+        num_output = request.get("expected_tokens") or request["max_tokens"]
+        jobs.append(Job(number, due, groups, text, num_output, number, number))
     return jobs
 
 

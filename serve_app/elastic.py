@@ -75,7 +75,8 @@ class Elastic:
         """A request was planned, and not refused."""
         num_patches = sum(group.spec.num_patches for group in plan.groups)
         max_tokens = plan.params.n * (plan.params.max_tokens or 1)
-        self.estimator.arrived(self._clock(), RequestWork(num_patches, len(plan.prompt), max_tokens))
+        work = RequestWork(num_patches, len(plan.prompt), max_tokens, plan.expected_tokens)
+        self.estimator.arrived(self._clock(), work)
 
     def finished(self) -> None:
         """An answer has come to its end, whichever."""

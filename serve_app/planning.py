@@ -17,7 +17,7 @@ from encoders.adapter import PromptPlan
 from encoders.groups import DEFAULT_GROUP_TOKENS, MediaGroup, plan_groups
 from encoders.identity import prompt_identity, salted
 from encoders.reduction import reduce_prompt
-from epd.errors import MediaError, RequestError
+from epd.errors import MediaError
 from epd.kv_identity import TokenIdentity
 from epd.recent import Recent
 from epd.request_budget import RequestLimits, check_num_pixels, check_visual_tokens
@@ -42,7 +42,7 @@ class AnswerPlan:
     """A planned request. params: complete. seed: the same however often the request is done again.
 
     media: of each item its source and plan, and the pixels of an image. groups: of all items, in order.
-    plan_s: seconds that planning took.
+    plan_s: seconds that planning took. expected_tokens: of all answers, to plan for.
     """
 
     prompt: PromptPlan
@@ -53,6 +53,7 @@ class AnswerPlan:
     params: SamplingParams
     seed: int
     plan_s: float
+    expected_tokens: int
     priority: int = 0
 
     def generate_request(self, request_id: str) -> GenerateRequest:
@@ -141,7 +142,7 @@ class Planner:
         self._plans: Recent[_PlanKey, MediaPlan] = Recent(_MAX_KNOWN_PLANS)
         self._group_tokens = group_tokens
         self._revision = weights_revision(model_path)
-        self.card = ModelCard(name or model_path.name, int(time.time()), _max_model_len(model_path))
+        self.card = ModelCard(name or model_path.name, int(time.time()), self.settings.context_tokens)
         # Ceilings of one request, lowered to what can fit the model's context.
         self.limits = _limits_of(self.card.max_model_len, self.adapter.tokenizer, limits or RequestLimits())
 
@@ -153,7 +154,7 @@ class Planner:
         with self._adapters.borrowed() as adapter:
             whole = adapter.plan_chat(plans, request.messages)
         prompt = reduce_prompt(whole, request.reduction)
-        self._check_length(prompt)
+        params = self.settings.completed(request.params, len(prompt))
         hashes = tuple(salted(source.mm_hash, request.cache_salt) for source in request.media)
         groups = plan_groups(plans, hashes, model=self._revision, group_tokens=self._group_tokens)
         seed = request.params.seed
@@ -163,7 +164,8 @@ class Planner:
             groups=tuple(groups),
             media=media,
             mm_hashes=hashes,
-            params=self.settings.completed(request.params),
+            params=params,
+            expected_tokens=self.settings.expected_tokens(request.params, len(prompt)),
             seed=secrets.randbelow(_MAX_SEED) if seed is None else seed,
             plan_s=time.perf_counter() - start,
             priority=request.priority,
@@ -216,13 +218,6 @@ class Planner:
             self._plans.set((mm_hash, sampling), plan)
         return plan
 
-    def _check_length(self, prompt: PromptPlan) -> None:
-        most = self.card.max_model_len
-        if most is not None and len(prompt) >= most:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens; allowed: fewer than {most}; ask for less"
-            )
-
 
 def _opened(source: MediaSource) -> video.OpenFile:
     """The very file that was checked. Raises MediaError."""
@@ -247,11 +242,3 @@ def _limits_of(context_tokens: int | None, tokenizer: Any, limits: RequestLimits
     if context_tokens is None:
         return limits
     return limits.for_model(context_tokens, max(len(token.encode()) for token in tokenizer.get_vocab()))
-
-
-def _max_model_len(path: Path) -> int | None:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
-    most = getattr(config, "max_position_embeddings", None)
-    return int(most) if most else None

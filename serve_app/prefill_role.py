@@ -67,7 +67,7 @@ class PrefillRole:
         """Whether blocks for the prompt are free, beside those that wait; True for what never fits."""
         engine = self.stage.engine
         scheduler, size = engine.scheduler, engine.kv.block_size
-        if request.num_prompt_tokens + request.max_tokens > min(engine.kv.spec.num_blocks) * size:
+        if request.num_prompt_tokens >= min(engine.kv.spec.num_blocks) * size:
             return True
         if len(scheduler.waiting) + len(scheduler.running) >= scheduler.config.max_num_seqs:
             return False

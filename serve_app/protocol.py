@@ -232,12 +232,16 @@ class RolesRequest(BaseModel):
 
 
 class LoadEntry(BaseModel):
-    """A request of the last ten minutes, as planned. age_s: since it came. max_tokens: of its answers."""
+    """A request of the last ten minutes, as planned. age_s: since it came. max_tokens: of its answers.
+
+    expected_tokens: of its answers, where max_tokens is what the context has room for; else the same.
+    """
 
     age_s: float
     num_patches: int
     num_prompt_tokens: int
     max_tokens: int
+    expected_tokens: int | None = None
 
 
 class LoadReport(BaseModel):

@@ -21,7 +21,7 @@ from stages.encode import EncodeStage
 from stages.encoder_pool import EmbeddingLayout, EncoderPool, EncoderPoolShape
 from stages.engine import LanguageEngine
 from stages.engine_setup import BLOCK_SIZE, default_kv_tokens
-from stages.generation import GenerationSettings
+from stages.generation import GenerationSettings, context_tokens
 from stages.kv_pool import KVGroupShape, KVPools, KVPoolsShape
 from stages.model_runner import ModelRunner, kv_layout
 from stages.prefill import PrefillStage
@@ -189,10 +189,13 @@ def embedding_layout(config: Any, dtype: torch.dtype) -> EmbeddingLayout:
 
 def generation_settings(path: Path, adapter: Adapter) -> GenerationSettings:
     """What the folder's generation_config.json says, without loading weights; defaults where it has none."""
-    from transformers import GenerationConfig
+    from transformers import AutoConfig, GenerationConfig
 
     try:
         config = GenerationConfig.from_pretrained(path, local_files_only=True)
     except OSError:
         config = GenerationConfig()
-    return GenerationSettings.of(config, adapter.tokenizer.eos_token_id)
+    eos_id = adapter.tokenizer.eos_token_id
+    return GenerationSettings.of(
+        config, eos_id, context_tokens(AutoConfig.from_pretrained(path, local_files_only=True))
+    )

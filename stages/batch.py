@@ -26,7 +26,7 @@ from stages.batch_language import LanguageStage
 from stages.batch_media import MediaStages
 from stages.engine import LanguageEngine
 from stages.engine_setup import build_engine
-from stages.generation import GenerationSettings
+from stages.generation import GenerationSettings, context_tokens
 from stages.loader import load_model, use_threads
 from video.pool import shared_pool
 
@@ -79,7 +79,9 @@ class BatchPipeline:
         adapter = load_adapter(model_path)
         use_threads(num_threads or int(os.environ.get("OMP_NUM_THREADS") or max(1, usable_cpus() // 2)))
         model: Any = load_model(model_path, dtype)
-        settings = GenerationSettings.of(model.generation_config, adapter.tokenizer.eos_token_id)
+        settings = GenerationSettings.of(
+            model.generation_config, adapter.tokenizer.eos_token_id, context_tokens(model.config)
+        )
         return cls(model, adapter, settings=settings, num_kv_tokens=num_kv_tokens, skip_static=skip_static)
 
     @contextmanager

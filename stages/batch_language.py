@@ -20,6 +20,7 @@ from encoders import Adapter, PromptPlan
 from encoders.adapter import Int64Array
 from encoders.identity import prompt_identity
 from encoders.reduction import reduce_prompt
+from epd.answer_length import TYPICAL_TOKENS
 from epd.batch.bounded_queue import BoundedQueue, BusyClock, QueueClosed
 from epd.errors import EPDError, InfeasibleError, InternalError
 from stages.batch_jobs import (
@@ -228,10 +229,10 @@ class LanguageStage:
         engine, block_size = self._engine, self._engine.kv.spec.block_size
         if not self._live:
             return True
-        max_tokens = self._settings.max_tokens
+        expected = TYPICAL_TOKENS
         if live.first is not None:
-            max_tokens = live.first[0].params.max_tokens or max_tokens
-        num_blocks = -(-(len(live.prompt) + max_tokens) // block_size) + 1 + len(self._open)
+            expected = self._settings.expected_tokens(live.first[0].params, len(live.prompt))
+        num_blocks = -(-(len(live.prompt) + expected) // block_size) + 1 + len(self._open)
         groups = range(len(engine.kv.spec.num_blocks))
         has_blocks = all(engine.kv.num_free_blocks(group) >= num_blocks for group in groups)
         return has_blocks and not engine.scheduler.waiting and len(self._live) < _MEDIA_SEATS
@@ -284,14 +285,16 @@ class LanguageStage:
         """None for a request that cannot be asked, which is told."""
         try:
             prompt = self._adapter.plan_chat([each.plan for each in opened.media], request.messages)
-            return reduce_prompt(prompt, opened.job.reduction)
+            prompt = reduce_prompt(prompt, opened.job.reduction)
+            self._settings.completed(request.params, len(prompt))  # whether the context has room for it
+            return prompt
         except Exception as error:  # noqa: BLE001 - logged; costs this line alone
             self._sink.failed(request.request_id, explained(error))
             return None
 
     def _add_request(self, live: _Live, request: TextRequest, prompt: PromptPlan) -> None:
         identity = prompt_identity(prompt, live.mm_hashes)
-        params = self._settings.completed(request.params)
+        params = self._settings.completed(request.params, len(prompt))
         wanted = GenerateRequest(
             request.request_id, prompt, identity, params, request.seed, parent=live.parent
         )

@@ -20,6 +20,7 @@ from stages.pruning import WindowInputs, window_inputs
 from stages.question_views import QuestionView, view_of
 from stages.sampler import SampledToken
 from stages.sampling_state import SamplingState
+from stages.token_rows import TokenRows
 from stages.visual_inputs import VisualInputs
 
 
@@ -33,11 +34,13 @@ class Choice:
         tokenizer: Any,
         eos_ids: frozenset[int],
         visual: VisualInputs,
+        capacity: int,
     ) -> None:
+        """capacity: tokens of prompt and answer for which the KV cache has room at all."""
         self.request = request
         self.index = index
         self.visual = visual
-        num_prompt, max_tokens = request.num_prompt_tokens, request.max_tokens
+        num_prompt = request.num_prompt_tokens
         windows = [] if request.parent else list(window_inputs(request.prompt))
         self.view = None if request.extent is Extent.MEDIA else view_of(request.prompt)
         self._windows = {window.pruned.start: window for window in windows}
@@ -45,14 +48,14 @@ class Choice:
             request_id=choice_id(request.request_id, index),
             identity=request.identity.copy(),
             num_prompt_tokens=num_prompt,
-            max_total_tokens=num_prompt + (0 if request.extent is Extent.MEDIA else max_tokens),
+            max_total_tokens=min(num_prompt + _longest_answer(request), capacity),
             num_ready=visual.num_ready,
             num_copies=request.sampling.n if index == 0 and request.extent is Extent.ANSWER else 1,
             parent=request.parent,
             priority=request.priority,
             pruned=tuple(_uncut_ranges(windows, self.view, num_prompt)),
         )
-        self.token_ids, self.positions = _with_room(request)
+        self.tokens = TokenRows(request.prompt)
         self.drafts: tuple[int, ...] = ()
         self._lookup = PromptLookup()
         self.sampling = SamplingState(
@@ -75,14 +78,15 @@ class Choice:
     @property
     def known_ids(self) -> Int64Array:
         """int64 [num_tokens]: prompt and answer so far."""
-        return self.token_ids[: self.scheduled.num_tokens]
+        return self.tokens.ids[: self.scheduled.num_tokens]
 
     def draft(self, max_draft: int) -> None:
         """Guesses at most so many tokens that may follow, to be computed along with the last one."""
         num_tokens = self.scheduled.num_tokens
         room = self.scheduled.max_total_tokens - num_tokens - 1
         drafts = self._lookup.propose(self.known_ids, min(max_draft, room))
-        self.token_ids[num_tokens : num_tokens + len(drafts)] = drafts
+        self.tokens.reserve(num_tokens + len(drafts))
+        self.tokens.ids[num_tokens : num_tokens + len(drafts)] = drafts
         self.drafts = tuple(drafts)
         self.scheduled.num_drafts = len(drafts)
 
@@ -91,8 +95,8 @@ class Choice:
         num_groups = len(kv.spec.num_blocks)
         visual = self.visual.part(start, stop) if start < self.scheduled.num_prompt_tokens else None
         segment = Segment(
-            token_ids=self.token_ids[start:stop],
-            positions=self.positions[:, start:stop],
+            token_ids=self.tokens.ids[start:stop],
+            positions=self.tokens.positions[:, start:stop],
             num_cached=[start] if num_groups == 1 else self._lengths(kv, start),
             block_tables=[self._table(kv, group) for group in range(num_groups)],
             visual=visual,
@@ -141,7 +145,8 @@ class Choice:
     def _take(self, token: SampledToken) -> str:
         """What becomes readable with the token."""
         num_generated = self.num_generated + 1
-        self.token_ids[self.scheduled.num_tokens] = token.token_id
+        self.tokens.reserve(self.scheduled.num_tokens + 1)
+        self.tokens.ids[self.scheduled.num_tokens] = token.token_id
         self.scheduled.identity.append(token.token_id)
         self.scheduled.num_tokens += 1
         self.sampling.append(token.token_id)
@@ -152,7 +157,7 @@ class Choice:
         text = self.text.push(token.token_id, may_stop=may_end)
         if self.text.is_stopped:
             self.finish_reason = "stop"
-        elif num_generated >= self.request.max_tokens:
+        elif self.scheduled.num_tokens >= self.scheduled.max_total_tokens:
             self.finish_reason = "length"
             text += self.text.finish()
         return text
@@ -171,10 +176,5 @@ def choice_id(request_id: str, index: int) -> str:
     return request_id if index == 0 else f"{request_id}#{index}"
 
 
-def _with_room(request: GenerateRequest) -> tuple[Int64Array, Int64Array]:
-    """Ids int64 [T] and positions int64 [rows, T] of prompt and answer; all positions are known already."""
-    prompt, room = request.prompt, request.max_tokens
-    token_ids = np.concatenate([prompt.token_ids, np.zeros(room, dtype=np.int64)])
-    generated = np.arange(prompt.next_position, prompt.next_position + room, dtype=np.int64)
-    rows = np.broadcast_to(generated, (len(prompt.positions), room))
-    return token_ids, np.concatenate([prompt.positions, rows], axis=1)
+def _longest_answer(request: GenerateRequest) -> int:
+    return 0 if request.extent is Extent.MEDIA else request.max_tokens

@@ -34,7 +34,7 @@ from epd.sampling_params import SamplingParams
 from epd.types import Answer, StageTimings
 from stages.detokenizer import OnText
 from stages.engine_setup import build_engine
-from stages.generation import Extent, GenerateRequest, GenerationSettings, TokenOutput
+from stages.generation import Extent, GenerateRequest, GenerationSettings, TokenOutput, context_tokens
 from stages.joining import Joiner
 from stages.loader import load_model, use_threads
 from stages.media import PlannedMedia, UnitRun, plan_media, unit_runs
@@ -157,7 +157,9 @@ class ColocatedPipeline:
         adapter = load_adapter(model_path)
         use_threads(num_threads)
         model: Any = load_model(Path(model_path), dtype)
-        settings = GenerationSettings.of(model.generation_config, adapter.tokenizer.eos_token_id)
+        settings = GenerationSettings.of(
+            model.generation_config, adapter.tokenizer.eos_token_id, context_tokens(model.config)
+        )
         return cls(
             model,
             adapter,
@@ -205,7 +207,8 @@ class ColocatedPipeline:
     ) -> Answer:
         """Answers a question about prefilled media, greedily, and leaves the context as it was.
 
-        max_tokens: of the answer; by default the checkpoint's. on_text: called with each piece of text.
+        max_tokens: of the answer; by default the checkpoint's, else all that context and KV cache have
+        room for. on_text: called with each piece of text.
         The answer's timings and ttft_s count from this call. Raises RequestError.
         """
         start = perf_counter()
@@ -388,6 +391,7 @@ class ColocatedPipeline:
         prompt = reduce_prompt(self.adapter.plan_prompt(context.plans, question), context.reduction)
         prompt.check_begins_with(context.prefix_ids)
         identity = prompt_identity(prompt, context.mm_hashes)
+        sampling = self.settings.completed(sampling, len(prompt))
         return GenerateRequest(self._new_id(), prompt, identity, sampling, parent=context.request_id)
 
     @torch.inference_mode()

@@ -72,15 +72,22 @@ class LanguageEngine:
         """Queues a request. Raises InfeasibleError if it can never fit, RequestError for an id in use."""
         if request.request_id in self._choices or self.scheduler.is_held(request.request_id):
             raise RequestError(f"request id '{request.request_id}' is in use; choose another")
-        visual = VisualInputs(request.prompt, request.num_prompt_tokens)
-        choice = Choice(request, 0, self._tokenizer, self._eos_ids, visual)
+        choice = self._choice(request, 0, VisualInputs(request.prompt, request.num_prompt_tokens))
         self.scheduler.add(choice.scheduled)
         self._choices[choice.request_id] = choice
 
     def can_admit(self, request: GenerateRequest) -> bool:
         """Whether the request would get its blocks in the next step. Changes nothing."""
         visual = VisualInputs(request.prompt, request.num_prompt_tokens)
-        return self.scheduler.can_admit(Choice(request, 0, self._tokenizer, self._eos_ids, visual).scheduled)
+        return self.scheduler.can_admit(self._choice(request, 0, visual).scheduled)
+
+    def _choice(self, request: GenerateRequest, index: int, visual: VisualInputs) -> Choice:
+        return Choice(request, index, self._tokenizer, self._eos_ids, visual, self._longest(request))
+
+    def _longest(self, request: GenerateRequest) -> int:
+        """Tokens that prompt and answer may have in the empty cache; beside a parent a block is copied."""
+        spec = self.kv.spec
+        return (min(spec.num_blocks) - (request.parent is not None)) * spec.block_size
 
     def add_embeddings(self, request_id: str, placed: PlacedEmbeddings) -> None:
         """The next visual tokens of a request, in order; those that are cached may be left out.
@@ -91,7 +98,7 @@ class LanguageEngine:
         if choice is not None:
             choice.visual.add(placed)
             if placed.positions is not None:
-                choice.positions[:, placed.indices] = placed.positions
+                choice.tokens.positions[:, placed.indices] = placed.positions
             choice.scheduled.num_ready = max(choice.scheduled.num_ready, choice.visual.num_ready)
 
     def adopt(
@@ -104,7 +111,7 @@ class LanguageEngine:
         """
         visual = VisualInputs(request.prompt, request.num_prompt_tokens)
         visual.skip(request.num_prompt_tokens)
-        choice = Choice(request, 0, self._tokenizer, self._eos_ids, visual)
+        choice = self._choice(request, 0, visual)
         choice.scheduled.num_ready = choice.scheduled.num_computed = choice.scheduled.num_prompt_tokens
         self._choices[choice.request_id] = choice
         self.scheduler.adopt(choice.scheduled)
@@ -274,7 +281,7 @@ class LanguageEngine:
 
     def _siblings(self, choice: Choice) -> list[Choice]:
         siblings = [
-            Choice(choice.request, index, self._tokenizer, self._eos_ids, choice.visual)
+            self._choice(choice.request, index, choice.visual)
             for index in range(1, choice.request.sampling.n)
         ]
         for each in siblings:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
 from encoders import PromptPlan
+from epd.answer_length import expected_tokens, held_to_context
 from epd.handover import HandoverEnd
 from epd.kv_identity import TokenIdentity
 from epd.sampling_params import SamplingParams
 from stages.sampler import SampledToken
 
-DEFAULT_MAX_TOKENS = 256
 FinishReason = Literal["stop", "length"]
 
 
@@ -21,33 +21,48 @@ FinishReason = Literal["stop", "length"]
 class GenerationSettings:
     """What a checkpoint says of how it wants to be asked.
 
-    eos_ids: the tokens that end an answer. max_tokens: of an answer, where the request says nothing.
-    repetition_penalty: see `SamplingParams`.
+    eos_ids: the tokens that end an answer. max_tokens: of an answer, where the request says nothing; None:
+    what the context has room for. repetition_penalty: see `SamplingParams`. context_tokens: of the model.
     """
 
     eos_ids: frozenset[int]
-    max_tokens: int = DEFAULT_MAX_TOKENS
+    max_tokens: int | None = None
     repetition_penalty: float = 1.0
+    context_tokens: int | None = None
 
     @classmethod
-    def of(cls, config: Any, tokenizer_eos_id: int | None) -> GenerationSettings:
+    def of(
+        cls, config: Any, tokenizer_eos_id: int | None, context_tokens: int | None = None
+    ) -> GenerationSettings:
         """Reads a transformers GenerationConfig; without end tokens there, the tokenizer's own counts."""
         configured: int | Sequence[int] | None = config.eos_token_id
         ids = tokenizer_eos_id if configured is None else configured
         return cls(
             eos_ids=frozenset([ids] if isinstance(ids, int) else ids or ()),
-            max_tokens=config.max_new_tokens or DEFAULT_MAX_TOKENS,
+            max_tokens=config.max_new_tokens,
             repetition_penalty=config.repetition_penalty or 1.0,
+            context_tokens=context_tokens,
         )
 
     @property
     def defaults(self) -> SamplingParams:
-        """Greedy, as the checkpoint has it."""
-        return SamplingParams(max_tokens=self.max_tokens, repetition_penalty=self.repetition_penalty)
+        """Greedy, as the checkpoint has it; `completed` settles max_tokens."""
+        return SamplingParams(repetition_penalty=self.repetition_penalty)
 
-    def completed(self, params: SamplingParams) -> SamplingParams:
-        """The params with the checkpoint's longest answer where they leave it open."""
-        return params if params.max_tokens is not None else replace(params, max_tokens=self.max_tokens)
+    def completed(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """See `held_to_context`."""
+        return held_to_context(params, num_prompt_tokens, self.context_tokens, self.max_tokens)
+
+    def expected_tokens(self, params: SamplingParams, num_prompt_tokens: int) -> int:
+        """Of all answers to a request with these params, to plan for."""
+        asked = self.max_tokens if params.max_tokens is None else params.max_tokens
+        return expected_tokens(self.completed(params, num_prompt_tokens), asked)
+
+
+def context_tokens(config: Any) -> int | None:
+    """Of a model, by its transformers configuration; None where that does not tell."""
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return int(most) if most else None
 
 
 class Extent(StrEnum):

@@ -93,7 +93,7 @@ def test_the_settings_of_the_checkpoint_count(subject: Subject, media: dict[str,
     silent = GenerationSettings.of(GenerationConfig(), tokenizer_eos_id=7)
 
     assert told.usage.completion_tokens == 1
-    assert (silent.eos_ids, silent.max_tokens, silent.repetition_penalty) == (frozenset([7]), 256, 1.0)
+    assert (silent.eos_ids, silent.max_tokens, silent.repetition_penalty) == (frozenset([7]), None, 1.0)
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])

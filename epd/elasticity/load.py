@@ -28,11 +28,16 @@ Roles = frozenset[Stage]
 
 @dataclass(frozen=True, slots=True)
 class RequestWork:
-    """What one request will take of each stage, as planned on its arrival. max_tokens: of its answer."""
+    """What one request will take of each stage, as planned on its arrival.
+
+    max_tokens: of its answers, at most. expected_tokens: of its answers while nobody knows how long they get;
+    None: max_tokens.
+    """
 
     num_patches: int
     num_prompt_tokens: int
     max_tokens: int
+    expected_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_patches < 0 or self.num_prompt_tokens < 1 or self.max_tokens < 1:

@@ -24,6 +24,7 @@ class Traffic:
         self._recent: deque[tuple[float, RequestWork]] = deque(maxlen=_MAX_RECENT)
         self._patches, self._prompt_tokens = DecayedMean(memory_s), DecayedMean(memory_s)
         self._media, self._max_tokens = DecayedMean(memory_s), DecayedMean(memory_s)
+        self._expected_tokens = DecayedMean(memory_s)
         self._answers = DecayedMean(_ANSWER_MEMORY * memory_s)
         self._num_new = self._num_finished = 0
         self._looked_s: float | None = None
@@ -41,6 +42,7 @@ class Traffic:
         self._patches.add(work.num_patches, bool(work.num_patches), elapsed_s)
         self._prompt_tokens.add(work.num_prompt_tokens, 1, elapsed_s)
         self._max_tokens.add(work.max_tokens, 1, elapsed_s)
+        self._expected_tokens.add(work.expected_tokens or work.max_tokens, 1, elapsed_s)
 
     def finished(self) -> None:
         self._num_finished += 1
@@ -80,8 +82,9 @@ class Traffic:
         """Tokens that an answer has still to come, however many it has.
 
         As if answers ended by chance: tokens generated, those of answers under way too, for each answer that
-        ended; at most what requests allow.
+        ended; at most what requests allow. Before one has ended, what is expected of them.
         """
-        allowed = self._max_tokens.value or 1.0
         learned = self._answers.value
-        return max(1.0, allowed if learned is None else min(allowed, learned))
+        if learned is None:
+            return max(1.0, self._expected_tokens.value or 1.0)
+        return max(1.0, min(self._max_tokens.value or 1.0, learned))

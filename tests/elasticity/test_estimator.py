@@ -21,6 +21,7 @@ from epd.elasticity import (
 )
 from epd.elasticity.load import damped
 from epd.elasticity.rates import RoundCost, UnitCost
+from epd.elasticity.traffic import Traffic
 from epd.elasticity.trend import Peak, RateTrend
 from epd.profiles.cost import StageCost
 from epd.routing import Stage
@@ -274,3 +275,14 @@ def test_a_backlog_asks_for_replicas_though_nothing_comes() -> None:
     adviser = ReplicaAdviser(ReplicaConfig(drain_s=10.0, upscale_delay_s=0.0))
     load = cluster(roles_of("1e1p1d"), requests={"encode": 51.0})
     assert adviser.desired_replicas(0.0, load)[frozenset({"encode"})] == 5
+
+
+def test_an_answer_that_may_fill_the_context_is_expected_to_be_a_typical_one() -> None:
+    """Until answers have ended; then what they were counts, up to what requests allow."""
+    traffic = Traffic(memory_s=60.0, window_s=600.0)
+    traffic.arrived(0.0, RequestWork(0, 100, max_tokens=30_000, expected_tokens=256))
+    assert traffic.output_tokens == 256
+    for _ in range(3):
+        traffic.finished()
+    traffic.look(1.0, 2700.0)
+    assert traffic.output_tokens == pytest.approx(900.0)

@@ -168,7 +168,7 @@ def test_what_cannot_be_answered_is_refused_and_leaves_nothing(
     data = media["video"].read_bytes()
     middle = len(data) // 3
     broken.write_bytes(data[:middle] + bytes(len(data) // 2) + data[middle + len(data) // 2 :])
-    tiny = {"num_kv_tokens": 64}
+    tiny = {"num_kv_tokens": 32}
 
     async def run() -> None:
         async with deployed(checkpoints["qwen2_5_vl"], "1e1p1d") as deployment:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from encoders import Sampling
 from epd.errors import RequestBudgetError, RequestError
 from epd.models import embedded_model_path
 from epd.request_budget import RequestLimits
+from epd.sampling_params import SamplingParams
 from serve_app.planning import Planner
 from tests.serve_app.orchestration import Question
 
@@ -59,3 +61,18 @@ def test_planning_takes_no_time_for_what_is_refused(planner: Planner, media: dic
     with pytest.raises(RequestError):
         planner.plan(Question((media["video"],), sampling=Sampling(start_s=1e308)).request())
     assert time.perf_counter() - start_s < 1.0
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "most", "expected"),
+    [(None, None, 32_768, 256), (64, None, 64, 64), (64, 900, 900, 900), (None, 10**6, 32_768, 32_768)],
+)
+def test_an_answer_may_fill_the_context_and_is_planned_for_as_a_typical_one(
+    planner: Planner, own: int | None, asked: int | None, most: int, expected: int
+) -> None:
+    """own: of the checkpoint. An answer may be what is asked for, or take the rest of 32,768 tokens."""
+    planner.settings = replace(planner.settings, max_tokens=own)
+    plan = planner.plan(Question((), params=SamplingParams(max_tokens=asked)).request())
+    room = 32_768 - len(plan.prompt)
+    assert plan.params.max_tokens == min(most, room)
+    assert plan.expected_tokens == min(expected, room)
