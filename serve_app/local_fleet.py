@@ -195,10 +195,10 @@ class LocalFleet:
         reader, before = self.readers[target], self._infos[target]
         if not before.is_alive:
             raise WorkerLostError(f"worker '{target}' is gone; it is being started again")
-        if isinstance(message, CloseStream):  # at once: every thread may be reading
-            return reader.handle(message)
         loop = asyncio.get_running_loop()
         try:
+            if isinstance(message, CloseStream):  # at once: every thread may be reading
+                return reader.handle(message)
             return await loop.run_in_executor(self._executor, reader.handle, message)
         except CancelledError as error:
             if self._infos[target] == before:
