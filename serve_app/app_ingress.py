@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -65,7 +66,7 @@ async def create_ingress(args: AppArgs) -> FastAPI:
 
     app.router.lifespan_context = lifespan
     try:
-        await service.start()
+        await asyncio.gather(service.start(), asyncio.to_thread(children.server.start))
     except EPDError:
         await service.close()
         children.close()

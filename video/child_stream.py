@@ -12,7 +12,7 @@ from epd.errors import CancelledError
 from epd.types import Frames
 from video.child_process import Child
 from video.child_wire import Header
-from video.children import MediaChildren, nonsense
+from video.children import MediaChildren, attempted_twice, nonsense
 from video.local_files import OpenFile
 from video.pixels import Size
 
@@ -49,6 +49,9 @@ class ChildStream:
 
     def read(self) -> Frames:
         """The next group. Raises MediaError, UnavailableError, CancelledError."""
+        return attempted_twice(self._read)
+
+    def _read(self) -> Frames:
         child = self._children.unpark(self) or self._opened()
         self._hold(child)
         try:

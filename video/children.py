@@ -1,7 +1,7 @@
 """Media read by child processes with limits on memory and time: a file that kills its reader costs itself.
 
     look, load_image, a stream  ->  a child that is idle  |  a new one  |  that of the stream read longest ago
-    no answer in time, or the child is gone: it is killed, MediaError; others go on
+    no answer in time: it is killed, MediaError; it died: once more in another child, then MediaError
 
 Children have no secret in their environment, open no socket and know no path: files come as descriptors.
 What they send is checked here; see `video.child_wire`.
@@ -15,10 +15,10 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -40,6 +40,7 @@ from video.images import MAX_IMAGE_PIXELS
 from video.local_files import OpenFile
 from video.look import MediaFacts
 
+_T = TypeVar("_T")
 logger = logging.getLogger(__name__)
 _END_S = 5.0  # that a child may take to end a stream
 _ERRORS: Mapping[str, type[EPDError]] = {
@@ -53,6 +54,22 @@ _ERRORS: Mapping[str, type[EPDError]] = {
         UnsupportedMediaError,
     )
 }
+
+
+class ChildDiedError(CorruptMediaError):
+    """A child ended while it read a file, which need not be the file's fault."""
+
+
+def attempted_twice(read: Callable[[], _T]) -> _T:
+    """Reads once more where a child died: the system may have ended it. Raises CorruptMediaError for two."""
+    try:
+        return read()
+    except ChildDiedError:
+        logger.info("reading again, in another media process")
+    try:
+        return read()
+    except ChildDiedError as error:
+        raise CorruptMediaError(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +119,15 @@ class MediaChildren:
     def _ask(
         self, job: str, file: OpenFile, name: str, seconds: float, max_bytes: int = 0
     ) -> tuple[Header, bytearray]:
-        child = self.take()
-        try:
-            header = {"job": job, "name": name, "cpu_s": seconds}
-            return self._exchange(child, header, name, seconds, max_bytes, file.descriptor)
-        finally:
-            self.give_back(child)
+        def attempt() -> tuple[Header, bytearray]:
+            child = self.take()
+            try:
+                header = {"job": job, "name": name, "cpu_s": seconds}
+                return self._exchange(child, header, name, seconds, max_bytes, file.descriptor)
+            finally:
+                self.give_back(child)
+
+        return attempted_twice(attempt)
 
     def call(self, child: Child, header: Header, name: str, seconds: float, descriptor: int | None) -> Header:
         """What a child answers to a job, or to a question within one, in so many seconds.
@@ -140,7 +160,7 @@ class MediaChildren:
             return MediaLimitError(
                 f"{name} took more than {seconds:g} s to read; allowed that much; encode it again, smaller"
             )
-        return CorruptMediaError(
+        return ChildDiedError(
             f"{name} made the process that read it end; allowed: files within its limits of memory and "
             "time; encode it again, smaller"
         )

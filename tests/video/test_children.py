@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +22,10 @@ import video
 from epd.errors import CancelledError, CorruptMediaError, MediaError, MediaLimitError, UnavailableError
 from tests.video.conftest import Clip
 from tests.video.corpus import corpus
-from video import ChildLimits, ChildStream, MediaChildren, OpenFile, open_file
+from tests.video.recipes import GOP15, Recipe, make
+from video import ChildLimits, ChildStream, MediaChildren, OpenFile, child_wire, open_file
+from video.child_process import Child
+from video.child_wire import Header
 
 SIZES = (4, 4, 4)
 
@@ -123,17 +130,42 @@ def test_a_child_knows_no_secret_and_holds_nothing_of_ours(children: MediaChildr
         assert "unlimited" not in next(line for line in limits.splitlines() if "address space" in line)
 
 
-def test_a_killed_child_costs_its_file_alone(children: MediaChildren, clip: Clip) -> None:
+def test_a_killed_child_costs_nothing(children: MediaChildren, clip: Clip) -> None:
+    """Two streams are at work; what the one had read goes on in another child."""
     stream, other = stream_of(children, clip("h264_b.mp4")), stream_of(children, clip("vp9.webm"))
     stream.read()
     other.read()
     os.kill(children._parked[stream].pid, signal.SIGKILL)
-    with pytest.raises(CorruptMediaError, match="process that read it end"):
-        stream.read()
-    assert len(other.read()) == 4
-    assert len(stream.read()) == 4  # asked again, by another child
-    for each in (stream, other):
-        each.close()
+    assert [len(each.read()) for each in (stream, other, stream, other)] == [4, 4, 4, 4]
+    stream.close()
+    other.close()
+
+
+def test_a_file_that_kills_its_readers_costs_itself_alone(
+    children: MediaChildren, clip: Clip, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is sent the poisoned file is killed."""
+    send, deaths = child_wire.send, []
+
+    def deadly(
+        sock: socket.socket, header: Header, payload: bytes = b"", descriptor: int | None = None
+    ) -> None:
+        if header.get("name") == "poison":
+            (child,) = [each for each in taken if each.socket is sock]
+            deaths.append(child.pid)
+            os.kill(child.pid, signal.SIGKILL)
+            wait_until(lambda: not is_alive(child.pid))
+        send(sock, header, descriptor=descriptor)
+
+    taken: list[Child] = []
+    take = children.take
+    monkeypatch.setattr(children, "take", lambda: taken.append(take()) or taken[-1])
+    monkeypatch.setattr("video.children.send", deadly)
+    with opened(clip("h264_b.mp4")) as file:
+        with pytest.raises(CorruptMediaError, match="poison made the process that read it end"):
+            children.look(file, "poison")
+        assert len(deaths) == 2
+        assert children.look(file, "it").kind == "video"
 
 
 def test_more_memory_than_allowed() -> None:
@@ -146,6 +178,39 @@ def test_more_memory_than_allowed() -> None:
             assert children.load_image(file, "it").shape == (1000, 1000, 3)
     finally:
         children.close()
+
+
+def test_a_video_that_needs_more_memory(tmp_path: Path, clip: Clip) -> None:
+    """FFmpeg runs out of memory: an error of the file, and the next one is read."""
+    large = make(
+        Recipe("large.mp4", options=GOP15, num_frames=20, width=1280, height=720), tmp_path / "x.mp4"
+    )
+    children = MediaChildren(ChildLimits(memory_bytes=30 << 20, group_s=20))
+    try:
+        with closing(stream_of(children, large)) as stream, pytest.raises(MediaError):
+            all_groups(stream)
+        with opened(clip("h264_b.mp4")) as file:
+            assert children.look(file, "it").kind == "video"
+    finally:
+        children.close()
+
+
+def all_groups(stream: ChildStream) -> int:
+    return sum(len(stream.read()) for _ in SIZES)
+
+
+def test_nothing_is_left_of_a_parent_that_is_killed(tmp_path: Path) -> None:
+    script = (
+        "import sys, time; from video import MediaChildren; children = MediaChildren(); "
+        "child = children.take(); print(child.pid, children.server._process.pid, flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        left = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(left) == 2
+        parent.kill()
+    wait_until(lambda: not any(is_alive(pid) for pid in left))
 
 
 def memory_file(num_megapixels: int) -> OpenFile:
@@ -206,10 +271,8 @@ def test_a_lost_server_is_started_again_and_takes_its_children_along(clip: Clip)
             (pid,) = pids(children)
             assert children.server._process is not None
             children.server._process.kill()
-            with pytest.raises(CorruptMediaError):
-                children.look(file, "it")
+            wait_until(lambda: not is_alive(pid))
             assert children.look(file, "it").kind == "video"
-            assert not is_alive(pid)
             first = pids(children)
             children.look(file, "it")  # its second job is its last
             children.look(file, "it")
