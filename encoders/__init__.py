@@ -13,6 +13,7 @@ from encoders.adapter import (
     place,
 )
 from encoders.chat import ChatMessage, ContentPart, check_question
+from encoders.mrope import PositionLayout
 from encoders.registry import ADAPTERS, load_adapter
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Grid",
     "MediaItem",
     "MediaPlan",
+    "PositionLayout",
     "PromptPlan",
     "Sampling",
     "VideoFacts",

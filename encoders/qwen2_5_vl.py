@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: one run of visual tokens per item; the time between frames is told by M-RoPE."""
+"""Qwen2.5-VL: one run of visual tokens per item; M-RoPE says how much time lies between its frames."""
 
 from __future__ import annotations
 
@@ -46,15 +46,10 @@ class Qwen2_5VLAdapter(QwenVLAdapter):
     def spans(self, item: MediaItem) -> Sequence[VisualSpan]:
         plan, merge = item.plan, self.video_spec.merge
         whole = PlaceholderRange(item.units[0].offset, plan.num_tokens)
-        return [
-            VisualSpan(whole, plan.grid.t, plan.grid.h // merge, plan.grid.w // merge, self._time_step(plan))
-        ]
-
-    def _time_step(self, plan: MediaPlan) -> float:
-        """Positions between temporal patches, in float32 as the reference has it; a still has one patch.
-
-        Older transformers cut `unit_span_s` to whole seconds, and so lose time at most sampling rates. Not
-        repeated here: positions, and so answers, do not depend on the release.
-        """
-        per_second = self.checkpoint.config.vision_config.tokens_per_second
-        return float(np.float32(per_second) * np.float32(plan.unit_span_s)) if plan.kind == "video" else 1.0
+        rows, columns = plan.grid.h // merge, plan.grid.w // merge
+        if plan.kind == "image":
+            return [VisualSpan(whole, plan.grid.t, rows, columns)]
+        # Some releases of transformers cut the seconds to whole numbers, and so lose time at most sampling
+        # rates. Not repeated here: positions, and so answers, do not depend on the release.
+        per_second = float(self.checkpoint.config.vision_config.tokens_per_second)
+        return [VisualSpan(whole, plan.grid.t, rows, columns, plan.unit_span_s, per_second)]

@@ -21,18 +21,20 @@ from encoders.adapter import (
 )
 from encoders.chat import ChatMessage, one_turn
 from encoders.checkpoint import Checkpoint
-from encoders.mrope import VisualSpan, mrope_positions
+from encoders.mrope import LAYOUTS, PositionLayout, VisualSpan, mrope_positions
 from encoders.patches import patch_spec, patchify, resize_image
 from encoders.prompt import Expansion, lay_out
 from encoders.sampling import part_of, sample_indices
-from epd.errors import MediaLimitError
+from epd.errors import MediaLimitError, ModelError
 
 
 class QwenVLAdapter(ABC):
     """An `Adapter`; a family says how big its frames are, what a pad expands to, and where spans stand."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
+        """Raises ModelError for a layout of positions that there is not."""
         self.checkpoint = checkpoint
+        self._positions = _layout_of(checkpoint)
         self.image_spec = patch_spec(checkpoint.processor.image_processor)
         self.video_spec = patch_spec(checkpoint.processor.video_processor)
 
@@ -102,7 +104,7 @@ class QwenVLAdapter(ABC):
     def plan_chat(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage]) -> PromptPlan:
         layout = lay_out(self.checkpoint, media, messages, self.expand)
         spans = [span for item in layout.media for span in self.spans(item)]
-        positions, next_position = mrope_positions(len(layout.token_ids), spans)
+        positions, next_position = mrope_positions(len(layout.token_ids), spans, self._positions)
         return PromptPlan(layout.token_ids, positions, next_position, layout.media)
 
     def resize(self, image: Tensor, plan: MediaPlan) -> Tensor:
@@ -131,6 +133,17 @@ class QwenVLAdapter(ABC):
         if not embeddings.deepstack:
             return {}
         return {"visual_pos_masks": visual_mask, "deepstack_visual_embeds": list(embeddings.deepstack)}
+
+
+def _layout_of(checkpoint: Checkpoint) -> PositionLayout:
+    """The layout of training: `position_layout` of config.json, or the authors' way."""
+    named = getattr(checkpoint.config, "position_layout", "authors")
+    if named not in LAYOUTS:
+        raise ModelError(
+            f"received position_layout {named!r} in the config.json of '{checkpoint.path}'; allowed: "
+            f"{', '.join(LAYOUTS)}; name the one that it was trained with, or none"
+        )
+    return named
 
 
 def _pixels(size: tuple[Any, Any]) -> tuple[int, int]:

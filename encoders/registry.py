@@ -9,6 +9,7 @@ from encoders.adapter import Adapter
 from encoders.checkpoint import Checkpoint, open_checkpoint, read_model_type
 from encoders.internvl import InternVLAdapter
 from encoders.llava_onevision import LlavaOnevisionAdapter
+from encoders.mrope import PositionLayout
 from encoders.qwen2_5_vl import Qwen2_5VLAdapter
 from encoders.qwen3_vl import Qwen3VLAdapter
 from encoders.smolvlm import SmolVLMAdapter
@@ -23,9 +24,11 @@ ADAPTERS: dict[str, Callable[[Checkpoint], Adapter]] = {
 }
 
 
-def load_adapter(path: str | Path) -> Adapter:
+def load_adapter(path: str | Path, *, positions: PositionLayout | None = None) -> Adapter:
     """Opens the model folder at `path` without its weights.
 
+    positions: where text behind a video stands, for models with M-RoPE; by default as its config.json says in
+    `position_layout`, and as the authors of Qwen2.5-VL place it when that is not there (docs/decisions/0007).
     Raises ModelNotFoundError, UnsupportedModelError naming what is supported, ModelError for a broken folder.
     """
     folder = Path(path)
@@ -35,4 +38,7 @@ def load_adapter(path: str | Path) -> Adapter:
         raise UnsupportedModelError(
             f"'{folder}' is a '{model_type}' model; supported model types: {supported}"
         )
-    return ADAPTERS[model_type](open_checkpoint(folder))
+    checkpoint = open_checkpoint(folder)
+    if positions is not None:
+        checkpoint.config.position_layout = positions
+    return ADAPTERS[model_type](checkpoint)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from transformers.video_utils import VideoMetadata
 
 import video
 from encoders import Sampling
 from stages.colocated import ColocatedPipeline
+from tests.positions import has_authors_layout, skip_where_seconds_are_cut, trained_positions_in
 
 MAX_TOKENS = 24
 DEFAULT_SAMPLING = Sampling()
@@ -53,31 +53,19 @@ def processor_inputs(
     return processor(text=[text], return_tensors="pt", **options)
 
 
-def skip_where_seconds_are_cut(model: Any, inputs: Any) -> None:
-    """Skips a comparison that the installed transformers would get wrong.
-
-    Releases near 5.17 cut `second_per_grid_ts` to whole seconds (`int(...)` in Qwen2.5-VL's get_rope_index);
-    later ones, like the authors' code, do not. Where it is whole already, all agree and nothing is skipped.
-    """
-    seconds = inputs.get("second_per_grid_ts")
-    if seconds is not None and not torch.equal(seconds, seconds.trunc()) and _cuts_seconds(model):
-        pytest.skip("this release of transformers cuts the seconds between temporal patches to whole numbers")
-
-
-def _cuts_seconds(model: Any) -> bool:
-    side = model.config.vision_config.spatial_merge_size
-    half_a_second = torch.tensor([0.5])
-    positions, _ = model.model.get_rope_index(
-        torch.zeros(1, 2, dtype=torch.long),
-        torch.full((1, 2), 2),
-        video_grid_thw=torch.tensor([[2, side, side]]),
-        second_per_grid_ts=half_a_second,
-    )
-    return int(positions[0, 0, 1]) == 0
-
-
 def generated(model: Any, inputs: Any, **settings: float) -> tuple[int, ...]:
-    """Greedy tokens of `model.generate`, up to and with the one that ends the answer."""
+    """Greedy tokens of `model.generate`, up to and with the one that ends the answer.
+
+    At the positions that the checkpoint was trained with; skips the test where the release cuts seconds.
+    """
+    if not has_authors_layout(model):
+        skip_where_seconds_are_cut(model, inputs)
+    with trained_positions_in(model):
+        return generated_as_it_is(model, inputs, **settings)
+
+
+def generated_as_it_is(model: Any, inputs: Any, **settings: float) -> tuple[int, ...]:
+    """The same at the positions that the installed transformers has."""
     with torch.inference_mode():
         sequences = model.generate(**inputs, max_new_tokens=MAX_TOKENS, do_sample=False, **settings)
     return tuple(sequences[0, inputs["input_ids"].shape[1] :].tolist())

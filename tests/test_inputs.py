@@ -1,4 +1,4 @@
-"""What the model is fed equals what the Hugging Face processor and the model's own position rule make."""
+"""What the model is fed equals what the Hugging Face processor and the authors' position rule make."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import video
 from encoders import PromptPlan, Sampling
 from epd.types import StageTimings
 from stages.media import PlannedMedia, plan_media, unit_runs
-from tests.reference import Subject, processor_inputs, skip_where_seconds_are_cut
+from tests.positions import adapter_like_transformers, expected_positions, positions_in_transformers
+from tests.reference import Subject, processor_inputs
 
-GRID_INPUTS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 QUESTION = "Which colour is it? Ä, 漢, 🙂"
 CASES = {
     "text": (),
@@ -68,17 +68,13 @@ def test_positions_equal_the_models(
     subject: Subject, media: dict[str, Path], names: tuple[str, ...], sampling: Sampling
 ) -> None:
     paths = [media[name] for name in names]
-    _, prompt = planned(subject, paths, sampling)
+    items, prompt = planned(subject, paths, sampling)
     theirs = processor_inputs(subject.processor, paths, QUESTION, sampling)
-    skip_where_seconds_are_cut(subject.model, theirs)
-    grids = {name: theirs[name] for name in GRID_INPUTS if name in theirs}
+    switched = adapter_like_transformers(subject.path).plan_prompt([item.plan for item in items], QUESTION)
 
-    positions, delta = subject.model.model.get_rope_index(
-        theirs["input_ids"], theirs["mm_token_type_ids"], **grids
-    )
-
-    assert prompt.positions.tolist() == positions[:, 0].tolist()
-    assert prompt.next_position == len(prompt) + int(delta)
+    assert (prompt.positions.tolist(), prompt.next_position) == expected_positions(subject.model, theirs)
+    found = switched.positions.tolist(), switched.next_position
+    assert found == positions_in_transformers(subject.model, theirs)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)

@@ -1,21 +1,32 @@
-"""Tokens of the colocated pipeline equal those of `model.generate`, however it is cut and used."""
+"""Tokens of the colocated pipeline equal those of `model.generate`, however it is cut and used.
+
+`generate` is given the positions that a checkpoint was trained with; its own it has under the switch.
+"""
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import AutoProcessor, GenerationConfig
 
 import video
-from encoders import MediaPlan, Sampling
+from encoders import MediaPlan, Sampling, load_adapter
 from epd.errors import InfeasibleError, RequestError
 from stages.colocated import ColocatedPipeline
 from stages.engine_setup import BLOCK_SIZE
 from stages.generation import GenerationSettings
-from tests.reference import MAX_TOKENS, Subject, generated, processor_inputs, skip_where_seconds_are_cut
+from tests.positions import (
+    adapter_like_transformers,
+    authors_positions,
+    positions_in_transformers,
+    skip_where_seconds_are_cut,
+)
+from tests.reference import MAX_TOKENS, Subject, generated, generated_as_it_is, processor_inputs
 from tests.tiny_models import load_reference
 
 QUESTIONS = ("What is shown?", "Which colour is the shape? Ä 漢 🙂", "how many")
@@ -62,13 +73,74 @@ def test_tokens_equal_generate_for_any_sampling(
 ) -> None:
     paths = [media["video"], media["tall_video"]]
     inputs = processor_inputs(subject.processor, paths, QUESTIONS[0], sampling)
-    skip_where_seconds_are_cut(subject.model, inputs)
 
     answer = subject.pipeline.ask(
         paths, QUESTIONS[0], fps=sampling.fps, num_frames=sampling.num_frames, max_tokens=MAX_TOKENS
     )
 
     assert answer.token_ids == generated(subject.model, inputs)
+
+
+@pytest.mark.parametrize("names", [("video",), ("image", "tall_video", "video")], ids=["video", "media"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "shapes-vl"])
+def test_tokens_equal_forward_passes_at_the_authors_positions(
+    checkpoints: dict[str, Path], media: dict[str, Path], name: str, names: tuple[str, ...]
+) -> None:
+    """Without a cache and without `generate`: each token is one further than the largest position so far."""
+    paths, path = [media[each] for each in names], checkpoints[name]
+    model, processor = load_reference(path), AutoProcessor.from_pretrained(path, local_files_only=True)
+    inputs = processor_inputs(processor, paths, QUESTIONS[0], Sampling(num_frames=10))
+    positions = authors_positions(model.config, inputs)
+    settings = GenerationSettings.of(model.generation_config, processor.tokenizer.eos_token_id)
+    adapter = load_adapter(path, positions="authors")
+    answer = ColocatedPipeline(load_reference(path), adapter, settings=settings).ask(
+        paths, QUESTIONS[0], num_frames=10, max_tokens=8
+    )
+
+    expected = greedy(model, dict(inputs), positions, len(answer.token_ids))
+
+    assert list(answer.token_ids) == expected
+    assert len(expected) > 1
+    assert positions.tolist() != positions_in_transformers(model, inputs)[0]
+
+
+@torch.inference_mode()
+def greedy(model: Any, inputs: dict[str, Any], positions: Tensor, count: int) -> list[int]:
+    """`count` tokens, each from a pass over the whole sequence at `positions`, int64 [3, T], and after."""
+    tokens: list[int] = []
+    for number in range(count):
+        after = int(positions.max()) + 1 + torch.arange(number)
+        logits = model(
+            **{name: value for name, value in inputs.items() if name != "input_ids" and "mask" not in name},
+            input_ids=torch.cat([inputs["input_ids"], torch.tensor([tokens], dtype=torch.long)], dim=1),
+            position_ids=torch.cat([positions, after.expand(3, -1)], dim=1)[:, None],
+            use_cache=False,
+        ).logits
+        tokens.append(int(logits[0, -1].argmax()))
+    return tokens
+
+
+@pytest.mark.parametrize("names", [CASES[case] for case in ("video", "video and image", "image, videos")])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(num_frames=10)], ids=["default", "10 frames"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "shapes-vl"])
+def test_tokens_equal_generates_own_under_the_switch(
+    checkpoints: dict[str, Path],
+    media: dict[str, Path],
+    name: str,
+    sampling: Sampling,
+    names: tuple[str, ...],
+) -> None:
+    paths, path = [media[each] for each in names], checkpoints[name]
+    model, processor = load_reference(path), AutoProcessor.from_pretrained(path, local_files_only=True)
+    inputs = processor_inputs(processor, paths, QUESTIONS[0], sampling)
+    skip_where_seconds_are_cut(model, inputs)
+    expected = generated_as_it_is(model, inputs)
+    settings = GenerationSettings.of(model.generation_config, processor.tokenizer.eos_token_id)
+    pipeline = ColocatedPipeline(model, adapter_like_transformers(path), settings=settings)
+
+    answer = pipeline.ask(paths, QUESTIONS[0], num_frames=sampling.num_frames, max_tokens=MAX_TOKENS)
+
+    assert answer.token_ids == expected
 
 
 @pytest.mark.parametrize("penalty", [0.8, 1.3])

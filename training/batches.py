@@ -4,9 +4,9 @@
     segment                 0                                 1                     2
     position   0 ...                                 p ...                 p ...
 
-Engines disagree on the position of the text after a video: transformers 5 goes on after its height or width
-(and, once the answer begins, after the largest position so far), others after its last instant. Both occur
-here, so that answers do not depend on the engine.
+Engines disagree on the position of the text after a video (docs/decisions/0007): transformers from 5.3 goes
+on after its height or width (and, once the answer begins, after the largest position so far), Qwen2.5-VL's
+authors and vLLM after its last instant. Both occur here, the first more often: config.json names it.
 """
 
 from __future__ import annotations

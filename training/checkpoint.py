@@ -156,6 +156,7 @@ def build_config(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLConfig:
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
     hidden_size = 256
     return Qwen2_5_VLConfig(
+        position_layout="transformers",  # of most videos in training: training/batches.py
         text_config={
             "vocab_size": VOCAB_SIZE,
             "hidden_size": hidden_size,

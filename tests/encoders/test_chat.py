@@ -17,8 +17,8 @@ from encoders.checkpoint import Checkpoint
 from epd.errors import RequestError
 from epd.models import embedded_model_path
 from tests.encoders.families import Clip, Family, Media, Picture
-from tests.encoders.test_families import GRID_INPUTS, visual_ids
-from tests.reference import skip_where_seconds_are_cut
+from tests.encoders.test_families import visual_ids
+from tests.positions import adapter_like_transformers, expected_positions, positions_in_transformers
 
 # transformers near 5.17 hands torch tensors to numpy in InternVL's processor, in a way that numpy 2 regrets.
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
@@ -114,16 +114,14 @@ def test_positions_equal_the_models(family: Family, data: st.DataObject) -> None
     messages = draw_conversation(family, data)
     media = media_of(family, messages)
     inputs = theirs(family, messages, media)
-    skip_where_seconds_are_cut(family.model, inputs)
-    grids = {name: inputs[name] for name in GRID_INPUTS if name in inputs}
+    plans = [family.plan(item, SAMPLING) for item in media]
 
-    prompt = family.adapter.plan_chat([family.plan(item, SAMPLING) for item in media], messages)
+    prompt = family.adapter.plan_chat(plans, messages)
+    switched = adapter_like_transformers(family.path).plan_chat(plans, messages)
 
-    positions, delta = family.model.model.get_rope_index(
-        inputs["input_ids"], inputs["mm_token_type_ids"], **grids
-    )
-    assert prompt.positions.tolist() == positions[:, 0].tolist()
-    assert prompt.next_position == len(prompt) + int(delta)
+    assert (prompt.positions.tolist(), prompt.next_position) == expected_positions(family.model, inputs)
+    found = switched.positions.tolist(), switched.next_position
+    assert found == positions_in_transformers(family.model, inputs)
 
 
 @given(messages=conversations(("image", "video")))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,13 +16,12 @@ from epd.errors import RequestError
 from epd.types import MediaKind
 from tests.encoders.families import Clip, Family, Media, Picture
 from tests.encoders.tolerances import assert_close_to
-from tests.reference import skip_where_seconds_are_cut
+from tests.positions import adapter_like_transformers, expected_positions, positions_in_transformers
 
 # transformers near 5.17 hands torch tensors to numpy in InternVL's processor, in a way that numpy 2 regrets.
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
 DRAWN = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-GRID_INPUTS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 # The item that is compared has the same pixels and the same batch; a tower may still sum in another order.
 SAME_BATCH = 1e-6
 
@@ -93,13 +92,10 @@ def test_positions_equal_the_models(family: Family, data: st.DataObject) -> None
         assert prompt.next_position == len(prompt)
         return
     theirs = family.their_inputs(media, sampling)
-    skip_where_seconds_are_cut(family.model, theirs)
-    grids: dict[str, Any] = {name: theirs[name] for name in GRID_INPUTS if name in theirs}
-    positions, delta = family.model.model.get_rope_index(
-        theirs["input_ids"], theirs["mm_token_type_ids"], **grids
-    )
-    assert prompt.positions.tolist() == positions[:, 0].tolist()
-    assert prompt.next_position == len(prompt) + int(delta)
+    assert (prompt.positions.tolist(), prompt.next_position) == expected_positions(family.model, theirs)
+    switched = replace(family, adapter=adapter_like_transformers(family.path)).prompt(media, sampling)
+    found = switched.positions.tolist(), switched.next_position
+    assert found == positions_in_transformers(family.model, theirs)
 
 
 @given(data=st.data())

@@ -17,6 +17,7 @@ from stages.sharded_encoding import ShardedEncoding
 from stages.weights import load_role
 from tests.encoders.families import QUESTION, Family, Media, Picture
 from tests.encoders.workers import SAMPLING, Workers, clip_of, noise
+from tests.positions import trained_positions_in
 
 NUM_TOKENS = 8
 
@@ -59,7 +60,7 @@ def test_the_split_pipeline_gives_the_tokens_of_generate(
     images: list[Media] = [Picture(noise(90, 150, 3, seed=1)), Picture(noise(60, 60, 3, seed=2))]
     media = images if kind == "images" else [clip_of(family)]
     inputs: Any = family.their_inputs(media, SAMPLING)
-    with torch.inference_mode():
+    with torch.inference_mode(), trained_positions_in(family.model):
         sequence = family.model.generate(
             **inputs, max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=[]
         )

@@ -1,4 +1,4 @@
-"""Checkpoints of every family, and what `model.generate` answers to a mix of prompts."""
+"""Checkpoints of every family, and what `generate` answers to a mix of prompts at trained positions."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from stages.engine_setup import build_engine
 from stages.generation import GenerationSettings
 from tests.encoders.families import Clip, Family, Media, Picture
 from tests.encoders.tiny_tiles import BUILDERS
+from tests.positions import trained_positions_in
 from tests.reference import processor_inputs
 from tests.stages.prompts import MAX_TOKENS, QUESTIONS, Prompt, prompt_of
 from tests.tiny_models import load_reference
@@ -92,9 +93,10 @@ def make(name: str, path: Path, media: dict[str, Path]) -> Subject:
 def expected(family: Family, paths: list[Path], question: str) -> tuple[int, ...]:
     """The truth: transformers' processor and `generate`, before the model's attention becomes ours."""
     inputs = inputs_of(family, paths, question)
-    sequences = family.model.generate(
-        **inputs, max_new_tokens=MAX_TOKENS, min_new_tokens=MAX_TOKENS, do_sample=False, eos_token_id=[]
-    )
+    with trained_positions_in(family.model):
+        sequences = family.model.generate(
+            **inputs, max_new_tokens=MAX_TOKENS, min_new_tokens=MAX_TOKENS, do_sample=False, eos_token_id=[]
+        )
     return tuple(sequences[0, inputs["input_ids"].shape[1] :].tolist())
 
 
