@@ -127,9 +127,7 @@ def test_slow_urls(app: App, media: dict[str, Path], num_requests: int, num_urls
     with dripping_server() as url, ThreadPoolExecutor(num_requests) as attackers:
         content = [image_part(url)] * num_urls + [{"type": "text", "text": "What is it?"}]
         slow = {**BODY, "messages": [{"role": "user", "content": content}]}
-        asked = [
-            attackers.submit(app.http.post, "/v1/chat/completions", json=slow) for _ in range(num_requests)
-        ]
+        asked = [attackers.submit(app.ask_patiently, slow) for _ in range(num_requests)]
         sleep(0.5)
         app.check_answers()
         content = [known, {"type": "text", "text": "?"}]
