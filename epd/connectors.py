@@ -140,7 +140,8 @@ class Offer(Generic[SourceT]):
     """Something for a ticket: at `source` in a pool of the sender's, or None when it could not be made.
 
     number: tells it from the sender's other offers. pool_id: tells the sender's pool from that of another
-    sender which had the same name before, or has it now.
+    sender which had the same name before, or has it now. is_lost: there is no source since the pool is gone,
+    as the receiver found; the sender, which may be gone too, did not say so.
     """
 
     transfer_id: str
@@ -149,6 +150,7 @@ class Offer(Generic[SourceT]):
     pool_id: str
     source: SourceT | None
     error: str = ""
+    is_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)

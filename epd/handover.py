@@ -32,12 +32,16 @@ from epd.transfers import TransferIds
 
 @dataclass(frozen=True, slots=True)
 class HandoverEnd:
-    """The end of a hand-over, as each side is told once. state: only where it was received."""
+    """The end of a hand-over, as each side is told once.
+
+    state: only where it was received. is_lost: it failed since the sender's pool is gone, see `Offer`.
+    """
 
     request_id: str
     outcome: TransferOutcome
     state: HandoverState | None = None
     error: str = ""
+    is_lost: bool = False
 
 
 @dataclass(slots=True)
@@ -302,7 +306,7 @@ class DecodeReception:
     def _record(self, arriving: _Arriving, offer: Offer[KVChunk]) -> HandoverEnd | None:
         """Books an offer that was copied; the end of the request if it is complete by that, or has failed."""
         if offer.source is None:
-            return self._fail(arriving, offer.error)
+            return self._fail(arriving, offer.error, is_lost=offer.is_lost)
         for span in offer.source.spans:
             arrived = arriving.arrived[span.layer_group]
             arriving.arrived[span.layer_group] = merged(arrived, span.start, span.stop)
@@ -317,9 +321,9 @@ class DecodeReception:
         self._complete(arriving)
         return HandoverEnd(arriving.ticket.request_id, TransferOutcome.DELIVERED, arriving.state)
 
-    def _fail(self, arriving: _Arriving, error: str) -> HandoverEnd:
+    def _fail(self, arriving: _Arriving, error: str, *, is_lost: bool = False) -> HandoverEnd:
         self.cancel(arriving.ticket.request_id)
-        return HandoverEnd(arriving.ticket.request_id, TransferOutcome.FAILED, error=error)
+        return HandoverEnd(arriving.ticket.request_id, TransferOutcome.FAILED, error=error, is_lost=is_lost)
 
     def _complete(self, arriving: _Arriving) -> None:
         """The prompt is written; layer groups that keep less of it give back what they do not need."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from epd.block_pool import BlockPool, BlockTable
 from epd.kv_identity import TokenIdentity
+from epd.kv_request import RequestBlocks, Shortage
 from epd.prefix_cache import CachedBlock, PrefixCache, PrefixMatch
 
 
@@ -43,45 +44,6 @@ class BlockCopy:
     num_tokens: int
 
 
-class _Request:
-    """What a request holds: a block table for each layer group, and pins on the nodes of its whole blocks."""
-
-    __slots__ = ("capacity", "identity", "is_shareable", "next_share", "path", "tables")
-
-    def __init__(self, tables: list[BlockTable], identity: TokenIdentity, is_shareable: bool) -> None:
-        self.tables = tables
-        self.identity = identity
-        self.is_shareable = is_shareable
-        self.path: list[CachedBlock] = []
-        self.capacity = 0  # tokens of group 0 with which one of the groups has no more room
-        self.next_share = 0  # tokens with which the next block is whole
-
-    @property
-    def num_tokens(self) -> int:
-        return self.tables[0].num_tokens
-
-    @property
-    def lengths(self) -> list[int]:
-        return [table.num_tokens for table in self.tables]
-
-    def refresh(self) -> None:
-        """What follows from tables and path, so that most tokens need one comparison."""
-        self.capacity = self.num_tokens + min(table.room for table in self.tables)
-        self.next_share = (len(self.path) + 1) * self.tables[0].block_size
-
-    def num_missing(self, num_tokens: int) -> list[int]:
-        added = num_tokens - self.num_tokens
-        return [table.num_missing(added) for table in self.tables]
-
-    def num_added_by_fork(self, num_tokens: int = 0) -> list[int]:
-        """Blocks, of each layer group, that a child with room for `num_tokens` tokens does not share."""
-        added = max(num_tokens - self.num_tokens, 0)
-        return [-(-(t.num_tokens + added) // t.block_size) - t.num_whole for t in self.tables]
-
-    def blocks_at(self, index: int) -> tuple[int, ...]:
-        return tuple(table.blocks[index] for table in self.tables)
-
-
 class KVCacheManager:
     """Block tables of all requests, and the prefix cache under them; idle cached blocks count as room.
 
@@ -94,7 +56,7 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self._pools = [BlockPool(num_blocks) for num_blocks in spec.num_blocks]
         self._cache = PrefixCache(self._pools, spec.block_size)
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, RequestBlocks] = {}
 
     # Questions: none of them changes anything.
 
@@ -139,6 +101,24 @@ class KVCacheManager:
     def can_fork(self, request_id: str, num_tokens: int = 0) -> bool:
         """Whether `fork`, and then `allocate` of `num_tokens` tokens for the child, would find room now."""
         return self._has_room(self._requests[request_id].num_added_by_fork(num_tokens))
+
+    def shortage(self, request_id: str, num_tokens: int) -> Shortage:
+        """Why `num_tokens` tokens of an open request found no room: see `may_fit`."""
+        request = self._requests[request_id]
+        num_shared = sum(node.num_pins > 1 for node in request.path)
+        missing = zip(request.tables, request.num_missing(num_tokens), strict=True)
+        blocks = tuple(len(table.blocks) + count - num_shared for table, count in missing)
+        return Shortage(blocks, self._cache.num_pinned)
+
+    def may_fit(self, shortage: Shortage) -> bool:
+        """Whether opening the request once more could find room; asked without a look at its tokens.
+
+        Cached blocks that nobody held count as free then and now. What others have come to hold since, new
+        blocks too, may all be the request's: each counts as one less to find.
+        """
+        found = self._cache.num_pinned - shortage.num_pinned
+        pairs = zip(shortage.blocks, self._all_free(), strict=True)
+        return all(needed <= num_free + found for needed, num_free in pairs)
 
     def is_written(self, request_id: str) -> bool:
         """Whether all tokens of the request are in its blocks: not before its copies are carried out."""
@@ -282,7 +262,7 @@ class KVCacheManager:
             max(0, *(num - pool.num_free for num, pool in zip(needed, self._pools, strict=True)))
         )
 
-    def _kept(self, request: _Request, num_tokens: int, layer_group: int | None) -> list[int]:
+    def _kept(self, request: RequestBlocks, num_tokens: int, layer_group: int | None) -> list[int]:
         """Tokens for which each layer group keeps its blocks."""
         if layer_group is None:
             return [length + num_tokens - request.num_tokens for length in request.lengths]
@@ -296,29 +276,29 @@ class KVCacheManager:
         if request_id in self._requests:
             raise ValueError(f"request '{request_id}' is open already; free it first")
 
-    def _new_request(self, request_id: str, identity: TokenIdentity, is_shareable: bool) -> _Request:
+    def _new_request(self, request_id: str, identity: TokenIdentity, is_shareable: bool) -> RequestBlocks:
         self._check_new(request_id)
         tables = [BlockTable(pool, self.block_size) for pool in self._pools]
-        request = self._requests[request_id] = _Request(tables, identity, is_shareable)
+        request = self._requests[request_id] = RequestBlocks(tables, identity, is_shareable)
         return request
 
-    def _pin(self, request: _Request, node: CachedBlock) -> None:
+    def _pin(self, request: RequestBlocks, node: CachedBlock) -> None:
         self._cache.pin(node)
         request.path.append(node)
 
-    def _unpin(self, request: _Request, keep: int) -> None:
+    def _unpin(self, request: RequestBlocks, keep: int) -> None:
         """Lets go of the nodes past the first `keep`, the deepest first: see `epd/prefix_cache.py`."""
         for node in reversed(request.path[keep:]):
             self._cache.unpin(node)
         del request.path[keep:]
 
-    def _share_path(self, request: _Request, path: Sequence[CachedBlock]) -> None:
+    def _share_path(self, request: RequestBlocks, path: Sequence[CachedBlock]) -> None:
         for node in path:
             self._pin(request, node)
         for group, table in enumerate(request.tables):
             table.share([node.blocks[group] for node in path])
 
-    def _copy_partial(self, request: _Request, match: PrefixMatch) -> list[BlockCopy]:
+    def _copy_partial(self, request: RequestBlocks, match: PrefixMatch) -> list[BlockCopy]:
         """Copies the cached part of one more block into a block of the request's own, if there is room."""
         source = match.partial
         if source is None:
@@ -335,7 +315,7 @@ class KVCacheManager:
             for group, table in enumerate(request.tables)
         ]
 
-    def _share_whole_blocks(self, request: _Request) -> None:
+    def _share_whole_blocks(self, request: RequestBlocks) -> None:
         """Puts the blocks that have become whole into the prefix cache.
 
         Where another request was first with the same tokens, this one keeps its own block and builds on the
@@ -349,7 +329,7 @@ class KVCacheManager:
             self._pin(request, node)
         request.next_share = (stop + 1) * size
 
-    def _keep_partial(self, request: _Request) -> None:
+    def _keep_partial(self, request: RequestBlocks) -> None:
         index = request.tables[0].num_whole
         rows = request.identity.row_bytes(index * self.block_size, request.num_tokens)
         parent = request.path[-1] if request.path else self._cache.root
@@ -375,7 +355,7 @@ class KVCacheManager:
             counted, held = pool.references(block), holders[block]
             _require(counted == held, f"block {block}: {counted} references are counted, {held} are held")
 
-    def _check_request(self, request: _Request) -> None:
+    def _check_request(self, request: RequestBlocks) -> None:
         size, parent = self.block_size, self._cache.root
         for table in request.tables:
             table.check_integrity()

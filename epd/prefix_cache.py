@@ -54,6 +54,7 @@ class PrefixCache:
         self.root = CachedBlock(None, b"", ())
         self.block_size = block_size
         self.num_evictions = 0
+        self.num_pinned = 0  # how often a node became pinned that was not, new ones included
         self._pools = pools
         # In order of eviction. A plain dict would search past all that was removed from its front.
         self._idle: OrderedDict[CachedBlock, None] = OrderedDict()
@@ -107,6 +108,7 @@ class PrefixCache:
         """Keeps a node from going; its parent must be pinned already."""
         if not node.num_pins:
             self._idle.pop(node, None)
+            self.num_pinned += 1
         node.num_pins += 1
 
     def unpin(self, node: CachedBlock) -> None:

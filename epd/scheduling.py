@@ -27,6 +27,7 @@ from typing import Literal
 from epd.errors import InfeasibleError
 from epd.kv_cache import BlockCopy, KVCacheManager
 from epd.kv_identity import TokenIdentity
+from epd.kv_request import Shortage
 
 PreemptionMode = Literal["recompute", "offload"]
 
@@ -200,6 +201,8 @@ class Scheduler:
         self.may_preempt: Callable[[str], bool] = lambda _: True
         self._held: set[str] = set()
         self._num_arrived = 0
+        # Why the head of the queue did not fit when its whole prompt was last looked up in the cache.
+        self._refused: tuple[ScheduledRequest, Shortage] | None = None
 
     def add(self, request: ScheduledRequest) -> None:
         """Queues a request. Raises InfeasibleError when it would not fit into the empty pool."""
@@ -312,7 +315,8 @@ class Scheduler:
         make some. Those come later in the queue, so none is admitted and then robbed in one step."""
         while self.waiting:
             request = self.waiting[0]
-            copies = self._open(request) if self._has_seat(request) else None
+            may_open = self._has_seat(request) and self._may_fit(request)
+            copies = self._open(request) if may_open else None
             if copies is None:
                 if self._make_way(request, output):
                     continue
@@ -357,6 +361,10 @@ class Scheduler:
         num_seqs = sum(each.num_seqs for each in self.running) + request.num_seqs
         return num_seqs <= self.config.max_num_seqs or not self.running
 
+    def _may_fit(self, request: ScheduledRequest) -> bool:
+        """False while the request cannot fit by what was found out before: most steps need no more."""
+        return self._refused is None or self._refused[0] is not request or self.kv.may_fit(self._refused[1])
+
     def _open(self, request: ScheduledRequest) -> list[BlockCopy] | None:
         """Starts a block table with what is cached already, and room for the rest; None without a trace."""
         if request.parent is not None:
@@ -369,7 +377,10 @@ class Scheduler:
             copies = self._open_cached(request)
             num_computed = max(self.kv.num_tokens(request.request_id), request.num_offloaded)
             needed = self._reserved_tokens(request, num_computed)
+        self._refused = None
         if not self.kv.can_allocate(request.request_id, needed):
+            if not request.pruned:  # what these need depends on how much of them is found
+                self._refused = request, self.kv.shortage(request.request_id, needed)
             self.kv.free(request.request_id)
             return None
         self.kv.allocate(request.request_id, needed)

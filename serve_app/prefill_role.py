@@ -56,20 +56,25 @@ class PrefillRole:
 
     def submit(self, message: Prefill) -> bool:
         """See `Prefill`. Raises InfeasibleError, RequestError."""
-        if not self._has_room(message.request):
+        num_seqs = message.request.sampling.n if message.ticket is None else 1
+        if not self._has_room(message.request, num_seqs):
             return False
         self.stage.submit(message.request, message.ticket)
         ends = tuple(group_end(message.request, group) for group in message.groups)
         self._prompts[message.request.request_id] = _Progress(message, ends, self._clock())
         return True
 
-    def _has_room(self, request: GenerateRequest) -> bool:
-        """Whether blocks for the prompt are free, beside those that wait; True for what never fits."""
+    def _has_room(self, request: GenerateRequest, num_seqs: int) -> bool:
+        """Whether blocks for the prompt are free, beside those that wait; True for what never fits.
+
+        num_seqs: answers to it that are to grow here.
+        """
         engine = self.stage.engine
         scheduler, size = engine.scheduler, engine.kv.block_size
         if request.num_prompt_tokens >= min(engine.kv.spec.num_blocks) * size:
             return True
-        if len(scheduler.waiting) + len(scheduler.running) >= scheduler.config.max_num_seqs:
+        taken = sum(each.num_seqs for each in (*scheduler.waiting, *scheduler.running))
+        if taken and taken + num_seqs > scheduler.config.max_num_seqs:
             return False
         if not engine.has_work():
             return True

@@ -254,7 +254,7 @@ class DecodeRole:
             num_waiting=len(engine.scheduler.waiting) + len(self.stage.reception),
             num_running=len(engine.scheduler.running),
             kv_usage=engine.kv.usage,
-            seat_usage=self.stage.num_requests / engine.scheduler.config.max_num_seqs,
+            seat_usage=min(1.0, self.stage.num_seqs / engine.scheduler.config.max_num_seqs),
             counters={
                 "generated_tokens": engine.counts.num_generated_tokens,
                 "preemptions": engine.scheduler.num_preempted,

@@ -12,6 +12,8 @@ of its answer a request can be moved to another decode worker:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from encoders import PromptPlan
@@ -25,6 +27,15 @@ from stages.generation import GenerateRequest, StepResult
 from stages.sampler import SampledToken
 
 
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    """A request that has room and is not there yet. num_seqs: answers to it."""
+
+    identity: TokenIdentity
+    sender: str
+    num_seqs: int
+
+
 class DecodeStage:
     """One decode worker. Not for several threads at once."""
 
@@ -34,8 +45,8 @@ class DecodeStage:
         self.engine = engine
         self.reception = DecodeReception(engine.kv, connector)
         self.outbox = KVOutbox(engine.kv, connector)
-        self._identities: dict[str, TokenIdentity] = {}
-        self._senders: dict[str, str] = {}  # of what has not arrived whole, even where that is known already
+        self._arriving: dict[str, _Arriving] = {}
+        self._lost: dict[str, str] = {}  # what came to an end with its sender, until `fail_sender`
         self._paused: dict[str, Choice] = {}
         self._leaving: set[str] = set()  # over, but for blocks that may still be read
 
@@ -48,31 +59,36 @@ class DecodeStage:
         it could never fit, ValueError for a request that is here already.
         """
         is_moving_away = request_id in self._paused or request_id in self._leaving
-        if is_moving_away or self.num_requests >= self.engine.scheduler.config.max_num_seqs:
+        if is_moving_away or not self._has_seats(sampling.n):
             return None
         room = 1 + (sampling.n - 1) * self.engine.kv.block_size
         ticket = self.reception.reserve(request_id, sender, identity, num_output_tokens=room)
         if ticket is not None:
-            self._identities[request_id] = identity
-            self._senders[request_id] = sender
+            self._arriving[request_id] = _Arriving(identity, sender, sampling.n)
         return ticket
 
+    def _has_seats(self, num_seqs: int) -> bool:
+        """Whether so many more answers may grow here; more than there are seats do so by themselves."""
+        taken = self.num_seqs
+        return not taken or taken + num_seqs <= self.engine.scheduler.config.max_num_seqs
+
     @property
-    def num_requests(self) -> int:
-        """Requests that decode, wait for room to go on, are still arriving or being moved."""
+    def num_seqs(self) -> int:
+        """Answers that grow, wait for room to go on, are still arriving or being moved."""
         scheduler = self.engine.scheduler
-        return len(scheduler.running) + len(scheduler.waiting) + len(self.reception) + len(self._paused)
+        num_arriving = sum(each.num_seqs for each in self._arriving.values())
+        return len(scheduler.running) + len(scheduler.waiting) + num_arriving + len(self._paused)
 
     @property
     def arriving(self) -> tuple[str, ...]:
         """Requests that have room and are not there yet."""
-        return tuple(self._identities)
+        return tuple(self._arriving)
 
     def abort(self, request_id: str) -> None:
         """Forgets a request, arriving, decoding or being moved. Unknown ids are ignored."""
         self.reception.cancel(request_id)
-        self._identities.pop(request_id, None)
-        self._senders.pop(request_id, None)
+        self._arriving.pop(request_id, None)
+        self._lost.pop(request_id, None)
         if self._paused.pop(request_id, None) is not None:
             self.outbox.abort(request_id, "the request was aborted")
             self._leaving.add(request_id)
@@ -84,12 +100,13 @@ class DecodeStage:
 
         Also those whose hand-over has failed by that before: nobody else can tell of them any more.
         """
-        self.reception.fail_sender(sender)
-        lost = [request_id for request_id, name in self._senders.items() if name == sender]
+        lost = self.reception.fail_sender(sender)
         for request_id in lost:
-            del self._senders[request_id]
-            self._identities.pop(request_id, None)
-        return lost
+            del self._arriving[request_id]
+        known = [request_id for request_id, name in self._lost.items() if name == sender]
+        for request_id in known:
+            del self._lost[request_id]
+        return [*known, *lost]
 
     # Moving to another decode worker
 
@@ -138,11 +155,12 @@ class DecodeStage:
         self._take_receipts()
         ends = self.reception.poll()
         for end in ends:
-            identity = self._identities.pop(end.request_id)
+            arriving = self._arriving.pop(end.request_id)
+            if end.is_lost:
+                self._lost[end.request_id] = arriving.sender
             if end.outcome is TransferOutcome.DELIVERED and end.state is not None:
-                del self._senders[end.request_id]
                 first = [SampledToken(t.token_id, t.logprob, t.top_logprobs) for t in end.state.first_tokens]
-                self.engine.adopt(_request(end.state, identity), first, end.state.later_token_ids)
+                self.engine.adopt(_request(end.state, arriving.identity), first, end.state.later_token_ids)
         result = self.engine.step()
         result.handovers += ends
         return result
@@ -166,8 +184,8 @@ class DecodeStage:
         lost = [each for each in (*self._paused, *self._leaving) if not self.engine.is_held(each)]
         if lost:
             raise AssertionError(f"{lost} are being moved without their blocks")
-        if len(self._identities) != len(self.reception):
-            raise AssertionError(f"identities of {set(self._identities)} are not those that arrive")
+        if len(self._arriving) != len(self.reception):
+            raise AssertionError(f"{set(self._arriving)} are not those that arrive")
 
 
 def _request(state: HandoverState, identity: TokenIdentity) -> GenerateRequest:

@@ -97,7 +97,7 @@ class MailboxConnector(ABC, Generic[TicketT, SourceT]):
             return offer
         source_pool = self.pool_of(offer)
         if source_pool is None:
-            return replace(offer, source=None, error=f"sender '{offer.sender}' is gone")
+            return replace(offer, source=None, error=f"sender '{offer.sender}' is gone", is_lost=True)
         try:
             self.pool.receive(ticket, offer.source, source_pool)
         except ValueError as error:

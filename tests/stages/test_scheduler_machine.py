@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from epd.errors import InfeasibleError
-from epd.kv_cache import KVCacheManager, KVCacheSpec
+from epd.kv_cache import BlockCopy, KVCacheManager, KVCacheSpec
 from epd.kv_identity import token_identity
 from epd.scheduling import ScheduledRequest, Scheduler, SchedulerConfig, SchedulerOutput
 
@@ -206,6 +207,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_seqs = sum(each.num_seqs for each in self.scheduler.running)
         if self.scheduler.waiting and output.admitted:
             assert max(each.priority for each in output.admitted) <= self.scheduler.waiting[0].priority
+        if self.scheduler.waiting and self.scheduler._has_seat(self.scheduler.waiting[0]):
+            assert self.scheduler._open(self.scheduler.waiting[0]) is None, "it would have fitted"
         assert num_seqs <= config.max_num_seqs or len({r.split("#")[0] for r in self.running}) == 1
         names = [chunk.request.request_id for chunk in output.chunks]
         assert len(set(names)) == len(names)
@@ -431,3 +434,31 @@ def test_the_check_knows_what_has_been_written() -> None:
     kv.fork("a", "other")
     kv.copied(copies)
     kv.check_integrity()
+
+
+def test_a_prompt_that_waits_for_room_is_not_looked_up_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first 40 tokens are cached and idle: whether it fits does not follow from free blocks alone."""
+    queue = Scheduler(SchedulerConfig(), KVCacheManager(KVCacheSpec((40,), 4)))
+    cached = request("w", 40, max_new=1)
+    queue.add(cached)
+    computed(queue, queue.schedule())
+    queue.remove(cached)
+    running = request("r", 90, max_new=40)
+    queue.add(running)
+    computed(queue, queue.schedule())
+    queue.add(request("w", 60))
+    opened: list[str] = []
+    opening = KVCacheManager.open
+
+    def count(kv: KVCacheManager, name: str, *args: Any, **options: Any) -> list[BlockCopy]:
+        opened.append(name)
+        return opening(kv, name, *args, **options)
+
+    monkeypatch.setattr(KVCacheManager, "open", count)
+    for _ in range(32):
+        computed(queue, queue.schedule())
+        queue.check_integrity()
+    assert [each.request_id for each in queue.waiting] == ["w"]
+    assert len(opened) <= 2
+    queue.remove(running)
+    assert [each.request_id for each in queue.schedule().admitted] == ["w"]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from epd.connectors import TransferOutcome
+from epd.kv_identity import token_identity
 from epd.sampling_params import SamplingParams
 from epd.scheduling import SchedulerConfig
 from stages.connectors import InProcessHub
@@ -144,6 +145,29 @@ def test_an_answer_of_one_token_needs_no_decode(a_family: Subject) -> None:
     assert tokens == {name: prompt.expected[:1] for name, prompt in prompts.items()}
     deployment.settle()
     assert deployment.decode["d0"].engine.counts.num_steps == 0
+    assert deployment.decode["d0"].fail_sender("p0") == [], "nothing is kept of what needs no decode"
+
+
+def test_decode_seats_are_taken_by_answers_not_by_requests(a_family: Subject) -> None:
+    hub = InProcessHub()
+    engine = a_family.engine(config=SchedulerConfig(max_num_seqs=4))
+    stage = DecodeStage(engine, hub.connect("d0", engine.pools))
+
+    def reserve(name: str, n: int) -> bool:
+        identity = token_identity([1, 2, 3])
+        return stage.reserve(name, "p0", identity, SamplingParams(n=n, max_tokens=4)) is not None
+
+    assert reserve("alone", 128), "one with more answers than there are seats decodes by itself"
+    assert not reserve("beside", 1)
+    stage.abort("alone")
+    assert reserve("three", 3)
+    assert not reserve("two", 2)
+    assert reserve("one", 1)
+    assert not reserve("last", 1)
+    assert stage.num_seqs == 4
+    stage.abort("three")
+    assert reserve("two", 2)
+    stage.check_integrity()
 
 
 def test_keys_and_values_go_out_while_prefill_goes_on(a_family: Subject) -> None:
