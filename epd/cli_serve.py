@@ -225,9 +225,10 @@ def serve(
     if plan is not None:
         options = _planned(plan, options, context)
     args = _app_args(options)
-    print(f"a request may have {limits_of(args).line()}; epd config show has all limits", file=sys.stderr)
+    ceilings = limits_of(args).line()
     with _served(args, host, port, address, verbose) as url:
         name = model_name or args.model_path.name
+        print(f"a request may have {ceilings}; epd config show has all limits", file=sys.stderr)
         seconds = time.monotonic() - start_s
         print(f"ready in {seconds:.1f} s: {url}/v1 serves {name} on {args.topology}", flush=True)
         _wait_for_signal()
