@@ -12,7 +12,7 @@ from encoders.adapter import Int64Array
 from epd.drafting import PromptLookup
 from epd.kv_cache import KVCacheManager
 from epd.scheduling import PrunedRange, ScheduledRequest
-from stages.detokenizer import TextStream
+from stages.detokenizer import AnswerEnds, TextStream
 from stages.generation import Extent, FinishReason, GenerateRequest, TokenOutput
 from stages.model_runner import Int32Array, Segment
 from stages.propagation import GoingOn
@@ -32,11 +32,11 @@ class Choice:
         request: GenerateRequest,
         index: int,
         tokenizer: Any,
-        eos_ids: frozenset[int],
+        ends: AnswerEnds,
         visual: VisualInputs,
         capacity: int,
     ) -> None:
-        """capacity: tokens of prompt and answer for which the KV cache has room at all."""
+        """ends: of the request. capacity: tokens of prompt and answer that the KV cache has room for."""
         self.request = request
         self.index = index
         self.visual = visual
@@ -59,11 +59,11 @@ class Choice:
         self.drafts: tuple[int, ...] = ()
         self._lookup = PromptLookup()
         self.sampling = SamplingState(
-            request.sampling, request.seed + index, request.prompt.token_ids, eos_ids=eos_ids
+            request.sampling, request.seed + index, request.prompt.token_ids, ending_ids=ends.token_ids
         )
-        self.text = TextStream(tokenizer, request.sampling)
+        self.text = TextStream(tokenizer, request.sampling, ends)
         self.finish_reason: FinishReason | None = None
-        self._ending_ids = request.sampling.ending_ids(eos_ids)
+        self.ends = ends
         self._tables: list[Int32Array] = []
 
     @property
@@ -151,7 +151,7 @@ class Choice:
         self.scheduled.num_tokens += 1
         self.sampling.append(token.token_id)
         may_end = num_generated > self.request.sampling.min_tokens
-        if token.token_id in self._ending_ids and may_end:
+        if token.token_id in self.ends.token_ids and may_end:
             self.finish_reason = "stop"
             return self.text.finish()
         text = self.text.push(token.token_id, may_stop=may_end)

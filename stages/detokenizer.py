@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import codecs
+from array import array
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -119,33 +121,73 @@ def _token_bytes_of(tokenizer: Any) -> TokenBytes | None:
     return TokenBytes(backend) if isinstance(getattr(backend, "decoder", None), decoders.ByteLevel) else None
 
 
+class StopString:
+    """One string to be found in texts that come character by character (Knuth, Morris and Pratt 1977).
+
+    Shared by all answers to a request. Its table is made as far as a text has matched, so that a long string
+    costs no more than the texts do.
+    """
+
+    __slots__ = ("_borders", "string")
+
+    def __init__(self, string: str) -> None:
+        self.string = string
+        # How much of string[:i + 1] is matched once more by its own end; 4 bytes for each character.
+        self._borders = array("I", [0])
+
+    @property
+    def num_prepared(self) -> int:
+        """Characters for which the table is made."""
+        return len(self._borders)
+
+    def longer(self, matched: int, character: str) -> int:
+        """How much is matched once `character` has come after a text that ends with string[:matched]."""
+        while matched and self.string[matched] != character:
+            matched = self.border(matched)
+        return matched + (self.string[matched] == character)
+
+    def border(self, matched: int) -> int:
+        """How much of string[:matched], but not all of it, is matched by its own end."""
+        while len(self._borders) < matched:
+            self._borders.append(self.longer(self._borders[-1], self.string[len(self._borders)]))
+        return self._borders[matched - 1]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerEnds:
+    """What ends the answers to one request, made once for all of them. token_ids: the checkpoint's too."""
+
+    token_ids: frozenset[int]
+    stops: tuple[StopString, ...]
+
+    @classmethod
+    def of(cls, params: SamplingParams, eos_ids: frozenset[int]) -> AnswerEnds:
+        """eos_ids: the checkpoint's end tokens."""
+        return cls(params.ending_ids(eos_ids), tuple(map(StopString, params.stop)))
+
+
 class _Matcher:
-    """Finds one string in a text that comes character by character (Knuth, Morris and Pratt 1977).
+    """Finds one string in one text.
 
     matched: how many characters at the end of the text may become the string, but are not yet all of it.
     """
 
-    __slots__ = ("_borders", "matched", "string")
+    __slots__ = ("_stop", "matched")
 
-    def __init__(self, string: str) -> None:
-        self.string = string
+    def __init__(self, stop: StopString) -> None:
+        self._stop = stop
         self.matched = 0
-        # How much of string[:i + 1] is matched once more by its own end.
-        self._borders = [0]
-        for character in string[1:]:
-            self._borders.append(self._longer(self._borders[-1], character))
+
+    @property
+    def string(self) -> str:
+        return self._stop.string
 
     def feed(self, character: str) -> bool:
         """Whether the text ends with the string, now that it ends with the character."""
-        matched = self._longer(self.matched, character)
-        found = matched == len(self.string)
-        self.matched = self._borders[-1] if found else matched
+        matched = self._stop.longer(self.matched, character)
+        found = matched == len(self._stop.string)
+        self.matched = self._stop.border(matched) if found else matched
         return found
-
-    def _longer(self, matched: int, character: str) -> int:
-        while matched and self.string[matched] != character:
-            matched = self._borders[matched - 1]
-        return matched + (self.string[matched] == character)
 
 
 class StopChecker:
@@ -156,10 +198,10 @@ class StopChecker:
     matched: the stop string that was found.
     """
 
-    def __init__(self, stop: Iterable[str], *, include_stop: bool = False) -> None:
-        """include_stop: whether the stop string itself belongs to the text."""
+    def __init__(self, stop: Iterable[str | StopString], *, include_stop: bool = False) -> None:
+        """stop: a `StopString` may be shared. include_stop: whether the stop string belongs to the text."""
         self.matched: str | None = None
-        self._matchers = [_Matcher(string) for string in stop]
+        self._matchers = [_Matcher(StopString(each) if isinstance(each, str) else each) for each in stop]
         self._include_stop = include_stop
         self._held = ""
 
@@ -187,9 +229,11 @@ class StopChecker:
 class TextStream:
     """The text of one answer while it grows, up to its stop string."""
 
-    def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Any, params: SamplingParams, ends: AnswerEnds | None = None) -> None:
+        """ends: of the request, to be shared by its answers."""
         self._detokenizer = IncrementalDetokenizer(tokenizer)
-        self._checker = StopChecker(params.stop, include_stop=params.include_stop_str_in_output)
+        stop = params.stop if ends is None else ends.stops
+        self._checker = StopChecker(stop, include_stop=params.include_stop_str_in_output)
 
     @property
     def stop_string(self) -> str | None:

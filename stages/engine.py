@@ -20,6 +20,7 @@ from epd.errors import RequestError
 from epd.kv_cache import BlockCopy, KVCacheManager, KVCacheSpec
 from epd.scheduling import Chunk, Scheduler, SchedulerConfig, SchedulerOutput
 from stages.choice import Choice
+from stages.detokenizer import AnswerEnds
 from stages.generation import Admission, Extent, GenerateRequest, StepResult
 from stages.kv_pool import token_slots
 from stages.model_runner import ModelRunner
@@ -81,8 +82,11 @@ class LanguageEngine:
         visual = VisualInputs(request.prompt, request.num_prompt_tokens)
         return self.scheduler.can_admit(self._choice(request, 0, visual).scheduled)
 
-    def _choice(self, request: GenerateRequest, index: int, visual: VisualInputs) -> Choice:
-        return Choice(request, index, self._tokenizer, self._eos_ids, visual, self._longest(request))
+    def _choice(
+        self, request: GenerateRequest, index: int, visual: VisualInputs, ends: AnswerEnds | None = None
+    ) -> Choice:
+        ends = ends or AnswerEnds.of(request.sampling, self._eos_ids)
+        return Choice(request, index, self._tokenizer, ends, visual, self._longest(request))
 
     def _longest(self, request: GenerateRequest) -> int:
         """Tokens that prompt and answer may have in the empty cache; beside a parent a block is copied."""
@@ -281,7 +285,7 @@ class LanguageEngine:
 
     def _siblings(self, choice: Choice) -> list[Choice]:
         siblings = [
-            self._choice(choice.request, index, choice.visual)
+            self._choice(choice.request, index, choice.visual, choice.ends)
             for index in range(1, choice.request.sampling.n)
         ]
         for each in siblings:

@@ -73,15 +73,18 @@ class SamplingState:
         output_ids: Iterable[int] = (),
         *,
         eos_ids: frozenset[int] = frozenset(),
+        ending_ids: frozenset[int] | None = None,
     ) -> None:
         """seed: as resolved for this sequence, whatever params say. prompt_ids: int64 [T].
 
         output_ids: what has been generated before. eos_ids: the checkpoint's end tokens.
+        ending_ids: all that end the answer, where somebody has them already.
         """
         self.params = params
         self.seed = seed
         self.num_generated = 0
-        self.ending_ids = params.ending_ids(eos_ids) if params.min_tokens else frozenset()
+        ending_ids = params.ending_ids(eos_ids) if ending_ids is None else ending_ids
+        self.ending_ids = ending_ids if params.min_tokens else frozenset()
         self.is_plain = (
             params.is_greedy and not params.has_penalties and params.logprobs is None and not self.ending_ids
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterable
 from itertools import pairwise
 
@@ -14,6 +15,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from epd.sampling_params import SamplingParams
 from stages.detokenizer import (
+    AnswerEnds,
     ByteLevelDecoder,
     IncrementalDetokenizer,
     StopChecker,
@@ -213,3 +215,28 @@ def test_a_stream_without_a_stop_gives_all_in_the_end() -> None:
     assert stream.finish() == f"nev{REPLACEMENT}"
     assert not stream.is_stopped
     assert (stream.push(TOKENIZER("n")["input_ids"][0]), stream.finish()) == ("", "n")
+
+
+def test_a_long_stop_string_costs_what_the_text_does() -> None:
+    """16 stop strings of 100,000 characters for 128 answers: what is made of them follows the text alone."""
+    stops = tuple(f"{number:02d}" * 50_000 for number in range(16))
+    tracemalloc.start()
+    try:
+        ends = AnswerEnds.of(SamplingParams(stop=stops), frozenset())
+        checkers = [StopChecker(ends.stops) for _ in range(128)]
+        shown_text = [checker.push("0101015 and so on") for checker in checkers]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert set(shown_text) == {"0101015 and so on"}
+    assert peak < 1 << 20
+    assert sum(stop.num_prepared for stop in ends.stops) <= 16 * len("0101015 and so on")
+
+
+def test_answers_to_one_request_share_what_ends_them() -> None:
+    ends = AnswerEnds.of(SamplingParams(stop=("abab",), stop_token_ids=(7, 8)), frozenset([1]))
+    assert ends.token_ids == {1, 7, 8}
+    first, second = StopChecker(ends.stops), StopChecker(ends.stops)
+    assert (first.push("aba"), second.push("ab")) == ("", "")
+    assert (first.push("b"), first.matched) == ("", "abab")
+    assert (second.push("c"), second.matched) == ("abc", None)
