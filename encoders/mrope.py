@@ -6,7 +6,7 @@ h  0    1  |  2  2  3  3   2  2  3  3   2  2  3  3  |  7 ...      position of th
 w  0    1  |  2  3  2  3   2  3  2  3   2  3  2  3  |  7 ...
                                                        4 ...      transformers: behind its rows and columns
 
-The two differ where a span takes more positions in time than in height and width: docs/decisions/0007.
+The two differ where a span takes more positions in time than in height and width: docs/decisions/0009.
 """
 
 from __future__ import annotations

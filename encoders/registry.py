@@ -28,7 +28,7 @@ def load_adapter(path: str | Path, *, positions: PositionLayout | None = None) -
     """Opens the model folder at `path` without its weights.
 
     positions: where text behind a video stands, for models with M-RoPE; by default as its config.json says in
-    `position_layout`, and as the authors of Qwen2.5-VL place it when that is not there (docs/decisions/0007).
+    `position_layout`, and as the authors of Qwen2.5-VL place it when that is not there (docs/decisions/0009).
     Raises ModelNotFoundError, UnsupportedModelError naming what is supported, ModelError for a broken folder.
     """
     folder = Path(path)

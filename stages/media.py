@@ -48,9 +48,10 @@ def plan_known(
     adapter: Adapter, source: str | Path, facts: video.MediaFacts, sampling: Sampling
 ) -> PlannedMedia:
     """Plans a source that was looked at. Raises as `plan_media`."""
-    if facts.kind == "image":
-        return plan_pixels(adapter, source, video.load_image(source))
+    pixels = video.load_image(source) if facts.kind == "image" else None
     try:
+        if pixels is not None:
+            return plan_pixels(adapter, source, pixels)
         return PlannedMedia(source, plan_video(adapter, facts, sampling))
     except MediaLimitError as error:
         raise MediaLimitError(f"'{source}': {error}") from error

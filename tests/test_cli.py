@@ -18,7 +18,6 @@ import pytest
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
-import video
 from encoders import ADAPTERS
 from epd.cli import app
 from epd.types import StageTimings
@@ -111,7 +110,7 @@ def test_a_video_that_tells_no_length_gives_one_line(
     media: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silent = SimpleNamespace(num_frames=0, fps=0.0, height=90, width=160)
-    monkeypatch.setattr(video, "probe", lambda _: silent)
+    monkeypatch.setattr(sys.modules["video.look"], "probe_open", lambda *_, **__: silent)
     assert_one_clear_line(run("ask", media["video"], QUESTION), media["video"].name, "length")
 
 

@@ -4,7 +4,7 @@
     segment                 0                                 1                     2
     position   0 ...                                 p ...                 p ...
 
-Engines disagree on the position of the text after a video (docs/decisions/0007): transformers from 5.3 goes
+Engines disagree on the position of the text after a video (docs/decisions/0009): transformers from 5.3 goes
 on after its height or width (and, once the answer begins, after the largest position so far), Qwen2.5-VL's
 authors and vLLM after its last instant. Both occur here, the first more often: config.json names it.
 """
