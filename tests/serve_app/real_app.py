@@ -1,0 +1,96 @@
+"""The whole application behind a real HTTP server, its workers as threads: nothing in it is a fake."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+from serve_app.api import ApiSettings, create_api
+from tests.serve_app.orchestration import Deployment
+from tests.serve_app.server import START_S, wait_until
+from video import ChildLimits, MediaChildren
+
+
+def workers_lost(http: httpx.Client) -> int:
+    """Workers that an application has lost since it started."""
+    found = re.search(r"^epd_workers_lost_total (\S+)", http.get("/metrics").text, re.MULTILINE)
+    return int(float(found[1])) if found else 0
+
+
+@dataclass
+class RealApp:
+    """A running application. deployment: its orchestrator and workers, of another thread's event loop."""
+
+    url: str
+    deployment: Deployment
+    http: httpx.Client
+
+    @property
+    def num_workers_lost(self) -> int:
+        return workers_lost(self.http)
+
+    def wait_until_empty(self) -> None:
+        """Returns when nothing of any request is left anywhere, and checks every worker's books."""
+        wait_until(lambda: not self.deployment.leftovers())
+        for core in self.deployment.cores():
+            core.check_integrity()
+
+
+@contextmanager
+def real_app(
+    path: Path, topology: str, settings: ApiSettings | None = None, **options: Any
+) -> Iterator[RealApp]:
+    """Serves the checkpoint at `path`, its media read by child processes. options: of OrchestratorConfig."""
+    started, stop = threading.Event(), threading.Event()
+    found: list[tuple[Deployment, BaseException | None]] = []
+    listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+
+    children = MediaChildren(ChildLimits(max_children=3), decodes_video=True)
+
+    async def serve() -> None:
+        deployment = Deployment(path, topology, {"children": children}, reader=children, **options)
+        try:
+            await deployment.service.start()
+            app = create_api(deployment.service, settings, children)
+            config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=2)
+            server = uvicorn.Server(config)
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            while not server.started and not serving.done():
+                await asyncio.sleep(0.01)
+            found.append((deployment, None))
+            started.set()
+            while not stop.is_set() and not serving.done():
+                await asyncio.sleep(0.05)
+            server.should_exit = True
+            await serving
+        except BaseException as error:
+            found.append((deployment, error))
+            raise
+        finally:
+            started.set()
+            await deployment.service.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        assert started.wait(60)
+        deployment, error = found[0]
+        assert error is None, error
+        with httpx.Client(base_url=url, trust_env=False, timeout=60) as http:
+            yield RealApp(url, deployment, http)
+    finally:
+        stop.set()
+        thread.join(START_S)
+        listener.close()
+        children.close()
