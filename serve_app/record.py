@@ -6,12 +6,14 @@ import logging
 import uuid
 from dataclasses import asdict, dataclass, field
 from time import perf_counter, time
-
-from fastapi import Request
+from typing import TYPE_CHECKING
 
 from epd.types import StageTimings
 from serve_app.protocol import EpdReport, PromptTokensDetails, SpanReport, UsageReport
 from serve_app.service import AnswerEnd, AnswerItem, StageSpan, TokenDelta
+
+if TYPE_CHECKING:
+    from fastapi import Request  # batches keep records without a web server
 
 logger = logging.getLogger(__name__)
 
