@@ -23,6 +23,7 @@ from video import child_jobs
 FORK, KILL, READY = b"F", b"K", b"R"
 PID = struct.Struct("<i")
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _MAX_OPEN_FILES = 64
 # Long enough for any command, which is a byte and a pid.
 _MAX_COMMAND_BYTES = 16
@@ -80,6 +81,7 @@ def _become_child(job: socket.socket, memory_bytes: int) -> None:
 
 def _limit(memory_bytes: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
+    _leave_network(libc)  # first, since it takes back what is asked for a parent's death
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     null = os.open(os.devnull, os.O_RDWR)
@@ -93,6 +95,14 @@ def _limit(memory_bytes: int) -> None:
         (resource.RLIMIT_NOFILE, _MAX_OPEN_FILES),
     ):
         resource.setrlimit(kind, (limit, limit))
+
+
+def _leave_network(libc: ctypes.CDLL) -> bool:
+    """Goes where no address can be reached; False where the kernel lets nobody, as in some containers.
+
+    For a process of one thread. Sockets that it has stay as they are.
+    """
+    return any(libc.unshare(flags) == 0 for flags in (_CLONE_NEWNET, _CLONE_NEWUSER | _CLONE_NEWNET))
 
 
 def _address_space_bytes() -> int:

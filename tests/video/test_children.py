@@ -130,6 +130,21 @@ def test_a_child_knows_no_secret_and_holds_nothing_of_ours(children: MediaChildr
         assert "unlimited" not in next(line for line in limits.splitlines() if "address space" in line)
 
 
+def may_leave_network() -> bool:
+    code = "import ctypes, sys; c = ctypes.CDLL(None); sys.exit(all(map(c.unshare, (1 << 30, 5 << 28))))"
+    return subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_child_reaches_no_network(children: MediaChildren, clip: Clip) -> None:
+    if not may_leave_network():
+        pytest.skip("this kernel gives no network namespaces to this user")
+    with opened(clip("h264_b.mp4")) as file:
+        children.look(file, "it")
+    ours = os.readlink("/proc/self/ns/net")
+    assert pids(children)
+    assert all(os.readlink(f"/proc/{pid}/ns/net") != ours for pid in pids(children))
+
+
 def test_a_killed_child_costs_nothing(children: MediaChildren, clip: Clip) -> None:
     """Two streams are at work; what the one had read goes on in another child."""
     stream, other = stream_of(children, clip("h264_b.mp4")), stream_of(children, clip("vp9.webm"))
