@@ -461,7 +461,9 @@ def test_a_prefix_that_ends_inside_a_window_is_computed_from_its_start() -> None
     queue.remove(first)
     queue.add(scheduled("b", [1, 2, 3, 4, 5, 6, 70, 80, 90, 10], PrunedRange(3, 9, 14)))
     queue.add(scheduled("c", [1, 2, 3, 4, 5, 6, 7, 8, 9, 70], PrunedRange(3, 9, 14)))
-    assert spans(queue.schedule()) == [("b", 3, 9, 14), ("c", 9, 10, 1)]
+    output = queue.schedule()
+    assert spans(output) == [("b", 3, 9, 14), ("c", 9, 10, 1)]
+    queue.kv.copied(output.copies)
     queue.check_integrity()
 
 
