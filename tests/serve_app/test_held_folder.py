@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from serve_app import held_folder
 from serve_app.front import ApiSettings
 from serve_app.held_folder import HeldFolder, abandoned, remove_abandoned, remove_own
 from serve_app.media_spool import MediaSpool
@@ -21,6 +22,7 @@ OWNER = """
 import sys, tempfile
 from pathlib import Path
 from serve_app import ray_memory
+from serve_app import held_folder
 from serve_app.held_folder import SPOOL_PREFIX, HeldFolder
 ray_memory._MEMORY_FOLDER = Path(sys.argv[1])
 tempfile.tempdir = sys.argv[1]
@@ -115,11 +117,13 @@ def test_a_folder_is_held_by_all_that_use_it(tmp_path: Path) -> None:
     assert not again.path.exists()
 
 
-def test_a_process_that_ends_at_once_removes_its_own(tmp_path: Path) -> None:
-    mine, released = HeldFolder(tmp_path / "epd-mine"), HeldFolder(tmp_path / "epd-released")
+def test_a_process_that_ends_at_once_removes_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_folder, "_own", [])  # not those of servers that other tests share
+    mine = [HeldFolder(tmp_path / f"epd-mine-{number}") for number in range(3)]
+    released = HeldFolder(tmp_path / "epd-released")
     released.release()
     remove_own()
-    assert not mine.path.exists()
+    assert not any(each.path.exists() for each in mine)
     assert released.path.exists()
 
 
