@@ -10,7 +10,7 @@ owner goes, the group is granted anew to one of them, since whoever fetched its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from encoders import Adapter
@@ -20,9 +20,12 @@ from epd.encoder_cache import GroupKey
 from serve_app.messages import Granted, GroupFailed, GroupsArrived
 from serve_app.worker_roles import News
 from stages.embedding_receiver import EmbeddingReceiver
+from stages.faults import RequestFault, logged_fault
 from stages.generation import GenerateRequest
 from stages.joining import Joiner
 from stages.prefill import PrefillStage
+
+OnFault = Callable[[RequestFault], None]
 
 
 @dataclass(slots=True)
@@ -73,13 +76,16 @@ class MediaFeeds:
         joiner = Joiner(self._adapter, request.prompt)
         self._feeds[request.request_id] = _Feed(request, groups, numbers, ends, joiner)
 
-    def step(self, news: News) -> bool:
-        """Takes what has arrived and grants what there is room for. Returns whether anything has moved."""
+    def step(self, news: News, on_fault: OnFault) -> bool:
+        """Takes what has arrived and grants what there is room for. Returns whether anything has moved.
+
+        on_fault: called with each request whose embeddings could not be passed on; it has to close it.
+        """
         num_events = len(news.events)
         failed = {group.key: group.error for group in self.receiver.poll()}
         self._tell_failed(failed, news)
         self._tell_arrived(news)
-        has_fed = [self._feed(feed) for feed in self._feeds.values()]
+        has_fed = [self._guarded(feed, on_fault) for feed in list(self._feeds.values())]
         self._grant(news)
         return any(has_fed) or len(news.events) > num_events
 
@@ -98,6 +104,13 @@ class MediaFeeds:
             del self._issued[transfer_id]
         if arrived:
             news.events.append(GroupsArrived(arrived))
+
+    def _guarded(self, feed: _Feed, on_fault: OnFault) -> bool:
+        try:
+            return self._feed(feed)
+        except Exception as error:  # noqa: BLE001 - costs its request alone
+            on_fault(logged_fault(feed.request.request_id, error))
+            return True
 
     def _feed(self, feed: _Feed) -> bool:
         """Passes on the groups that are next. Returns whether there were any."""

@@ -22,6 +22,7 @@ from serve_app.messages import (
 )
 from serve_app.service import StageSpan
 from serve_app.worker_roles import Clock, News, Rounds
+from stages.faults import RequestFault
 from stages.generation import GenerateRequest, StepResult
 from stages.prefill import PrefillStage
 
@@ -91,10 +92,11 @@ class PrefillRole:
         return True
 
     def step(self, news: News) -> bool:
-        has_fed = self.feeds.step(news)
+        has_fed = self.feeds.step(news, lambda fault: self._take_faults([fault], news))
         start_s = self._clock()
         result = self.stage.step()
         self._count(result, self._clock() - start_s)
+        self._take_faults(result.faults, news)
         news.outputs += result.outputs
         self._take_admissions(result, news)
         self._take_progress(result, start_s, news)
@@ -108,6 +110,12 @@ class PrefillRole:
             self._prefills.add(result.num_tokens - num_decoded, seconds)
         else:
             self._decodes.add(result.num_tokens, seconds)
+
+    def _take_faults(self, faults: Sequence[RequestFault], news: News) -> None:
+        """Requests that raised where others did not."""
+        for fault in faults:
+            self.abort([fault.request_id], news)
+            news.events.append(RequestFailed(fault.request_id, fault.error, is_final=True))
 
     def _take_admissions(self, result: StepResult, news: News) -> None:
         for admission in result.admissions:

@@ -19,6 +19,7 @@ from serve_app.messages import (
     EncodeGroup,
     HandedOver,
     RemainingWork,
+    RequestFailed,
     Reserve,
     SpanDone,
     WorkerEvent,
@@ -225,6 +226,7 @@ class DecodeRole:
         news.events += [
             HandedOver(end.request_id) for end in result.handovers if end.outcome is TransferOutcome.DELIVERED
         ]
+        news.events += [RequestFailed(each.request_id, each.error, is_final=True) for each in result.faults]
         return bool(result.num_tokens or result.handovers or result.admissions)
 
     def has_work(self) -> bool:

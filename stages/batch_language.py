@@ -314,8 +314,12 @@ class LanguageStage:
         for name in result.prefilled:
             self._live[name].is_ready = True
             self.num_prefilled += len(self._live[name].opened.media)
+        for fault in result.faults:
+            self._give_up(fault.request_id, fault.error)
         for output in result.outputs:
-            opened = self._open[output.request_id]
+            opened = self._open.get(output.request_id)
+            if opened is None:  # of a request that has failed in the same step
+                continue
             opened.first_s = opened.first_s or perf_counter()
             opened.outputs.append(output)
             if output.finish_reason is not None:
@@ -353,13 +357,17 @@ class LanguageStage:
             f"{waiting.num_prompt_tokens} prompt tokens do not fit beside the media "
             "that are held; ask for fewer frames or a shorter answer, or enlarge the KV cache"
         )
-        if first in self._live:
-            self._fail_job(self._live[first].job, error)
+        self._give_up(first, error)
+
+    def _give_up(self, name: str, error: EPDError) -> None:
+        """A job whose media cannot be prefilled, or a request that cannot be answered."""
+        if name in self._live:
+            self._fail_job(self._live[name].job, error)
             return
-        opened = self._open.pop(first)
+        opened = self._open.pop(name)
         opened.live.num_open -= 1
-        self._engine.abort(first)
-        self._sink.failed(first, error)
+        self._engine.abort(name)
+        self._sink.failed(name, error)
 
 
 def explained(error: Exception) -> EPDError:

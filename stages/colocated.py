@@ -34,7 +34,14 @@ from epd.sampling_params import SamplingParams
 from epd.types import Answer, StageTimings
 from stages.detokenizer import OnText
 from stages.engine_setup import build_engine
-from stages.generation import Extent, GenerateRequest, GenerationSettings, TokenOutput, context_tokens
+from stages.generation import (
+    Extent,
+    GenerateRequest,
+    GenerationSettings,
+    StepResult,
+    TokenOutput,
+    context_tokens,
+)
 from stages.joining import Joiner
 from stages.loader import load_model, use_threads
 from stages.media import PlannedMedia, UnitRun, plan_media, unit_runs
@@ -350,8 +357,15 @@ class ColocatedPipeline:
 
     def _run_all(self) -> None:
         """Computes whatever can be."""
-        while self.engine.step().num_tokens:
+        while self._stepped().num_tokens:
             pass
+
+    def _stepped(self) -> StepResult:
+        """One step of the engine. Raises what a request has failed with."""
+        result = self.engine.step()
+        for fault in result.faults:
+            raise fault.cause
+        return result
 
     @torch.inference_mode()
     def _encode(self, plan: MediaPlan, run: UnitRun, timings: StageTimings) -> Embeddings:
@@ -443,7 +457,7 @@ class ColocatedPipeline:
 
     def _step(self) -> list[TokenOutput]:
         """Raises InfeasibleError when no question finds room beside the contexts that are held."""
-        result = self.engine.step()
+        result = self._stepped()
         if not (result.num_tokens or result.admissions):
             raise InfeasibleError(
                 "no question fits beside the contexts that are held; let go of some, or enlarge the KV cache"

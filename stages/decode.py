@@ -23,6 +23,7 @@ from epd.kv_identity import TokenIdentity
 from epd.sampling_params import SamplingParams
 from stages.choice import Choice
 from stages.engine import LanguageEngine
+from stages.faults import RequestFault, logged_fault
 from stages.generation import GenerateRequest, StepResult
 from stages.sampler import SampledToken
 
@@ -154,15 +155,22 @@ class DecodeStage:
         """Takes what has arrived, lets go of what has left, then one step of the engine."""
         self._take_receipts()
         ends = self.reception.poll()
+        faults: list[RequestFault] = []
         for end in ends:
             arriving = self._arriving.pop(end.request_id)
             if end.is_lost:
                 self._lost[end.request_id] = arriving.sender
             if end.outcome is TransferOutcome.DELIVERED and end.state is not None:
                 first = [SampledToken(t.token_id, t.logprob, t.top_logprobs) for t in end.state.first_tokens]
-                self.engine.adopt(_request(end.state, arriving.identity), first, end.state.later_token_ids)
+                try:
+                    self.engine.adopt(
+                        _request(end.state, arriving.identity), first, end.state.later_token_ids
+                    )
+                except Exception as error:  # noqa: BLE001 - costs its request alone
+                    faults.append(logged_fault(end.request_id, error))
         result = self.engine.step()
         result.handovers += ends
+        result.faults += faults
         return result
 
     def _take_receipts(self) -> None:

@@ -18,7 +18,7 @@ from encoders.batch import BatchEncoder, FrameEncoder
 from epd.connectors import EncoderConnector, Ticket
 from epd.encode_batching import WaitingGroup, pick_batch
 from epd.encoder_cache import EncoderCacheManager
-from epd.errors import EPDError
+from epd.errors import EPDError, InternalError
 from epd.transfers import Outbox
 from stages.encoder_pool import EncoderPool
 
@@ -155,7 +155,7 @@ class EncodeStage:
             places = [self.cache.get(job.ticket.key) for job in batch]
             for place, embeddings in zip(places, results, strict=True):
                 self._pool.write(place, embeddings)
-        except (RuntimeError, ValueError, EPDError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, it costs the group that it belongs to
             if len(batch) > 1:
                 return sum(self._run([job]) for job in batch)
             self._fail(batch[0], error)
@@ -178,9 +178,9 @@ class EncodeStage:
         self._connector.send(job.ticket, self.cache.get(job.ticket.key))
 
     def _fail(self, job: EncodeJob, error: Exception) -> None:
-        logger.warning("group of transfer %s not encoded: %s", job.ticket.transfer_id, error)
+        logger.warning("group of transfer %s not encoded", job.ticket.transfer_id, exc_info=error)
         self.cache.release(job.ticket.key, job.ticket.transfer_id)
-        self._connector.send(job.ticket, None, f"{type(error).__name__}: {error}")
+        self._connector.send(job.ticket, None, _told(error))
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless entries are held by open offers and by nothing else."""
@@ -188,3 +188,10 @@ class EncodeStage:
         self.outbox.check_integrity()
         if self.cache.num_held > len(self.outbox):
             raise AssertionError("an entry is held without an open offer")
+
+
+def _told(error: Exception) -> str:
+    """What the receiver is told: all of what encoding is known to raise, of a bug no more than its type."""
+    if isinstance(error, RuntimeError | ValueError | EPDError):
+        return f"{type(error).__name__}: {error}"
+    return str(InternalError.of(error))

@@ -17,15 +17,16 @@ from torch import Tensor
 
 from epd.drafting import DraftGain
 from epd.errors import RequestError
-from epd.kv_cache import BlockCopy, KVCacheManager, KVCacheSpec
-from epd.scheduling import Chunk, Scheduler, SchedulerConfig, SchedulerOutput
+from epd.kv_cache import KVCacheManager, KVCacheSpec
+from epd.scheduling import Chunk, ScheduledRequest, Scheduler, SchedulerConfig, SchedulerOutput
+from stages.block_moves import BlockMoves
 from stages.choice import Choice
+from stages.chunk_sampling import ComputedChunk, sample_chunks
 from stages.detokenizer import AnswerEnds
+from stages.faults import FaultCounts, run_apart
 from stages.generation import Admission, Extent, GenerateRequest, StepResult
-from stages.kv_pool import token_slots
 from stages.model_runner import ModelRunner
-from stages.sampler import SampledToken, sample
-from stages.sampling_state import SamplingRow
+from stages.sampler import SampledToken
 from stages.visual_inputs import PlacedEmbeddings, VisualInputs
 
 
@@ -64,8 +65,9 @@ class LanguageEngine:
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
         self._choices: dict[str, Choice] = {}
-        self._offloaded: dict[str, list[Tensor]] = {}
+        self._moves = BlockMoves(self.kv, runner.pools)
         self._draft_gain = DraftGain(max_draft) if max_draft else None
+        self._fault_counts = FaultCounts()
 
     # Requests
 
@@ -112,7 +114,19 @@ class LanguageEngine:
 
         first: the first token of each of its choices, which somebody else has sampled and sent on.
         later_ids: what followed it, of a request with one choice that is moved in the middle of its answer.
+        Whatever it raises, the request and its blocks are forgotten.
         """
+        try:
+            self._adopt(request, first, later_ids)
+        except Exception:
+            self.abort(request.request_id)
+            if request.request_id in self.kv:
+                self.kv.free(request.request_id)
+            raise
+
+    def _adopt(
+        self, request: GenerateRequest, first: Sequence[SampledToken], later_ids: Sequence[int]
+    ) -> None:
         visual = VisualInputs(request.prompt, request.num_prompt_tokens)
         visual.skip(request.num_prompt_tokens)
         choice = self._choice(request, 0, visual)
@@ -183,60 +197,75 @@ class LanguageEngine:
     # One step
 
     def step(self) -> StepResult:
-        """Computes one pass, as far as there is anything to compute, and returns what came of it."""
+        """Computes one pass, as far as there is anything to compute, and returns what came of it.
+
+        What raises for one request ends that request alone: see `StepResult.faults`. Raises AssertionError
+        when it has left the books broken, and its own error when many requests have failed in a row.
+        """
         start = perf_counter()
         result = StepResult()
-        self._draft()
+        self._draft(result)
         output = self.scheduler.schedule()
-        self._admit(output, result)
         self._move(output)
+        self._admit(output, result)
         if output.chunks:
             only_decodes = all(chunk.request.is_decoding for chunk in output.chunks)
-            logits = self._run(output.chunks)
-            self._commit(output.chunks, logits, result)
+            self._compute(output.chunks, result)
             self._count(output, result)
             if self._draft_gain and only_decodes:
                 self._draft_gain.record_step(output.num_tokens, perf_counter() - start)
+        if result.faults:
+            self.check_integrity()
         return result
 
-    def _draft(self) -> None:
+    def _fail(self, request: ScheduledRequest, cause: Exception, result: StepResult) -> None:
+        """Forgets a request that raises, with all its choices; blocks that go elsewhere stay held."""
+        choice = self._choices.get(request.request_id)
+        if choice is None:  # it has failed before in this step
+            return
+        request_id = choice.request.request_id
+        result.faults.append(self._fault_counts.failed(request_id, cause))
+        self.abort(request_id, hold=choice.request.extent is Extent.FIRST_TOKEN)
+
+    def _is_open(self, chunk: Chunk) -> bool:
+        return chunk.request.request_id in self._choices
+
+    def _draft(self, result: StepResult) -> None:
         """Guesses how the decodes go on, as many tokens as have paid so far."""
         if self._draft_gain is None:
             return
         decoding = [self._choices[each.request_id] for each in self.scheduler.running if each.is_decoding]
         num_drafts = self._draft_gain.num_drafts(len(decoding)) if decoding else 0
         for choice in decoding:
-            choice.draft(num_drafts)
+            try:
+                choice.draft(num_drafts)
+            except Exception as error:  # noqa: BLE001 - costs its request alone
+                self._fail(choice.scheduled, error, result)
 
     def _admit(self, output: SchedulerOutput, result: StepResult) -> None:
         for scheduled in output.admitted:
-            choice = self._choices[scheduled.request_id]
-            choice.forget_tables()
-            choice.visual.skip(scheduled.num_computed)
-            scheduled.num_ready = max(scheduled.num_ready, choice.visual.num_ready)
-            if choice.num_generated == 0:
-                self.counts.num_cached_tokens += scheduled.num_computed
-                result.admissions.append(Admission(scheduled.request_id, scheduled.num_computed))
+            try:
+                self._admit_one(scheduled, result)
+            except Exception as error:  # noqa: BLE001 - costs its request alone
+                self._fail(scheduled, error, result)
+
+    def _admit_one(self, scheduled: ScheduledRequest, result: StepResult) -> None:
+        choice = self._choices[scheduled.request_id]
+        choice.forget_tables()
+        choice.visual.skip(scheduled.num_computed)
+        scheduled.num_ready = max(scheduled.num_ready, choice.visual.num_ready)
+        if choice.num_generated == 0:
+            self.counts.num_cached_tokens += scheduled.num_computed
+            result.admissions.append(Admission(scheduled.request_id, scheduled.num_computed))
 
     def _move(self, output: SchedulerOutput) -> None:
-        """Blocks to host memory, copies within the pools, blocks back: in this order, before the pass."""
+        """In this order, before the pass."""
         for preemption in output.preemptions:
-            self._offloaded[preemption.request.request_id] = [
-                pool.read(token_slots(table, 0, preemption.num_tokens, pool.block_size))
-                for pool, table in zip(self.pools.groups, preemption.block_tables, strict=True)
-            ]
-        self._copy(output.copies)
+            self._moves.offload(preemption)
+        self._moves.copy(output.copies)
         for restore in output.restores:
-            request_id = restore.request.request_id
-            for group, values in enumerate(self._offloaded.pop(request_id)):
-                pool, table = self.pools.groups[group], self.kv.block_table(request_id, group)
-                slots = token_slots(table, restore.start, restore.stop, pool.block_size)
-                pool.write(slots, values[:, :, restore.start : restore.stop])
+            self._moves.restore(restore)
             self.scheduler.advance(restore.request, restore.stop)
-
-    def _copy(self, copies: Sequence[BlockCopy]) -> None:
-        self.pools.copy_blocks(copies)
-        self.kv.copied(copies)
 
     def _run(self, chunks: Sequence[Chunk]) -> Tensor:
         """Logits [R, V] of the sampled rows: the last of a chunk, and one before it for each draft."""
@@ -253,28 +282,26 @@ class LanguageEngine:
         wanted = self._choices[chunk.request.request_id].request.extent is not Extent.MEDIA
         return 1 + chunk.num_drafts if chunk.is_sampled and wanted else 0
 
-    def _commit(self, chunks: Sequence[Chunk], logits: Tensor, result: StepResult) -> None:
-        """Samples every row at once, then books chunk by chunk."""
-        families = [self._family(chunk) for chunk in chunks]
-        rows: list[SamplingRow] = []
-        places: list[int] = []
-        at = 0
-        for chunk, family in zip(chunks, families, strict=True):
-            num_logits = self._num_rows(chunk)
-            if len(family) > 1:
-                rows += [SamplingRow(choice.sampling) for choice in family]
-                places += [at] * len(family)
-            elif num_logits:
-                drafts = family[0].drafts
-                rows += [SamplingRow(family[0].sampling, drafts[:i]) for i in range(num_logits)]
-                places += range(at, at + num_logits)
-            at += num_logits
-        tokens = (
-            iter(sample(logits if len(places) == len(logits) else logits[places], rows)) if rows else iter(())
-        )
-        for chunk, family in zip(chunks, families, strict=True):
-            num_rows = len(family) if len(family) > 1 else self._num_rows(chunk)
-            self._book(chunk, family, [next(tokens) for _ in range(num_rows)], result)
+    def _compute(self, chunks: Sequence[Chunk], result: StepResult) -> None:
+        """Runs and samples all chunks at once, or those apart that raise; then books chunk by chunk."""
+        computed: list[ComputedChunk] = []
+
+        def run(some: Sequence[Chunk]) -> None:
+            live = [chunk for chunk in some if self._is_open(chunk)]
+            if live:
+                logits = self._run(live)
+                parts = [(chunk, self._family(chunk), self._num_rows(chunk)) for chunk in live]
+                computed.extend(sample_chunks(parts, logits))
+
+        run_apart(chunks, run, lambda chunk, error: self._fail(chunk.request, error, result))
+        for each in computed:
+            if not self._is_open(each.chunk):
+                continue
+            try:
+                self._book(each.chunk, each.family, each.tokens, result)
+                self._fault_counts.succeeded()
+            except Exception as error:  # noqa: BLE001 - costs its request alone
+                self._fail(each.chunk.request, error, result)
 
     def _family(self, chunk: Chunk) -> list[Choice]:
         """The choices that the chunk's logits serve: at the end of a prompt, all of the request."""
@@ -332,8 +359,9 @@ class LanguageEngine:
             return
         for each in family[1:]:
             if each.finish_reason is None:
-                self._copy(self.scheduler.fork(choice.scheduled, each.scheduled))
+                copies = self.scheduler.fork(choice.scheduled, each.scheduled)
                 self._choices[each.request_id] = each
+                self._moves.copy(copies)
         choice.forget_tables()
         if choice.finish_reason is not None:
             self._remove(choice)
@@ -346,7 +374,7 @@ class LanguageEngine:
 
     def _remove(self, choice: Choice, *, hold: bool = False) -> None:
         del self._choices[choice.request_id]
-        self._offloaded.pop(choice.request_id, None)
+        self._moves.forget(choice.request_id)
         self.scheduler.remove(choice.scheduled, hold=hold)
 
     def _drop_embeddings(self, choice: Choice) -> None:
@@ -364,5 +392,5 @@ class LanguageEngine:
         """Raises AssertionError unless scheduler, cache and requests agree."""
         self.scheduler.check_integrity()
         queued = {each.request_id for each in (*self.scheduler.waiting, *self.scheduler.running)}
-        if queued != self._choices.keys() or not self._offloaded.keys() <= queued:
+        if queued != self._choices.keys() or not self._moves.offloaded <= queued:
             raise AssertionError(f"choices {set(self._choices)} are not those queued, {queued}")

@@ -12,6 +12,7 @@ from epd.answer_length import expected_tokens, held_to_context
 from epd.handover import HandoverEnd
 from epd.kv_identity import TokenIdentity
 from epd.sampling_params import SamplingParams
+from stages.faults import RequestFault
 from stages.sampler import SampledToken
 
 FinishReason = Literal["stop", "length"]
@@ -137,6 +138,7 @@ class StepResult:
 
     computed: requests whose cache has grown. num_tokens: computed in all.
     handovers: those that have ended. On the decode side, delivered ones go on there at once.
+    faults: requests that raised, and are forgotten.
     """
 
     admissions: list[Admission] = field(default_factory=list)
@@ -144,4 +146,5 @@ class StepResult:
     prefilled: list[str] = field(default_factory=list)
     computed: list[str] = field(default_factory=list)
     handovers: list[HandoverEnd] = field(default_factory=list)
+    faults: list[RequestFault] = field(default_factory=list)
     num_tokens: int = 0

@@ -83,7 +83,7 @@ class PrefillStage:
             self._outbox.abort(request_id, "the request was aborted")
             self.engine.abort(request_id, hold=True)
             self._leave(request_id)
-        else:
+        elif request_id not in self._leaving:
             self.engine.abort(request_id)
 
     @property
@@ -98,6 +98,8 @@ class PrefillStage:
     def step(self) -> StepResult:
         """One step of the engine, and of the hand-overs that depend on it."""
         result = self.engine.step()
+        for fault in result.faults:
+            self.abort(fault.request_id)
         if self.outbox is not None:
             self._send(result)
             self._take_receipts(result)

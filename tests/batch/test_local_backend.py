@@ -21,6 +21,7 @@ from serve_app.batch_local import LocalBackend
 from serve_app.service import ModelCard
 from stages.batch import BatchPipeline
 from stages.batch_media import MediaStages
+from stages.choice import Choice
 from stages.colocated import ColocatedPipeline
 from tests.media import write_video
 
@@ -100,6 +101,14 @@ def test_what_is_wrong_with_one_medium_or_line_stays_there(
         return embeddings(stages, decoded)
 
     monkeypatch.setattr(MediaStages, "_embeddings", break_one)
+    push = Choice.push
+
+    def break_one_answer(choice: Choice, token: Any) -> Any:
+        if choice.request.max_tokens == 2:
+            raise ZeroDivisionError("a bug")
+        return push(choice, token)
+
+    monkeypatch.setattr(Choice, "push", break_one_answer)
     video = str(media["video"])
     lines = [
         {"id": "good", "video": video, "question": "What?"},
@@ -109,6 +118,7 @@ def test_what_is_wrong_with_one_medium_or_line_stays_there(
         {"id": "an image as a video", "video": str(media["image"]), "question": "What?"},
         {"id": "reserved", "video": video, "question": "What is <|video_pad|>?"},
         {"id": "too long", "video": video, "question": "What? " * 2000},
+        {"id": "a bug in its pass", "video": video, "question": "What?", "max_tokens": 2},
         {"id": "no number", "video": video, "question": "What?", "max_tokens": "three"},
         {"id": "fps and frames", "video": video, "question": "What?", "fps": 1, "num_frames": 2},
         {"id": "not encoded", "video": str(broken), "question": "What?"},
@@ -124,13 +134,14 @@ def test_what_is_wrong_with_one_medium_or_line_stays_there(
         "an image as a video": "UnsupportedMediaError",
         "reserved": "RequestError",
         "too long": "RequestError",
+        "a bug in its pass": "InternalError",
         "no number": "RequestError",
         "fps and frames": "RequestError",
         "not encoded": "EPDError",
         "not encoded too": "EPDError",
     }
     assert read(tmp_path / "out.jsonl").keys() == {"good", "fine"}
-    assert summary.tally.num_failed == 10
+    assert summary.tally.num_failed == 11
     assert_nothing_left(batch_pipeline)
 
 

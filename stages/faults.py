@@ -1,0 +1,77 @@
+"""A pass that raises is run again in parts, so that it costs only the requests that it raises for alone.
+
+[ a b c d ]  raises
+[ a b ] done   [ c d ]  raises
+               [ c ]  raises alone: c fails   [ d ] done
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from epd.errors import EPDError, InternalError
+
+logger = logging.getLogger(__name__)
+
+_PartT = TypeVar("_PartT")
+# Requests that fail one after the other with no success between them: then it is the worker that is broken.
+MAX_FAULTS_IN_A_ROW = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFault:
+    """A request that its worker cannot go on with, and has forgotten. cause: what was raised."""
+
+    request_id: str
+    cause: Exception
+
+    @property
+    def error(self) -> EPDError:
+        """What the client is told: of a bug no more than its type."""
+        return InternalError.of(self.cause)
+
+
+def logged_fault(request_id: str, cause: Exception) -> RequestFault:
+    """The fault, with its traceback in the log."""
+    logger.error("request %s failed alone; others go on", request_id, exc_info=cause)
+    return RequestFault(request_id, cause)
+
+
+class FaultCounts:
+    """How many requests have failed in a row; says when the worker itself is to end."""
+
+    def __init__(self) -> None:
+        self._num_in_a_row = 0
+
+    def succeeded(self) -> None:
+        self._num_in_a_row = 0
+
+    def failed(self, request_id: str, cause: Exception) -> RequestFault:
+        """Logs the cause. Raises it where too many requests have failed in a row."""
+        self._num_in_a_row += 1
+        if self._num_in_a_row > MAX_FAULTS_IN_A_ROW:
+            raise cause
+        return logged_fault(request_id, cause)
+
+
+def run_apart(
+    parts: Sequence[_PartT],
+    run: Callable[[Sequence[_PartT]], None],
+    fail: Callable[[_PartT, Exception], None],
+) -> None:
+    """Runs all parts at once; where that raises, in halves, and tells which of them raises alone.
+
+    run: has no effect if it raises.
+    """
+    try:
+        run(parts)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it costs the part that it belongs to
+        if len(parts) == 1:
+            fail(parts[0], error)
+            return
+        middle = len(parts) // 2
+        run_apart(parts[:middle], run, fail)
+        run_apart(parts[middle:], run, fail)
