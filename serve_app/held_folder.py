@@ -65,7 +65,7 @@ def _is_named(path: Path, descriptor: int) -> bool:
 
 def remove_own() -> None:
     """Removes all folders that this process holds, for one that is about to end without a clean-up."""
-    for folder in _own:
+    for folder in _own.copy():
         folder.remove()
 
 
