@@ -31,13 +31,25 @@ def children(pid: int) -> dict[int, str]:
 
 
 def end_descendants(within_s: float) -> None:
-    """Ends all processes below this one with SIGKILL, parents first; after `adopt_orphans`."""
+    """Ends all processes below this one with SIGKILL, parents first; after `adopt_orphans`.
+
+    Returns when they have ended with all their threads, which hold locks and files until then.
+    """
     end_s = time.monotonic() + within_s
     while time.monotonic() < end_s:
-        below = list(children(os.getpid()))
-        if not below:
-            return
-        for pid in below:
+        for pid in children(os.getpid()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        if _reap():
+            return
         time.sleep(_LOOK_AGAIN_S)  # then their children are ours
+
+
+def _reap() -> bool:
+    """Forgets children that have ended with all their threads. Returns whether none is left."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            continue
+    except ChildProcessError:
+        return True
+    return False
