@@ -13,6 +13,7 @@ import pytest
 from epd.errors import UnavailableError
 from epd.loss_policy import LossLimits
 from epd.sampling_params import SamplingParams
+from serve_app.attempt import Attempt
 from tests.serve_app.orchestration import Answered, Deployment, Question, deployed, undisturbed, until_busy
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
@@ -47,10 +48,17 @@ async def ask_while(
     return answers
 
 
-async def kill_whenever_busy(deployment: Deployment, worker: str) -> None:
-    """Again and again: a request that is only on its way to the worker is not lost with it."""
+def placed(deployment: Deployment) -> list[Attempt]:
+    """Returns the attempts that their workers have taken and that go on."""
+    attempts = deployment.service.attempts.values()
+    return [each for each in attempts if each.is_placed and not each.has_ended]
+
+
+async def kill_whenever_placed(deployment: Deployment, worker: str) -> None:
+    """Kills the worker each time it has taken an attempt: one still on its way would go on elsewhere."""
     for num_lost in itertools.count():
-        await until_busy(deployment, worker)
+        while not any(worker in each.workers for each in placed(deployment)):
+            await asyncio.sleep(0.002)
         deployment.fleet.kill(worker)
         while (await deployment.service.status()).counters.get("workers_lost", 0) == num_lost:
             await asyncio.sleep(0.01)
@@ -141,7 +149,7 @@ def test_a_request_that_is_lost_again_and_again_ends_with_one_clear_error(
         losses = LossLimits(max_losses=1000)  # nobody is to blame
         async with deployed(checkpoints["qwen2_5_vl"], "1epd", max_attempts=2, losses=losses) as deployment:
             endless = replace(questions[1], params=replace(LONG, max_tokens=4000))
-            killing = asyncio.create_task(kill_whenever_busy(deployment, "epd0"))
+            killing = asyncio.create_task(kill_whenever_placed(deployment, "epd0"))
             with pytest.raises(UnavailableError, match="lost with 2 workers"):
                 await deployment.ask(endless)
             killing.cancel()
