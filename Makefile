@@ -25,13 +25,13 @@ test: check ## lint, types and all tests (how long: CONTRIBUTING.md)
 	$(BIN)/python -m pytest
 
 test-topologies: $(STAMP) ## ask the app on Ray in every topology
-	EPD_TEST_TOPOLOGIES="1epd 1ep1d 1e1pd 1e1p1d 2e1p1d 2e2p2d" $(BIN)/python -m pytest tests/serve_app/test_ray_app.py
+	EPD_TEST_TOPOLOGIES="1epd 1ep1d 1e1pd 1e1p1d 2e1p1d 2e2p2d" $(BIN)/python -m pytest tests/serve_app/ray/test_app.py
 
 explore: $(STAMP) ## property tests with examples that were never drawn before
 	$(BIN)/python -m pytest --hypothesis-profile=default -m hypothesis
 
 soak: $(STAMP) ## 200 streams while workers of every role are killed and stopped; other processes killed; slow and hostile clients
-	EPD_SOAK=2e2p2d $(BIN)/python -m pytest tests/serve_app/test_faults.py tests/serve_app/test_lost_processes.py tests/serve_app/test_slow_clients.py tests/serve_app/test_hostile.py -o timeout=1800
+	EPD_SOAK=2e2p2d $(BIN)/python -m pytest tests/serve_app/orchestration/test_faults.py tests/serve_app/ray/test_lost_processes.py tests/serve_app/http/test_slow_clients.py tests/serve_app/http/test_hostile.py -o timeout=1800
 
 check: $(STAMP) ## lint and types only
 	$(BIN)/ruff check .
@@ -47,7 +47,7 @@ wheel: $(STAMP) ## build dist/epd_vlm-VERSION-py3-none-any.whl
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
 
 bench: $(STAMP) ## run the benchmarks; results go to benchmarks/results
-	for b in benchmarks/bench_*.py; do $(BIN)/python $$b || exit 1; done
+	for b in batch elasticity encode engine hops planner reduction retention roles serve video_decode; do $(BIN)/python -m benchmarks.$$b || exit 1; done
 
 clean: ## remove the environment and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

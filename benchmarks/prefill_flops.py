@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from encoders.adapter import PromptPlan
 from epd.profiles.catalog import Transformer
-from stages.propagation import NUM_OBSERVING, num_whole_layers
-from stages.pruning import window_inputs
+from stages.reduction.propagation import NUM_OBSERVING, num_whole_layers
+from stages.reduction.pruning import window_inputs
 
 
 @dataclass(frozen=True, slots=True)

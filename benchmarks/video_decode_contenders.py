@@ -21,7 +21,7 @@ import numpy as np
 
 import video
 from epd.machine import usable_cpus
-from video.pixels import exact_resize
+from video.decoding.pixels import exact_resize
 
 BATCH = 8
 SIZE = (252, 448)  # what a vision model gets of a 16:9 video

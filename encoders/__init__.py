@@ -12,8 +12,8 @@ from encoders.adapter import (
     concatenated,
     place,
 )
-from encoders.chat import ChatMessage, ContentPart, check_question
-from encoders.mrope import PositionLayout
+from encoders.prompt.chat import ChatMessage, ContentPart, check_question
+from encoders.prompt.mrope import PositionLayout
 from encoders.registry import ADAPTERS, load_adapter
 
 __all__ = [

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from encoders.chat import ChatMessage
+from encoders.prompt.chat import ChatMessage
 from epd.errors import ModelError
 from epd.reduction import ReductionPolicy, Window
 from epd.types import MediaKind, PlaceholderRange, Usage

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from encoders.adapter import MediaPlan
-from epd.encoder_cache import GroupKey
-from epd.reception import GroupSpec
+from epd.encode.encoder_cache import GroupKey, GroupSpec
 
 # About how many visual tokens are encoded and prefilled at a time.
 DEFAULT_GROUP_TOKENS = 256

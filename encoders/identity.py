@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 
 from encoders.adapter import MediaItem, MediaPlan, PromptPlan
-from epd.kv_identity import DIGEST_BYTES, TokenIdentity, token_identity
+from epd.kv.kv_identity import DIGEST_BYTES, TokenIdentity, token_identity
 from epd.types import PlaceholderRange
 
 

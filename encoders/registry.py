@@ -7,12 +7,12 @@ from pathlib import Path
 
 from encoders.adapter import Adapter
 from encoders.checkpoint import Checkpoint, open_checkpoint, read_model_type
-from encoders.internvl import InternVLAdapter
-from encoders.llava_onevision import LlavaOnevisionAdapter
-from encoders.mrope import PositionLayout
-from encoders.qwen2_5_vl import Qwen2_5VLAdapter
-from encoders.qwen3_vl import Qwen3VLAdapter
-from encoders.smolvlm import SmolVLMAdapter
+from encoders.families.internvl import InternVLAdapter
+from encoders.families.llava_onevision import LlavaOnevisionAdapter
+from encoders.families.qwen2_5_vl import Qwen2_5VLAdapter
+from encoders.families.qwen3_vl import Qwen3VLAdapter
+from encoders.families.smolvlm import SmolVLMAdapter
+from encoders.prompt.mrope import PositionLayout
 from epd.errors import UnsupportedModelError
 
 ADAPTERS: dict[str, Callable[[Checkpoint], Adapter]] = {

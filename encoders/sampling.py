@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from encoders.adapter import Sampling, VideoFacts
+from epd.control.request_budget import check_num_frames
 from epd.errors import RequestError
-from epd.request_budget import check_num_frames
 
 # For checkpoints whose processor names no rate: what the Qwen-VL model cards sample at.
 DEFAULT_FPS = 2.0

@@ -52,7 +52,7 @@ class RequestTimeoutError(RequestError):
 
 
 class RequestBudgetError(RequestError):
-    """More work than one request may ask for: see `epd.request_budget`."""
+    """More work than one request may ask for: see `epd.control.request_budget`."""
 
 
 class PoisonedRequestError(InputError):

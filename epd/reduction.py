@@ -18,11 +18,11 @@ from epd.errors import RequestError
 DEFAULT_METHOD = "balanced"
 # Chosen before the language model sees any: encoders/reduction/selection.py.
 SELECTION_METHODS = ("balanced", "evs", "vidcom2", "novelty", "random", "uniform")
-# Chosen by the language model, of what it has computed: stages/pruning.py, stages/propagation.py.
+# Chosen by the language model, of what it has computed: `stages/reduction/`.
 PREFILL_METHODS = ("quickprefill", "fastkv")
 # Those of them where the later layers compute only what the earlier ones have chosen.
 PROPAGATING_METHODS = ("fastkv",)
-# Chosen by each question for itself, from a cache that serves all: stages/question_views.py.
+# Chosen by each question for itself, from a cache that serves all: stages/reduction/question_views.py.
 QUESTION_METHODS = ("mustdrop",)
 METHODS = SELECTION_METHODS + PREFILL_METHODS + QUESTION_METHODS
 # MustDrop: what is left after neighbours are merged, and after how many of 32 layers text drops more.

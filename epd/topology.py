@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from epd.errors import RequestError
-from epd.routing import Stage
 
+# What a worker can do. A worker with both `prefill` and `decode` answers a request to its end by itself.
+Stage = Literal["video", "encode", "prefill", "decode"]
+ROLE_LETTERS: Mapping[Stage, str] = {"video": "v", "encode": "e", "prefill": "p", "decode": "d"}
 MAX_WORKERS = 256
 # What a topology speaks of, in order. Those that decode video are not counted in it.
 STAGES: tuple[Stage, ...] = ("encode", "prefill", "decode")
@@ -43,7 +46,7 @@ class WorkerGroup:
 
     @property
     def letters(self) -> str:
-        return letters_of(self.roles)
+        return role_letters(self.roles)
 
     def __str__(self) -> str:
         return f"{self.num_workers}{self.letters}"
@@ -71,9 +74,16 @@ class Topology:
         return "".join(map(str, self.groups))
 
 
-def letters_of(roles: frozenset[Stage]) -> str:
-    """Their letters, in the order of the stages."""
-    return "".join(stage[0] for stage in STAGES if stage in roles)
+def role_letters(roles: Collection[Stage]) -> str:
+    """As they stand in a topology: "epd"."""
+    return "".join(letter for stage, letter in ROLE_LETTERS.items() if stage in roles)
+
+
+def topology_name(workers: Collection[Collection[Stage]]) -> str:
+    """How many workers there are of which roles, video decoders left out: "2e1p1d"."""
+    letters = [role_letters(roles) for roles in workers if "video" not in roles]
+    order = sorted(set(letters), key=lambda each: ("epd".find(each[:1]), each))
+    return "".join(f"{letters.count(each)}{each}" for each in order)
 
 
 def parse_topology(text: str, max_workers: int = MAX_WORKERS) -> Topology:

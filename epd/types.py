@@ -8,7 +8,9 @@ A *group* is a run of consecutive sampled frames that is decoded, encoded and pr
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -126,3 +128,12 @@ class Answer:
     ttft_s: float
     timings: StageTimings
     usage: Usage
+
+
+def content_hash(path: str | Path | int) -> str:
+    """The `mm_hash` of a file: BLAKE2b of all its bytes, 32 hexadecimal digits.
+
+    path: or a descriptor, which stays open and is read from where it is.
+    """
+    with open(path, "rb", closefd=not isinstance(path, int)) as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

@@ -32,7 +32,7 @@ def build_app(args: AppArgs) -> serve.Application:
         """Made before Serve asks for the HTTP app: what fails here is told to who deploys."""
 
         async def __init__(self) -> None:  # type: ignore[misc] # Serve awaits it
-            from serve_app.app_ingress import create_ingress  # torch, which only the replica needs
+            from serve_app.ray.app_ingress import create_ingress  # torch, which only the replica needs
 
             made.append(await create_ingress(args))
 

@@ -8,16 +8,16 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
+from epd.control.request_budget import RequestLimits
+from epd.control.retention import RetentionConfig, levels_down_to
+from epd.control.routing import check_reduction
+from epd.encode.sharding import Sharding
 from epd.errors import ModelNotFoundError, RequestError
+from epd.kv.scheduling import SchedulerConfig
 from epd.machine import usable_cpus
 from epd.models import embedded_model_path
 from epd.reduction import DEFAULT_METHOD, LEAST_RETENTION, ReductionPolicy
-from epd.request_budget import RequestLimits
-from epd.retention import RetentionConfig, levels_down_to
-from epd.routing import Stage, check_reduction
-from epd.scheduling import SchedulerConfig
-from epd.sharding import Sharding
-from epd.topology import parse_topology
+from epd.topology import Stage, parse_topology
 
 _VIDEO: frozenset[Stage] = frozenset({"video"})
 _KV_ROLES: frozenset[Stage] = frozenset({"prefill", "decode"})
@@ -43,7 +43,7 @@ class AppArgs(BaseModel):
     are chosen: see `epd.reduction`. retention_min: the share falls to it as the load rises, so that first
     tokens come within slo_ttft_s; by default it does not follow the load.
     drain_s: that requests are given to end when the application does.
-    served_hosts: names that clients may call the server by: see `serve_app.host_check.HostCheck`.
+    served_hosts: names that clients may call the server by: see `serve_app.http.host_check.HostCheck`.
     trace_dir: a Chrome trace of each request is written there, the latest max_traces are kept.
     otlp_endpoint: base URL of a collector that gets OpenTelemetry traces.
     max_batch_patches: that an encoder takes together. skip_static: a unit of a video is not encoded if none

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from epd.errors import EPDError, UnavailableError
-from epd.routing import Stage
+from epd.topology import Stage
 from serve_app.messages import Message, Offload, ReplyT, SetRoles, WorkerReport
 
 logger = logging.getLogger(__name__)

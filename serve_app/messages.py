@@ -17,14 +17,14 @@ from typing import Generic, TypeVar
 
 from encoders.adapter import MediaPlan
 from encoders.groups import MediaGroup
-from epd.connectors import KVTicket, Ticket
-from epd.elasticity import StageSample
+from epd.control.elasticity import StageSample
 from epd.errors import EPDError
-from epd.kv_identity import TokenIdentity
-from epd.routing import Stage
+from epd.kv.kv_identity import TokenIdentity
 from epd.sampling_params import SamplingParams
+from epd.topology import Stage
+from epd.transfer.connectors import KVTicket, Ticket
 from serve_app.service import StageSpan
-from stages.generation import GenerateRequest, TokenOutput
+from stages.engine.generation import GenerateRequest, TokenOutput
 from video import FileIdentity
 
 ReplyT = TypeVar("ReplyT")

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from epd.control.request_budget import RequestLimits
 from epd.errors import ModelError
-from epd.request_budget import RequestLimits
 from serve_app.app_args import AppArgs
 
 # Where configurations keep what concerns the language model; themselves, in older ones.

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from encoders import Sampling
-from encoders.chat import ChatMessage, media_kinds
-from epd.elasticity import Decision, RequestWork
+from encoders.prompt.chat import ChatMessage, media_kinds
+from epd.control.elasticity import Decision, RequestWork
+from epd.control.retention import LevelChange
 from epd.reduction import KEEP_ALL, ReductionPolicy
-from epd.retention import LevelChange
-from epd.routing import Stage
 from epd.sampling_params import SamplingParams
+from epd.topology import Stage
 from epd.types import MediaKind, StageTimings, Usage
 from video import FileIdentity, MediaFacts
 
@@ -33,7 +33,7 @@ StageName = Literal["probe", "decode_video", "preprocess", "encode", "transfer",
 class MediaSource:
     """One image or video of a request: its bytes are in a local file, within the limits, and hashed.
 
-    mm_hash: `epd.content.content_hash` of the file. facts: None where nobody has looked at it yet.
+    mm_hash: `epd.types.content_hash` of the file. facts: None where nobody has looked at it yet.
     label: how messages call it, which never show our paths. identity: what the file must still be.
     """
 
@@ -181,7 +181,7 @@ class WorkerStatus:
 class RoleSwitch:
     """How a worker's change of roles went. before, after: letters of its roles.
 
-    at_s: when it began, Unix time. Seconds: of the phases, see `serve_app.role_switch`; weights_s: of onload,
+    at_s: when it began, Unix time. Seconds: of the phases, see `role_switch`; weights_s: of onload,
     spent on finding weights. num_handed_on: requests and groups that went to others before they were begun,
     num_moved: answers that did in their middle, num_redone: requests and groups done again.
     error: why it has its former roles; empty if it has the new ones.

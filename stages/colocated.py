@@ -32,9 +32,8 @@ from epd.errors import InfeasibleError
 from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.types import Answer, StageTimings
-from stages.detokenizer import OnText
-from stages.engine_setup import build_engine
-from stages.generation import (
+from stages.encode.splicing import Joiner
+from stages.engine.generation import (
     Extent,
     GenerateRequest,
     GenerationSettings,
@@ -42,9 +41,10 @@ from stages.generation import (
     TokenOutput,
     context_tokens,
 )
-from stages.joining import Joiner
+from stages.engine.setup import build_engine
 from stages.loader import load_model, use_threads
 from stages.media import PlannedMedia, UnitRun, plan_media, unit_runs
+from stages.sampling.detokenizer import OnText
 from stages.timing import busy
 
 logger = logging.getLogger(__name__)

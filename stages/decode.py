@@ -17,15 +17,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from encoders import PromptPlan
-from epd.connectors import FirstToken, HandoverState, KVConnector, KVTicket, TransferOutcome
-from epd.handover import DecodeReception, KVOutbox
-from epd.kv_identity import TokenIdentity
+from epd.kv.kv_identity import TokenIdentity
 from epd.sampling_params import SamplingParams
-from stages.choice import Choice
-from stages.engine import LanguageEngine
-from stages.faults import RequestFault, logged_fault
-from stages.generation import GenerateRequest, StepResult
-from stages.sampler import SampledToken
+from epd.transfer.connectors import FirstToken, HandoverState, KVConnector, KVTicket, TransferOutcome
+from epd.transfer.handover import DecodeReception, KVOutbox
+from stages.engine.engine import LanguageEngine
+from stages.engine.faults import RequestFault, logged_fault
+from stages.engine.generation import GenerateRequest, StepResult
+from stages.engine.sequence import Choice
+from stages.sampling.sampler import SampledToken
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from epd.connectors import FirstToken, HandoverState, KVConnector, KVTicket, TransferOutcome
 from epd.errors import RequestError
-from epd.handover import KVOutbox
-from stages.engine import LanguageEngine
-from stages.generation import Extent, GenerateRequest, StepResult, TokenOutput
-from stages.visual_inputs import PlacedEmbeddings
+from epd.transfer.connectors import FirstToken, HandoverState, KVConnector, KVTicket, TransferOutcome
+from epd.transfer.handover import KVOutbox
+from stages.engine.engine import LanguageEngine
+from stages.engine.generation import Extent, GenerateRequest, StepResult, TokenOutput
+from stages.engine.visual_inputs import PlacedEmbeddings
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from encoders.names import Role, is_wanted, name_in_model
 from epd.errors import ModelError
-from stages.attention_support import check_attention
+from stages.attention.support import check_attention
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stages import sampler
+from stages.sampling import sampler
 
 CLEAR = 3e-6  # of the total weight
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from epd.cli import app
+from epd.cli.program import app
 
 ROOT = Path(__file__).parent.parent
 # Folders whose files a document may name; other words with a slash are not meant as paths.

@@ -28,8 +28,8 @@ RESERVED = {
     "ray": {"serve_app"},
     "triton": {"encoders", "stages"},
 }
-# The composition root, epd/cli.py and epd/cli_VERB.py, may import upward, but only inside functions.
-COMPOSITION_ROOT = re.compile(r"epd/cli(_\w+)?\.py")
+# The composition root, the commands in epd/cli/, may import upward, but only inside functions.
+COMPOSITION_ROOT = re.compile(r"epd/cli/\w+\.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +104,16 @@ def test_every_package_is_looked_at() -> None:
         ("epd/types.py", "import video", True),
         ("epd/types.py", "def f():\n    from stages.colocated import x", True),
         ("epd/types.py", "import numpy", False),
-        ("epd/cli.py", "def f():\n    from stages.colocated import x", False),
-        ("epd/cli.py", "from stages.colocated import x", True),
-        ("epd/cli.py", "if TYPE_CHECKING:\n    import stages", True),
-        ("epd/cli_bench.py", "def f():\n    from video.demo_video import x", False),
-        ("epd/cli_bench.py", "from video.demo_video import x", True),
-        ("epd/load/cli.py", "def f():\n    from video.demo_video import x", True),
-        ("video/probe.py", "import av.container", False),
-        ("video/probe.py", "from encoders import Adapter", True),
-        ("encoders/prompt.py", "import video", True),
-        ("encoders/prompt.py", "import importlib\nimportlib.import_module('stages')", True),
+        ("epd/cli/program.py", "def f():\n    from stages.colocated import x", False),
+        ("epd/cli/program.py", "from stages.colocated import x", True),
+        ("epd/cli/program.py", "if TYPE_CHECKING:\n    import stages", True),
+        ("epd/cli/bench.py", "def f():\n    from video.demo_video import x", False),
+        ("epd/cli/bench.py", "from video.demo_video import x", True),
+        ("epd/bench/cli.py", "def f():\n    from video.demo_video import x", True),
+        ("video/containers/probe.py", "import av.container", False),
+        ("video/containers/probe.py", "from encoders import Adapter", True),
+        ("encoders/prompt/prompt.py", "import video", True),
+        ("encoders/prompt/prompt.py", "import importlib\nimportlib.import_module('stages')", True),
         ("encoders/kernels/patches.py", "import triton", False),
         ("epd/policy.py", "import triton.language as tl", True),
         ("stages/media.py", "import av", True),

@@ -114,7 +114,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 def test_every_file_of_the_packages_is_in_both_archives(installed: Installed) -> None:
     expected = set(_listed(*PACKAGES))
-    assert {"epd/py.typed", "serve_app/page/index.html", "epd/models/shapes-vl/model.safetensors"} <= expected
+    assert {
+        "epd/py.typed",
+        "serve_app/http/page/index.html",
+        "epd/models/shapes-vl/model.safetensors",
+    } <= expected
     with zipfile.ZipFile(installed.wheel) as wheel:
         in_wheel = {name for name in wheel.namelist() if ".dist-info/" not in name}
     with tarfile.open(installed.sdist) as sdist:

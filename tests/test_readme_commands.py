@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from epd.cli import app
+from epd.cli.program import app
 
 README = Path(__file__).parent.parent / "README.md"
-# A server is asked by tests/serve_app/test_readme.py; an evaluation of 60 videos takes minutes.
+# A server is asked by tests/serve_app/http/test_readme.py; an evaluation of 60 videos takes minutes.
 _LONG = {"serve", "eval"}
 
 

@@ -18,8 +18,8 @@ import video
 from encoders import MediaPlan, Sampling, load_adapter
 from epd.errors import InfeasibleError, RequestError
 from stages.colocated import ColocatedPipeline
-from stages.engine_setup import BLOCK_SIZE
-from stages.generation import GenerationSettings
+from stages.engine.generation import GenerationSettings
+from stages.engine.setup import BLOCK_SIZE
 from tests.positions import (
     adapter_like_transformers,
     authors_positions,

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.errors import RequestError
-from epd.routing import Stage
-from epd.topology import STAGES, Topology, WorkerGroup, parse_topology
+from epd.topology import STAGES, Stage, Topology, WorkerGroup, parse_topology
 
 E, P, D = STAGES
 

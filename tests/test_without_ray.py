@@ -11,7 +11,7 @@ import sys
 sys.modules["ray"] = None  # any import of it now raises ImportError
 
 import video, encoders, stages.colocated
-from epd.cli import main
+from epd.cli.program import main
 
 sys.argv = ["epd", "ask", *sys.argv[1:]]
 main()

@@ -5,23 +5,23 @@ In AVI, which has no presentation times, frame n in order of display begins at n
 """
 
 from epd.types import FrameGroup, Frames
-from video.child_stream import ChildStream
-from video.children import ChildLimits, MediaChildren
-from video.data_uri import read_data_uri
-from video.download import Download
-from video.fetch import fetch
+from video.children.children import ChildLimits, MediaChildren
+from video.children.stream import ChildStream
+from video.containers.info import VideoInfo
+from video.containers.limits import Limits
+from video.containers.look import MediaFacts, look
+from video.containers.probe import probe
+from video.decoding.stream import GroupStream, decode, stream
 from video.images import load_image, media_kind
-from video.info import VideoInfo
-from video.limits import Limits
-from video.local_files import FileIdentity, OpenFile, allowed_file, open_allowed, open_file
-from video.look import MediaFacts, look
-from video.policy import FetchPolicy, Sink
-from video.probe import probe
 from video.reading import MediaReader, OwnReader
 from video.reference import reference_decode
 from video.sampling import sample_times
-from video.source import Media
-from video.stream import GroupStream, decode, stream
+from video.sources.data_uri import read_data_uri
+from video.sources.download import Download
+from video.sources.fetch import fetch
+from video.sources.local_files import FileIdentity, OpenFile, allowed_file, open_allowed, open_file
+from video.sources.policy import FetchPolicy, Sink
+from video.sources.source import Media
 
 __all__ = [
     "ChildLimits",

@@ -9,7 +9,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from epd.errors import CorruptMediaError, MediaLimitError, UnsupportedMediaError
 from epd.types import MediaKind, UInt8Array
-from video.source import Media, Reader, Source, as_media, open_video
+from video.sources.source import Media, Reader, Source, as_media, open_video
 
 IMAGE_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF", "AVIF", "PPM")
 MAX_IMAGE_PIXELS = 80_000_000

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Protocol
 
 from epd.types import UInt8Array
+from video.containers.look import MediaFacts, look
 from video.images import load_image
-from video.local_files import OpenFile
-from video.look import MediaFacts, look
-from video.source import Media
+from video.sources.local_files import OpenFile
+from video.sources.source import Media
 
 
 class MediaReader(Protocol):

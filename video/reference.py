@@ -10,12 +10,12 @@ from av.video.frame import VideoFrame
 
 from epd.errors import CorruptMediaError
 from epd.types import Frames, UInt8Array
-from video.avi_times import timed
-from video.info import VideoInfo
-from video.pixels import Size, exact_resize, exact_rgb
-from video.probe import describe
-from video.source import Media, OpenVideo, Source, open_video, reason
-from video.timestamps import FrameClock
+from video.containers.avi_times import timed
+from video.containers.info import VideoInfo
+from video.containers.probe import describe
+from video.containers.timestamps import FrameClock
+from video.decoding.pixels import Size, exact_resize, exact_rgb
+from video.sources.source import Media, OpenVideo, Source, open_video, reason
 
 TimedFrame = tuple[int, VideoFrame]
 
@@ -23,7 +23,7 @@ TimedFrame = tuple[int, VideoFrame]
 def reference_decode(source: Source | Media, times_s: Sequence[float], size: Size | None = None) -> Frames:
     """Frames on screen at `times_s`, in the order asked: the last with pts <= t, the first for earlier times.
 
-    In AVI the n-th frame in order of display begins at n / rate: see `video/avi_times.py`.
+    In AVI the n-th frame in order of display begins at n / rate: see `video/containers/avi_times.py`.
 
     Raises the MediaError of what is wrong with the file.
     """

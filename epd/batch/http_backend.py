@@ -20,11 +20,11 @@ from typing import Any
 
 import httpx
 
-from epd.batch.bounded_queue import BoundedQueue, QueueClosed
 from epd.batch.lines import JSON, BatchLine
 from epd.batch.tasks import Answered, BackendCounts, Failed, MediaTask, Outcome
+from epd.bench.endpoint import Endpoint, parse_endpoints
 from epd.errors import UnavailableError
-from epd.load.endpoint import Endpoint, parse_endpoints
+from epd.transfer.bounded_queue import BoundedQueue, QueueClosed
 
 MAX_TASKS = 4
 MAX_REQUESTS = 16

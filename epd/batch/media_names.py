@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from epd.content import content_hash
+from epd.types import content_hash
 
 _MAX_KNOWN = 4096
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from epd.encode.sharding import Sharding
 from epd.errors import RequestError
-from epd.sharding import Sharding
 
 FORMAT: Literal["epd plan, version 1"] = "epd plan, version 1"
 

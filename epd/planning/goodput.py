@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from epd.errors import InfeasibleError
-from epd.metrics import SLO
 from epd.profiles.profile import Profile
-from epd.routing import Stage
 from epd.simulate.clock import TICKS_PER_S, seconds_of
 from epd.simulate.deployment import Deployment
 from epd.simulate.records import SimulationResult
 from epd.simulate.requests import Job
 from epd.simulate.simulation import Simulation
+from epd.topology import Stage
+from epd.workload.metrics import SLO
 
 # Closer to the bound a queue has no steady state: a short run would only not see it grow.
 MAX_LOAD = 0.95

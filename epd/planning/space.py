@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
+from epd.encode.sharding import Sharding
 from epd.errors import RequestError
+from epd.kv.scheduling import SchedulerConfig
 from epd.profiles.media import MediaWork
-from epd.scheduling import SchedulerConfig
-from epd.sharding import Sharding
 from epd.simulate.deployment import Deployment
 from epd.simulate.requests import GroupWork, Job
 from epd.topology import MAX_WORKERS, Topology, WorkerGroup, parse_topology

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from epd.workload import Resolution, VideoSpec
+from epd.workload.requests import Resolution, VideoSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """A discrete-event simulator that drives the live system's own policies."""
 
-from epd.sharding import Sharding
+from epd.encode.sharding import Sharding
 from epd.simulate.deployment import Deployment
 from epd.simulate.records import SimulationResult
 from epd.simulate.requests import Job, JobMaker

@@ -22,7 +22,7 @@ from epd.simulate.deployment import Deployment
 from epd.simulate.requests import JobMaker
 from epd.simulate.simulation import Simulation
 from epd.topology import parse_topology
-from epd.workload import Workload
+from epd.workload.requests import Workload
 
 # On the way of a request, in its workers, and beside both.
 _WAYS = ("request", "split", "image", "video", "sent", "second")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
-from epd.routing import Router, WorkerBooks
+from epd.control.routing import Router, WorkerBooks
 
 Load = tuple[int, ...]
 # Entries for each candidate, the stale ones with them, before all are thrown away.

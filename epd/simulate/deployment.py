@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from epd.encode.sharding import Sharding
 from epd.errors import InfeasibleError
+from epd.kv.scheduling import SchedulerConfig
 from epd.profiles.profile import Profile
-from epd.routing import Stage
-from epd.scheduling import SchedulerConfig
-from epd.sharding import Sharding
-from epd.topology import Topology
+from epd.topology import Stage, Topology
 
 _DEFAULT_LIMITS = SchedulerConfig()
 

@@ -7,9 +7,9 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from epd.elasticity import StageSample
-from epd.encode_batching import WaitingGroup, pick_batch
-from epd.encoder_cache import GroupKey
+from epd.control.elasticity import StageSample
+from epd.encode.encode_batching import WaitingGroup, pick_batch
+from epd.encode.encoder_cache import GroupKey
 from epd.profiles.profile import Profile
 from epd.simulate.clock import ticks_of
 from epd.simulate.requests import RequestState

@@ -12,15 +12,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from epd.elasticity import StageSample
+from epd.control.elasticity import StageSample
 from epd.errors import InfeasibleError
-from epd.kv_cache import KVCacheManager, KVCacheSpec
+from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
+from epd.kv.scheduling import Chunk, ScheduledRequest, Scheduler, SchedulerConfig, SchedulerOutput
 from epd.profiles.profile import Profile
-from epd.routing import Stage
-from epd.scheduling import Chunk, ScheduledRequest, Scheduler, SchedulerConfig, SchedulerOutput
 from epd.simulate.clock import ticks_of
 from epd.simulate.requests import Job, RequestState
 from epd.simulate.work_done import WorkDone
+from epd.topology import Stage
 
 
 class PassCost:
@@ -167,7 +167,7 @@ class LanguageSide:
             request.num_ready = max(request.num_ready, state.num_ready)
 
     def reserve(self, state: RequestState) -> bool:
-        """Room for what another worker has computed or will, as `epd.handover.DecodeReception` has it."""
+        """Room for what another worker has computed or will, as `epd.transfer.handover` has it."""
         if self.num_requests >= self.scheduler.config.max_num_seqs:
             return False
         num_tokens, size = state.num_sent, self.kv.block_size

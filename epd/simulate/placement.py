@@ -1,18 +1,22 @@
-"""Where a request goes: who waits, who is refused, which workers get it. See `serve_app/placement.py`."""
+"""Where a request goes: who waits, who is refused, which workers get it.
+
+See `serve_app/orchestration/placement.py`.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from epd.admission import AdmissionQueue
+from epd.control.admission import AdmissionQueue
+from epd.control.routing import Router
 from epd.errors import InfeasibleError, OverloadedError
-from epd.routing import Router, Stage
 from epd.simulate.choosing import Chooser
 from epd.simulate.clock import EventQueue, seconds_of
 from epd.simulate.deployment import Deployment
 from epd.simulate.requests import RequestState
 from epd.simulate.worker import Worker
+from epd.topology import Stage
 
 OnRequest = Callable[[RequestState], None]
 

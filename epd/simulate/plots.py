@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from epd.published.tables import Row
 from epd.simulate.clock import TICKS_PER_S
-from epd.simulate.published import Row
 from epd.simulate.records import SimulationResult
 
 

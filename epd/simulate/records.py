@@ -10,9 +10,9 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from epd.metrics import SLO, RequestRecord, RunReport, report_of
 from epd.simulate.clock import TICKS_PER_S
 from epd.simulate.requests import RequestState
+from epd.workload.metrics import SLO, RequestRecord, RunReport, report_of
 
 # Times in ticks; -1 for what has not happened.
 ROW = np.dtype(

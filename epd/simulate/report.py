@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from epd.metrics import SLO, Latency
-from epd.simulate.published import Row, worst
+from epd.published.tables import Row, worst
 from epd.simulate.records import SimulationResult
+from epd.workload.metrics import SLO, Latency
 
 if TYPE_CHECKING:
     from rich.console import Console

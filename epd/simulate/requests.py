@@ -9,12 +9,12 @@ from itertools import accumulate
 
 import numpy as np
 
-from epd.kv_identity import TokenIdentity
+from epd.kv.kv_identity import TokenIdentity
 from epd.profiles.cost import StageCost
 from epd.profiles.media import MediaWork
 from epd.profiles.profile import Profile
 from epd.simulate.clock import ticks_of
-from epd.workload import PlannedRequest, RequestShape
+from epd.workload.requests import PlannedRequest, RequestShape
 
 
 @lru_cache(maxsize=32)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from epd.prompt_load import PromptLoadEstimator
-from epd.retention import RetentionConfig, RetentionController
+from epd.control.prompt_load import PromptLoadEstimator
+from epd.control.retention import RetentionConfig, RetentionController
 from epd.simulate.clock import seconds_of
 from epd.simulate.requests import GroupWork, Job, RequestState
 

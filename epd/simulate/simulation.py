@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from epd.elasticity import Switch
-from epd.encoder_cache import GroupKey
-from epd.kv_cache import KVCacheSpec
+from epd.control.elasticity import Switch
+from epd.encode.encoder_cache import GroupKey
+from epd.encode.sharding import plan_shards
+from epd.kv.kv_cache import KVCacheSpec
 from epd.profiles.profile import Profile
-from epd.routing import Stage
-from epd.sharding import plan_shards
 from epd.simulate.clock import EventQueue, Rank, seconds_of, ticks_of
 from epd.simulate.deployment import Deployment
 from epd.simulate.encoding import EncodeSide, EncodeTask, encode_task
@@ -33,7 +32,7 @@ from epd.simulate.requests import Job, RequestState, identity_of
 from epd.simulate.retention import SimulatedRetention
 from epd.simulate.switching import Elasticity, RoleSwitching, sample_of
 from epd.simulate.worker import CpuPool, Worker
-from epd.topology import letters_of
+from epd.topology import Stage, role_letters
 
 OnProgress = Callable[[int], None]
 _PROGRESS_EVERY = 256
@@ -392,6 +391,6 @@ class Simulation:
             self._host(worker, switch.roles)
             self._chooser.router.forget(worker.name)
             self._since_s[worker.name] = now_s
-            self._switches.append((now_s, worker.name, letters_of(switch.roles)))
+            self._switches.append((now_s, worker.name, role_letters(switch.roles)))
             self._switcher.controller.succeeded(now_s, worker.name)
         self._placement.place_waiting()

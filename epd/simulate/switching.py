@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from epd.elasticity import (
+from epd.control.elasticity import (
     ControllerConfig,
     EstimatorConfig,
     LoadEstimator,
@@ -21,9 +21,9 @@ from epd.elasticity import (
 )
 from epd.profiles.cost import StageCost
 from epd.profiles.profile import Profile
-from epd.routing import Stage
 from epd.simulate.requests import Job
 from epd.simulate.worker import Worker
+from epd.topology import Stage
 
 _MEAN_CONTEXT = 1024  # tokens a decode step is taken to read of each sequence, before any was measured
 

@@ -1,10 +1,10 @@
-"""What a stage of a worker has done, as `epd.elasticity` wants to know it."""
+"""What a stage of a worker has done, as `epd.control.elasticity` wants to know it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from epd.elasticity import StageSample
+from epd.control.elasticity import StageSample
 from epd.simulate.clock import seconds_of
 
 

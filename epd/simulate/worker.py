@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from epd.routing import Stage
 from epd.simulate.clock import EventQueue, Rank
 from epd.simulate.encoding import EncodeSide, EncodeTask
 from epd.simulate.language import LanguageSide, PassResult
 from epd.simulate.machine import Machine
 from epd.simulate.records import Span
+from epd.topology import Stage
 
 OnSpan = Callable[[Span], None]
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from epd.connectors import Offer, SourceT, TicketT
+from epd.transfer.connectors import Offer, SourceT, TicketT
 from stages.connectors.mailbox import MailboxConnector, Message, Pool
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from epd.connectors import AnyTicket, Offer, Receipt, SourceT, TicketT, TransferOutcome
+from epd.transfer.connectors import AnyTicket, Offer, Receipt, SourceT, TicketT, TransferOutcome
 
 Message = Offer[Any] | Receipt
 

@@ -11,7 +11,7 @@ from queue import Empty
 from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar
 
-from epd.connectors import AnyTicket, Offer, SourceT, TicketT
+from epd.transfer.connectors import AnyTicket, Offer, SourceT, TicketT
 from stages.connectors.mailbox import MailboxConnector, Message, Pool
 
 _MEMORY_FOLDER = Path("/dev/shm")

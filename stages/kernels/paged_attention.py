@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache on a GPU. Its twin is `stages.attention_host`.
+"""Attention over a paged KV cache on a GPU. Its twin is `stages.attention.host`.
 
 One program takes one *tile* (some new tokens of one segment, times the G query heads of one KV head) and one
 *split* of the keys that the tile attends (Dao et al. 2023, "Flash-Decoding"):
@@ -185,7 +185,7 @@ class TileSet:
 
 @dataclass(frozen=True, slots=True)
 class PagedSegments:
-    """Where the segments of a pass lie, int32 on the device; see `stages.attention.AttentionBatch`."""
+    """Where the segments of a pass lie, int32 on the device; see `AttentionBatch`."""
 
     query_starts: Tensor
     context_lens: Tensor

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.batch_local import LocalBackend
+from serve_app.local.batch import LocalBackend
 from serve_app.service import ModelCard
-from stages.batch import BatchPipeline
+from stages.batch.batch import BatchPipeline
 from stages.colocated import ColocatedPipeline
 
 

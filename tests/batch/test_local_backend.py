@@ -17,12 +17,12 @@ from epd.batch.lines import LineDefaults
 from epd.batch.summary import Summary
 from epd.batch.tasks import Backend, MediaTask
 from epd.reduction import ReductionPolicy
-from serve_app.batch_local import LocalBackend
+from serve_app.local.batch import LocalBackend
 from serve_app.service import ModelCard
-from stages.batch import BatchPipeline
-from stages.batch_media import MediaStages
-from stages.choice import Choice
+from stages.batch.batch import BatchPipeline
+from stages.batch.media import MediaStages
 from stages.colocated import ColocatedPipeline
+from stages.engine.sequence import Choice
 from tests.media import write_video
 
 QUESTIONS = ("What is shown?", "Which colour?", "How many squares are there, and where do they go?")

@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 from epd.batch import http_backend
 from epd.batch.driver import BatchPlan, run_batch
 from epd.batch.lines import LineDefaults
-from epd.cli import app
-from serve_app.batch_local import LocalBackend
+from epd.cli.program import app
+from serve_app.local.batch import LocalBackend
 from serve_app.messages import Prefill
-from stages.engine import LanguageEngine
-from tests.serve_app.orchestration import Deployment
+from stages.engine.engine import LanguageEngine
+from tests.serve_app.deployments import Deployment
 from tests.serve_app.server import served
 
 POISON_TOKENS = 7  # max_tokens of a line that ends what works on it

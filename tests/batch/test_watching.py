@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from epd.batch.bounded_queue import BoundedQueue, BusyClock, QueueClosed
 from epd.batch.utilisation import Utilisation
+from epd.transfer.bounded_queue import BoundedQueue, BusyClock, QueueClosed
 
 
 def test_a_queue_holds_so_much_and_then_its_producer_waits() -> None:

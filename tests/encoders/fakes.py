@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from encoders.adapter import Embeddings, Grid, MediaPlan, PatchRun
-from epd.encoder_cache import GroupKey
+from epd.encode.encoder_cache import GroupKey
 
 NUM_CHANNELS = 2
 POISON = 255

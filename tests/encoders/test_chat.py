@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from encoders import ChatMessage, ContentPart, Sampling
-from encoders.chat import check_chat, media_kinds, one_turn, text_message
 from encoders.checkpoint import Checkpoint
+from encoders.prompt.chat import check_chat, media_kinds, one_turn, text_message
 from epd.errors import RequestError
 from epd.models import embedded_model_path
 from tests.encoders.families import Clip, Family, Media, Picture

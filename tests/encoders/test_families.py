@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from encoders import Sampling
-from encoders.words import number_in_words
+from encoders.prompt.words import number_in_words
 from epd.errors import RequestError
 from epd.types import MediaKind
 from tests.encoders.families import Clip, Family, Media, Picture

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from encoders.adapter import Grid, MediaPlan
 from encoders.groups import cut, plan_groups
-from epd.content import content_hash
-from epd.encode_batching import WaitingGroup, pick_batch
-from epd.encoder_cache import GroupKey
+from epd.encode.encode_batching import WaitingGroup, pick_batch
+from epd.encode.encoder_cache import GroupKey
+from epd.types import content_hash
 
 
 def clip(first: int, num_units: int, frames_per_unit: int, span_frames: int, offset: int) -> MediaPlan:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from encoders import PositionLayout, Sampling, VideoFacts, load_adapter
 from encoders.identity import prompt_identity
-from encoders.mrope import LAYOUTS, VisualSpan, mrope_positions
+from encoders.prompt.mrope import LAYOUTS, VisualSpan, mrope_positions
 from encoders.reduction.layout import reduce_prompt
 from epd.errors import ModelError
 from epd.models import embedded_model_path

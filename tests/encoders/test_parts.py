@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from encoders import Sampling
+from encoders.families.qwen3_vl import Qwen3VLAdapter
 from encoders.groups import plan_groups
-from encoders.qwen3_vl import Qwen3VLAdapter
 from epd.errors import RequestError
 from epd.types import StageTimings
 from stages.media import plan_media, unit_runs

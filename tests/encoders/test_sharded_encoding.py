@@ -15,16 +15,15 @@ import video
 from encoders import MediaPlan, VideoFacts
 from encoders.adapter import Embeddings, Grid, PatchRun
 from encoders.groups import MediaGroup, cut, plan_groups
-from epd.content import content_hash
-from epd.encoder_cache import EncoderCacheManager
+from epd.encode.encoder_cache import EncoderCacheManager, GroupSpec
 from epd.errors import EncodeError, InfeasibleError
-from epd.reception import GroupSpec
+from epd.types import content_hash
 from stages.connectors import InProcessHub
-from stages.embedding_receiver import EmbeddingReceiver
-from stages.encode import EncodeJob, EncodeStage
-from stages.encoder_pool import EmbeddingLayout, EncoderPool
-from stages.group_frames import frames_from
-from stages.sharded_encoding import ShardedEncoding
+from stages.encode.embedding_receiver import EmbeddingReceiver
+from stages.encode.encoder import EncodeJob, EncodeStage
+from stages.encode.encoder_pool import EmbeddingLayout, EncoderPool
+from stages.encode.group_frames import frames_from
+from stages.encode.sharded_encoding import ShardedEncoding
 from tests.encoders.fakes import FakeFamily, fake_frames, fake_key, fake_plan
 from tests.encoders.families import Family, Picture
 from tests.encoders.tolerances import assert_same_but_for_batching

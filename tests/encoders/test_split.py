@@ -10,10 +10,10 @@ import torch
 from encoders.groups import plan_groups
 from encoders.identity import prompt_identity
 from epd.sampling_params import SamplingParams
-from stages.engine_setup import build_engine
-from stages.generation import GenerateRequest, GenerationSettings
-from stages.joining import joined
-from stages.sharded_encoding import ShardedEncoding
+from stages.encode.sharded_encoding import ShardedEncoding
+from stages.encode.splicing import joined
+from stages.engine.generation import GenerateRequest, GenerationSettings
+from stages.engine.setup import build_engine
 from stages.weights import load_role
 from tests.encoders.families import QUESTION, Family, Media, Picture
 from tests.encoders.workers import SAMPLING, Workers, clip_of, noise

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from encoders import load_adapter
-from encoders.chat import ChatMessage, render_chat, text_message
 from encoders.checkpoint import Checkpoint
-from encoders.tool_history import ToolCall
+from encoders.prompt.chat import ChatMessage, render_chat, text_message
+from encoders.prompt.tool_history import ToolCall
 from epd.errors import RequestError
 from epd.models import embedded_model_path
 

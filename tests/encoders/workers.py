@@ -10,13 +10,13 @@ from torch import Tensor
 from encoders import Adapter, MediaPlan, Sampling
 from encoders.adapter import Embeddings
 from encoders.groups import MediaGroup, plan_groups
-from epd.connectors import Ticket
-from epd.encoder_cache import EncoderCacheManager
+from epd.encode.encoder_cache import EncoderCacheManager
+from epd.transfer.connectors import Ticket
 from stages.connectors import InProcessHub
-from stages.embedding_receiver import EmbeddingReceiver
-from stages.encode import EncodeJob, EncodeStage
-from stages.encoder_pool import EmbeddingLayout, EncoderPool
-from stages.sharded_encoding import ShardedEncoding
+from stages.encode.embedding_receiver import EmbeddingReceiver
+from stages.encode.encoder import EncodeJob, EncodeStage
+from stages.encode.encoder_pool import EmbeddingLayout, EncoderPool
+from stages.encode.sharded_encoding import ShardedEncoding
 from tests.encoders.families import Clip, Family, Picture
 
 SAMPLING = Sampling(num_frames=16)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from epd import cli_serve
-from epd.cli import app
+from epd.cli import serve as cli_serve
+from epd.cli.program import app
 from epd.errors import RequestError
 from epd.planning.files import PlanFile, load_plan
 from epd.profiles import analytic_profile, dump_profile

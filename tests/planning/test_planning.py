@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 import yaml
 
-from epd.cli import app
+from epd.cli.program import app
 from epd.errors import InfeasibleError, RequestError
-from epd.metrics import SLO
 from epd.planning.goodput import MAX_LOAD, Demand, goodput, rate_bound, simulate_at
 from epd.planning.plan import make_plan
 from epd.planning.search import LEAST_GAIN, Planner
 from epd.planning.space import Settings, Space, cells_of, splits, times, topologies
-from epd.planning.table5 import paper_planner, paper_space, random_goodputs, table_5
 from epd.profiles import Profile, analytic_profile
+from epd.published.table5 import paper_planner, paper_space, random_goodputs, table_5
 from epd.simulate import Deployment, JobMaker
 from epd.topology import parse_topology
-from epd.workload_config import MixPart, WorkloadConfig
+from epd.workload.config import MixPart, WorkloadConfig
+from epd.workload.metrics import SLO
 
 PROFILE = analytic_profile("a100-80gb", "qwen2.5-vl-7b")
 BASE = Deployment(parse_topology("1epd"), cpu_threads=64)

@@ -13,12 +13,12 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from serve_app.api import ApiSettings
+from serve_app.http.api import ApiSettings
 from tests.serve_app.fakes import FakeService
 from tests.serve_app.server import Server, served, wait_until
 
 if TYPE_CHECKING:
-    from tests.serve_app.ray_session import RaySession
+    from tests.serve_app.ray.ray_session import RaySession
 
 JSON = dict[str, Any]
 # The header of an admin of `front`.
@@ -115,7 +115,7 @@ def video_part(url: str) -> JSON:
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[RaySession]:
     """Ray and Serve, started once."""
-    from tests.serve_app.ray_session import ray_with_serve
+    from tests.serve_app.ray.ray_session import ray_with_serve
 
     with ray_with_serve() as session:
         yield session

@@ -7,9 +7,9 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
-from epd.elasticity import Decision, RequestWork
+from epd.control.elasticity import Decision, RequestWork
 from epd.errors import EPDError
-from epd.routing import Stage
+from epd.topology import Stage
 from epd.types import StageTimings, Usage
 from serve_app.service import (
     AnswerEnd,

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import uvicorn
 
-from serve_app.api import ApiSettings, create_api
-from tests.serve_app.orchestration import Deployment
+from serve_app.http.api import ApiSettings, create_api
+from tests.serve_app.deployments import Deployment
 from tests.serve_app.server import START_S, wait_until
 from video import ChildLimits, MediaChildren
 

@@ -13,8 +13,8 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from serve_app.api import ApiSettings, create_api
-from serve_app.front import FrontDoor
+from serve_app.http.api import ApiSettings, create_api
+from serve_app.http.server_state import FrontDoor
 from serve_app.service import AnswerService
 
 START_S = 20.0

@@ -13,9 +13,9 @@ from transformers import AutoProcessor
 
 import video
 from encoders import Adapter, Sampling, load_adapter
-from stages.engine import LanguageEngine
-from stages.engine_setup import build_engine
-from stages.generation import GenerationSettings
+from stages.engine.engine import LanguageEngine
+from stages.engine.generation import GenerationSettings
+from stages.engine.setup import build_engine
 from tests.encoders.families import Clip, Family, Media, Picture
 from tests.encoders.tiny_tiles import BUILDERS
 from tests.positions import trained_positions_in

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from epd.connectors import FirstToken, HandoverState, KVTicket
-from epd.handover import DecodeReception, HandoverEnd, KVOutbox
-from epd.kv_cache import KVCacheManager, KVCacheSpec
-from epd.kv_identity import TokenIdentity, token_identity
+from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
+from epd.kv.kv_identity import TokenIdentity, token_identity
 from epd.sampling_params import SamplingParams
+from epd.transfer.connectors import FirstToken, HandoverState, KVTicket
+from epd.transfer.handover import DecodeReception, HandoverEnd, KVOutbox
 from stages.connectors.mailbox import MailboxConnector
-from stages.kv_pool import KVGroupShape, KVLayout, KVPools, KVPoolsShape, token_slots
+from stages.engine.kv_pool import KVGroupShape, KVLayout, KVPools, KVPoolsShape, token_slots
 
 LAYOUTS = (KVLayout(1, 2, 2, torch.float32), KVLayout(2, 1, 1, torch.float32))
 

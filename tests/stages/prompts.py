@@ -13,13 +13,12 @@ import torch
 from encoders import Adapter, Sampling
 from encoders.adapter import Embeddings, PatchRun, PromptPlan
 from encoders.identity import prompt_identity
-from epd.content import content_hash
 from epd.sampling_params import SamplingParams
-from epd.types import StageTimings
-from stages.engine import LanguageEngine
-from stages.generation import GenerateRequest, TokenOutput
+from epd.types import StageTimings, content_hash
+from stages.engine.engine import LanguageEngine
+from stages.engine.generation import GenerateRequest, TokenOutput
+from stages.engine.visual_inputs import PlacedEmbeddings
 from stages.media import plan_media, unit_runs
-from stages.visual_inputs import PlacedEmbeddings
 
 MAX_TOKENS = 12
 QUESTIONS = ("What is shown?", "how many", "Which colour is the shape? Ä 漢 🙂")

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from epd.connectors import TransferOutcome
-from epd.kv_identity import token_identity
+from epd.kv.kv_identity import token_identity
+from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
-from epd.scheduling import SchedulerConfig
+from epd.transfer.connectors import TransferOutcome
 from stages.connectors import InProcessHub
 from stages.decode import DecodeStage
-from stages.generation import StepResult, TokenOutput
+from stages.engine.generation import StepResult, TokenOutput
+from stages.engine.visual_inputs import PlacedEmbeddings
 from stages.prefill import PrefillStage
-from stages.visual_inputs import PlacedEmbeddings
 from tests.stages.conftest import Subject
 from tests.stages.prompts import MAX_TOKENS, Prompt
 

@@ -23,9 +23,10 @@ from epd.errors import CancelledError, CorruptMediaError, MediaError, MediaLimit
 from tests.video.conftest import Clip
 from tests.video.corpus import corpus
 from tests.video.recipes import GOP15, Recipe, make
-from video import ChildLimits, ChildStream, MediaChildren, OpenFile, child_wire, open_file
-from video.child_process import Child
-from video.child_wire import Header
+from video import ChildLimits, ChildStream, MediaChildren, OpenFile, open_file
+from video.children import wire as child_wire
+from video.children.process import Child
+from video.children.wire import Header
 
 SIZES = (4, 4, 4)
 
@@ -175,7 +176,7 @@ def test_a_file_that_kills_its_readers_costs_itself_alone(
     taken: list[Child] = []
     take = children.take
     monkeypatch.setattr(children, "take", lambda: taken.append(take()) or taken[-1])
-    monkeypatch.setattr("video.children.send", deadly)
+    monkeypatch.setattr("video.children.children.send", deadly)
     with opened(clip("h264_b.mp4")) as file:
         with pytest.raises(CorruptMediaError, match="poison made the process that read it end"):
             children.look(file, "poison")

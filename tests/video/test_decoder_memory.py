@@ -11,7 +11,7 @@ import pytest
 import video
 from epd.errors import MediaLimitError
 from tests.video.recipes import GOP15, Recipe, make
-from video.decoder_memory import decoder_bytes, references
+from video.containers.decoder_memory import decoder_bytes, references
 
 
 def with_references(tmp_path: Path, number: int, name: str = "x.mp4", **options: str) -> Path:

@@ -9,7 +9,7 @@ import video
 from tests.video.conftest import Clip
 from tests.video.recipes import RECIPES
 from tests.video.util import assert_same_frames
-from video.info import VideoInfo
+from video.containers.info import VideoInfo
 
 SIZE = (40, 56)
 

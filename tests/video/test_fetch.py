@@ -22,8 +22,8 @@ from epd.errors import (
     UnsupportedMediaError,
 )
 from tests.video.conftest import Clip
-from video.addresses import is_public
-from video.policy import BytesSink
+from video.sources.addresses import is_public
+from video.sources.policy import BytesSink
 
 BODY = bytes(range(256)) * 1000
 ALLOWED = frozenset({"127.0.0.1", "media.test", ".cdn.test"})
@@ -125,7 +125,7 @@ def test_the_checked_address_is_the_one_connected_to(port: int, monkeypatch: pyt
         raise OSError("not in a test")
 
     answers = iter([["93.184.215.14"], ["127.0.0.1"]])
-    monkeypatch.setattr("video.addresses.socket.create_connection", connect)
+    monkeypatch.setattr("video.sources.addresses.socket.create_connection", connect)
     with pytest.raises(MediaNotFoundError):
         video.fetch(f"http://rebinding.test:{port}/", video.FetchPolicy(resolver=lambda *_: next(answers)))
     assert connected == [("93.184.215.14", port)]

@@ -16,7 +16,7 @@ from transformers.video_utils import VideoMetadata
 import video
 from epd.errors import MediaLimitError, RequestError
 from tests.video.conftest import Clip
-from video.info import VideoInfo
+from video.containers.info import VideoInfo
 
 RATES = [Fraction(24), Fraction(25), Fraction(30), Fraction(30000, 1001), Fraction(60), Fraction(25, 2)]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from video.segment import Drain, Feed, Segmenter, Show, Stamp, Start
+from video.decoding.segment import Drain, Feed, Segmenter, Show, Stamp, Start
 
 
 @dataclass(frozen=True)

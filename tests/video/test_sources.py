@@ -21,7 +21,7 @@ from epd.errors import (
 )
 from tests.video.conftest import Clip
 from tests.video.recipes import RECIPES, audio_only, packets_of, picture, with_bytes
-from video.pixels import FrameConverter
+from video.decoding.pixels import FrameConverter
 
 
 def encoded(kind: str, image: np.ndarray, **options: object) -> bytes:

@@ -14,10 +14,10 @@ import video
 from epd.errors import CancelledError, CorruptMediaError, MediaLimitError, RequestError
 from tests.video.conftest import Clip
 from tests.video.recipes import GOP15, Recipe
-from video.lane import Lane, Shown
-from video.pixels import FrameConverter
-from video.pool import DecodePool
-from video.worker import Worker
+from video.decoding.pixels import FrameConverter
+from video.decoding.pool import DecodePool
+from video.decoding.session import Lane, Shown
+from video.decoding.worker import Worker
 
 LONG = Recipe("long.mp4", options=GOP15, num_frames=600, width=64, height=48)
 TIMES = list(np.arange(0.05, 20, 0.1))

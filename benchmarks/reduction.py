@@ -1,0 +1,246 @@
+"""What fewer visual tokens save: time to the first token, prefill, bytes of keys and values, frames that fit.
+
+    python -m benchmarks.reduction [--quick] [--section NAME]
+        [--verdicts FILE ...] [--same-tokens FEW MANY ...]
+
+prefill: a drawn video whose embeddings are there; each retention in turn, one thread. The gain in TTFT
+(prefill of what is kept, and the question's first token) beside the gain in operations of the decoder, by
+what each method computes (prefill_flops.py).
+fit: the most frames of one video that a fixed room for keys and values admits.
+accuracy: the tables of `epd eval --out FILE.jsonl`, from the files given.
+same-tokens: such files of the same videos, in pairs: few frames in full, many frames that are reduced.
+Results go to benchmarks/results/reduction.{json,md}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+from benchmarks.prefill_flops import prompt_flops
+from benchmarks.reporting import Row, Section, median_ratio, run_sections, setting
+from encoders import Sampling, VideoFacts
+from encoders.identity import prompt_identity
+from encoders.reduction import reduce_prompt
+from epd.eval.items import FULL
+from epd.eval.rows import Pairs, by_setting
+from epd.eval.statistics import mcnemar_p
+from epd.eval.verdicts import Verdict, VerdictLog
+from epd.models import embedded_model_path
+from epd.profiles.catalog import Transformer
+from epd.reduction import ReductionPolicy
+from epd.sampling_params import SamplingParams
+from epd.shapes import make_scene
+from stages.colocated import ColocatedPipeline, EncodedMedia
+from stages.engine.generation import GenerateRequest
+from video.demo_video import write_demo_video
+
+RETENTIONS = (1.0, 0.5, 0.25, 0.15, 0.1)
+QUESTION = "Which shape appears first?"
+KV_TOKENS = 4096
+MOST_FRAMES = 16384
+SEED = 5_000_001
+
+
+def encoded_video(pipeline: ColocatedPipeline, num_frames: int) -> EncodedMedia:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "video.mp4"
+        write_demo_video(path, make_scene(SEED, float(num_frames)), fps=2, height=360, width=640)
+        return pipeline.encode_media([path], num_frames=num_frames)
+
+
+def decoder_shape() -> Transformer:
+    config = AutoConfig.from_pretrained(embedded_model_path()).get_text_config()
+    heads = config.num_attention_heads
+    return Transformer(
+        config.num_hidden_layers,
+        config.hidden_size,
+        heads,
+        config.num_key_value_heads,
+        config.hidden_size // heads,
+        config.intermediate_size,
+    )
+
+
+def prefill_rows(methods: Sequence[str], num_frames: int, repeats: int) -> list[Row]:
+    pipeline = ColocatedPipeline.load(embedded_model_path(), num_threads=1)
+    encoded = encoded_video(pipeline, num_frames)
+    policies = [ReductionPolicy(methods[0])]
+    policies += [ReductionPolicy(method, r) for method in methods for r in RETENTIONS if r < 1]
+    seconds: dict[ReductionPolicy, list[float]] = {policy: [] for policy in policies}
+    prefills: dict[ReductionPolicy, list[float]] = {policy: [] for policy in policies}
+    whole_prompt = pipeline.adapter.plan_prompt(encoded.plans, QUESTION)
+    prompts = {policy: reduce_prompt(whole_prompt, policy) for policy in policies}
+    operations = {policy: prompt_flops(decoder_shape(), prompt) for policy, prompt in prompts.items()}
+    rows = []
+    for repeat in range(repeats + 1):
+        for policy in policies:
+            start = time.perf_counter()
+            context = pipeline.prefill_encoded(encoded, reduction=policy)
+            prefill_s = time.perf_counter() - start
+            answer = pipeline.answer(context, QUESTION, max_tokens=1)
+            if repeat:  # the first is to warm up
+                seconds[policy].append(time.perf_counter() - start)
+                prefills[policy].append(prefill_s)
+                continue
+            assert context.request_id is not None
+            assert answer.usage.prompt_tokens == len(prompts[policy])
+            tokens = pipeline.engine.kv.num_tokens(context.request_id)
+            rows.append((policy, tokens, answer.usage))
+    whole = policies[0]
+    return [
+        {
+            "method": policy.method if policy.is_on else "all tokens",
+            "retention": policy.retention,
+            "visual_tokens": usage.visual_tokens,
+            "kv_mb": round(tokens * pipeline.engine.pools.bytes_per_token / 1e6, 2),
+            "prefill_s": round(statistics.median(prefills[policy]), 3),
+            "ttft_s": round(statistics.median(seconds[policy]), 3),
+            "flops_gain": round(flops := operations[whole] / operations[policy], 2),
+            "ttft_gain": round(gain := median_ratio(seconds[whole], seconds[policy]), 2),
+            "share_of_flops_gain": round(gain / flops, 2),
+            "repeats": repeats,
+        }
+        for policy, tokens, usage in rows
+    ]
+
+
+def fit_rows(num_kv_tokens: int) -> list[Row]:
+    """For each retention the most frames of one video that are admitted with a question and its answer."""
+    pipeline = ColocatedPipeline.load(embedded_model_path(), num_threads=1, num_kv_tokens=num_kv_tokens)
+    rows: list[Row] = []
+    for retention in RETENTIONS:
+        policy = ReductionPolicy(retention=retention)
+        most = bisect.bisect_left(range(1, MOST_FRAMES), x=True, key=lambda n: not fits(pipeline, n, policy))
+        rows.append({"retention": retention, "kv_tokens": num_kv_tokens, "frames": most})
+        rows[-1]["times_as_many"] = round(most / rows[0]["frames"], 2)
+    return rows
+
+
+def fits(pipeline: ColocatedPipeline, num_frames: int, policy: ReductionPolicy) -> bool:
+    facts = VideoFacts(num_frames, 1.0, 360, 640)
+    plan = pipeline.adapter.plan_video(facts, Sampling(num_frames=num_frames))
+    prompt = reduce_prompt(pipeline.adapter.plan_prompt([plan], QUESTION), policy)
+    sampling = SamplingParams(max_tokens=16)
+    return pipeline.engine.can_admit(
+        GenerateRequest("fit", prompt, prompt_identity(prompt, ["video"]), sampling)
+    )
+
+
+def accuracy_rows(logs: Sequence[Path]) -> list[Row]:
+    """What `epd eval` says of its logs of verdicts."""
+    rows: list[Row] = []
+    for log in logs:
+        command = [str(Path(sys.executable).with_name("epd")), "eval", "--table", str(log), "--json"]
+        found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        rows += [
+            {
+                "frames": row["num_frames"],
+                "questions": row["num_questions"],
+                "method": row["method"],
+                "retention": row["retention"],
+                "visual_tokens": row["visual_tokens"],
+                "accuracy": round(row["accuracy"], 4),
+                "of_full": round(row["relative_accuracy"], 4),
+                "p_value": None if row["p_value"] is None else float(f"{row['p_value']:.2g}"),
+            }
+            for row in found
+        ]
+    return rows
+
+
+def same_tokens_rows(logs: Sequence[Path]) -> list[Row]:
+    """Few frames in full beside many frames reduced to the nearest number of tokens: the same questions.
+
+    logs: pairs, of the few and of the many frames.
+    """
+    rows: list[Row] = []
+    for few_log, many_log in zip(logs[::2], logs[1::2], strict=True):
+        few = verdicts_of(few_log, FULL.method)[0]
+        groups = verdicts_of(many_log, ReductionPolicy().method)
+        many = min(groups, key=lambda group: abs(num_tokens(group) - num_tokens(few)))
+        pairs = Pairs.of(many, few)
+        rows.append(
+            {
+                "questions": pairs.num_questions,
+                "few_frames": few[0].num_frames,
+                "their_tokens": num_tokens(few),
+                "right": accuracy(few),
+                "many_frames": many[0].num_frames,
+                "retention": many[0].retention,
+                "tokens": num_tokens(many),
+                "right_of_many": accuracy(many),
+                "won": pairs.wins,
+                "lost": pairs.losses,
+                "p_value": float(f"{mcnemar_p(pairs.wins, pairs.losses):.2g}"),
+            }
+        )
+    return rows
+
+
+def verdicts_of(log: Path, method: str) -> list[list[Verdict]]:
+    """Those of a method, for each retention and number of frames."""
+    groups = by_setting(VerdictLog.read(log).verdicts).items()
+    found = [verdicts for (setting, _), verdicts in groups if setting.method == method]
+    return found or sys.exit(f"{log} has no verdicts of {method!r}")
+
+
+def accuracy(verdicts: Sequence[Verdict]) -> float:
+    return round(statistics.fmean(each.is_right for each in verdicts), 4)
+
+
+def num_tokens(verdicts: Sequence[Verdict]) -> int:
+    """Mean number of visual tokens."""
+    return round(statistics.fmean(each.visual_tokens for each in verdicts))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a short video, one repeat; writes nothing")
+    parser.add_argument("--section", action="append", help="one or several of those above")
+    parser.add_argument("--verdicts", type=Path, nargs="+", default=[], help="logs of `epd eval --out`")
+    parser.add_argument("--same-tokens", type=Path, nargs="+", default=[], help="FEW MANY, logs as above")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    quick = options.quick
+    frames, repeats = (32, 1) if quick else (512, 5)
+    sections = {
+        "prefill": Section(
+            "Time to the first token, embeddings there (aim: 0.9 of the gain in operations)",
+            partial(prefill_rows, ("balanced", "evs", "quickprefill", "fastkv"), frames, repeats),
+        ),
+        "fit": Section("Frames that fit", partial(fit_rows, KV_TOKENS)),
+        "accuracy": Section(
+            "Accuracy on held-out videos of the shapes world", partial(accuracy_rows, options.verdicts)
+        ),
+        "same-tokens": Section(
+            "The same tokens: few frames in full, or many reduced",
+            partial(same_tokens_rows, options.same_tokens),
+        ),
+    }
+    needed = {"accuracy": options.verdicts, "same-tokens": options.same_tokens}
+    default = [name for name in sections if needed.get(name, True)]
+    run_sections(
+        "reduction",
+        "Fewer visual tokens",
+        sections,
+        options.section or default,
+        lambda: setting(("torch", "transformers"), checkpoint="shapes-vl, float32"),
+        save=not quick,
+    )
+
+
+if __name__ == "__main__":
+    main()

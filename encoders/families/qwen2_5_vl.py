@@ -1,0 +1,55 @@
+"""Qwen2.5-VL: one run of visual tokens per item; M-RoPE says how much time lies between its frames."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+from encoders.adapter import MediaItem, MediaPlan
+from encoders.families.qwen_vl import QwenVLAdapter
+from encoders.prompt.mrope import VisualSpan
+from encoders.prompt.prompt import Expansion
+from epd.types import PlaceholderRange
+
+
+class Qwen2_5VLAdapter(QwenVLAdapter):
+    """Adapter of `model_type` qwen2_5_vl."""
+
+    def video_size(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
+        size = smart_resize(
+            height,
+            width,
+            factor=self.video_spec.factor,
+            min_pixels=self.checkpoint.processor.video_processor.size["shortest_edge"],
+            max_pixels=self._max_pixels(num_frames),
+        )
+        return int(size[0]), int(size[1])
+
+    def _max_pixels(self, num_frames: int) -> int:
+        """Of one frame: the processor's cap, or an even share of a whole video's budget where it says so."""
+        processor = self.checkpoint.processor.video_processor
+        cap, floor = int(processor.size["longest_edge"]), int(processor.size["shortest_edge"] * 1.05)
+        if not getattr(processor, "cap_pixels_per_frame", None):
+            return cap
+        budget = int(processor.max_video_tokens * self.video_spec.factor**2 * 0.9)
+        return max(min(cap, budget * self.video_spec.frames_per_unit // num_frames), floor)
+
+    def expand(self, plan: MediaPlan) -> Expansion:
+        config = self.checkpoint.config
+        pad = config.image_token_id if plan.kind == "image" else config.video_token_id
+        each = plan.tokens_per_unit
+        units = tuple(PlaceholderRange(unit * each, each) for unit in range(plan.num_units))
+        return Expansion(np.full(plan.num_tokens, pad, dtype=np.int64), units)
+
+    def spans(self, item: MediaItem) -> Sequence[VisualSpan]:
+        plan, merge = item.plan, self.video_spec.merge
+        whole = PlaceholderRange(item.units[0].offset, plan.num_tokens)
+        rows, columns = plan.grid.h // merge, plan.grid.w // merge
+        if plan.kind == "image":
+            return [VisualSpan(whole, plan.grid.t, rows, columns)]
+        # Some releases of transformers cut the seconds to whole numbers, and so lose time at most sampling
+        # rates. Not repeated here: positions, and so answers, do not depend on the release.
+        per_second = float(self.checkpoint.config.vision_config.tokens_per_second)
+        return [VisualSpan(whole, plan.grid.t, rows, columns, plan.unit_span_s, per_second)]

@@ -1,0 +1,77 @@
+"""Qwen3-VL: each temporal patch of a video stands alone behind its time in words; deepstack features.
+
+<|vision_start|> <0.2 seconds> <|vision_start|> pads <|vision_end|> <1.2 seconds> <|vision_start|> pads ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
+
+from encoders.adapter import Int64Array, MediaItem, MediaPlan
+from encoders.families.qwen_vl import QwenVLAdapter
+from encoders.prompt.mrope import VisualSpan
+from encoders.prompt.prompt import Expansion
+from epd.types import PlaceholderRange
+
+
+class Qwen3VLAdapter(QwenVLAdapter):
+    """Adapter of `model_type` qwen3_vl."""
+
+    def video_size(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
+        unit = self.video_spec.frames_per_unit
+        size = smart_resize(
+            num_frames=max(num_frames, unit),
+            height=height,
+            width=width,
+            temporal_factor=unit,
+            factor=self.video_spec.factor,
+            min_pixels=self.checkpoint.processor.video_processor.size["shortest_edge"],
+            max_pixels=self._max_pixels(num_frames),
+        )
+        return int(size[0]), int(size[1])
+
+    def _max_pixels(self, num_frames: int) -> int:
+        """Of all frames together: the processor's budget, where it says so with a cap on each frame."""
+        processor = self.checkpoint.processor.video_processor
+        budget, floor = int(processor.size["longest_edge"]), int(processor.size["shortest_edge"] * 1.05)
+        if not getattr(processor, "cap_pixels_per_frame", None):
+            return budget
+        frame_cap = int(processor.max_video_tokens) * self.video_spec.factor**2
+        return max(min(frame_cap, budget // num_frames), floor) * num_frames
+
+    def expand(self, plan: MediaPlan) -> Expansion:
+        config, each = self.checkpoint.config, plan.tokens_per_unit
+        if plan.kind == "image":
+            pads = np.full(each, config.image_token_id, dtype=np.int64)
+            return Expansion(pads, (PlaceholderRange(0, each),))
+        visual = np.full(each, config.video_token_id, dtype=np.int64)
+        start, end = [config.vision_start_token_id], [config.vision_end_token_id]
+        pieces: list[Any] = []
+        units: list[PlaceholderRange] = []
+        offset = 0
+        for time_ids in self._time_ids(plan):
+            units.append(PlaceholderRange(offset + len(time_ids) + 1, each))
+            pieces += [time_ids, start, visual, end]
+            offset = units[-1].stop + 1
+        return Expansion(np.concatenate(pieces).astype(np.int64), tuple(units))
+
+    def _time_ids(self, plan: MediaPlan) -> list[Int64Array]:
+        """The ids of `<12.3 seconds>` for each unit, at the middle of its first and last frame."""
+        unit = plan.frames_per_unit
+        times = [index / plan.source_fps for index in plan.frame_indices]
+        times += [times[-1]] * (-len(times) % unit)
+        texts = [
+            f"<{(times[at] + times[at + unit - 1]) / 2:.1f} seconds>" for at in range(0, len(times), unit)
+        ]
+        return [
+            np.asarray(ids, dtype=np.int64)
+            for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        ]
+
+    def spans(self, item: MediaItem) -> Sequence[VisualSpan]:
+        rows, columns = item.plan.grid.h // self.video_spec.merge, item.plan.grid.w // self.video_spec.merge
+        return [VisualSpan(unit, 1, rows, columns) for unit in item.units]

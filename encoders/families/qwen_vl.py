@@ -1,0 +1,156 @@
+"""What the Qwen-VL families share: sampling, smart resize, temporal patches, M-RoPE, calling the tower."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+from encoders.adapter import (
+    Embeddings,
+    MediaItem,
+    MediaPlan,
+    PatchRun,
+    PromptPlan,
+    Sampling,
+    VideoFacts,
+)
+from encoders.checkpoint import Checkpoint
+from encoders.patches import patch_spec, patchify, resize_image
+from encoders.prompt.chat import ChatMessage, one_turn
+from encoders.prompt.mrope import LAYOUTS, PositionLayout, VisualSpan, mrope_positions
+from encoders.prompt.prompt import Expansion, lay_out
+from encoders.sampling import part_of, sample_indices
+from epd.errors import MediaLimitError, ModelError
+
+
+class QwenVLAdapter(ABC):
+    """An `Adapter`; a family says how big its frames are, what a pad expands to, and where spans stand."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        """Raises ModelError for a layout of positions that there is not."""
+        self.checkpoint = checkpoint
+        self._positions = _layout_of(checkpoint)
+        self.image_spec = patch_spec(checkpoint.processor.image_processor)
+        self.video_spec = patch_spec(checkpoint.processor.video_processor)
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.checkpoint.tokenizer
+
+    @abstractmethod
+    def video_size(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
+        """(height, width) of each of `num_frames` decoded frames, pixels. ValueError for a hopeless shape."""
+
+    @abstractmethod
+    def expand(self, plan: MediaPlan) -> Expansion:
+        """The ids that replace the item's pad token."""
+
+    @abstractmethod
+    def spans(self, item: MediaItem) -> Sequence[VisualSpan]:
+        """The item's visual tokens as runs without text in between."""
+
+    def image_size(self, height: int, width: int) -> tuple[int, int]:
+        """(height, width) that an image is resized to, pixels. ValueError for a hopeless shape."""
+        limits = self.checkpoint.processor.image_processor.size
+        return _pixels(
+            smart_resize(
+                height,
+                width,
+                factor=self.image_spec.factor,
+                min_pixels=limits["shortest_edge"],
+                max_pixels=limits["longest_edge"],
+            )
+        )
+
+    def plan_image(self, height: int, width: int) -> MediaPlan:
+        try:
+            size = self.image_size(height, width)
+        except ValueError as error:
+            raise _limit_error("an image", height, width, error) from error
+        spec = self.image_spec
+        grid = spec.grid(1, *size)
+        return MediaPlan("image", size, grid, spec.frames_per_unit, spec.tokens_per_unit(grid))
+
+    def plan_video(self, video: VideoFacts, sampling: Sampling) -> MediaPlan:
+        first, part = part_of(video, sampling)
+        chosen = sample_indices(self.checkpoint.processor.video_processor, part, sampling)
+        indices = tuple(first + index for index in chosen)
+        try:
+            size = self.video_size(len(indices), video.height, video.width)
+        except ValueError as error:
+            raise _limit_error("a video", video.height, video.width, error) from error
+        spec = self.video_spec
+        grid = spec.grid(len(indices), *size)
+        return MediaPlan(
+            kind="video",
+            size=size,
+            grid=grid,
+            frames_per_unit=spec.frames_per_unit,
+            tokens_per_unit=spec.tokens_per_unit(grid),
+            times_s=tuple((index + 0.5) / video.fps for index in indices),
+            frame_indices=indices,
+            source_fps=video.fps,
+            unit_span_s=spec.frames_per_unit / (len(indices) / part.num_frames * video.fps),
+        )
+
+    def plan_prompt(self, media: Sequence[MediaPlan], question: str) -> PromptPlan:
+        return self.plan_chat(media, one_turn([plan.kind for plan in media], question))
+
+    def plan_chat(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage]) -> PromptPlan:
+        layout = lay_out(self.checkpoint, media, messages, self.expand)
+        spans = [span for item in layout.media for span in self.spans(item)]
+        positions, next_position = mrope_positions(len(layout.token_ids), spans, self._positions)
+        return PromptPlan(layout.token_ids, positions, next_position, layout.media)
+
+    def resize(self, image: Tensor, plan: MediaPlan) -> Tensor:
+        return resize_image(image, plan.size, self.image_spec)
+
+    def preprocess(self, frames: Tensor, plan: MediaPlan) -> Tensor:
+        return patchify(frames, self.image_spec if plan.kind == "image" else self.video_spec)
+
+    def vision_tower(self, model: nn.Module) -> nn.Module:
+        return model.get_submodule("model.visual")
+
+    def encode_batch(self, tower: nn.Module, runs: Sequence[PatchRun]) -> list[Embeddings]:
+        dtype = next(tower.parameters()).dtype
+        patches = torch.cat([run.values for run in runs]).to(dtype)
+        grids = torch.tensor([[run.grid.t, run.grid.h, run.grid.w] for run in runs])
+        output = tower(patches, grid_thw=grids, return_dict=True)
+        counts = [run.grid.num_patches // self.video_spec.merge**2 for run in runs]
+        rows = torch.split(output.pooler_output, counts)
+        layers = [torch.split(layer, counts) for layer in getattr(output, "deepstack_features", None) or ()]
+        return [Embeddings(rows[i], tuple(layer[i] for layer in layers)) for i in range(len(runs))]
+
+    def join(self, embeddings: Embeddings, plan: MediaPlan, start: int, stop: int) -> Embeddings:  # noqa: ARG002
+        return embeddings
+
+    def decoder_kwargs(self, visual_mask: Tensor, embeddings: Embeddings) -> dict[str, Any]:
+        if not embeddings.deepstack:
+            return {}
+        return {"visual_pos_masks": visual_mask, "deepstack_visual_embeds": list(embeddings.deepstack)}
+
+
+def _layout_of(checkpoint: Checkpoint) -> PositionLayout:
+    """The layout of training: `position_layout` of config.json, or the authors' way."""
+    named = getattr(checkpoint.config, "position_layout", "authors")
+    if named not in LAYOUTS:
+        raise ModelError(
+            f"received position_layout {named!r} in the config.json of '{checkpoint.path}'; allowed: "
+            f"{', '.join(LAYOUTS)}; name the one that it was trained with, or none"
+        )
+    return named
+
+
+def _pixels(size: tuple[Any, Any]) -> tuple[int, int]:
+    return int(size[0]), int(size[1])
+
+
+def _limit_error(what: str, height: int, width: int, error: ValueError) -> MediaLimitError:
+    return MediaLimitError(
+        f"{what} of {width}x{height} pixels does not suit the model: {error}; crop it first"
+    )

@@ -1,0 +1,240 @@
+"""What the families share that look at fixed squares: images cut into tiles, videos one square a frame.
+
+A unit is one tile or one frame; the tower sees each by itself, so it may be cut anywhere:
+
+    image 900 x 600    tile 0 | tile 1 | tile 2          units [0, 1, 2, ...), the whole image as one
+                       tile 3 | tile 4 | tile 5          more tile before or behind them
+
+Shapes: N tiles or frames, S x S pixels, V tokens of a tile, C channels of the language model.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchvision.transforms.v2 import functional as tvf
+
+from encoders.adapter import (
+    Embeddings,
+    Grid,
+    MediaPlan,
+    PatchRun,
+    PromptPlan,
+    Sampling,
+    VideoFacts,
+)
+from encoders.checkpoint import Checkpoint
+from encoders.patches import PatchSpec, patchify
+from encoders.prompt.chat import ChatMessage, one_turn
+from encoders.prompt.text_layout import ItemText, Markers, plan_text_prompt
+from encoders.sampling import DEFAULT_FPS, check_wanted, part_of, source_metadata
+from epd.errors import MediaLimitError, UnsupportedModelError
+from epd.types import MediaKind
+
+_INTERPOLATION = {
+    1: tvf.InterpolationMode.LANCZOS,
+    2: tvf.InterpolationMode.BILINEAR,
+    3: tvf.InterpolationMode.BICUBIC,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TilePlan(MediaPlan):
+    """A `MediaPlan` in tiles.
+
+    rows, columns: of an image's tiles, without the one that shows all of it; 1 and 1 for a video.
+    source_size: (height, width) of the image or video, pixels. source_duration_s: of the video, seconds.
+    """
+
+    rows: int = 1
+    columns: int = 1
+    source_size: tuple[int, int] = (0, 0)
+    source_duration_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TileSpec:
+    """Geometry and normalisation of one processor, image or video.
+
+    side: pixels of a tile's edge. mean, std: of the channels, on the 0..255 scale.
+    resample: Pillow's number of the filter.
+    """
+
+    side: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    resample: int
+
+    def resize(self, pixels: Tensor, height: int, width: int) -> Tensor:
+        """uint8 [N, H, W, 3] to uint8 [N, height, width, 3], with the processor's filter, channels last."""
+        resized: Tensor = tvf.resize(
+            pixels.permute(0, 3, 1, 2),
+            [height, width],
+            interpolation=_INTERPOLATION[self.resample],
+            antialias=True,
+        )
+        return resized.permute(0, 2, 3, 1)
+
+    def normalise(self, tiles: Tensor) -> Tensor:
+        """uint8 [N, S, S, 3] to float32 [N, 3, S, S]: on a GPU, each tile is one patch of the kernel's."""
+        if tiles.is_cuda:
+            spec = PatchSpec(tiles.shape[1], 1, 1, self.mean, self.std, self.resample)
+            return patchify(tiles, spec).reshape(-1, 3, *tiles.shape[1:3])
+        values = tiles.permute(0, 3, 1, 2).contiguous().to(torch.float32)
+        mean, std = (torch.tensor(each)[:, None, None] for each in (self.mean, self.std))
+        return values.sub_(mean).div_(std)
+
+
+def tile_spec(processor: Any, side: int) -> TileSpec:
+    """Reads a transformers image or video processor. UnsupportedModelError for steps we do not take."""
+    settings = {name: getattr(processor, name, None) for name in ("do_resize", "do_rescale", "do_normalize")}
+    resample = int(processor.resample)
+    if not all(settings.values()) or resample not in _INTERPOLATION or processor.do_center_crop:
+        raise UnsupportedModelError(
+            f"a processor with {settings}, resample={resample} and "
+            f"do_center_crop={processor.do_center_crop} is not supported; "
+            "it must resize, rescale and normalise"
+        )
+    scale = 1.0 / float(processor.rescale_factor)
+    return TileSpec(
+        side=side,
+        mean=tuple((torch.tensor(processor.image_mean) * scale).tolist()),
+        std=tuple((torch.tensor(processor.image_std) * scale).tolist()),
+        resample=resample,
+    )
+
+
+def cut_tiles(canvas: Tensor, side: int) -> Tensor:
+    """uint8 [1, rows * S, columns * S, 3] to its tiles uint8 [rows * columns, S, S, 3], row by row."""
+    rows, columns = canvas.shape[1] // side, canvas.shape[2] // side
+    blocks = canvas.reshape(rows, side, columns, side, 3)
+    return blocks.permute(0, 2, 1, 3, 4).reshape(rows * columns, side, side, 3)
+
+
+class TileAdapter(ABC):
+    """An `Adapter`; a family says how images are tiled, what stands between tiles, how to call its tower.
+
+    tokens_per_tile: embeddings that one tile of an image gives. tokens_per_frame: the same of a video.
+    """
+
+    markers: Markers
+    image_spec: TileSpec
+    video_spec: TileSpec
+    patches_per_side: int
+    tokens_per_tile: int
+    tokens_per_frame: int
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.checkpoint.tokenizer
+
+    @abstractmethod
+    def canvas(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of tiles that an image of `height` x `width` pixels is cut into."""
+
+    def num_tiles(self, rows: int, columns: int) -> int:
+        """Tiles in all: with one that shows the whole image, unless the only tile does."""
+        return rows * columns + (rows * columns > 1)
+
+    @abstractmethod
+    def tiles(self, image: Tensor) -> Tensor:
+        """Cuts an image, uint8 [1, H, W, 3], into tiles uint8 [N, S, S, 3]."""
+
+    @abstractmethod
+    def item_text(self, plan: TilePlan) -> ItemText:
+        """The words around the item's units."""
+
+    @abstractmethod
+    def encode_tiles(self, tower: Any, pixels: Tensor, kind: MediaKind) -> Tensor:
+        """Embeddings [N, tokens_per_tile or tokens_per_frame, C] of tiles or frames [N, 3, S, S]."""
+
+    def video_size(self, height: int, width: int) -> tuple[int, int]:  # noqa: ARG002 # for a family's use
+        """(height, width) that frames are decoded at, pixels."""
+        return self.video_spec.side, self.video_spec.side
+
+    def frame_indices(self, processor: Any, video: VideoFacts, sampling: Sampling) -> tuple[int, ...]:
+        """The processor's own rule for a number of frames, at least one and no more than there are."""
+        rate = sampling.fps or processor.fps or DEFAULT_FPS
+        at_rate = int(min(video.num_frames / video.fps * rate, video.num_frames))
+        wanted = sampling.num_frames or (processor.num_frames if sampling.fps is None else None) or at_rate
+        num_frames = min(max(wanted, 1), video.num_frames)
+        check_wanted(sampling, num_frames)
+        indices = processor.sample_frames(source_metadata(video), num_frames=num_frames)
+        return tuple(int(index) for index in indices)
+
+    def chat_template(self, media: Sequence[MediaPlan]) -> str:  # noqa: ARG002 # for a family's use
+        return self.checkpoint.chat_template
+
+    def plan_image(self, height: int, width: int) -> TilePlan:
+        if min(height, width) < 1:
+            raise MediaLimitError(f"an image of {width}x{height} pixels shows nothing; send a larger one")
+        side, patches = self.image_spec.side, self.patches_per_side
+        rows, columns = self.canvas(height, width)
+        return TilePlan(
+            kind="image",
+            size=(side, side),
+            grid=Grid(self.num_tiles(rows, columns), patches, patches),
+            frames_per_unit=1,
+            tokens_per_unit=self.tokens_per_tile,
+            rows=rows,
+            columns=columns,
+            source_size=(height, width),
+        )
+
+    def plan_video(self, video: VideoFacts, sampling: Sampling) -> TilePlan:
+        first, part = part_of(video, sampling)
+        chosen = self.frame_indices(self.checkpoint.processor.video_processor, part, sampling)
+        indices = tuple(first + index for index in chosen)
+        patches = self.patches_per_side
+        return TilePlan(
+            kind="video",
+            size=self.video_size(video.height, video.width),
+            grid=Grid(len(indices), patches, patches),
+            frames_per_unit=1,
+            tokens_per_unit=self.tokens_per_frame,
+            times_s=tuple((index + 0.5) / video.fps for index in indices),
+            frame_indices=indices,
+            source_fps=video.fps,
+            unit_span_s=part.num_frames / (len(indices) * video.fps),
+            source_size=(video.height, video.width),
+            source_duration_s=video.num_frames / video.fps,
+        )
+
+    def plan_prompt(self, media: Sequence[MediaPlan], question: str) -> PromptPlan:
+        return self.plan_chat(media, one_turn([plan.kind for plan in media], question))
+
+    def plan_chat(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage]) -> PromptPlan:
+        texts = [self.item_text(plan) for plan in media if isinstance(plan, TilePlan)]
+        template = self.chat_template(media)
+        return plan_text_prompt(self.checkpoint, template, self.markers, media, texts, messages)
+
+    def resize(self, image: Tensor, plan: MediaPlan) -> Tensor:
+        tiles = self.tiles(image[None])
+        if len(tiles) != plan.num_units:
+            raise ValueError(f"an image of {tuple(image.shape)} has {len(tiles)} tiles, not {plan.num_units}")
+        return tiles
+
+    def preprocess(self, frames: Tensor, plan: MediaPlan) -> Tensor:
+        return (self.image_spec if plan.kind == "image" else self.video_spec).normalise(frames)
+
+    def vision_tower(self, model: nn.Module) -> nn.Module:
+        return model.get_submodule("model")
+
+    def encode_batch(self, tower: nn.Module, runs: Sequence[PatchRun]) -> list[Embeddings]:
+        pixels = torch.cat([run.values for run in runs]).to(next(tower.parameters()).dtype)
+        rows = self.encode_tiles(tower, pixels, runs[0].kind)
+        return [Embeddings(part.flatten(0, 1)) for part in torch.split(rows, [run.grid.t for run in runs])]
+
+    def join(self, embeddings: Embeddings, plan: MediaPlan, start: int, stop: int) -> Embeddings:  # noqa: ARG002
+        return embeddings
+
+    def decoder_kwargs(self, visual_mask: Tensor, embeddings: Embeddings) -> dict[str, Any]:  # noqa: ARG002
+        return {}

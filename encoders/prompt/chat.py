@@ -1,0 +1,197 @@
+"""A conversation as the chat templates of checkpoints take it: messages of parts, media where they were sent.
+
+Parts keep their order. Media before the text of the first user message give the canonical order
+[system][media][question], in which every further question about the same media finds its prefix computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal
+
+from jinja2 import TemplateError
+
+from encoders.checkpoint import Checkpoint
+from encoders.prompt.tool_history import ToolCall, calls_as_text, for_template, knows_tools, response_as_text
+from epd.errors import RequestError
+from epd.types import MediaKind
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True, slots=True)
+class ContentPart:
+    """A text, or the place of one image or video. text: empty for media."""
+
+    kind: Literal["text"] | MediaKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind != "text" and self.text:
+            raise ValueError(f"only a text has text, got {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """What one side said. Raises RequestError for no parts at all, and for media that are not the user's.
+
+    tool_calls: of the assistant. tool_call_id: of the call that a tool answers. name: of who said it.
+    """
+
+    role: Role
+    parts: tuple[ContentPart, ...]
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise RequestError(f"a message of the {self.role} has no content; give it a text")
+        if self.role != "user" and self.media_kinds:
+            raise RequestError(
+                f"a message of the {self.role} contains {self.media_kinds[0]}s; allowed: text; "
+                "put media into a message of the user"
+            )
+
+    @property
+    def media_kinds(self) -> tuple[MediaKind, ...]:
+        """Of the media in it, in order."""
+        return tuple(part.kind for part in self.parts if part.kind != "text")
+
+    @property
+    def text(self) -> str:
+        """All of its texts."""
+        return "".join(part.text for part in self.parts)
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether there is neither a medium nor a character to read in it."""
+        return not self.media_kinds and not self.text.strip()
+
+
+def text_message(role: Role, text: str) -> ChatMessage:
+    """A message of one text."""
+    return ChatMessage(role, (ContentPart("text", text),))
+
+
+def one_turn(kinds: Sequence[MediaKind], question: str) -> tuple[ChatMessage, ...]:
+    """The conversation of one question about media, all of them before it. Raises RequestError if empty."""
+    check_question(question)
+    return (ChatMessage("user", (*(ContentPart(kind) for kind in kinds), ContentPart("text", question))),)
+
+
+def check_question(question: str) -> None:
+    """Raises RequestError for a question with nothing in it."""
+    if not question.strip():
+        raise RequestError("the question is empty; ask something about the media")
+
+
+def media_kinds(messages: Sequence[ChatMessage]) -> tuple[MediaKind, ...]:
+    """Of all media in a conversation, in order."""
+    return tuple(kind for message in messages for kind in message.media_kinds)
+
+
+def check_chat(messages: Sequence[ChatMessage]) -> None:
+    """Raises RequestError for a conversation that leaves nothing to answer."""
+    if not any(message.role == "user" for message in messages):
+        raise RequestError(f"{len(messages)} messages, none of the user; ask something in a user message")
+    last = messages[-1]
+    if last.role == "assistant":
+        raise RequestError(
+            "the last message is the assistant's; allowed: user, system or tool; end with a question"
+        )
+    if last.is_blank and last.role != "tool":
+        raise RequestError("the question is empty; ask something about the media in the last message")
+
+
+def render_chat(
+    checkpoint: Checkpoint, template: str, messages: Sequence[ChatMessage], reserved: Sequence[str]
+) -> str:
+    """The prompt as text, by a chat template, up to where the answer begins.
+
+    reserved: strings that stand for media, which no text may contain.
+    Raises RequestError for those, as `check_chat` does, and where the template refuses the messages.
+    """
+    check_chat(messages)
+    if not knows_tools(template):
+        messages = without_tools(messages)
+    for message in messages:
+        _check_unreserved(message, reserved)
+    try:
+        text: str = checkpoint.tokenizer.apply_chat_template(
+            [_for_template(message) for message in messages],
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+    except TemplateError as error:
+        roles = ", ".join(message.role for message in messages)
+        raise RequestError(
+            f"the model's chat template refuses messages of {roles} ({' '.join(str(error).split())}); "
+            "send them in another order"
+        ) from error
+    return text
+
+
+def without_tools(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
+    """The same with calls of tools as texts of the assistant, and what tools said as messages of the user.
+
+    Messages of tools that follow each other become one.
+    """
+    said: list[ChatMessage] = []
+    for is_tool, run in groupby(messages, key=lambda message: message.role == "tool"):
+        if is_tool:
+            answers = (response_as_text(message.text) for message in run)
+            said.append(text_message("user", "\n".join(answers)))
+        else:
+            said += [_with_calls_as_text(message) for message in run]
+    return tuple(said)
+
+
+def _with_calls_as_text(message: ChatMessage) -> ChatMessage:
+    if not message.tool_calls:
+        return message
+    texts = (message.text, calls_as_text(message.tool_calls))
+    return text_message(message.role, "\n".join(filter(None, texts)))
+
+
+def check_media(messages: Sequence[ChatMessage], kinds: Sequence[MediaKind]) -> None:
+    """Raises ValueError for planned media that are not those the messages have places for."""
+    if media_kinds(messages) != tuple(kinds):
+        raise ValueError(
+            f"the messages have places for {media_kinds(messages)}, the media are {tuple(kinds)}"
+        )
+
+
+def moved_media(num_placed: int, num_media: int) -> RequestError:
+    """For a template that drops media, or shows them in another order than they were sent in."""
+    return RequestError(
+        f"the model's chat template placed {num_placed} of {num_media} media, or in another order; "
+        "send the images of a message before its videos"
+    )
+
+
+def _check_unreserved(message: ChatMessage, reserved: Sequence[str]) -> None:
+    called = [text for call in message.tool_calls for text in (call.name, call.arguments, call.call_id)]
+    for text in (*(part.text for part in message.parts), *called, message.tool_call_id, message.name):
+        for name in reserved:
+            if name in text:
+                raise RequestError(
+                    f"a text of the {message.role} contains {name}, which stands for media; remove it"
+                )
+
+
+def _for_template(message: ChatMessage) -> dict[str, Any]:
+    shown: dict[str, Any] = {
+        "role": message.role,
+        "content": [
+            {"type": "text", "text": part.text} if part.kind == "text" else {"type": part.kind}
+            for part in message.parts
+        ],
+    }
+    if message.tool_calls:
+        shown["tool_calls"] = [for_template(call) for call in message.tool_calls]
+    names = {"tool_call_id": message.tool_call_id, "name": message.name}
+    return shown | {name: value for name, value in names.items() if value}

@@ -1,0 +1,82 @@
+"""The prompt of a checkpoint's own chat template, with each placeholder expanded to its visual tokens.
+
+The template is tokenised with one pad token per item and the ids are expanded: the same ids as tokenising
+thousands of pads, without doing so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from encoders.adapter import Int64Array, MediaItem, MediaPlan
+from encoders.checkpoint import Checkpoint
+from encoders.prompt.chat import ChatMessage, check_media, moved_media, render_chat
+from epd.types import PlaceholderRange
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """What replaces one pad token: its ids, and where in them the visual tokens of each unit stand."""
+
+    token_ids: Int64Array
+    units: tuple[PlaceholderRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """An expanded prompt: ids int64 [T] and the items placed in it."""
+
+    token_ids: Int64Array
+    media: tuple[MediaItem, ...]
+
+
+def lay_out(
+    checkpoint: Checkpoint,
+    media: Sequence[MediaPlan],
+    messages: Sequence[ChatMessage],
+    expand: Callable[[MediaPlan], Expansion],
+) -> Layout:
+    """Renders the messages, tokenises them and expands every pad token.
+
+    media: of the places in the messages, in order; ValueError for others.
+    Raises RequestError as `render_chat` does, and where the template moves or drops media.
+    """
+    check_media(messages, [plan.kind for plan in media])
+    pad_ids = [_pad_id(checkpoint, kind) for kind in ("image", "video")]
+    reserved = checkpoint.tokenizer.convert_ids_to_tokens(pad_ids)
+    text = render_chat(checkpoint, checkpoint.chat_template, messages, reserved)
+    token_ids = np.asarray(checkpoint.tokenizer(text)["input_ids"], dtype=np.int64)
+    pads = np.flatnonzero(np.isin(token_ids, pad_ids))
+    if [int(token_ids[pad]) for pad in pads] != [_pad_id(checkpoint, plan.kind) for plan in media]:
+        raise moved_media(len(pads), len(media))
+    expansions = [expand(plan) for plan in media]
+    items = tuple(
+        MediaItem(
+            plan, tuple(PlaceholderRange(offset + unit.offset, unit.length) for unit in expansion.units)
+        )
+        for plan, expansion, offset in zip(media, expansions, _offsets(pads, expansions), strict=True)
+    )
+    return Layout(_expanded(token_ids, pads, expansions), items)
+
+
+def _pad_id(checkpoint: Checkpoint, kind: str) -> int:
+    return int(checkpoint.config.image_token_id if kind == "image" else checkpoint.config.video_token_id)
+
+
+def _offsets(pads: Int64Array, expansions: Sequence[Expansion]) -> Iterator[int]:
+    """Where each expansion starts in the expanded prompt."""
+    grown = 0
+    for pad, expansion in zip(pads, expansions, strict=True):
+        yield int(pad) + grown
+        grown += len(expansion.token_ids) - 1
+
+
+def _expanded(token_ids: Int64Array, pads: Int64Array, expansions: Sequence[Expansion]) -> Int64Array:
+    pieces, start = [], 0
+    for pad, expansion in zip(pads, expansions, strict=True):
+        pieces += [token_ids[start:pad], expansion.token_ids]
+        start = int(pad) + 1
+    return np.concatenate([*pieces, token_ids[start:]])

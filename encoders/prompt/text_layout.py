@@ -1,0 +1,108 @@
+"""Prompts of the families whose media stand between words: expanded as text first, then by token.
+
+An item becomes its words with one pad token per unit; the whole is tokenised, so that words join as they
+do in the processor; then each pad is repeated as often as its unit has tokens:
+
+    text      User: <video>What?     ->  User: Frame1: <img><pad></img> Frame2: <img><pad></img>What?
+    ids       ... img pad /img ...   ->  ... img pad pad pad pad /img ...
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from encoders.adapter import Int64Array, MediaItem, MediaPlan, PromptPlan
+from encoders.checkpoint import Checkpoint
+from encoders.prompt.chat import ChatMessage, check_media, moved_media, render_chat
+from epd.errors import RequestError
+from epd.types import MediaKind, PlaceholderRange
+
+
+@dataclass(frozen=True, slots=True)
+class ItemText:
+    """What one item is in words. pad_lengths: visual tokens that each pad token in `text` stands for."""
+
+    text: str
+    pad_lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Markers:
+    """How a family names media. in_template: what its chat template writes. pads: the tokens repeated."""
+
+    in_template: Mapping[MediaKind, str]
+    pads: Mapping[MediaKind, str]
+
+
+def plan_text_prompt(
+    checkpoint: Checkpoint,
+    chat_template: str,
+    markers: Markers,
+    media: Sequence[MediaPlan],
+    texts: Sequence[ItemText],
+    messages: Sequence[ChatMessage],
+) -> PromptPlan:
+    """Lays out a conversation with positions counting on through all tokens.
+
+    media: of the places in the messages, in order; ValueError for others. texts: of the media.
+    Raises RequestError as `render_chat` does, and where the template moves or drops media.
+    """
+    check_media(messages, [plan.kind for plan in media])
+    reserved = tuple(dict.fromkeys((*markers.in_template.values(), *markers.pads.values())))
+    rendered = render_chat(checkpoint, chat_template, messages, reserved)
+    token_ids = _tokenise(checkpoint, _substituted(rendered, markers, media, texts))
+    pads = _pad_positions(checkpoint, markers, token_ids)
+    lengths = [length for text in texts for length in text.pad_lengths]
+    if len(pads) != len(lengths):
+        raise RequestError(f"the prompt has {len(pads)} places for {len(lengths)} media units; rephrase it")
+    repeats = np.ones(len(token_ids), dtype=np.int64)
+    repeats[pads] = lengths
+    ranges = [
+        PlaceholderRange(int(pad + grown), length)
+        for pad, grown, length in zip(pads, _growth(lengths), lengths, strict=True)
+    ]
+    expanded = np.repeat(token_ids, repeats)
+    positions = np.arange(len(expanded), dtype=np.int64)[None]
+    return PromptPlan(expanded, positions, len(expanded), _items(media, texts, ranges))
+
+
+def _substituted(
+    rendered: str, markers: Markers, media: Sequence[MediaPlan], texts: Sequence[ItemText]
+) -> str:
+    """The rendered template with each marker, in order, replaced by the words of its item."""
+    names = dict.fromkeys(markers.in_template.values())
+    pieces = re.split(f"({'|'.join(map(re.escape, names))})", rendered)
+    if pieces[1::2] != [markers.in_template[plan.kind] for plan in media]:
+        raise moved_media(len(pieces) // 2, len(media))
+    pieces[1::2] = [text.text for text in texts]
+    return "".join(pieces)
+
+
+def _tokenise(checkpoint: Checkpoint, text: str) -> Int64Array:
+    return np.asarray(checkpoint.tokenizer(text)["input_ids"], dtype=np.int64)
+
+
+def _pad_positions(checkpoint: Checkpoint, markers: Markers, token_ids: Int64Array) -> Int64Array:
+    ids = [checkpoint.tokenizer.convert_tokens_to_ids(pad) for pad in markers.pads.values()]
+    return np.flatnonzero(np.isin(token_ids, ids))
+
+
+def _growth(lengths: Sequence[int]) -> list[int]:
+    """By how much the prompt has grown before each pad."""
+    return [0, *accumulate(length - 1 for length in lengths)][: len(lengths)]
+
+
+def _items(
+    media: Sequence[MediaPlan], texts: Sequence[ItemText], ranges: Sequence[PlaceholderRange]
+) -> tuple[MediaItem, ...]:
+    stops = list(accumulate(len(text.pad_lengths) for text in texts))
+    starts = [0, *stops][:-1]
+    return tuple(
+        MediaItem(plan, tuple(ranges[start:stop]))
+        for plan, start, stop in zip(media, starts, stops, strict=True)
+    )

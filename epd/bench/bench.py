@@ -1,0 +1,186 @@
+"""Runs a workload on endpoints: warm-up, then rounds in alternating order, each with new content."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Protocol
+
+from epd.bench.body import Body, chat_body
+from epd.bench.client import ChatClient
+from epd.bench.endpoint import Endpoint
+from epd.bench.generator import Prepared, run_load
+from epd.bench.media import MediaLibrary, media_keys
+from epd.errors import RequestError
+from epd.workload.metrics import SLO, Ratio, RequestRecord, RunReport, ratios, report_of
+from epd.workload.requests import PlannedRequest, Workload
+
+
+@dataclass(frozen=True, slots=True)
+class BenchPlan:
+    """What to run. warmup: requests sent to each endpoint before its first round, one at a time, not counted.
+
+    extra: fields added to every request's body. max_in_flight: of one endpoint.
+    """
+
+    workload: Workload
+    endpoints: tuple[Endpoint, ...]
+    slo: SLO = field(default_factory=SLO)
+    rounds: int = 1
+    warmup: int = 1
+    seed: int = 0
+    max_in_flight: int = 512
+    timeout_s: float = 600.0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.endpoints:
+            raise RequestError("no endpoint is given; name at least one with --url http://HOST:PORT")
+        for name, least in (("rounds", 1), ("warmup", 0), ("max_in_flight", 1)):
+            if getattr(self, name) < least:
+                raise RequestError(f"{name} is {getattr(self, name)}, it must be at least {least}")
+        if not self.timeout_s > 0:
+            raise RequestError(f"timeout is {self.timeout_s} s, it must be above 0; try 600")
+
+    def order(self, round_index: int) -> list[int]:
+        """Places of the endpoints in the order of a round: forward and backward in turn."""
+        places = list(range(len(self.endpoints)))
+        return places if round_index % 2 == 0 else places[::-1]
+
+    def requests(self, round_index: int, place: int) -> list[PlannedRequest]:
+        """What one endpoint gets in a round.
+
+        Endpoints get the same requests, so that rounds compare; one that is given twice gets other content
+        the second time, for its caches would know the first.
+        """
+        url = self.endpoints[place].url
+        copy = sum(endpoint.url == url for endpoint in self.endpoints[:place])
+        return list(self.workload.requests(self.seed, round_index, copy))
+
+    def warmup_requests(self, place: int) -> list[PlannedRequest]:
+        """Of a round that is never run."""
+        return list(islice(self.requests(self.rounds, place), self.warmup))
+
+    def all_requests(self) -> Iterator[PlannedRequest]:
+        """Everything that will be sent to anyone."""
+        for place in range(len(self.endpoints)):
+            yield from self.warmup_requests(place)
+            for round_index in range(self.rounds):
+                yield from self.requests(round_index, place)
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointRun:
+    """One round at one endpoint."""
+
+    round_index: int
+    place: int
+    records: tuple[RequestRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BenchResult:
+    """All rounds, in the order in which they were run."""
+
+    plan: BenchPlan
+    runs: tuple[EndpointRun, ...]
+
+    def records(self, place: int) -> list[tuple[RequestRecord, ...]]:
+        """The rounds of one endpoint, in order."""
+        return [
+            run.records for run in sorted(self.runs, key=lambda run: run.round_index) if run.place == place
+        ]
+
+    def reports(self, place: int) -> list[RunReport]:
+        """One report for each round of an endpoint."""
+        return [self._report([records]) for records in self.records(place)]
+
+    def pooled(self, place: int) -> RunReport:
+        """All rounds of an endpoint together."""
+        return self._report(self.records(place))
+
+    def _report(self, runs: Sequence[Sequence[RequestRecord]]) -> RunReport:
+        return report_of(runs, self.plan.slo, is_open_loop=self.plan.workload.is_open_loop)
+
+    def ratios(self) -> list[Ratio]:
+        """Every other endpoint against the first."""
+        baseline, *others = self.plan.endpoints
+        theirs = self.reports(0)
+        return [
+            ratio
+            for place, endpoint in enumerate(others, start=1)
+            for ratio in ratios(
+                endpoint.name, baseline.name, list(zip(self.reports(place), theirs, strict=True))
+            )
+        ]
+
+
+class ShowPart(Protocol):
+    """Told that a round or a warm-up begins; returns what to call after each request of it."""
+
+    def __call__(self, title: str, num_requests: int) -> Callable[[], None]: ...
+
+
+def _show_nothing(title: str, num_requests: int) -> Callable[[], None]:  # noqa: ARG001 - the names of ShowPart
+    return lambda: None
+
+
+async def run_bench(plan: BenchPlan, library: MediaLibrary, show: ShowPart = _show_nothing) -> BenchResult:
+    """Runs all rounds. The library must hold the media already: see MediaLibrary.draw.
+
+    Raises RequestError when an endpoint answers none of its warm-up requests.
+    """
+    runs = []
+    for round_index in range(plan.rounds):
+        for place in plan.order(round_index):
+            if round_index == 0:
+                await _warm_up(plan, place, library, show)
+            records = await _run_round(plan, round_index, place, library, show)
+            runs.append(EndpointRun(round_index, place, tuple(records)))
+    return BenchResult(plan, tuple(runs))
+
+
+async def _run_round(
+    plan: BenchPlan, round_index: int, place: int, library: MediaLibrary, show: ShowPart
+) -> list[RequestRecord]:
+    endpoint = plan.endpoints[place]
+    requests = plan.requests(round_index, place)
+    prepared = _prepare(plan, place, requests, library)
+    on_done = show(f"round {round_index + 1}/{plan.rounds}, {endpoint.name}", len(requests))
+    async with ChatClient(endpoint, timeout_s=plan.timeout_s) as client:
+        return await run_load(
+            client,
+            prepared,
+            max_in_flight=plan.max_in_flight,
+            is_open_loop=plan.workload.is_open_loop,
+            on_done=on_done,
+        )
+
+
+async def _warm_up(plan: BenchPlan, place: int, library: MediaLibrary, show: ShowPart) -> None:
+    endpoint = plan.endpoints[place]
+    prepared = _prepare(plan, place, plan.warmup_requests(place), library)
+    if not prepared:
+        return
+    on_done = show(f"warm-up, {endpoint.name}", len(prepared))
+    async with ChatClient(endpoint, timeout_s=plan.timeout_s) as client:
+        records = await run_load(client, prepared, max_in_flight=1, is_open_loop=False, on_done=on_done)
+    failed = [record for record in records if not record.is_ok]
+    if len(failed) == len(records):
+        raise RequestError(
+            f"{endpoint.name} ({endpoint.shown_url}) answered none of {len(records)} warm-up requests: "
+            f"{failed[0].error}: {failed[0].detail}; --warmup 0 runs nevertheless"
+        )
+
+
+def _prepare(
+    plan: BenchPlan, place: int, requests: Sequence[PlannedRequest], library: MediaLibrary
+) -> list[Prepared]:
+    parts = library.load(requests)
+
+    def body(request: PlannedRequest) -> Body:
+        media = [parts[key] for key in media_keys(request)]
+        return chat_body(request, media, plan.endpoints[place].model, plan.extra)
+
+    return [Prepared(request.index, request.due_s, body(request)) for request in requests]

@@ -1,0 +1,129 @@
+"""Images and videos for requests: drawn once per seed and spec, kept as files until a round needs them."""
+
+from __future__ import annotations
+
+import base64
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from epd.bench.body import MediaPart
+from epd.errors import RequestError
+from epd.machine import usable_cpus
+from epd.workload.requests import PlannedRequest, Resolution, VideoSpec
+
+ImageFormat = Literal["png", "jpeg"]
+ShowProgress = Callable[[int, int], None]
+_MAX_ROUND_BYTES = 4 * 2**30
+_JPEG_QUALITY = 90
+
+
+class WriteVideo(Protocol):
+    """Draws a video and writes it as MP4; calls on_frame after every frame."""
+
+    def __call__(self, path: Path, seed: int, spec: VideoSpec, on_frame: Callable[[], None]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class MediaKey:
+    """A medium: equal keys are equal content."""
+
+    seed: int
+    spec: Resolution | VideoSpec
+
+    @property
+    def num_frames(self) -> int:
+        return self.spec.num_frames if isinstance(self.spec, VideoSpec) else 1
+
+
+def media_keys(request: PlannedRequest) -> list[MediaKey]:
+    """The media of a request, in order: images, then videos."""
+    specs: tuple[Resolution | VideoSpec, ...] = (*request.shape.images, *request.shape.videos)
+    return [MediaKey(request.media_seed + place, spec) for place, spec in enumerate(specs)]
+
+
+def draw_image(path: Path, seed: int, size: Resolution, image_format: ImageFormat) -> None:
+    """Writes a picture of the shapes world."""
+    from PIL import Image
+
+    from epd.shapes import SceneRenderer, make_scene
+
+    scene = make_scene(seed, 10.0)
+    pixels = SceneRenderer(scene, size.height, size.width).frame(scene.objects[0].start_s)
+    Image.fromarray(pixels).save(path, format=image_format, quality=_JPEG_QUALITY)
+
+
+class MediaLibrary:
+    """Media in a folder. Files that are there already are taken as they are: names tell seed and spec."""
+
+    def __init__(self, folder: Path, write_video: WriteVideo, *, image_format: ImageFormat = "jpeg") -> None:
+        self._folder = folder
+        self._write_video = write_video
+        self._image_format: ImageFormat = image_format
+
+    def draw(self, requests: Iterable[PlannedRequest], show: ShowProgress) -> int:
+        """Draws what these requests need and is not there yet, on all CPUs; returns how many were drawn."""
+        keys = dict.fromkeys(key for request in requests for key in media_keys(request))
+        missing = [key for key in keys if not self.path(key).exists()]
+        self._folder.mkdir(parents=True, exist_ok=True)
+        progress = _FrameProgress(sum(key.num_frames for key in missing), show)
+        with ThreadPoolExecutor(usable_cpus()) as pool:
+            drawn = [pool.submit(self._draw_one, key, progress) for key in missing]
+            try:
+                for one in as_completed(drawn):
+                    one.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        return len(missing)
+
+    def path(self, key: MediaKey) -> Path:
+        """Where a medium lies."""
+        spec = key.spec
+        if isinstance(spec, VideoSpec):
+            return self._folder / f"{key.seed}-{spec.size}-{spec.duration_s:g}s-{spec.fps}fps.mp4"
+        return self._folder / f"{key.seed}-{spec}.{self._image_format}"
+
+    def load(self, requests: Iterable[PlannedRequest]) -> dict[MediaKey, MediaPart]:
+        """The media of a round in memory. Raises RequestError when they are too large."""
+        keys = dict.fromkeys(key for request in requests for key in media_keys(request))
+        num_bytes = sum(self.path(key).stat().st_size for key in keys) * 4 // 3
+        if num_bytes > _MAX_ROUND_BYTES:
+            raise RequestError(
+                f"the media of a round take {num_bytes} bytes; allowed {_MAX_ROUND_BYTES}; "
+                "ask for fewer requests"
+            )
+        return {key: self._part(key) for key in keys}
+
+    def _part(self, key: MediaKey) -> MediaPart:
+        mime = "video/mp4" if isinstance(key.spec, VideoSpec) else f"image/{self._image_format}"
+        return MediaPart(mime, base64.b64encode(self.path(key).read_bytes()))
+
+    def _draw_one(self, key: MediaKey, progress: _FrameProgress) -> None:
+        # Under another name until it is whole, so that a stopped run leaves no half file behind.
+        path = self.path(key)
+        part = path.with_suffix(".part")
+        if isinstance(key.spec, VideoSpec):
+            self._write_video(part, key.seed, key.spec, progress.add_one)
+        else:
+            draw_image(part, key.seed, key.spec, self._image_format)
+            progress.add_one()
+        part.replace(path)
+
+
+class _FrameProgress:
+    """Adds up the frames that several threads have drawn."""
+
+    def __init__(self, num_frames: int, show: ShowProgress) -> None:
+        self._num_frames = num_frames
+        self._show = show
+        self._num_done = 0
+        self._lock = threading.Lock()
+
+    def add_one(self) -> None:
+        with self._lock:
+            self._num_done += 1
+            self._show(self._num_done, self._num_frames)

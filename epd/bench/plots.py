@@ -1,0 +1,86 @@
+"""Plots of a benchmark: how latencies are distributed, and how they went over time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from epd.bench.bench import BenchResult
+from epd.errors import RequestError
+from epd.workload.metrics import RequestRecord
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_FORMATS = (".png", ".svg", ".pdf")
+
+
+def check_plot_path(path: Path) -> None:
+    """Raises RequestError for a file that cannot be written as a plot."""
+    if path.suffix.lower() not in _FORMATS or not path.parent.is_dir():
+        raise RequestError(
+            f"cannot plot to {str(path)!r}; name a {', '.join(_FORMATS)} file in a folder that exists"
+        )
+
+
+def plot_result(result: BenchResult, path: Path) -> None:
+    """Writes one picture: three distributions, and TTFT by the time of sending."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), layout="constrained")
+    slo = result.plan.slo
+    _plot_shares(axes[0][0], result, "TTFT", lambda record: record.ttft_s, slo.ttft_s)
+    _plot_shares(axes[0][1], result, "TPOT", lambda record: record.tpot_s, slo.tpot_s)
+    _plot_shares(axes[1][0], result, "E2E", lambda record: record.e2e_s, slo.e2e_s)
+    _plot_over_time(axes[1][1], result)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _plot_shares(
+    axes: Axes,
+    result: BenchResult,
+    label: str,
+    value_of: Callable[[RequestRecord], float | None],
+    limit_s: float | None,
+) -> None:
+    """The share of answered requests that took at most so long."""
+    for place, endpoint in enumerate(result.plan.endpoints):
+        values_s = sorted(_values(result.records(place), value_of))
+        shares = [(index + 1) / len(values_s) for index in range(len(values_s))]
+        axes.step(values_s, shares, where="post", label=endpoint.name)
+    if limit_s is not None:
+        axes.axvline(limit_s, color="black", linestyle=":", label="SLO")
+    axes.set(xlabel=f"{label}, s", ylabel="share of requests", ylim=(0, 1.02))
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def _values(
+    runs: Sequence[Sequence[RequestRecord]], value_of: Callable[[RequestRecord], float | None]
+) -> list[float]:
+    values: list[Any] = [value_of(record) for run in runs for record in run]
+    return [value for value in values if value is not None]
+
+
+def _plot_over_time(axes: Axes, result: BenchResult) -> None:
+    """TTFT of every answer at the time it was asked for; crosses are failures."""
+    for place, endpoint in enumerate(result.plan.endpoints):
+        records = [record for run in result.records(place) for record in run]
+        answered = [record for record in records if record.ttft_s is not None]
+        failed = [record.sent_s for record in records if not record.is_ok]
+        dots = axes.scatter(
+            [record.sent_s for record in answered],
+            [record.ttft_s or 0.0 for record in answered],
+            s=10,
+            label=endpoint.name,
+        )
+        axes.scatter(failed, [0.0] * len(failed), marker="x", color=dots.get_facecolor()[0])
+    axes.set(xlabel="sent, s from the start of its round", ylabel="TTFT, s")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()

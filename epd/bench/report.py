@@ -1,0 +1,169 @@
+"""What a benchmark found: a table for people, one JSON object for machines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from epd.bench.bench import BenchPlan, BenchResult
+from epd.workload.metrics import SLO, Latency, RunReport
+
+DEFINITIONS = {
+    "ttft_s": "from sending a request to the first event that carries text",
+    "itl_s": "gaps between such events; an event may carry several tokens",
+    "tpot_s": "(E2E - TTFT) / (completion tokens - 1), one number per request; the server counts tokens",
+    "e2e_s": "from sending a request to the end of its stream",
+    "lateness_s": "from when a request was due to when it was sent, waiting for a place in flight included",
+    "percentile": "linear between the two nearest ranks (Hyndman and Fan's type 7)",
+    "slo_attainment": "share of all requests, failed ones included, that met every limit",
+    "goodput_per_s": "requests per second that met every limit",
+    "duration_s": "from the start of a round to its last answer; of several rounds, the sum",
+    "ratio": "median over rounds of (figure of the endpoint / figure of the first endpoint)",
+}
+_LATENCIES = {"TTFT": "ttft", "TPOT": "tpot", "ITL": "itl", "E2E": "e2e", "lateness": "lateness"}
+
+
+def result_record(
+    result: BenchResult, workload: Mapping[str, Any], *, with_requests: bool = True
+) -> dict[str, Any]:
+    """Everything as JSON values but keys and passwords. workload: how it was described, resolved."""
+    plan = result.plan
+    endpoints = {
+        endpoint.name: {
+            "url": endpoint.shown_url,
+            "model": endpoint.model,
+            "pooled": _report_record(result.pooled(place)),
+            "rounds": [_report_record(report) for report in result.reports(place)],
+        }
+        for place, endpoint in enumerate(plan.endpoints)
+    }
+    record: dict[str, Any] = {
+        "workload": dict(workload),
+        "seed": plan.seed,
+        "rounds": plan.rounds,
+        "warmup": plan.warmup,
+        "max_in_flight": plan.max_in_flight,
+        "timeout_s": plan.timeout_s,
+        "slo": asdict(plan.slo),
+        "definitions": DEFINITIONS,
+        "endpoints": endpoints,
+        "ratios": [asdict(ratio) for ratio in result.ratios()],
+    }
+    if with_requests:
+        record["requests"] = [
+            {"endpoint": plan.endpoints[run.place].name, "round": run.round_index, **asdict(request)}
+            for run in result.runs
+            for request in run.records
+        ]
+    return record
+
+
+def _report_record(report: RunReport) -> dict[str, Any]:
+    derived = {
+        "requests_per_s": report.requests_per_s,
+        "tokens_per_s": report.tokens_per_s,
+        "is_late": report.is_late,
+    }
+    return {**asdict(report), **derived}
+
+
+def print_result(result: BenchResult, console: Console) -> None:
+    """The tables: latencies, totals, and ratios where there is something to compare."""
+    console.print(_headline(result.plan))
+    console.print()
+    endpoints = [endpoint.name for endpoint in result.plan.endpoints]
+    reports = {name: result.pooled(place) for place, name in enumerate(endpoints)}
+    console.print(_latency_table(reports))
+    console.print()
+    console.print(_totals_table(reports, has_slo=result.plan.slo != SLO()))
+    if len(endpoints) > 1:
+        console.print()
+        console.print(_ratio_table(result))
+    for name, report in reports.items():
+        for line in _remarks(name, report, result):
+            console.print(line)
+
+
+def _headline(plan: BenchPlan) -> str:
+    loop = "open loop" if plan.workload.is_open_loop else f"closed loop, {plan.max_in_flight} in flight"
+    rounds = f"{plan.rounds} round{'s' * (plan.rounds > 1)}"
+    return f"{plan.workload.name}: {loop}, {rounds}, seed {plan.seed}; percentiles linear between ranks"
+
+
+def _latency_table(reports: Mapping[str, RunReport]) -> Table:
+    has_clock = any(report.lateness for report in reports.values())
+    shown = {label: name for label, name in _LATENCIES.items() if has_clock or name != "lateness"}
+    table = Table("endpoint", "ms", box=None, pad_edge=False)
+    for column in ("mean", "p50", "p90", "p95", "p99", "max"):
+        table.add_column(column, justify="right")
+    for endpoint, report in reports.items():
+        for label, name in shown.items():
+            table.add_row(endpoint, label, *_milliseconds(getattr(report, name)))
+    return table
+
+
+def _milliseconds(latency: Latency | None) -> list[str]:
+    if latency is None:
+        return ["-"] * 6
+    values_s = (latency.mean_s, latency.p50_s, latency.p90_s, latency.p95_s, latency.p99_s, latency.max_s)
+    return [f"{value_s * 1000:.1f}" for value_s in values_s]
+
+
+def _totals_table(reports: Mapping[str, RunReport], *, has_slo: bool) -> Table:
+    table = Table("endpoint", box=None, pad_edge=False)
+    for column in ("requests", "ok", "req/s", "tok/s", "tok in", "tok out", "SLO met", "good/s"):
+        table.add_column(column, justify="right")
+    table.add_column("errors")
+    for name, report in reports.items():
+        errors = ", ".join(f"{kind}: {num}" for kind, num in report.errors.items())
+        table.add_row(
+            name,
+            str(report.num_requests),
+            str(report.num_ok),
+            f"{report.requests_per_s:.2f}",
+            f"{report.tokens_per_s:.1f}",
+            str(report.prompt_tokens),
+            str(report.completion_tokens),
+            f"{report.slo_attainment:.1%}" if has_slo else "-",
+            f"{report.goodput_per_s:.2f}" if has_slo else "-",
+            errors or "none",
+        )
+    return table
+
+
+def _ratio_table(result: BenchResult) -> Table:
+    table = Table("ratio", "of", box=None, pad_edge=False)
+    for column in ("median", "least", "most", "rounds"):
+        table.add_column(column, justify="right")
+    for ratio in result.ratios():
+        spread = (f"{ratio.median:.3f}", f"{ratio.low:.3f}", f"{ratio.high:.3f}")
+        table.add_row(f"{ratio.name} / {ratio.baseline}", ratio.figure, *spread, str(ratio.num_rounds))
+    return table
+
+
+def _remarks(name: str, report: RunReport, result: BenchResult) -> list[str]:
+    """What a reader must know before believing the figures."""
+    lines = []
+    if report.is_late and report.lateness:
+        lines.append(
+            f"{name}: the generator was late (95th percentile {report.lateness.p95_s * 1000:.0f} ms): "
+            "this was not the load that was asked for"
+        )
+    if report.num_waited:
+        lines.append(
+            f"{name}: {report.num_waited} requests waited because {result.plan.max_in_flight} were in "
+            "flight; raise --max-in-flight or lower the rate"
+        )
+    if report.num_ok and not report.completion_tokens:
+        lines.append(f"{name}: the server does not count tokens, so there is no TPOT")
+    return lines
+
+
+def dump_json(record: Mapping[str, Any]) -> str:
+    """One JSON text."""
+    return json.dumps(record, ensure_ascii=False, indent=1) + "\n"

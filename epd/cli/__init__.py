@@ -1,0 +1,1 @@
+"""The program `epd`: one module for each command; it parses, calls and prints."""

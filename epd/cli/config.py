@@ -1,0 +1,135 @@
+"""The verb `epd config`: part of the composition root, see epd/cli/program.py."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from epd import console
+from epd.errors import RequestError
+
+config = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+_LIMIT = "limits."
+_Values = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[NAME=VALUE]...",
+        help="Arguments of the application as serve run takes them, limits.NAME for a ceiling; they win over "
+        "the file.",
+    ),
+]
+_File = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="YAML with the arguments, or a configuration of serve deploy with them in it."
+    ),
+]
+_IsJson = Annotated[bool, typer.Option("--json", help="Print one record instead of text.")]
+
+
+@config.callback()
+def _config() -> None:
+    """Show the configuration of the application."""
+
+
+@config.command()
+def show(values: _Values = None, file: _File = None, as_json: _IsJson = False) -> None:
+    """Show every argument of the application with the ceilings of one request, resolved for the model.
+
+    Nothing is started. Keys are shown as set or not.
+    """
+    from serve_app.model_facts import limits_of
+
+    args = _checked(_merged(read_args(file) if file else {}, parse_values(values or ())))
+    args = args.with_keys_from(os.environ).resolved()
+    record = _record(args, limits_of(args).record())
+    if as_json:
+        console.print_json(record)
+        return
+    limits = record.pop("limits")
+    _print_rows(record)
+    print("\nceilings of one request, lowered to what fits the model:")
+    _print_rows(limits)
+
+
+def _checked(values: Mapping[str, Any]) -> Any:
+    """The application's arguments. Raises RequestError."""
+    from pydantic import ValidationError
+
+    from serve_app.app_args import AppArgs
+
+    try:
+        return AppArgs(**values)
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"])[:100]
+        raise RequestError(f"{place}: {first['msg']}; epd config show has all names") from None
+
+
+def parse_values(values: Iterable[str]) -> dict[str, Any]:
+    """Arguments from NAME=VALUE, those of ceilings under `limits`. Raises RequestError."""
+    args: dict[str, Any] = {}
+    for value in values:
+        name, equals, text = value.partition("=")
+        if not equals or not name.strip():
+            raise RequestError(f"received {value[:100]!r}; allowed: NAME=VALUE; write an equals sign")
+        if name.startswith(_LIMIT):
+            args.setdefault("limits", {})[name.removeprefix(_LIMIT)] = text
+        else:
+            args[name] = text
+    return args
+
+
+def read_args(path: Path) -> dict[str, Any]:
+    """The arguments in a YAML file, its own or those of the application in a configuration of Ray Serve.
+
+    Raises RequestError.
+    """
+    import yaml  # type: ignore[import-untyped]  # its stubs are another package
+
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise RequestError(f"cannot read '{path}': {reason}; give a YAML file") from None
+    if isinstance(found, dict) and found.get("applications"):
+        found = found["applications"][0].get("args") or {}
+    if not isinstance(found, dict):
+        kind = type(found).__name__
+        raise RequestError(f"'{path}' holds a {kind}; allowed: names and values; change the file")
+    return found
+
+
+def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, where the second wins, among the ceilings too."""
+    merged = {**first, **second}
+    if "limits" in merged:
+        merged["limits"] = {**(first.get("limits") or {}), **(second.get("limits") or {})}
+    return merged
+
+
+def _record(args: Any, limits: Mapping[str, int | None]) -> dict[str, Any]:
+    shown: dict[str, Any] = args.model_dump(mode="json", exclude={"limits"})
+    keys = {name: "set" if shown[name] else None for name in ("api_key", "admin_api_key")}
+    return shown | keys | {"num_threads": args.threads_per_worker, "limits": dict(limits)}
+
+
+def _print_rows(rows: Mapping[str, Any]) -> None:
+    width = max(map(len, rows))
+    for name, value in rows.items():
+        print(f"{name:<{width}}  {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,326 @@
+"""Which worker is to take which roles, and why: decided on the load of a cluster. Time is passed in.
+
+    gain    what requests would wait less over the horizon if the worker had its new roles at once
+    cost    what the drain, the load of weights and lost caches take back of that
+    switch  when the gain exceeds the cost by a margin, look after look
+
+No switch may leave a stage with less than it needs or needed in the last minutes, unless another has less
+still: a bottleneck is not exchanged for a worse one, nor a wave of load taken for the tide.
+
+A stage that gave workers away and now wants them back, or the other way round, has turned. With each turn the
+margin and the time between turns double, so no load, however it swings, can make roles go to and fro.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from epd.control.elasticity.forecast import USABLE, Outlook, Phase, look_ahead
+from epd.control.elasticity.history import SwitchHistory
+from epd.control.elasticity.load import ClusterLoad, Roles, WorkerStanding
+from epd.topology import Stage, role_letters
+
+# Why nothing was switched; "switch" where something was.
+Verdict = Literal[
+    "switch",
+    "unknown load",
+    "in flight",
+    "cooldown",
+    "no candidate",
+    "no gain",
+    "below margin",
+    "turning",
+    "unconfirmed",
+]
+PURE_ROLES: tuple[Roles, ...] = (frozenset({"encode"}), frozenset({"prefill"}), frozenset({"decode"}))
+_MAX_DECISIONS = 64
+_MAX_BACKOFFS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """A worker that is to take other roles."""
+
+    worker: str
+    roles: Roles
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerConfig:
+    """roles: sets of roles between which workers may change, as far as the cluster has them: a worker with
+    others is left as it is, and none gets roles that no other worker has, or leaves them without one.
+
+    horizon_s: over which gain and cost are weighed. load_s: from the end of a drain to the new role.
+    max_drain_s: after which a worker that drains is rid of its work by other means. cache_s: work to be done
+    again because a cache of encode or prefill is gone. margin: by which the gain must exceed the cost, 0.5 is
+    half of it. min_gain: what must be left of it after the cost, as a share of all that requests would spend.
+    min_waiting: requests beyond one per worker that the stage to be helped must have or come to have.
+    num_confirm: looks in a row that must say the same. cooldown_s: after a switch. turn_s: before the first
+    turn; it and the margin double with each turn in memory_s. min_encode, min_prefill, min_decode: workers
+    that serve a stage. max_in_flight: switches at a time. backoff_s: that a worker is left alone after a
+    failed switch; doubles each time.
+    """
+
+    roles: tuple[Roles, ...] = PURE_ROLES
+    interval_s: float = 1.0
+    horizon_s: float = 30.0
+    load_s: float = 0.7
+    max_drain_s: float = 2.0
+    cache_s: float = 0.5
+    margin: float = 0.5
+    min_gain: float = 0.03
+    min_waiting: float = 2.0
+    num_confirm: int = 2
+    cooldown_s: float = 2.0
+    turn_s: float = 10.0
+    memory_s: float = 300.0
+    min_encode: int = 1
+    min_prefill: int = 1
+    min_decode: int = 1
+    max_in_flight: int = 1
+    backoff_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if min(self.interval_s, self.horizon_s, self.memory_s, self.turn_s, self.backoff_s) <= 0:
+            raise ValueError(f"interval, horizon, memory, turn and backoff must be above 0 s, got {self}")
+        if min(self.load_s, self.max_drain_s, self.cache_s, self.cooldown_s, self.margin) < 0:
+            raise ValueError(f"no time and no margin may be below 0, got {self}")
+        if min(self.min_encode, self.min_prefill, self.min_decode, self.max_in_flight, self.num_confirm) < 1:
+            raise ValueError(f"every stage needs a worker, and every count is at least 1, got {self}")
+        if not 0 <= self.min_gain < 1 or self.min_waiting <= 1:
+            raise ValueError(f"min_gain lies in [0, 1) and min_waiting above 1, got {self}")
+
+    def min_workers(self, stage: Stage) -> int:
+        least = {"encode": self.min_encode, "prefill": self.min_prefill, "decode": self.min_decode}
+        return least.get(stage, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What was decided and why.
+
+    switch, old_roles: the best one that was weighed, begun if the verdict is "switch". gain_s, cost_s: in
+    seconds that requests spend, all together, over the horizon. reason: a line for people.
+    """
+
+    at_s: float
+    verdict: Verdict
+    reason: str
+    switch: Switch | None = None
+    old_roles: Roles = frozenset()
+    gain_s: float = 0.0
+    cost_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """A switch, weighed. spent_s: what requests would spend without it."""
+
+    switch: Switch
+    old_roles: Roles
+    gain_s: float
+    cost_s: float
+    spent_s: float
+
+    @property
+    def net_s(self) -> float:
+        return self.gain_s - self.cost_s
+
+    def __str__(self) -> str:
+        return f"{self.switch.worker}: {role_letters(self.old_roles)} to {role_letters(self.switch.roles)}"
+
+    def decision(self, now_s: float, verdict: Verdict, why: str) -> Decision:
+        reason = f"{self}, gains {self.gain_s:.1f} s for {self.cost_s:.1f} s: {why}"
+        return Decision(now_s, verdict, reason, self.switch, self.old_roles, self.gain_s, self.cost_s)
+
+
+class RoleController:
+    """Asked every config.interval_s. A switch that it returns is in flight until it is told how it ended."""
+
+    def __init__(self, config: ControllerConfig | None = None) -> None:
+        self.config = config or ControllerConfig()
+        self._history = SwitchHistory(self.config.memory_s)
+        self._in_flight: dict[str, Switch] = {}
+        self._num_failed: dict[str, int] = {}
+        self._left_alone_s: dict[str, float] = {}  # until when
+        self._quiet_until_s = float("-inf")
+        self._streak: tuple[Roles, Roles, int] | None = None
+        self._decisions: deque[Decision] = deque(maxlen=_MAX_DECISIONS)
+
+    def decide(self, now_s: float, load: ClusterLoad) -> Switch | None:
+        """The switch to begin now, if any."""
+        names = {worker.name for worker in load.workers}
+        for name in [name for name in self._in_flight if name not in names]:
+            self.failed(now_s, name)
+        decision = self._decide(now_s, load)
+        if self._decisions and self._decisions[-1].verdict == decision.verdict != "switch":
+            self._decisions.pop()
+        self._decisions.append(decision)
+        if decision.verdict != "switch" or decision.switch is None:
+            return None
+        self._streak = None
+        self._quiet_until_s = now_s + self.config.cooldown_s
+        self._in_flight[decision.switch.worker] = decision.switch
+        self._history.add(now_s, decision.switch.worker, decision.old_roles, decision.switch.roles)
+        return decision.switch
+
+    def succeeded(self, now_s: float, worker: str) -> None:
+        """The worker has its new roles. Unknown workers are ignored."""
+        if self._in_flight.pop(worker, None) is not None:
+            self._num_failed.pop(worker, None)
+            self._quiet_until_s = now_s + self.config.cooldown_s
+
+    def failed(self, now_s: float, worker: str) -> None:
+        """The worker is as it was, or gone: it is left alone for a while, longer each time."""
+        if self._in_flight.pop(worker, None) is None:
+            return
+        self._history.withdraw(worker)
+        count = self._num_failed[worker] = self._num_failed.get(worker, 0) + 1
+        backoff_s = self.config.backoff_s * 2 ** min(count - 1, _MAX_BACKOFFS)
+        self._left_alone_s[worker] = now_s + backoff_s
+        self._quiet_until_s = now_s + self.config.cooldown_s
+
+    @property
+    def decisions(self) -> Sequence[Decision]:
+        """The last ones, oldest first; of several in a row with one verdict, but switches, the latest."""
+        return tuple(self._decisions)
+
+    @property
+    def in_flight(self) -> frozenset[str]:
+        """Workers whose switch has not ended."""
+        return frozenset(self._in_flight)
+
+    # Weighing
+
+    def _decide(self, now_s: float, load: ClusterLoad) -> Decision:
+        if not load.is_known:
+            return Decision(now_s, "unknown load", "too little has been seen of the load")
+        if len(self._in_flight) >= self.config.max_in_flight:
+            return Decision(now_s, "in flight", f"{', '.join(sorted(self._in_flight))} is switching")
+        if now_s < self._quiet_until_s:
+            left_s = self._quiet_until_s - now_s
+            return Decision(now_s, "cooldown", f"{left_s:.1f} s are left since the last switch")
+        workers = list(self._candidates(now_s, load))
+        if not workers:
+            return Decision(now_s, "no candidate", "no worker may leave its roles")
+        option = self._best(load, workers)
+        if option is None:
+            self._streak = None
+            return Decision(now_s, "no gain", "no stage has requests that wait which a worker could help")
+        return self._judge(now_s, option)
+
+    def _candidates(self, now_s: float, load: ClusterLoad) -> Iterator[WorkerStanding]:
+        """Of each set of roles the worker that is done soonest, if one can be spared."""
+        for roles in self.config.roles:
+            spare = [each for each in load.workers if each.roles == roles and self._may_leave(now_s, each)]
+            if spare and self._can_spare(load, roles):
+                yield min(spare, key=lambda each: (each.drain_s, each.since_s, each.name))
+
+    def _may_leave(self, now_s: float, worker: WorkerStanding) -> bool:
+        is_busy = worker.is_switching or worker.name in self._in_flight
+        return not is_busy and now_s >= self._left_alone_s.get(worker.name, float("-inf"))
+
+    def _can_spare(self, load: ClusterLoad, roles: Roles) -> bool:
+        """Whether there is a worker more than there must be; those that are switching do not count."""
+        staying = [
+            each.roles for each in load.workers if not each.is_switching and each.name not in self._in_flight
+        ]
+        has_enough = all(
+            sum(stage in each for each in staying) > self.config.min_workers(stage) for stage in roles
+        )
+        return has_enough and staying.count(roles) > 1
+
+    def _best(self, load: ClusterLoad, workers: Sequence[WorkerStanding]) -> _Option | None:
+        """The option that leaves most, of those that help a stage where requests wait."""
+        now = self._roles_after(load)
+        base = self._ahead(load, [Phase(self.config.horizon_s, load.capacity(now.values()))])
+        options = [
+            self._weigh(load, base, now, worker, roles)
+            for worker in workers
+            for roles in self.config.roles
+            if roles != worker.roles
+            and roles in now.values()
+            and self._waiting(base, roles - worker.roles) >= self.config.min_waiting
+            and self._is_bearable(load, now, worker, roles)
+        ]
+        helpful = [option for option in options if option.gain_s > 0]
+        return max(helpful, key=lambda option: option.net_s, default=None)
+
+    def _roles_after(self, load: ClusterLoad) -> dict[str, Roles]:
+        """By worker, once what is in flight has ended."""
+        return {
+            each.name: self._in_flight[each.name].roles if each.name in self._in_flight else each.roles
+            for each in load.workers
+        }
+
+    @staticmethod
+    def _waiting(outlook: Outlook, stages: frozenset[Stage]) -> float:
+        return max((outlook.most_waiting.get(stage, 0.0) for stage in stages), default=0.0)
+
+    @staticmethod
+    def _is_bearable(load: ClusterLoad, now: dict[str, Roles], worker: WorkerStanding, roles: Roles) -> bool:
+        """Whether no stage would be a worse bottleneck than there is, or there is none."""
+        worst = _most_needed(load, load.capacity(now.values()))
+        return _most_needed(load, load.capacity({**now, worker.name: roles}.values())) <= max(worst, USABLE)
+
+    def _ahead(
+        self, load: ClusterLoad, phases: Sequence[Phase], lost: frozenset[Stage] = frozenset()
+    ) -> Outlook:
+        lost_s = dict.fromkeys(lost, self.config.cache_s)
+        return look_ahead(load, phases, self.config.horizon_s, lost_s)
+
+    def _weigh(
+        self, load: ClusterLoad, base: Outlook, now: dict[str, Roles], worker: WorkerStanding, roles: Roles
+    ) -> _Option:
+        """Gain and cost of giving a worker other roles, as the head of this file says."""
+        without = [each for name, each in now.items() if name != worker.name]
+        after = load.capacity([*without, roles])
+        drain_s = min(worker.drain_s, self.config.max_drain_s)
+        phases = [
+            Phase(drain_s, load.capacity(now.values())),
+            Phase(drain_s + self.config.load_s, load.capacity(without)),
+            Phase(self.config.horizon_s, after),
+        ]
+        at_once = self._ahead(load, [Phase(self.config.horizon_s, after)])
+        real = self._ahead(load, phases, worker.roles - roles)
+        return _Option(
+            Switch(worker.name, roles),
+            worker.roles,
+            base.spent_s - at_once.spent_s,
+            real.spent_s - at_once.spent_s,
+            base.spent_s,
+        )
+
+    def _judge(self, now_s: float, option: _Option) -> Decision:
+        """Whether the best option is good enough, and has been for long enough."""
+        config, switch = self.config, option.switch
+        turns, since_s = self._history.turns(now_s, option.old_roles, switch.roles)
+        factor = (1 + config.margin) * 2**turns
+        if option.gain_s < factor * option.cost_s or option.net_s < config.min_gain * option.spent_s:
+            self._streak = None
+            return option.decision(now_s, "below margin", f"wanted are {factor:g} times the cost")
+        if turns and since_s < config.turn_s * 2 ** (turns - 1):
+            wait_s = config.turn_s * 2 ** (turns - 1) - since_s
+            return option.decision(now_s, "turning", f"turn {turns} of a stage, not for {wait_s:.0f} s")
+        if self._confirm(option) < config.num_confirm:
+            return option.decision(now_s, "unconfirmed", "one look is not enough")
+        return option.decision(now_s, "switch", f"more than {factor:g} times the cost")
+
+    def _confirm(self, option: _Option) -> int:
+        """How many looks in a row have wanted it."""
+        key = (option.old_roles, option.switch.roles)
+        count = self._streak[2] if self._streak is not None and self._streak[:2] == key else 0
+        self._streak = (*key, count + 1)
+        return count + 1
+
+
+def _most_needed(load: ClusterLoad, capacity: Mapping[Stage, float]) -> float:
+    """Of all stages, the largest share of their workers' time that is or was needed."""
+    needed = [each.peak for each in load.stages.values()]
+    workers = [capacity[stage] for stage in load.stages]
+    shares = (need / num if num else math.inf for need, num in zip(needed, workers, strict=True) if need)
+    return max(shares, default=0.0)

@@ -1,0 +1,186 @@
+"""Load of a cluster, estimated from the metrics of its workers: the same in the live system and simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from epd.control.elasticity.load import (
+    ClusterLoad,
+    RequestWork,
+    StageLoad,
+    StageNeed,
+    StageSample,
+    WorkerSample,
+    WorkerStanding,
+    damped,
+    time_share,
+)
+from epd.control.elasticity.rates import StageCosts
+from epd.control.elasticity.traffic import Traffic
+from epd.control.elasticity.trend import Peak
+from epd.profiles.cost import StageCost
+from epd.topology import STAGES, Stage
+
+_LEAST_KV_USAGE = 0.05  # below which it says nothing about how many requests would fit
+_NOTHING = StageSample()
+
+
+@dataclass(frozen=True, slots=True)
+class EstimatorConfig:
+    """horizon_s: how far ahead utilisation is predicted. memory_s: after which what was seen has lost most
+    of its weight. peak_s: for which the peak of a demand is remembered. window_s: of arrivals that `recent`
+    keeps. min_arrivals: before a load counts as known."""
+
+    horizon_s: float = 30.0
+    memory_s: float = 20.0
+    peak_s: float = 180.0
+    window_s: float = 600.0
+    min_arrivals: int = 5
+
+    def __post_init__(self) -> None:
+        if min(self.horizon_s, self.memory_s, self.peak_s, self.window_s) <= 0 or self.min_arrivals < 1:
+            raise ValueError(f"times must be above 0 s and arrivals at least 1, got {self}")
+
+
+class LoadEstimator:
+    """Call `arrived` for every request, `finished` after every answer, `observe` every second or two."""
+
+    def __init__(
+        self, config: EstimatorConfig | None = None, costs: Mapping[Stage, StageCost] | None = None
+    ) -> None:
+        """costs: what is known beforehand of a round, by units; measurements take over as they come."""
+        self.config = config or EstimatorConfig()
+        self._traffic = Traffic(self.config.memory_s, self.config.window_s)
+        self._costs = StageCosts(self.config.memory_s, costs or {})
+        self._peaks = {stage: Peak(self.config.peak_s) for stage in STAGES}
+        self._last: dict[str, WorkerSample] = {}
+
+    def arrived(self, now_s: float, work: RequestWork) -> None:
+        """A request has come and was not refused."""
+        self._traffic.arrived(now_s, work)
+
+    def finished(self, _now_s: float) -> None:
+        """An answer has come to its end."""
+        self._traffic.finished()
+
+    def recent(self, now_s: float) -> tuple[tuple[float, RequestWork], ...]:
+        """Arrivals of the last window_s: (when, what), oldest first, the latest 10,000 at most."""
+        return self._traffic.recent(now_s)
+
+    def observe(self, now_s: float, workers: Sequence[WorkerSample], *, num_waiting: int = 0) -> ClusterLoad:
+        """The load now. workers: all that live. num_waiting: requests that no worker has taken yet.
+
+        A worker whose totals have shrunk has been started anew.
+        """
+        done = {stage: [self._done(worker, stage) for worker in workers] for stage in STAGES}
+        for stage, samples in done.items():
+            for sample in samples:
+                self._costs.add(stage, sample)
+        elapsed_s = self._traffic.look(now_s, sum(sample.done_units for sample in done["decode"]))
+        self._last = {worker.name: worker for worker in workers}
+        needs = self._needs(workers)
+        self._note_peaks(now_s, needs)
+        stages = {}
+        for stage in STAGES:
+            busy_s = sum(sample.busy_s for sample in done[stage])
+            stages[stage] = self._stage(stage, workers, needs, busy_s / elapsed_s if elapsed_s else 0.0)
+        trend = self._traffic.trend
+        return ClusterLoad(
+            now_s, trend.rate, trend.slope, trend.memory_s, num_waiting, stages,
+            tuple(self._standing(worker, needs) for worker in workers),
+            len(needs) == len(STAGES) and self._traffic.num_arrived >= self.config.min_arrivals,
+        )  # fmt: skip
+
+    def _note_peaks(self, now_s: float, needs: Mapping[Stage, StageNeed]) -> None:
+        """Of the smoothed rate: what single looks say is chance, and at first all is."""
+        if self._traffic.trend.is_settled:
+            for stage, need in needs.items():
+                self._peaks[stage].add(now_s, self._traffic.trend.rate * need.share * need.request_s)
+
+    def _done(self, worker: WorkerSample, stage: Stage) -> StageSample:
+        """What the worker has done at a stage since the last look."""
+        now = worker.stages.get(stage, _NOTHING)
+        before = self._last.get(worker.name)
+        old = before.stages.get(stage, _NOTHING) if before is not None else now
+        if now.done_units < old.done_units or now.num_rounds < old.num_rounds or now.busy_s < old.busy_s:
+            old = _NOTHING
+        return StageSample(
+            done_units=now.done_units - old.done_units,
+            num_rounds=now.num_rounds - old.num_rounds,
+            busy_s=now.busy_s - old.busy_s,
+        )
+
+    # From metrics to load
+
+    def _needs(self, workers: Sequence[WorkerSample]) -> dict[Stage, StageNeed]:
+        """By stage; without those of which nothing is known."""
+        traffic, line = self._traffic, self._costs.decode
+        needs: dict[Stage, StageNeed | None] = {
+            "encode": self._unit_need("encode", traffic.patches, traffic.media_share),
+            "prefill": self._unit_need("prefill", traffic.prompt_tokens, 1.0),
+            "decode": line and StageNeed(1.0, traffic.output_tokens, *line, _max_batch(workers)),
+        }
+        return {stage: need for stage, need in needs.items() if need is not None}
+
+    def _unit_need(self, stage: Stage, units: float, share: float) -> StageNeed | None:
+        if not units:
+            return StageNeed()
+        unit_s = self._costs.unit_s(stage, units)
+        return None if unit_s is None else StageNeed(share, part_s=units * unit_s)
+
+    def _stage(
+        self, stage: Stage, workers: Sequence[WorkerSample], needs: Mapping[Stage, StageNeed], busy: float
+    ) -> StageLoad:
+        """busy: workers at work on it, on average since the last look."""
+        need = needs.get(stage, StageNeed())
+        num_workers = sum(time_share(each.roles, stage, needs) for each in workers if stage in each.roles)
+        num_requests, queued_s = self._queued(stage, workers, needs)
+        trend = self._traffic.trend
+        ahead = damped(trend.rate, trend.slope, trend.memory_s, self.config.horizon_s)
+        demand = ahead * need.share * need.request_s
+        utilisation = min(_ratio(busy, num_workers), 1.0)
+        peak = max(demand, self._peaks[stage].value)
+        return StageLoad(stage, need, num_workers, num_requests, queued_s, utilisation, demand, peak)
+
+    def _queued(
+        self, stage: Stage, workers: Sequence[WorkerSample], needs: Mapping[Stage, StageNeed]
+    ) -> tuple[float, float]:
+        """Requests at a stage, and the seconds of work that they are."""
+        samples = [worker.stages[stage] for worker in workers if stage in worker.stages]
+        queued_s = sum(self._queued_s(stage, sample, needs) for sample in samples)
+        if stage == "encode":
+            # Encoders share requests: how many there are is told by the patches that are left.
+            return _ratio(sum(sample.queued_units for sample in samples), self._traffic.patches), queued_s
+        return float(sum(sample.num_requests for sample in samples)), queued_s
+
+    def _queued_s(self, stage: Stage, sample: StageSample, needs: Mapping[Stage, StageNeed]) -> float:
+        """Seconds until a worker has done what it has at a stage."""
+        if stage == "decode":
+            need, num = needs.get(stage, StageNeed()), sample.num_requests
+            return need.num_parts * (need.round_s + need.part_s * num) if num else 0.0
+        traffic = self._traffic
+        typical = traffic.patches if stage == "encode" else traffic.prompt_tokens
+        return sample.queued_units * (self._costs.unit_s(stage, typical) or 0.0)
+
+    def _standing(self, worker: WorkerSample, needs: Mapping[Stage, StageNeed]) -> WorkerStanding:
+        return WorkerStanding(
+            worker.name, worker.roles, worker.since_s,
+            {stage: self._queued_s(stage, sample, needs) for stage, sample in worker.stages.items()},
+            sum(sample.num_requests for sample in worker.stages.values()),
+            worker.kv_usage, worker.is_switching,
+        )  # fmt: skip
+
+
+def _max_batch(workers: Sequence[WorkerSample]) -> float | None:
+    """Requests whose keys and values fit one decode worker, by how full those are that have some."""
+    decoders = [worker for worker in workers if worker.kv_usage is not None and "decode" in worker.stages]
+    usage = sum(worker.kv_usage or 0.0 for worker in decoders)
+    num_requests = sum(worker.stages["decode"].num_requests for worker in decoders)
+    if not num_requests or usage < _LEAST_KV_USAGE * len(decoders):
+        return None
+    return max(1.0, num_requests / usage)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0

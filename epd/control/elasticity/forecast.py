@@ -1,0 +1,137 @@
+"""What becomes of a load in the next seconds, with the workers it has or with others: a fluid model.
+
+    arrivals --share--> encode --> prefill --> decode -->
+             ------- text ------^
+
+Requests flow like water. A worker of the first two stages does one after another; answers share a worker,
+which is slower the more there are. What counts is the time that all requests spend in the system, together:
+by Little's law the mean latency times how many come. Those still there at the horizon count to their end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from epd.control.elasticity.load import ClusterLoad, StageNeed
+from epd.topology import Stage
+
+_NUM_STEPS = 30
+# Of a worker's time that can be used before the chance of arrivals makes queues: fluids know no chance.
+USABLE = 0.85
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """capacity: workers by stage, until `until_s` from now."""
+
+    until_s: float
+    capacity: Mapping[Stage, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """spent_s: time that all requests spend, together, to the end of those that came in the horizon.
+
+    most_waiting: requests at a stage beyond one per worker, at the worst moment.
+    """
+
+    spent_s: float
+    most_waiting: Mapping[Stage, float]
+
+
+@dataclass(slots=True)
+class _Line:
+    """A stage that does one request after another."""
+
+    num_requests: float
+    work_s: float
+
+    def take(self, num_requests: float, need: StageNeed) -> None:
+        self.num_requests += num_requests
+        self.work_s += num_requests * need.request_s
+
+    def serve(self, num_workers: float, step_s: float) -> float:
+        """Requests that are done."""
+        at_work = min(num_workers * USABLE, self.num_requests)
+        if self.work_s <= at_work * step_s:
+            done, self.num_requests, self.work_s = self.num_requests, 0.0, 0.0
+            return done
+        share = at_work * step_s / self.work_s
+        done = share * self.num_requests
+        self.num_requests -= done
+        self.work_s -= at_work * step_s
+        return done
+
+    def left_s(self, num_workers: float) -> float:
+        """Time that those still here will spend, if nobody comes after them: a triangle."""
+        return self.num_requests * self.work_s / (2 * USABLE * num_workers) if num_workers else math.inf
+
+
+@dataclass(slots=True)
+class _Answers:
+    """A stage that goes on with all its requests side by side; each token may be the last of an answer."""
+
+    num_requests: float
+    need: StageNeed
+
+    def _batch(self, num_workers: float) -> float:
+        batch = max(1.0, self.num_requests / num_workers)
+        return batch if self.need.max_batch is None else min(batch, self.need.max_batch)
+
+    def _answer_s(self, batch: float) -> float:
+        return self.need.num_parts * (self.need.round_s + self.need.part_s * batch)
+
+    def serve(self, num_workers: float, step_s: float) -> None:
+        if not num_workers:
+            return
+        batch = self._batch(num_workers)
+        answer_s = self._answer_s(batch)
+        running = min(self.num_requests, num_workers * batch)
+        self.num_requests -= running * (1 - math.exp(-step_s / answer_s)) if answer_s > 0 else running
+
+    def left_s(self, num_workers: float) -> float:
+        """As of a line: with fewer requests, each goes on faster."""
+        if not num_workers:
+            return math.inf
+        batch = self._batch(num_workers)
+        rounds = max(1.0, self.num_requests / (num_workers * batch))
+        return self.num_requests * self._answer_s(batch) * rounds / 2
+
+
+def look_ahead(
+    load: ClusterLoad, phases: Sequence[Phase], horizon_s: float, lost_s: Mapping[Stage, float] | None = None
+) -> Outlook:
+    """What comes of `load`. phases: one after another, the last to the end. lost_s: work of one worker that
+    has to be done again, by stage."""
+    need = {stage: each.need for stage, each in load.stages.items()}
+    encode, prefill = (
+        _Line(load.stages[stage].num_requests, load.stages[stage].queued_s) for stage in ("encode", "prefill")
+    )
+    encode.work_s += (lost_s or {}).get("encode", 0.0)
+    prefill.work_s += (lost_s or {}).get("prefill", 0.0)
+    decode = _Answers(load.stages["decode"].num_requests, need["decode"])
+    step_s, spent_s, arriving = horizon_s / _NUM_STEPS, 0.0, float(load.num_waiting)
+    waiting = dict.fromkeys(load.stages, 0.0)
+    for step in range(_NUM_STEPS):
+        start_s = step * step_s
+        capacity = next((each for each in phases if start_s < each.until_s), phases[-1]).capacity
+        arriving += load.arrivals_at(start_s) * step_s
+        encode.take(arriving * need["encode"].share, need["encode"])
+        encoded = encode.serve(capacity["encode"], step_s)
+        prefill.take(encoded + arriving * (1 - need["encode"].share), need["prefill"])
+        decode.num_requests += prefill.serve(capacity["prefill"], step_s)
+        decode.serve(capacity["decode"], step_s)
+        arriving = 0.0
+        held = {
+            "encode": encode.num_requests,
+            "prefill": prefill.num_requests,
+            "decode": decode.num_requests,
+        }
+        spent_s += sum(held.values()) * step_s
+        for stage in waiting:
+            waiting[stage] = max(waiting[stage], held[stage] - capacity[stage])
+    last = phases[-1].capacity
+    left_s = encode.left_s(last["encode"]) + prefill.left_s(last["prefill"]) + decode.left_s(last["decode"])
+    return Outlook(spent_s + left_s, waiting)

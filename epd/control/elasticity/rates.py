@@ -1,0 +1,140 @@
+"""What a round of a stage takes, learned while it is at work: seconds of the round and of each unit in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from epd.control.elasticity.load import StageSample
+from epd.profiles.cost import StageCost
+from epd.topology import Stage
+
+_PRIOR_ROUNDS = 5.0  # that what is known beforehand counts for
+# Of the mean number of units, below which a spread says nothing about the slope.
+_LEAST_SPREAD = 0.1
+_ROUNDS_MEMORY = 3.0  # a slope needs rounds of many sizes, so they are remembered longer
+
+
+class DecayedMean:
+    """A ratio of two sums that both forget by the same clock."""
+
+    def __init__(self, memory: float, total: float = 0.0, weight: float = 0.0) -> None:
+        self._memory = memory
+        self._total = total
+        self._weight = weight
+
+    def add(self, total: float, weight: float, elapsed: float) -> None:
+        """elapsed: on the clock in which `memory` is given."""
+        keep = math.exp(-elapsed / self._memory)
+        self._total = self._total * keep + total
+        self._weight = self._weight * keep + weight
+
+    @property
+    def value(self) -> float | None:
+        """None before anything was seen."""
+        return self._total / self._weight if self._weight > 0 else None
+
+
+class UnitCost:
+    """Seconds per unit, whatever rounds they come in: of a stage whose rounds do not grow with its load.
+
+    It forgets by seconds of work, so that what was learned outlives a quiet night.
+    """
+
+    def __init__(self, memory_s: float, prior_s: float | None = None, prior_units: float = 1.0) -> None:
+        """prior_s: per unit; counts for a few rounds of so many units each."""
+        weight = 0.0 if prior_s is None else _PRIOR_ROUNDS * prior_units
+        self._mean = DecayedMean(memory_s, (prior_s or 0.0) * weight, weight)
+
+    def add(self, units: float, busy_s: float) -> None:
+        self._mean.add(busy_s, units, busy_s)
+
+    @property
+    def unit_s(self) -> float | None:
+        return self._mean.value
+
+
+class RoundCost:
+    """A line through what rounds took, by their units: of a stage that batches.
+
+    Least squares with forgetting. As long as the sizes of rounds have hardly differed the slope stays as it
+    was known or learned before; without either, half of what a round took is laid to its units.
+    """
+
+    def __init__(self, memory_s: float, prior: tuple[float, float] | None = None) -> None:
+        """prior: (round_s, unit_s)."""
+        self._memory_s = memory_s
+        self._prior = prior
+        self._slope = prior[1] if prior is not None else None
+        self._weight = self._units = self._seconds = 0.0
+        self._squares = self._products = 0.0
+
+    def add(self, rounds: int, units: float, busy_s: float) -> None:
+        """Rounds of about the same size."""
+        if rounds < 1 or units <= 0:
+            return
+        size, seconds = units / rounds, busy_s / rounds
+        keep = math.exp(-busy_s / self._memory_s)
+        self._weight = self._weight * keep + rounds
+        self._units = self._units * keep + rounds * size
+        self._seconds = self._seconds * keep + rounds * seconds
+        self._squares = self._squares * keep + rounds * size * size
+        self._products = self._products * keep + rounds * size * seconds
+        self._slope = self._fitted_slope()
+
+    def _fitted_slope(self) -> float:
+        size, seconds = self._units / self._weight, self._seconds / self._weight
+        most = seconds / size
+        known = self._slope if self._slope is not None else most / 2
+        spread = self._squares / self._weight - size * size
+        product = self._products / self._weight - size * seconds
+        doubt = (_LEAST_SPREAD * size) ** 2
+        return min(max((product + doubt * known) / (spread + doubt), 0.0), most)
+
+    @property
+    def line(self) -> tuple[float, float] | None:
+        """(round_s, unit_s); None before anything is known."""
+        if not self._weight or self._slope is None:
+            return self._prior
+        round_s = (self._seconds - self._slope * self._units) / self._weight
+        return max(0.0, round_s), self._slope
+
+
+class StageCosts:
+    """Seconds of each stage's units, learned from what workers have done."""
+
+    def __init__(self, memory_s: float, known: Mapping[Stage, StageCost]) -> None:
+        """memory_s: of work. known: beforehand, by units."""
+        self._memory_s = memory_s
+        self._known = known
+        self._units: dict[Stage, UnitCost] = {}
+        decode = known.get("decode")
+        self._decode = RoundCost(_ROUNDS_MEMORY * memory_s, None if decode is None else _line(decode))
+
+    def add(self, stage: Stage, done: StageSample) -> None:
+        """Work of one worker since the last look."""
+        if stage == "decode":
+            self._decode.add(done.num_rounds, done.done_units, done.busy_s)
+        elif done.done_units > 0:
+            self._of(stage, done.done_units / max(done.num_rounds, 1)).add(done.done_units, done.busy_s)
+
+    @property
+    def decode(self) -> tuple[float, float] | None:
+        """(seconds of a round, and of each request in it); None before anything is known."""
+        return self._decode.line
+
+    def unit_s(self, stage: Stage, typical_units: float) -> float | None:
+        """Of encode and prefill. typical_units: of a round, for what is known beforehand."""
+        return self._of(stage, typical_units).unit_s
+
+    def _of(self, stage: Stage, typical_units: float) -> UnitCost:
+        if stage not in self._units:
+            units, cost = max(typical_units, 1.0), self._known.get(stage)
+            prior_s = None if cost is None else cost.seconds(units, 1.0) / units
+            self._units[stage] = UnitCost(self._memory_s, prior_s, units)
+        return self._units[stage]
+
+
+def _line(cost: StageCost) -> tuple[float, float]:
+    """Of decode: as long as reading the weights takes longer, a sequence more costs nothing."""
+    return cost.fixed_s + cost.floor_s, 0.0 if cost.floor_s else cost.per_unit_s

@@ -1,0 +1,90 @@
+"""What arrives at a cluster: how often, what the mean request takes, and how long answers get."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from epd.control.elasticity.load import RequestWork
+from epd.control.elasticity.rates import DecayedMean
+from epd.control.elasticity.trend import RateTrend
+
+_MAX_RECENT = 10_000
+# Answers are longer than the gaps between requests; what they tell of their length is kept so much longer.
+_ANSWER_MEMORY = 3.0
+
+
+class Traffic:
+    """Told of every request and every end of an answer; `look` ends an interval."""
+
+    def __init__(self, memory_s: float, window_s: float) -> None:
+        """memory_s: after which what was seen has lost most of its weight. window_s: of `recent`."""
+        self.trend = RateTrend(memory_s)
+        self.num_arrived = 0
+        self._window_s = window_s
+        self._recent: deque[tuple[float, RequestWork]] = deque(maxlen=_MAX_RECENT)
+        self._patches, self._prompt_tokens = DecayedMean(memory_s), DecayedMean(memory_s)
+        self._media, self._max_tokens = DecayedMean(memory_s), DecayedMean(memory_s)
+        self._expected_tokens = DecayedMean(memory_s)
+        self._answers = DecayedMean(_ANSWER_MEMORY * memory_s)
+        self._num_new = self._num_finished = 0
+        self._looked_s: float | None = None
+        self._arrived_s: float | None = None
+
+    def arrived(self, now_s: float, work: RequestWork) -> None:
+        self.num_arrived += 1
+        self._num_new += 1
+        self._recent.append((now_s, work))
+        if self._looked_s is None:
+            self._looked_s = now_s
+        elapsed_s = 0.0 if self._arrived_s is None else max(0.0, now_s - self._arrived_s)
+        self._arrived_s = now_s
+        self._media.add(bool(work.num_patches), 1, elapsed_s)
+        self._patches.add(work.num_patches, bool(work.num_patches), elapsed_s)
+        self._prompt_tokens.add(work.num_prompt_tokens, 1, elapsed_s)
+        self._max_tokens.add(work.max_tokens, 1, elapsed_s)
+        self._expected_tokens.add(work.expected_tokens or work.max_tokens, 1, elapsed_s)
+
+    def finished(self) -> None:
+        self._num_finished += 1
+
+    def look(self, now_s: float, num_output_tokens: float) -> float:
+        """Ends an interval in which so many tokens were decoded; its length in seconds."""
+        elapsed_s = 0.0 if self._looked_s is None else max(0.0, now_s - self._looked_s)
+        self._looked_s = now_s
+        self.trend.add(self._num_new, elapsed_s)
+        self._answers.add(num_output_tokens, self._num_finished, elapsed_s)
+        self._num_new = self._num_finished = 0
+        return elapsed_s
+
+    def recent(self, now_s: float) -> tuple[tuple[float, RequestWork], ...]:
+        """Arrivals of the last window_s, oldest first."""
+        while self._recent and self._recent[0][0] < now_s - self._window_s:
+            self._recent.popleft()
+        return tuple(self._recent)
+
+    @property
+    def media_share(self) -> float:
+        """Of requests, that bring media."""
+        return self._media.value or 0.0
+
+    @property
+    def patches(self) -> float:
+        """Of a request that has media; 0 before the first."""
+        return self._patches.value or 0.0
+
+    @property
+    def prompt_tokens(self) -> float:
+        """0 before the first request."""
+        return self._prompt_tokens.value or 0.0
+
+    @property
+    def output_tokens(self) -> float:
+        """Tokens that an answer has still to come, however many it has.
+
+        As if answers ended by chance: tokens generated, those of answers under way too, for each answer that
+        ended; at most what requests allow. Before one has ended, what is expected of them.
+        """
+        learned = self._answers.value
+        if learned is None:
+            return max(1.0, self._expected_tokens.value or 1.0)
+        return max(1.0, min(self._max_tokens.value or 1.0, learned))

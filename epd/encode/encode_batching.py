@@ -1,0 +1,39 @@
+"""Which waiting groups an encoder takes together: of one shape, under a patch budget, oldest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from epd.encode.encoder_cache import GroupKey
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingGroup:
+    """A group as the batch policy sees it. shape: groups of equal shape may share one call of the tower."""
+
+    key: GroupKey
+    shape: tuple[str | int, ...]
+    num_patches: int
+
+
+def pick_batch(waiting: Iterable[WaitingGroup], max_patches: int) -> list[int]:
+    """Indices, ascending, of the groups to encode next; a group larger than the budget goes alone.
+
+    The oldest group comes first and is always taken, so none starves; of equal keys only the first is, for it
+    serves all.
+    """
+    shape: tuple[str | int, ...] | None = None
+    picked: list[int] = []
+    keys: set[GroupKey] = set()
+    filled = 0
+    for index, group in enumerate(waiting):
+        shape = group.shape if shape is None else shape
+        if group.shape != shape or group.key in keys:
+            continue
+        if picked and filled + group.num_patches > max_patches:
+            break
+        picked.append(index)
+        keys.add(group.key)
+        filled += group.num_patches
+    return picked

@@ -1,0 +1,220 @@
+"""Which embeddings are kept, who holds them, and which go first: the policy of an encoder cache, no tensors.
+
+An entry is the embeddings of one group, in blocks of `block_size` embeddings:
+
+                reserve                commit                last release
+    (unknown) ----------> pending,held --------> ready,held <------------> ready,idle --evict--> (unknown)
+                             | last release                      acquire
+                             +----------> (unknown), its blocks are free at once
+
+Whoever writes an entry holds it while pending, so a pending entry that nobody holds is written by nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from epd.errors import InfeasibleError
+
+
+@dataclass(frozen=True, slots=True)
+class GroupKey:
+    """What the embeddings of one group depend on, and nothing else, so that equal keys may share them.
+
+    mm_hash: of the bytes of the image or video. times_s: of the group's frames; empty for an image.
+    units: [start, stop) of an image's tiles; of a video (0, 0), for its times say it all.
+    size: (height, width) of the frames that are encoded, pixels. model: name and revision of the weights.
+    reduction: how tokens were dropped or merged, "" for not at all.
+    """
+
+    mm_hash: str
+    times_s: tuple[float, ...]
+    units: tuple[int, int]
+    size: tuple[int, int]
+    model: str
+    reduction: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """One group as planned: what it is, how many embeddings it gives and patches it costs."""
+
+    key: GroupKey
+    num_embeddings: int
+    num_patches: int
+
+
+@dataclass(slots=True)
+class _Entry:
+    num_embeddings: int
+    block_ids: tuple[int, ...]
+    is_ready: bool = False
+    holders: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class CachedGroup:
+    """Where the embeddings of one group are: the first `num_embeddings` rows of these blocks, in order."""
+
+    num_embeddings: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class CacheCounts:
+    """What has happened so far. hits: `acquire` of what was there; misses: `reserve`."""
+
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+
+
+def num_blocks_within(
+    *, max_embeddings: int, max_bytes: int, bytes_per_embedding: int, block_size: int
+) -> int:
+    """Blocks that respect both budgets. Raises InfeasibleError when not even one does."""
+    num_blocks = min(max_embeddings // block_size, max_bytes // (bytes_per_embedding * block_size))
+    if num_blocks < 1:
+        raise InfeasibleError(
+            f"an encoder cache of {max_embeddings} embeddings and {max_bytes} bytes holds no block of "
+            f"{block_size} embeddings of {bytes_per_embedding} bytes; raise the budget"
+        )
+    return num_blocks
+
+
+class EncoderCacheManager:
+    """Blocks, entries and references of one worker; of idle entries, the one idle longest goes first."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"at least 1 block of 1 embedding is needed, got {num_blocks} of {block_size}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.counts = CacheCounts()
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._entries: dict[GroupKey, _Entry] = {}
+        self._idle: dict[GroupKey, None] = {}  # in order of eviction
+        self._num_idle_blocks = 0
+
+    def __contains__(self, key: GroupKey) -> bool:
+        """Whether the key is ready or pending."""
+        return key in self._entries
+
+    def is_ready(self, key: GroupKey) -> bool:
+        """Whether the embeddings are there to be read."""
+        return key in self._entries and self._entries[key].is_ready
+
+    def blocks_for(self, num_embeddings: int) -> int:
+        return -(-num_embeddings // self.block_size)
+
+    def can_reserve(self, num_embeddings: int) -> bool:
+        """Whether `reserve` would find room now, by evicting if need be."""
+        return self.blocks_for(num_embeddings) <= len(self._free) + self._num_idle_blocks
+
+    def check_fits(self, num_embeddings: int) -> None:
+        """Raises InfeasibleError for what would not fit into the empty cache."""
+        if self.blocks_for(num_embeddings) > self.num_blocks:
+            raise InfeasibleError(
+                f"{num_embeddings} embeddings do not fit into an encoder cache of "
+                f"{self.num_blocks * self.block_size}; enlarge the cache or make groups smaller"
+            )
+
+    def reserve(self, key: GroupKey, num_embeddings: int, holder: str) -> CachedGroup:
+        """Room for embeddings that `holder` will write. Evicts what it must.
+
+        Raises ValueError when the key is there already or there is no room: see `can_reserve`.
+        """
+        needed = self.blocks_for(num_embeddings)
+        if key in self or num_embeddings < 1 or not self.can_reserve(num_embeddings):
+            raise ValueError(f"cannot reserve {num_embeddings} embeddings, {needed} blocks, for {key}")
+        while len(self._free) < needed:
+            self._evict(next(iter(self._idle)))
+        blocks = tuple(self._free.pop() for _ in range(needed))
+        self._entries[key] = _Entry(num_embeddings, blocks, holders={holder})
+        self.counts.misses += 1
+        return CachedGroup(num_embeddings, blocks)
+
+    def commit(self, key: GroupKey) -> None:
+        """The embeddings have been written; from now on they may be read."""
+        self._entries[key].is_ready = True
+
+    def acquire(self, key: GroupKey, holder: str) -> None:
+        """Keeps an entry, ready or pending, from going. Raises KeyError when there is none."""
+        entry = self._entries[key]
+        if holder in entry.holders:
+            raise ValueError(f"'{holder}' holds {key} already")
+        if key in self._idle:
+            self._wake(key)
+        entry.holders.add(holder)
+        self.counts.hits += 1
+
+    def release(self, key: GroupKey, holder: str) -> None:
+        """Gives a reference back. The last one makes a ready entry evictable and frees a pending one."""
+        entry = self._entries[key]
+        entry.holders.remove(holder)
+        if entry.holders:
+            return
+        if entry.is_ready:
+            self._idle[key] = None
+            self._num_idle_blocks += len(entry.block_ids)
+        else:
+            self._remove(key)
+
+    def get(self, key: GroupKey) -> CachedGroup:
+        """Where the entry is. Raises KeyError when there is none."""
+        entry = self._entries[key]
+        return CachedGroup(entry.num_embeddings, entry.block_ids)
+
+    def holders(self, key: GroupKey) -> frozenset[str]:
+        """Who holds the entry; nobody if there is none."""
+        return frozenset(self._entries[key].holders) if key in self._entries else frozenset()
+
+    def clear_idle(self) -> None:
+        """Evicts everything that nobody holds."""
+        for key in list(self._idle):
+            self._evict(key)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks of no entry; those of idle entries are not counted."""
+        return len(self._free)
+
+    @property
+    def num_held(self) -> int:
+        """Entries that somebody holds."""
+        return len(self._entries) - len(self._idle)
+
+    def eviction_order(self) -> Sequence[GroupKey]:
+        """Entries that may go, the first to go first."""
+        return list(self._idle)
+
+    def _wake(self, key: GroupKey) -> None:
+        """The entry is not idle any more."""
+        del self._idle[key]
+        self._num_idle_blocks -= len(self._entries[key].block_ids)
+
+    def _evict(self, key: GroupKey) -> None:
+        self.counts.evictions += 1
+        self._wake(key)
+        self._remove(key)
+
+    def _remove(self, key: GroupKey) -> None:
+        self._free.extend(self._entries.pop(key).block_ids)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every block is free or of exactly one entry, and idle means idle."""
+        owned = [block for entry in self._entries.values() for block in entry.block_ids]
+        _require(sorted(owned + self._free) == list(range(self.num_blocks)), "blocks lost or owned twice")
+        for key, entry in self._entries.items():
+            _require(len(entry.block_ids) == self.blocks_for(entry.num_embeddings), f"wrong size: {key}")
+            _require(bool(entry.holders) or entry.is_ready, f"pending and held by nobody: {key}")
+            _require((key in self._idle) == (not entry.holders), f"idle and held, or neither: {key}")
+        _require(self._idle.keys() <= self._entries.keys(), "an idle entry that does not exist")
+        idle = sum(len(self._entries[key].block_ids) for key in self._idle)
+        _require(idle == self._num_idle_blocks, f"{idle} blocks are idle, not {self._num_idle_blocks}")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)

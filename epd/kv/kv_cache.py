@@ -1,0 +1,381 @@
+"""Which KV blocks each request has, shares and may reuse: the policy of the paged cache, no tensors.
+
+Blocks that are written in full are shared: with the prefix cache, with forks, with requests that begin
+alike. A block that is still to be written is held by one table only. A layer group is a run of decoder
+layers that share a block table. All groups of a request grow by the same tokens; `num_tokens` counts those
+of group 0 where no other is named.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from epd.kv.block_pool import BlockPool, BlockTable
+from epd.kv.kv_identity import TokenIdentity
+from epd.kv.kv_request import RequestBlocks, Shortage
+from epd.kv.prefix_cache import CachedBlock, PrefixCache, PrefixMatch
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    """num_blocks: of each layer group. block_size: tokens."""
+
+    num_blocks: tuple[int, ...]
+    block_size: int
+
+    def __post_init__(self) -> None:
+        if not self.num_blocks or min(self.num_blocks) < 1 or self.block_size < 1:
+            raise ValueError(f"a KV cache needs at least 1 layer group of 1 block of 1 token, got {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """The first `num_tokens` slots of block `source` are to be copied to block `target`.
+
+    Copies are carried out in the order in which they were given, before anything else is written to the pool:
+    a source may be given out again at once. A target counts as unwritten until `copied` books the copy.
+    """
+
+    layer_group: int
+    source: int
+    target: int
+    num_tokens: int
+
+
+class KVCacheManager:
+    """Block tables of all requests, and the prefix cache under them; idle cached blocks count as room.
+
+    Methods raise KeyError for a request that is not open.
+    """
+
+    def __init__(self, spec: KVCacheSpec, *, enable_prefix_caching: bool = True) -> None:
+        self.spec = spec
+        self.block_size = spec.block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._pools = [BlockPool(num_blocks) for num_blocks in spec.num_blocks]
+        self._cache = PrefixCache(self._pools, spec.block_size)
+        self._requests: dict[str, RequestBlocks] = {}
+
+    # Questions: none of them changes anything.
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def num_cached(self, identity: TokenIdentity, max_tokens: int | None = None) -> int:
+        """Tokens that `open` would find, if there is room for a copy."""
+        if not self.enable_prefix_caching:
+            return 0
+        match = self._cache.match(identity, len(identity) if max_tokens is None else max_tokens)
+        return len(match.path) * self.block_size + match.num_partial
+
+    def num_tokens(self, request_id: str, layer_group: int = 0) -> int:
+        """Tokens that are written."""
+        return self._requests[request_id].tables[layer_group].num_tokens
+
+    def block_table(self, request_id: str, layer_group: int = 0) -> Sequence[int]:
+        """Ids of the request's blocks, those still to be written included. Not a copy: do not keep it."""
+        return self._requests[request_id].tables[layer_group].blocks
+
+    def num_free_blocks(self, layer_group: int = 0) -> int:
+        """Blocks that can be had: free ones, and cached ones that nobody uses."""
+        return self._pools[layer_group].num_free + self._cache.num_idle
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that requests hold, 0 to 1, in the fullest layer group."""
+        free = zip(self._all_free(), self.spec.num_blocks, strict=True)
+        return 1 - min(num_free / num_blocks for num_free, num_blocks in free)
+
+    @property
+    def num_evictions(self) -> int:
+        """Cached blocks of each layer group that had to go so far."""
+        return self._cache.num_evictions
+
+    def can_allocate(self, request_id: str, num_tokens: int) -> bool:
+        """Whether `allocate` would find room now."""
+        request = self._requests[request_id]
+        return num_tokens <= request.capacity or self._has_room(request.num_missing(num_tokens))
+
+    def can_fork(self, request_id: str, num_tokens: int = 0) -> bool:
+        """Whether `fork`, and then `allocate` of `num_tokens` tokens for the child, would find room now."""
+        return self._has_room(self._requests[request_id].num_added_by_fork(num_tokens))
+
+    def shortage(self, request_id: str, num_tokens: int) -> Shortage:
+        """Why `num_tokens` tokens of an open request found no room: see `may_fit`."""
+        request = self._requests[request_id]
+        num_shared = sum(node.num_pins > 1 for node in request.path)
+        missing = zip(request.tables, request.num_missing(num_tokens), strict=True)
+        blocks = tuple(len(table.blocks) + count - num_shared for table, count in missing)
+        return Shortage(blocks, self._cache.num_pinned)
+
+    def may_fit(self, shortage: Shortage) -> bool:
+        """Whether opening the request once more could find room; asked without a look at its tokens.
+
+        Cached blocks that nobody held count as free then and now. What others have come to hold since, new
+        blocks too, may all be the request's: each counts as one less to find.
+        """
+        found = self._cache.num_pinned - shortage.num_pinned
+        pairs = zip(shortage.blocks, self._all_free(), strict=True)
+        return all(needed <= num_free + found for needed, num_free in pairs)
+
+    def is_written(self, request_id: str) -> bool:
+        """Whether all tokens of the request are in its blocks: not before its copies are carried out."""
+        return all(table.is_written for table in self._requests[request_id].tables)
+
+    # Changes
+
+    def open(
+        self, request_id: str, identity: TokenIdentity, *, max_cached: int, is_shareable: bool = True
+    ) -> list[BlockCopy]:
+        """Starts a request with what is cached of its prompt, at most `max_cached` tokens: see `num_tokens`.
+
+        Whole blocks are shared; part of a block is copied, unless there is no room for the copy. With
+        is_shareable=False nothing is shared either way: for a request whose blocks will be written again,
+        since its layers are to be pruned. Raises ValueError for a request that is open already.
+        """
+        request = self._new_request(request_id, identity, is_shareable and self.enable_prefix_caching)
+        copies: list[BlockCopy] = []
+        if request.is_shareable:
+            match = self._cache.match(identity, max_cached)
+            self._share_path(request, match.path)
+            copies = self._copy_partial(request, match)
+        request.refresh()
+        return copies
+
+    def allocate(self, request_id: str, num_tokens: int) -> None:
+        """Room for tokens [0, num_tokens). Evicts what it must; gives nothing back.
+
+        Raises ValueError, and changes nothing, when there is no room: see `can_allocate`.
+        """
+        request = self._requests[request_id]
+        if num_tokens <= request.capacity:
+            return
+        missing = request.num_missing(num_tokens)
+        self._make_room(missing, f"room for {num_tokens} tokens of request '{request_id}'")
+        for table, count in zip(request.tables, missing, strict=True):
+            table.take(count)
+        request.refresh()
+
+    def commit(self, request_id: str, identity: TokenIdentity, num_tokens: int) -> None:
+        """Tokens [0, num_tokens) are written; whole blocks become shareable.
+
+        identity: of these tokens, and maybe of more; it is kept, and read again by `free`.
+        Raises ValueError for fewer tokens than before, or more than are known or have room.
+        """
+        request = self._requests[request_id]
+        added = num_tokens - request.tables[0].num_tokens
+        if added < 0 or num_tokens > request.capacity or num_tokens > len(identity):
+            raise ValueError(
+                f"request '{request_id}' cannot commit {num_tokens} tokens: {request.num_tokens} are written,"
+                f" {request.capacity} have room, {len(identity)} are known; allocate or truncate first"
+            )
+        for table in request.tables:
+            table.write(added)
+        request.identity = identity
+        if num_tokens >= request.next_share and request.is_shareable:
+            self._share_whole_blocks(request)
+
+    def copied(self, copies: Sequence[BlockCopy]) -> None:
+        """Books copies that have been carried out."""
+        for copy in copies:
+            self._pools[copy.layer_group].write(copy.target, 0, copy.num_tokens)
+
+    def fork(self, request_id: str, child_id: str) -> list[BlockCopy]:
+        """A child with the same written tokens: whole blocks are shared, the one in part is copied.
+
+        Raises ValueError, and changes nothing, when there is no room for the copy or the child exists.
+        """
+        parent = self._requests[request_id]
+        needed = parent.num_added_by_fork()
+        self._check_new(child_id)
+        self._make_room(needed, f"the copy for a fork of request '{request_id}'")
+        child = self._new_request(child_id, parent.identity, parent.is_shareable)
+        for node in parent.path:
+            self._pin(child, node)
+        copies = []
+        for group, (old, new) in enumerate(zip(parent.tables, child.tables, strict=True)):
+            new.share(old.blocks[: old.num_whole])
+            if needed[group]:
+                copies.append(_own_copy(group, new, old.blocks[old.num_whole], old.num_tokens))
+        child.refresh()
+        return copies
+
+    def truncate(self, request_id: str, num_tokens: int, layer_group: int | None = None) -> list[BlockCopy]:
+        """Gives blocks back past `num_tokens`, of all layer groups or one; tokens past it are forgotten.
+
+        With `layer_group`, `num_tokens` counts that group's tokens. A request whose groups differ in length
+        is not shareable any more. A block that is cut in the middle and has other holders is copied.
+        Raises ValueError, and changes nothing, when there is no room for such a copy or a length is negative.
+        """
+        request = self._requests[request_id]
+        kept = self._kept(request, num_tokens, layer_group)
+        if min(kept) < 0:
+            raise ValueError(f"request '{request_id}' of {request.lengths} tokens cannot be cut to {kept}")
+        needed = [int(table.splits_shared(num)) for table, num in zip(request.tables, kept, strict=True)]
+        self._make_room(needed, f"the copies for a cut of request '{request_id}' to {kept} tokens")
+        copies = []
+        for group, (table, num) in enumerate(zip(request.tables, kept, strict=True)):
+            if needed[group]:
+                index, rest = divmod(num, self.block_size)
+                copies.append(BlockCopy(group, *table.replace(index), rest))
+            table.cut(num)
+        self._unpin(request, max(table.num_whole for table in request.tables))
+        request.is_shareable &= len(set(request.lengths)) == 1
+        request.refresh()
+        return copies
+
+    def free(self, request_id: str) -> None:
+        """The request is over: blocks that nobody else holds are free, or idle if they are cached.
+
+        What is written of its last block stays findable too.
+        """
+        request = self._requests.pop(request_id)
+        if request.is_shareable and all(table.has_written_partial for table in request.tables):
+            self._keep_partial(request)
+        for table in request.tables:
+            table.cut(0)
+        self._unpin(request, 0)
+
+    def clear_idle(self) -> None:
+        """Forgets all cached blocks that nobody uses."""
+        self._cache.evict(self._cache.num_idle)
+
+    # Room
+
+    def _all_free(self) -> list[int]:
+        return [self.num_free_blocks(group) for group in range(len(self._pools))]
+
+    def _has_room(self, needed: Sequence[int]) -> bool:
+        idle = self._cache.num_idle
+        return all(num <= pool.num_free + idle for num, pool in zip(needed, self._pools, strict=True))
+
+    def _make_room(self, needed: Sequence[int], purpose: str) -> None:
+        """Evicts until so many blocks of each layer group are free. Raises ValueError, and evicts nothing,
+        when that cannot be."""
+        if not self._has_room(needed):
+            raise ValueError(
+                f"{purpose} takes {list(needed)} blocks, {self._all_free()} can be had; free a request first"
+            )
+        self._cache.evict(
+            max(0, *(num - pool.num_free for num, pool in zip(needed, self._pools, strict=True)))
+        )
+
+    def _kept(self, request: RequestBlocks, num_tokens: int, layer_group: int | None) -> list[int]:
+        """Tokens for which each layer group keeps its blocks."""
+        if layer_group is None:
+            return [length + num_tokens - request.num_tokens for length in request.lengths]
+        kept = [len(table.blocks) * self.block_size for table in request.tables]
+        kept[layer_group] = num_tokens
+        return kept
+
+    # Sharing
+
+    def _check_new(self, request_id: str) -> None:
+        if request_id in self._requests:
+            raise ValueError(f"request '{request_id}' is open already; free it first")
+
+    def _new_request(self, request_id: str, identity: TokenIdentity, is_shareable: bool) -> RequestBlocks:
+        self._check_new(request_id)
+        tables = [BlockTable(pool, self.block_size) for pool in self._pools]
+        request = self._requests[request_id] = RequestBlocks(tables, identity, is_shareable)
+        return request
+
+    def _pin(self, request: RequestBlocks, node: CachedBlock) -> None:
+        self._cache.pin(node)
+        request.path.append(node)
+
+    def _unpin(self, request: RequestBlocks, keep: int) -> None:
+        """Lets go of the nodes past the first `keep`, the deepest first: see `epd/kv/prefix_cache.py`."""
+        for node in reversed(request.path[keep:]):
+            self._cache.unpin(node)
+        del request.path[keep:]
+
+    def _share_path(self, request: RequestBlocks, path: Sequence[CachedBlock]) -> None:
+        for node in path:
+            self._pin(request, node)
+        for group, table in enumerate(request.tables):
+            table.share([node.blocks[group] for node in path])
+
+    def _copy_partial(self, request: RequestBlocks, match: PrefixMatch) -> list[BlockCopy]:
+        """Copies the cached part of one more block into a block of the request's own, if there is room."""
+        source = match.partial
+        if source is None:
+            return []
+        # An idle source counts as room, but must not be evicted for its own copy.
+        spare = int(self._cache.is_idle(source))
+        if not self._has_room([1 + spare] * len(self._pools)):
+            return []
+        self._cache.touch(source)
+        self._make_room([1] * len(self._pools), "the copy of a cached block")
+        num_tokens = request.num_tokens + match.num_partial
+        return [
+            _own_copy(group, table, source.blocks[group], num_tokens)
+            for group, table in enumerate(request.tables)
+        ]
+
+    def _share_whole_blocks(self, request: RequestBlocks) -> None:
+        """Puts the blocks that have become whole into the prefix cache.
+
+        Where another request was first with the same tokens, this one keeps its own block and builds on the
+        other's node: blocks that may be being read or sent are never exchanged.
+        """
+        size, first, stop = self.block_size, len(request.path), request.tables[0].num_whole
+        node = request.path[-1] if first else self._cache.root
+        keys = request.identity.chunks(first * size, stop * size, size)
+        for index, key in enumerate(keys, start=first):
+            node = self._cache.child(node, key, request.blocks_at(index))
+            self._pin(request, node)
+        request.next_share = (stop + 1) * size
+
+    def _keep_partial(self, request: RequestBlocks) -> None:
+        index = request.tables[0].num_whole
+        rows = request.identity.row_bytes(index * self.block_size, request.num_tokens)
+        parent = request.path[-1] if request.path else self._cache.root
+        self._cache.add_partial(parent, rows, request.blocks_at(index))
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every block and node is held as often as is counted."""
+        self._cache.check_integrity()
+        for group, pool in enumerate(self._pools):
+            pool.check_integrity()
+            self._check_references(group, pool)
+        pins = Counter(node for request in self._requests.values() for node in request.path)
+        for node in self._cache.nodes():
+            _require(node.num_pins == pins[node], f"{node.num_pins} pins are counted, {pins[node]} are held")
+        for request in self._requests.values():
+            self._check_request(request)
+
+    def _check_references(self, group: int, pool: BlockPool) -> None:
+        tables = (request.tables[group] for request in self._requests.values())
+        holders = Counter(block for table in tables for block in table.blocks)
+        holders.update(node.blocks[group] for node in self._cache.nodes())
+        for block in range(pool.num_blocks):
+            counted, held = pool.references(block), holders[block]
+            _require(counted == held, f"block {block}: {counted} references are counted, {held} are held")
+
+    def _check_request(self, request: RequestBlocks) -> None:
+        size, parent = self.block_size, self._cache.root
+        for table in request.tables:
+            table.check_integrity()
+        for index, node in enumerate(request.path):
+            rows = request.identity.row_bytes(index * size, (index + 1) * size)
+            _require(node.parent is parent and node.key == rows, "pins on nodes of other tokens")
+            parent = node
+        _require(len(request.path) <= max(request.lengths) // size, "pins past the tokens that are written")
+        derived = request.capacity, request.next_share
+        request.refresh()
+        _require(derived == (request.capacity, request.next_share), f"stale, of before a change: {derived}")
+
+
+def _own_copy(group: int, table: BlockTable, source: int, num_tokens: int) -> BlockCopy:
+    """Adds a fresh block, to which the part of `source` that makes `num_tokens` is to be copied."""
+    table.take(1)
+    table.num_tokens, num_copied = num_tokens, num_tokens - table.num_tokens
+    return BlockCopy(group, source, table.blocks[-1], num_copied)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)

@@ -1,0 +1,60 @@
+"""What one request holds in the KV cache, and what it lacked when it did not fit: no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from epd.kv.block_pool import BlockTable
+from epd.kv.kv_identity import TokenIdentity
+from epd.kv.prefix_cache import CachedBlock
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """What a request that was opened lacked room for.
+
+    blocks: of each layer group, those it needs beside the cached ones that others held as well.
+    num_pinned: of the prefix cache, at that time.
+    """
+
+    blocks: tuple[int, ...]
+    num_pinned: int
+
+
+class RequestBlocks:
+    """What a request holds: a block table for each layer group, and pins on the nodes of its whole blocks."""
+
+    __slots__ = ("capacity", "identity", "is_shareable", "next_share", "path", "tables")
+
+    def __init__(self, tables: list[BlockTable], identity: TokenIdentity, is_shareable: bool) -> None:
+        self.tables = tables
+        self.identity = identity
+        self.is_shareable = is_shareable
+        self.path: list[CachedBlock] = []
+        self.capacity = 0  # tokens of group 0 with which one of the groups has no more room
+        self.next_share = 0  # tokens with which the next block is whole
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tables[0].num_tokens
+
+    @property
+    def lengths(self) -> list[int]:
+        return [table.num_tokens for table in self.tables]
+
+    def refresh(self) -> None:
+        """What follows from tables and path, so that most tokens need one comparison."""
+        self.capacity = self.num_tokens + min(table.room for table in self.tables)
+        self.next_share = (len(self.path) + 1) * self.tables[0].block_size
+
+    def num_missing(self, num_tokens: int) -> list[int]:
+        added = num_tokens - self.num_tokens
+        return [table.num_missing(added) for table in self.tables]
+
+    def num_added_by_fork(self, num_tokens: int = 0) -> list[int]:
+        """Blocks, of each layer group, that a child with room for `num_tokens` tokens does not share."""
+        added = max(num_tokens - self.num_tokens, 0)
+        return [-(-(t.num_tokens + added) // t.block_size) - t.num_whole for t in self.tables]
+
+    def blocks_at(self, index: int) -> tuple[int, ...]:
+        return tuple(table.blocks[index] for table in self.tables)

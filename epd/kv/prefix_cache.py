@@ -1,0 +1,199 @@
+"""Committed KV blocks by the tokens they hold: a trie, in which a hit is the equality of every token's row.
+
+    root ── [sys0 sys1 sys2 sys3] ── [vid0 vid1 vid2 vid3] ─┬─ [vid4 what is  it ]
+                                                            └─ [vid4 where     ]   partial: has no children
+
+A node is one block in every layer group. Requests pin the nodes they build upon, always together with all
+nodes above, so a node without pins (idle) has only idle nodes below it, and these became idle no later: the
+order in which nodes became idle is an order of eviction that takes leaves first.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from epd.kv.block_pool import BlockPool
+from epd.kv.kv_identity import ROW_BYTES, TokenIdentity
+
+
+class CachedBlock:
+    """A node. key: the exact bytes of the identity rows of its tokens. blocks: one id per layer group."""
+
+    __slots__ = ("blocks", "children", "key", "keys", "num_pins", "parent")
+
+    def __init__(self, parent: CachedBlock | None, key: bytes, blocks: tuple[int, ...]) -> None:
+        self.parent = parent
+        self.key = key
+        self.blocks = blocks
+        self.num_pins = 0
+        self.children: dict[bytes, CachedBlock] = {}
+        self.keys: list[bytes] = []  # of the children, sorted: neighbours have the longest common runs
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.key) // ROW_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """What is cached of a prompt: whole blocks from its start, then `num_partial` rows of one more."""
+
+    path: list[CachedBlock]
+    partial: CachedBlock | None
+    num_partial: int
+
+
+class PrefixCache:
+    """The trie, its pins, and the order in which idle nodes go. It holds each of its blocks once."""
+
+    def __init__(self, pools: Sequence[BlockPool], block_size: int) -> None:
+        self.root = CachedBlock(None, b"", ())
+        self.block_size = block_size
+        self.num_evictions = 0
+        self.num_pinned = 0  # how often a node became pinned that was not, new ones included
+        self._pools = pools
+        # In order of eviction. A plain dict would search past all that was removed from its front.
+        self._idle: OrderedDict[CachedBlock, None] = OrderedDict()
+
+    @property
+    def num_idle(self) -> int:
+        """Nodes that nobody pins; each is one block in every layer group."""
+        return len(self._idle)
+
+    def is_idle(self, node: CachedBlock) -> bool:
+        return node in self._idle
+
+    def match(self, identity: TokenIdentity, max_tokens: int) -> PrefixMatch:
+        """The longest cached prefix of at most `max_tokens` tokens. A question: changes nothing."""
+        node = self.root
+        path: list[CachedBlock] = []
+        for key in identity.chunks(0, min(max_tokens, len(identity)), self.block_size):
+            child = node.children.get(key)
+            if child is None or len(child.key) < self.block_size * ROW_BYTES:
+                return PrefixMatch(path, *_longest_run(node, key))
+            path.append(child)
+            node = child
+        return PrefixMatch(path, None, 0)
+
+    def child(self, parent: CachedBlock, key: bytes, blocks: tuple[int, ...]) -> CachedBlock:
+        """The node of these rows below `parent`, made of `blocks` if there is none. It is not pinned."""
+        node = parent.children.get(key)
+        return self._insert(parent, key, blocks) if node is None else node
+
+    def add_partial(self, parent: CachedBlock, key: bytes, blocks: tuple[int, ...]) -> None:
+        """Keeps the rows of a block that is not full, unless a child of `parent` begins with them already."""
+        at = bisect_left(parent.keys, key)
+        if at < len(parent.keys) and parent.keys[at].startswith(key):
+            self.touch(parent.children[parent.keys[at]])
+        else:
+            self._idle[self._insert(parent, key, blocks)] = None
+
+    def _insert(self, parent: CachedBlock, key: bytes, blocks: tuple[int, ...]) -> CachedBlock:
+        for size in range(ROW_BYTES, len(key), ROW_BYTES) if parent.children else ():
+            superseded = parent.children.get(key[:size])
+            if superseded is not None:
+                self._remove(superseded)
+        node = CachedBlock(parent, key, blocks)
+        parent.children[key] = node
+        insort(parent.keys, key)
+        for pool, block in zip(self._pools, blocks, strict=True):
+            pool.share(block)
+        return node
+
+    def pin(self, node: CachedBlock) -> None:
+        """Keeps a node from going; its parent must be pinned already."""
+        if not node.num_pins:
+            self._idle.pop(node, None)
+            self.num_pinned += 1
+        node.num_pins += 1
+
+    def unpin(self, node: CachedBlock) -> None:
+        """Gives a pin back; nodes below must be unpinned first."""
+        node.num_pins -= 1
+        if not node.num_pins:
+            self._idle[node] = None
+
+    def touch(self, node: CachedBlock) -> None:
+        """An idle node whose parent is pinned, or the root, was of use: it goes last."""
+        if node in self._idle:
+            self._idle.move_to_end(node)
+
+    def evict(self, count: int) -> None:
+        """Drops the `count` nodes that have been idle longest, leaves first."""
+        for _ in range(count):
+            self._remove(next(iter(self._idle)))
+            self.num_evictions += 1
+
+    def _remove(self, node: CachedBlock) -> None:
+        assert node.parent is not None
+        del self._idle[node]
+        del node.parent.children[node.key]
+        del node.parent.keys[bisect_left(node.parent.keys, node.key)]
+        for pool, block in zip(self._pools, node.blocks, strict=True):
+            pool.release(block)
+
+    def eviction_order(self) -> Sequence[CachedBlock]:
+        """Idle nodes, the first to go first."""
+        return list(self._idle)
+
+    def nodes(self) -> Iterator[CachedBlock]:
+        """All nodes but the root, each after its parent."""
+        waiting = list(self.root.children.values())
+        while waiting:
+            node = waiting.pop()
+            waiting.extend(node.children.values())
+            yield node
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless idle is unpinned, leaves go first, nodes are in place and written."""
+        nodes = list(self.nodes())
+        order = {node: place for place, node in enumerate(self._idle)}
+        _require(order.keys() == {node for node in nodes if not node.num_pins}, "idle and pinned, or neither")
+        for node in [self.root, *nodes]:
+            _require(node.keys == sorted(node.children), "keys differ from the children's")
+            nested = any(b.startswith(a) for a, b in pairwise(node.keys))
+            _require(not nested, "part of a block beside a block that begins with it")
+            _require(
+                not node.children or node is self.root or self._is_whole(node), "children of part of a block"
+            )
+            _require(self._is_whole(node) or not node.num_pins, "a pin on part of a block")
+            for pool, block in zip(self._pools, node.blocks, strict=False):  # the root has none
+                written = pool.num_written(block)
+                _require(
+                    written >= node.num_tokens,
+                    f"{node.num_tokens} tokens are cached in block {block}, "
+                    f"of which {node.num_tokens - written} were never written",
+                )
+            for key, child in node.children.items():
+                _require(child.key == key and child.parent is node, "a child of another node")
+                _require(node is self.root or child.num_pins <= node.num_pins, "pinned below what is not")
+                _require(order.get(child, -1) < order.get(node, len(order)), "a node goes before its child")
+
+    def _is_whole(self, node: CachedBlock) -> bool:
+        return node.num_tokens == self.block_size
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)
+
+
+def _longest_run(parent: CachedBlock, rows: bytes) -> tuple[CachedBlock | None, int]:
+    """The child that begins with most of these rows, and how many: it is a neighbour among sorted keys."""
+    at = bisect_left(parent.keys, rows)
+    near = parent.keys[max(at - 1, 0) : at + 1]
+    best = max(near, key=lambda key: _common_rows(key, rows), default=b"")
+    num_rows = _common_rows(best, rows)
+    return (parent.children[best], num_rows) if num_rows else (None, 0)
+
+
+def _common_rows(a: bytes, b: bytes) -> int:
+    size = min(len(a), len(b))
+    for at in range(0, size, ROW_BYTES):
+        if a[at : at + ROW_BYTES] != b[at : at + ROW_BYTES]:
+            return at // ROW_BYTES
+    return size // ROW_BYTES

@@ -1,0 +1,466 @@
+"""Which tokens of which requests the language model computes next, and whose blocks give way: no tensors.
+
+One rule serves prefill and decode: a request knows some tokens and has computed the first of them.
+
+    tokens     | prompt ......................... | output ... |
+    computed   [                )                               num_computed, only grows, but for preemption
+    ready      [                          )                     embeddings have come this far
+    known      [                                               num_tokens
+
+A *decode* is a request that has computed all but its last token; it gets that one token in every step, before
+any prefill chunk is cut, so prefills never stall it (Sarathi-Serve, section 4.2). What is left of the budget
+goes to prefill chunks of the oldest requests, several in one pass (Prepacking). A request that waits for its
+media takes nothing from the others.
+
+Blocks for the whole prompt are reserved on admission, first come, first served. Output may outgrow the pool:
+then the youngest running request gives way and waits at its old place in the queue. Priority goes before age:
+the more important are admitted and prefilled first, and the less important give way to them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from epd.errors import InfeasibleError
+from epd.kv.kv_cache import BlockCopy, KVCacheManager
+from epd.kv.kv_identity import TokenIdentity
+from epd.kv.kv_request import Shortage
+
+PreemptionMode = Literal["recompute", "offload"]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of one forward pass.
+
+    max_num_batched_tokens: of all requests together. max_num_seqs: answers that grow at once.
+    max_chunk_tokens: of one request's prefill in one pass. preemption: what becomes of a request's computed
+    tokens when it has to give its blocks up: computed again, or kept in host memory.
+    """
+
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 64
+    max_chunk_tokens: int = 2048
+    preemption: PreemptionMode = "offload"
+
+    def __post_init__(self) -> None:
+        if min(self.max_num_batched_tokens, self.max_num_seqs, self.max_chunk_tokens) < 1:
+            raise ValueError(f"every limit must be at least 1, got {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class PrunedRange:
+    """Prompt tokens [start, stop) are what stays in the cache of `num_inputs` that are computed at once.
+
+    computed   | ... kept so far | num_inputs ............. |        written behind what is kept
+    committed  | ... kept so far | start .. stop |
+    """
+
+    start: int
+    stop: int
+    num_inputs: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop <= self.start + self.num_inputs:
+            raise ValueError(f"a pruned range keeps 1 to all of its inputs, got {self}")
+
+
+@dataclass(slots=True, eq=False)
+class ScheduledRequest:
+    """What scheduling knows of one request.
+
+    priority: the lower, the more important, as in vLLM.
+    max_total_tokens: prompt and longest output. num_copies: answers to one prompt; room to split the last
+    block is reserved for each. parent: a held request whose tokens are the first of this one's.
+    pruned: ascending, of the prompt.
+    """
+
+    request_id: str
+    identity: TokenIdentity
+    num_prompt_tokens: int
+    max_total_tokens: int
+    num_ready: int
+    num_copies: int = 1
+    parent: str | None = None
+    pruned: tuple[PrunedRange, ...] = ()
+    num_tokens: int = 0
+    num_computed: int = 0
+    num_drafts: int = 0
+    num_offloaded: int = 0
+    arrival: int = -1
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_tokens = self.num_tokens or self.num_prompt_tokens
+
+    @property
+    def num_seqs(self) -> int:
+        """How many answers it counts for: until its prompt is computed, all that will come of it."""
+        return self.num_copies if self.num_tokens == self.num_prompt_tokens else 1
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether only the token sampled last is left to compute."""
+        return self.num_tokens > self.num_prompt_tokens and self.num_computed == self.num_tokens - 1
+
+    @property
+    def num_computable(self) -> int:
+        """Known tokens whose inputs are there and that have not been computed."""
+        limit = self.num_ready if self.num_ready < self.num_prompt_tokens else self.num_tokens
+        return limit - self.num_computed
+
+    def pruned_range(self, num_tokens: int) -> PrunedRange | None:
+        """The one that token `num_tokens` is in, or the next; None past the last."""
+        at = bisect_right(self.pruned, num_tokens, key=lambda pruned: pruned.stop)
+        return self.pruned[at] if at < len(self.pruned) else None
+
+    def uncut(self, num_tokens: int) -> int:
+        """The most of the first `num_tokens` tokens that do not end inside a pruned range."""
+        pruned = self.pruned_range(num_tokens)
+        return num_tokens if pruned is None else min(num_tokens, pruned.start)
+
+    def num_written(self, num_computed: int) -> int:
+        """Tokens that have to have room while the pruned ranges past `num_computed` are computed."""
+        return max((p.start + p.num_inputs for p in self.pruned if p.stop > num_computed), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [start, stop) of a request; the last `num_drafts` of them are guesses of what comes next.
+
+    num_pruned: tokens that are computed besides these, and do not stay.
+    """
+
+    request: ScheduledRequest
+    start: int
+    stop: int
+    num_drafts: int = 0
+    num_pruned: int = 0
+
+    @property
+    def num_inputs(self) -> int:
+        """Tokens to compute."""
+        return self.stop - self.start + self.num_pruned
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the chunk ends with all that is known, so that the next token can be picked."""
+        return self.stop - self.num_drafts == self.request.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """A request that gave way. block_tables: of each layer group, where its `num_tokens` tokens still lie."""
+
+    request: ScheduledRequest
+    num_tokens: int
+    block_tables: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Tokens [start, stop) of a request that come back from host memory into its new blocks."""
+
+    request: ScheduledRequest
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """One step, to be carried out in the order of the fields. admitted: requests that got their blocks."""
+
+    preemptions: list[Preemption] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    restores: list[Restore] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    admitted: list[ScheduledRequest] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_inputs for chunk in self.chunks)
+
+
+def _by_order(request: ScheduledRequest) -> tuple[int, int]:
+    return request.priority, request.arrival
+
+
+class Scheduler:
+    """The queues `waiting` and `running` of one worker, both by priority and arrival, and its KV blocks."""
+
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
+        self.config = config
+        self.kv = kv
+        self.waiting: list[ScheduledRequest] = []
+        self.running: list[ScheduledRequest] = []
+        self.num_preempted = 0
+        # A request whose blocks somebody else may be reading must not give them up.
+        self.may_preempt: Callable[[str], bool] = lambda _: True
+        self._held: set[str] = set()
+        self._num_arrived = 0
+        # Why the head of the queue did not fit when its whole prompt was last looked up in the cache.
+        self._refused: tuple[ScheduledRequest, Shortage] | None = None
+
+    def add(self, request: ScheduledRequest) -> None:
+        """Queues a request. Raises InfeasibleError when it would not fit into the empty pool."""
+        self.check_fits(request)
+        self._number(request)
+        insort(self.waiting, request, key=_by_order)
+
+    def adopt(self, request: ScheduledRequest) -> None:
+        """Takes over a request whose blocks are in the cache already, filled up to `num_computed`."""
+        self._number(request)
+        insort(self.running, request, key=_by_order)
+
+    def _number(self, request: ScheduledRequest) -> None:
+        request.arrival = self._num_arrived
+        self._num_arrived += 1
+
+    def check_fits(self, request: ScheduledRequest) -> None:
+        """Raises InfeasibleError for a request that could never run to its end."""
+        needed = max(self._reserved_tokens(request), request.max_total_tokens)
+        for group, num_blocks in enumerate(self.kv.spec.num_blocks):
+            if -(-needed // self.kv.spec.block_size) > num_blocks:
+                raise InfeasibleError(
+                    f"a request of {request.num_prompt_tokens} prompt tokens and up to "
+                    f"{request.max_total_tokens} in all does not fit into a KV cache of "
+                    f"{num_blocks * self.kv.spec.block_size} tokens "
+                    f"(layer group {group}); ask for fewer frames or a shorter answer, or enlarge the cache"
+                )
+
+    def can_admit(self, request: ScheduledRequest) -> bool:
+        """Whether `request` would run at once if it were added now: none waits before it, there is room."""
+        needed = -(-self._reserved_tokens(request) // self.kv.spec.block_size)
+        has_blocks = all(self.kv.num_free_blocks(g) >= needed for g in range(len(self.kv.spec.num_blocks)))
+        is_first = all(each.priority > request.priority for each in self.waiting)
+        return is_first and self._has_seat(request) and has_blocks
+
+    def remove(self, request: ScheduledRequest, *, hold: bool = False) -> None:
+        """Takes a request out, finished or aborted. hold: its blocks stay until `release`."""
+        if request in self.running:
+            self.running.remove(request)
+            if hold:
+                self._held.add(request.request_id)
+            else:
+                self.kv.free(request.request_id)
+        else:
+            self.waiting.remove(request)
+
+    def release(self, request_id: str) -> None:
+        """Gives back the blocks of a removed request that was held."""
+        self._held.remove(request_id)
+        self.kv.free(request_id)
+
+    def is_held(self, request_id: str) -> bool:
+        return request_id in self._held
+
+    def take_back(self, request: ScheduledRequest) -> None:
+        """Runs a request that was removed and held, with its blocks and at its old place."""
+        self._held.remove(request.request_id)
+        insort(self.running, request, key=_by_order)
+
+    def schedule(self) -> SchedulerOutput:
+        """Decides one step and books its blocks; `advance` must follow for every chunk."""
+        output = SchedulerOutput()
+        budget = self._schedule_decodes(output, self.config.max_num_batched_tokens)
+        self._admit(output)
+        self._schedule_prefills(output, budget)
+        return output
+
+    def _schedule_decodes(self, output: SchedulerOutput, budget: int) -> int:
+        """One token, and its drafts, for each decode, oldest first. Returns what is left of the budget."""
+        for request in [request for request in self.running if request.is_decoding]:
+            if budget == 0:
+                break
+            if not request.is_decoding:  # it has just given way to an older one
+                continue
+            num_drafts = min(request.num_drafts, budget - 1)
+            stop = request.num_computed + 1 + num_drafts
+            if self._make_room(request, stop, output):
+                output.chunks.append(Chunk(request, request.num_computed, stop, num_drafts))
+                budget -= 1 + num_drafts
+        return budget
+
+    def _make_room(self, request: ScheduledRequest, num_tokens: int, output: SchedulerOutput) -> bool:
+        """Books blocks; the youngest give way until there are enough. False if the request itself had to."""
+        while not self.kv.can_allocate(request.request_id, num_tokens):
+            victim = next(each for each in reversed(self.running) if self._is_victim(each, request))
+            self.running.remove(victim)
+            self._preempt(victim, output)
+            if victim is request:
+                return False
+        self.kv.allocate(request.request_id, num_tokens)
+        return True
+
+    def _is_victim(self, candidate: ScheduledRequest, request: ScheduledRequest) -> bool:
+        """Whether `candidate` may give way to `request`; in the end that gives way itself."""
+        return candidate is request or self.may_preempt(candidate.request_id)
+
+    def _preempt(self, victim: ScheduledRequest, output: SchedulerOutput) -> None:
+        self.num_preempted += 1
+        if self.config.preemption == "offload" and victim.num_computed:
+            groups = range(len(self.kv.spec.num_blocks))
+            tables = tuple(tuple(self.kv.block_table(victim.request_id, group)) for group in groups)
+            output.preemptions.append(Preemption(victim, victim.num_computed, tables))
+            victim.num_offloaded = victim.num_computed
+        victim.num_computed = 0
+        self.kv.free(victim.request_id)
+        insort(self.waiting, victim, key=_by_order)
+
+    def _admit(self, output: SchedulerOutput) -> None:
+        """Gives blocks to waiting requests in their order, as far as there is room or less important ones can
+        make some. Those come later in the queue, so none is admitted and then robbed in one step."""
+        while self.waiting:
+            request = self.waiting[0]
+            may_open = self._has_seat(request) and self._may_fit(request)
+            copies = self._open(request) if may_open else None
+            if copies is None:
+                if self._make_way(request, output):
+                    continue
+                return
+            del self.waiting[0]
+            insort(self.running, request, key=_by_order)
+            output.copies += copies
+            if request.num_offloaded > request.num_computed:
+                output.restores.append(Restore(request, request.num_computed, request.num_offloaded))
+                request.num_computed = request.num_offloaded
+            request.num_offloaded = 0
+            output.admitted.append(request)
+
+    def _make_way(self, request: ScheduledRequest, output: SchedulerOutput) -> bool:
+        """Lets one less important request give way to one that waits; False where all could not make room."""
+        victims = [
+            each
+            for each in reversed(self.running)
+            if each.priority > request.priority and self.may_preempt(each.request_id)
+        ]
+        if not victims or request.parent is not None or not self._would_fit(request, victims):
+            return False
+        self.running.remove(victims[0])
+        output.chunks = [chunk for chunk in output.chunks if chunk.request is not victims[0]]
+        self._preempt(victims[0], output)
+        return True
+
+    def _would_fit(self, request: ScheduledRequest, victims: Sequence[ScheduledRequest]) -> bool:
+        """Whether there would be blocks and seats for a request without these."""
+        others = sum(each.num_seqs for each in self.running if each not in victims)
+        has_seat = others + request.num_seqs <= self.config.max_num_seqs or len(victims) == len(self.running)
+        needed = -(-self._reserved_tokens(request) // self.kv.spec.block_size)
+        return has_seat and all(
+            self.kv.num_free_blocks(group)
+            + sum(len(self.kv.block_table(each.request_id, group)) for each in victims)
+            >= needed
+            for group in range(len(self.kv.spec.num_blocks))
+        )
+
+    def _has_seat(self, request: ScheduledRequest) -> bool:
+        """Whether `max_num_seqs` allows the request; one with more answers than that runs alone."""
+        num_seqs = sum(each.num_seqs for each in self.running) + request.num_seqs
+        return num_seqs <= self.config.max_num_seqs or not self.running
+
+    def _may_fit(self, request: ScheduledRequest) -> bool:
+        """False while the request cannot fit by what was found out before: most steps need no more."""
+        return self._refused is None or self._refused[0] is not request or self.kv.may_fit(self._refused[1])
+
+    def _open(self, request: ScheduledRequest) -> list[BlockCopy] | None:
+        """Starts a block table with what is cached already, and room for the rest; None without a trace."""
+        if request.parent is not None:
+            num_computed = max(self.kv.num_tokens(request.parent), request.num_offloaded)
+            needed = self._reserved_tokens(request, num_computed)
+            if not self.kv.can_fork(request.parent, needed):
+                return None
+            copies = self.kv.fork(request.parent, request.request_id)
+        else:
+            copies = self._open_cached(request)
+            num_computed = max(self.kv.num_tokens(request.request_id), request.num_offloaded)
+            needed = self._reserved_tokens(request, num_computed)
+        self._refused = None
+        if not self.kv.can_allocate(request.request_id, needed):
+            if not request.pruned:  # what these need depends on how much of them is found
+                self._refused = request, self.kv.shortage(request.request_id, needed)
+            self.kv.free(request.request_id)
+            return None
+        self.kv.allocate(request.request_id, needed)
+        request.num_computed = self.kv.num_tokens(request.request_id)
+        return copies
+
+    def _open_cached(self, request: ScheduledRequest) -> list[BlockCopy]:
+        """Starts with what is cached, but never inside a pruned range: that is computed at once."""
+        at_most = request.num_offloaded or request.num_tokens - 1
+        while True:
+            copies = self.kv.open(request.request_id, request.identity, max_cached=at_most)
+            found = self.kv.num_tokens(request.request_id)
+            at_most = request.uncut(found)
+            if at_most == found or request.num_offloaded > found:
+                return copies
+            self.kv.free(request.request_id)
+
+    def _reserved_tokens(self, request: ScheduledRequest, num_computed: int = 0) -> int:
+        """All that is known, the next token, and for each further answer a block of its own to go on in.
+
+        Or what pruned ranges past `num_computed` need while they are computed, if that is more.
+        """
+        known = request.num_tokens + 1 + (request.num_copies - 1) * self.kv.spec.block_size
+        return max(known, request.num_written(num_computed))
+
+    def _schedule_prefills(self, output: SchedulerOutput, budget: int) -> None:
+        """A pruned range larger than what is left of the budget waits, or comes before any other prefill."""
+        num_decodes = len(output.chunks)
+        for request in self.running:
+            if budget <= 0:
+                return
+            chunk = None if request.is_decoding else self._next_chunk(request, budget)
+            if chunk and (chunk.num_inputs <= budget or len(output.chunks) == num_decodes):
+                output.chunks.append(chunk)
+                budget -= chunk.num_inputs
+
+    def _next_chunk(self, request: ScheduledRequest, budget: int) -> Chunk | None:
+        """A pruned range, whatever the limits; else as much as they allow, up to the next such range."""
+        start, num_tokens = request.num_computed, request.num_computable
+        pruned = request.pruned_range(start)
+        if pruned and pruned.start == start:
+            num_kept = pruned.stop - start
+            chunk = Chunk(request, start, pruned.stop, num_pruned=pruned.num_inputs - num_kept)
+            return chunk if num_tokens >= num_kept else None
+        if pruned:
+            num_tokens = min(num_tokens, pruned.start - start)
+        num_tokens = min(num_tokens, self.config.max_chunk_tokens, budget)
+        return Chunk(request, start, start + num_tokens) if num_tokens > 0 else None
+
+    def advance(self, request: ScheduledRequest, num_computed: int) -> None:
+        """Books a chunk that has been run: tokens [0, num_computed) are in the cache."""
+        request.num_computed = num_computed
+        request.num_ready = max(request.num_ready, num_computed)
+        self.kv.commit(request.request_id, request.identity, num_computed)
+        if request.pruned and num_computed == request.pruned[-1].stop:  # no more is written than stays
+            self.kv.truncate(request.request_id, self._reserved_tokens(request, num_computed))
+
+    def fork(self, request: ScheduledRequest, copy: ScheduledRequest) -> list[BlockCopy]:
+        """Starts `copy` where `request` has just ended its prompt, on the room reserved for that."""
+        copies = self.kv.truncate(request.request_id, request.num_computed)
+        copies += self.kv.fork(request.request_id, copy.request_id)
+        copy.num_computed = copy.num_ready = request.num_computed
+        copy.priority = request.priority
+        self.adopt(copy)
+        return copies
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless queues are in order, and running and held requests own blocks."""
+        self.kv.check_integrity()
+        for queue in (self.waiting, self.running):
+            order = [_by_order(request) for request in queue]
+            if order != sorted(set(order)):
+                raise AssertionError(f"a queue is out of order: {order}")
+        for request in self.running:
+            held = self.kv.num_tokens(request.request_id)
+            if not self.kv.is_written(request.request_id):
+                raise AssertionError(f"a copy for {request} was not carried out, or never booked")
+            if not held <= request.num_computed <= request.num_tokens <= request.max_total_tokens + 1:
+                raise AssertionError(f"{held} tokens are in the cache of {request}")
+        owners = {request.request_id for request in self.running} | self._held
+        lost = {owner for owner in owners if owner not in self.kv}
+        if lost or any(request.request_id in self.kv for request in self.waiting):
+            raise AssertionError(f"{lost} run without blocks, or a waiting request has some")

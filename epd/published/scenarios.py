@@ -1,0 +1,27 @@
+"""The published tables by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from epd.errors import RequestError
+from epd.published.paper import overlap_rows, table_1, table_4, table_6
+from epd.published.table5 import table_5
+from epd.published.tables import Row
+from epd.published.vllm_blog import vllm_blog
+
+SCENARIOS: Mapping[str, Callable[[], Sequence[Row]]] = {
+    "epd-table1": table_1,
+    "epd-table4": table_4,
+    "epd-table5": table_5,
+    "epd-table6": table_6,
+    "epd-overlap": overlap_rows,
+    "vllm-blog": vllm_blog,
+}
+
+
+def run_scenario(name: str) -> Sequence[Row]:
+    """Raises RequestError for a name that is not among them."""
+    if name not in SCENARIOS:
+        raise RequestError(f"scenario is {name!r}; there are {', '.join(SCENARIOS)}; name one of them")
+    return SCENARIOS[name]()

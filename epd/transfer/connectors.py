@@ -1,0 +1,201 @@
+"""How what one worker has made gets into blocks that another has reserved: embeddings, keys and values.
+
+    receiver                      sender
+    reserve blocks, ticket  --->  make it, hold it
+                            <---  Offer: where it is
+    copy into the blocks
+                            --->  Receipt: let go of it
+
+The embeddings of a group are one offer; keys and values of a prompt are many, made while it is computed. The
+receiver copies, and only for tickets that are open: a late offer can never write into blocks that have since
+been given to another. Every offer is answered by exactly one receipt; the sender keeps what it offered until
+then, whatever the receipt says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from epd.encode.encoder_cache import CachedGroup, GroupKey
+from epd.sampling_params import SamplingParams
+
+Int64Array = NDArray[np.int64]
+
+
+class TransferOutcome(StrEnum):
+    """How a transfer ended, as both sides are told."""
+
+    DELIVERED = "delivered"
+    CANCELLED = "cancelled"  # the receiver did not want it any more
+    FAILED = "failed"  # the sender could not produce it
+
+
+class AnyTicket(Protocol):
+    """Room at a receiver, and the name of the transfer that will fill it; no two ever have the same."""
+
+    @property
+    def transfer_id(self) -> str: ...
+
+    @property
+    def receiver(self) -> str: ...
+
+
+TicketT = TypeVar("TicketT", bound=AnyTicket)
+SourceT = TypeVar("SourceT")
+_TicketT = TypeVar("_TicketT", bound=AnyTicket, contravariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Room for the embeddings of one group."""
+
+    transfer_id: str
+    receiver: str
+    key: GroupKey
+    target: CachedGroup
+
+
+@dataclass(frozen=True, slots=True)
+class KVTicket:
+    """Room for the prompt of one request.
+
+    sender: who is to fill it. block_tables: of each layer group, the blocks of tokens [0, num_tokens).
+    num_cached: leading tokens that lie there already and must not be written, others may be reading them.
+    """
+
+    transfer_id: str
+    receiver: str
+    sender: str
+    request_id: str
+    num_cached: int
+    num_tokens: int
+    block_tables: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpan:
+    """Tokens [start, stop) of one layer group. blocks: those of the sender that hold them, no more."""
+
+    layer_group: int
+    start: int
+    stop: int
+    blocks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop:
+            raise ValueError(f"a span needs 0 <= start < stop, got [{self.start}, {self.stop})")
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """What prefill has sampled for one answer. top_logprobs: (token id, logprob), the most likely first."""
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HandoverState:
+    """What decode needs besides keys and values.
+
+    prompt_token_ids: int64 [T]. first_tokens: of each of the request's answers.
+    next_position: of the first token of the answer, in every row of positions.
+    num_position_rows: 3 for a model with multimodal positions, otherwise 1.
+    seed: of the draws, chosen by now if the params leave it open. later_token_ids: of a request that is moved
+    in the middle of its only answer, what followed the first token. priority: the lower, the sooner.
+    """
+
+    request_id: str
+    prompt_token_ids: Int64Array
+    first_tokens: tuple[FirstToken, ...]
+    next_position: int
+    num_position_rows: int
+    params: SamplingParams
+    seed: int
+    later_token_ids: tuple[int, ...] = ()
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KVChunk:
+    """What is offered at once. state: in the last chunk alone, which may be without spans.
+
+    num_kv_tokens: with the state, what each layer group keeps of the prompt: all of it unless it was pruned.
+    """
+
+    spans: tuple[KVSpan, ...]
+    state: HandoverState | None = None
+    num_kv_tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Offer(Generic[SourceT]):
+    """Something for a ticket: at `source` in a pool of the sender's, or None when it could not be made.
+
+    number: tells it from the sender's other offers. pool_id: tells the sender's pool from that of another
+    sender which had the same name before, or has it now. is_lost: there is no source since the pool is gone,
+    as the receiver found; the sender, which may be gone too, did not say so.
+    """
+
+    transfer_id: str
+    number: int
+    sender: str
+    pool_id: str
+    source: SourceT | None
+    error: str = ""
+    is_lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """The end of an offer."""
+
+    transfer_id: str
+    number: int
+    outcome: TransferOutcome
+    error: str = ""
+
+
+class Connector(Protocol[_TicketT, SourceT]):
+    """One worker's end. Nothing blocks: `send` returns at once, copying is done by the receiver's `recv`."""
+
+    name: str
+
+    def send(self, ticket: _TicketT, source: SourceT | None, error: str = "") -> int:
+        """Offers what this worker's pool holds at `source`, which must stay until the receipt.
+
+        None instead of a source tells the receiver that there will be nothing, and why. Returns the offer's
+        number.
+        """
+        ...
+
+    def poll(self) -> Sequence[Receipt]:
+        """Receipts for what this end has sent, new since the last call."""
+        ...
+
+    def expect(self, ticket: _TicketT) -> None:
+        """Opens a ticket: from now on an offer for it is copied into its blocks."""
+        ...
+
+    def cancel(self, transfer_id: str) -> None:
+        """Closes a ticket: from now on nothing is written into its blocks. Unknown ids are ignored."""
+        ...
+
+    def recv(self) -> Sequence[Offer[SourceT]]:
+        """Copies all offers for open tickets and answers them and the rest.
+
+        Returns the offers for open tickets: those copied, and those that failed, without a source. One that
+        comes again is ignored.
+        """
+        ...
+
+
+EncoderConnector = Connector[Ticket, CachedGroup]
+KVConnector = Connector[KVTicket, KVChunk]

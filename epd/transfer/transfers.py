@@ -1,0 +1,117 @@
+"""Both ends' books about transfers: what keeps an entry alive, and what lets it go. No tensors."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+
+from epd.encode.encoder_cache import EncoderCacheManager, GroupKey
+from epd.transfer.connectors import Receipt, Ticket, TransferOutcome
+
+
+class TransferIds:
+    """Names of one receiver's transfers; one that starts again under its old name uses none a second time."""
+
+    def __init__(self, receiver: str) -> None:
+        self._prefix = f"{receiver}#{secrets.token_hex(4)}"
+        self._num_issued = 0
+
+    def next(self) -> str:
+        self._num_issued += 1
+        return f"{self._prefix}-{self._num_issued}"
+
+
+class Outbox:
+    """What a sender has offered and may not drop before the receipt: each transfer holds its entry."""
+
+    def __init__(self, cache: EncoderCacheManager) -> None:
+        self._cache = cache
+        self._open: dict[str, Ticket] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, ticket: Ticket) -> None:
+        """Holds the ticket's entry until `close`. Raises KeyError when the cache has none."""
+        self._cache.acquire(ticket.key, _sending(ticket.transfer_id))
+        self._open[ticket.transfer_id] = ticket
+
+    def close(self, receipts: Iterable[Receipt]) -> None:
+        """Lets go of what has arrived, was not wanted, or failed. Receipts for anything else are ignored."""
+        for receipt in receipts:
+            ticket = self._open.pop(receipt.transfer_id, None)
+            if ticket is not None:
+                self._cache.release(ticket.key, _sending(receipt.transfer_id))
+
+    def drop_receiver(self, receiver: str) -> None:
+        """Lets go of everything for a receiver that is gone and will not send receipts."""
+        self.close(
+            Receipt(transfer_id, 0, TransferOutcome.CANCELLED)
+            for transfer_id in [i for i, ticket in self._open.items() if ticket.receiver == receiver]
+        )
+
+    def check_integrity(self) -> None:
+        for transfer_id, ticket in self._open.items():
+            if _sending(transfer_id) not in self._cache.holders(ticket.key):
+                raise AssertionError(f"transfer '{transfer_id}' does not hold its entry")
+            if not self._cache.is_ready(ticket.key):
+                raise AssertionError(f"transfer '{transfer_id}' offers what is not there yet")
+
+
+class Inbox:
+    """Tickets that a receiver has given out; each is the writer, hence a holder, of its pending entry."""
+
+    def __init__(self, cache: EncoderCacheManager, receiver: str) -> None:
+        self._cache = cache
+        self._receiver = receiver
+        self._open: dict[GroupKey, Ticket] = {}
+        self._ids = TransferIds(receiver)
+
+    def issue(self, key: GroupKey, num_embeddings: int) -> Ticket:
+        """Reserves room. Raises ValueError when there is none: see `EncoderCacheManager.can_reserve`."""
+        transfer_id = self._ids.next()
+        target = self._cache.reserve(key, num_embeddings, transfer_id)
+        self._open[key] = Ticket(transfer_id, self._receiver, key, target)
+        return self._open[key]
+
+    def reissue(self, key: GroupKey) -> tuple[Ticket, Ticket]:
+        """A new ticket for the same blocks, for another sender to fill; the old ticket is closed.
+
+        Returns the old and the new one. Raises KeyError when no ticket is open for the key.
+        """
+        old = self._open[key]
+        new = Ticket(self._ids.next(), self._receiver, key, old.target)
+        self._cache.acquire(key, new.transfer_id)
+        self._cache.release(key, old.transfer_id)
+        self._open[key] = new
+        return old, new
+
+    def unwanted(self, key: GroupKey) -> Ticket | None:
+        """The open ticket for the key, if nobody but the ticket itself still holds the entry."""
+        ticket = self._open.get(key)
+        if ticket and self._cache.holders(key) == {ticket.transfer_id}:
+            return ticket
+        return None
+
+    def deliver(self, ticket: Ticket) -> None:
+        """The blocks have been written."""
+        self._cache.commit(ticket.key)
+        self.withdraw(ticket)
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """Nothing more will be written for this ticket."""
+        del self._open[ticket.key]
+        self._cache.release(ticket.key, ticket.transfer_id)
+
+    def find(self, transfer_id: str) -> Ticket | None:
+        """The open ticket with this id."""
+        return next((ticket for ticket in self._open.values() if ticket.transfer_id == transfer_id), None)
+
+    def check_integrity(self) -> None:
+        for key, ticket in self._open.items():
+            if self._cache.is_ready(key) or ticket.transfer_id not in self._cache.holders(key):
+                raise AssertionError(f"open ticket '{ticket.transfer_id}' without a pending entry of its own")
+
+
+def _sending(transfer_id: str) -> str:
+    return f"sending {transfer_id}"

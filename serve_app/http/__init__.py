@@ -1,0 +1,1 @@
+"""The HTTP server: requests are parsed and checked, responses are built and streamed."""

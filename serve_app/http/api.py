@@ -1,0 +1,210 @@
+"""The HTTP app: OpenAI's chat completions over an AnswerService, health, metrics, and the page."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+
+from epd.errors import ModelNotFoundError
+from serve_app.http.chat_answer import ChatAnswer
+from serve_app.http.chat_request import ChatRequest
+from serve_app.http.host_check import HostCheck
+from serve_app.http.http_guard import (
+    KeyCheck,
+    RequestEdge,
+    check_admin,
+    install_error_handlers,
+)
+from serve_app.http.page import page_routes
+from serve_app.http.protocol import (
+    ChatCompletion,
+    DecisionReport,
+    ErrorReply,
+    Health,
+    LoadEntry,
+    LoadReport,
+    ModelEntry,
+    ModelList,
+    RetentionReport,
+    RolesRequest,
+    StatusReport,
+    SwitchReport,
+    WorkerReport,
+)
+from serve_app.http.request_parsing import describe
+from serve_app.http.server_state import ApiSettings, FrontDoor
+from serve_app.observability import metrics
+from serve_app.observability.record import record_of
+from serve_app.service import AnswerService, ModelCard
+from video import MediaReader
+
+__all__ = ["ApiSettings", "create_api"]
+
+_ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorReply}, "5XX": {"model": ErrorReply}}
+_MAX_ROLES_BYTES = 4096
+_SCHEMA_REF = "#/components/schemas/{model}"
+
+
+def create_api(
+    service: AnswerService, settings: ApiSettings | None = None, reader: MediaReader | None = None
+) -> FastAPI:
+    """The app. Its lifespan, or whoever mounts it without one, calls `app.state.front.close()` at the end.
+
+    reader: of media that clients send; by default this process.
+    """
+    front = FrontDoor(service, settings or ApiSettings(), reader)
+    app = _App(title="epd", docs_url=None, redoc_url=None, lifespan=_lifespan)
+    app.state.front = front
+    hosts = HostCheck(front.settings.allowed_hosts, has_key=front.settings.api_key is not None)
+    app.add_middleware(RequestEdge, on_finished=front.finish, host_check=hosts)
+    install_error_handlers(app)
+    app.include_router(_open)
+    keys = KeyCheck(front.settings.api_key, front.settings.admin_api_key)
+    app.include_router(_guarded, dependencies=[Depends(keys)])
+    app.include_router(page_routes())
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        app.state.front.close()
+
+
+class _App(FastAPI):
+    """With the body of chat requests in its OpenAPI schema, which the route reads by itself."""
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            schema = super().openapi()
+            request = ChatRequest.model_json_schema(ref_template=_SCHEMA_REF)
+            components = schema.setdefault("components", {}).setdefault("schemas", {})
+            components |= request.pop("$defs", {}) | {"ChatRequest": request}
+            self.openapi_schema = schema
+        return self.openapi_schema
+
+
+_open = APIRouter()
+_guarded = APIRouter(prefix="/v1", responses=_ERRORS)
+
+
+def _front(request: Request) -> FrontDoor:
+    front = request.app.state.front
+    assert isinstance(front, FrontDoor)
+    return front
+
+
+@_guarded.post(
+    "/chat/completions",
+    response_model=ChatCompletion,
+    responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": {"$ref": _SCHEMA_REF.format(model="ChatRequest")}}},
+        }
+    },
+)
+async def chat_completions(request: Request) -> Response:
+    """Answers a conversation about images and videos, at once or as a stream of server-sent events."""
+    front = _front(request)
+    return ChatAnswer(front, await front.read(request), record_of(request))
+
+
+@_guarded.get("/models")
+async def list_models(request: Request) -> ModelList:
+    return ModelList(data=_entries(_front(request).service.models))
+
+
+@_guarded.get("/models/{name:path}")
+async def get_model(request: Request, name: str) -> ModelEntry:
+    entries = _entries(_front(request).service.models)
+    for entry in entries:
+        if entry.id == name:
+            return entry
+    allowed = ", ".join(entry.id for entry in entries)
+    raise ModelNotFoundError(f"received the model {name[:100]!r}; allowed: {allowed}; use one")
+
+
+def _entries(models: Sequence[ModelCard]) -> list[ModelEntry]:
+    return [
+        ModelEntry(id=card.name, created=card.created_s, max_model_len=card.max_model_len) for card in models
+    ]
+
+
+@_guarded.get("/epd/status")
+async def status(request: Request) -> StatusReport:
+    """Topology, roles and queues as they are now."""
+    front = _front(request)
+    now = await front.service.status()
+    return StatusReport(
+        is_ready=now.is_ready,
+        topology=now.topology,
+        num_requests=front.num_requests,
+        num_waiting=now.num_waiting,
+        workers=[WorkerReport(**asdict(worker)) for worker in now.workers],
+        switches=[SwitchReport(**asdict(switch)) for switch in now.switches],
+        decisions=[
+            DecisionReport(at_s=each.at_s, verdict=each.verdict, reason=each.reason) for each in now.decisions
+        ],
+        retention=RetentionReport.model_validate(asdict(now.retention)) if now.retention else None,
+    )
+
+
+@_guarded.get("/epd/bench")
+async def load(request: Request) -> LoadReport:
+    """What was asked for in the last ten minutes."""
+    now_s = time.time()
+    recent = _front(request).service.recent_load()
+    return LoadReport(
+        requests=[LoadEntry(age_s=max(0.0, now_s - at_s), **asdict(work)) for at_s, work in recent]
+    )
+
+
+@_guarded.post(
+    "/epd/roles",
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": RolesRequest.model_json_schema()}},
+        }
+    },
+)
+async def switch_roles(request: Request) -> SwitchReport:
+    """Gives a worker other roles, with the admin key; answers when it has them, or is as it was."""
+    check_admin(request, "a change of roles", "GET /v1/epd/status")
+    front = _front(request)
+    body = await front.bodies.read(request, _MAX_ROLES_BYTES)
+    try:
+        wanted = RolesRequest.model_validate_json(body)
+    except ValidationError as error:
+        raise describe(error) from None
+    finally:
+        front.bodies.release(record_of(request))
+    switch = await front.service.switch_roles(wanted.worker, frozenset(wanted.roles))
+    return SwitchReport(**asdict(switch))
+
+
+@_open.get("/health", responses={503: {"model": Health}})
+async def health(request: Request) -> Response:
+    """200 when every role that an answer needs has a worker, else 503."""
+    is_ready = (await _front(request).service.status()).is_ready
+    body = Health(status="ok" if is_ready else "unavailable")
+    return JSONResponse(body.model_dump(), HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+@_open.get("/metrics", response_class=Response)
+async def prometheus(request: Request) -> Response:
+    """Prometheus metrics."""
+    front = _front(request)
+    return Response(front.metrics.render(await front.service.status()), media_type=metrics.CONTENT_TYPE)

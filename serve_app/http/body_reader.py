@@ -1,0 +1,124 @@
+"""Reads the bodies of requests within limits of size, rate and memory that no client can exhaust for others.
+
+small bodies   need no share of the memory that large ones compete for
+slow bodies    are refused once they fall behind the least rate
+many at once   the oldest unfinished body makes room for a new one
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from fastapi import Request
+
+from epd.errors import RequestError, RequestLimitError, RequestTimeoutError
+from serve_app.media.spool_files import ByteBudget
+from serve_app.observability.record import RequestRecord, record_of
+
+_JSON_TYPES = ("", "application/json")
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """Limits of unfinished bodies.
+
+    max_held_bytes: of all bodies together, beyond the first `small_bytes` of each.
+    max_reading: bodies read at once.
+    grace_s, min_bytes_per_s: a body has `grace_s`, and a second more for each `min_bytes_per_s` received.
+    """
+
+    max_held_bytes: int = 1 << 30
+    small_bytes: int = 64 << 10
+    max_reading: int = 2048
+    grace_s: float = 10.0
+    min_bytes_per_s: float = 100_000.0
+
+
+class BodyReader:
+    """Reads bodies of JSON. Used from one event loop."""
+
+    def __init__(self, limits: BodyLimits | None = None) -> None:
+        self.limits = limits or BodyLimits()
+        self.budget = ByteBudget(self.limits.max_held_bytes, "request bodies")
+        self._unfinished: dict[asyncio.Timeout, None] = {}  # oldest first
+
+    @property
+    def num_reading(self) -> int:
+        return len(self._unfinished)
+
+    async def read(self, request: Request, max_bytes: int) -> bytearray:
+        """Returns the body. What it takes of the budget is noted in the request's record.
+
+        Only `application/json`, which no browser sends to another site unasked; no type at all only from what
+        is no browser.
+        Raises RequestError, RequestLimitError, RequestTimeoutError, OverloadedError.
+        """
+        _check_type(request)
+        announced = request.headers.get("content-length", "0")
+        _check_size(int(announced[:20]) if announced.isdecimal() else 0, max_bytes)
+        try:
+            async with asyncio.timeout(self.limits.grace_s) as timeout:
+                with self._reading(timeout):
+                    return await self._read(request.stream(), record_of(request), max_bytes, timeout)
+        except TimeoutError:
+            raise RequestTimeoutError(
+                "the body came too slowly or stayed unfinished for too long; allowed: "
+                f"{self.limits.grace_s:g} s and {self.limits.min_bytes_per_s / 1000:g} KB/s; send it whole"
+            ) from None
+
+    async def _read(
+        self, chunks: AsyncIterator[bytes], record: RequestRecord, max_bytes: int, timeout: asyncio.Timeout
+    ) -> bytearray:
+        start_s = asyncio.get_running_loop().time()
+        body = bytearray()
+        async for chunk in chunks:
+            body += chunk
+            _check_size(len(body), max_bytes)
+            self._hold(record, len(body))
+            if not timeout.expired():
+                timeout.reschedule(start_s + self.limits.grace_s + len(body) / self.limits.min_bytes_per_s)
+        return body
+
+    def _hold(self, record: RequestRecord, num_bytes: int) -> None:
+        """Raises OverloadedError when all large bodies together are too large."""
+        more = num_bytes - self.limits.small_bytes - record.held_bytes
+        if more > 0:
+            self.budget.take(more)
+            record.held_bytes += more
+
+    def release(self, record: RequestRecord) -> None:
+        """The body is needed no more."""
+        self.budget.give_back(record.held_bytes)
+        record.held_bytes = 0
+
+    @contextmanager
+    def _reading(self, timeout: asyncio.Timeout) -> Iterator[None]:
+        """Counts an unfinished body. Too many: the oldest is refused, so that a new one never waits."""
+        if len(self._unfinished) >= self.limits.max_reading:
+            oldest = next(iter(self._unfinished))
+            del self._unfinished[oldest]
+            if not oldest.expired():
+                oldest.reschedule(0.0)
+        self._unfinished[timeout] = None
+        try:
+            yield
+        finally:
+            self._unfinished.pop(timeout, None)
+
+
+def _check_type(request: Request) -> None:
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type not in _JSON_TYPES or (not content_type and "origin" in request.headers):
+        raise RequestError(
+            f"received the content type {content_type[:50]!r}; allowed: application/json; set the header"
+        )
+
+
+def _check_size(num_bytes: int, max_bytes: int) -> None:
+    if num_bytes > max_bytes:
+        raise RequestLimitError(
+            f"the body has more than {max_bytes} bytes; allowed that many; send media by URL"
+        )

@@ -1,0 +1,216 @@
+"""The JSON of a chat request: OpenAI's chat completions, vLLM's names for what that lacks, ours in `epd`.
+
+Types are strict, as OpenAI's are: "1" is no number. No field is ignored silently: those that are not here are
+in `request_fields`, or refused as unknown. Lists end at their first wrong element, for the sake of time.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from epd.reduction import LEAST_RETENTION, METHODS
+from epd.sampling_params import MAX_CHOICES, MAX_INT64, MAX_LOGPROBS, MAX_STOP_STRINGS
+from serve_app.http.request_fields import schema_of_other_fields
+
+MAX_SALT_CHARS = 1024
+
+_T = TypeVar("_T")
+Int64 = Annotated[int, Field(ge=-MAX_INT64 - 1, le=MAX_INT64)]
+Count = Annotated[int, Field(ge=1, le=MAX_INT64)]
+# Lists that end at their first wrong element, one element at least and any number.
+Filled = Annotated[list[_T], Field(min_length=1, fail_fast=True)]
+Listed = Annotated[list[_T], Field(fail_fast=True)]
+
+
+class _Received(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class TextPart(_Received):
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPart(_Received):
+    """What a model said instead of an answer: a text like others."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+class MediaUrl(_Received):
+    """url: http(s), data: with base64, or file: within the folder that the server allows."""
+
+    url: str
+    detail: Literal["auto", "low", "high", "original"] | None = Field(
+        default=None, description="Changes nothing: images are resized as the model's processor does."
+    )
+
+
+class ImagePart(_Received):
+    type: Literal["image_url"]
+    image_url: MediaUrl
+
+
+class VideoPart(_Received):
+    type: Literal["video_url"]
+    video_url: MediaUrl
+
+
+UserPart = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
+AssistantPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+
+
+class FunctionText(_Received):
+    """arguments: JSON, as a text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallText(_Received):
+    """A call of a function that the assistant wrote."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionText
+    index: int | None = Field(default=None, description="Changes nothing: the order of the list counts.")
+
+
+class SystemMessage(_Received):
+    role: Literal["system", "developer"]
+    content: str | Filled[TextPart]
+    name: str | None = None
+
+
+class UserMessage(_Received):
+    role: Literal["user"]
+    content: str | Filled[UserPart]
+    name: str | None = None
+
+
+class AssistantMessage(_Received):
+    """As clients send back what they got. refusal: stands for a content of null."""
+
+    role: Literal["assistant"]
+    content: str | Filled[AssistantPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    tool_calls: Listed[ToolCallText] | None = None
+    function_call: FunctionText | None = None
+    annotations: list[Any] | None = Field(default=None, description="Changes nothing.")
+    audio: None = None
+    reasoning: None = None
+    reasoning_content: None = None
+
+
+class ToolMessage(_Received):
+    role: Literal["tool"]
+    content: str | Filled[TextPart]
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class FunctionMessage(_Received):
+    role: Literal["function"]
+    content: str | None
+    name: str
+
+
+Message = Annotated[
+    SystemMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage,
+    Field(discriminator="role"),
+]
+
+
+class StreamOptions(_Received):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = Field(default=None, description="Changes nothing.")
+    continuous_usage_stats: Literal[False] | None = None
+
+
+class ResponseFormat(BaseModel):
+    """Only `text`; the others are known so that they are refused in words."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["text", "json_object", "json_schema"]
+
+
+class ProcessorOptions(_Received):
+    """vLLM's `mm_processor_kwargs`, as far as it says which frames of a video to take."""
+
+    fps: Annotated[float, Field(gt=0)] | None = None
+    num_frames: Count | None = None
+
+
+class EpdOptions(_Received):
+    """Ours. deadline_s: of the first token, seconds from arrival. events: stream what stages do, too."""
+
+    fps: Annotated[float, Field(gt=0)] | None = Field(default=None, description="Frames per second of video.")
+    num_frames: Count | None = Field(default=None, description="Frames of each video, evenly spread.")
+    start_s: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="Look at each video from here on, seconds."
+    )
+    end_s: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="And up to here; by default to its end."
+    )
+    retention: float | None = Field(
+        default=None,
+        description="Share of the visual tokens that is kept; 1 keeps all.",
+        json_schema_extra={"minimum": LEAST_RETENTION, "maximum": 1},
+    )
+    reduction: str | None = Field(
+        default=None,
+        description="How the kept tokens are chosen; by default as the server has it.",
+        json_schema_extra={"enum": [*METHODS, None]},
+    )
+    retention_min: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None, description="Least share of the visual tokens that is kept when load calls for fewer."
+    )
+    deadline_s: Annotated[float, Field(gt=0)] | None = None
+    events: bool = False
+
+
+class ChatRequest(_Received):
+    """A chat completion. What is left out is as the server's defaults have it; temperature 0 is greedy."""
+
+    model_config = ConfigDict(extra="allow", json_schema_extra=schema_of_other_fields)
+
+    model: str | None = None
+    messages: Filled[Message]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_completion_tokens: Count | None = None
+    max_tokens: Count | None = Field(default=None, description="The old name of max_completion_tokens.")
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    seed: Int64 | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    modalities: Listed[str] | None = Field(default=None, description="Only text.")
+
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT64)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_INT64)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Listed[Annotated[int, Field(ge=0, le=MAX_INT64)]] | None = None
+    include_stop_str_in_output: bool | None = None
+    mm_processor_kwargs: ProcessorOptions | None = None
+    priority: Int64 | None = Field(
+        default=None, description="The lower, the sooner; 0 by default, above it what nobody waits for."
+    )
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = Field(
+        default=None,
+        description="What is cached is shared only with requests of the same salt.",
+    )
+
+    epd: EpdOptions | None = None

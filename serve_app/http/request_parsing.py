@@ -1,0 +1,205 @@
+"""From the JSON of a request to the nouns of the pipeline, refusing what cannot be done."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from encoders import Sampling
+from encoders.prompt.chat import ChatMessage, ContentPart, check_chat
+from encoders.prompt.tool_history import ToolCall
+from encoders.sampling import check_sampling
+from epd.errors import ModelNotFoundError, RequestError
+from epd.reduction import ReductionPolicy
+from epd.sampling_params import SamplingParams
+from epd.types import MediaKind
+from serve_app.http.chat_request import (
+    AssistantMessage,
+    ChatRequest,
+    EpdOptions,
+    ImagePart,
+    Message,
+    RefusalPart,
+    SystemMessage,
+    TextPart,
+    ToolMessage,
+    UserMessage,
+    VideoPart,
+)
+from serve_app.http.request_fields import check_other_fields
+from serve_app.media.media_spool import MediaReference
+from serve_app.service import ModelCard
+
+_Part = TextPart | RefusalPart | ImagePart | VideoPart
+
+# Fields of a request that are options of SamplingParams under the same name.
+_SAME_NAME = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "seed", "ignore_eos", "min_tokens", "include_stop_str_in_output", "n",
+)  # fmt: skip
+_MAX_SHOWN_ERRORS = 3
+_MAX_SHOWN_NAME = 60  # characters of a field that a client may have made up
+_MAX_SHOWN_MESSAGE = 200  # of a message that may quote it
+# More are not even listed: a request may be wrong in as many places as it has values.
+_MAX_LISTED_ERRORS = 1000
+
+
+def describe(error: ValidationError) -> RequestError:
+    """Where and how a body is not as it should be, in one line, without what was received."""
+    if error.error_count() > _MAX_LISTED_ERRORS:
+        return RequestError(f"the request does not fit in {error.error_count()} places; send a shorter one")
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    deep = [one for one in errors if one["loc"][-1:] != ("str",)]  # a list of parts is no text either
+    shown = [f"{_place(one['loc'])}: {_wrong(one)}" for one in deep or errors]
+    more = f" and {len(shown) - _MAX_SHOWN_ERRORS} more" if len(shown) > _MAX_SHOWN_ERRORS else ""
+    return RequestError(f"the request does not fit: {'; '.join(shown[:_MAX_SHOWN_ERRORS])}{more}")
+
+
+def _wrong(error: ErrorDetails) -> str:
+    is_unknown = error["type"] == "extra_forbidden"
+    return "not known here; leave it out" if is_unknown else error["msg"][:_MAX_SHOWN_MESSAGE]
+
+
+def _place(location: tuple[int | str, ...]) -> str:
+    """As in messages[0].content[1].text: without the names of a union's members, which follow an index."""
+    shown = ""
+    for before, one in pairwise(("", *location)):
+        is_member = isinstance(one, str) and (isinstance(before, int) or one == "str" or "[" in one)
+        if not is_member:
+            shown += f"[{one}]" if isinstance(one, int) else f".{one[:_MAX_SHOWN_NAME]}"
+    return shown.lstrip(".") or "the body"
+
+
+def check_supported(chat: ChatRequest) -> None:
+    """Raises RequestError for what OpenAI's interface has and this server has not."""
+    check_other_fields(chat.model_extra or {}, ChatRequest.model_fields)
+    if chat.response_format and chat.response_format.type != "text":
+        raise RequestError(
+            f"received response_format {chat.response_format.type}; allowed: text; leave it out and say in "
+            "the question which format you want"
+        )
+    if set(chat.modalities or ["text"]) != {"text"}:
+        raise RequestError(
+            f"received modalities {reprlib.repr(chat.modalities)}; allowed: text; leave it out"
+        )
+    if chat.stream_options and not chat.stream:
+        raise RequestError("received stream_options without stream; allowed: with stream true; set it")
+    if chat.top_logprobs and not chat.logprobs:
+        raise RequestError("received top_logprobs without logprobs; allowed: with logprobs true; set it")
+
+
+def model_card(chat: ChatRequest, models: Sequence[ModelCard]) -> ModelCard:
+    """The model asked for, or the default. Raises ModelNotFoundError."""
+    if chat.model is None:
+        return models[0]
+    cards = {card.name: card for card in models}
+    if chat.model not in cards:
+        allowed = ", ".join(cards)
+        raise ModelNotFoundError(f"received the model {chat.model[:100]!r}; allowed: {allowed}; use one")
+    return cards[chat.model]
+
+
+def sampling_params(chat: ChatRequest, defaults: SamplingParams) -> SamplingParams:
+    """Raises RequestError as SamplingParams does."""
+    said: dict[str, Any] = {name: getattr(chat, name) for name in _SAME_NAME}
+    said["max_tokens"] = chat.max_completion_tokens or chat.max_tokens
+    said["stop_token_ids"] = None if chat.stop_token_ids is None else tuple(chat.stop_token_ids)
+    if chat.stop is not None:
+        said["stop"] = (chat.stop,) if isinstance(chat.stop, str) else tuple(chat.stop)
+    if chat.logprobs:
+        said["logprobs"] = chat.top_logprobs or 0
+    return defaults.with_options({name: value for name, value in said.items() if value is not None})
+
+
+def video_sampling(chat: ChatRequest) -> Sampling:
+    """Which frames of each video.
+
+    Raises RequestError where two places, or a rate and a number, disagree, and for an empty part of a video.
+    """
+    given = [options for options in (chat.epd, chat.mm_processor_kwargs) if options]
+    rates = {options.fps for options in given} - {None}
+    numbers = {options.num_frames for options in given} - {None}
+    if len(rates) + len(numbers) > 1:
+        raise RequestError(
+            f"received fps {sorted(map(str, rates))} and num_frames {sorted(map(str, numbers))}; "
+            "allowed: one of the two, once; leave out the rest"
+        )
+    ours = chat.epd or EpdOptions()
+    sampling = Sampling(next(iter(rates), None), next(iter(numbers), None), ours.start_s or 0.0, ours.end_s)
+    check_sampling(sampling)
+    return sampling
+
+
+def reduction_policy(chat: ChatRequest, default: ReductionPolicy) -> ReductionPolicy:
+    """Which visual tokens are kept. Raises RequestError as ReductionPolicy does."""
+    ours = chat.epd or EpdOptions()
+    return ReductionPolicy(
+        method=default.method if ours.reduction is None else ours.reduction,
+        retention=default.retention if ours.retention is None else ours.retention,
+    )
+
+
+def conversation(
+    messages: Sequence[Message],
+) -> tuple[tuple[ChatMessage, ...], tuple[MediaReference, ...]]:
+    """The messages, and their media in order. Raises RequestError."""
+    chat = tuple(_message(message) for message in messages)
+    check_chat(chat)
+    return chat, tuple(_references(messages))
+
+
+def _message(message: Message) -> ChatMessage:
+    name = message.name or ""
+    if isinstance(message, SystemMessage):
+        return ChatMessage("system", _parts(message.content), name=name)
+    if isinstance(message, AssistantMessage):
+        content = message.refusal if message.content is None else message.content
+        return ChatMessage("assistant", _parts(content or ""), _tool_calls(message), name=name)
+    if isinstance(message, UserMessage):
+        return ChatMessage("user", _parts(message.content), name=name)
+    call_id = message.tool_call_id if isinstance(message, ToolMessage) else None
+    return ChatMessage("tool", _parts(message.content or ""), tool_call_id=call_id or "", name=name)
+
+
+def _tool_calls(message: AssistantMessage) -> tuple[ToolCall, ...]:
+    calls = [
+        ToolCall(call.function.name, call.function.arguments, call.id or "")
+        for call in message.tool_calls or ()
+    ]
+    old = message.function_call
+    return (*calls, *([ToolCall(old.name, old.arguments)] if old else []))
+
+
+def _parts(content: str | Sequence[_Part]) -> tuple[ContentPart, ...]:
+    if isinstance(content, str):
+        return (ContentPart("text", content),)
+    return tuple(_part(part) for part in content)
+
+
+def _part(part: _Part) -> ContentPart:
+    if isinstance(part, ImagePart | VideoPart):
+        return ContentPart(_kind(part))
+    return ContentPart("text", part.text if isinstance(part, TextPart) else part.refusal)
+
+
+def _kind(part: ImagePart | VideoPart) -> MediaKind:
+    return "image" if isinstance(part, ImagePart) else "video"
+
+
+def _references(messages: Sequence[Message]) -> Iterator[MediaReference]:
+    parts = (
+        part
+        for message in messages
+        if isinstance(message, UserMessage) and not isinstance(message.content, str)
+        for part in message.content
+    )
+    media = (part for part in parts if not isinstance(part, TextPart))
+    for number, part in enumerate(media, start=1):
+        kind = _kind(part)
+        url = part.image_url.url if isinstance(part, ImagePart) else part.video_url.url
+        yield MediaReference(kind, url, f"{kind}, number {number} of the media")

@@ -1,0 +1,163 @@
+"""From the items of an answer to OpenAI's JSON: one completion, or the chunks of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from epd.errors import EPDError
+from serve_app.http.protocol import (
+    ChatChunk,
+    ChatCompletion,
+    Choice,
+    ChoiceLogprobs,
+    ChunkChoice,
+    ContentLogprob,
+    Delta,
+    EpdEvents,
+    ErrorReply,
+    ReplyMessage,
+    TopLogprob,
+)
+from serve_app.observability.record import RequestRecord, epd_report, span_report, usage_report
+from serve_app.service import AnswerEnd, AnswerItem, FinishReason, StageSpan, TokenDelta, TokenLogprob
+
+MIN_LOGPROB = -9999.0
+DONE = b"data: [DONE]\n\n"
+
+
+def logprobs_of(tokens: Sequence[TokenLogprob]) -> ChoiceLogprobs:
+    return ChoiceLogprobs(content=[_logprob(token) for token in tokens])
+
+
+def _logprob(token: TokenLogprob) -> ContentLogprob:
+    alternatives = [
+        TopLogprob(token=one.text, logprob=_finite(one.logprob), bytes=list(one.data) or None)
+        for one in token.alternatives
+    ]
+    return ContentLogprob(
+        token=token.text,
+        logprob=_finite(token.logprob),
+        bytes=list(token.data) or None,
+        top_logprobs=alternatives,
+    )
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity: a token that could not be drawn has the least that clients expect."""
+    return max(logprob, MIN_LOGPROB)
+
+
+class CompletionBuilder:
+    """Gathers the pieces of all choices into one completion."""
+
+    def __init__(self, record: RequestRecord, num_choices: int, *, has_logprobs: bool) -> None:
+        self._record = record
+        self._has_logprobs = has_logprobs
+        self._texts: list[list[str]] = [[] for _ in range(num_choices)]
+        self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(num_choices)]
+        self._reasons: list[FinishReason] = ["length"] * num_choices
+        self._end: AnswerEnd | None = None
+
+    def add(self, item: AnswerItem) -> None:
+        if isinstance(item, TokenDelta):
+            self._texts[item.index].append(item.text)
+            self._logprobs[item.index] += item.logprobs
+            self._reasons[item.index] = item.finish_reason or self._reasons[item.index]
+        elif isinstance(item, AnswerEnd):
+            self._end = item
+
+    def build(self) -> ChatCompletion:
+        """Raises EPDError when the answer stopped without its end."""
+        end = checked_end(self._end)
+        return ChatCompletion(
+            id=self._record.request_id,
+            created=int(self._record.arrival_s),
+            model=self._record.model,
+            choices=[self._choice(index) for index in range(len(self._texts))],
+            usage=usage_report(end),
+            epd=epd_report(self._record, end),
+        )
+
+    def _choice(self, index: int) -> Choice:
+        return Choice(
+            index=index,
+            message=ReplyMessage(content="".join(self._texts[index])),
+            logprobs=logprobs_of(self._logprobs[index]) if self._has_logprobs else None,
+            finish_reason=self._reasons[index],
+        )
+
+
+class ChunkBuilder:
+    """Turns items into chunks. The last chunk with a choice waits for the answer's end and tells its report.
+
+    So no chunk without a choice is sent but those that were asked for: usage, and the events of stages.
+    """
+
+    def __init__(self, record: RequestRecord, *, includes_usage: bool, has_logprobs: bool) -> None:
+        self._record = record
+        self._includes_usage = includes_usage
+        self._has_logprobs = has_logprobs
+        self._begun: set[int] = set()
+        self._held: ChatChunk | None = None
+        self._end: AnswerEnd | None = None
+
+    def chunks(self, item: AnswerItem) -> Iterator[ChatChunk]:
+        if isinstance(item, TokenDelta):
+            yield from self._pieces(item)
+        elif isinstance(item, StageSpan):
+            yield self._chunk([], epd=EpdEvents(events=[span_report(item, self._record)]))
+        else:
+            self._end = item
+
+    def last_chunks(self) -> Iterator[ChatChunk]:
+        """Raises EPDError when the answer stopped without its end."""
+        end = checked_end(self._end)
+        report = epd_report(self._record, end)
+        if self._held:
+            yield self._held.model_copy(update={"epd": report})
+        if self._includes_usage:
+            yield self._chunk([]).model_copy(update={"usage": usage_report(end)})
+
+    def _pieces(self, delta: TokenDelta) -> Iterator[ChatChunk]:
+        if delta.index not in self._begun:
+            self._begun.add(delta.index)
+            yield self._choice_chunk(delta.index, Delta(role="assistant", content=""))
+        if delta.text or delta.logprobs:
+            logprobs = logprobs_of(delta.logprobs) if self._has_logprobs else None
+            yield self._choice_chunk(delta.index, Delta(content=delta.text), logprobs)
+        if delta.finish_reason:
+            if self._held:
+                yield self._held
+            self._held = self._choice_chunk(delta.index, Delta(), None, delta.finish_reason)
+
+    def _choice_chunk(
+        self,
+        index: int,
+        delta: Delta,
+        logprobs: ChoiceLogprobs | None = None,
+        finish_reason: FinishReason | None = None,
+    ) -> ChatChunk:
+        choice = ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish_reason)
+        return self._chunk([choice])
+
+    def _chunk(self, choices: list[ChunkChoice], epd: EpdEvents | None = None) -> ChatChunk:
+        chunk = ChatChunk(
+            id=self._record.request_id,
+            object="chat.completion.chunk",
+            created=int(self._record.arrival_s),
+            model=self._record.model,
+            choices=choices,
+        )
+        update = {"usage": None} if self._includes_usage else {}
+        return chunk.model_copy(update=update | ({"epd": epd} if epd else {}))
+
+
+def checked_end(end: AnswerEnd | None) -> AnswerEnd:
+    if end is None:
+        raise EPDError("the answer stopped without its end; this is a bug of the server, try again")
+    return end
+
+
+def event(chunk: ChatChunk | ErrorReply) -> bytes:
+    """A chunk or an error as a server-sent event; without what was not set."""
+    return b"data: " + chunk.model_dump_json(exclude_unset=True).encode() + b"\n\n"

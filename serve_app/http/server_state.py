@@ -1,0 +1,220 @@
+"""One request from its JSON to the items of its answer: admission, media, service, and what is kept of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from fastapi import Request
+from pydantic import ValidationError
+
+from encoders import Sampling
+from encoders.prompt.chat import ChatMessage
+from epd.control.request_budget import RequestLimits, check_json_size
+from epd.errors import OverloadedError
+from epd.reduction import KEEP_ALL, ReductionPolicy
+from epd.sampling_params import SamplingParams
+from serve_app.http.body_reader import BodyLimits, BodyReader
+from serve_app.http.chat_request import ChatRequest, EpdOptions
+from serve_app.http.http_guard import check_admin
+from serve_app.http.request_cost import budget_of
+from serve_app.http.request_parsing import (
+    check_supported,
+    conversation,
+    describe,
+    model_card,
+    reduction_policy,
+    sampling_params,
+    video_sampling,
+)
+from serve_app.media.media_spool import MediaSpool, SpoolLimits
+from serve_app.observability.metrics import FrontMetrics
+from serve_app.observability.record import RequestRecord, record_of
+from serve_app.observability.tracing import tracing_of
+from serve_app.service import AnswerItem, AnswerRequest, AnswerService, MediaSource, StageSpan
+from video import FetchPolicy, MediaReader
+
+_RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ApiSettings:
+    """Limits and policy of the HTTP front.
+
+    api_key: None lets everybody in. admin_api_key: lets change roles and come before others; None for nobody.
+    fetch: where media may come from, and how large one may be.
+    max_body_bytes: of one body. bodies: of all that are being read.
+    max_spooled_bytes: of the media of all requests. spool_folder: None is the system's temporary folder.
+    max_requests: being answered at once. limits: of what one may ask for. num_downloads: at once.
+    max_fetch_s: until all media of a request are there.
+    default_params, default_reduction: where a request says nothing. default_deadline_s: of the first token,
+    from arrival.
+    keep_alive_s: of silence in a stream, then a comment is sent.
+    allowed_hosts: names that clients may call the server by, see `HostCheck`.
+    trace_dir: a Chrome trace of each request is written there, the latest `max_traces` are kept.
+    otlp_endpoint: base URL of a collector that gets OpenTelemetry traces.
+    """
+
+    api_key: str | None = field(default=None, repr=False)
+    admin_api_key: str | None = field(default=None, repr=False)
+    fetch: FetchPolicy = field(default_factory=lambda: FetchPolicy(max_bytes=512 << 20))
+    max_body_bytes: int = 128 << 20
+    bodies: BodyLimits = field(default_factory=BodyLimits)
+    max_spooled_bytes: int = 8 << 30
+    spool_folder: Path | None = None
+    max_requests: int = 512
+    limits: RequestLimits = field(default_factory=RequestLimits)
+    num_downloads: int = 32
+    max_fetch_s: float = 180.0
+    default_params: SamplingParams = field(default_factory=SamplingParams)
+    default_deadline_s: float | None = None
+    default_reduction: ReductionPolicy = KEEP_ALL
+    keep_alive_s: float = 15.0
+    allowed_hosts: frozenset[str] | None = None
+    trace_dir: Path | None = None
+    max_traces: int = 256
+    otlp_endpoint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    priority: int
+    params: SamplingParams
+    sampling: Sampling
+    reduction: ReductionPolicy
+    ours: EpdOptions
+    cache_salt: str
+
+
+class FrontDoor:
+    """What all routes share."""
+
+    def __init__(
+        self, service: AnswerService, settings: ApiSettings, reader: MediaReader | None = None
+    ) -> None:
+        """reader: of media; by default this process."""
+        self.service = service
+        self.settings = settings
+        self.metrics = FrontMetrics()
+        self.tracing = tracing_of(settings.trace_dir, settings.max_traces, settings.otlp_endpoint)
+        self.bodies = BodyReader(settings.bodies)
+        self.num_requests = 0
+        self.spool = MediaSpool(
+            settings.fetch,
+            parent=settings.spool_folder,
+            limits=SpoolLimits(
+                max_spooled_bytes=settings.max_spooled_bytes,
+                max_s=settings.max_fetch_s,
+                num_downloads=settings.num_downloads,
+            ),
+            reader=reader,
+        )
+        watch = self.metrics.watch
+        watch("held_body_bytes", "Of requests being read.", lambda: self.bodies.budget.num_taken)
+        watch("spooled_media_bytes", "Of requests being answered.", lambda: self.spool.budget.num_taken)
+        watch("media_downloads", "Under way.", lambda: self.spool.num_downloads)
+        watch("dropped_traces", "Traces not written since the start.", lambda: self.tracing.num_dropped)
+
+    def close(self) -> None:
+        self.spool.close()
+        self.tracing.close()
+
+    async def read(self, request: Request) -> ChatRequest:
+        """The checked JSON of a chat request. Raises EPDError."""
+        record = record_of(request)
+        body = await self.bodies.read(request, self.settings.max_body_bytes)
+        check_json_size(body, self.settings.limits)
+        try:
+            chat = ChatRequest.model_validate_json(body)
+        except ValidationError as error:
+            raise describe(error) from None  # what pydantic says holds the input, which logs must not
+        check_supported(chat)
+        if chat.priority is not None and chat.priority < 0:
+            check_admin(request, f"a priority of {chat.priority}", "0 and above")
+        model = model_card(chat, self.service.models)
+        cost = budget_of(
+            chat, *conversation(chat.messages), num_bytes=len(body), context_tokens=model.max_model_len
+        )
+        cost.check(self.settings.limits)
+        record.model = model.name
+        record.is_stream = bool(chat.stream)
+        return chat
+
+    async def items(self, chat: ChatRequest, record: RequestRecord) -> AsyncGenerator[AnswerItem, None]:
+        """The answer. Whenever this ends or is closed, nothing of the request is left. Raises EPDError."""
+        messages, references = conversation(chat.messages)
+        shows_spans = record.is_stream and bool(chat.epd and chat.epd.events)
+        request = partial(self._request, record, messages, self._options(chat))
+        record.num_media = len(references)
+        with self._admitted():
+            async with self.spool.sources(references) as media:
+                del chat, references  # they hold whole media as text, and the answer may take minutes
+                self.bodies.release(record)
+                async with aclosing(self.service.answer(request(media))) as items:
+                    async for item in items:
+                        record.note(item)
+                        if shows_spans or not isinstance(item, StageSpan):
+                            yield item
+
+    def _options(self, chat: ChatRequest) -> _Options:
+        """Raises RequestError for options that make no sense."""
+        return _Options(
+            chat.priority or 0,
+            sampling_params(chat, self.settings.default_params),
+            video_sampling(chat),
+            reduction_policy(chat, self.settings.default_reduction),
+            chat.epd or EpdOptions(),
+            chat.cache_salt or "",
+        )
+
+    def _request(
+        self,
+        record: RequestRecord,
+        messages: tuple[ChatMessage, ...],
+        options: _Options,
+        media: tuple[MediaSource, ...],
+    ) -> AnswerRequest:
+        patience_s = options.ours.deadline_s or self.settings.default_deadline_s
+        return AnswerRequest(
+            request_id=record.request_id,
+            model=record.model,
+            messages=messages,
+            media=media,
+            priority=options.priority,
+            params=options.params,
+            sampling=options.sampling,
+            reduction=options.reduction,
+            retention_min=options.ours.retention or options.ours.retention_min,
+            arrival_s=record.arrival_s,
+            deadline_s=None if patience_s is None else record.arrival_s + patience_s,
+            cache_salt=options.cache_salt,
+            wants_spans=(options.ours.events and record.is_stream) or self.tracing.is_on,
+        )
+
+    @contextmanager
+    def _admitted(self) -> Iterator[None]:
+        if self.num_requests >= self.settings.max_requests:
+            raise OverloadedError(
+                f"{self.num_requests} requests are being answered; allowed {self.settings.max_requests}; "
+                "try again later",
+                _RETRY_AFTER_S,
+            )
+        self.num_requests += 1
+        self.metrics.in_flight.set(self.num_requests)
+        try:
+            yield
+        finally:
+            self.num_requests -= 1
+            self.metrics.in_flight.set(self.num_requests)
+
+    def finish(self, record: RequestRecord) -> None:
+        """Called once for every HTTP request, however it ended."""
+        self.bodies.release(record)
+        if record.is_answer:
+            self.metrics.observe(record)
+            record.log()
+            if self.tracing.is_on:
+                self.tracing.add(record.trace())

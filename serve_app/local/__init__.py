@@ -1,0 +1,1 @@
+"""The application in one process, without Ray: workers as threads."""

@@ -1,0 +1,220 @@
+"""Answers `epd batch` in this process, without Ray. Bodies of lines pass the HTTP app's own checks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+from pydantic import ValidationError
+
+import video
+from epd.batch.lines import BatchLine
+from epd.batch.media_names import local_path
+from epd.batch.tasks import Answered, BackendCounts, Failed, MediaTask, Outcome
+from epd.control.request_budget import RequestLimits
+from epd.errors import EPDError
+from epd.reduction import KEEP_ALL
+from epd.transfer.bounded_queue import BoundedQueue
+from epd.types import StageTimings
+from serve_app.http.chat_request import ChatRequest
+from serve_app.http.request_cost import budget_of
+from serve_app.http.request_parsing import (
+    check_supported,
+    conversation,
+    describe,
+    model_card,
+    reduction_policy,
+    sampling_params,
+    video_sampling,
+)
+from serve_app.http.responses import CompletionBuilder
+from serve_app.media.media_spool import MediaReference
+from serve_app.observability.record import RequestRecord
+from serve_app.orchestration.token_text import TokenTexts
+from serve_app.service import AnswerEnd, ModelCard, TokenDelta
+from stages.batch.batch import BatchPipeline
+from stages.batch.jobs import BatchAnswer, MediaJob, TextRequest
+
+_MAX_OUTCOMES = 1024
+_TICK_S = 0.1
+_LIMITS = RequestLimits(max_media=1024)
+_SEED_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A line under way, and its body as checked."""
+
+    line: BatchLine
+    chat: ChatRequest
+    record: RequestRecord
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """error: what ended the work before its time."""
+
+    error: BaseException | None
+
+
+class LocalBackend:
+    """A `Backend` over a pipeline of this process."""
+
+    def __init__(self, pipeline: BatchPipeline, card: ModelCard) -> None:
+        self._pipeline = pipeline
+        self._card = card
+
+    @contextmanager
+    def run(self, tasks: Iterator[MediaTask]) -> Iterator[Iterator[Outcome | None]]:
+        with tempfile.TemporaryDirectory(prefix="epd-batch-") as folder:
+            work = _Work(self._pipeline, self._card, Path(folder), tasks)
+            with self._pipeline.running(work.jobs(), work):
+                try:
+                    yield work.outcomes()
+                finally:
+                    work.stop()
+
+    def busy_s(self) -> Mapping[str, float]:
+        return self._pipeline.busy_s()
+
+    def counts(self) -> BackendCounts:
+        pipeline = self._pipeline
+        return BackendCounts(
+            pipeline.num_decoded, pipeline.num_encoded, pipeline.num_prefilled, pipeline.num_units_skipped
+        )
+
+
+class _Work:
+    """One batch: jobs for the pipeline, and a sink for what becomes of them."""
+
+    def __init__(
+        self, pipeline: BatchPipeline, card: ModelCard, folder: Path, tasks: Iterator[MediaTask]
+    ) -> None:
+        self._settings = pipeline.settings
+        self._texts = TokenTexts(pipeline.adapter.tokenizer)
+        self._card = card
+        self._folder = folder
+        self._tasks = tasks
+        self._asked: dict[str, _Asked] = {}
+        self._outcomes: BoundedQueue[Outcome | _End] = BoundedQueue(_MAX_OUTCOMES)
+
+    def outcomes(self) -> Iterator[Outcome | None]:
+        while True:
+            outcome = self._outcomes.get(_TICK_S)
+            if not isinstance(outcome, _End):
+                yield outcome
+            elif outcome.error is not None:
+                raise outcome.error
+            else:
+                return
+
+    def stop(self) -> None:
+        self._outcomes.close()
+
+    # Jobs, for the pipeline's first thread
+
+    def jobs(self) -> Iterator[MediaJob]:
+        for task in self._tasks:
+            job = self._job(task)
+            if job is not None:
+                yield job
+
+    def _job(self, task: MediaTask) -> MediaJob | None:
+        """None when none of the lines can be asked, or their media are nowhere."""
+        asked = next((asked for line in task.lines if (asked := self._read(line)) is not None), None)
+        if asked is None:
+            return None
+        try:
+            _, references = conversation(asked.chat.messages)
+            sources = [self._file(task, number, each) for number, each in enumerate(references)]
+        except EPDError as error:
+            for line in chain([asked.line], task.lines):
+                self._put(Failed.of(line, error))
+            return None
+        kinds = [reference.kind for reference in references]
+        requests = self._requests(asked, task.lines)
+        sampling, reduction = video_sampling(asked.chat), reduction_policy(asked.chat, KEEP_ALL)
+        return MediaJob(_name(task), sources, kinds, sampling, requests, reduction)
+
+    def _read(self, line: BatchLine) -> _Asked | None:
+        """A line's body, checked; None for one that is refused, which is told."""
+        try:
+            chat = ChatRequest.model_validate_json(json.dumps(line.body))
+            check_supported(chat)
+            model = model_card(chat, [self._card]).name
+            budget_of(chat, *conversation(chat.messages)).check(_LIMITS)
+            video_sampling(chat)
+            reduction_policy(chat, KEEP_ALL)
+            sampling_params(chat, self._settings.defaults)
+        except ValidationError as error:
+            self._put(Failed.of(line, describe(error)))
+        except EPDError as error:
+            self._put(Failed.of(line, error))
+        else:
+            return _Asked(line, chat, RequestRecord(model=model))
+        return None
+
+    def _file(self, task: MediaTask, number: int, reference: MediaReference) -> Path:
+        """The medium as a file; what is no file yet becomes one until its job is done."""
+        path = local_path(reference.url)
+        if path is not None:
+            return path
+        path = self._folder / _name(task) / str(number)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(video.fetch(reference.url))
+        return path
+
+    def _requests(self, first: _Asked, lines: Iterator[BatchLine]) -> Iterator[TextRequest]:
+        """Taken by the thread of the language model."""
+        for asked in chain([first], filter(None, map(self._read, lines))):
+            key = asked.line.key
+            self._asked[key] = asked
+            messages, _ = conversation(asked.chat.messages)
+            params = sampling_params(asked.chat, self._settings.defaults)
+            seed = _seed(key) if params.seed is None else params.seed
+            yield TextRequest(key, messages, params, seed)
+
+    # The sink, for the thread of the language model
+
+    def answered(self, answer: BatchAnswer) -> None:
+        asked = self._asked.pop(answer.request_id)
+        has_logprobs = bool(asked.chat.logprobs)
+        asked.record.first = answer.first_s
+        builder = CompletionBuilder(asked.record, asked.chat.n or 1, has_logprobs=has_logprobs)
+        for output in answer.outputs:
+            logprobs = (self._texts.logprob(output.token),) if has_logprobs else ()
+            token_ids = (output.token.token_id,)
+            builder.add(TokenDelta(output.choice, output.text, token_ids, logprobs, output.finish_reason))
+        builder.add(AnswerEnd(answer.usage, StageTimings(), answer.num_cached))
+        self._put(Answered(asked.line, builder.build().model_dump(mode="json")))
+
+    def failed(self, request_id: str, error: EPDError) -> None:
+        self._put(Failed.of(self._asked.pop(request_id).line, error))
+
+    def job_done(self, job: MediaJob) -> None:
+        folder = self._folder / job.name
+        if folder.exists():
+            shutil.rmtree(folder)
+
+    def ended(self, error: BaseException | None) -> None:
+        self._put(_End(error))
+
+    def _put(self, outcome: Outcome | _End) -> None:
+        """Waits when nobody takes what is there. Raises QueueClosed when nobody will."""
+        self._outcomes.put(outcome, 1)
+
+
+def _name(task: MediaTask) -> str:
+    return f"media-{task.number}"
+
+
+def _seed(key: str) -> int:
+    """The same whenever the line is asked again."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=_SEED_BYTES).digest()) >> 1

@@ -1,0 +1,288 @@
+"""A fleet of threads in this process: for tests, and for one machine without Ray.
+
+Each worker is a thread with its own stages and pools; what it shares with others are the connectors. Workers
+can be lost on purpose, with all they hold, and frozen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from epd.errors import CancelledError, EPDError
+from epd.topology import ROLE_LETTERS, Stage
+from epd.transfer.connectors import EncoderConnector, KVConnector
+from epd.types import UInt8Array
+from serve_app.fleet import Bulk, FleetBroken, FleetEvent, WorkerBack, WorkerInfo, WorkerLost, WorkerLostError
+from serve_app.messages import CloseStream, Message, ReplyT, WorkerReport, endpoint
+from serve_app.task_group import Loops
+from serve_app.worker.frame_reader import ChildOpener, FrameReader
+from serve_app.worker.worker_core import WorkerCore
+from serve_app.worker.worker_stages import WorkerSettings
+from serve_app.worker.worker_thread import Call, Listener, WorkerThread, fault_of
+from stages.connectors import InProcessHub
+from stages.encode.encoder_pool import EncoderPool, EncoderPoolShape
+from stages.engine.kv_pool import KVPools, KVPoolsShape
+from video import MediaChildren
+
+logger = logging.getLogger(__name__)
+
+_FROZEN_S = 0.1  # between looks of a frozen worker whether it has ended
+_JOIN_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFleetConfig:
+    """workers: roles of each, by name. hang_s: a worker without a sign of life for so long is lost.
+
+    restart_s: until a lost worker is started again. num_video_threads: frames being read at once.
+    children: that decode video; None for threads of this process.
+    """
+
+    workers: Mapping[str, frozenset[Stage]]
+    hang_s: float = 30.0
+    restart_s: float = 0.05
+    num_video_threads: int = 4
+    children: MediaChildren | None = None
+
+
+@dataclass(slots=True)
+class Hubs:
+    """Of all workers: one for embeddings, one for keys and values."""
+
+    embeddings: InProcessHub = field(default_factory=InProcessHub)
+    kv: InProcessHub = field(default_factory=InProcessHub)
+
+    def close(self, name: str) -> None:
+        self.embeddings.disconnect(name)
+        self.kv.disconnect(name)
+
+
+@dataclass(slots=True)
+class LocalTransport:
+    """A worker's way into the hubs. wake: tells its thread that there is mail."""
+
+    hubs: Hubs = field(default_factory=Hubs)
+    wake: Callable[[], None] | None = None
+
+    def embeddings(self, name: str, shape: EncoderPoolShape) -> tuple[EncoderPool, EncoderConnector]:
+        pool = shape.build()
+        return pool, self.hubs.embeddings.connect(name, pool, self.wake)
+
+    def kv(self, name: str, shape: KVPoolsShape) -> tuple[KVPools, KVConnector]:
+        pools = shape.build()
+        return pools, self.hubs.kv.connect(name, pools, self.wake)
+
+    def weights(self, path: Path, dtype: torch.dtype) -> Path | None:  # noqa: ARG002 - each reads its own
+        return None
+
+    def close(self, name: str) -> None:
+        self.hubs.close(name)
+
+
+class _LocalWorker(WorkerThread):
+    """One incarnation of a worker. calls: replies that are waited for. is_frozen: it hangs."""
+
+    def __init__(self, info: WorkerInfo, settings: WorkerSettings, hubs: Hubs, listener: Listener) -> None:
+        transport = LocalTransport(hubs)
+        super().__init__(info.name, info.roles, settings, transport, listener)
+        transport.wake = self.wake
+        self.is_frozen = False
+        self.calls: set[asyncio.Future[Any]] = set()
+
+    def turn(self, core: WorkerCore) -> None:
+        if self.is_frozen:
+            time.sleep(_FROZEN_S)
+        else:
+            super().turn(core)
+
+
+class LocalFleet:
+    """Threads as workers. A worker with the role "video" has no other; frames are arrays of this process."""
+
+    def __init__(self, config: LocalFleetConfig, settings: WorkerSettings) -> None:
+        self._config = config
+        self._settings = settings
+        self._hubs = Hubs()
+        self._infos = {name: WorkerInfo(name, roles) for name, roles in config.workers.items()}
+        self._threads: dict[str, _LocalWorker] = {}
+        self._stopped: list[_LocalWorker] = []
+        self.readers: dict[str, FrameReader] = {}
+        self._executor = ThreadPoolExecutor(config.num_video_threads, thread_name_prefix="video")
+        self._events: asyncio.Queue[FleetEvent | None] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loops = Loops(Counter(), lambda loop: self._events.put_nowait(FleetBroken(loop)))
+        self._is_closed = False
+
+    @property
+    def workers(self) -> Mapping[str, WorkerInfo]:
+        return self._infos
+
+    def core(self, name: str) -> WorkerCore:
+        """The stages of a worker, for tests: look at them only while nothing runs."""
+        core = self._threads[name].core
+        assert core is not None
+        return core
+
+    def _new_reader(self) -> FrameReader:
+        children = self._config.children
+        return FrameReader(ChildOpener(children) if children else None)
+
+    async def start(self) -> None:
+        decoders = [name for name, info in self._infos.items() if "video" in info.roles]
+        self.readers = {name: self._new_reader() for name in decoders}
+        await asyncio.gather(*(self._start(name) for name in self._infos if name not in self.readers))
+        self._loops.start("watch", self._watch)
+
+    async def _start(self, name: str) -> None:
+        listener = Listener(self._take, lambda reason: self._lose(name, reason))
+        thread = _LocalWorker(self._infos[name], self._settings, self._hubs, listener)
+        self._threads[name] = thread
+        await thread.start()
+
+    async def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        await self._loops.close()
+        for task in self._tasks:
+            task.cancel()
+        for thread in self._threads.values():
+            self._stop(thread, "the fleet is closed")
+        for reader in self.readers.values():
+            reader.close()
+        await asyncio.to_thread(self._join)
+        self._events.put_nowait(None)
+
+    def _join(self) -> None:
+        for thread in self._stopped:
+            thread.join(_JOIN_S)
+        self._executor.shutdown()
+
+    async def send(
+        self, stage: Stage, target: str, message: Message[ReplyT], bulk: Bulk | None = None
+    ) -> ReplyT:
+        if stage == "video":
+            reply, _ = await self._read(target, message)
+            return cast(ReplyT, reply)
+        thread = self._threads.get(target)
+        if thread is None or thread.is_stopped or not self._infos[target].is_alive:
+            raise WorkerLostError(f"worker '{target}' is gone; it is being started again")
+        assert bulk is None or isinstance(bulk, np.ndarray)
+        answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        thread.calls.add(answered)
+        answered.add_done_callback(thread.calls.discard)
+        thread.put(Call(message, bulk, answered))
+        self._infos[target] = self._infos[target].told(message)
+        return cast(ReplyT, await answered)
+
+    async def fetch(self, stage: Stage, target: str, message: Message[ReplyT]) -> tuple[ReplyT, Bulk]:
+        assert stage == "video"
+        reply, frames = await self._read(target, message)
+        return cast(ReplyT, reply), frames
+
+    async def _read(self, target: str, message: Message[Any]) -> tuple[int | None, UInt8Array | None]:
+        reader, before = self.readers[target], self._infos[target]
+        if not before.is_alive:
+            raise WorkerLostError(f"worker '{target}' is gone; it is being started again")
+        loop = asyncio.get_running_loop()
+        try:
+            if isinstance(message, CloseStream):  # at once: every thread may be reading
+                return reader.handle(message)
+            return await loop.run_in_executor(self._executor, reader.handle, message)
+        except CancelledError as error:
+            if self._infos[target] == before:
+                raise
+            raise WorkerLostError(f"worker '{target}' was lost meanwhile; ask another") from error
+        except EPDError:
+            raise
+        except Exception as error:  # as of a thread: it costs its sender alone
+            logger.exception("worker %s failed on a message", target)
+            raise fault_of(target, message, error) from error
+
+    async def events(self) -> AsyncIterator[FleetEvent]:
+        while True:
+            event = await self._events.get()
+            if event is None:
+                return
+            yield event
+
+    def _take(self, report: WorkerReport) -> None:
+        """What a thread reports; nothing of one that is gone counts."""
+        if self._infos[report.worker].is_alive:
+            self._events.put_nowait(report)
+
+    # Loss
+
+    def kill(self, name: str) -> None:
+        """The worker is lost with all it holds, and started again after `restart_s`."""
+        self._lose(name, "it was killed")
+
+    def freeze(self, name: str) -> None:
+        """The worker does nothing any more, and says nothing, until it is found to hang."""
+        self._threads[name].is_frozen = True
+
+    def _lose(self, name: str, reason: str) -> None:
+        info = self._infos[name]
+        if self._is_closed or not info.is_alive:
+            return
+        self._infos[name] = replace(info, is_alive=False, closed=frozenset())
+        if name in self.readers:
+            self.readers[name].close()
+        else:
+            self._stop(self._threads[name], f"worker '{name}' is gone: {reason}")
+            for stage in ROLE_LETTERS:
+                self._hubs.close(endpoint(name, stage))
+        self._events.put_nowait(WorkerLost(name, reason))
+        self._spawn(self._restart(name))
+
+    def _stop(self, thread: _LocalWorker, reason: str) -> None:
+        thread.stop()
+        self._stopped.append(thread)
+        for reply in list(thread.calls):
+            if not reply.done():
+                reply.set_exception(WorkerLostError(f"{reason}; send to another worker"))
+
+    async def _restart(self, name: str) -> None:
+        await asyncio.sleep(self._config.restart_s)
+        info = self._infos[name]
+        self._infos[name] = replace(info, incarnation=info.incarnation + 1)
+        if name in self.readers:
+            self.readers[name] = self._new_reader()
+        else:
+            while not await self._is_started(name):
+                await asyncio.sleep(max(self._config.restart_s, _FROZEN_S))
+        self._infos[name] = replace(self._infos[name], is_alive=True)
+        self._events.put_nowait(WorkerBack(name))
+
+    async def _is_started(self, name: str) -> bool:
+        try:
+            await self._start(name)
+        except EPDError:
+            logger.exception("worker %s does not start", name)
+            return False
+        return True
+
+    async def _watch(self) -> None:
+        """Finds workers that hang."""
+        while True:
+            await asyncio.sleep(self._config.hang_s / 4)
+            now = time.monotonic()
+            for name, thread in list(self._threads.items()):
+                if self._infos[name].is_alive and now - thread.beat_s > self._config.hang_s:
+                    self._lose(name, f"no sign of life for {now - thread.beat_s:.1f} s")
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,1 @@
+"""Media of requests: fetched or decoded from the body, and kept as files within limits."""

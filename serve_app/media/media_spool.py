@@ -1,0 +1,217 @@
+"""Media of requests as local files: fetched within limits, hashed, and deleted when their request ends.
+
+    file:       in threads of its own, read where it lies         \
+    data:       in threads of its own, decoded into the spool      |  each request has a share of each kind
+    http(s):    in threads of its own, downloaded into the spool  /
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import tempfile
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import video
+from epd.control.recent import Recent
+from epd.errors import MediaError, MediaLimitError, RequestError, UnsupportedMediaError
+from epd.types import MediaKind, content_hash
+from serve_app.held_folder import SPOOL_PREFIX, HeldFolder, remove_abandoned
+from serve_app.media.fair_threads import FairThreads
+from serve_app.media.spool_files import ByteBudget, RequestFolder, SpooledFile
+from serve_app.service import MediaSource
+from video import FetchPolicy, FileIdentity
+
+SCHEMES = ("http", "https", "data", "file")
+# Hashes of files that clients name by path are remembered for as many files.
+_MAX_KNOWN_FILES = 4096
+# What was seen of media, by content: a second question about one opens nothing.
+_MAX_KNOWN_FACTS = 4096
+# Of the spool, that one request may fill; it may always have one medium as large as allowed.
+_REQUEST_SHARE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class MediaReference:
+    """A medium as a request names it. label: how to call it in answers, which never show our paths."""
+
+    kind: MediaKind
+    url: str
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class SpoolLimits:
+    """max_spooled_bytes: of the media of all requests. max_s: until all media of a request are there.
+
+    num_downloads: at once, of all requests. max_downloads: of these, for one request.
+    num_threads: for local files, and as many for data: URLs; a request has half of each.
+    """
+
+    max_spooled_bytes: int = 8 << 30
+    max_s: float = 180.0
+    num_downloads: int = 32
+    max_downloads: int = 4
+    num_threads: int = 4
+
+
+class KnownFiles:
+    """Hashes of local files, by what changes when they do: a second question about a file reads nothing."""
+
+    def __init__(self) -> None:
+        self._hashes: Recent[FileIdentity, str] = Recent(_MAX_KNOWN_FILES)
+
+    def content_hash(self, file: video.OpenFile) -> str:
+        found = self._hashes.get(file.identity) or content_hash(file.source)
+        self._hashes.set(file.identity, found)
+        return found
+
+
+class MediaSpool:
+    """A folder of its own below `parent`, where each request has one for as long as it lasts."""
+
+    def __init__(
+        self,
+        policy: FetchPolicy,
+        *,
+        parent: Path | None = None,
+        limits: SpoolLimits | None = None,
+        reader: video.MediaReader | None = None,
+    ) -> None:
+        """reader: of media; by default this process."""
+        self._policy = policy
+        self._reader = reader or video.OwnReader()
+        self._limits = limits or SpoolLimits()
+        self._known = KnownFiles()
+        self._facts: Recent[str, video.MediaFacts] = Recent(_MAX_KNOWN_FACTS)
+        self.budget = ByteBudget(self._limits.max_spooled_bytes, "media")
+        folder = parent or Path(tempfile.gettempdir())
+        remove_abandoned(folder, SPOOL_PREFIX)
+        self._held = HeldFolder(folder / f"{SPOOL_PREFIX}{secrets.token_hex(8)}")
+        self.path = self._held.path / "requests"
+        self.path.mkdir()
+        num = self._limits.num_threads
+        self._local = FairThreads("media-file", num, max(1, num // 2))
+        self._data = FairThreads("media-data", num, max(1, num // 2))
+        self._remote = FairThreads("media-http", self._limits.num_downloads, self._limits.max_downloads)
+
+    @property
+    def num_downloads(self) -> int:
+        """Under way, those that are being cancelled too."""
+        return self._remote.num_busy
+
+    def close(self) -> None:
+        """Deletes everything; requests must have ended."""
+        for threads in (self._local, self._data, self._remote):
+            threads.close()
+        self._held.remove()
+
+    @asynccontextmanager
+    async def sources(self, references: Sequence[MediaReference]) -> AsyncIterator[tuple[MediaSource, ...]]:
+        """The media of one request as files, in order, until the block is left.
+
+        Raises MediaError, RequestError for a URL of no known kind, OverloadedError when the spool is full,
+        StorageFullError when the disk is.
+        """
+        most = max(self._policy.max_bytes, self._limits.max_spooled_bytes // _REQUEST_SHARE)
+        folder = RequestFolder(self.path, self.budget, most)
+        try:
+            work = [self._source(one, folder) for one in references]
+            del references  # a data: URL holds a whole medium
+            yield await self._all(work)
+        finally:
+            folder.close()
+
+    async def _all(self, work: list[Coroutine[None, None, MediaSource]]) -> tuple[MediaSource, ...]:
+        """The results in order. The first error, or the end of the request, ends the others."""
+        tasks = [asyncio.ensure_future(one) for one in work]
+        work.clear()
+        try:
+            async with asyncio.timeout(self._limits.max_s):
+                return tuple(await asyncio.gather(*tasks))
+        except TimeoutError as error:
+            raise MediaLimitError(
+                f"the media of the request took more than {self._limits.max_s:g} s to fetch; allowed that "
+                "much; send fewer, or host them nearer"
+            ) from error
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _source(self, reference: MediaReference, folder: RequestFolder) -> MediaSource:
+        scheme = _scheme(reference.url)
+        if scheme == "file":  # used where it lies, so that nothing of it is copied
+            return await self._local.run(folder, partial(self._from_file, reference))
+        if scheme == "data":
+            return await self._data.run(folder, partial(self._from_data, reference, folder))
+        download = video.Download(self._policy)
+        return await self._remote.run(
+            folder, partial(self._from_web, reference, folder, download), download.cancel
+        )
+
+    # In threads
+
+    def _from_file(self, reference: MediaReference) -> MediaSource:
+        policy = self._policy
+        try:
+            file = video.open_allowed(reference.url, policy.media_folder, policy.max_bytes)
+        except MediaError as error:
+            raise _labelled(error, reference) from error
+        with file:
+            return self._seen(reference, file, file.path)
+
+    def _from_data(self, reference: MediaReference, folder: RequestFolder) -> MediaSource:
+        return self._spooled(
+            reference, folder, lambda sink: video.read_data_uri(reference.url, self._policy.max_bytes, sink)
+        )
+
+    def _from_web(
+        self, reference: MediaReference, folder: RequestFolder, download: video.Download
+    ) -> MediaSource:
+        return self._spooled(reference, folder, lambda sink: download.run(reference.url, sink))
+
+    def _spooled(
+        self, reference: MediaReference, folder: RequestFolder, fetch: Callable[[SpooledFile], None]
+    ) -> MediaSource:
+        with folder.new_file() as sink:
+            try:
+                fetch(sink)
+            except MediaError as error:
+                raise _labelled(error, reference) from error
+        with video.open_file(sink.path, reference.label) as file:
+            return self._seen(reference, file, sink.path)
+
+    def _seen(self, reference: MediaReference, file: video.OpenFile, path: Path) -> MediaSource:
+        mm_hash = self._known.content_hash(file)
+        facts = self._facts.get(mm_hash)
+        if facts is None:
+            facts = self._reader.look(file, reference.label)
+            self._facts.set(mm_hash, facts)
+        _check_kind(facts.kind, reference)
+        num_bytes, identity = file.identity.num_bytes, file.identity
+        return MediaSource(facts.kind, path, mm_hash, num_bytes, facts, reference.label, identity)
+
+
+def _scheme(url: str) -> str:
+    scheme = url[:8].partition(":")[0].lower() if ":" in url[:8] else ""
+    if scheme not in SCHEMES:
+        raise RequestError(
+            f"received a media URL that begins with {url[:16]!r}; allowed {', '.join(SCHEMES)}; use one"
+        )
+    return scheme
+
+
+def _labelled(error: MediaError, reference: MediaReference) -> MediaError:
+    return type(error)(f"{reference.label}: {error}")
+
+
+def _check_kind(kind: MediaKind, reference: MediaReference) -> None:
+    if kind != reference.kind:
+        raise UnsupportedMediaError(
+            f"{reference.label}: received a {kind} as {reference.kind}_url; allowed there: "
+            f"{reference.kind}s; send it as {kind}_url"
+        )

@@ -1,0 +1,1 @@
+"""Metrics, traces and one line for each request."""

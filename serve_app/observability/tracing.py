@@ -1,0 +1,80 @@
+"""Traces of finished requests, written by a thread of their own so that no answer waits for a disk."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from serve_app.observability.chrome_trace import TraceFolder
+from serve_app.observability.otel_export import otlp_export
+from serve_app.observability.record import RequestTrace
+
+logger = logging.getLogger(__name__)
+
+_MAX_WAITING = 64
+
+
+class TraceSink(Protocol):
+    """Where traces go. Called from one thread."""
+
+    def write(self, trace: RequestTrace) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Tracing:
+    """Passes traces on to all sinks. num_dropped: traces that came faster than sinks took them, or failed."""
+
+    def __init__(self, sinks: Sequence[TraceSink]) -> None:
+        self._sinks = sinks
+        self._waiting: queue.Queue[RequestTrace | None] = queue.Queue(_MAX_WAITING)
+        self._thread: threading.Thread | None = None
+        self.num_dropped = 0
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self._sinks)
+
+    def add(self, trace: RequestTrace) -> None:
+        """Never waits."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
+            self._thread.start()
+        try:
+            self._waiting.put_nowait(trace)
+        except queue.Full:
+            self.num_dropped += 1
+
+    def close(self) -> None:
+        """Writes what waits."""
+        if self._thread is not None:
+            self._waiting.put(None)
+            self._thread.join()
+        for sink in self._sinks:
+            sink.close()
+
+    def _run(self) -> None:
+        while (trace := self._waiting.get()) is not None:
+            for sink in self._sinks:
+                self._write(sink, trace)
+
+    def _write(self, sink: TraceSink, trace: RequestTrace) -> None:
+        try:
+            sink.write(trace)
+        except Exception:  # the edge of a thread: a trace that is lost ends nothing else
+            self.num_dropped += 1
+            logger.warning("request_id=%s: its trace is lost", trace.request_id, exc_info=True)
+
+
+def tracing_of(folder: Path | None, max_files: int, otlp_endpoint: str | None) -> Tracing:
+    """Raises RequestError when the packages for an endpoint are not installed, or for a bad folder."""
+    sinks: list[TraceSink] = []
+    if folder is not None:
+        sinks.append(TraceFolder(folder, max_files))
+    if otlp_endpoint:
+        sinks.append(otlp_export(otlp_endpoint))
+    return Tracing(sinks)

@@ -1,0 +1,1 @@
+"""A request on its way through the stages: planning, placement, retries, roles."""

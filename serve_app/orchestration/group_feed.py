@@ -1,0 +1,204 @@
+"""The groups of one try, from the room that is granted to an encoder; frames are fetched in order, by item.
+
+granted  ->  an encoder has it cached?  ->  frames: from the image, or from a video decoder  ->  encoder
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+from epd.encode.sharding import Sharding
+from epd.errors import EPDError, InternalError, UnavailableError
+from serve_app.fleet import Bulk, Fleet, send_surely
+from serve_app.messages import CloseStream, EncodeGroup, Granted, ReadFrames
+from serve_app.orchestration.attempt import Attempt
+from serve_app.orchestration.encode_dispatcher import EncodeDesk
+from serve_app.orchestration.isolation import Isolation
+from serve_app.orchestration.loss_counter import LossCounter
+from serve_app.task_group import Tasks
+from serve_app.worker.worker_roles import Clock
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S, _MAX_RETRY_S = 0.05, 1.0  # between tries, twice as long after each
+_MAX_READS = 5  # of one group, with decoders that are there
+
+
+class _ItemFrames:
+    """The frames of one item, from one decoder as long as that lives."""
+
+    def __init__(self, fleet: Fleet, losses: LossCounter, attempt: Attempt, item: int) -> None:
+        self._fleet = fleet
+        self._losses = losses
+        self._attempt = attempt
+        self._item = item
+        self._worker: str | None = None
+        self._num_streams = 0
+
+    async def read(self, index: int, patience_s: float) -> tuple[int, Bulk]:
+        """The item's group `index`: how many of its frames are substituted, and all of them.
+
+        Raises MediaError, UnavailableError where no decoder brings it.
+        """
+        media = self._attempt.answer.plan.media[self._item]
+        cuts = self._attempt.answer.plan.cuts(self._item)
+        source = self._attempt.answer.request.media[self._item]
+        deadline = asyncio.get_running_loop().time() + patience_s
+        num_reads, pause_s = 0, _RETRY_S
+        while True:
+            try:
+                worker = self._worker or self._choose()
+                num_reads += 1
+                message = ReadFrames(self._stream_id, source.path, media.plan, cuts, index, source.label)
+                with self._losses.asking(self._attempt, worker):
+                    return await self._fleet.fetch("video", worker, message)
+            except UnavailableError:  # also when that worker is lost
+                self._worker = None
+                if num_reads >= _MAX_READS or asyncio.get_running_loop().time() > deadline:
+                    raise
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _MAX_RETRY_S)
+
+    @property
+    def _stream_id(self) -> str:
+        return f"{self._attempt.id}/{self._item}/{self._num_streams}"
+
+    def _choose(self) -> str:
+        names = [i.name for i in self._fleet.workers.values() if i.is_alive and "video" in i.roles]
+        if not names:
+            raise UnavailableError("no video decoder is there; try again")
+        self._num_streams += 1
+        self._worker = names[hash(self._stream_id) % len(names)]
+        return self._worker
+
+    async def close(self) -> None:
+        if self._worker is not None:
+            await send_surely(self._fleet, "video", self._worker, CloseStream(self._stream_id))
+
+
+class GroupFeed:
+    """Brings every group that is granted to an encoder; a group may be granted again."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        desk: EncodeDesk,
+        losses: LossCounter,
+        isolation: Isolation,
+        attempt: Attempt,
+        clock: Clock,
+        *,
+        patience_s: float,
+        sharding: Sharding = "groups",
+    ) -> None:
+        """patience_s: to wait for a video decoder when all are lost."""
+        self._fleet = fleet
+        self._desk = desk
+        self._losses = losses
+        self._isolation = isolation
+        self._attempt = attempt
+        self._clock = clock
+        self._patience_s = patience_s
+        self._sharding = sharding
+        self._first_encoder: str | None = None
+        self._granted: dict[int, asyncio.Queue[Granted]] = {}  # by item
+        self._frames: dict[int, _ItemFrames] = {}
+        self._tasks = Tasks()
+
+    def grant(self, granted: Granted) -> None:
+        """There is room for a group."""
+        item = self._attempt.answer.plan.groups[granted.group].item
+        if item not in self._granted:
+            self._granted[item] = asyncio.Queue()
+            self._frames[item] = _ItemFrames(self._fleet, self._losses, self._attempt, item)
+            self._tasks.spawn(self._guarded(partial(self._serve_item, item)))
+        self._granted[item].put_nowait(granted)
+
+    def stop(self) -> None:
+        """Nothing more goes out."""
+        self._tasks.cancel()
+
+    async def close(self) -> None:
+        """Ends what was stopped, and lets go of the decoders."""
+        await self._tasks.wait()
+        for frames in self._frames.values():
+            await frames.close()
+
+    async def _guarded(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """What goes wrong for good ends the try."""
+        try:
+            await work()
+        except EPDError as error:
+            self._attempt.fail(error)
+        except Exception as error:  # nobody else ends the attempt
+            logger.exception("the groups of an item were not fed")
+            self._attempt.fail(InternalError.of(error))
+
+    async def _serve_item(self, item: int) -> None:
+        queue, plan = self._granted[item], self._attempt.answer.plan
+        while True:
+            granted = await queue.get()
+            if await self._from_cache(granted):
+                continue
+            frames = await self._read(granted.group)
+            worker = await self._encoder(granted.group)
+            self._desk.book(worker, self._attempt.prefill_worker, granted, plan.groups[granted.group])
+            self._tasks.spawn(self._guarded(partial(self._give, worker, granted, frames)))
+            del frames
+
+    async def _encoder(self, number: int) -> str:
+        """The one that the kind of sharding wants for a group, while it is there, or the least loaded."""
+        allowed = partial(self._isolation.allowed, self._attempt, ("encode", number))
+        if self._sharding == "local":
+            return await self._desk.encoder(self._attempt.prefill_worker, allowed)
+        worker = await self._desk.encoder(self._first_encoder, allowed)
+        if self._sharding == "request":
+            self._first_encoder = worker
+        return worker
+
+    async def _from_cache(self, granted: Granted) -> bool:
+        group = self._attempt.answer.plan.groups[granted.group]
+        worker = self._desk.encoder_with(group)
+        if worker is None or not self._isolation.allowed(self._attempt, ("encode", granted.group), [worker]):
+            return False
+        self._desk.book(worker, self._attempt.prefill_worker, granted, group)
+        return await self._desk.give(worker, self._message(granted), None)
+
+    async def _read(self, number: int) -> Bulk:
+        plan = self._attempt.answer.plan
+        image = plan.image_of(number)
+        if image is not None:
+            return image
+        start_s = self._clock()
+        item, index = plan.groups[number].item, plan.index_in_item(number)
+        num_substituted, frames = await self._frames[item].read(index, self._patience_s)
+        self._attempt.answer.substituted.note(plan.groups[number].spec.key, num_substituted)
+        self._attempt.answer.timings.decode_video_s += self._clock() - start_s
+        self._attempt.event_s = self._clock()
+        self._attempt.answer.note_span("decode_video", "video", start_s, item=item, group=index)
+        return frames
+
+    async def _give(self, worker: str, granted: Granted, frames: Bulk) -> None:
+        """Until an encoder takes it: the role of one may just have changed."""
+        group = self._attempt.answer.plan.groups[granted.group]
+        while not await self._desk.give(worker, self._message(granted), frames):
+            await asyncio.sleep(_RETRY_S)
+            worker = await self._encoder(granted.group)
+            self._desk.book(worker, self._attempt.prefill_worker, granted, group)
+
+    def _message(self, granted: Granted) -> EncodeGroup:
+        plan = self._attempt.answer.plan
+        group, index = plan.groups[granted.group], plan.index_in_item(granted.group)
+        return EncodeGroup(
+            self._attempt.id,
+            granted.ticket,
+            group.plan,
+            group.start,
+            group.stop,
+            item=group.item,
+            group=index,
+        )

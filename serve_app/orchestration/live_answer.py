@@ -1,0 +1,183 @@
+"""One answer while it is being made: tokens in order, each once, however often and by whom they are computed.
+
+tokens of a choice   0 1 2 3 | 4     6        passed on | comes next, waits for 5
+done again           0 1 2 3 4 5 6            0 to 3 are dropped by their index
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from epd.types import StageTimings, Usage
+from serve_app.messages import SpanDone
+from serve_app.orchestration.request_planner import AnswerPlan
+from serve_app.orchestration.substituted_frames import SubstitutedFrames
+from serve_app.orchestration.token_text import TokenTexts
+from serve_app.service import (
+    AnswerEnd,
+    AnswerItem,
+    AnswerRequest,
+    FinishReason,
+    StageName,
+    StageSpan,
+    TokenDelta,
+)
+from stages.engine.generation import TokenOutput
+
+
+@dataclass(slots=True)
+class _Choice:
+    """num_passed: tokens that were passed on. early: tokens by index that wait for those before them."""
+
+    num_passed: int = 0
+    early: dict[int, TokenOutput] = field(default_factory=dict)
+    finish_reason: FinishReason | None = None
+
+
+class LiveAnswer:
+    """What one consumer reads and the orchestrator fills.
+
+    num_losses: workers that were lost with it, and attempts that were lost otherwise.
+    """
+
+    def __init__(
+        self,
+        request: AnswerRequest,
+        plan: AnswerPlan,
+        texts: TokenTexts,
+        clock: Callable[[], float],
+        substituted: SubstitutedFrames,
+    ) -> None:
+        """substituted: of all answers."""
+        self.request = request
+        self.plan = plan
+        self.substituted = substituted
+        self.num_retries = 0
+        self.num_losses = 0
+        self.timings = StageTimings(probe_s=plan.plan_s)
+        self.queued = StageTimings()
+        self.cached_tokens = 0
+        self.first_token_s: float | None = None
+        self._start_s = clock()
+        self._clock = clock
+        self._texts = texts
+        self._choices = [_Choice() for _ in range(plan.params.n)]
+        self._items: asyncio.Queue[AnswerItem | Exception | None] = asyncio.Queue()
+
+    async def items(self) -> AsyncIterator[AnswerItem]:
+        """Everything in order, up to AnswerEnd. Raises what the answer failed with."""
+        while True:
+            item = await self._items.get()
+            if item is None:
+                return
+            if isinstance(item, Exception):
+                raise item
+            yield item
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What is asked, see `fingerprint` below."""
+        return fingerprint(self.request)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every choice has ended."""
+        return all(choice.finish_reason for choice in self._choices)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether every choice has its first token."""
+        return all(choice.num_passed for choice in self._choices)
+
+    def take(self, outputs: Sequence[TokenOutput]) -> None:
+        """Tokens of this request from any worker, in any order between workers."""
+        for output in outputs:
+            choice = self._choices[output.choice]
+            if output.index >= choice.num_passed:
+                choice.early[output.index] = output
+        for index, choice in enumerate(self._choices):
+            if choice.early:
+                self._pass_on(index, choice)
+
+    def _pass_on(self, index: int, choice: _Choice) -> None:
+        """All that is next of one choice, as one piece."""
+        outputs = []
+        while choice.num_passed in choice.early:
+            outputs.append(choice.early.pop(choice.num_passed))
+            choice.num_passed += 1
+        if not outputs:
+            return
+        self.first_token_s = self.first_token_s or self._clock()
+        choice.finish_reason = outputs[-1].finish_reason
+        wants_logprobs = self.plan.params.logprobs is not None
+        self._items.put_nowait(
+            TokenDelta(
+                index,
+                "".join(output.text for output in outputs),
+                tuple(output.token.token_id for output in outputs),
+                tuple(self._texts.logprob(output.token) for output in outputs) if wants_logprobs else (),
+                choice.finish_reason,
+            )
+        )
+
+    def forget_early(self) -> None:
+        """The request is done again from the start: tokens that never became next come once more."""
+        for choice in self._choices:
+            choice.early.clear()
+
+    def note(self, done: SpanDone) -> None:
+        """A piece of work that a worker has told of."""
+        stage = done.span.stage
+        if stage == "encode":
+            self.timings.encode_s += done.service_s
+            self.queued.encode_s = max(self.queued.encode_s, done.queued_s)
+        elif stage == "prefill":
+            self.timings.prefill_s += done.service_s
+            self.queued.prefill_s += done.queued_s
+        self._tell(done.span)
+
+    def note_span(self, stage: StageName, worker: str, start_s: float, **place: int) -> None:
+        """A piece of work that ends now. place: item and group."""
+        self._tell(StageSpan(stage, worker, start_s, self._clock(), **place))
+
+    def _tell(self, span: StageSpan) -> None:
+        if self.request.wants_spans:
+            self._items.put_nowait(span)
+
+    def finish(self, decode_worker: str) -> None:
+        """Every choice has ended."""
+        now_s = self._clock()
+        first_s = self.first_token_s or now_s
+        self.timings.decode_s = now_s - first_s
+        self.timings.total_s = now_s - self._start_s + self.plan.plan_s
+        self.note_span("decode", decode_worker, first_s)
+        self._items.put_nowait(
+            AnswerEnd(
+                usage=self._usage(),
+                timings=self.timings,
+                cached_tokens=self.cached_tokens,
+                retention=self.plan.retention,
+                queued=self.queued,
+                num_retries=self.num_retries,
+            )
+        )
+        self._items.put_nowait(None)
+
+    def _usage(self) -> Usage:
+        usage = self.plan.usage(sum(choice.num_passed for choice in self._choices))
+        num_substituted = self.substituted.total(group.spec.key for group in self.plan.groups)
+        return replace(usage, num_substituted_frames=num_substituted)
+
+    def fail(self, error: Exception) -> None:
+        self._items.put_nowait(error)
+
+
+def fingerprint(request: AnswerRequest) -> str:
+    """The same for requests that ask the same of the same media with the same options."""
+    media = [source.mm_hash for source in request.media]
+    asked = (request.model, request.messages, media, request.params, request.sampling)
+    return hashlib.sha256(repr(asked).encode("utf-8", "surrogatepass")).hexdigest()

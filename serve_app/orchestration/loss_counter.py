@@ -1,0 +1,131 @@
+"""Counts lost workers against the requests that were at them, and ends those that are to blame.
+
+    a worker is lost -> who was at risk there -> LossLedger -> the requests to blame end, the others go on
+
+A request is at risk until it has got further than any attempt at it that was lost: by default, until its
+first token. Those that were only there, in the middle of their answers, are suspects if nobody was at risk.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from epd.control.loss_policy import LossLedger, Suspect
+from epd.errors import PoisonedRequestError
+from epd.topology import Stage
+from serve_app.fleet import Fleet, WorkerLostError
+from serve_app.orchestration.attempt import Attempt, Ending
+from serve_app.orchestration.encode_dispatcher import EncodeDesk
+from serve_app.orchestration.live_answer import fingerprint
+from serve_app.service import AnswerRequest
+
+
+@dataclass(frozen=True, slots=True)
+class _AtRisk:
+    attempt: Attempt
+    suspect: Suspect
+    is_at_risk: bool
+
+
+class LossCounter:
+    """attempts: all that are under way, by id. max_losses: of one request, in any role and for any reason."""
+
+    def __init__(
+        self,
+        ledger: LossLedger,
+        fleet: Fleet,
+        desk: EncodeDesk,
+        attempts: Mapping[str, Attempt],
+        clock: Callable[[], float],
+        *,
+        max_losses: int,
+    ) -> None:
+        self._ledger = ledger
+        self._fleet = fleet
+        self._desk = desk
+        self._attempts = attempts
+        self._clock = clock
+        self._max_losses = max_losses
+        self._num_lost: Counter[str] = Counter()
+
+    def check(self, request: AnswerRequest) -> None:
+        """Raises PoisonedRequestError for a request that is refused for what it did to workers before."""
+        if len(self._ledger):
+            self._ledger.check(fingerprint(request), self._clock())
+
+    def begin(self, attempt: Attempt) -> None:
+        """Tells an attempt what is known of earlier ones."""
+        if len(self._ledger):
+            asked, now_s = attempt.answer.fingerprint, self._clock()
+            attempt.isolated_at = self._ledger.suspected_at(asked, now_s)
+            attempt.at_risk_until = self._ledger.furthest(asked, now_s)
+
+    def answered(self, attempt: Attempt) -> None:
+        """The request was answered to its end."""
+        if len(self._ledger):
+            self._ledger.forget(attempt.answer.fingerprint)
+
+    # Losses
+
+    @contextmanager
+    def asking(self, attempt: Attempt, worker: str) -> Iterator[None]:
+        """Open while a worker has a message about an attempt: if it is lost meanwhile, that counts."""
+        num_lost, was_alive = self._num_lost[worker], self._fleet.workers[worker].is_alive
+        attempt.asking[worker] += was_alive
+        try:
+            yield
+        except WorkerLostError:
+            if was_alive and self._num_lost[worker] == num_lost:  # `lose` will be called
+                attempt.lost_with.add(worker)
+            raise
+        finally:
+            attempt.asking[worker] -= was_alive
+
+    def lose(self, worker: str) -> None:
+        """A worker is gone: ends requests that are to blame, and attempts of those lost too often."""
+        self._num_lost[worker] += 1
+        there = list(self._there(worker))
+        for attempt in {id(each.attempt): each.attempt for each in there}.values():
+            attempt.answer.num_losses += 1
+        suspects = [each.suspect for each in there if each.is_at_risk] or [each.suspect for each in there]
+        for blamed in self._ledger.record(suspects, self._clock()):
+            self._end_all(blamed)
+        for each in there:
+            self.begin(each.attempt)
+            if each.attempt.answer.num_losses >= self._max_losses:
+                each.attempt.end(Ending.LOST)  # and not tried again
+
+    def _there(self, worker: str) -> Iterable[_AtRisk]:
+        """What was at a worker, or on its way to it."""
+        for attempt_id, group in self._desk.groups_at(worker):
+            if attempt_id in self._attempts:
+                attempt = self._attempts[attempt_id]
+                yield _AtRisk(attempt, Suspect(attempt.answer.fingerprint, ("encode", group)), True)
+        for attempt in self._attempts.values():
+            stage = self._stage_at(attempt, worker)
+            attempt.lost_with.discard(worker)
+            if stage is not None and not attempt.has_ended:
+                suspect = Suspect(attempt.answer.fingerprint, stage, attempt.num_tokens)
+                yield _AtRisk(attempt, suspect, attempt.is_at_risk)
+
+    def _stage_at(self, attempt: Attempt, worker: str) -> Stage | None:
+        """The stage for which a worker has an attempt, or is being asked to take it."""
+        if worker not in attempt.lost_with and not attempt.is_at(worker):
+            return None
+        if "video" in self._fleet.workers[worker].roles:
+            return "video"
+        return "prefill" if worker == attempt.prefill_worker else "decode"
+
+    def _end_all(self, blamed: str) -> None:
+        for attempt in self._attempts.values():
+            if attempt.answer.fingerprint == blamed:
+                self._fail(attempt)
+
+    def _fail(self, attempt: Attempt) -> None:
+        try:
+            self._ledger.check(attempt.answer.fingerprint, self._clock())
+        except PoisonedRequestError as error:
+            attempt.fail(error)

@@ -1,0 +1,362 @@
+"""Answers requests with a fleet of workers: plans, places, follows, and does again what was lost.
+
+    answer():  plan (in a thread) -> try: place, feed groups, tokens come -> complete
+                                       ^ lost with a worker: at most `max_attempts` times
+    events:    reports of workers -> the tries they speak of;  a lost worker -> recovery of what it had
+
+What a loss costs: an encoder, its groups on their way; a prefill worker, the prompts it had not handed over,
+their embeddings come from the encoders' caches; a decode worker, the prompts that are not at a prefill worker
+any more. Tokens that were passed on are dropped by their index when they come again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from itertools import count
+
+from epd.control.admission import AdmissionQueue
+from epd.control.elasticity import ControllerConfig, RequestWork
+from epd.control.loss_policy import LossLedger, LossLimits
+from epd.control.retention import RetentionConfig
+from epd.control.routing import Router, check_reduction
+from epd.encode.sharding import Sharding
+from epd.errors import UnavailableError
+from epd.topology import Stage, role_letters, topology_name
+from serve_app.fleet import Fleet, send_surely
+from serve_app.messages import (
+    Abort,
+    WorkerLoad,
+)
+from serve_app.orchestration.attempt import Attempt, Ending
+from serve_app.orchestration.elastic import Elastic
+from serve_app.orchestration.encode_dispatcher import EncodeDesk
+from serve_app.orchestration.event_reader import EventReader
+from serve_app.orchestration.group_feed import GroupFeed
+from serve_app.orchestration.image_loading import ImageLoader
+from serve_app.orchestration.isolation import Isolation
+from serve_app.orchestration.live_answer import LiveAnswer
+from serve_app.orchestration.loss_counter import LossCounter
+from serve_app.orchestration.placement import Placement, PlacementLimits
+from serve_app.orchestration.recovery import Recovery
+from serve_app.orchestration.request_planner import AnswerPlan, Planner
+from serve_app.orchestration.retention import LoadRetention
+from serve_app.orchestration.role_switch import RoleSwitcher, SwitchLimits, SwitchParts
+from serve_app.orchestration.substituted_frames import SubstitutedFrames
+from serve_app.orchestration.watchdog import Watchdog
+from serve_app.service import (
+    AnswerItem,
+    AnswerRequest,
+    ModelCard,
+    RoleSwitch,
+    ServiceStatus,
+    WorkerStatus,
+)
+from serve_app.task_group import Loops, Tasks
+
+_MAX_GROUP_FAILURES = 3
+_DRAIN_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class OrchestratorConfig:
+    """max_waiting: requests in the queue for room. max_wait_s: there, where a request has no deadline.
+    max_attempts: losses of one request, of workers of any role. losses: which requests are to blame for
+    them, and refused for a while. max_prefills, unavailable_s: see `PlacementLimits`. stall_timeout_s:
+    after which an attempt of which nothing comes is lost, see `stall_policy`; more than one step of
+    a worker may take. max_backlog_patches: see `EncodeDesk`. num_planning_threads: that probe media and
+    tokenise. sharding: of one request's groups over the encoders. switching: limits of changes of
+    roles. elastic, retention: how roles, and the share of visual tokens, follow the load; None where
+    they do not.
+    """
+
+    max_waiting: int = 256
+    max_wait_s: float = 120.0
+    max_attempts: int = 5
+    losses: LossLimits = field(default_factory=LossLimits)
+    max_prefills: int = 16
+    unavailable_s: float = 60.0
+    stall_timeout_s: float = 180.0
+    max_backlog_patches: int = 32_768
+    num_planning_threads: int = 2
+    sharding: Sharding = "groups"
+    switching: SwitchLimits = field(default_factory=SwitchLimits)
+    elastic: ControllerConfig | None = None
+    retention: RetentionConfig | None = None
+
+
+class Orchestrator:
+    """An AnswerService. Used from one event loop, which nothing here blocks."""
+
+    def __init__(self, fleet: Fleet, planner: Planner, config: OrchestratorConfig | None = None) -> None:
+        self.config = config or OrchestratorConfig()
+        self.router = Router()
+        self.queue = AdmissionQueue(self.config.max_waiting)
+        self._fleet = fleet
+        self._planner = planner
+        limits = PlacementLimits(self.config.max_prefills, self.config.unavailable_s)
+        self._desk = EncodeDesk(
+            fleet,
+            self.router,
+            max_backlog_patches=self.config.max_backlog_patches,
+            unavailable_s=self.config.unavailable_s,
+            stall_s=self.config.stall_timeout_s,
+        )
+        self._attempts: dict[str, Attempt] = {}
+        self._losses = LossCounter(
+            LossLedger(self.config.losses),
+            fleet,
+            self._desk,
+            self._attempts,
+            time.time,
+            max_losses=self.config.max_attempts,
+        )
+        self._isolation = Isolation(self._desk, self._attempts, time.time)
+        self._placement = Placement(
+            fleet, self.router, self.queue, limits, self._losses, self._isolation, time.time
+        )
+        self._feeds: dict[str, GroupFeed] = {}
+        self._recovery = Recovery(fleet, self.router, self._desk, self._placement, self._attempts)
+        parts = SwitchParts(fleet, self.router, self._desk, self._placement, self._attempts)
+        self.switcher = RoleSwitcher(parts, self.config.switching)
+        self._loads: dict[str, WorkerLoad] = {}
+        self.elastic = Elastic(fleet, self.queue, self.switcher, self._loads, self.config.elastic, time.time)
+        self.retention = LoadRetention(
+            self.config.retention,
+            fleet,
+            self.queue,
+            self._attempts,
+            self._loads,
+            lambda: self._num_planning,
+            time.time,
+        )
+        self._substituted = SubstitutedFrames()
+        self._counters: Counter[str] = Counter()
+        self._watchdog = Watchdog(
+            self._attempts, self._desk, self._counters, time.time, timeout_s=self.config.stall_timeout_s
+        )
+        self._numbers = count(1)
+        self._num_planning = 0
+        self._is_draining = False
+        self._tasks = Tasks()
+        self._loops = Loops(self._counters)
+        self._threads = ThreadPoolExecutor(self.config.num_planning_threads, thread_name_prefix="planning")
+        self._images = ImageLoader(planner, self.config.num_planning_threads)
+
+    @property
+    def models(self) -> Sequence[ModelCard]:
+        return (self._planner.card,)
+
+    async def start(self) -> None:
+        """Starts the fleet. Raises EPDError when a worker cannot start."""
+        await self._fleet.start()
+        self._loops.start("events", self._reader().follow)
+        self._loops.start("watchdog", self._watchdog.run)
+        self.elastic.start(self._loops)
+        self.retention.start(self._loops)
+
+    def _reader(self) -> EventReader:
+        return EventReader(
+            self._fleet,
+            self._desk,
+            self._placement,
+            self._recovery,
+            self._losses,
+            self._watchdog,
+            self.queue,
+            self.retention,
+            self._attempts,
+            self._feeds,
+            self._loads,
+            self._counters,
+            self._loops,
+            self._tasks,
+        )
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Takes nothing new and waits for what runs. Returns whether all of it has ended in time."""
+        self._is_draining = True
+        end_s = time.monotonic() + timeout_s
+        while self.num_attempts and time.monotonic() < end_s:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        return self.num_attempts == 0
+
+    async def close(self) -> None:
+        """Ends the fleet and whatever runs: answers under way raise UnavailableError."""
+        self._tasks.cancel()
+        await self._tasks.wait()
+        await self._loops.close()
+        await self.elastic.close()
+        await self.switcher.close()
+        await self._fleet.close()
+        self._threads.shutdown(cancel_futures=True)
+        self._images.close()
+
+    # Answers
+
+    async def answer(self, request: AnswerRequest) -> AsyncGenerator[AnswerItem, None]:
+        """See `AnswerService`."""
+        now_s = time.time()
+        deadline_s = request.deadline_s or now_s + self.config.max_wait_s
+        if self._is_draining:
+            raise UnavailableError("the service is going down; ask another, or again later")
+        self.queue.check(now_s, deadline_s, num_coming=self._num_planning, priority=request.priority)
+        self._losses.check(request)
+        request = self.retention.reduced(request)
+        check_reduction(request.reduction, [info.roles for info in self._fleet.workers.values()])
+        async with AsyncExitStack() as held:
+            plan = await self._plan(request, held)
+            answer = LiveAnswer(request, plan, self._planner.texts, time.time, self._substituted)
+            self.elastic.arrived(plan)
+            self.retention.arrived(plan)
+            running = self._tasks.spawn(self._run(answer, deadline_s))
+            try:
+                async for item in answer.items():
+                    yield item
+            finally:
+                self.elastic.finished()
+                running.cancel()
+
+    async def _plan(self, request: AnswerRequest, held: AsyncExitStack) -> AnswerPlan:
+        """held: keeps the images of the plan as long as it is open."""
+        self._num_planning += 1
+        try:
+            loop = asyncio.get_running_loop()
+            images = await held.enter_async_context(self._images.loaded(request))
+            return await loop.run_in_executor(self._threads, self._planner.plan, request, images)
+        finally:
+            self._num_planning -= 1
+
+    async def _run(self, answer: LiveAnswer, deadline_s: float) -> None:
+        """All tries of a request. What ends it reaches the consumer through the answer."""
+        try:
+            is_new = True
+            while answer.num_losses < self.config.max_attempts:
+                attempt = Attempt(next(self._numbers), answer, self.router)
+                self._losses.begin(attempt)
+                num_losses = answer.num_losses
+                ending = await self._try(attempt, deadline_s, is_new=is_new)
+                if ending is Ending.COMPLETE:
+                    self._losses.answered(attempt)
+                    answer.finish(attempt.decode_worker)
+                    return
+                is_new = False
+                if ending is Ending.LOST:
+                    answer.num_losses = max(answer.num_losses, num_losses + 1)
+                    self._counters["retries"] += 1
+                answer.num_retries += 1
+                answer.forget_early()
+            raise UnavailableError(
+                f"the request was lost with {self.config.max_attempts} workers in turn; ask again"
+            )
+        except asyncio.CancelledError:
+            answer.fail(UnavailableError("the service has been closed; ask again when it is back"))
+            raise
+        except Exception as error:  # noqa: BLE001 - the consumer waits for it
+            answer.fail(error)
+
+    async def _try(self, attempt: Attempt, deadline_s: float, *, is_new: bool) -> Ending:
+        feed = GroupFeed(
+            self._fleet,
+            self._desk,
+            self._losses,
+            self._isolation,
+            attempt,
+            time.time,
+            patience_s=self.config.unavailable_s,
+            sharding=self.config.sharding,
+        )
+        self._attempts[attempt.id], self._feeds[attempt.id] = attempt, feed
+        ending = None
+        try:
+            await self._placement.place(attempt, deadline_s, is_new=is_new)
+            ending = await attempt.wait()
+            return ending
+        finally:
+            del self._attempts[attempt.id], self._feeds[attempt.id]
+            feed.stop()  # before anything is forgotten, so that nothing comes after
+            attempt.unbook()
+            self._tasks.spawn(self._free(attempt, feed, is_complete=ending is Ending.COMPLETE))
+
+    async def _free(self, attempt: Attempt, feed: GroupFeed, *, is_complete: bool) -> None:
+        """Leaves nothing of a try anywhere."""
+        if not is_complete:
+            await asyncio.gather(*(self._abort(attempt, worker) for worker in sorted(attempt.touched)))
+            await self._desk.drop_request(attempt.id)
+        await feed.close()
+        self._placement.wake()
+
+    async def _abort(self, attempt: Attempt, worker: str) -> None:
+        stage: Stage = "prefill" if worker == attempt.prefill_worker else "decode"
+        await send_surely(self._fleet, stage, worker, Abort((attempt.id,)))
+
+    @property
+    def attempts(self) -> Mapping[str, Attempt]:
+        """Tries that have not ended, by id: for looking at."""
+        return self._attempts
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether requests are taken, and the loops that they need run."""
+        return not self._is_draining and not self._loops.gone
+
+    @property
+    def num_attempts(self) -> int:
+        """Requests that have not ended."""
+        return len(self._attempts) + self._num_planning
+
+    @property
+    def num_tickets(self) -> int:
+        """Groups that encoders have."""
+        return len(self._desk)
+
+    # Roles
+
+    async def switch_roles(self, worker: str, roles: frozenset[Stage]) -> RoleSwitch:
+        """See `AnswerService`."""
+        return await self.switcher.switch(worker, roles)
+
+    def recent_load(self) -> Sequence[tuple[float, RequestWork]]:
+        """See `AnswerService`."""
+        return self.elastic.estimator.recent(time.time())
+
+    # Status
+
+    async def status(self) -> ServiceStatus:
+        """See `AnswerService`."""
+        infos = self._fleet.workers.values()
+        alive = {stage for info in infos if info.is_alive for stage in info.roles}
+        counters = Counter(self._counters)
+        for load in self._loads.values():
+            counters.update(load.counters)
+        counters["refused"] = self.queue.num_refused
+        return ServiceStatus(
+            is_ready=alive >= {"video", "encode", "prefill", "decode"} and self._is_open,
+            topology=topology_name([info.roles for info in infos]),
+            workers=tuple(self._worker_status(info.name) for info in infos),
+            counters=dict(counters),
+            num_waiting=len(self.queue),
+            decisions=tuple(self.elastic.decisions),
+            switches=tuple(self.switcher.last),
+            switch_totals=self.switcher.totals,
+            retention=self.retention.status,
+        )
+
+    def _worker_status(self, name: str) -> WorkerStatus:
+        info, load = self._fleet.workers[name], self._loads.get(name, WorkerLoad())
+        return WorkerStatus(
+            name=name,
+            roles=role_letters(info.roles),
+            is_alive=info.is_alive,
+            num_waiting=load.num_waiting,
+            num_running=load.num_running,
+            kv_usage=load.kv_usage,
+            encoder_cache_usage=load.encoder_cache_usage,
+            num_role_switches=load.num_role_switches,
+            is_switching=name in self.switcher.in_flight,
+        )

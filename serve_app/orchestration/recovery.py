@@ -1,0 +1,93 @@
+"""What becomes of the tries that a lost worker had: redirected where that is enough, else done again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from epd.control.routing import Router
+from epd.errors import InternalError
+from epd.topology import Stage
+from serve_app.fleet import Fleet, send_surely
+from serve_app.messages import PeerLost
+from serve_app.orchestration.attempt import Attempt, Ending
+from serve_app.orchestration.encode_dispatcher import EncodeDesk
+from serve_app.orchestration.placement import Placement
+from serve_app.task_group import Tasks
+
+logger = logging.getLogger(__name__)
+
+# What a worker says is lost with a peer, once it has answered; None when it is gone too.
+_Replies = Mapping[str, "asyncio.Task[frozenset[str] | None]"]
+
+
+class Recovery:
+    """Told of every loss. attempts: all that are under way, by id."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        router: Router,
+        desk: EncodeDesk,
+        placement: Placement,
+        attempts: Mapping[str, Attempt],
+    ) -> None:
+        self._fleet = fleet
+        self._router = router
+        self._desk = desk
+        self._placement = placement
+        self._attempts = attempts
+        self.tasks = Tasks()
+
+    def lose(self, name: str) -> None:
+        """A worker is gone. Each try goes on as soon as the one worker that matters to it has answered."""
+        self._router.forget(name)
+        replies = {
+            info.name: asyncio.create_task(self._tell(info.name, info.roles, name))
+            for info in self._fleet.workers.values()
+            if info.is_alive and info.name != name and "video" not in info.roles
+        }
+        self.tasks.spawn(self._desk.lost(name))
+        for attempt in list(self._attempts.values()):
+            # Those that are being placed find out by themselves.
+            if attempt.is_placed and name in (attempt.prefill_worker, attempt.decode_worker):
+                self.tasks.spawn(self._recover(attempt, name, replies))
+
+    async def _tell(self, worker: str, roles: frozenset[Stage], lost: str) -> frozenset[str] | None:
+        stage = next(iter(sorted(roles)))
+        lost_ids = await send_surely(self._fleet, stage, worker, PeerLost(lost))
+        return None if lost_ids is None else frozenset(lost_ids)
+
+    async def _recover(self, attempt: Attempt, name: str, replies: _Replies) -> None:
+        try:
+            await self._save(attempt, name, replies)
+        except Exception as error:  # whatever it is, nobody else ends the attempt
+            logger.exception("an attempt was not saved from a loss")
+            attempt.fail(InternalError.of(error))
+
+    async def _save(self, attempt: Attempt, name: str, replies: _Replies) -> None:
+        is_saved = False
+        if not attempt.is_merged:
+            if name == attempt.prefill_worker:
+                is_saved = await self._is_at_decode(attempt, replies)
+            else:
+                is_saved = await self._is_redirected(attempt, replies)
+        if not is_saved:
+            attempt.end(Ending.LOST)
+
+    async def _is_at_decode(self, attempt: Attempt, replies: _Replies) -> bool:
+        """Whether the decode worker has all of it, and the first tokens came before the loss."""
+        lost = await _reply(attempt.decode_worker, replies)
+        return lost is not None and attempt.id not in lost and attempt.answer.has_begun
+
+    async def _is_redirected(self, attempt: Attempt, replies: _Replies) -> bool:
+        """Whether the prefill worker still had it, and another decode worker takes it."""
+        lost = await _reply(attempt.prefill_worker, replies)
+        if lost is None or attempt.id not in lost:
+            return False
+        return await self._placement.redirect(attempt)
+
+
+async def _reply(worker: str, replies: _Replies) -> frozenset[str] | None:
+    return await replies[worker] if worker in replies else None

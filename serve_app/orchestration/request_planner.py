@@ -1,0 +1,244 @@
+"""From a checked request to everything that workers have to be told of it, before a frame is decoded."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import video
+from encoders import Adapter, MediaPlan, Sampling, load_adapter
+from encoders.adapter import PromptPlan
+from encoders.groups import DEFAULT_GROUP_TOKENS, MediaGroup, plan_groups
+from encoders.identity import prompt_identity, salted
+from encoders.reduction import reduce_prompt
+from epd.control.recent import Recent
+from epd.control.request_budget import RequestLimits, check_num_pixels, check_visual_tokens
+from epd.errors import MediaError
+from epd.kv.kv_identity import TokenIdentity
+from epd.sampling_params import SamplingParams
+from epd.types import UInt8Array, Usage
+from serve_app.orchestration.token_text import TokenTexts
+from serve_app.service import AnswerRequest, MediaSource, ModelCard
+from serve_app.worker.worker_stages import generation_settings
+from stages.engine.generation import GenerateRequest
+from stages.media import PlannedMedia, plan_pixels, plan_video
+from stages.weights import weights_revision
+
+_MAX_SEED = 2**31
+# Plans of videos that are kept, by content: a second question about one lists no frames anew.
+_MAX_KNOWN_PLANS = 256
+# Content and frame sampling; the model is the planner's.
+_PlanKey = tuple[str, Sampling]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPlan:
+    """A planned request. params: complete. seed: the same however often the request is done again.
+
+    media: of each item its source and plan, and the pixels of an image. groups: of all items, in order.
+    plan_s: seconds that planning took. expected_tokens: of all answers, to plan for.
+    """
+
+    prompt: PromptPlan
+    identity: TokenIdentity
+    groups: tuple[MediaGroup, ...]
+    media: tuple[PlannedMedia, ...]
+    mm_hashes: tuple[str, ...]
+    params: SamplingParams
+    seed: int
+    plan_s: float
+    expected_tokens: int
+    priority: int = 0
+
+    def generate_request(self, request_id: str) -> GenerateRequest:
+        return GenerateRequest(
+            request_id, self.prompt, self.identity, self.params, self.seed, priority=self.priority
+        )
+
+    def cuts(self, item: int) -> tuple[tuple[int, int], ...]:
+        """The groups of one item: units [start, stop), in order."""
+        return tuple((group.start, group.stop) for group in self.groups if group.item == item)
+
+    def index_in_item(self, number: int) -> int:
+        """Which group of its item the group `number` is."""
+        item = self.groups[number].item
+        return number - next(i for i, group in enumerate(self.groups) if group.item == item)
+
+    def image_of(self, number: int) -> UInt8Array | None:
+        """The pixels of an image's group, uint8 [N, h, w, 3]; None for a video's."""
+        group = self.groups[number]
+        image = self.media[group.item].image
+        if image is None:
+            return None
+        # An image whose plan has several units is either one picture or as many tiles.
+        tiles = image if group.stop - group.start == len(image) else image[group.start : group.stop]
+        pixels: UInt8Array = tiles.numpy()
+        return pixels
+
+    @property
+    def visual_tokens(self) -> tuple[tuple[str, int], ...]:
+        """(content and what is kept of it, visual tokens) of each item, as the router wants them."""
+        return tuple(
+            (mm_hash + self.prompt.reduction_key, item.num_tokens)
+            for mm_hash, item in zip(self.mm_hashes, self.prompt.media, strict=True)
+        )
+
+    def usage(self, num_completion_tokens: int) -> Usage:
+        return self.prompt.usage(num_completion_tokens)
+
+    @property
+    def retention(self) -> float:
+        """Share of the visual tokens that is to be kept."""
+        return self.prompt.reduction.policy.retention if self.prompt.reduction else 1.0
+
+
+class _Adapters:
+    """One adapter for each thread that tokenises: a fast tokenizer can be borrowed by one only."""
+
+    def __init__(self, model_path: Path, first: Adapter) -> None:
+        self._model_path = model_path
+        self._idle = deque([first])
+
+    @contextmanager
+    def borrowed(self) -> Iterator[Adapter]:
+        """One that nobody else has until the block is left, opened if need be."""
+        try:
+            adapter = self._idle.pop()
+        except IndexError:
+            adapter = load_adapter(self._model_path)
+        try:
+            yield adapter
+        finally:
+            self._idle.append(adapter)
+
+
+class Planner:
+    """Plans requests to one model, without its weights. Blocks: to be used in threads, by several at once."""
+
+    def __init__(
+        self,
+        model_path: Path,
+        name: str | None = None,
+        *,
+        group_tokens: int = DEFAULT_GROUP_TOKENS,
+        limits: RequestLimits | None = None,
+        reader: video.MediaReader | None = None,
+    ) -> None:
+        """name: under which the model is asked for; by default the folder's. limits: see `self.limits`.
+
+        reader: of media; by default this process. Raises ModelError.
+        """
+        self._reader = reader or video.OwnReader()
+        self.adapter = load_adapter(model_path)
+        self.settings = generation_settings(model_path, self.adapter)
+        self.texts = TokenTexts(self.adapter.tokenizer)
+        self._adapters = _Adapters(model_path, self.adapter)
+        self._plans: Recent[_PlanKey, MediaPlan] = Recent(_MAX_KNOWN_PLANS)
+        self._group_tokens = group_tokens
+        self._revision = weights_revision(model_path)
+        self.card = ModelCard(name or model_path.name, int(time.time()), self.settings.context_tokens)
+        # Ceilings of one request, lowered to what can fit the model's context.
+        self.limits = _limits_of(self.card.max_model_len, self.adapter.tokenizer, limits or RequestLimits())
+
+    def plan(self, request: AnswerRequest, images: Mapping[int, PlannedMedia] | None = None) -> AnswerPlan:
+        """images: those that are loaded already, by place. Raises MediaError, RequestError."""
+        start = time.perf_counter()
+        media = self._planned_media(request, images or {})
+        plans = [item.plan for item in media]
+        with self._adapters.borrowed() as adapter:
+            whole = adapter.plan_chat(plans, request.messages)
+        prompt = reduce_prompt(whole, request.reduction)
+        params = self.settings.completed(request.params, len(prompt))
+        hashes = tuple(salted(source.mm_hash, request.cache_salt) for source in request.media)
+        groups = plan_groups(plans, hashes, model=self._revision, group_tokens=self._group_tokens)
+        seed = request.params.seed
+        return AnswerPlan(
+            prompt=prompt,
+            identity=prompt_identity(prompt, hashes, request.cache_salt),
+            groups=tuple(groups),
+            media=media,
+            mm_hashes=hashes,
+            params=params,
+            expected_tokens=self.settings.expected_tokens(request.params, len(prompt)),
+            seed=secrets.randbelow(_MAX_SEED) if seed is None else seed,
+            plan_s=time.perf_counter() - start,
+            priority=request.priority,
+        )
+
+    def check_images(self, request: AnswerRequest) -> None:
+        """To be asked before `image`. Raises RequestBudgetError for too many pixels in all."""
+        check_num_pixels(sum(map(_image_pixels, request.media)), self.limits)
+
+    def image(self, source: MediaSource) -> PlannedMedia:
+        """An image decoded and brought to its planned size. Raises MediaError."""
+        with _opened(source) as file:
+            pixels = self._reader.load_image(file, source.label)
+        with _labelled(source):
+            return plan_pixels(self.adapter, source.path, pixels)
+
+    def _planned_media(
+        self, request: AnswerRequest, images: Mapping[int, PlannedMedia]
+    ) -> tuple[PlannedMedia, ...]:
+        """The media. What can never fit is refused before it is decoded, listed or laid out as a prompt."""
+        sources = [replace(each, facts=each.facts or self._look(each)) for each in request.media]
+        check_num_pixels(sum(map(_image_pixels, sources)), self.limits)
+        planned: list[PlannedMedia] = []
+        num_frames_left = self.limits.max_frames
+        for place, source in enumerate(sources):
+            sampling = replace(request.sampling, max_frames=num_frames_left)
+            planned.append(images.get(place) or self._planned(source, sampling))
+            num_frames_left -= planned[-1].plan.num_frames if source.kind == "video" else 0
+        if self.card.max_model_len is not None:
+            num_tokens = sum(item.plan.num_tokens for item in planned)
+            check_visual_tokens(num_tokens, request.reduction.retention, self.card.max_model_len)
+        return tuple(planned)
+
+    def _planned(self, source: MediaSource, sampling: Sampling) -> PlannedMedia:
+        """Raises MediaError, RequestError."""
+        facts = source.facts or self._look(source)
+        if facts.kind == "image":
+            return self.image(source)
+        with _labelled(source):
+            return PlannedMedia(source.path, self._video_plan(source.mm_hash, facts, sampling))
+
+    def _look(self, source: MediaSource) -> video.MediaFacts:
+        with _opened(source) as file:
+            return self._reader.look(file, source.label)
+
+    def _video_plan(self, mm_hash: str, facts: video.MediaFacts, sampling: Sampling) -> MediaPlan:
+        plan = self._plans.get((mm_hash, sampling))
+        if plan is None:
+            plan = plan_video(self.adapter, facts, sampling)
+            self._plans.set((mm_hash, sampling), plan)
+        return plan
+
+
+def _opened(source: MediaSource) -> video.OpenFile:
+    """The very file that was checked. Raises MediaError."""
+    return video.open_file(source.path, source.label, source.identity)
+
+
+@contextmanager
+def _labelled(source: MediaSource) -> Iterator[None]:
+    """Puts the name of the source before errors about it."""
+    try:
+        yield
+    except MediaError as error:
+        raise type(error)(f"{source.label}: {error}") from error
+
+
+def _image_pixels(source: MediaSource) -> int:
+    """0 for a video."""
+    return source.facts.height * source.facts.width if source.facts and source.kind == "image" else 0
+
+
+def _limits_of(context_tokens: int | None, tokenizer: Any, limits: RequestLimits) -> RequestLimits:
+    if context_tokens is None:
+        return limits
+    return limits.for_model(context_tokens, max(len(token.encode()) for token in tokenizer.get_vocab()))

@@ -1,0 +1,120 @@
+"""Retention that follows the load: every request is planned with the level that the controller holds then.
+
+requests, first tokens --> PromptLoadEstimator --PromptLoad--> RetentionController --> level
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from epd.control.admission import AdmissionQueue
+from epd.control.prompt_load import PromptLoadEstimator
+from epd.control.retention import PromptLoad, RetentionConfig, RetentionController, kept_share
+from serve_app.fleet import Fleet
+from serve_app.messages import WorkerLoad
+from serve_app.orchestration.attempt import Attempt
+from serve_app.orchestration.request_planner import AnswerPlan
+from serve_app.service import AnswerRequest, RetentionStatus
+from serve_app.task_group import Loops
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.5
+
+
+class LoadRetention:
+    """attempts: tries that have not ended. loads: the last report of each worker, by name.
+
+    num_planning: requests that are being planned. clock: Unix time, seconds.
+    """
+
+    def __init__(
+        self,
+        config: RetentionConfig | None,
+        fleet: Fleet,
+        queue: AdmissionQueue,
+        attempts: Mapping[str, Attempt],
+        loads: Mapping[str, WorkerLoad],
+        num_planning: Callable[[], int],
+        clock: Callable[[], float],
+    ) -> None:
+        """config: None keeps what requests ask for."""
+        self.controller = None if config is None else RetentionController(config)
+        self.estimator = PromptLoadEstimator()
+        self._fleet = fleet
+        self._queue = queue
+        self._attempts = attempts
+        self._loads = loads
+        self._num_planning = num_planning
+        self._clock = clock
+
+    def start(self, loops: Loops) -> None:
+        if self.controller is not None:
+            loops.start("retention", self._run, is_vital=False)
+
+    def reduced(self, request: AnswerRequest) -> AnswerRequest:
+        """The request with the share of its visual tokens that it gets now."""
+        level = self._look()
+        share = kept_share(level, request.reduction.retention, request.retention_min or 0.0)
+        return replace(request, reduction=replace(request.reduction, retention=share))
+
+    def arrived(self, plan: AnswerPlan) -> None:
+        prompt = plan.prompt
+        num_text_tokens = len(prompt) - prompt.num_visual_tokens
+        self.estimator.arrived(self._clock(), num_text_tokens, prompt.num_visual_tokens_before)
+
+    def first_token(self, attempt: Attempt) -> None:
+        """Its prompt is computed."""
+        answer = attempt.answer
+        self.estimator.first_token(
+            self._clock(),
+            attempt.prefill_worker,
+            attempt.started_s,
+            len(answer.plan.prompt),
+            answer.timings.prefill_s,
+        )
+
+    @property
+    def status(self) -> RetentionStatus | None:
+        """None where retention does not follow the load."""
+        if self.controller is None:
+            return None
+        controller = self.controller
+        return RetentionStatus(
+            controller.level, controller.predicted_ttft_s, controller.num_changes, tuple(controller.changes)
+        )
+
+    async def _run(self) -> None:
+        """The level rises while nothing comes, too."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            self._look()
+
+    def _look(self) -> float:
+        """The level from now on; 1 where there is none."""
+        if self.controller is None:
+            return 1.0
+        before = self.controller.level
+        level = self.controller.look(self._clock(), self._load())
+        if level != before:
+            logger.info("retention %g -> %g: %s", before, level, self.controller.changes[-1].reason)
+        return level
+
+    def _load(self) -> PromptLoad:
+        assert self.controller is not None
+        ahead = [
+            len(each.answer.plan.prompt) for each in self._attempts.values() if not each.answer.has_begun
+        ]
+        ahead += [self.estimator.tokens_at(self.controller.level)] * self._num_planning()
+        names = [info.name for info in self._fleet.workers.values() if info.takes("prefill")]
+        usages = [load.kv_usage or 0.0 for load in self._loads.values()]
+        return self.estimator.load(
+            self._clock(),
+            ahead,
+            num_workers=max(1, len(names)),
+            num_waiting=len(self._queue),
+            kv_usage=max(usages, default=0.0),
+        )

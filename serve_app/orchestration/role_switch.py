@@ -1,0 +1,383 @@
+"""A worker takes other roles while it runs; whatever goes wrong, it has its former ones again and goes on.
+
+offload    no new work for the roles it gives up; what it has not begun goes to others
+migrate    answers move to other decode workers with their keys and values, the rest comes to its end;
+           what has not after `drain_s` is done again elsewhere, its tokens dropped by their index
+onload     the stages of its new roles are brought up beside the old ones
+announce   it takes work of its new roles, and lets go of the old stages
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from epd.control.routing import Router
+from epd.errors import EPDError, InfeasibleError, InternalError, RequestError, UnavailableError
+from epd.topology import Stage, role_letters
+from serve_app.fleet import Fleet, WorkerInfo, WorkerLostError
+from serve_app.messages import (
+    AskRemaining,
+    Message,
+    Offload,
+    Onload,
+    OnloadTimes,
+    RemainingWork,
+    ReplyT,
+    SetRoles,
+    StagesClosed,
+)
+from serve_app.orchestration.attempt import Attempt, Ending
+from serve_app.orchestration.encode_dispatcher import EncodeDesk
+from serve_app.orchestration.placement import Placement
+from serve_app.service import RoleSwitch, SwitchTotals
+from serve_app.task_group import Tasks
+from serve_app.worker.worker_core import stages_of
+
+logger = logging.getLogger(__name__)
+
+Phase = Literal["offload", "migrate", "onload", "announce"]
+_POLL_S = 0.005  # between looks at what a worker still has
+_RETRY_MOVE_S = 0.25  # until another try to move an answer that nobody had room for
+_MAX_AT_ONCE = 8  # requests being moved
+_MAX_KEPT = 64
+_NUM_ROLL_BACKS = 3
+_SWITCHABLE: frozenset[Stage] = frozenset({"encode", "prefill", "decode"})
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchLimits:
+    """min_workers: of each role, that stay while one is switched. max_in_flight: switches at a time.
+
+    drain_s: after which what is left is done again elsewhere. limit_s: for all, then it is rolled back.
+    """
+
+    min_workers: int = 1
+    max_in_flight: int = 1
+    drain_s: float = 2.0
+    limit_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchParts:
+    """What a switch works with. attempts: all that are under way, by id."""
+
+    fleet: Fleet
+    router: Router
+    desk: EncodeDesk
+    placement: Placement
+    attempts: Mapping[str, Attempt]
+    clock: Callable[[], float] = time.time
+
+
+class RoleSwitcher:
+    """Switches workers, and remembers how that went. last: the latest switches, oldest first."""
+
+    def __init__(self, parts: SwitchParts, limits: SwitchLimits | None = None) -> None:
+        self.limits = limits or SwitchLimits()
+        self.last: deque[RoleSwitch] = deque(maxlen=_MAX_KEPT)
+        self.in_flight: set[str] = set()
+        self._totals: dict[str, SwitchTotals] = {}
+        self._parts = parts
+        self._tasks = Tasks()
+
+    @property
+    def totals(self) -> tuple[SwitchTotals, ...]:
+        """By kind."""
+        return tuple(self._totals[kind] for kind in sorted(self._totals))
+
+    async def switch(self, worker: str, roles: frozenset[Stage]) -> RoleSwitch:
+        """Returns when the worker has these roles.
+
+        Raises RequestError for a worker or roles that cannot be, InfeasibleError where too few others would
+        be left, UnavailableError when it did not work: then the worker is as it was, or started again.
+        """
+        info = self._checked(worker, roles)
+        self.in_flight.add(worker)
+        # Whoever asked for it may go away: it is brought to its end all the same.
+        record = await asyncio.shield(self._tasks.spawn(self._carry_out(info, roles)))
+        if record.error:
+            raise UnavailableError(f"worker '{worker}' did not take its roles: {record.error}")
+        return record
+
+    async def _carry_out(self, info: WorkerInfo, roles: frozenset[Stage]) -> RoleSwitch:
+        try:
+            record = await _Run(self._parts, self.limits, info, roles).carry_out()
+        finally:
+            self.in_flight.discard(info.name)
+        self.last.append(record)
+        total = self._totals.get(record.kind, SwitchTotals(record.kind))
+        self._totals[record.kind] = total.plus(record)
+        logger.info("%s", record.line())
+        return record
+
+    async def close(self) -> None:
+        """Gives up what is in flight."""
+        self._tasks.cancel()
+        await self._tasks.wait()
+
+    def _checked(self, worker: str, roles: frozenset[Stage]) -> WorkerInfo:
+        workers = self._parts.fleet.workers
+        names = sorted(name for name, info in workers.items() if "video" not in info.roles)
+        if worker not in names:
+            raise RequestError(f"received the worker {worker[:100]!r}; allowed: {', '.join(names)}; name one")
+        if not roles or not roles <= _SWITCHABLE:
+            allowed = ", ".join(sorted(_SWITCHABLE))
+            raise RequestError(
+                f"received the roles {sorted(roles)}; allowed: some of {allowed}; name at least one"
+            )
+        info = workers[worker]
+        if info.roles == roles:
+            raise RequestError(f"worker '{worker}' has the roles {sorted(roles)} already; name others")
+        if not info.is_alive:
+            raise UnavailableError(f"worker '{worker}' is being started again; try again when it is back")
+        if len(self.in_flight) >= self.limits.max_in_flight or worker in self.in_flight:
+            raise UnavailableError(
+                f"{sorted(self.in_flight)} are being switched; allowed at once: {self.limits.max_in_flight}; "
+                "try again later"
+            )
+        check_others(self._parts.fleet, info, roles, self.limits.min_workers)
+        return info
+
+
+def closed_roles(before: frozenset[Stage], after: frozenset[Stage]) -> frozenset[Stage]:
+    """Those that are given up, or done by another stage from then on: alone or merged with prefill."""
+    left = stages_of(before) - stages_of(after)
+    return frozenset(role for role in before if role not in after or _stage_for(role, before) in left)
+
+
+def _stage_for(role: Stage, roles: frozenset[Stage]) -> Stage:
+    return "prefill" if role == "decode" and "prefill" in roles else role
+
+
+def check_others(fleet: Fleet, info: WorkerInfo, roles: frozenset[Stage], min_workers: int) -> None:
+    """Raises InfeasibleError unless enough other workers do what this one gives up."""
+    for stage in sorted(closed_roles(info.roles, roles)):
+        others = [each for each in fleet.workers.values() if each.name != info.name and each.takes(stage)]
+        if len(others) < min_workers:
+            raise InfeasibleError(
+                f"without '{info.name}' there are {len(others)} workers for {stage}; at least {min_workers} "
+                "must be left; give the role to another worker first"
+            )
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Of requests and groups: handed on before they were begun, moved in their middle, done again."""
+
+    num_handed_on: int = 0
+    num_moved: int = 0
+    num_redone: int = 0
+
+
+@dataclass(slots=True)
+class _Run:
+    """One switch. seconds: of each phase so far. stage: under which it is sent to."""
+
+    parts: SwitchParts
+    limits: SwitchLimits
+    info: WorkerInfo
+    roles: frozenset[Stage]
+    seconds: dict[Phase, float] = field(default_factory=dict)
+    phase: Phase = "offload"
+    weights_s: float = 0.0
+    counts: _Counts = field(default_factory=_Counts)
+    move_after_s: dict[str, float] = field(default_factory=dict)
+    start_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+    @property
+    def leaving(self) -> frozenset[Stage]:
+        """The stages that it gives up."""
+        return stages_of(self.info.roles) - stages_of(self.roles)
+
+    async def carry_out(self) -> RoleSwitch:
+        at_s, error = self.parts.clock(), ""
+        try:
+            with self._timed("offload"):
+                await self._offload()
+            with self._timed("migrate"):
+                await self._migrate()
+            with self._timed("onload"):
+                await self._onload()
+            with self._timed("announce"):
+                await self._announce()
+        except EPDError as reason:
+            error = f"{self.phase}: {reason}"
+            await self._roll_back()
+        except Exception as bug:  # whatever it is, the worker must not stay closed
+            logger.exception("the switch of worker %s failed", self.name)
+            error = f"{self.phase}: {InternalError.of(bug)}"
+            await self._roll_back()
+        finally:
+            self.parts.placement.wake()
+            self.parts.desk.wake()
+        return self._record(at_s, error)
+
+    def _record(self, at_s: float, error: str) -> RoleSwitch:
+        return RoleSwitch(
+            worker=self.name,
+            before=role_letters(self.info.roles),
+            after=role_letters(self.roles),
+            at_s=at_s,
+            offload_s=self.seconds.get("offload", 0.0),
+            migrate_s=self.seconds.get("migrate", 0.0),
+            onload_s=self.seconds.get("onload", 0.0),
+            announce_s=self.seconds.get("announce", 0.0),
+            weights_s=self.weights_s,
+            num_handed_on=self.counts.num_handed_on,
+            num_moved=self.counts.num_moved,
+            num_redone=self.counts.num_redone,
+            error=error,
+        )
+
+    @contextmanager
+    def _timed(self, phase: Phase) -> Iterator[None]:
+        self.phase, start_s = phase, time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = time.monotonic() - start_s
+
+    # Phases
+
+    async def _offload(self) -> None:
+        await self._send(Offload(self.info.roles - closed_roles(self.info.roles, self.roles)))
+        await self._hand_on(await self._remaining())
+
+    async def _migrate(self) -> None:
+        redo_s = time.monotonic() + self.limits.drain_s
+        while not (left := await self._remaining()).is_over:
+            check_others(self.parts.fleet, self.info, self.roles, self.limits.min_workers)
+            await self._hand_on(left)
+            if time.monotonic() < redo_s:
+                await self._move([each for each in left.running if self._may_move(each)])
+            else:
+                await self._redo()
+            await asyncio.sleep(_POLL_S)
+
+    async def _onload(self) -> None:
+        times: OnloadTimes = await self._send(Onload(self.roles))
+        self.weights_s = times.weights_s
+
+    async def _announce(self) -> None:
+        check_others(self.parts.fleet, self.info, self.roles, self.limits.min_workers)
+        await self._send(SetRoles(self.roles))
+        self.parts.router.forget(self.name)
+        await self._tell_others()
+
+    async def _tell_others(self) -> None:
+        """What others still send to a stage that is closed would stay theirs for ever."""
+        send, message = self.parts.fleet.send, StagesClosed(self.name, self.leaving)
+        others = [
+            info
+            for info in self.parts.fleet.workers.values()
+            if info.is_alive and info.name != self.name and "video" not in info.roles
+        ]
+        await asyncio.gather(
+            *(send(min(info.roles), info.name, message) for info in others), return_exceptions=True
+        )
+
+    async def _roll_back(self) -> None:
+        """The worker has its former roles, unless it is lost: then it is started with them."""
+        for _ in range(_NUM_ROLL_BACKS):
+            try:
+                await self.parts.fleet.send(self._address, self.name, SetRoles(self.info.roles))
+            except WorkerLostError:
+                return
+            except Exception:
+                logger.exception("worker %s does not go back to its roles", self.name)
+                await asyncio.sleep(_RETRY_MOVE_S)
+            else:
+                return
+
+    # What it still has
+
+    async def _remaining(self) -> RemainingWork:
+        return await self._send(AskRemaining(self.leaving))
+
+    async def _hand_on(self, left: RemainingWork) -> None:
+        """Gives to others what the worker has not begun."""
+        for attempt in self._placed(left.waiting):
+            attempt.end(Ending.TAKEN_BACK)
+            self.counts.num_handed_on += 1
+        self.counts.num_handed_on += await self.parts.desk.take_back(self.name, left.waiting)
+        redirect = self.parts.placement.redirect_once
+        done = await _gathered([redirect(attempt) for attempt in self._placed(left.arriving)])
+        self.counts.num_handed_on += sum(done)
+
+    async def _move(self, request_ids: Sequence[str]) -> None:
+        """Moves answers to other decode workers, as far as they have room."""
+        if "decode" not in self.leaving:
+            return
+        attempts = [each for each in self._placed(request_ids) if each.decode_worker == self.name]
+        done = await _gathered([self.parts.placement.move(attempt) for attempt in attempts])
+        self.counts.num_moved += sum(done)
+        for attempt in attempts:
+            self.move_after_s[attempt.id] = time.monotonic() + _RETRY_MOVE_S
+
+    def _may_move(self, request_id: str) -> bool:
+        return time.monotonic() >= self.move_after_s.get(request_id, 0.0)
+
+    async def _redo(self) -> None:
+        """Has done elsewhere what the worker did not bring to its end."""
+        for attempt in list(self.parts.attempts.values()):
+            if attempt.is_placed and not attempt.has_ended and self._has(attempt):
+                attempt.end(Ending.TAKEN_BACK)
+                self.counts.num_redone += 1
+        if "encode" in self.leaving:
+            self.counts.num_redone += await self.parts.desk.take_back(self.name)
+
+    def _has(self, attempt: Attempt) -> bool:
+        """Whether a stage that the worker gives up has the request."""
+        if attempt.is_handed_over:
+            return "decode" in self.leaving and attempt.decode_worker == self.name
+        is_prompt = attempt.prefill_worker == self.name and "prefill" in self.leaving
+        return is_prompt or (attempt.decode_worker == self.name and "decode" in self.leaving)
+
+    def _placed(self, request_ids: Sequence[str]) -> list[Attempt]:
+        """Of those that workers have taken, and that are not over: the others find out by themselves."""
+        found = [self.parts.attempts.get(request_id) for request_id in request_ids]
+        return [each for each in found if each is not None and each.is_placed and not each.has_ended]
+
+    # Messages
+
+    @property
+    def _address(self) -> Stage:
+        return min(self.info.roles)
+
+    async def _send(self, message: Message[ReplyT]) -> ReplyT:
+        """Raises UnavailableError when the time is up, or the worker is not the one that was begun with."""
+        now = self.parts.fleet.workers[self.name]
+        if not now.is_alive or now.incarnation != self.info.incarnation:
+            raise WorkerLostError(f"worker '{self.name}' was lost; it is started with its former roles")
+        left_s = self.start_s + self.limits.limit_s - time.monotonic()
+        try:
+            async with asyncio.timeout(max(left_s, 0.0)):
+                return await self.parts.fleet.send(self._address, self.name, message)
+        except TimeoutError:
+            raise UnavailableError(f"it took more than {self.limits.limit_s:g} s") from None
+
+
+async def _gathered(work: Sequence[Coroutine[Any, Any, bool]]) -> list[bool]:
+    """The results, a few at a time. What one raises is raised when all have ended."""
+    gate = asyncio.Semaphore(_MAX_AT_ONCE)
+
+    async def gated(one: Coroutine[Any, Any, bool]) -> bool:
+        async with gate:
+            return await one
+
+    results = await asyncio.gather(*(gated(one) for one in work), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [bool(result) for result in results]

@@ -1,0 +1,38 @@
+"""Single tokens as text and bytes, as log probabilities are reported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenizers import decoders
+
+from serve_app.service import TokenLogprob
+from stages.sampling.detokenizer import TokenBytes
+from stages.sampling.sampler import SampledToken
+
+
+class TokenTexts:
+    """Of one tokenizer of transformers."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        is_byte_level = isinstance(getattr(backend, "decoder", None), decoders.ByteLevel)
+        self._bytes = TokenBytes(backend) if is_byte_level else None
+
+    def logprob(self, token: SampledToken) -> TokenLogprob:
+        """A token as the front reports it, with its alternatives."""
+        alternatives = tuple(self._logprob(token_id, logprob) for token_id, logprob in token.top_logprobs)
+        return self._logprob(token.token_id, token.logprob or 0.0, alternatives)
+
+    def _logprob(
+        self, token_id: int, logprob: float, alternatives: tuple[TokenLogprob, ...] = ()
+    ) -> TokenLogprob:
+        data = self._data(token_id)
+        return TokenLogprob(token_id, data.decode("utf-8", "replace"), data, logprob, alternatives)
+
+    def _data(self, token_id: int) -> bytes:
+        if self._bytes is not None:
+            return self._bytes[token_id]
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=True)
+        return text.encode()

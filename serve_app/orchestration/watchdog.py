@@ -1,0 +1,66 @@
+"""Ends attempts of which nothing comes any more, so that they are done again, see `stall_policy`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from epd.control.stall_policy import Watched, stalled
+from serve_app.messages import WorkerLoad, WorkerReport
+from serve_app.orchestration.attempt import Attempt, Ending
+from serve_app.orchestration.encode_dispatcher import EncodeDesk
+
+logger = logging.getLogger(__name__)
+
+_MAX_LOOK_S = 5.0  # between looks
+
+
+class Watchdog:
+    """attempts: all that are under way, by id. Stalls are counted under "stalls"."""
+
+    def __init__(
+        self,
+        attempts: Mapping[str, Attempt],
+        desk: EncodeDesk,
+        counters: Counter[str],
+        clock: Callable[[], float],
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._attempts = attempts
+        self._desk = desk
+        self._counters = counters
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._progress_s: dict[str, float] = {}
+        self._loads: dict[str, WorkerLoad] = {}
+
+    def reported(self, report: WorkerReport) -> None:
+        """A worker has got on with something if it tells of it, or if the work it has done has grown."""
+        done = replace(report.load, kv_usage=None, encoder_cache_usage=None, seat_usage=None)
+        if report.events or report.outputs or done != self._loads.get(report.worker):
+            self._progress_s[report.worker] = self._clock()
+        self._loads[report.worker] = done
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(min(self._timeout_s / 4, _MAX_LOOK_S))
+            self.look()
+
+    def look(self) -> None:
+        """Ends what has stalled."""
+        watched = [self._watched(each) for each in self._attempts.values() if each.is_placed]
+        for attempt_id in stalled(watched, self._progress_s, self._clock(), self._timeout_s):
+            attempt = self._attempts[attempt_id]
+            if attempt.has_ended:
+                continue
+            self._counters["stalls"] += 1
+            logger.warning("attempt %s has stalled at %s", attempt_id, sorted(attempt.workers))
+            attempt.end(Ending.LOST)
+
+    def _watched(self, attempt: Attempt) -> Watched:
+        encoders = self._desk.encoders_of(attempt.id)
+        return Watched(attempt.id, attempt.workers | encoders, max(attempt.event_s, attempt.started_s))

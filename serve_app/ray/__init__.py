@@ -1,0 +1,1 @@
+"""The application on Ray: workers as actors, Ray Serve in front."""

@@ -1,0 +1,72 @@
+"""The application on Ray as the backend of `epd batch`: started for it, or found on a cluster."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import SecretStr
+from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.exceptions import RayServeException
+
+from epd.batch.http_backend import HttpBackend
+from epd.errors import UnavailableError
+from serve_app.app_args import AppArgs
+from serve_app.ray.cluster import RaySettings, ray_cluster
+from serve_app.ray.server import APP_NAME, HttpSettings, served_app
+
+_EVERYWHERE = ("0.0.0.0", "::", None)
+
+
+@contextmanager
+def started_backend(
+    model: Path,
+    topology: str,
+    media_folder: Path | None,
+    num_kv_tokens: int | None,
+    skip_static: float | None = None,
+) -> Iterator[HttpBackend]:
+    """The application with workers of its own on this machine, for nobody else: it has a key.
+
+    media_folder: the folder that files are read from. skip_static: see `AppArgs`.
+    Raises EPDError for what cannot be served.
+    """
+    key = secrets.token_hex(16)
+    args = AppArgs(
+        model=model,
+        topology=topology,
+        api_key=SecretStr(key),
+        allowed_media_path=media_folder,
+        num_kv_tokens=num_kv_tokens,
+        skip_static=skip_static,
+    )
+    http = HttpSettings("127.0.0.1", _free_port())
+    with served_app(args.resolved(), http, RaySettings()), HttpBackend.open(http.url, key) as backend:
+        yield backend
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def url_of_app(address: str) -> str:
+    """Where the application on a Ray cluster listens. Raises UnavailableError when there is none."""
+    with ray_cluster(RaySettings(address=address)):
+        try:
+            is_there = APP_NAME in serve.status().applications
+            client = _get_global_client()
+        except RayServeException as error:
+            raise UnavailableError(f"Serve does not run on '{address}': {error}") from error
+    if not is_there or client is None:
+        raise UnavailableError(
+            f"no application '{APP_NAME}' runs on '{address}'; start it with epd serve --address {address}"
+        )
+    host = client.http_config.host
+    head = address.partition("://")[2].partition(":")[0] or address.partition(":")[0]
+    return HttpSettings(head if host in _EVERYWHERE else host, client.http_config.port).url

@@ -1,0 +1,187 @@
+"""Transport between worker processes: offers and receipts are actor calls, bulk data goes past them.
+
+Workers of one machine map each other's pools. To other machines what is offered
+travels in the message, through Ray's object store.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from epd.transfer.connectors import EncoderConnector, KVConnector, Offer, Receipt
+from serve_app.ray.memory import PoolFiles, open_pool
+from serve_app.ray.packing import Packed, pack, unpack
+from stages.connectors.mailbox import MailboxConnector, Message
+from stages.encode.encoder_pool import EncoderPool, EncoderPoolShape
+from stages.engine.kv_pool import KVPools, KVPoolsShape
+from stages.weights import num_weight_bytes, write_weights
+
+logger = logging.getLogger(__name__)
+
+# An end point may have an end of each kind.
+Kind = Literal["embeddings", "kv"]
+AnyShape = EncoderPoolShape | KVPoolsShape
+AnyPool = EncoderPool | KVPools
+_LOOK_EVERY_S = 2.0  # between looks for mapped pools that are gone
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """A message for an end of a transport.
+
+    shape: of the pool that an offer speaks of, for who maps it. packed: what is offered, for who cannot.
+    """
+
+    receiver: str
+    kind: Kind
+    message: Message
+    shape: AnyShape | None = None
+    packed: Packed | None = None
+
+
+class RayTransport:
+    """The ends of one worker. Only `deliver` may be called from other threads.
+
+    post: gives an envelope to a worker by name, without waiting. can_map: whether that worker is on this
+    machine and can map files of it. files: makes those of the pools.
+    """
+
+    def __init__(
+        self, post: Callable[[str, Envelope], None], can_map: Callable[[str], bool], files: PoolFiles
+    ) -> None:
+        self._post = post
+        self._can_map = can_map
+        self._files = files
+        self._ends: dict[tuple[str, Kind], RayConnector] = {}
+
+    def embeddings(self, name: str, shape: EncoderPoolShape) -> tuple[EncoderPool, EncoderConnector]:
+        end = self._open(name, "embeddings", shape)
+        assert isinstance(end.pool, EncoderPool)
+        return end.pool, end
+
+    def kv(self, name: str, shape: KVPoolsShape) -> tuple[KVPools, KVConnector]:
+        end = self._open(name, "kv", shape)
+        assert isinstance(end.pool, KVPools)
+        return end.pool, end
+
+    def weights(self, path: Path, dtype: torch.dtype) -> Path | None:
+        """Written by the first worker of the machine; None when there is no room for it."""
+        num_bytes = num_weight_bytes(path, dtype)
+        try:
+            return self._files.shared(f"weights-{dtype}", num_bytes, partial(write_weights, path, dtype))
+        except OSError:
+            logger.warning("no room for %d bytes of shared weights: each worker reads its own", num_bytes)
+            return None
+
+    def close(self, name: str) -> None:
+        for key in [key for key in self._ends if key[0] == name]:
+            self._files.remove(Path(self._ends.pop(key).pool_id))
+
+    def deliver(self, envelope: Envelope) -> None:
+        """Mail for one of the ends; for one that is not there any more it is lost, as is its pool."""
+        end = self._ends.get((envelope.receiver, envelope.kind))
+        if end is not None:
+            end.mail.append(envelope)
+
+    def _open(self, name: str, kind: Kind, shape: AnyShape) -> RayConnector:
+        path = self._files.create(f"{name}-{kind}", shape.num_bytes)
+        end = RayConnector(name, kind, shape, path, self._post, self._can_map)
+        self._ends[name, kind] = end
+        return end
+
+
+class RayConnector(MailboxConnector[Any, Any]):
+    """Made by `RayTransport`."""
+
+    def __init__(
+        self,
+        name: str,
+        kind: Kind,
+        shape: AnyShape,
+        path: Path,
+        post: Callable[[str, Envelope], None],
+        can_map: Callable[[str], bool],
+    ) -> None:
+        super().__init__(name, shape.build(path), str(path))
+        self.mail: deque[Envelope] = deque()
+        self._kind = kind
+        self._shape = shape
+        self._post = post
+        self._can_map = can_map
+        # What offers speak of that have come and are not answered yet; pools by sender, with their ids.
+        self._shapes: dict[str, AnyShape] = {}
+        self._packed: dict[tuple[str, int], Packed] = {}
+        self._mapped: dict[str, tuple[str, AnyPool]] = {}
+        self._look_s = 0.0
+
+    def put(self, name: str, message: Message) -> None:
+        worker = name.rpartition(".")[0]
+        if isinstance(message, Receipt):
+            envelope = Envelope(name, self._kind, message)
+        elif message.source is None or self._can_map(worker):
+            envelope = Envelope(name, self._kind, message, shape=self._shape)
+        else:
+            packed, source = pack(self.pool, message.source)
+            envelope = Envelope(name, self._kind, replace(message, source=source), packed=packed)
+        self._post(worker, envelope)
+
+    def messages(self) -> Iterator[Message]:
+        while self.mail:
+            envelope = self.mail.popleft()
+            message = envelope.message
+            if isinstance(message, Offer):
+                if envelope.shape is not None:
+                    self._shapes[message.pool_id] = envelope.shape
+                if envelope.packed is not None:
+                    self._packed[message.pool_id, message.number] = envelope.packed
+            yield message
+
+    def recv(self) -> Sequence[Offer[Any]]:
+        taken = super().recv()
+        # Those that nobody waited for were answered without a look at what they offer.
+        self._packed.clear()
+        self._shapes.clear()
+        self._forget_gone()
+        return taken
+
+    def _forget_gone(self) -> None:
+        """Lets go of the memory of pools whose worker is gone, or has given up the role they were for."""
+        now_s = time.monotonic()
+        if now_s < self._look_s:
+            return
+        self._look_s = now_s + _LOOK_EVERY_S
+        for sender in [name for name, (path, _) in self._mapped.items() if not Path(path).exists()]:
+            del self._mapped[sender]
+
+    def pool_of(self, offer: Offer[Any]) -> AnyPool | None:
+        packed = self._packed.get((offer.pool_id, offer.number))
+        return unpack(packed) if packed is not None else self._map(offer)
+
+    def _map(self, offer: Offer[Any]) -> AnyPool | None:
+        mapped_id, pool = self._mapped.get(offer.sender, ("", None))
+        if mapped_id != offer.pool_id or pool is None:
+            pool = map_pool(Path(offer.pool_id), self._shapes[offer.pool_id])
+            if pool is not None:
+                self._mapped[offer.sender] = offer.pool_id, pool
+        return pool
+
+
+def map_pool(path: Path, shape: AnyShape) -> AnyPool | None:
+    """The pool that another process has made; None when it is gone."""
+    descriptor = open_pool(path)
+    if descriptor is None:
+        return None
+    try:
+        return shape.build(Path(f"/proc/self/fd/{descriptor}"))
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,139 @@
+"""Ends `epd serve` when the Ray cluster under it is gone for good, and then leaves neither process nor file.
+
+What happens otherwise: without its raylet the application hangs and never ends; without its GCS everything
+ends, in disorder, after a minute. Serve's controller is started again by Ray, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, RayError
+
+from epd.control.supervision import ClusterWatch
+from epd.errors import UnavailableError, exit_code
+from serve_app.held_folder import remove_own
+from serve_app.ray.memory import remove_orphans
+from serve_app.ray.process_tree import adopt_orphans, children, end_descendants
+
+_RAYLET, _GCS, _CONTROLLER = "Ray's raylet", "Ray's GCS", "the controller of Ray Serve"
+# In a cluster of our own, children of this process, which nothing starts again.
+_PROCESSES = {"raylet": _RAYLET, "gcs_server": _GCS}
+# A controller is started again by Ray; so may the GCS be, and the raylet be heard of again, in a cluster that
+# others run.
+_MAX_SILENCE_S = {_RAYLET: 30.0, _GCS: 30.0, _CONTROLLER: 60.0}
+_LOOK_EVERY_S, _ASK_EVERY_S, _ANSWER_S, _END_S = 0.2, 1.0, 5.0, 5.0
+_NUM_DEAD_ANSWERS = 3  # a call that was under way when the controller died gets the same answer
+
+
+@contextmanager
+def supervised(*, owns_cluster: bool, end: Callable[[str], None] | None = None) -> Iterator[None]:
+    """While this is open, `end` is called with the reason if the cluster that Ray is connected to is lost.
+
+    By default it ends this process and all that it has started. owns_cluster: this process has started it.
+    """
+    supervisor = _Supervisor(owns_cluster, end or end_at_once)
+    supervisor.start()
+    try:
+        yield
+    finally:
+        supervisor.stop()
+
+
+def end_at_once(reason: str) -> None:
+    """Ends this process with exit code 3, and every process below it: none can be asked to close any more."""
+    error = UnavailableError(f"{reason}: the server cannot go on; start it again")
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    end_descendants(_END_S)
+    remove_own()
+    remove_orphans()
+    os._exit(exit_code(error))
+
+
+class _Supervisor:
+    """One thread looks and decides; another asks, since answers of a lost cluster may never come."""
+
+    def __init__(self, owns_cluster: bool, end: Callable[[str], None]) -> None:
+        self._owns_cluster = owns_cluster
+        self._end = end
+        self._watch = ClusterWatch(_MAX_SILENCE_S)
+        self._stopped = threading.Event()
+        self._controller: Any = None
+        self._num_dead_answers = 0
+        self._looking = threading.Thread(target=self._look, daemon=True, name="supervisor")
+        self._asking = threading.Thread(target=self._ask, daemon=True, name="supervisor-asks")
+
+    def start(self) -> None:
+        self._looking.start()
+        self._asking.start()
+
+    def stop(self) -> None:
+        """Returns when `end` will not be called any more."""
+        self._stopped.set()
+        self._looking.join()
+
+    def _look(self) -> None:
+        processes = self._own_processes()
+        while not self._stopped.wait(_LOOK_EVERY_S):
+            for part, descriptor in processes.items():
+                if select.select([descriptor], [], [], 0)[0]:
+                    self._watch.ended(part)
+                else:
+                    self._watch.alive(part, time.monotonic())
+            reason = self._watch.lost(time.monotonic())
+            if reason:
+                self._end(reason)
+                return
+        for descriptor in processes.values():
+            os.close(descriptor)
+
+    def _own_processes(self) -> dict[str, int]:
+        """Descriptors, by part, that can be read when the process has ended."""
+        if not self._owns_cluster:
+            return {}
+        adopt_orphans()
+        below = children(os.getpid()).items()
+        return {_PROCESSES[name]: os.pidfd_open(pid) for pid, name in below if name in _PROCESSES}
+
+    def _ask(self) -> None:
+        while not self._stopped.wait(_ASK_EVERY_S):
+            self._ask_controller()
+            if not self._owns_cluster:
+                self._ask_gcs()
+
+    def _ask_controller(self) -> None:
+        try:
+            if self._controller is None:  # names as in Ray's documents and logs
+                self._controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+            ray.get(self._controller.__ray_ready__.remote(), timeout=_ANSWER_S)
+        except ActorDiedError:
+            self._num_dead_answers += 1
+            if self._num_dead_answers >= _NUM_DEAD_ANSWERS:
+                self._watch.ended(_CONTROLLER)
+        except (RayError, ValueError):  # it is being started, or started again
+            self._num_dead_answers = 0
+        else:
+            self._num_dead_answers = 0
+            self._watch.alive(_CONTROLLER, time.monotonic())
+
+    def _ask_gcs(self) -> None:
+        """Also what it says of this machine's raylet."""
+        try:
+            here = ray.get_runtime_context().get_node_id()
+            nodes = ray.nodes()  # type: ignore[no-untyped-call]
+            is_alive = {node["NodeID"]: node["Alive"] for node in nodes}.get(here, False)
+        except (RayError, RuntimeError):
+            return
+        self._watch.alive(_GCS, time.monotonic())
+        if is_alive:
+            self._watch.alive(_RAYLET, time.monotonic())
+        else:
+            self._watch.ended(_RAYLET)

@@ -1,0 +1,41 @@
+"""The worker thread of a Ray actor: its reports are kept until the fleet fetches them with a heartbeat."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from epd.topology import Stage
+from serve_app.messages import WorkerReport
+from serve_app.worker.worker_stages import Transport, WorkerSettings
+from serve_app.worker.worker_thread import Call, Listener, WorkerThread
+
+__all__ = ["ActorThread", "Call"]
+
+
+class ActorThread(WorkerThread):
+    """failure: why the worker has ended, if it has."""
+
+    def __init__(
+        self, name: str, roles: frozenset[Stage], settings: WorkerSettings, transport: Transport
+    ) -> None:
+        super().__init__(name, roles, settings, transport, Listener(self._keep, self._fail))
+        self.failure = ""
+        self._reports: list[WorkerReport] = []
+        self._has_reports = asyncio.Event()
+
+    async def take_reports(self, wait_s: float) -> list[WorkerReport]:
+        """Those since the last time: at once if there are any, else what has come after `wait_s`."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._has_reports.wait(), wait_s)
+        self._has_reports.clear()
+        reports, self._reports = self._reports, []
+        return reports
+
+    def _keep(self, report: WorkerReport) -> None:
+        self._reports.append(report)
+        self._has_reports.set()
+
+    def _fail(self, reason: str) -> None:
+        self.failure = reason
+        self._has_reports.set()

@@ -1,0 +1,298 @@
+"""Worker processes: Ray actors that carry messages to a `WorkerCore` or a `FrameReader`, and news from it.
+
+    fleet     --handle, in numbered order-->  event loop  --inbox-->  worker thread: messages, step, report
+              <--beat: reports, several per reply, at once when there are any--
+    workers   --deliver: offers, receipts, again until acknowledged-->
+
+An actor that was started again is another one: each `start` gives it a new life, and calls name the life
+that they are meant for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+import torch
+
+from epd.errors import EPDError
+from epd.machine import memory_limit_bytes
+from epd.topology import Stage
+from epd.types import UInt8Array
+from serve_app.fleet import WorkerLostError
+from serve_app.messages import CloseStream, Message, WorkerLoad, WorkerReport
+from serve_app.ray.connector import Envelope, RayTransport
+from serve_app.ray.memory import PoolFiles
+from serve_app.ray.peer_links import Delivery, PeerLinks
+from serve_app.ray.thread import ActorThread, Call
+from serve_app.task_group import Loops
+from serve_app.worker.frame_reader import ChildOpener, FrameReader
+from serve_app.worker.worker_stages import WorkerSettings
+from serve_app.worker.worker_thread import fault_of
+from video import ChildLimits, MediaChildren
+
+logger = logging.getLogger(__name__)
+
+_MAX_GAP_S = 60.0  # for a message to come whose successors are there
+_MIN_VIDEO_CHILDREN, _MAX_VIDEO_CHILDREN = 4, 32
+# Frames, or a reference to frames; in a list, so that Ray does not wait for it before the call.
+BulkArgument = Sequence[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a worker process is."""
+
+    node_id: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a worker is started with.
+
+    life: of this start alone. fleet_id: see `PoolFiles`. num_threads: of torch, or that read video.
+    """
+
+    name: str
+    life: str
+    roles: frozenset[Stage]
+    settings: WorkerSettings
+    fleet_id: str
+    num_threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another worker as one reaches it. actor: its handle."""
+
+    actor: Any
+    life: str
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What came of a message: its reply, or the error to be raised at the sender."""
+
+    value: Any = None
+    error: EPDError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A sign of life. busy_s: how long the step under way has taken. failure: why the worker does no more."""
+
+    reports: tuple[WorkerReport, ...] = ()
+    busy_s: float = 0.0
+    failure: str = ""
+
+
+class Line:
+    """Lets calls pass in the order of their numbers, from 0, whatever the order in which they come.
+
+    A call has passed when it says so, also one that gave up before its turn: it leaves no gap.
+    """
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._waiting: dict[int, asyncio.Event] = {}
+        self._passed: set[int] = set()
+
+    async def wait(self, number: int, limit_s: float | None = None) -> None:
+        """Returns when all before have passed. Raises TimeoutError when one of them does not come."""
+        if number != self._next:
+            event = self._waiting[number] = asyncio.Event()
+            async with asyncio.timeout(limit_s):
+                await event.wait()
+
+    def passed(self, number: int) -> None:
+        """The call with this number is through, whether it waited for its turn or not."""
+        self._waiting.pop(number, None)
+        self._passed.add(number)
+        while self._next in self._passed:
+            self._passed.remove(self._next)
+            self._next += 1
+        event = self._waiting.pop(self._next, None)
+        if event is not None:
+            event.set()
+
+
+class StageActor:
+    """A worker with the roles encode, prefill or decode."""
+
+    def __init__(self) -> None:
+        self._life = ""
+        self._line = Line()
+        self._thread: ActorThread | None = None
+        self._transport: RayTransport | None = None
+        self._links: PeerLinks[Peer] | None = None
+        self._loops = Loops(Counter(), self._break)
+        self._failure = ""
+        self._peers: Mapping[str, Peer] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._name = ""
+        self._node_id = ray.get_runtime_context().get_node_id()
+
+    async def place(self) -> Place:
+        return Place(self._node_id, os.getpid())
+
+    async def start(self, start: Start) -> Reply:
+        """Loads the weights. Whatever an earlier life has left on this machine is removed."""
+        torch.set_num_threads(start.num_threads)
+        files = PoolFiles(start.fleet_id)
+        files.hold()
+        files.remove_of(start.name)
+        self._name, self._life = start.name, start.life
+        self._loop = asyncio.get_running_loop()
+        self._links = PeerLinks(start.name, start.life, _deliver)
+        self._loops.start("messages", self._links.run)
+        self._transport = RayTransport(self._post, self._can_map, files)
+        self._thread = ActorThread(start.name, start.roles, start.settings, self._transport)
+        try:
+            await self._thread.start()
+        except EPDError as error:
+            return Reply(error=error)
+        return Reply()
+
+    async def meet(self, peers: Mapping[str, Peer]) -> None:
+        """From now on these are the other workers."""
+        self._peers = peers
+        if self._links is not None:
+            self._links.meet(peers)
+
+    async def handle(self, life: str, number: int, message: Message[Any], bulk: BulkArgument) -> Reply:
+        """Messages pass in the order of their numbers."""
+        if life != self._life or self._thread is None:
+            return Reply(error=WorkerLostError("the worker was started again meanwhile; send to another"))
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        try:
+            frames, error = await _frames(bulk)
+            await self._line.wait(number, _MAX_GAP_S)
+            if error is None:
+                self._thread.put(Call(message, frames, reply))
+            else:
+                reply.set_exception(error)
+        except TimeoutError:
+            self._failure = f"a message before number {number} did not come for {_MAX_GAP_S:g} s"
+            return Reply(error=WorkerLostError(f"worker '{self._name}' has lost a message; send to another"))
+        finally:
+            self._line.passed(number)
+        try:
+            return Reply(await reply)
+        except EPDError as error:
+            return Reply(error=error)
+
+    async def deliver(self, life: str, delivery: Delivery) -> int | None:
+        """From another worker. Returns the acknowledgement; None where it is meant for another life."""
+        if life != self._life or self._transport is None or self._thread is None or self._links is None:
+            return None
+        envelopes, next_number = self._links.take(delivery)
+        for envelope in envelopes:
+            self._transport.deliver(envelope)
+        self._thread.wake()
+        return next_number
+
+    async def beat(self, life: str, wait_s: float) -> Beat:
+        """Returns at once when there are reports, else after `wait_s`."""
+        if life != self._life or self._thread is None:
+            return Beat(failure="it was started again")
+        reports = await self._thread.take_reports(wait_s)
+        return Beat(tuple(reports), self._thread.busy_s, self._thread.failure or self._failure)
+
+    def _post(self, worker: str, envelope: Envelope) -> None:
+        """From the worker thread. A worker that is gone, or not known yet, never reads it."""
+        assert self._transport is not None
+        assert self._links is not None
+        assert self._loop is not None
+        if worker == self._name:
+            self._transport.deliver(envelope)
+        else:
+            with suppress(RuntimeError):  # the event loop has ended, and with it the process
+                self._loop.call_soon_threadsafe(self._links.send, worker, envelope)
+
+    def _break(self, loop: str) -> None:
+        self._failure = f"its loop '{loop}' has ended"
+
+    def _can_map(self, worker: str) -> bool:
+        peer = self._peers.get(worker)
+        return worker == self._name or (peer is not None and peer.node_id == self._node_id)
+
+
+async def _deliver(peer: Peer, delivery: Delivery) -> int | None:
+    next_number: int | None = await peer.actor.deliver.remote(peer.life, delivery)
+    return next_number
+
+
+async def _frames(bulk: BulkArgument) -> tuple[UInt8Array | None, EPDError | None]:
+    if not bulk:
+        return None, None
+    try:
+        return (await bulk[0] if isinstance(bulk[0], ray.ObjectRef) else bulk[0]), None
+    except ray.exceptions.RayError as error:
+        return None, WorkerLostError(f"the frames are lost: {type(error).__name__}; have them decoded again")
+
+
+def _child_limits() -> ChildLimits:
+    """As many children as a quarter of the machine's memory has room for, and some in any case."""
+    limits = ChildLimits()
+    room = memory_limit_bytes() // 4 // limits.memory_bytes
+    return replace(limits, max_children=min(max(room, _MIN_VIDEO_CHILDREN), _MAX_VIDEO_CHILDREN))
+
+
+class VideoActor:
+    """A worker that decodes video: frames of one group for each call, several calls at once."""
+
+    def __init__(self) -> None:
+        self._life = ""
+        self._name = ""
+        self._children = MediaChildren(_child_limits(), decodes_video=True)
+        self._reader = FrameReader(ChildOpener(self._children))
+        self._executor: ThreadPoolExecutor | None = None
+        self._node_id = ray.get_runtime_context().get_node_id()
+
+    async def place(self) -> Place:
+        return Place(self._node_id, os.getpid())
+
+    async def start(self, start: Start) -> Reply:
+        self._name, self._life = start.name, start.life
+        self._executor = ThreadPoolExecutor(start.num_threads, thread_name_prefix="video")
+        self._executor.submit(self._children.server.start)  # the first frames need not wait for it
+        return Reply()
+
+    async def handle(self, life: str, _number: int, message: Message[Any], _bulk: BulkArgument) -> Reply:
+        """Carried out at once, whatever the number: streams tell by themselves what comes after their end."""
+        reply, _ = await self.fetch(life, message)
+        return reply
+
+    async def fetch(self, life: str, message: Message[Any]) -> tuple[Reply, UInt8Array | None]:
+        """The frames are a return value of their own, which stays where it is."""
+        if life != self._life or self._executor is None:
+            return Reply(error=WorkerLostError("the worker was started again; send to another")), None
+        loop = asyncio.get_running_loop()
+        try:
+            if isinstance(message, CloseStream):  # at once: every thread may be reading
+                value, frames = self._reader.handle(message)
+            else:
+                value, frames = await loop.run_in_executor(self._executor, self._reader.handle, message)
+        except EPDError as error:
+            return Reply(error=error), None
+        except Exception as error:  # a group that the code cannot read costs its request alone
+            logger.exception("worker %s failed on a message", self._name)
+            return Reply(error=fault_of(self._name, message, error)), None
+        return Reply(value), frames
+
+    async def beat(self, life: str, wait_s: float) -> Beat:
+        if life != self._life:
+            return Beat(failure="it was started again")
+        await asyncio.sleep(wait_s)
+        report = WorkerReport(self._name, load=WorkerLoad(num_running=len(self._reader)))
+        return Beat((report,), self._reader.busy_s)

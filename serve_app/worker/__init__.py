@@ -1,0 +1,1 @@
+"""One worker: its stages behind messages, whatever carries them."""

@@ -1,0 +1,207 @@
+"""How the embeddings of requests come to a prefill worker: room granted, groups received, joined, passed on.
+
+    admitted, num_cached | groups that are needed: room -> Granted -> encoder -> received in order -> engine
+                                                             |  encoder gone: Reissue -> Granted anew
+    computed             | room given back group by group
+
+A ticket is owned by the request it was granted to, although others may wait for the same group. When the
+owner goes, the group is granted anew to one of them, since whoever fetched its frames may have gone too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from encoders import Adapter
+from encoders.groups import MediaGroup
+from epd.encode.encoder_cache import GroupKey
+from epd.transfer.connectors import Ticket
+from serve_app.messages import Granted, GroupFailed, GroupsArrived
+from serve_app.worker.worker_roles import News
+from stages.encode.embedding_receiver import EmbeddingReceiver
+from stages.encode.splicing import Joiner
+from stages.engine.faults import RequestFault, logged_fault
+from stages.engine.generation import GenerateRequest
+from stages.prefill import PrefillStage
+
+OnFault = Callable[[RequestFault], None]
+
+
+@dataclass(slots=True)
+class _Feed:
+    """A request that waits for groups. numbers: of those it needs, among the request's groups, in order.
+
+    ends: of each needed group, the prompt tokens [0, end) that have to be computed until it can go.
+    """
+
+    request: GenerateRequest
+    groups: tuple[MediaGroup, ...]
+    numbers: tuple[int, ...]
+    ends: tuple[int, ...]
+    joiner: Joiner
+    num_taken: int = 0
+    num_released: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Issued:
+    """An open ticket. owner: the request it was granted to. group: which of the request's groups it is."""
+
+    ticket: Ticket
+    owner: str
+    group: int
+
+
+class MediaFeeds:
+    """All requests of a prefill worker that wait for embeddings."""
+
+    def __init__(self, adapter: Adapter, stage: PrefillStage, receiver: EmbeddingReceiver) -> None:
+        self.receiver = receiver
+        self._adapter = adapter
+        self._stage = stage
+        self._feeds: dict[str, _Feed] = {}
+        self._issued: dict[str, _Issued] = {}  # tickets that are open, by transfer
+
+    def __len__(self) -> int:
+        return len(self._feeds)
+
+    def open(self, request: GenerateRequest, groups: tuple[MediaGroup, ...], num_cached: int) -> None:
+        """Starts waiting for what is not cached. Raises InfeasibleError for a group that never fits."""
+        numbers = needed_groups(request, groups, num_cached)
+        if not numbers:
+            return
+        self.receiver.open(request.request_id, [groups[number].spec for number in numbers])
+        ends = tuple(group_end(request, groups[number]) for number in numbers)
+        joiner = Joiner(self._adapter, request.prompt)
+        self._feeds[request.request_id] = _Feed(request, groups, numbers, ends, joiner)
+
+    def step(self, news: News, on_fault: OnFault) -> bool:
+        """Takes what has arrived and grants what there is room for. Returns whether anything has moved.
+
+        on_fault: called with each request whose embeddings could not be passed on; it has to close it.
+        """
+        num_events = len(news.events)
+        failed = {group.key: group.error for group in self.receiver.poll()}
+        self._tell_failed(failed, news)
+        self._tell_arrived(news)
+        has_fed = [self._guarded(feed, on_fault) for feed in list(self._feeds.values())]
+        self._grant(news)
+        return any(has_fed) or len(news.events) > num_events
+
+    def _tell_failed(self, failed: dict[GroupKey, str], news: News) -> None:
+        if failed:
+            news.events += [
+                GroupFailed(issued.owner, issued.group, transfer_id, failed[issued.ticket.key])
+                for transfer_id, issued in self._issued.items()
+                if issued.ticket.key in failed
+            ]
+
+    def _tell_arrived(self, news: News) -> None:
+        is_ready = self.receiver.reception.cache.is_ready
+        arrived = tuple(i for i, issued in self._issued.items() if is_ready(issued.ticket.key))
+        for transfer_id in arrived:
+            del self._issued[transfer_id]
+        if arrived:
+            news.events.append(GroupsArrived(arrived))
+
+    def _guarded(self, feed: _Feed, on_fault: OnFault) -> bool:
+        try:
+            return self._feed(feed)
+        except Exception as error:  # noqa: BLE001 - costs its request alone
+            on_fault(logged_fault(feed.request.request_id, error))
+            return True
+
+    def _feed(self, feed: _Feed) -> bool:
+        """Passes on the groups that are next. Returns whether there were any."""
+        taken = self.receiver.take(feed.request.request_id)
+        for index, embeddings in taken:
+            feed.num_taken = index + 1
+            placed = feed.joiner.push(feed.groups[feed.numbers[index]], embeddings)
+            if placed is not None:
+                self._stage.add_embeddings(feed.request.request_id, placed)
+        if any(feed.groups[feed.numbers[index]].plan.is_joined_whole for index, _ in taken):
+            self._release(feed, feed.num_taken)  # it may be larger than the cache, so none is kept for long
+        return bool(taken)
+
+    def _grant(self, news: News) -> None:
+        for grant in self.receiver.grant():
+            feed = self._feeds[grant.request_id]
+            self._issue(feed, grant.group, grant.ticket, news)
+
+    def _issue(self, feed: _Feed, index: int, ticket: Ticket, news: News) -> None:
+        request_id = feed.request.request_id
+        number = feed.numbers[index]
+        self._issued[ticket.transfer_id] = _Issued(ticket, request_id, number)
+        news.events.append(Granted(request_id, number, ticket))
+
+    def advance(self, request_id: str, num_computed: int) -> None:
+        """Prompt tokens [0, num_computed) are computed: their embeddings may go."""
+        feed = self._feeds.get(request_id)
+        if feed is None:
+            return
+        stop = feed.num_released
+        while stop < feed.num_taken and feed.ends[stop] <= num_computed:
+            stop += 1
+        self._release(feed, stop)
+        if feed.num_released == len(feed.numbers):
+            self._forget(request_id)
+
+    def _release(self, feed: _Feed, stop: int) -> None:
+        if stop > feed.num_released:
+            feed.num_released = stop
+            self.receiver.release(feed.request.request_id, stop)
+
+    def close(self, request_id: str, news: News) -> None:
+        """Ends a request, whatever it still waits for. Unknown ids are ignored."""
+        if request_id not in self._feeds:
+            return
+        self._forget(request_id)
+        orphans = [i for i, issued in self._issued.items() if issued.owner == request_id]
+        self.reissue(orphans, news)
+
+    def _forget(self, request_id: str) -> None:
+        del self._feeds[request_id]
+        for ticket in self.receiver.close(request_id):
+            self._issued.pop(ticket.transfer_id, None)
+
+    def reissue(self, transfer_ids: Sequence[str], news: News) -> None:
+        """Grants groups anew, to who waits for them. Tickets that are not open are ignored."""
+        for transfer_id in transfer_ids:
+            issued = self._issued.get(transfer_id)
+            if issued is None or self.receiver.reception.cache.is_ready(issued.ticket.key):
+                continue
+            del self._issued[transfer_id]
+            ticket = self.receiver.reissue(issued.ticket.key)
+            waiting = self.receiver.reception.waiting_for(ticket.key)
+            feed = self._feeds[issued.owner if issued.owner in waiting else waiting[0]]
+            self._issue(feed, _index_of(feed, ticket.key), ticket, news)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless tickets and requests agree."""
+        self.receiver.check_integrity()
+        lost = [issued.owner for issued in self._issued.values() if issued.owner not in self._feeds]
+        if lost:
+            raise AssertionError(f"open tickets of requests that are gone: {lost}")
+
+
+def needed_groups(request: GenerateRequest, groups: Sequence[MediaGroup], num_cached: int) -> tuple[int, ...]:
+    """Numbers of the groups whose tokens are not all among the first `num_cached` of the prompt.
+
+    Of a reduced item none or all: what is kept of the rest depends on what came before.
+    """
+    items = request.prompt.media
+    ends = [
+        items[group.item].units[-1].stop if items[group.item].windows else group_end(request, group)
+        for group in groups
+    ]
+    return tuple(number for number, end in enumerate(ends) if end > num_cached)
+
+
+def group_end(request: GenerateRequest, group: MediaGroup) -> int:
+    """Prompt tokens [0, end) end with the last that depends on the group."""
+    return request.prompt.media[group.item].range_of(group.stop - 1).stop
+
+
+def _index_of(feed: _Feed, key: GroupKey) -> int:
+    return next(i for i, number in enumerate(feed.numbers) if feed.groups[number].spec.key == key)

@@ -1,0 +1,239 @@
+"""Prefill as a worker runs it: requests and their embeddings in, keys and values handed over, tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from encoders.groups import MediaGroup
+from epd.control.elasticity import StageSample
+from epd.errors import InfeasibleError, UnavailableError
+from epd.topology import Stage
+from epd.transfer.connectors import KVTicket, TransferOutcome
+from serve_app.messages import (
+    Admitted,
+    Prefill,
+    RemainingWork,
+    RequestFailed,
+    SpanDone,
+    WorkerLoad,
+    endpoint,
+)
+from serve_app.service import StageSpan
+from serve_app.worker.media_feed import MediaFeeds, group_end
+from serve_app.worker.worker_roles import Clock, News, Rounds
+from stages.engine.faults import RequestFault
+from stages.engine.generation import GenerateRequest, StepResult
+from stages.prefill import PrefillStage
+
+
+@dataclass(slots=True)
+class _Progress:
+    """A prompt on its way through the engine. ends: of each group, its last token and one.
+
+    submitted_s: Unix time. num_spanned: leading groups that were cached, or whose span has been told.
+    queued_s: until it was admitted. service_s: of the steps since the last span.
+    """
+
+    message: Prefill
+    ends: tuple[int, ...]
+    submitted_s: float
+    is_admitted: bool = False
+    num_spanned: int = 0
+    queued_s: float = 0.0
+    service_s: float = 0.0
+
+
+class PrefillRole:
+    """One prefill worker, or one with merged roles."""
+
+    def __init__(self, worker: str, stage: PrefillStage, feeds: MediaFeeds, clock: Clock) -> None:
+        self.stage = stage
+        self.feeds = feeds
+        self._worker = worker
+        self._clock = clock
+        self._prompts: dict[str, _Progress] = {}
+        self._prefills, self._decodes = Rounds(), Rounds()
+
+    def submit(self, message: Prefill) -> bool:
+        """See `Prefill`. Raises InfeasibleError, RequestError."""
+        num_seqs = message.request.sampling.n if message.ticket is None else 1
+        if not self._has_room(message.request, num_seqs):
+            return False
+        self.stage.submit(message.request, message.ticket)
+        ends = tuple(group_end(message.request, group) for group in message.groups)
+        self._prompts[message.request.request_id] = _Progress(message, ends, self._clock())
+        return True
+
+    def _has_room(self, request: GenerateRequest, num_seqs: int) -> bool:
+        """Whether blocks for the prompt are free, beside those that wait; True for what never fits.
+
+        num_seqs: answers to it that are to grow here.
+        """
+        engine = self.stage.engine
+        scheduler, size = engine.scheduler, engine.kv.block_size
+        if request.num_prompt_tokens >= min(engine.kv.spec.num_blocks) * size:
+            return True
+        taken = sum(each.num_seqs for each in (*scheduler.waiting, *scheduler.running))
+        if taken and taken + num_seqs > scheduler.config.max_num_seqs:
+            return False
+        if not engine.has_work():
+            return True
+        waiting = sum(-(-each.num_tokens // size) + 1 for each in scheduler.waiting)
+        new_tokens = request.num_prompt_tokens - engine.kv.num_cached(request.identity)
+        return waiting + -(-new_tokens // size) + 1 <= engine.kv.num_free_blocks()
+
+    def redirect(self, request_id: str, ticket: KVTicket) -> bool:
+        """See `Redirect`."""
+        try:
+            self.stage.redirect(request_id, ticket)
+        except KeyError:
+            return False
+        return True
+
+    def step(self, news: News) -> bool:
+        has_fed = self.feeds.step(news, lambda fault: self._take_faults([fault], news))
+        start_s = self._clock()
+        result = self.stage.step()
+        self._count(result, self._clock() - start_s)
+        self._take_faults(result.faults, news)
+        news.outputs += result.outputs
+        self._take_admissions(result, news)
+        self._take_progress(result, start_s, news)
+        self._take_handovers(result, news)
+        return has_fed or bool(result.num_tokens or result.admissions or result.handovers)
+
+    def _count(self, result: StepResult, seconds: float) -> None:
+        """A pass with a prompt in it counts for prefill, whatever else rides along."""
+        num_decoded = sum(request_id not in self._prompts for request_id in result.computed)
+        if num_decoded < len(result.computed):
+            self._prefills.add(result.num_tokens - num_decoded, seconds)
+        else:
+            self._decodes.add(result.num_tokens, seconds)
+
+    def _take_faults(self, faults: Sequence[RequestFault], news: News) -> None:
+        """Requests that raised where others did not."""
+        for fault in faults:
+            self.abort([fault.request_id], news)
+            news.events.append(RequestFailed(fault.request_id, fault.error, is_final=True))
+
+    def _take_admissions(self, result: StepResult, news: News) -> None:
+        for admission in result.admissions:
+            prompt = self._prompts.get(admission.request_id)
+            if prompt is None or prompt.is_admitted:  # one that decodes, or comes back from host memory
+                continue
+            prompt.is_admitted = True
+            prompt.queued_s = self._clock() - prompt.submitted_s
+            prompt.num_spanned = sum(end <= admission.num_cached for end in prompt.ends)
+            news.events.append(Admitted(admission.request_id, admission.num_cached))
+            try:
+                self.feeds.open(prompt.message.request, prompt.message.groups, admission.num_cached)
+            except InfeasibleError as error:
+                self.abort([admission.request_id], news)
+                news.events.append(RequestFailed(admission.request_id, error, is_final=True))
+
+    def _take_progress(self, result: StepResult, start_s: float, news: News) -> None:
+        begun = {output.request_id for output in result.outputs}
+        for request_id in dict.fromkeys(result.computed):
+            prompt = self._prompts.get(request_id)
+            if prompt is None:
+                continue
+            num_tokens = prompt.message.request.num_prompt_tokens
+            num_computed = num_tokens if request_id in begun else self.stage.engine.num_computed(request_id)
+            self.feeds.advance(request_id, num_computed)
+            self._tell_spans(prompt, start_s, num_computed, news)
+            if num_computed >= num_tokens:
+                del self._prompts[request_id]
+
+    def _tell_spans(self, prompt: _Progress, start_s: float, num_computed: int, news: News) -> None:
+        """A span for each group that the step has ended, and one for a question that ends after them."""
+        request = prompt.message.request
+        done = [n for n in range(prompt.num_spanned, len(prompt.ends)) if prompt.ends[n] <= num_computed]
+        prompt.num_spanned += len(done)
+        now_s = self._clock()
+        prompt.service_s += now_s - start_s
+        is_over = num_computed >= request.num_prompt_tokens
+        places: list[tuple[int | None, int | None]] = [_place(prompt.message.groups, each) for each in done]
+        for item, group in places or ([(None, None)] if is_over else []):
+            span = StageSpan("prefill", self._worker, start_s, now_s, item=item, group=group)
+            news.events.append(SpanDone(request.request_id, span, prompt.service_s, prompt.queued_s))
+            prompt.service_s = prompt.queued_s = 0.0
+
+    def _take_handovers(self, result: StepResult, news: News) -> None:
+        """A decode worker that did not take what it had room for: the request is done again."""
+        for end in result.handovers:
+            if end.outcome is not TransferOutcome.DELIVERED:
+                error = UnavailableError(f"the hand-over ended as {end.outcome}: {end.error}; ask again")
+                self.abort([end.request_id], news)
+                news.events.append(RequestFailed(end.request_id, error, is_final=False))
+
+    def has_work(self) -> bool:
+        return self.stage.has_work()
+
+    def abort(self, request_ids: Sequence[str], news: News) -> None:
+        for request_id in request_ids:
+            self._prompts.pop(request_id, None)
+            self.feeds.close(request_id, news)
+            self.stage.abort(request_id)
+
+    def drop_peer(self, worker: str) -> tuple[str, ...]:
+        """The requests on their way to a decode worker that is gone: redirect or abort them."""
+        return tuple(self.stage.drop_receiver(endpoint(worker, "decode")))
+
+    def drop_stages(self, worker: str, stages: frozenset[Stage]) -> None:
+        if "decode" in stages:
+            self.stage.drop_receiver(endpoint(worker, "decode"))
+
+    def remaining(self) -> RemainingWork:
+        waiting = {each.request_id for each in self.stage.engine.scheduler.waiting if not each.num_offloaded}
+        unbegun = waiting & self._prompts.keys()
+        running = self.stage.request_ids - unbegun
+        return RemainingWork(not self.has_work(), tuple(sorted(unbegun)), running=tuple(sorted(running)))
+
+    def _waiting_sample(self) -> StageSample:
+        """Prompts with tokens that could be computed now: those whose media are missing wait for others."""
+        scheduler = self.stage.engine.scheduler
+        left = [
+            min(each.num_computable, each.num_prompt_tokens - each.num_computed)
+            for each in (*scheduler.running, *scheduler.waiting)
+            if each.request_id in self._prompts
+        ]
+        num_tokens = [num for num in left if num > 0]
+        return self._prefills.sample(len(num_tokens), sum(num_tokens))
+
+    def load(self) -> WorkerLoad:
+        engine = self.stage.engine
+        cache = self.feeds.receiver.reception.cache
+        return WorkerLoad(
+            num_waiting=len(engine.scheduler.waiting),
+            num_running=len(engine.scheduler.running),
+            kv_usage=engine.kv.usage,
+            encoder_cache_usage=1 - cache.num_free_blocks / cache.num_blocks,
+            counters={
+                "computed_tokens": engine.counts.num_computed_tokens,
+                "prefix_cached_tokens": engine.counts.num_cached_tokens,
+                "generated_tokens": engine.counts.num_generated_tokens,
+                "preemptions": engine.scheduler.num_preempted,
+                "encoder_cache_hits": cache.counts.hits,
+                "encoder_cache_misses": cache.counts.misses,
+            },
+            stages=self._samples(),
+        )
+
+    def _samples(self) -> dict[Stage, StageSample]:
+        """Of decode too, where this worker answers requests to their end."""
+        num_decodes = sum(each.is_decoding for each in self.stage.engine.scheduler.running)
+        samples: dict[Stage, StageSample] = {"prefill": self._waiting_sample()}
+        if num_decodes or self._decodes.num_rounds:
+            samples["decode"] = self._decodes.sample(num_decodes)
+        return samples
+
+    def check_integrity(self) -> None:
+        self.stage.check_integrity()
+        self.feeds.check_integrity()
+
+
+def _place(groups: Sequence[MediaGroup], number: int) -> tuple[int, int]:
+    """The item of a group, and which group of the item it is."""
+    item = groups[number].item
+    return item, sum(group.item == item for group in groups[:number])

@@ -1,0 +1,272 @@
+"""One worker's stages behind messages: whatever runs it - a thread, a Ray actor - only carries those about.
+
+    handle(message) -> reply     at once, nothing is computed
+    step()                       every role moves on by one step
+    take_report()                tokens and events since the last time
+
+Not for several threads at once. Roles can change while it runs: what a role still has is brought to its end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from epd.topology import Stage
+from epd.transfer.connectors import KVTicket
+from epd.types import UInt8Array
+from serve_app.messages import (
+    Abort,
+    AskRemaining,
+    CancelTickets,
+    EncodeGroup,
+    Message,
+    Move,
+    Offload,
+    Onload,
+    OnloadTimes,
+    Pause,
+    PeerLost,
+    Prefill,
+    Redirect,
+    Reissue,
+    RemainingWork,
+    Reserve,
+    Resume,
+    SetRoles,
+    StagesClosed,
+    WorkerLoad,
+    WorkerReport,
+    endpoint,
+)
+from serve_app.worker.media_feed import MediaFeeds
+from serve_app.worker.prefill_role import PrefillRole
+from serve_app.worker.worker_roles import Clock, DecodeRole, EncodeRole, News, Role, lost_stage
+from serve_app.worker.worker_stages import StageBuilder, Transport, WorkerSettings
+
+
+class WorkerCore:
+    """A worker named `name`. With the roles prefill and decode, both are done by one engine."""
+
+    def __init__(
+        self,
+        name: str,
+        roles: frozenset[Stage],
+        settings: WorkerSettings,
+        transport: Transport,
+        *,
+        clock: Clock = time.time,
+    ) -> None:
+        """Loads the weights of its roles. Raises ModelError."""
+        self.name = name
+        self.roles: frozenset[Stage] = frozenset()
+        self._builder = StageBuilder(settings, transport)
+        self._clock = clock
+        self._news = News()
+        # What runs: beside its roles those that are not wanted any more, until they have nothing left.
+        self.hosted: dict[Stage, Role] = {}
+        self._num_switches = 0
+        self._is_switching = False
+        self._is_load_untold = False
+        self._has_moved = False
+        self._settled_roles = roles
+        self._set_roles(roles)
+
+    def handle(self, message: Message[Any], bulk: UInt8Array | None = None) -> Any:
+        """Acts upon a message and returns its reply. bulk: frames, uint8 [N, h, w, 3]. Raises EPDError."""
+        self._is_load_untold = True
+        match message:
+            case EncodeGroup():
+                return self._encoding.submit(message, bulk)
+            case CancelTickets():
+                self._cancel(message.transfer_ids)
+            case Prefill():
+                return self._submit(message)
+            case Redirect():
+                return self._prefilling.redirect(message.request_id, message.ticket)
+            case Reissue():
+                self._reissue(message.transfer_ids)
+            case Reserve():
+                return self._reserve(message)
+            case Abort():
+                for role in self.hosted.values():
+                    role.abort(message.request_ids, self._news)
+            case PeerLost():
+                return tuple(lost for role in self.hosted.values() for lost in role.drop_peer(message.name))
+            case _:
+                return self._handle_switch(message)
+        return None
+
+    def _handle_switch(self, message: Message[Any]) -> Any:
+        """Messages of a change of roles."""
+        match message:
+            case SetRoles():
+                self._switch(message.roles)
+            case Offload():
+                self.roles, self._is_switching = message.roles, True
+            case AskRemaining():
+                return self._remaining(message.stages)
+            case Pause():
+                return self._decoding.stage.pause(message.request_id)
+            case Move():
+                return self._decoding.stage.move(message.request_id, message.ticket)
+            case Resume():
+                self._decoding.stage.resume(message.request_id)
+            case Onload():
+                return self._onload(message.roles)
+            case StagesClosed():
+                for role in self.hosted.values():
+                    role.drop_stages(message.name, message.stages)
+            case _:
+                raise TypeError(f"a worker takes no {type(message).__name__}")
+        return None
+
+    @property
+    def _encoding(self) -> EncodeRole:
+        role = self.hosted.get("encode")
+        if not isinstance(role, EncodeRole):
+            raise lost_stage("encode")
+        return role
+
+    @property
+    def _prefilling(self) -> PrefillRole:
+        role = self.hosted.get("prefill")
+        if not isinstance(role, PrefillRole):
+            raise lost_stage("prefill")
+        return role
+
+    @property
+    def _decoding(self) -> DecodeRole:
+        role = self.hosted.get("decode")
+        if not isinstance(role, DecodeRole):
+            raise lost_stage("decode")
+        return role
+
+    def _submit(self, message: Prefill) -> bool:
+        """Refuses what it has no role for: only with merged roles it can do without a decode worker."""
+        has_role = "prefill" in self.roles and (message.ticket is not None or "decode" in self.roles)
+        return has_role and self._prefilling.submit(message)
+
+    def _reserve(self, message: Reserve) -> KVTicket | None:
+        role = self.hosted.get("decode")
+        return role.reserve(message) if isinstance(role, DecodeRole) and "decode" in self.roles else None
+
+    def _cancel(self, transfer_ids: Sequence[str]) -> None:
+        role = self.hosted.get("encode")
+        if isinstance(role, EncodeRole):
+            role.cancel(transfer_ids)
+
+    def _reissue(self, transfer_ids: Sequence[str]) -> None:
+        role = self.hosted.get("prefill")
+        if isinstance(role, PrefillRole):
+            role.feeds.reissue(transfer_ids, self._news)
+
+    # Roles
+
+    def _switch(self, roles: frozenset[Stage]) -> None:
+        self._num_switches += roles != self._settled_roles
+        self._is_switching = False
+        self._set_roles(roles)
+        if "decode" in self.hosted:  # what was stopped to be moved, and nobody else has taken
+            self._decoding.stage.resume_all()
+
+    def _set_roles(self, roles: frozenset[Stage]) -> None:
+        self._bring_up(roles)
+        self.roles = self._settled_roles = roles
+
+    def _bring_up(self, roles: frozenset[Stage]) -> None:
+        for stage in sorted(stages_of(roles) - self.hosted.keys()):
+            self.hosted[stage] = self._build(stage)
+
+    def _onload(self, roles: frozenset[Stage]) -> OnloadTimes:
+        """Raises ModelError."""
+        start_s, before_s = time.perf_counter(), self._builder.weights_s
+        self._bring_up(roles)
+        return OnloadTimes(self._builder.weights_s - before_s, time.perf_counter() - start_s)
+
+    def _remaining(self, stages: frozenset[Stage]) -> RemainingWork:
+        left = [role.remaining() for stage, role in self.hosted.items() if stage in stages]
+        return RemainingWork(
+            is_over=all(each.is_over for each in left),
+            waiting=tuple(name for each in left for name in each.waiting),
+            arriving=tuple(name for each in left for name in each.arriving),
+            running=tuple(name for each in left for name in each.running),
+        )
+
+    def _build(self, stage: Stage) -> Role:
+        name = endpoint(self.name, stage)
+        if stage == "encode":
+            return EncodeRole(self.name, self._builder.encode(name), self._clock)
+        if stage == "decode":
+            return DecodeRole(self._builder.decode(name), self._clock)
+        prefill = self._builder.prefill(name)
+        feeds = MediaFeeds(self._builder.adapter, prefill, self._builder.receiver(name))
+        return PrefillRole(self.name, prefill, feeds, self._clock)
+
+    def _drop_drained(self) -> None:
+        """Lets go of stages that are not wanted any more and have nothing left to do."""
+        wanted = stages_of(self.roles)
+        for stage in [stage for stage in self.hosted if stage not in wanted]:
+            if not self.hosted[stage].has_work():
+                del self.hosted[stage]
+                self._builder.transport.close(endpoint(self.name, stage))
+        if not self.hosted.keys() & {"prefill", "decode"}:
+            self._builder.drop_language_model()
+
+    # Work
+
+    def step(self) -> bool:
+        """Moves every role on by one step. Returns whether anything has moved."""
+        has_moved = [role.step(self._news) for role in self.hosted.values()]
+        if not self._is_switching and self.hosted.keys() != stages_of(self.roles):
+            self._drop_drained()
+        self._has_moved = any(has_moved)
+        self._is_load_untold |= self._has_moved
+        return self._has_moved
+
+    def has_work(self) -> bool:
+        """Whether anything is not over: then what comes from other workers may need a step."""
+        return any(role.has_work() for role in self.hosted.values())
+
+    def take_report(self) -> WorkerReport | None:
+        """What there is to tell; None if there is nothing. When it comes to rest, its load alone."""
+        news = self._news
+        is_at_rest = self._is_load_untold and not self._has_moved
+        if not (news.events or news.outputs or is_at_rest):
+            return None
+        self._news, self._is_load_untold = News(), False
+        return WorkerReport(self.name, tuple(news.events), tuple(news.outputs), self.load())
+
+    def load(self) -> WorkerLoad:
+        """All roles together."""
+        loads = [role.load() for role in self.hosted.values()]
+        return WorkerLoad(
+            num_waiting=sum(load.num_waiting for load in loads),
+            num_running=sum(load.num_running for load in loads),
+            kv_usage=_highest([load.kv_usage for load in loads]),
+            encoder_cache_usage=_highest([load.encoder_cache_usage for load in loads]),
+            num_role_switches=self._num_switches,
+            seat_usage=_highest([load.seat_usage for load in loads]),
+            counters=_summed([load.counters for load in loads]),
+            stages={stage: sample for load in loads for stage, sample in load.stages.items()},
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless all books of all roles agree."""
+        for role in self.hosted.values():
+            role.check_integrity()
+
+
+def stages_of(roles: frozenset[Stage]) -> frozenset[Stage]:
+    """The stages that a worker of these roles needs: prefill decodes too where the roles are merged."""
+    return roles - {"decode"} if "prefill" in roles else roles
+
+
+def _highest(usages: Sequence[float | None]) -> float | None:
+    return max((usage for usage in usages if usage is not None), default=None)
+
+
+def _summed(counters: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = {name for each in counters for name in each}
+    return {name: sum(each.get(name, 0) for each in counters) for name in sorted(names)}

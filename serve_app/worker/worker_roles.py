@@ -1,0 +1,280 @@
+"""Encode and decode as a worker runs them: a stage, the messages it takes, the news it gives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from epd.control.elasticity import StageSample
+from epd.errors import EncodeError, UnavailableError
+from epd.topology import Stage
+from epd.transfer.connectors import KVTicket, TransferOutcome
+from epd.types import UInt8Array
+from serve_app.messages import (
+    EncodeGroup,
+    HandedOver,
+    RemainingWork,
+    RequestFailed,
+    Reserve,
+    SpanDone,
+    WorkerEvent,
+    WorkerLoad,
+    endpoint,
+)
+from serve_app.service import StageSpan
+from stages.decode import DecodeStage
+from stages.encode.encoder import EncodeJob, EncodeStage
+from stages.engine.generation import TokenOutput
+
+Clock = Callable[[], float]
+
+
+@dataclass(slots=True)
+class News:
+    """What the next report will tell."""
+
+    events: list[WorkerEvent] = field(default_factory=list)
+    outputs: list[TokenOutput] = field(default_factory=list)
+
+
+class Role(Protocol):
+    """One role of a worker."""
+
+    def step(self, news: News) -> bool:
+        """Moves everything on by one step. Returns whether anything has moved."""
+        ...
+
+    def has_work(self) -> bool:
+        """Whether there is anything that is not over."""
+        ...
+
+    def abort(self, request_ids: Sequence[str], news: News) -> None:
+        """Forgets requests. Unknown ids are ignored."""
+        ...
+
+    def drop_peer(self, worker: str) -> tuple[str, ...]:
+        """Another worker is gone: see `serve_app.messages.PeerLost`."""
+        ...
+
+    def drop_stages(self, worker: str, stages: frozenset[Stage]) -> None:
+        """Another worker has closed stages, which are over: nothing that goes to them is answered."""
+        ...
+
+    def remaining(self) -> RemainingWork:
+        """What is not over: see `serve_app.messages.RemainingWork`."""
+        ...
+
+    def load(self) -> WorkerLoad: ...
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless all books agree."""
+        ...
+
+
+@dataclass(slots=True)
+class _Job:
+    message: EncodeGroup
+    submitted_s: float
+    started_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Rounds:
+    """Totals of one kind of pass, as `epd.control.elasticity` wants them: units done, passes, seconds."""
+
+    done_units: float = 0.0
+    num_rounds: int = 0
+    busy_s: float = 0.0
+
+    def add(self, num_units: float, seconds: float) -> None:
+        """A pass, if anything was done in it."""
+        if num_units:
+            self.done_units += num_units
+            self.num_rounds += 1
+            self.busy_s += seconds
+
+    def sample(self, num_requests: int, queued_units: float = 0.0) -> StageSample:
+        return StageSample(num_requests, queued_units, self.done_units, self.num_rounds, self.busy_s)
+
+
+class EncodeRole:
+    """Groups in, offers of embeddings out."""
+
+    def __init__(self, worker: str, stage: EncodeStage, clock: Clock) -> None:
+        self.stage = stage
+        self._worker = worker
+        self._clock = clock
+        self._begun: list[_Job] = []
+        self._busy_s = 0.0
+
+    def submit(self, message: EncodeGroup, frames: UInt8Array | None) -> bool:
+        """See `EncodeGroup`. Raises InfeasibleError."""
+        if frames is None and not self.stage.cache.is_ready(message.ticket.key):
+            return False
+        job = _Job(message, self._clock())
+        self.stage.submit(
+            EncodeJob(
+                message.ticket, message.plan, message.start, message.stop, lambda: self._begin(job, frames)
+            )
+        )
+        return True
+
+    def _begin(self, job: _Job, frames: UInt8Array | None) -> Tensor:
+        if frames is None:
+            raise EncodeError("the group has left the encoder's cache; send its frames")
+        job.started_s = self._clock()
+        self._begun.append(job)
+        return _tensor(frames)
+
+    def cancel(self, transfer_ids: Sequence[str]) -> None:
+        for transfer_id in transfer_ids:
+            self.stage.cancel(transfer_id)
+
+    def step(self, news: News) -> bool:
+        was_busy = self.stage.outstanding_patches > 0
+        start_s = self._clock()
+        if self.stage.step():
+            self._busy_s += self._clock() - start_s
+        begun, self._begun = self._begun, []
+        if begun:
+            news.events += self._spans(begun)
+        return was_busy
+
+    def _spans(self, batch: Sequence[_Job]) -> list[SpanDone]:
+        """The groups of a request share the seconds of the batch that they were in."""
+        now_s, start_s = self._clock(), batch[0].started_s
+        num_groups = Counter(job.message.request_id for job in batch)
+        return [
+            SpanDone(
+                job.message.request_id,
+                StageSpan(
+                    "encode", self._worker, start_s, now_s, item=job.message.item, group=job.message.group
+                ),
+                (now_s - start_s) / num_groups[job.message.request_id],
+                start_s - job.submitted_s,
+            )
+            for job in batch
+        ]
+
+    def has_work(self) -> bool:
+        return self.stage.has_work()
+
+    def abort(self, request_ids: Sequence[str], news: News) -> None:
+        """Nothing: the receiver tells which tickets are not wanted any more."""
+
+    def drop_peer(self, worker: str) -> tuple[str, ...]:
+        self.stage.drop_receiver(endpoint(worker, "prefill"))
+        return ()
+
+    def drop_stages(self, worker: str, stages: frozenset[Stage]) -> None:
+        if "prefill" in stages:
+            self.stage.drop_receiver(endpoint(worker, "prefill"))
+
+    def remaining(self) -> RemainingWork:
+        return RemainingWork(not self.has_work(), waiting=tuple(self.stage.waiting_transfers))
+
+    def load(self) -> WorkerLoad:
+        cache, counts = self.stage.cache, self.stage.counts
+        return WorkerLoad(
+            num_waiting=self.stage.num_waiting,
+            num_running=len(self.stage.outbox),
+            encoder_cache_usage=1 - cache.num_free_blocks / cache.num_blocks,
+            counters={
+                "encoded_groups": counts.num_groups,
+                "encoded_patches": counts.num_patches,
+                "encode_batches": counts.num_batches,
+                "units_skipped": counts.num_units_skipped,
+            },
+            stages={
+                "encode": StageSample(
+                    self.stage.num_waiting,
+                    self.stage.outstanding_patches,
+                    counts.num_patches,
+                    counts.num_batches,
+                    self._busy_s,
+                )
+            },
+        )
+
+    def check_integrity(self) -> None:
+        self.stage.check_integrity()
+
+
+class DecodeRole:
+    """Reserved requests in, tokens out."""
+
+    def __init__(self, stage: DecodeStage, clock: Clock) -> None:
+        self.stage = stage
+        self._clock = clock
+        self._rounds = Rounds()
+
+    def reserve(self, message: Reserve) -> KVTicket | None:
+        """See `Reserve`. Raises InfeasibleError."""
+        return self.stage.reserve(message.request_id, message.sender, message.identity, message.sampling)
+
+    def step(self, news: News) -> bool:
+        start_s = self._clock()
+        result = self.stage.step()
+        self._rounds.add(len(result.computed), self._clock() - start_s)
+        news.outputs += result.outputs
+        # Those that failed are told by the prefill worker, which knows whether that matters.
+        news.events += [
+            HandedOver(end.request_id) for end in result.handovers if end.outcome is TransferOutcome.DELIVERED
+        ]
+        news.events += [RequestFailed(each.request_id, each.error, is_final=True) for each in result.faults]
+        return bool(result.num_tokens or result.handovers or result.admissions)
+
+    def has_work(self) -> bool:
+        return self.stage.has_work()
+
+    def abort(self, request_ids: Sequence[str], news: News) -> None:  # noqa: ARG002 - has nothing to tell
+        for request_id in request_ids:
+            self.stage.abort(request_id)
+
+    def drop_peer(self, worker: str) -> tuple[str, ...]:
+        self.stage.drop_receiver(endpoint(worker, "decode"))
+        senders = (endpoint(worker, "prefill"), endpoint(worker, "decode"))
+        return tuple(lost for sender in senders for lost in self.stage.fail_sender(sender))
+
+    def drop_stages(self, worker: str, stages: frozenset[Stage]) -> None:
+        if "decode" in stages:
+            self.stage.drop_receiver(endpoint(worker, "decode"))
+
+    def remaining(self) -> RemainingWork:
+        return RemainingWork(
+            not self.has_work(), arriving=self.stage.arriving, running=tuple(self.stage.engine.request_ids)
+        )
+
+    def load(self) -> WorkerLoad:
+        engine = self.stage.engine
+        return WorkerLoad(
+            num_waiting=len(engine.scheduler.waiting) + len(self.stage.reception),
+            num_running=len(engine.scheduler.running),
+            kv_usage=engine.kv.usage,
+            seat_usage=min(1.0, self.stage.num_seqs / engine.scheduler.config.max_num_seqs),
+            counters={
+                "generated_tokens": engine.counts.num_generated_tokens,
+                "preemptions": engine.scheduler.num_preempted,
+            },
+            stages={
+                "decode": self._rounds.sample(len(engine.scheduler.running) + len(engine.scheduler.waiting))
+            },
+        )
+
+    def check_integrity(self) -> None:
+        self.stage.check_integrity()
+
+
+def _tensor(frames: UInt8Array) -> Tensor:
+    """uint8 [N, h, w, 3]. Copied if it is a view of memory that may not be written, which torch warns of."""
+    return torch.from_numpy(frames if frames.flags.writeable else frames.copy())
+
+
+def lost_stage(stage: str) -> UnavailableError:
+    """For a message to a role that the worker does not have."""
+    return UnavailableError(f"the worker has no role '{stage}' now; send to another")

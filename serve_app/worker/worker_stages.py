@@ -1,0 +1,201 @@
+"""The stages of one worker, each made from the checkpoint with the weights of its role alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from encoders import Adapter, load_adapter
+from encoders.names import Role
+from epd.encode.encoder_cache import EncoderCacheManager
+from epd.kv.scheduling import SchedulerConfig
+from epd.transfer.connectors import EncoderConnector, KVConnector
+from stages.decode import DecodeStage
+from stages.encode.embedding_receiver import EmbeddingReceiver
+from stages.encode.encoder import EncodeStage
+from stages.encode.encoder_pool import EmbeddingLayout, EncoderPool, EncoderPoolShape
+from stages.engine.engine import LanguageEngine
+from stages.engine.generation import GenerationSettings, context_tokens
+from stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape
+from stages.engine.model_runner import ModelRunner, kv_layout
+from stages.engine.setup import BLOCK_SIZE, default_kv_tokens
+from stages.prefill import PrefillStage
+from stages.weights import WholeModel, load_role
+
+# `load_role` changes how modules are made while it makes some: workers in threads take turns.
+_LOADING = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What all workers of a model have in common.
+
+    dtype: a name in torch. num_kv_tokens: room for keys and values, None as `ColocatedPipeline.load` has it.
+    max_draft: see `LanguageEngine`. num_embeddings: room for embeddings, at an encoder and at its receivers.
+    max_batch_patches: that an encoder takes together. skip_static: see `encoders.batch.FrameEncoder`; what is
+    encoded depends on it, so it is the same for all workers that share embeddings. decode_scheduler: of
+    workers that only decode, None for `scheduler`. num_kv_pools: that share the machine's memory where
+    num_kv_tokens is not set.
+    """
+
+    model_path: Path
+    dtype: str = "float32"
+    num_kv_tokens: int | None = None
+    block_size: int = BLOCK_SIZE
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    enable_prefix_caching: bool = True
+    max_draft: int = 0
+    num_embeddings: int = 65_536
+    embeddings_per_block: int = 16
+    max_batch_patches: int = 4096
+    skip_static: float | None = None
+    decode_scheduler: SchedulerConfig | None = None
+    num_kv_pools: int = 1
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+
+class Transport(Protocol):
+    """Gives a worker its ends of the connectors; names are those of `serve_app.messages.endpoint`."""
+
+    def embeddings(self, name: str, shape: EncoderPoolShape) -> tuple[EncoderPool, EncoderConnector]:
+        """A new pool, in memory that others can reach, and the end that moves embeddings to and from it."""
+        ...
+
+    def kv(self, name: str, shape: KVPoolsShape) -> tuple[KVPools, KVConnector]:
+        """The same for keys and values."""
+        ...
+
+    def weights(self, path: Path, dtype: torch.dtype) -> Path | None:
+        """A file of the model's weights in memory that the workers of a machine share; None for none.
+
+        Raises ModelError.
+        """
+        ...
+
+    def close(self, name: str) -> None:
+        """The ends of that name are not used any more. Unknown names are ignored."""
+        ...
+
+
+class StageBuilder:
+    """Makes stages for one worker; weights that two of them share are loaded once."""
+
+    def __init__(self, settings: WorkerSettings, transport: Transport) -> None:
+        self.settings = settings
+        self.transport = transport
+        self.adapter: Adapter = load_adapter(settings.model_path)
+        self.generation = generation_settings(settings.model_path, self.adapter)
+        self.weights_s = 0.0  # spent on weights so far
+        self._whole = self._mapped()
+        self._language: Any = None
+
+    def encode(self, name: str) -> EncodeStage:
+        model = self._load("encode")
+        cache, pool, connector = self._embeddings(name, model.config)
+        tower = self.adapter.vision_tower(model)
+        return EncodeStage(
+            self.adapter,
+            tower,
+            cache,
+            pool,
+            connector,
+            max_batch_patches=self.settings.max_batch_patches,
+            skip_static=self.settings.skip_static,
+        )
+
+    def receiver(self, name: str) -> EmbeddingReceiver:
+        cache, pool, connector = self._embeddings(name, self._language_model().config)
+        return EmbeddingReceiver(cache, pool, connector)
+
+    def prefill(self, name: str) -> PrefillStage:
+        engine, connector = self._engine(name, self.settings.scheduler)
+        return PrefillStage(engine, connector)
+
+    def decode(self, name: str) -> DecodeStage:
+        engine, connector = self._engine(name, self.settings.decode_scheduler or self.settings.scheduler)
+        return DecodeStage(engine, connector)
+
+    def drop_language_model(self) -> None:
+        """Lets go of the weights that neither prefill nor decode needs now."""
+        self._language = None
+
+    def _engine(self, name: str, scheduler: SchedulerConfig) -> tuple[LanguageEngine, KVConnector]:
+        settings, model = self.settings, self._language_model()
+        layout = kv_layout(model)
+        num_tokens = settings.num_kv_tokens or default_kv_tokens(
+            layout.bytes_per_token, settings.num_kv_pools
+        )
+        group = KVGroupShape(num_tokens // settings.block_size, layout)
+        pools, connector = self.transport.kv(name, KVPoolsShape((group,), settings.block_size))
+        engine = LanguageEngine(
+            ModelRunner(model, self.adapter, pools),
+            self.adapter.tokenizer,
+            self.generation.eos_ids,
+            scheduler,
+            enable_prefix_caching=settings.enable_prefix_caching,
+            max_draft=settings.max_draft,
+        )
+        return engine, connector
+
+    def _embeddings(
+        self, name: str, config: Any
+    ) -> tuple[EncoderCacheManager, EncoderPool, EncoderConnector]:
+        size = self.settings.embeddings_per_block
+        num_blocks = self.settings.num_embeddings // size
+        shape = EncoderPoolShape(num_blocks, size, embedding_layout(config, self.settings.torch_dtype))
+        pool, connector = self.transport.embeddings(name, shape)
+        return EncoderCacheManager(num_blocks, size), pool, connector
+
+    def _language_model(self) -> Any:
+        if self._language is None:
+            self._language = self._load("language")
+        return self._language
+
+    def _load(self, role: Role) -> Any:
+        start_s = time.perf_counter()
+        if self._whole is not None:
+            model = self._whole.part(role)
+        else:
+            with _LOADING:
+                model = load_role(self.settings.model_path, role, self.settings.torch_dtype).model
+        self.weights_s += time.perf_counter() - start_s
+        return model
+
+    def _mapped(self) -> WholeModel | None:
+        """The whole model, where workers share its weights: a part that nobody runs takes no memory."""
+        path, dtype = self.settings.model_path, self.settings.torch_dtype
+        weights = self.transport.weights(path, dtype)
+        if weights is None:
+            return None
+        with _LOADING:
+            return WholeModel(path, dtype, weights)
+
+
+def embedding_layout(config: Any, dtype: torch.dtype) -> EmbeddingLayout:
+    """What an encoder of this transformers configuration makes of one visual token."""
+    deepstack = getattr(config.vision_config, "deepstack_visual_indexes", None) or ()
+    return EmbeddingLayout(config.get_text_config().hidden_size, dtype, len(deepstack))
+
+
+def generation_settings(path: Path, adapter: Adapter) -> GenerationSettings:
+    """What the folder's generation_config.json says, without loading weights; defaults where it has none."""
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    except OSError:
+        config = GenerationConfig()
+    eos_id = adapter.tokenizer.eos_token_id
+    return GenerationSettings.of(
+        config, eos_id, context_tokens(AutoConfig.from_pretrained(path, local_files_only=True))
+    )

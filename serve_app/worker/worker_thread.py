@@ -1,0 +1,182 @@
+"""The thread that runs one worker's stages, beside the event loop that sends it messages.
+
+    event loop  --put-->  inbox  -->  thread: messages, step, report  --on_report, on_failure-->  event loop
+
+A message that cannot be handled is refused: its sender gets the error. The worker ends when a step raises, or
+when the books of its stages no longer agree after a message was refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from epd.errors import EPDError, UnavailableError, WorkerFaultError
+from epd.topology import Stage
+from epd.types import UInt8Array
+from serve_app.messages import Message, WorkerLoad, WorkerReport
+from serve_app.worker.worker_core import WorkerCore
+from serve_app.worker.worker_stages import Transport, WorkerSettings
+
+logger = logging.getLogger(__name__)
+
+IDLE_S = 0.5  # between steps of a worker with nothing to do
+_MAX_SILENCE_S = 1.0  # of a worker that computes without an event: then it reports its load
+_POLL_S = 0.01  # between steps of one that waits for others, should it not be woken
+
+
+@dataclass(slots=True)
+class Call:
+    """A message whose reply is wanted. reply: of the event loop."""
+
+    message: Message[Any]
+    bulk: UInt8Array | None
+    reply: asyncio.Future[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Called in the event loop. on_failure: with the reason, when a worker that was ready breaks."""
+
+    on_report: Callable[[WorkerReport], None]
+    on_failure: Callable[[str], None]
+
+
+class WorkerThread:
+    """Made, started and asked by one event loop; the stages live in the thread alone.
+
+    beat_s: when the last turn began, on the monotonic clock. core: the stages, once they are loaded.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        roles: frozenset[Stage],
+        settings: WorkerSettings,
+        transport: Transport,
+        listener: Listener,
+    ) -> None:
+        self.name = name
+        self.core: WorkerCore | None = None
+        self.beat_s = time.monotonic()
+        self.is_stopped = False
+        self._arguments = (name, roles, settings, transport)
+        self._listener = listener
+        self._loop = asyncio.get_running_loop()
+        self._inbox: deque[Call] = deque()
+        self._wake = threading.Event()
+        self._is_busy = False
+        self._reported_load, self._reported_s = WorkerLoad(), 0.0
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+
+    async def start(self) -> None:
+        """Returns when the weights are loaded. Raises EPDError when they do not load."""
+        self._thread.start()
+        await self._ready
+
+    def put(self, call: Call) -> None:
+        self._inbox.append(call)
+        self._wake.set()
+
+    def wake(self) -> None:
+        """Something has come for the stages. From any thread."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """The thread ends after the step under way, and reports nothing from now on."""
+        self.is_stopped = True
+        self._wake.set()
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+
+    @property
+    def busy_s(self) -> float:
+        """How long the turn under way has taken so far."""
+        return time.monotonic() - self.beat_s if self._is_busy else 0.0
+
+    def _run(self) -> None:
+        try:
+            self.core = WorkerCore(*self._arguments)
+            self._post(_resolve, self._ready, None)
+            while not self.is_stopped:
+                self.turn(self.core)
+        except EPDError as error:
+            self._end(error, str(error))
+        except Exception as error:  # the process boundary: the fleet ends this worker and starts another
+            logger.exception("worker %s broke", self.name)
+            reason = f"{type(error).__name__}: {error}"
+            self._end(UnavailableError(reason), reason)
+
+    def _end(self, error: EPDError, reason: str) -> None:
+        """Whoever waits for the start gets the error, the listener the reason."""
+        if self.core is None:
+            self._post(_fail, self._ready, error)
+        elif not self.is_stopped:
+            self._post(self._listener.on_failure, reason)
+
+    def turn(self, core: WorkerCore) -> None:
+        """Handles what has come, moves the stages on by one step and reports."""
+        self._wake.clear()
+        self.beat_s, self._is_busy = time.monotonic(), True
+        has_mail = bool(self._inbox)
+        while self._inbox:
+            self._answer(core, self._inbox.popleft())
+        is_busy = core.step() or has_mail
+        is_silent = self.beat_s - self._reported_s > _MAX_SILENCE_S
+        report = core.take_report() or (self._changed_load(core) if is_silent or not is_busy else None)
+        self._is_busy = False
+        if report is not None and not self.is_stopped:
+            self._reported_load, self._reported_s = report.load, self.beat_s
+            self._post(self._listener.on_report, report)
+        if not is_busy:
+            self._wake.wait(_POLL_S if core.has_work() else IDLE_S)
+
+    def _changed_load(self, core: WorkerCore) -> WorkerReport | None:
+        """A report of nothing but the load, when that has changed without an event: by a receipt, say."""
+        load = core.load()
+        return WorkerReport(core.name, load=load) if load != self._reported_load else None
+
+    def _answer(self, core: WorkerCore, call: Call) -> None:
+        """Raises AssertionError when a message that failed has left the books of the stages broken."""
+        try:
+            value = core.handle(call.message, call.bulk)
+        except EPDError as error:
+            self._post(_fail, call.reply, error)
+        except Exception as error:
+            logger.exception("worker %s failed on a message", self.name)
+            self._post(_fail, call.reply, fault_of(self.name, call.message, error))
+            core.check_integrity()
+        else:
+            self._post(_resolve, call.reply, value)
+
+    def _post(self, function: Callable[..., object], *arguments: object) -> None:
+        """Calls something in the event loop; does nothing when that has ended, and with it the process."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+
+def fault_of(worker: str, message: object, error: Exception) -> WorkerFaultError:
+    """What the sender gets for a message on which a worker failed. Says nothing of the error but its type."""
+    return WorkerFaultError(
+        f"worker '{worker}' failed on a {type(message).__name__} with {type(error).__name__}; "
+        "the request was refused; the server's log has the traceback, report it"
+    )
+
+
+def _resolve(future: asyncio.Future[Any], value: object) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _fail(future: asyncio.Future[Any], error: EPDError) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,166 @@
+"""Attention over a paged KV cache, for a packed pass: the chunks of several requests, one after another.
+
+    T new tokens of the pass, S segments (one per request), Hq / Hkv query and KV heads, D head_dim
+
+    packed queries     | s0 s0 s0 | s1 | s2 s2 |            query_starts 0 3 4 6
+    keys of segment s  [ 0 ........... context_lens[s] )    the new tokens are the last ones
+    row i of q new     [ 0 ... context - q + i ]            attended, in the order of the block table
+
+Source of the layout: Kwon et al. 2023, "Efficient Memory Management for LLM Serving with PagedAttention".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from stages.attention.device import DevicePlan
+from stages.attention.host import HostPlan
+from stages.attention.support import check_arguments
+from stages.reduction.pruning import PrunedRows
+from stages.reduction.question_views import ViewedRows
+
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """One forward pass over one layer group, on the host.
+
+    query_starts: int32 [S + 1], segment s has the packed rows [query_starts[s], query_starts[s + 1]).
+    context_lens: int32 [S], keys of each segment in all, the new ones included.
+    block_tables: int32 [S, max_blocks], what lies past a segment's last block is not read.
+    slot_mapping: int64 [T], where each new token goes: block * block_size + place in the block.
+    block_size: tokens.
+    """
+
+    query_starts: Int32Array
+    context_lens: Int32Array
+    block_tables: Int32Array
+    slot_mapping: Int64Array
+    block_size: int
+
+    def __post_init__(self) -> None:
+        num_segments = len(self.context_lens)
+        if len(self.query_starts) != num_segments + 1 or len(self.block_tables) != num_segments:
+            raise ValueError(
+                f"{num_segments} context lengths need as many block tables and one more query start, got "
+                f"{len(self.block_tables)} and {len(self.query_starts)}"
+            )
+        if self.query_starts[-1] != len(self.slot_mapping):
+            raise ValueError(
+                f"{self.query_starts[-1]} packed tokens need as many slots, got {len(self.slot_mapping)}"
+            )
+        lens = np.diff(self.query_starts)
+        if (lens < 1).any() or (self.context_lens < lens).any():
+            raise ValueError(
+                f"every segment needs a new token and a context that holds the new ones, got {lens} of "
+                f"{self.context_lens}"
+            )
+        if self.context_lens.max(initial=0) > self.block_tables.shape[1] * self.block_size:
+            raise ValueError(
+                f"a context of {self.context_lens.max()} tokens does not fit {self.block_tables.shape[1]} "
+                f"blocks of {self.block_size}; allocate first"
+            )
+
+
+class Attention(Protocol):
+    """How the segments of one pass attend: on the host in pieces, on a GPU by kernels."""
+
+    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """What every layer of a pass shares. slot_mapping: int64 [T], on the device.
+
+    pruned, viewed: rows that do not keep or do not read everything.
+    """
+
+    slot_mapping: Tensor
+    attention: Attention
+    pruned: tuple[PrunedRows, ...] = ()
+    viewed: tuple[ViewedRows, ...] = ()
+
+    @classmethod
+    def build(
+        cls,
+        batch: AttentionBatch,
+        device: torch.device | str = "cpu",
+    ) -> AttentionPlan:
+        """device: the caches'; on a GPU the kernels attend, on a CPU their plain twin."""
+        device = torch.device(device)
+        if device.type == "cuda":
+            on_device = DevicePlan.build(batch, device)
+            return cls(on_device.slot_mapping, on_device)
+        return cls(torch.from_numpy(batch.slot_mapping), HostPlan.build(batch))
+
+
+def write_kv(
+    keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Puts keys and values [T, Hkv, D] at slots, int64 [T], of caches [num_blocks, block_size, Hkv, D]."""
+    if keys.is_cuda:
+        from stages.kernels.kv_slots import write_slots
+
+        write_slots(keys, values, key_cache, value_cache, slot_mapping)
+        return
+    key_cache.view(-1, *keys.shape[1:]).index_copy_(0, slot_mapping, keys)
+    value_cache.view(-1, *values.shape[1:]).index_copy_(0, slot_mapping, values)
+
+
+def attend(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scale: float
+) -> Tensor:
+    """query [T, Hq, D] over caches [num_blocks, block_size, Hkv, D] that hold the new tokens: [T, Hq, D]."""
+    return plan.attention.attend(query, key_cache, value_cache, scale)
+
+
+class PagedLayers(Protocol):
+    """What a forward pass hands to `epd_paged` as `paged`."""
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor, AttentionPlan]:
+        """Key cache, value cache [num_blocks, block_size, Hkv, D] and the plan of decoder layer `index`."""
+
+
+def epd_paged(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001 # passed by place; the plan says who attends what
+    scaling: float | None = None,
+    *,
+    paged: PagedLayers,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: writes key and value [1, Hkv, T, D], attends query [1, Hq, T, D].
+
+    Gives [1, T, Hq, D]. Raises UnsupportedModelError for an argument that would change the result.
+    """
+    check_arguments(module, arguments)
+    key_cache, value_cache, plan = paged.layer(int(module.layer_idx))  # type: ignore[arg-type]
+    keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    write_kv(keys, values, key_cache, value_cache, plan.slot_mapping)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    queries = query[0].transpose(0, 1)
+    out = attend(queries, key_cache, value_cache, plan, scale)
+    for rows in plan.viewed:
+        rows.attend(int(module.layer_idx), queries, key_cache, value_cache, scale, out)  # type: ignore[arg-type]
+    for window in plan.pruned:
+        chosen = window.choose(queries, keys, key_cache, scale)
+        kept_keys, kept_values, slots = window.keep(chosen, keys, values, plan.slot_mapping)
+        write_kv(kept_keys, kept_values, key_cache, value_cache, slots)
+    return out[None], None
+
+
+def register(name: str = "epd_paged") -> None:
+    """Makes `epd_paged` known to transformers; a model takes it by `set_attn_implementation(name)`."""
+    AttentionInterface.register(name, epd_paged)

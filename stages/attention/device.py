@@ -1,0 +1,93 @@
+"""Attention over a paged cache on a GPU: what the kernels of a pass share, moved there at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from stages.attention.attention import AttentionBatch
+    from stages.kernels.paged_attention import PagedSegments, TileSet
+
+# Segments of up to so many new tokens are tiled apart from chunks, whose tiles would be mostly padding.
+_MOST_SHORT = 8
+# Every array starts at 16 bytes, or Triton compiles each kernel anew for other alignments.
+_ALIGNMENT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """slot_mapping: int64 [T]. tile_sets: short segments, chunks; only those that there are."""
+
+    slot_mapping: Tensor
+    segments: PagedSegments
+    tile_sets: tuple[TileSet, ...]
+    num_processors: int
+
+    @classmethod
+    def build(cls, batch: AttentionBatch, device: torch.device) -> DevicePlan:
+        from stages.kernels.paged_attention import PagedSegments, TileSet
+
+        lens = np.diff(batch.query_starts)
+        is_short = lens <= _MOST_SHORT
+        chosen = [np.flatnonzero(kind) for kind in (is_short, ~is_short) if kind.any()]
+        rows = np.repeat(np.arange(len(lens)), lens)
+        tiled = [(one, np.flatnonzero(np.isin(rows, one))) for one in chosen]
+        slots, starts, contexts, tables, *pairs = _move(
+            [
+                batch.slot_mapping.view(np.int32),
+                batch.query_starts,
+                batch.context_lens,
+                batch.block_tables.ravel(),
+                *(array.astype(np.int32) for pair in tiled for array in pair),
+            ],
+            device,
+        )
+        segments = PagedSegments(starts, contexts, tables.view(batch.block_tables.shape))
+        tile_sets = tuple(
+            TileSet(pairs[2 * i], pairs[2 * i + 1], int(lens[one].max()), int(batch.context_lens[one].max()))
+            for i, one in enumerate(chosen)
+        )
+        return cls(slots.view(torch.int64), segments, tile_sets, _num_processors(device))
+
+    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+        """As `stages.attention.attention.attend`."""
+        from stages.kernels.paged_attention import attend_tiles
+
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        for tiles in self.tile_sets:
+            attend_tiles(
+                query,
+                key_cache,
+                value_cache,
+                self.segments,
+                tiles,
+                out,
+                scale=scale,
+                num_processors=self.num_processors,
+            )
+        return out
+
+
+@cache
+def _num_processors(device: torch.device) -> int:
+    """Of a device that runs kernels; 1 where they are interpreted."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
+
+
+def _move(
+    arrays: list[np.ndarray[tuple[int, ...], np.dtype[np.int32]]], device: torch.device
+) -> list[Tensor]:
+    """int32 arrays, flat, in one transfer."""
+    room = [-(-len(array) // _ALIGNMENT) * _ALIGNMENT for array in arrays]
+    packed = np.zeros(sum(room), np.int32)
+    starts = np.cumsum([0, *room]).tolist()
+    for start, array in zip(starts, arrays, strict=False):
+        packed[start : start + len(array)] = array
+    moved = torch.from_numpy(packed).to(device)
+    return [moved[start : start + len(array)] for start, array in zip(starts, arrays, strict=False)]

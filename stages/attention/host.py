@@ -1,0 +1,216 @@
+"""Attention over a paged cache on a CPU: the plain twin of the kernels, made of few large operations.
+
+A pass is cut once into *pieces* that every layer computes; where a row has several, they are merged by the
+logarithms of their sums (Dao et al. 2022, "FlashAttention"; Juravsky et al. 2024, "Hydragen"):
+
+    in place   a long run of blocks, read where it lies, once for all segments that share it
+    causal     the new tokens of a chunk among themselves
+    gathered   the rest: short contexts, and the loose blocks of long ones, padded side by side
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stages.attention.pieces import Attended, CausalPiece, GatheredPiece, Piece, Rows, UnmaskedPiece
+from stages.attention.runs import BoolArray, Int64Array, SharedRun, all_blocks, find_runs, loose_blocks
+
+if TYPE_CHECKING:
+    from stages.attention.attention import AttentionBatch
+
+# Segments of up to so many new tokens are gathered side by side; longer ones are taken one by one.
+_MOST_TOGETHER = 8
+# Tokens of a run from which on reading in place is cheaper than gathering. Each call on one segment wakes
+# every thread, which a padded batch of segments does once.
+_LEAST_ALONE_PER_THREAD = 512
+_LEAST_SHARED = 64
+# Passes of so few segments read all runs in place: there is nothing to lay side by side.
+_FEW = 2
+# A batch of gathered segments costs about as much as this many padded tokens.
+_BATCH_COST_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlan:
+    """The pieces of a pass, in the order in which they are merged."""
+
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def build(cls, batch: AttentionBatch) -> HostPlan:
+        return cls(_one_decode(batch) or tuple(_Cutter(batch).cut()))
+
+    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+        """As `stages.attention.attention.attend`."""
+        num_rows, num_query_heads, dim = query.shape
+        num_heads = key_cache.shape[2]
+        query = query.reshape(num_rows, num_heads, num_query_heads // num_heads, dim)
+        if len(self.pieces) == 1 and isinstance(self.pieces[0].rows.index, slice):
+            out = self.pieces[0].attend(query, key_cache, value_cache, scale).out
+            return out.reshape(num_rows, num_query_heads, dim)
+        does_merge = any(piece.merges for piece in self.pieces)
+        out = torch.zeros(query.shape, dtype=torch.float32 if does_merge else query.dtype)
+        log_sums = torch.full(query.shape[:3], -torch.inf) if does_merge else None
+        for piece in self.pieces:
+            index = piece.rows.index
+            _put(out, log_sums, piece, piece.attend(query[index], key_cache, value_cache, scale))
+        return out.view(num_rows, num_query_heads, dim).to(query.dtype)
+
+
+def _put(out: Tensor, log_sums: Tensor | None, piece: Piece, new: Attended) -> None:
+    index = piece.rows.index
+    if log_sums is None or not piece.merges:
+        out[index] = new.out.to(out.dtype)
+        if log_sums is not None:
+            log_sums[index] = new.log_sums
+        return
+    held = log_sums[index]
+    weight = torch.sigmoid(new.log_sums - held)[..., None]
+    out[index] = torch.lerp(out[index], new.out.to(out.dtype), weight)  # of nothing held: the new alone
+    log_sums[index] = torch.logaddexp(held, new.log_sums)
+
+
+def _one_decode(batch: AttentionBatch) -> tuple[Piece, ...]:
+    """The whole plan of one token of one request whose blocks follow each other; empty for other passes.
+
+    The cutter would find the same, for a tenth of such a step.
+    """
+    if len(batch.slot_mapping) != 1:
+        return ()
+    context, block_size = int(batch.context_lens[0]), batch.block_size
+    table = batch.block_tables[0, : -(-context // block_size)]
+    first = int(table[0])
+    if int(table[-1]) - first + 1 != len(table) or (table[1:] - table[:-1] != 1).any():
+        return ()
+    return (UnmaskedPiece(Rows(slice(0, 1), 1), False, first * block_size, first * block_size + context),)
+
+
+class _Cutter:
+    """Cuts one pass into pieces; thrown away when that is done."""
+
+    def __init__(self, batch: AttentionBatch) -> None:
+        self._batch = batch
+        self._starts = batch.query_starts.astype(np.int64)
+        self._lens = np.diff(self._starts)
+        self._contexts = batch.context_lens.astype(np.int64)
+        self._past = self._contexts - self._lens
+        self._in_place = np.zeros(batch.block_tables.shape, np.bool_)
+        self._num_in_place = np.zeros(len(self._lens), np.int64)  # tokens
+
+    def cut(self) -> list[Piece]:
+        is_chunk = self._lens > _MOST_TOGETHER
+        pieces = self._cut_runs(is_chunk)
+        for segment in np.flatnonzero(is_chunk).tolist():
+            pieces += self._cut_chunk(segment)
+        kinds = np.where(is_chunk, -1, self._lens * 2 + (self._num_in_place > 0))
+        for kind in sorted(set(kinds.tolist()) - {-1}):
+            pieces += self._cut_alike(np.flatnonzero(kinds == kind))
+        return pieces
+
+    def _cut_runs(self, is_chunk: BoolArray) -> list[Piece]:
+        """Keys that all new tokens of a segment attend, read in place."""
+        tables, block_size = self._batch.block_tables, self._batch.block_size
+        seen = np.where(self._lens == 1, self._contexts, self._past)
+        # Blocks that are gathered are gathered whole.
+        seen -= np.where((self._lens > 1) & ~is_chunk, seen % block_size, 0)
+        least_alone = least_shared = _LEAST_SHARED
+        if len(self._lens) > _FEW:
+            least_alone = _LEAST_ALONE_PER_THREAD * torch.get_num_threads()
+            if len(set(tables[:, 0].tolist())) == len(tables):
+                least_shared = least_alone
+        runs = find_runs(tables, seen, block_size, least_alone=least_alone, least_shared=least_shared)
+        return [self._cut_run(run) for run in runs]
+
+    def _cut_run(self, run: SharedRun) -> Piece:
+        block_size, segments = self._batch.block_size, list(run.segments)
+        stop = run.start + run.num_tokens
+        self._in_place[segments, run.start // block_size : -(-stop // block_size)] = True
+        merges = bool(self._num_in_place[segments].any())
+        self._num_in_place[segments] += run.num_tokens
+        return UnmaskedPiece(self._rows(segments), merges, run.first_slot, run.first_slot + run.num_tokens)
+
+    def _rows(self, segments: Sequence[int]) -> Rows:
+        bounds = [(self._starts[segment], self._starts[segment + 1]) for segment in segments]
+        return Rows.of(np.concatenate([np.arange(start, stop) for start, stop in bounds]))
+
+    def _cut_chunk(self, segment: int) -> list[Piece]:
+        """What is not in place of a longer segment: its past, then the new tokens among themselves."""
+        start, stop = self._starts[segment : segment + 2].tolist()
+        past, block_size = int(self._past[segment]), self._batch.block_size
+        rows = Rows(slice(start, stop), stop - start)
+        pieces: list[Piece] = []
+        if past > self._num_in_place[segment]:
+            is_loose = ~self._in_place[segment, : -(-past // block_size)]
+            loose = np.flatnonzero(np.repeat(is_loose, block_size)[:past])
+            slots = self._batch.block_tables[segment, loose // block_size].astype(np.int64) * block_size
+            merges = bool(self._num_in_place[segment] > 0)
+            pieces.append(UnmaskedPiece(rows, merges, *_place(slots + loose % block_size)))
+        pieces.append(CausalPiece(rows, past > 0, *_place(self._batch.slot_mapping[start:stop])))
+        return pieces
+
+    def _cut_alike(self, segments: Int64Array) -> list[Piece]:
+        """What is not in place of segments with as many new tokens each, and all with runs or all without."""
+        num_loose = (self._contexts - self._num_in_place)[segments]
+        segments, num_loose = segments[num_loose > 0], num_loose[num_loose > 0]
+        if not len(segments):
+            return []
+        if (num_loose.max() - num_loose).sum() <= _BATCH_COST_TOKENS:
+            return [self._gathered(segments)]
+        order = np.argsort(-num_loose, kind="stable")
+        batches = _batches(num_loose[order].tolist())
+        return [self._gathered(np.sort(segments[order[start:stop]])) for start, stop in batches]
+
+    def _gathered(self, segments: Int64Array) -> Piece:
+        tables, block_size = self._batch.block_tables, self._batch.block_size
+        contexts, num_each = self._contexts[segments, None], int(self._lens[segments[0]])
+        num_blocks = -(-contexts[:, 0] // block_size)
+        merges = bool(self._num_in_place[segments[0]] > 0)
+        if merges:
+            loose = loose_blocks(tables[segments], num_blocks, self._in_place[segments], block_size)
+        else:
+            loose = all_blocks(tables[segments], num_blocks, block_size)
+        width = int((self._contexts - self._num_in_place)[segments].max())
+        # Padding repeats the first block, so it is unwritten where the context ends in that block.
+        reach = np.where(contexts < block_size, _EVERYWHERE, num_blocks[:, None] * block_size)
+        is_unwritten = (loose.positions >= contexts) & (loose.positions < reach)
+        is_unwritten[:, width:] = False  # not used
+        unwritten = np.flatnonzero(is_unwritten)
+        last_seen = self._past[segments, None, None] + np.arange(num_each)[:, None]
+        is_seen = loose.positions[:, None, :width] <= last_seen
+        return GatheredPiece(
+            Rows.of((self._starts[segments][:, None] + np.arange(num_each)).ravel()),
+            merges,
+            len(segments),
+            torch.from_numpy(loose.blocks.ravel()),
+            torch.from_numpy(np.concatenate([unwritten, unwritten + loose.blocks.size * block_size])),
+            torch.from_numpy(np.where(is_seen, _ZERO, _MINUS_INFINITY)[:, None]),
+        )
+
+
+_EVERYWHERE = np.int64(2**63 - 1)
+_ZERO, _MINUS_INFINITY = np.float32(0), np.float32(-np.inf)
+
+
+def _place(slots: Int64Array) -> tuple[int, int, Tensor | None]:
+    """first, stop, None of slots that follow each other; else 0, 0 and the slots."""
+    if int(slots[-1] - slots[0]) + 1 == len(slots) and (np.diff(slots) == 1).all():
+        return int(slots[0]), int(slots[-1]) + 1, None
+    return 0, 0, torch.from_numpy(np.ascontiguousarray(slots))
+
+
+def _batches(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """Half-open ranges of counts, which descend, that are worth padding to their first."""
+    bounds, waste = [0], 0
+    for index, count in enumerate(counts):
+        waste += counts[bounds[-1]] - count
+        if waste > _BATCH_COST_TOKENS:
+            bounds.append(index)
+            waste = 0
+    return list(pairwise([*bounds, len(counts)]))

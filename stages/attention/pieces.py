@@ -1,0 +1,176 @@
+"""Parts of a pass's attention on a CPU: some keys for some rows, each a few large operations.
+
+Shapes: as in `stages.attention`; G = Hq / Hkv query heads to a KV head. Queries of several rows and of the G
+heads that share a KV head are folded into one matrix, so keys are never repeated.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stages.attention.runs import Int64Array
+
+# What torch's scaled_dot_product_attention calls on a CPU; it also gives the logarithms of the sums.
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Packed rows of some segments; index: int64 [N], or a slice where they follow each other."""
+
+    index: Tensor | slice
+    num_rows: int
+
+    @classmethod
+    def of(cls, rows: Int64Array) -> Rows:
+        first, last = int(rows[0]), int(rows[-1])
+        if last - first + 1 == len(rows) and (np.diff(rows) == 1).all():
+            return cls(slice(first, last + 1), len(rows))
+        return cls(torch.from_numpy(rows), len(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """A piece's result. out: [N, Hkv, G, D], weighted values; log_sums: float32 [N, Hkv, G]."""
+
+    out: Tensor
+    log_sums: Tensor
+
+
+class Piece(Protocol):
+    """Some keys for some rows. merges: the rows have results of earlier pieces."""
+
+    @property
+    def rows(self) -> Rows: ...
+    @property
+    def merges(self) -> bool: ...
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
+        """query: [N, Hkv, G, D], the piece's rows. keys, values: caches [num_blocks, block_size, Hkv, D]."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnmaskedPiece:
+    """All rows attend all of the keys in slots [first, stop), or in `slots`, int64 [K], if given."""
+
+    rows: Rows
+    merges: bool
+    first: int = 0
+    stop: int = 0
+    slots: Tensor | None = None
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
+        num_rows, num_heads, group, dim = query.shape
+        folded = query.transpose(0, 1).reshape(1, num_heads, num_rows * group, dim)
+        keys, values = _read(self, keys)[None], _read(self, values)[None]
+        out, log_sums = _flash(folded, keys, values, scale=scale)
+        shape = (num_heads, num_rows, group)
+        return Attended(out.view(*shape, dim).transpose(0, 1), log_sums.view(shape).transpose(0, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class CausalPiece:
+    """Row i attends the keys up to its own: as many keys as rows, one after another as in UnmaskedPiece."""
+
+    rows: Rows
+    merges: bool
+    first: int = 0
+    stop: int = 0
+    slots: Tensor | None = None
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
+        keys, values = _read(self, keys)[:, None], _read(self, values)[:, None]
+        each_head = (-1, query.shape[2], -1, -1)
+        out, log_sums = _flash(
+            query.permute(1, 2, 0, 3),
+            keys.expand(each_head),
+            values.expand(each_head),
+            is_causal=True,
+            scale=scale,
+        )
+        return Attended(out.permute(2, 0, 1, 3), log_sums.permute(2, 0, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredPiece:
+    """S segments of Q rows each, their blocks side by side.
+
+    blocks: int64 [S * blocks of each], padded.
+    unwritten: int64 [U], of the gathered keys followed by the gathered values, token by token, those that may
+    hold anything. They are cleared: what is not a number would spread in spite of the mask.
+    mask: float32 [S, 1, Q, W], minus infinity where a row does not attend; W keys of each segment are used.
+    """
+
+    rows: Rows
+    merges: bool
+    num_segments: int
+    blocks: Tensor
+    unwritten: Tensor
+    mask: Tensor
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
+        num_rows, num_heads, group, dim = query.shape
+        num_segments, num_each = self.num_segments, num_rows // self.num_segments
+        shape = (num_segments, num_heads, group, num_each)
+        folded = query.view(num_segments, num_each, num_heads, group, dim).permute(0, 2, 3, 1, 4)
+        gathered = self._gather(keys, values).view(2, num_segments, -1, num_heads, dim)
+        chosen = gathered[:, :, : self.mask.shape[-1]].transpose(2, 3)
+        mask = self.mask if num_each == 1 else self.mask.repeat(1, 1, group, 1)
+        out, log_sums = _flash(
+            folded.reshape(*shape[:2], -1, dim),
+            chosen[0],
+            chosen[1],
+            attn_mask=mask.to(query.dtype),
+            scale=scale,
+        )
+        out, log_sums = out.view(*shape, dim), log_sums.view(shape)
+        if num_each == 1:
+            return Attended(out.squeeze(3), log_sums.squeeze(3))
+        return Attended(out.permute(0, 3, 1, 2, 4).flatten(0, 1), log_sums.permute(0, 3, 1, 2).flatten(0, 1))
+
+    def _gather(self, keys: Tensor, values: Tensor) -> Tensor:
+        """[2 * S * keys of each, Hkv, D], keys before values."""
+        num_blocks = len(self.blocks)
+        gathered = _scratch.take(2 * num_blocks, keys)
+        torch.index_select(keys, 0, self.blocks, out=gathered[:num_blocks])
+        torch.index_select(values, 0, self.blocks, out=gathered[num_blocks:])
+        tokens = gathered.flatten(0, 1)
+        return tokens.index_fill_(0, self.unwritten, 0.0) if len(self.unwritten) else tokens
+
+
+class _Scratch(threading.local):
+    """Memory for gathered keys and values, kept from layer to layer and from pass to pass.
+
+    Large pieces of fresh memory cost more in page faults than the gathering itself.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[torch.dtype, Tensor] = {}
+
+    def take(self, num_rows: int, like: Tensor) -> Tensor:
+        """[num_rows, *like.shape[1:]], uninitialised, valid until the next `take`."""
+        num_values = num_rows * like[0].numel()
+        held = self._held.get(like.dtype)
+        if held is None or held.numel() < num_values:
+            with torch.inference_mode(False):  # usable in either mode from now on
+                held = torch.empty(num_values, dtype=like.dtype)
+            self._held[like.dtype] = held
+        return held[:num_values].view(num_rows, *like.shape[1:])
+
+
+_scratch = _Scratch()
+
+
+def _read(piece: UnmaskedPiece | CausalPiece, cache: Tensor) -> Tensor:
+    """[Hkv, K, D]: a view of the cache, or gathered."""
+    if piece.slots is not None:
+        return cache.flatten(0, 1).index_select(0, piece.slots).transpose(0, 1)
+    _, slot, head, channel = cache.stride()
+    size = (cache.shape[2], piece.stop - piece.first, cache.shape[3])
+    return cache.as_strided(size, (head, slot, channel), cache.storage_offset() + piece.first * slot)

@@ -1,0 +1,1 @@
+"""Batch jobs in one process: a thread each for decoding, encoding and the language model."""

@@ -1,0 +1,170 @@
+"""Many questions about many media in one process, a thread for each stage.
+
+    plan, decode, encode (`stages/batch/media.py`) -> language (`stages/batch/language.py`) -> sink
+
+While the questions about one video are answered, the next ones are decoded, encoded and prefilled. Memory is
+that of the queues between the threads, of the KV cache and of the answers under way.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from encoders import Adapter, load_adapter
+from encoders.groups import DEFAULT_GROUP_TOKENS
+from epd.machine import usable_cpus
+from epd.transfer.bounded_queue import QueueClosed
+from stages.batch.jobs import BatchSink, MediaJob
+from stages.batch.language import LanguageStage
+from stages.batch.media import MediaStages
+from stages.engine.engine import LanguageEngine
+from stages.engine.generation import GenerationSettings, context_tokens
+from stages.engine.setup import build_engine
+from stages.loader import load_model, use_threads
+from video.decoding.pool import shared_pool
+
+_MAX_PLANNED = 4
+_MAX_FRAME_BYTES = 64 << 20
+_MAX_EMBEDDING_BYTES = 64 << 20
+_JOIN_S = 30.0
+
+
+class BatchPipeline:
+    """One checkpoint, loaded to answer batches, one after the other."""
+
+    def __init__(
+        self,
+        model: Any,
+        adapter: Adapter,
+        *,
+        settings: GenerationSettings,
+        group_tokens: int = DEFAULT_GROUP_TOKENS,
+        num_kv_tokens: int | None = None,
+        skip_static: float | None = None,
+    ) -> None:
+        """Takes the model over: its attention function becomes ours. Options as in `load`."""
+        self.adapter = adapter
+        self.settings = settings
+        self.engine: LanguageEngine = build_engine(model, adapter, settings, num_kv_tokens=num_kv_tokens)
+        self._tower = adapter.vision_tower(model)
+        self._group_tokens = group_tokens
+        self._skip_static = skip_static
+        self._media: MediaStages | None = None
+        self._language: LanguageStage | None = None
+        self._pool_busy_s = 0.0
+
+    @classmethod
+    def load(
+        cls,
+        model_path: Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        num_threads: int | None = None,
+        num_kv_tokens: int | None = None,
+        skip_static: float | None = None,
+    ) -> BatchPipeline:
+        """Loads the folder `model_path`, in Hugging Face layout.
+
+        num_threads: of torch in each of the two stages that compute; by default OMP_NUM_THREADS or half of
+        the cores. num_kv_tokens, skip_static: see `ColocatedPipeline.load`.
+        Raises RequestError, ModelNotFoundError, UnsupportedModelError, ModelError.
+        """
+        adapter = load_adapter(model_path)
+        use_threads(num_threads or int(os.environ.get("OMP_NUM_THREADS") or max(1, usable_cpus() // 2)))
+        model: Any = load_model(model_path, dtype)
+        settings = GenerationSettings.of(
+            model.generation_config, adapter.tokenizer.eos_token_id, context_tokens(model.config)
+        )
+        return cls(model, adapter, settings=settings, num_kv_tokens=num_kv_tokens, skip_static=skip_static)
+
+    @contextmanager
+    def running(self, jobs: Iterator[MediaJob], sink: BatchSink) -> Iterator[None]:
+        """Works on the jobs while this is open; they are taken from one thread, the sink is told by another.
+
+        Leaving it early drops what is under way. Not twice at once.
+        """
+        media = self._media = MediaStages(
+            self.adapter,
+            self._tower,
+            group_tokens=self._group_tokens,
+            max_planned=_MAX_PLANNED,
+            max_frame_bytes=_MAX_FRAME_BYTES,
+            max_embedding_bytes=_MAX_EMBEDDING_BYTES,
+            skip_static=self._skip_static,
+        )
+        language = self._language = LanguageStage(
+            self.engine, self.adapter, self.settings, media.embeddings, sink
+        )
+        self._pool_busy_s = shared_pool().busy_s
+
+        def work(name: str, stage: Callable[[], None]) -> threading.Thread:
+            thread = threading.Thread(target=_guarded, args=(stage, media, sink), name=name, daemon=True)
+            thread.start()
+            return thread
+
+        def answer() -> None:
+            language.run()
+            sink.ended(None)
+
+        threads = [
+            work("batch-plan", lambda: media.plan(jobs)),
+            work("batch-decode", media.decode),
+            work("batch-encode", media.encode),
+            work("batch-language", answer),
+        ]
+        try:
+            yield
+        finally:
+            language.stop()
+            media.close()
+            for thread in threads:
+                thread.join(_JOIN_S)
+
+    def busy_s(self) -> dict[str, float]:
+        """Seconds that each stage has worked in the last batch; of the decoding threads, their mean."""
+        if self._media is None or self._language is None:
+            return {"decode": 0.0, "encode": 0.0, "language": 0.0}
+        pool = shared_pool()
+        return {
+            "decode": (pool.busy_s - self._pool_busy_s) / pool.num_threads,
+            "encode": self._media.encode_clock.total_s,
+            "language": self._language.clock.total_s,
+        }
+
+    @property
+    def num_decoded(self) -> int:
+        """Media whose decoding was begun in the last batch."""
+        return self._media.num_decoded if self._media else 0
+
+    @property
+    def num_encoded(self) -> int:
+        """Media whose encoding was begun in the last batch."""
+        return self._media.num_encoded if self._media else 0
+
+    @property
+    def num_units_skipped(self) -> int:
+        """Units of frames that were not encoded in the last batch, since they did not change."""
+        return self._media.num_units_skipped if self._media else 0
+
+    @property
+    def num_prefilled(self) -> int:
+        """Media that were prefilled in the last batch."""
+        return self._language.num_prefilled if self._language else 0
+
+
+def _guarded(stage: Callable[[], None], media: MediaStages, sink: BatchSink) -> None:
+    """What breaks one thread ends the batch."""
+    try:
+        stage()
+    except QueueClosed:
+        return
+    except BaseException as error:  # noqa: BLE001 - told to whoever waits for the batch
+        media.close()
+        sink.ended(error)

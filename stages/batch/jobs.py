@@ -1,0 +1,131 @@
+"""What goes from stage to stage in a batch: media with their questions, and what they have become so far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from encoders import Embeddings, Sampling
+from encoders.prompt.chat import ChatMessage
+from epd.errors import EPDError
+from epd.reduction import KEEP_ALL, ReductionPolicy
+from epd.sampling_params import SamplingParams
+from epd.types import MediaKind, Usage
+from stages.engine.generation import TokenOutput
+from stages.media import PlannedMedia, UnitRun
+
+
+@dataclass(frozen=True, slots=True)
+class TextRequest:
+    """One question. messages: with its media. params: max_tokens may be open. seed: of draws."""
+
+    request_id: str
+    messages: tuple[ChatMessage, ...]
+    params: SamplingParams
+    seed: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class MediaJob:
+    """Media and the conversations that begin with them.
+
+    name: unique. sources: files, in order, of these kinds. requests: taken one by one, by one thread.
+    reduction: which of the visual tokens are kept.
+    is_failed: set by the stage that gives it up; the others leave it alone from then on. is_done: set by the
+    last stage when nothing is left to be said of it. num_substituted_frames: of its media, those decoded so
+    far that show a neighbour; the decode stage counts them.
+    """
+
+    name: str
+    sources: Sequence[Path]
+    kinds: Sequence[MediaKind]
+    sampling: Sampling
+    requests: Iterator[TextRequest]
+    reduction: ReductionPolicy = KEEP_ALL
+    is_failed: bool = False
+    is_done: bool = False
+    num_substituted_frames: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchAnswer:
+    """A request that is answered.
+
+    outputs: tokens of all choices, choice by choice. first_s: when the first came, on `perf_counter`.
+    num_cached: prompt tokens that were there already.
+    """
+
+    request_id: str
+    outputs: Sequence[TokenOutput]
+    usage: Usage
+    num_cached: int
+    first_s: float
+
+
+class BatchSink(Protocol):
+    """Told what becomes of requests and jobs, by one thread; it may make that wait."""
+
+    def answered(self, answer: BatchAnswer) -> None: ...
+
+    def failed(self, request_id: str, error: EPDError) -> None: ...
+
+    def job_done(self, job: MediaJob) -> None:
+        """Nothing of the job is left anywhere."""
+        ...
+
+    def ended(self, error: BaseException | None) -> None:
+        """No job is left, or nothing can go on."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedJob:
+    """A job whose media are planned."""
+
+    job: MediaJob
+    media: tuple[PlannedMedia, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of memory, about: pixels of images, and times of frames."""
+        images = sum(each.image.nbytes for each in self.media if each.image is not None)
+        return images + sum(128 * each.plan.num_frames for each in self.media) + 4096
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedRun:
+    """Frames of one of the media of a job."""
+
+    opened: OpenedJob
+    item: int
+    run: UnitRun
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRun:
+    """What the vision tower made of units [start, stop) of one of the media of a job."""
+
+    opened: OpenedJob
+    item: int
+    start: int
+    stop: int
+    embeddings: Embeddings
+
+    @property
+    def num_bytes(self) -> int:
+        layers = 1 + len(self.embeddings.deepstack)
+        return layers * self.embeddings.rows.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class FailedJob:
+    """A job that a stage has given up."""
+
+    job: MediaJob
+    error: EPDError
+
+
+FrameMail = OpenedJob | DecodedRun | FailedJob
+EmbeddingMail = OpenedJob | EncodedRun | FailedJob

@@ -1,0 +1,377 @@
+"""The language model's thread of a batch: media prefilled once, then all their questions over that prefix.
+
+    mail     | v0 | v0 g0 | v0 g1 | v1 | v1 g0 | ...
+    engine        [v0 media      )[v0 q0 q1 q2 ...      )
+                                  [v1 media      )[v1 q0 ...           in the same passes
+
+A job's media are let in when the cache has room for them and for the answers under way; until then its mail
+waits, and so do the stages before. Mail of a job comes whole before that of the next.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+
+import torch
+
+from encoders import Adapter, PromptPlan
+from encoders.adapter import Int64Array
+from encoders.identity import prompt_identity
+from encoders.reduction import reduce_prompt
+from epd.errors import EPDError, InfeasibleError, InternalError
+from epd.kv.answer_length import TYPICAL_TOKENS
+from epd.transfer.bounded_queue import BoundedQueue, BusyClock, QueueClosed
+from stages.batch.jobs import (
+    BatchAnswer,
+    BatchSink,
+    EmbeddingMail,
+    EncodedRun,
+    FailedJob,
+    MediaJob,
+    OpenedJob,
+    TextRequest,
+)
+from stages.encode.splicing import Joiner
+from stages.engine.engine import LanguageEngine
+from stages.engine.generation import Extent, GenerateRequest, GenerationSettings, StepResult, TokenOutput
+
+logger = logging.getLogger(__name__)
+
+# Seats that are kept for media beside the answers under way.
+_MEDIA_SEATS = 8
+_WAIT_S = 0.05
+_MAX_IDLE_TURNS = 2
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """A job at the engine. first: its first request that has a prompt. num_missing: visual tokens to come."""
+
+    job: MediaJob
+    opened: OpenedJob
+    first: tuple[TextRequest, PromptPlan] | None
+    prompt: PromptPlan
+    joiner: Joiner
+    num_missing: int
+    is_ready: bool = False
+    is_exhausted: bool = False
+    num_open: int = 0
+
+    @property
+    def mm_hashes(self) -> list[str]:
+        return [f"{self.job.name}/{item}" for item in range(len(self.opened.media))]
+
+    @property
+    def parent(self) -> str | None:
+        """Whose blocks the answers share."""
+        return self.job.name if self.opened.media else None
+
+    @property
+    def prefix(self) -> Int64Array:
+        return self.prompt.token_ids[: self.prompt.prefix_length]
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A request that is being answered. num_left: choices that have not ended."""
+
+    live: _Live
+    prompt: PromptPlan
+    num_left: int
+    outputs: list[TokenOutput] = field(default_factory=list)
+    first_s: float = 0.0
+
+
+class LanguageStage:
+    """Not for several threads at once."""
+
+    def __init__(
+        self,
+        engine: LanguageEngine,
+        adapter: Adapter,
+        settings: GenerationSettings,
+        mail: BoundedQueue[EmbeddingMail],
+        sink: BatchSink,
+    ) -> None:
+        self.clock = BusyClock()
+        self.num_prefilled = 0
+        self._engine = engine
+        self._adapter = adapter
+        self._settings = settings
+        self._mail = mail
+        self._sink = sink
+        self._max_open = max(1, engine.scheduler.config.max_num_seqs - _MEDIA_SEATS)
+        self._live: dict[str, _Live] = {}
+        self._open: dict[str, _Open] = {}
+        self._blocked: _Live | None = None
+        self._is_mail_over = False
+        self._is_stopped = False
+        self._num_idle_turns = 0
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Works until all mail has come and every request is answered or has failed, or until `stop`."""
+        self.clock.start()
+        try:
+            while not self._is_stopped and (not self._is_mail_over or self._live or self._blocked):
+                self._turn()
+        finally:
+            self.clock.stop()
+            self._drop_all()
+
+    def stop(self) -> None:
+        """From any thread: ends `run` after the pass it is in, whatever is left."""
+        self._is_stopped = True
+
+    def _drop_all(self) -> None:
+        """Leaves an empty engine."""
+        for name in (*self._open, *self._live):
+            self._engine.abort(name)
+
+    def _turn(self) -> None:
+        if self._blocked is not None and self._has_room(self._blocked):
+            live, self._blocked = self._blocked, None
+            self._begin_media(live)
+        self._take_mail()
+        for live in list(self._live.values()):
+            self._ask(live)
+        result = self._engine.step()
+        self._book(result)
+        has_moved = result.num_tokens or result.outputs or result.admissions
+        self._num_idle_turns = 0 if has_moved else self._num_idle_turns + 1
+        if self._is_stuck():
+            self._give_up_first()
+
+    # Mail
+
+    def _take_mail(self) -> None:
+        """All that has come; waits for some if there is nothing else to do."""
+        may_wait = self._num_idle_turns > 0
+        while self._blocked is None and not self._is_mail_over:
+            mail = self._next_mail(may_wait=may_wait)
+            if mail is None:
+                return
+            may_wait = False
+            self._take(mail)
+
+    def _next_mail(self, *, may_wait: bool) -> EmbeddingMail | None:
+        if may_wait:
+            self.clock.stop()
+        try:
+            return self._mail.get(_WAIT_S if may_wait else 0.0)
+        except QueueClosed:
+            self._is_mail_over = True
+            return None
+        finally:
+            if may_wait:
+                self.clock.start()
+
+    def _take(self, mail: EmbeddingMail) -> None:
+        if isinstance(mail, OpenedJob):
+            self._start(mail)
+        elif isinstance(mail, FailedJob):
+            self._fail_job(mail.job, mail.error)
+        elif mail.opened.job.name in self._live:
+            self._add(self._live[mail.opened.job.name], mail)
+
+    def _add(self, live: _Live, encoded: EncodedRun) -> None:
+        placed = live.joiner.push_units(encoded.item, encoded.start, encoded.stop, encoded.embeddings)
+        if placed is not None:
+            live.num_missing -= len(placed.indices)
+            self._engine.add_embeddings(live.job.name, placed)
+
+    # Jobs
+
+    def _start(self, opened: OpenedJob) -> None:
+        """Plans the first request that can be planned: its prompt begins like all others of the job."""
+        job = opened.job
+        for request in job.requests:
+            prompt = self._prompt(request, opened)
+            if prompt is not None:
+                joiner = Joiner(self._adapter, prompt)
+                self._begin(_Live(job, opened, (request, prompt), prompt, joiner, prompt.num_visual_tokens))
+                return
+        job.is_failed = True  # nobody asks anything about it
+        self._end(job)
+
+    def _end(self, job: MediaJob) -> None:
+        if not job.is_done:
+            job.is_done = True
+            self._sink.job_done(job)
+
+    def _begin(self, live: _Live) -> None:
+        if not live.opened.media:
+            live.is_ready = True
+            self._live[live.job.name] = live
+        elif self._has_room(live):
+            self._begin_media(live)
+        else:
+            self._blocked = live
+
+    def _begin_media(self, live: _Live) -> None:
+        identity = prompt_identity(live.prompt, live.mm_hashes)
+        request = GenerateRequest(
+            live.job.name, live.prompt, identity, self._settings.defaults, extent=Extent.MEDIA
+        )
+        self._live[live.job.name] = live
+        try:
+            self._engine.add(request)
+        except Exception as error:  # noqa: BLE001 - logged; costs this job alone
+            self._fail_job(live.job, explained(error))
+
+    def _has_room(self, live: _Live) -> bool:
+        """Whether the media would be let in at once, beside the answers under way and one of its own.
+
+        The first of all is let in whatever room there is: the engine tells if that is too little.
+        """
+        engine, block_size = self._engine, self._engine.kv.spec.block_size
+        if not self._live:
+            return True
+        expected = TYPICAL_TOKENS
+        if live.first is not None:
+            expected = self._settings.expected_tokens(live.first[0].params, len(live.prompt))
+        num_blocks = -(-(len(live.prompt) + expected) // block_size) + 1 + len(self._open)
+        groups = range(len(engine.kv.spec.num_blocks))
+        has_blocks = all(engine.kv.num_free_blocks(group) >= num_blocks for group in groups)
+        return has_blocks and not engine.scheduler.waiting and len(self._live) < _MEDIA_SEATS
+
+    def _fail_job(self, job: MediaJob, error: EPDError) -> None:
+        """All of its requests fail for the same reason."""
+        job.is_failed = True
+        live = self._live.pop(job.name, None)
+        self._engine.abort(job.name)
+        for request_id in [each for each, opened in self._open.items() if opened.live is live]:
+            del self._open[request_id]
+            self._engine.abort(request_id)
+            self._sink.failed(request_id, error)
+        if live is not None and live.first is not None:
+            self._sink.failed(live.first[0].request_id, error)
+        for request in job.requests:
+            self._sink.failed(request.request_id, error)
+        self._end(job)
+
+    # Requests
+
+    def _ask(self, live: _Live) -> None:
+        """Questions of a job whose media are there, as many as there are seats for."""
+        while live.is_ready and not live.is_exhausted and self._num_open < self._max_open:
+            self._ask_next(live)
+        if live.is_exhausted and not live.num_open:
+            del self._live[live.job.name]
+            if live.parent is not None:
+                self._engine.release(live.parent)
+            self._end(live.job)
+
+    @property
+    def _num_open(self) -> int:
+        return sum(request.num_left for request in self._open.values())
+
+    def _ask_next(self, live: _Live) -> None:
+        if live.first is not None:
+            (request, prompt), live.first = live.first, None
+            self._add_request(live, request, prompt)
+            return
+        following = next(live.job.requests, None)
+        if following is None:
+            live.is_exhausted = True
+            return
+        later = self._prompt(following, live.opened)
+        if later is not None:
+            self._add_request(live, following, later)
+
+    def _prompt(self, request: TextRequest, opened: OpenedJob) -> PromptPlan | None:
+        """None for a request that cannot be asked, which is told."""
+        try:
+            prompt = self._adapter.plan_chat([each.plan for each in opened.media], request.messages)
+            prompt = reduce_prompt(prompt, opened.job.reduction)
+            self._settings.completed(request.params, len(prompt))  # whether the context has room for it
+            return prompt
+        except Exception as error:  # noqa: BLE001 - logged; costs this line alone
+            self._sink.failed(request.request_id, explained(error))
+            return None
+
+    def _add_request(self, live: _Live, request: TextRequest, prompt: PromptPlan) -> None:
+        identity = prompt_identity(prompt, live.mm_hashes)
+        params = self._settings.completed(request.params, len(prompt))
+        wanted = GenerateRequest(
+            request.request_id, prompt, identity, params, request.seed, parent=live.parent
+        )
+        try:
+            prompt.check_begins_with(live.prefix)
+            self._engine.add(wanted)
+        except Exception as error:  # noqa: BLE001 - logged; costs this line alone
+            self._engine.abort(request.request_id)
+            self._sink.failed(request.request_id, explained(error))
+            return
+        live.num_open += 1
+        self._open[request.request_id] = _Open(live, prompt, params.n)
+
+    # Steps
+
+    def _book(self, result: StepResult) -> None:
+        for name in result.prefilled:
+            self._live[name].is_ready = True
+            self.num_prefilled += len(self._live[name].opened.media)
+        for fault in result.faults:
+            self._give_up(fault.request_id, fault.error)
+        for output in result.outputs:
+            opened = self._open.get(output.request_id)
+            if opened is None:  # of a request that has failed in the same step
+                continue
+            opened.first_s = opened.first_s or perf_counter()
+            opened.outputs.append(output)
+            if output.finish_reason is not None:
+                opened.num_left -= 1
+                if not opened.num_left:
+                    self._finish(output.request_id, self._open.pop(output.request_id))
+
+    def _finish(self, request_id: str, opened: _Open) -> None:
+        live = opened.live
+        usage = replace(
+            opened.prompt.usage(len(opened.outputs)),
+            num_substituted_frames=live.job.num_substituted_frames,
+        )
+        live.num_open -= 1
+        num_cached = len(live.prefix) if live.parent is not None else 0
+        outputs = sorted(opened.outputs, key=lambda output: output.choice)
+        self._sink.answered(BatchAnswer(request_id, outputs, usage, num_cached, opened.first_s))
+
+    def _is_stuck(self) -> bool:
+        """Whether somebody waits for room, nothing moves, and nothing is to come that would make it.
+
+        A request that gets its blocks in one pass may be computed only from the next one on.
+        """
+        return (
+            self._num_idle_turns > _MAX_IDLE_TURNS
+            and bool(self._engine.scheduler.waiting)
+            and all(live.is_ready or not live.num_missing for live in self._live.values())
+        )
+
+    def _give_up_first(self) -> None:
+        """The request that the others wait behind has no room beside the media that are held."""
+        waiting = self._engine.scheduler.waiting[0]
+        first = waiting.request_id.partition("#")[0]
+        error = InfeasibleError(
+            f"{waiting.num_prompt_tokens} prompt tokens do not fit beside the media "
+            "that are held; ask for fewer frames or a shorter answer, or enlarge the KV cache"
+        )
+        self._give_up(first, error)
+
+    def _give_up(self, name: str, error: EPDError) -> None:
+        """A job whose media cannot be prefilled, or a request that cannot be answered."""
+        if name in self._live:
+            self._fail_job(self._live[name].job, error)
+            return
+        opened = self._open.pop(name)
+        opened.live.num_open -= 1
+        self._engine.abort(name)
+        self._sink.failed(name, error)
+
+
+def explained(error: Exception) -> EPDError:
+    """What the lines of a request fail with. What nobody expected of it is logged."""
+    if not isinstance(error, EPDError):
+        logger.error("a request was not taken", exc_info=error)
+    return InternalError.of(error)

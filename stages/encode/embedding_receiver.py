@@ -1,0 +1,84 @@
+"""The receiving end of encoding: groups arrive in any order and are read in the order of the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from encoders.adapter import Embeddings
+from epd.encode.encoder_cache import EncoderCacheManager, GroupKey, GroupSpec
+from epd.transfer.connectors import EncoderConnector, Ticket
+from epd.transfer.reception import Grant, Reception
+from epd.transfer.transfers import Inbox
+from stages.encode.encoder_pool import EncoderPool
+
+
+@dataclass(frozen=True, slots=True)
+class FailedGroup:
+    """A group that its encoder could not make, and the requests that wait: reissue it or close them."""
+
+    key: GroupKey
+    request_ids: tuple[str, ...]
+    error: str
+
+
+class EmbeddingReceiver:
+    """What a prefill worker does to get embeddings. Not for several threads at once."""
+
+    def __init__(self, cache: EncoderCacheManager, pool: EncoderPool, connector: EncoderConnector) -> None:
+        self.cache = cache
+        self.reception = Reception(cache, Inbox(cache, connector.name))
+        self._pool = pool
+        self._connector = connector
+
+    def open(self, request_id: str, groups: Sequence[GroupSpec]) -> None:
+        """Starts a request. Raises InfeasibleError for a group that never fits, ValueError for a known id."""
+        self.reception.open(request_id, groups)
+
+    def grant(self) -> list[Grant]:
+        """Groups to be encoded for which there is room now; cached groups need none and do not appear."""
+        grants = self.reception.grant()
+        for grant in grants:
+            self._connector.expect(grant.ticket)
+        return grants
+
+    def poll(self) -> list[FailedGroup]:
+        """Takes what has arrived; returns what never will. Failed groups stay pending until reissued."""
+        failed = []
+        for offer in self._connector.recv():
+            self._connector.cancel(offer.transfer_id)  # one offer fills a ticket
+            ticket = self.reception.inbox.find(offer.transfer_id)
+            if ticket is None:
+                continue
+            if offer.source is not None:
+                self.reception.inbox.deliver(ticket)
+            else:
+                waiting = tuple(self.reception.waiting_for(ticket.key))
+                failed.append(FailedGroup(ticket.key, waiting, offer.error))
+        return failed
+
+    def take(self, request_id: str) -> list[tuple[int, Embeddings]]:
+        """Groups that have become complete, in order and without gaps, each once: (index, embeddings)."""
+        return [(group, self._pool.read(place)) for group, place in self.reception.take(request_id)]
+
+    def release(self, request_id: str, stop: int) -> None:
+        """Groups before `stop` have been used; they stay cached as long as there is room."""
+        self.reception.release(request_id, stop)
+
+    def close(self, request_id: str) -> list[Ticket]:
+        """Ends a request, done or cancelled. Returns tickets that encoders may forget about."""
+        tickets = self.reception.close(request_id)
+        for ticket in tickets:
+            self._connector.cancel(ticket.transfer_id)
+        return tickets
+
+    def reissue(self, key: GroupKey) -> Ticket:
+        """A new ticket for a group whose encoder failed or is gone; nothing of the old one is written."""
+        old, new = self.reception.inbox.reissue(key)
+        self._connector.cancel(old.transfer_id)
+        self._connector.expect(new)
+        return new
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless cache, tickets and requests agree."""
+        self.reception.check_integrity()

@@ -1,0 +1,108 @@
+"""Where embeddings lie: the memory behind an `EncoderCacheManager`, which alone knows what is where.
+
+storage: [num_blocks, block_size, (1 + deepstack layers) * C]; a row holds the embedding and, beside it, its
+deepstack features, so that both travel together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from encoders.adapter import Embeddings
+from epd.encode.encoder_cache import CachedGroup
+from epd.transfer.connectors import Ticket
+from stages.engine.pool_memory import pool_memory
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingLayout:
+    """What a row is made of. num_channels: C of the language model. num_deepstack: layers beside it."""
+
+    num_channels: int
+    dtype: torch.dtype
+    num_deepstack: int = 0
+
+    @property
+    def width(self) -> int:
+        """Values in a row."""
+        return self.num_channels * (1 + self.num_deepstack)
+
+    @property
+    def bytes_per_embedding(self) -> int:
+        return self.width * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderPoolShape:
+    """What a pool is built from, apart from its memory."""
+
+    num_blocks: int
+    block_size: int
+    layout: EmbeddingLayout
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_size * self.layout.bytes_per_embedding
+
+    def build(self, shared_file: Path | None = None) -> EncoderPool:
+        return EncoderPool(self.num_blocks, self.block_size, self.layout, shared_file)
+
+
+class EncoderPool:
+    """Blocks of rows. With a file, the memory is shared with every process that opens the same file."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, layout: EmbeddingLayout, shared_file: Path | None = None
+    ) -> None:
+        self.layout = layout
+        shape = EncoderPoolShape(num_blocks, block_size, layout)
+        memory = pool_memory(shape.num_bytes, shared_file)
+        self.storage = memory.view(layout.dtype).view(num_blocks, block_size, layout.width)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.storage.shape[0]
+
+    @property
+    def block_size(self) -> int:
+        return self.storage.shape[1]
+
+    def write(self, place: CachedGroup, embeddings: Embeddings) -> None:
+        """Stores the rows [V, C] of one group."""
+        self._write(place, torch.cat([embeddings.rows, *embeddings.deepstack], dim=1))
+
+    def read(self, place: CachedGroup) -> Embeddings:
+        """The rows [V, C] of one group, copied."""
+        parts = torch.split(self._read(place), self.layout.num_channels, dim=1)
+        return Embeddings(parts[0], tuple(parts[1:]))
+
+    def copy(self, source: EncoderPool, from_place: CachedGroup, to_place: CachedGroup) -> None:
+        """Brings one group over from another pool of the same layout; block sizes may differ."""
+        if source.layout != self.layout:
+            raise ValueError(f"cannot copy rows of {source.layout} into a pool of {self.layout}")
+        self._write(to_place, source._read(from_place))
+
+    def receive(self, ticket: Ticket, source: CachedGroup, source_pool: EncoderPool) -> None:
+        """Fills a ticket from another pool: see `copy`."""
+        self.copy(source_pool, source, ticket.target)
+
+    def _read(self, place: CachedGroup) -> Tensor:
+        """[V, width]."""
+        return self.storage[list(place.block_ids)].flatten(0, 1)[: place.num_embeddings]
+
+    def _write(self, place: CachedGroup, rows: Tensor) -> None:
+        """rows: [V, width]."""
+        if rows.shape != (place.num_embeddings, self.layout.width):
+            raise ValueError(
+                f"{tuple(rows.shape)} rows do not fit {place.num_embeddings} x {self.layout.width}"
+            )
+        whole, rest = divmod(len(rows), self.block_size)
+        ids = list(place.block_ids)
+        body = rows[: whole * self.block_size].to(self.layout.dtype)
+        self.storage[ids[:whole]] = body.reshape(whole, self.block_size, self.layout.width)
+        if rest:
+            self.storage[ids[whole], :rest] = rows[whole * self.block_size :].to(self.layout.dtype)

@@ -1,0 +1,76 @@
+"""From groups as they were encoded to embeddings at their places in the prompt, as soon as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from encoders import Adapter, Embeddings, MediaItem, PromptPlan, concatenated
+from encoders.groups import MediaGroup
+from encoders.reduction import Kept, TokenReducer
+from stages.engine.visual_inputs import PlacedEmbeddings
+
+
+class Joiner:
+    """Takes what was encoded for one prompt, in order; gives each at once, but for two cases.
+
+    An item that is joined whole comes at its end; of one that is reduced, what is kept of a window comes when
+    the window is there.
+    """
+
+    def __init__(self, adapter: Adapter, prompt: PromptPlan) -> None:
+        self._adapter = adapter
+        self._prompt = prompt
+        self._parts: list[Embeddings] = []
+        self._start = 0
+        self._reducer: TokenReducer | None = None
+
+    def push(self, group: MediaGroup, embeddings: Embeddings) -> PlacedEmbeddings | None:
+        """What the next group completes; None while more has to come."""
+        return self.push_units(group.item, group.start, group.stop, embeddings)
+
+    def push_units(
+        self, number: int, start: int, stop: int, embeddings: Embeddings
+    ) -> PlacedEmbeddings | None:
+        """The same for units [start, stop) of item `number`."""
+        item = self._prompt.media[number]
+        if not self._parts:
+            self._start = start
+        self._parts.append(embeddings)
+        if item.plan.is_joined_whole and stop < item.plan.num_units:
+            return None
+        rows = self._adapter.join(concatenated(self._parts), item.plan, self._start, stop)
+        self._parts = []
+        if item.windows:
+            return self._reduced(number, item, start, rows)
+        return PlacedEmbeddings(rows, item.token_indices(self._start, stop))
+
+    def _reduced(self, number: int, item: MediaItem, start: int, rows: Embeddings) -> PlacedEmbeddings | None:
+        reduction = self._prompt.reduction
+        assert reduction is not None
+        if start == 0:
+            self._reducer = TokenReducer(reduction.policy, item)
+        assert self._reducer is not None, "the first units of a reduced item must come first"
+        kept = list(self._reducer.push(rows))
+        return _placed(item, kept, reduction.positions[number]) if kept else None
+
+
+def _placed(item: MediaItem, kept: list[Kept], positions: np.ndarray) -> PlacedEmbeddings:
+    embeddings = concatenated([each.embeddings for each in kept])
+    places = item.token_indices(kept[0].window, kept[-1].window + 1)
+    if item.windows[0].is_in_prefill:  # what is kept differs from layer to layer
+        return PlacedEmbeddings(embeddings, places)
+    indices = np.concatenate([each.indices for each in kept])
+    return PlacedEmbeddings(embeddings, places, positions[:, indices])
+
+
+def joined(
+    adapter: Adapter, prompt: PromptPlan, groups: Iterable[tuple[MediaGroup, Embeddings]]
+) -> Iterator[PlacedEmbeddings]:
+    """What a `Joiner` makes of all groups of a prompt, in order."""
+    joiner = Joiner(adapter, prompt)
+    for group, embeddings in groups:
+        placed = joiner.push(group, embeddings)
+        if placed is not None:
+            yield placed

@@ -1,0 +1,48 @@
+"""What a step moves before its pass: blocks to host memory, copies within the pools, blocks back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from epd.kv.kv_cache import BlockCopy, KVCacheManager
+from epd.kv.scheduling import Preemption, Restore
+from stages.engine.kv_pool import KVPools, token_slots
+
+
+class BlockMoves:
+    """Carries out what a scheduler decides, on the pools of one worker; keeps what is in host memory."""
+
+    def __init__(self, kv: KVCacheManager, pools: KVPools) -> None:
+        self._kv = kv
+        self._pools = pools
+        self._offloaded: dict[str, list[Tensor]] = {}  # of each layer group
+
+    @property
+    def offloaded(self) -> frozenset[str]:
+        """Requests with tokens in host memory."""
+        return frozenset(self._offloaded)
+
+    def offload(self, preemption: Preemption) -> None:
+        """Keeps the request's tokens; to be called before its blocks are written by others."""
+        self._offloaded[preemption.request.request_id] = [
+            pool.read(token_slots(table, 0, preemption.num_tokens, pool.block_size))
+            for pool, table in zip(self._pools.groups, preemption.block_tables, strict=True)
+        ]
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        self._pools.copy_blocks(copies)
+        self._kv.copied(copies)
+
+    def restore(self, restore: Restore) -> None:
+        """Puts the request's tokens into its new blocks."""
+        request_id = restore.request.request_id
+        for group, values in enumerate(self._offloaded.pop(request_id)):
+            pool, table = self._pools.groups[group], self._kv.block_table(request_id, group)
+            slots = token_slots(table, restore.start, restore.stop, pool.block_size)
+            pool.write(slots, values[:, :, restore.start : restore.stop])
+
+    def forget(self, request_id: str) -> None:
+        """Drops what is kept of a request. Unknown ids are ignored."""
+        self._offloaded.pop(request_id, None)

@@ -1,0 +1,396 @@
+"""The language-model engine of one worker: schedule, run, commit.
+
+    waiting | admitted: blocks for the prompt | prefilled as media arrive | decoded | done
+                          step: one packed pass over chunks and decodes of many requests
+
+`epd/kv/scheduling.py` decides, `ModelRunner` computes, this class moves what they need between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from torch import Tensor
+
+from epd.errors import RequestError
+from epd.kv.drafting import DraftGain
+from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
+from epd.kv.scheduling import Chunk, ScheduledRequest, Scheduler, SchedulerConfig, SchedulerOutput
+from stages.engine.block_moves import BlockMoves
+from stages.engine.faults import FaultCounts, run_apart
+from stages.engine.generation import Admission, Extent, GenerateRequest, StepResult
+from stages.engine.model_runner import ModelRunner
+from stages.engine.sequence import Choice
+from stages.engine.visual_inputs import PlacedEmbeddings, VisualInputs
+from stages.sampling.chunk_sampling import ComputedChunk, sample_chunks
+from stages.sampling.detokenizer import AnswerEnds
+from stages.sampling.sampler import SampledToken
+
+
+@dataclass(slots=True)
+class EngineCounts:
+    """What an engine has done so far. num_cached_tokens: of prompts, that did not have to be computed."""
+
+    num_steps: int = 0
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
+class LanguageEngine:
+    """Requests in, tokens out, one `step` at a time. Not for several threads at once."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        tokenizer: Any,
+        eos_ids: frozenset[int],
+        config: SchedulerConfig,
+        *,
+        enable_prefix_caching: bool = True,
+        max_draft: int = 0,
+    ) -> None:
+        """max_draft: most tokens to guess ahead for each decode, as long as that pays; 0 for none."""
+        self.counts = EngineCounts()
+        spec = KVCacheSpec(tuple(pool.num_blocks for pool in runner.pools.groups), runner.pools.block_size)
+        self.kv = KVCacheManager(spec, enable_prefix_caching=enable_prefix_caching)
+        self.scheduler = Scheduler(config, self.kv)
+        self._runner = runner
+        self.pools = runner.pools
+        self._tokenizer = tokenizer
+        self._eos_ids = eos_ids
+        self._choices: dict[str, Choice] = {}
+        self._moves = BlockMoves(self.kv, runner.pools)
+        self._draft_gain = DraftGain(max_draft) if max_draft else None
+        self._fault_counts = FaultCounts()
+
+    # Requests
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queues a request. Raises InfeasibleError if it can never fit, RequestError for an id in use."""
+        if request.request_id in self._choices or self.scheduler.is_held(request.request_id):
+            raise RequestError(f"request id '{request.request_id}' is in use; choose another")
+        choice = self._choice(request, 0, VisualInputs(request.prompt, request.num_prompt_tokens))
+        self.scheduler.add(choice.scheduled)
+        self._choices[choice.request_id] = choice
+
+    def can_admit(self, request: GenerateRequest) -> bool:
+        """Whether the request would get its blocks in the next step. Changes nothing."""
+        visual = VisualInputs(request.prompt, request.num_prompt_tokens)
+        return self.scheduler.can_admit(self._choice(request, 0, visual).scheduled)
+
+    def _choice(
+        self, request: GenerateRequest, index: int, visual: VisualInputs, ends: AnswerEnds | None = None
+    ) -> Choice:
+        ends = ends or AnswerEnds.of(request.sampling, self._eos_ids)
+        return Choice(request, index, self._tokenizer, ends, visual, self._longest(request))
+
+    def _longest(self, request: GenerateRequest) -> int:
+        """Tokens that prompt and answer may have in the empty cache; beside a parent a block is copied."""
+        spec = self.kv.spec
+        return (min(spec.num_blocks) - (request.parent is not None)) * spec.block_size
+
+    def add_embeddings(self, request_id: str, placed: PlacedEmbeddings) -> None:
+        """The next visual tokens of a request, in order; those that are cached may be left out.
+
+        Embeddings for a request that is over are ignored.
+        """
+        choice = self._choices.get(request_id)
+        if choice is not None:
+            choice.visual.add(placed)
+            if placed.positions is not None:
+                choice.tokens.positions[:, placed.indices] = placed.positions
+            choice.scheduled.num_ready = max(choice.scheduled.num_ready, choice.visual.num_ready)
+
+    def adopt(
+        self, request: GenerateRequest, first: Sequence[SampledToken], later_ids: Sequence[int] = ()
+    ) -> None:
+        """Goes on with a request whose tokens but the last are in this cache: blocks open under its id.
+
+        first: the first token of each of its choices, which somebody else has sampled and sent on.
+        later_ids: what followed it, of a request with one choice that is moved in the middle of its answer.
+        Whatever it raises, the request and its blocks are forgotten.
+        """
+        try:
+            self._adopt(request, first, later_ids)
+        except Exception:
+            self.abort(request.request_id)
+            if request.request_id in self.kv:
+                self.kv.free(request.request_id)
+            raise
+
+    def _adopt(
+        self, request: GenerateRequest, first: Sequence[SampledToken], later_ids: Sequence[int]
+    ) -> None:
+        visual = VisualInputs(request.prompt, request.num_prompt_tokens)
+        visual.skip(request.num_prompt_tokens)
+        choice = self._choice(request, 0, visual)
+        choice.scheduled.num_ready = choice.scheduled.num_computed = choice.scheduled.num_prompt_tokens
+        self._choices[choice.request_id] = choice
+        self.scheduler.adopt(choice.scheduled)
+        self._begin([choice, *self._siblings(choice)], first, StepResult())
+        for token_id in later_ids:
+            choice.push(SampledToken(token_id))
+        choice.scheduled.num_computed += len(later_ids)
+
+    def detach(self, request_id: str) -> Choice | None:
+        """Takes a request that decodes out of the queues; its blocks are held until `attach` or `release`.
+
+        None, and nothing is changed, for one that cannot be moved now: it has several choices, waits for
+        room, reads by a view that only this engine knows, or its layers differ in length.
+        """
+        choice = self._choices.get(request_id)
+        if choice is None or choice.request.sampling.n > 1 or not choice.scheduled.is_decoding:
+            return None
+        if choice.view is not None:
+            return None
+        lengths = {self.kv.num_tokens(request_id, group) for group in range(len(self.kv.spec.num_blocks))}
+        if len(lengths) > 1:
+            return None
+        self._remove(choice, hold=True)
+        return choice
+
+    def attach(self, choice: Choice) -> None:
+        """Goes on with a request that was detached."""
+        self._choices[choice.request_id] = choice
+        self.scheduler.take_back(choice.scheduled)
+
+    def abort(self, request_id: str, *, hold: bool = False) -> None:
+        """Forgets a request and all its choices, whatever state they are in; unknown ids are ignored.
+
+        hold: keep its blocks, if it has any, until `release`.
+        """
+        for choice in self._choices_of(request_id):
+            self._remove(choice, hold=hold)
+        if self.scheduler.is_held(request_id) and not hold:
+            self.scheduler.release(request_id)
+
+    def is_held(self, request_id: str) -> bool:
+        """Whether the request is over but for its blocks."""
+        return self.scheduler.is_held(request_id)
+
+    def release(self, request_id: str) -> None:
+        """Gives back the blocks of a request that was prefilled and held."""
+        self.scheduler.release(request_id)
+
+    def has_work(self) -> bool:
+        """Whether any request is not over yet."""
+        return bool(self._choices)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Of all requests that are not over, in order of arrival."""
+        return list(dict.fromkeys(choice.request.request_id for choice in self._choices.values()))
+
+    def num_computed(self, request_id: str) -> int:
+        """Tokens of a running or held request that are in the cache."""
+        return self.kv.num_tokens(request_id)
+
+    def _choices_of(self, request_id: str) -> list[Choice]:
+        return [choice for choice in self._choices.values() if choice.request.request_id == request_id]
+
+    # One step
+
+    def step(self) -> StepResult:
+        """Computes one pass, as far as there is anything to compute, and returns what came of it.
+
+        What raises for one request ends that request alone: see `StepResult.faults`. Raises AssertionError
+        when it has left the books broken, and its own error when many requests have failed in a row.
+        """
+        start = perf_counter()
+        result = StepResult()
+        self._draft(result)
+        output = self.scheduler.schedule()
+        self._move(output)
+        self._admit(output, result)
+        if output.chunks:
+            only_decodes = all(chunk.request.is_decoding for chunk in output.chunks)
+            self._compute(output.chunks, result)
+            self._count(output, result)
+            if self._draft_gain and only_decodes:
+                self._draft_gain.record_step(output.num_tokens, perf_counter() - start)
+        if result.faults:
+            self.check_integrity()
+        return result
+
+    def _fail(self, request: ScheduledRequest, cause: Exception, result: StepResult) -> None:
+        """Forgets a request that raises, with all its choices; blocks that go elsewhere stay held."""
+        choice = self._choices.get(request.request_id)
+        if choice is None:  # it has failed before in this step
+            return
+        request_id = choice.request.request_id
+        result.faults.append(self._fault_counts.failed(request_id, cause))
+        self.abort(request_id, hold=choice.request.extent is Extent.FIRST_TOKEN)
+
+    def _is_open(self, chunk: Chunk) -> bool:
+        return chunk.request.request_id in self._choices
+
+    def _draft(self, result: StepResult) -> None:
+        """Guesses how the decodes go on, as many tokens as have paid so far."""
+        if self._draft_gain is None:
+            return
+        decoding = [self._choices[each.request_id] for each in self.scheduler.running if each.is_decoding]
+        num_drafts = self._draft_gain.num_drafts(len(decoding)) if decoding else 0
+        for choice in decoding:
+            try:
+                choice.draft(num_drafts)
+            except Exception as error:  # noqa: BLE001 - costs its request alone
+                self._fail(choice.scheduled, error, result)
+
+    def _admit(self, output: SchedulerOutput, result: StepResult) -> None:
+        for scheduled in output.admitted:
+            try:
+                self._admit_one(scheduled, result)
+            except Exception as error:  # noqa: BLE001 - costs its request alone
+                self._fail(scheduled, error, result)
+
+    def _admit_one(self, scheduled: ScheduledRequest, result: StepResult) -> None:
+        choice = self._choices[scheduled.request_id]
+        choice.forget_tables()
+        choice.visual.skip(scheduled.num_computed)
+        scheduled.num_ready = max(scheduled.num_ready, choice.visual.num_ready)
+        if choice.num_generated == 0:
+            self.counts.num_cached_tokens += scheduled.num_computed
+            result.admissions.append(Admission(scheduled.request_id, scheduled.num_computed))
+
+    def _move(self, output: SchedulerOutput) -> None:
+        """In this order, before the pass."""
+        for preemption in output.preemptions:
+            self._moves.offload(preemption)
+        self._moves.copy(output.copies)
+        for restore in output.restores:
+            self._moves.restore(restore)
+            self.scheduler.advance(restore.request, restore.stop)
+
+    def _run(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Logits [R, V] of the sampled rows: the last of a chunk, and one before it for each draft."""
+        return self._runner.run(
+            [
+                self._choices[chunk.request.request_id].segment(
+                    chunk.start, chunk.stop, self._num_rows(chunk), self.kv
+                )
+                for chunk in chunks
+            ]
+        )
+
+    def _num_rows(self, chunk: Chunk) -> int:
+        wanted = self._choices[chunk.request.request_id].request.extent is not Extent.MEDIA
+        return 1 + chunk.num_drafts if chunk.is_sampled and wanted else 0
+
+    def _compute(self, chunks: Sequence[Chunk], result: StepResult) -> None:
+        """Runs and samples all chunks at once, or those apart that raise; then books chunk by chunk."""
+        computed: list[ComputedChunk] = []
+
+        def run(some: Sequence[Chunk]) -> None:
+            live = [chunk for chunk in some if self._is_open(chunk)]
+            if live:
+                logits = self._run(live)
+                parts = [(chunk, self._family(chunk), self._num_rows(chunk)) for chunk in live]
+                computed.extend(sample_chunks(parts, logits))
+
+        run_apart(chunks, run, lambda chunk, error: self._fail(chunk.request, error, result))
+        for each in computed:
+            if not self._is_open(each.chunk):
+                continue
+            try:
+                self._book(each.chunk, each.family, each.tokens, result)
+                self._fault_counts.succeeded()
+            except Exception as error:  # noqa: BLE001 - costs its request alone
+                self._fail(each.chunk.request, error, result)
+
+    def _family(self, chunk: Chunk) -> list[Choice]:
+        """The choices that the chunk's logits serve: at the end of a prompt, all of the request."""
+        choice = self._choices[chunk.request.request_id]
+        if choice.num_generated or not self._num_rows(chunk):
+            return [choice]
+        return [choice, *self._siblings(choice)]
+
+    def _siblings(self, choice: Choice) -> list[Choice]:
+        siblings = [
+            self._choice(choice.request, index, choice.visual, choice.ends)
+            for index in range(1, choice.request.sampling.n)
+        ]
+        for each in siblings:
+            each.view = choice.view
+        return siblings
+
+    def _book(
+        self, chunk: Chunk, family: list[Choice], tokens: list[SampledToken], result: StepResult
+    ) -> None:
+        choice = family[0]
+        result.computed.append(choice.request.request_id)
+        if tokens and choice.num_generated:
+            self._continue(chunk, choice, tokens, result)
+            return
+        self.scheduler.advance(chunk.request, chunk.stop)
+        self._drop_embeddings(choice)
+        if tokens:
+            self._begin(family, tokens, result)
+        elif choice.request.extent is Extent.MEDIA and chunk.stop == choice.scheduled.num_prompt_tokens:
+            self._hold(choice, result)
+
+    def _continue(self, chunk: Chunk, choice: Choice, tokens: list[SampledToken], result: StepResult) -> None:
+        """Takes the sampled token, and those after it for which the draft before was right."""
+        drafts = choice.drafts[: chunk.num_drafts]
+        num_right = next((i for i, draft in enumerate(drafts) if draft != tokens[i].token_id), len(drafts))
+        num_kept = 0
+        while choice.finish_reason is None and num_kept <= num_right:
+            result.outputs.append(choice.push(tokens[num_kept]))
+            num_kept += 1
+        if self._draft_gain and drafts:
+            self._draft_gain.record_draft(len(drafts), num_right)
+        self.counts.num_drafted_tokens += len(drafts)
+        self.counts.num_accepted_tokens += num_kept - 1
+        self.scheduler.advance(chunk.request, chunk.stop - chunk.num_drafts + num_kept - 1)
+        if choice.finish_reason is not None:
+            self._remove(choice)
+
+    def _begin(self, family: Sequence[Choice], first: Sequence[SampledToken], result: StepResult) -> None:
+        """Gives every choice its first token; those that go on share the prompt's blocks."""
+        choice = family[0]
+        result.outputs += [each.push(token) for each, token in zip(family, first, strict=True)]
+        if choice.request.extent is Extent.FIRST_TOKEN:
+            self._hold(choice, result)
+            return
+        for each in family[1:]:
+            if each.finish_reason is None:
+                copies = self.scheduler.fork(choice.scheduled, each.scheduled)
+                self._choices[each.request_id] = each
+                self._moves.copy(copies)
+        choice.forget_tables()
+        if choice.finish_reason is not None:
+            self._remove(choice)
+
+    def _hold(self, choice: Choice, result: StepResult) -> None:
+        """The request is prefilled: it leaves the queues, its blocks stay."""
+        del self._choices[choice.request_id]
+        self.scheduler.remove(choice.scheduled, hold=True)
+        result.prefilled.append(choice.request.request_id)
+
+    def _remove(self, choice: Choice, *, hold: bool = False) -> None:
+        del self._choices[choice.request_id]
+        self._moves.forget(choice.request_id)
+        self.scheduler.remove(choice.scheduled, hold=hold)
+
+    def _drop_embeddings(self, choice: Choice) -> None:
+        """Embeddings are needed once, unless computed tokens may have to be computed again."""
+        if self.scheduler.config.preemption == "offload":
+            choice.visual.drop(choice.scheduled.num_computed)
+
+    def _count(self, output: SchedulerOutput, result: StepResult) -> None:
+        result.num_tokens = output.num_tokens
+        self.counts.num_steps += 1
+        self.counts.num_computed_tokens += output.num_tokens
+        self.counts.num_generated_tokens += len(result.outputs)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless scheduler, cache and requests agree."""
+        self.scheduler.check_integrity()
+        queued = {each.request_id for each in (*self.scheduler.waiting, *self.scheduler.running)}
+        if queued != self._choices.keys() or not self._moves.offloaded <= queued:
+            raise AssertionError(f"choices {set(self._choices)} are not those queued, {queued}")

@@ -1,0 +1,150 @@
+"""What is asked of a language model, and what comes of it, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+from encoders import PromptPlan
+from epd.kv.answer_length import expected_tokens, held_to_context
+from epd.kv.kv_identity import TokenIdentity
+from epd.sampling_params import SamplingParams
+from epd.transfer.handover import HandoverEnd
+from stages.engine.faults import RequestFault
+from stages.sampling.sampler import SampledToken
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationSettings:
+    """What a checkpoint says of how it wants to be asked.
+
+    eos_ids: the tokens that end an answer. max_tokens: of an answer, where the request says nothing; None:
+    what the context has room for. repetition_penalty: see `SamplingParams`. context_tokens: of the model.
+    """
+
+    eos_ids: frozenset[int]
+    max_tokens: int | None = None
+    repetition_penalty: float = 1.0
+    context_tokens: int | None = None
+
+    @classmethod
+    def of(
+        cls, config: Any, tokenizer_eos_id: int | None, context_tokens: int | None = None
+    ) -> GenerationSettings:
+        """Reads a transformers GenerationConfig; without end tokens there, the tokenizer's own counts."""
+        configured: int | Sequence[int] | None = config.eos_token_id
+        ids = tokenizer_eos_id if configured is None else configured
+        return cls(
+            eos_ids=frozenset([ids] if isinstance(ids, int) else ids or ()),
+            max_tokens=config.max_new_tokens,
+            repetition_penalty=config.repetition_penalty or 1.0,
+            context_tokens=context_tokens,
+        )
+
+    @property
+    def defaults(self) -> SamplingParams:
+        """Greedy, as the checkpoint has it; `completed` settles max_tokens."""
+        return SamplingParams(repetition_penalty=self.repetition_penalty)
+
+    def completed(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """See `held_to_context`."""
+        return held_to_context(params, num_prompt_tokens, self.context_tokens, self.max_tokens)
+
+    def expected_tokens(self, params: SamplingParams, num_prompt_tokens: int) -> int:
+        """Of all answers to a request with these params, to plan for."""
+        asked = self.max_tokens if params.max_tokens is None else params.max_tokens
+        return expected_tokens(self.completed(params, num_prompt_tokens), asked)
+
+
+def context_tokens(config: Any) -> int | None:
+    """Of a model, by its transformers configuration; None where that does not tell."""
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return int(most) if most else None
+
+
+class Extent(StrEnum):
+    """How far a worker goes with a request."""
+
+    ANSWER = "answer"  # to its end
+    FIRST_TOKEN = "first token"  # then another worker goes on; blocks are held until `release`
+    MEDIA = "media"  # up to the last visual token; blocks are held, for questions to start from
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One prompt to be answered.
+
+    identity: of the prompt's tokens. sampling: complete, with a number of max_tokens. seed: of the first of
+    `sampling.n` answers; the next has the next. parent: a held request of extent MEDIA whose tokens are the
+    first of this prompt. priority: the lower, the sooner.
+    """
+
+    request_id: str
+    prompt: PromptPlan
+    identity: TokenIdentity
+    sampling: SamplingParams
+    seed: int = 0
+    extent: Extent = Extent.ANSWER
+    parent: str | None = None
+    priority: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens that are to be computed."""
+        return self.prompt.prefix_length if self.extent is Extent.MEDIA else len(self.prompt)
+
+    @property
+    def max_tokens(self) -> int:
+        """Of an answer."""
+        if self.sampling.max_tokens is None:
+            raise ValueError(
+                f"request '{self.request_id}' leaves max_tokens open; complete its sampling first"
+            )
+        return self.sampling.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """A token that one answer has gained. choice: which of the request's answers, from 0.
+
+    index: of the token in its answer. Whoever passes tokens on can tell by it what went before: a
+    request that is done again, on another worker, gives the same tokens again.
+    text: what has become readable; all texts of a choice add up to its whole text.
+    """
+
+    request_id: str
+    choice: int
+    index: int
+    token: SampledToken
+    text: str
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request has its blocks. num_cached: prompt tokens that need not be computed, nor encoded."""
+
+    request_id: str
+    num_cached: int
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one step did. prefilled: requests of extent FIRST_TOKEN or MEDIA that are complete, and held.
+
+    computed: requests whose cache has grown. num_tokens: computed in all.
+    handovers: those that have ended. On the decode side, delivered ones go on there at once.
+    faults: requests that raised, and are forgotten.
+    """
+
+    admissions: list[Admission] = field(default_factory=list)
+    outputs: list[TokenOutput] = field(default_factory=list)
+    prefilled: list[str] = field(default_factory=list)
+    computed: list[str] = field(default_factory=list)
+    handovers: list[HandoverEnd] = field(default_factory=list)
+    faults: list[RequestFault] = field(default_factory=list)
+    num_tokens: int = 0

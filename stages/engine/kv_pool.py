@@ -1,0 +1,225 @@
+"""Where keys and values lie: the memory behind a `KVCacheManager`, which alone knows what is where.
+
+One pool per layer group. storage: [num_layers, 2, num_blocks, block_size, Hkv, D], keys before values.
+A *slot* is where one token lies: block * block_size + place in the block.
+
+    block table of a request   |   7    |   3    |   4    |      block_size 4
+    its tokens                  0 1 2 3  4 5 6 7  8 9
+    their slots                28 ... 31 12 .. 15 16 17
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from epd.kv.kv_cache import BlockCopy
+from epd.transfer.connectors import KVChunk, KVSpan, KVTicket
+from stages.engine.pool_memory import pool_memory
+
+# Copying a run of slots costs about as much as indexing a few of them: shorter runs are cheaper indexed.
+_LEAST_MEAN_RUN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """What one token leaves behind in a layer group: keys and values of each of its layers."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+def token_slots(block_table: Sequence[int], start: int, stop: int, block_size: int) -> Tensor:
+    """int64 [stop - start]: where tokens [start, stop) lie. Raises ValueError past the table's end."""
+    if not 0 <= start <= stop <= len(block_table) * block_size:
+        raise ValueError(
+            f"tokens [{start}, {stop}) are not in {len(block_table)} blocks of {block_size}; allocate first"
+        )
+    first_block = start // block_size
+    blocks = torch.tensor(block_table[first_block : -(-stop // block_size)], dtype=torch.int64)
+    slots = (blocks[:, None] * block_size + torch.arange(block_size)).flatten()
+    return slots[start - first_block * block_size : stop - first_block * block_size]
+
+
+class KVPool:
+    """Blocks of one layer group. memory: uint8, as many bytes as it takes; its own if left out."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        layout: KVLayout,
+        *,
+        memory: Tensor | None = None,
+        device: str = "cpu",
+    ) -> None:
+        self.layout = layout
+        if memory is None:
+            memory = pool_memory(num_blocks * block_size * layout.bytes_per_token, device=device)
+        heads = (layout.num_kv_heads, layout.head_dim)
+        shape = (layout.num_layers, 2, num_blocks, block_size, *heads)
+        self.storage = memory.view(layout.dtype).view(shape)
+        self._slots = self.storage.view(layout.num_layers, 2, num_blocks * block_size, *heads)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.storage.shape[2]
+
+    @property
+    def block_size(self) -> int:
+        return self.storage.shape[3]
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Key and value cache of the group's layer `index`: views [num_blocks, block_size, Hkv, D]."""
+        return self.storage[index, 0], self.storage[index, 1]
+
+    def read(self, slots: Tensor) -> Tensor:
+        """What lies at `slots`, int64 [N]: [num_layers, 2, N, Hkv, D] in host memory, copied."""
+        return self._slots.index_select(2, slots.to(self.storage.device)).cpu()
+
+    def write(self, slots: Tensor, values: Tensor) -> None:
+        """Puts back what `read` gave, at any slots: int64 [N], [num_layers, 2, N, Hkv, D]."""
+        device = self.storage.device
+        self._slots.index_copy_(2, slots.to(device), values.to(device))
+
+    def copy(self, source: KVPool, source_slots: Tensor, target_slots: Tensor) -> None:
+        """Brings tokens over from another pool of the same layout; block sizes may differ.
+
+        source_slots, target_slots: int64 [N], on the host; of one pool they may not overlap.
+        Raises ValueError for another layout.
+        """
+        if source.layout != self.layout:
+            raise ValueError(f"cannot copy tokens of {source.layout} into a pool of {self.layout}")
+        runs = _runs(source_slots, target_slots)
+        if self.storage.device.type == "cpu" and len(source_slots) >= _LEAST_MEAN_RUN * len(runs):
+            self._copy_runs(source, runs)
+        else:
+            self._copy_slots(source, source_slots, target_slots)
+
+    def _copy_runs(self, source: KVPool, runs: Sequence[tuple[int, int, int]]) -> None:
+        """The fast path where slots follow each other: no temporary, the longest stretches of memory."""
+        for at_source, at_target, length in runs:
+            self._slots[:, :, at_target : at_target + length].copy_(
+                source._slots[:, :, at_source : at_source + length]
+            )
+
+    def _copy_slots(self, source: KVPool, source_slots: Tensor, target_slots: Tensor) -> None:
+        """The plain twin of `_copy_runs`, and the only one where each call is a kernel launch."""
+        tokens = source._slots.index_select(2, source_slots.to(source.storage.device))
+        device = self.storage.device
+        self._slots.index_copy_(2, target_slots.to(device), tokens.to(device))
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Carries out copy-on-write, in order: the first tokens of one block into another."""
+        for copy in copies:
+            self.storage[:, :, copy.target, : copy.num_tokens] = self.storage[
+                :, :, copy.source, : copy.num_tokens
+            ]
+
+
+def _runs(source_slots: Tensor, target_slots: Tensor) -> list[tuple[int, int, int]]:
+    """(first source slot, first target slot, length) of stretches where both sides ascend by one."""
+    sources, targets = source_slots.numpy(), target_slots.numpy()
+    is_cut = (np.diff(sources) != 1) | (np.diff(targets) != 1)
+    starts = np.concatenate([[0], np.flatnonzero(is_cut) + 1, [len(sources)]]).tolist()
+    return [(int(sources[a]), int(targets[a]), b - a) for a, b in pairwise(starts) if b > a]
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroupShape:
+    """The pool of one layer group, apart from its block size."""
+
+    num_blocks: int
+    layout: KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class KVPoolsShape:
+    """The pools of one worker: the layer groups in the order of the model's layers. block_size: tokens."""
+
+    groups: tuple[KVGroupShape, ...]
+    block_size: int
+
+    @property
+    def bytes_by_group(self) -> tuple[int, ...]:
+        return tuple(
+            group.num_blocks * self.block_size * group.layout.bytes_per_token for group in self.groups
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.bytes_by_group)
+
+    def build(self, shared_file: Path | None = None, device: str = "cpu") -> KVPools:
+        return KVPools(self, shared_file, device)
+
+
+class KVPools:
+    """One worker's pools, of every layer group, side by side in one piece of memory."""
+
+    def __init__(self, shape: KVPoolsShape, shared_file: Path | None = None, device: str = "cpu") -> None:
+        self.shape = shape
+        memory = pool_memory(shape.num_bytes, shared_file, device)
+        pieces = torch.split(memory, list(shape.bytes_by_group))
+        self.groups = tuple(
+            KVPool(group.num_blocks, shape.block_size, group.layout, memory=piece)
+            for group, piece in zip(shape.groups, pieces, strict=True)
+        )
+        # Of the model's layer i, its pool and its place there.
+        self._layers = [(pool, index) for pool in self.groups for index in range(pool.layout.num_layers)]
+
+    @property
+    def block_size(self) -> int:
+        return self.shape.block_size
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of a token that every layer keeps."""
+        return sum(group.layout.bytes_per_token for group in self.shape.groups)
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Key and value cache of the model's layer `index`: views [num_blocks, block_size, Hkv, D]."""
+        pool, place = self._layers[index]
+        return pool.layer(place)
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Carries out copy-on-write, in order, each in its layer group."""
+        for copy in copies:
+            self.groups[copy.layer_group].copy_blocks([copy])
+
+    def receive(self, ticket: KVTicket, source: KVChunk, source_pool: KVPools) -> None:
+        """Copies a chunk of a hand-over to where its ticket says. Block sizes may differ.
+
+        Raises ValueError, before anything is written, for tokens that the ticket has no room for or that are
+        there already, and for pools of another layout.
+        """
+        if [group.layout for group in source_pool.shape.groups] != [g.layout for g in self.shape.groups]:
+            raise ValueError(f"cannot copy from pools of {source_pool.shape} into pools of {self.shape}")
+        copies = [self._slots_of(ticket, span, source_pool.block_size) for span in source.spans]
+        for span, (source_slots, target_slots) in zip(source.spans, copies, strict=True):
+            theirs = source_pool.groups[span.layer_group]
+            self.groups[span.layer_group].copy(theirs, source_slots, target_slots)
+
+    def _slots_of(self, ticket: KVTicket, span: KVSpan, source_block_size: int) -> tuple[Tensor, Tensor]:
+        """Where the tokens of a span lie in the sender's pool and are to lie here; int64 [N] each."""
+        if span.start < ticket.num_cached or span.stop > ticket.num_tokens:
+            raise ValueError(
+                f"tokens [{span.start}, {span.stop}) of request '{ticket.request_id}' were sent, "
+                f"[{ticket.num_cached}, {ticket.num_tokens}) may be; open the ticket that belongs to them"
+            )
+        skipped = span.start // source_block_size * source_block_size
+        there = token_slots(span.blocks, span.start - skipped, span.stop - skipped, source_block_size)
+        table = ticket.block_tables[span.layer_group]
+        return there, token_slots(table, span.start, span.stop, self.block_size)

@@ -1,0 +1,249 @@
+"""Runs a model's decoder over the new tokens of many requests at once, with our paged cache behind it.
+
+    T new tokens of the pass, one segment per request, packed without padding:
+
+    | prefill chunk of a ......... | chunk of b ... | c | d | e |        c, d, e decode: one token each
+
+Model definitions are transformers'; only attention is ours (`stages/attention/`), handed in by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from encoders import Adapter, concatenated, place
+from encoders.adapter import Int64Array
+from stages.attention.attention import AttentionBatch, AttentionPlan, register
+from stages.engine.kv_pool import KVLayout, KVPools
+from stages.engine.visual_inputs import PlacedEmbeddings
+from stages.reduction.propagation import GoingOn, ObservedRows, cut_decoder, num_whole_layers, rows_going_on
+from stages.reduction.pruning import PrunedRows
+from stages.reduction.question_views import QuestionView, ViewedRows, question_slots
+
+Int32Array = NDArray[np.int32]
+_ATTENTION = "epd_paged"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """New tokens of one request.
+
+    token_ids: int64 [n]. positions: int64 [rows, n], three rows for M-RoPE, else one.
+    num_cached: tokens in the cache before these, of each layer group. block_tables: of each layer group, with
+    room for the new ones. visual: visual tokens among the new ones, indices counted from the first of them.
+    num_logits: how many of the last new tokens to give logits for. num_kept: how many of the new tokens stay
+    in the cache, chosen by each layer; all of them if None. going_on: told which, where the later layers
+    compute those alone. view: what of the cache it reads, if not all.
+    """
+
+    token_ids: Int64Array
+    positions: Int64Array
+    num_cached: Sequence[int]
+    block_tables: Sequence[Int32Array]
+    visual: PlacedEmbeddings | None = None
+    num_logits: int = 1
+    num_kept: int | None = None
+    going_on: GoingOn | None = None
+    view: QuestionView | None = None
+
+    def later(self) -> Segment:
+        """As the later layers compute it: with as many rows as go on, all of which they keep."""
+        if self.going_on is None:
+            return self
+        return replace(self, token_ids=self.token_ids[: self.num_kept], num_kept=None, going_on=None)
+
+
+@dataclass(frozen=True, slots=True)
+class _PagedLayers:
+    """What the attention function needs to know of a pass. caches, plans: of each layer."""
+
+    caches: Sequence[tuple[Tensor, Tensor]]
+    plans: Sequence[AttentionPlan]
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor, AttentionPlan]:
+        return *self.caches[index], self.plans[index]
+
+
+class ModelRunner:
+    """The language model of one checkpoint and its KV pools. Changes the model's attention function."""
+
+    def __init__(self, model: Any, adapter: Adapter, pools: KVPools) -> None:
+        register(_ATTENTION)
+        model.set_attn_implementation({"text_config": _ATTENTION})
+        self.pools = pools
+        self._adapter = adapter
+        self._embed: nn.Module = model.get_input_embeddings()
+        self._decoder: nn.Module = model.get_decoder()
+        self._head: nn.Module = model.get_output_embeddings()
+        self._device = next(self._decoder.parameters()).device
+        # Of each layer, its group and its caches.
+        self._groups = [
+            group for group, pool in enumerate(pools.groups) for _ in range(pool.layout.num_layers)
+        ]
+        self._caches = [pools.layer(index) for index in range(len(self._groups))]
+
+    @torch.inference_mode()
+    def run(self, segments: Sequence[Segment]) -> Tensor:
+        """Computes all segments in one pass, filling the cache. Gives logits [R, V], R = all num_logits."""
+        rows = self._decode(segments)
+        segments = [segment.later() for segment in segments]
+        if sum(segment.num_logits for segment in segments) < len(rows):
+            rows = rows[self._moved(_logit_rows(segments, _ends(segments)))]
+        logits: Tensor = self._head(rows)
+        return logits
+
+    def _decode(self, segments: Sequence[Segment]) -> Tensor:
+        """What the last layer gives, [T', C]: of the rows of `Segment.later`, one segment after another."""
+        plans = self._plans(segments)
+        positions = _joined([segment.positions for segment in segments])
+        position_ids = self._moved(positions if len(positions) == 1 else positions[:, None])
+        embeds, extra = self._embedded(segments)
+        if all(segment.going_on is None for segment in segments):
+            return self._pass(self._decoder, embeds, position_ids, plans, extra)
+        # Before anything runs, since a view begins anew whenever its question is planned.
+        later_plans = self._plans([segment.later() for segment in segments])
+        num_whole = num_whole_layers(len(self._caches), _num_deepstack(segments))
+        first, rest = cut_decoder(self._decoder, num_whole)
+        hidden = self._pass(first, embeds, position_ids, plans, extra)
+        going_on = [(len(segment.token_ids), segment.going_on) for segment in segments]
+        rows = rows_going_on(going_on, self._device)
+        return self._pass(rest, hidden[None, rows], position_ids[..., rows], later_plans, {})
+
+    def _pass(
+        self,
+        decoder: nn.Module,
+        embeds: Tensor,
+        position_ids: Tensor,
+        plans: Sequence[AttentionPlan],
+        extra: dict[str, Any],
+    ) -> Tensor:
+        """[T, C] of embeds [1, T, C]. plans: of each layer group. extra: what else the family's takes."""
+        hidden: Tensor = decoder(
+            inputs_embeds=embeds,
+            position_ids=position_ids,
+            use_cache=False,
+            paged=_PagedLayers(self._caches, [plans[group] for group in self._groups]),
+            **extra,
+        ).last_hidden_state
+        return hidden[0]
+
+    def _plans(self, segments: Sequence[Segment]) -> list[AttentionPlan]:
+        """Of each layer group."""
+        ends = _ends(segments)
+        return [
+            replace(
+                AttentionPlan.build(self._attention_batch(segments, ends, group), self._device),
+                pruned=tuple(self._pruned_rows(segments, ends, group)),
+                viewed=tuple(self._viewed_rows(segments, ends, group)),
+            )
+            for group in range(len(self.pools.groups))
+        ]
+
+    def _attention_batch(
+        self, segments: Sequence[Segment], ends: Sequence[int], group: int
+    ) -> AttentionBatch:
+        block_size = self.pools.block_size
+        starts = np.array([0, *ends], dtype=np.int32)
+        cached = np.array([segment.num_cached[group] for segment in segments], dtype=np.int32)
+        lengths = np.diff(starts)
+        tables = _padded([segment.block_tables[group] for segment in segments])
+        owners, at = np.arange(len(segments)), cached  # of each new token: its request, its place in it
+        if ends[-1] > len(segments):
+            owners = np.repeat(owners, lengths)
+            at = np.arange(ends[-1]) + (cached - starts[:-1])[owners]
+        slots = tables[owners, at // block_size].astype(np.int64) * block_size + at % block_size
+        return AttentionBatch(starts, cached + lengths, tables, slots, block_size)
+
+    def _viewed_rows(
+        self, segments: Sequence[Segment], ends: Sequence[int], group: int
+    ) -> Iterator[ViewedRows]:
+        for segment, end in zip(segments, ends, strict=True):
+            view, start, cached = segment.view, end - len(segment.token_ids), segment.num_cached[group]
+            if view is None or cached < view.start:
+                continue
+            is_question = cached == view.start
+            if is_question:
+                view.begin(len(self._caches))
+            slots = question_slots(segment.block_tables[group], cached + end - start, self.pools.block_size)
+            yield ViewedRows(start, end, slots, view, is_question)
+
+    def _pruned_rows(
+        self, segments: Sequence[Segment], ends: Sequence[int], group: int
+    ) -> Iterator[PrunedRows]:
+        for segment, end in zip(segments, ends, strict=True):
+            if segment.num_kept is None:
+                continue
+            num_tokens = len(segment.token_ids)
+            rows = end - num_tokens, end, segment.num_kept
+            if segment.going_on is None:
+                yield PrunedRows(*rows)
+                continue
+            context = segment.num_cached[group] + num_tokens
+            slots = question_slots(segment.block_tables[group], context, self.pools.block_size)
+            yield ObservedRows(*rows, slots.to(self._device), segment.going_on)
+
+    def _embedded(self, segments: Sequence[Segment]) -> tuple[Tensor, dict[str, Any]]:
+        """[1, T, C] with visual rows in their places, and what else the family's decoder takes."""
+        token_ids = _joined([segment.token_ids for segment in segments])
+        embeds: Tensor = self._embed(self._moved(token_ids)[None])
+        placed = [
+            (segment.visual, end - len(segment.token_ids))
+            for segment, end in zip(segments, _ends(segments), strict=True)
+            if segment.visual is not None
+        ]
+        if not placed:
+            return embeds, {}
+        mask = torch.zeros(1, len(token_ids), dtype=torch.bool)
+        mask[0, torch.from_numpy(np.concatenate([visual.indices + start for visual, start in placed]))] = True
+        mask = mask.to(self._device)
+        rows = concatenated([visual.embeddings for visual, _ in placed])
+        return place(embeds, mask, rows), self._adapter.decoder_kwargs(mask, rows)
+
+    def _moved(self, array: Int64Array) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _ends(segments: Sequence[Segment]) -> list[int]:
+    """Of each segment, the packed row after its last."""
+    return list(accumulate(len(segment.token_ids) for segment in segments))
+
+
+def _num_deepstack(segments: Sequence[Segment]) -> int:
+    """How many of the first layers take features beside the embeddings."""
+    return max(len(each.visual.embeddings.deepstack) for each in segments if each.visual is not None)
+
+
+def _joined(arrays: Sequence[Int64Array]) -> Int64Array:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-1)
+
+
+def _padded(tables: Sequence[Int32Array]) -> Int32Array:
+    """int32 [S, the longest]; what is past a table's end is 0."""
+    padded = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    return padded
+
+
+def _logit_rows(segments: Sequence[Segment], ends: Sequence[int]) -> Int64Array:
+    counts = np.array([segment.num_logits for segment in segments])
+    stops = np.array(ends, dtype=np.int64)
+    firsts = np.repeat(stops - counts, counts)
+    rows: Int64Array = firsts + np.arange(len(firsts)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return rows
+
+
+def kv_layout(model: Any) -> KVLayout:
+    """What one token of `model` leaves in the cache, all layers in one group."""
+    config = model.get_decoder().config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dtype = next(model.get_decoder().parameters()).dtype
+    return KVLayout(config.num_hidden_layers, config.num_key_value_heads, head_dim, dtype)

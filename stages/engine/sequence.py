@@ -1,0 +1,180 @@
+"""One answer while it grows: its tokens, where they lie, and whether it has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from encoders.adapter import Int64Array
+from epd.kv.drafting import PromptLookup
+from epd.kv.kv_cache import KVCacheManager
+from epd.kv.scheduling import PrunedRange, ScheduledRequest
+from stages.engine.generation import Extent, FinishReason, GenerateRequest, TokenOutput
+from stages.engine.model_runner import Int32Array, Segment
+from stages.engine.visual_inputs import VisualInputs
+from stages.reduction.propagation import GoingOn
+from stages.reduction.pruning import WindowInputs, window_inputs
+from stages.reduction.question_views import QuestionView, view_of
+from stages.sampling.detokenizer import AnswerEnds, TextStream
+from stages.sampling.sampler import SampledToken
+from stages.sampling.sampling_state import SamplingState
+from stages.sampling.token_rows import TokenRows
+
+
+class Choice:
+    """One of the `sampling.n` answers to a request; the first of them prefills the prompt for all."""
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        index: int,
+        tokenizer: Any,
+        ends: AnswerEnds,
+        visual: VisualInputs,
+        capacity: int,
+    ) -> None:
+        """ends: of the request. capacity: tokens of prompt and answer that the KV cache has room for."""
+        self.request = request
+        self.index = index
+        self.visual = visual
+        num_prompt = request.num_prompt_tokens
+        windows = [] if request.parent else list(window_inputs(request.prompt))
+        self.view = None if request.extent is Extent.MEDIA else view_of(request.prompt)
+        self._windows = {window.pruned.start: window for window in windows}
+        self.scheduled = ScheduledRequest(
+            request_id=choice_id(request.request_id, index),
+            identity=request.identity.copy(),
+            num_prompt_tokens=num_prompt,
+            max_total_tokens=min(num_prompt + _longest_answer(request), capacity),
+            num_ready=visual.num_ready,
+            num_copies=request.sampling.n if index == 0 and request.extent is Extent.ANSWER else 1,
+            parent=request.parent,
+            priority=request.priority,
+            pruned=tuple(_uncut_ranges(windows, self.view, num_prompt)),
+        )
+        self.tokens = TokenRows(request.prompt)
+        self.drafts: tuple[int, ...] = ()
+        self._lookup = PromptLookup()
+        self.sampling = SamplingState(
+            request.sampling, request.seed + index, request.prompt.token_ids, ending_ids=ends.token_ids
+        )
+        self.text = TextStream(tokenizer, request.sampling, ends)
+        self.finish_reason: FinishReason | None = None
+        self.ends = ends
+        self._tables: list[Int32Array] = []
+
+    @property
+    def request_id(self) -> str:
+        """Of this answer, as scheduler and cache know it."""
+        return self.scheduled.request_id
+
+    @property
+    def num_generated(self) -> int:
+        return self.scheduled.num_tokens - self.scheduled.num_prompt_tokens
+
+    @property
+    def known_ids(self) -> Int64Array:
+        """int64 [num_tokens]: prompt and answer so far."""
+        return self.tokens.ids[: self.scheduled.num_tokens]
+
+    def draft(self, max_draft: int) -> None:
+        """Guesses at most so many tokens that may follow, to be computed along with the last one."""
+        num_tokens = self.scheduled.num_tokens
+        room = self.scheduled.max_total_tokens - num_tokens - 1
+        drafts = self._lookup.propose(self.known_ids, min(max_draft, room))
+        self.tokens.reserve(num_tokens + len(drafts))
+        self.tokens.ids[num_tokens : num_tokens + len(drafts)] = drafts
+        self.drafts = tuple(drafts)
+        self.scheduled.num_drafts = len(drafts)
+
+    def segment(self, start: int, stop: int, num_logits: int, kv: KVCacheManager) -> Segment:
+        """Tokens [start, stop) for the model to compute, or the whole window of which they stay."""
+        num_groups = len(kv.spec.num_blocks)
+        visual = self.visual.part(start, stop) if start < self.scheduled.num_prompt_tokens else None
+        segment = Segment(
+            token_ids=self.tokens.ids[start:stop],
+            positions=self.tokens.positions[:, start:stop],
+            num_cached=[start] if num_groups == 1 else self._lengths(kv, start),
+            block_tables=[self._table(kv, group) for group in range(num_groups)],
+            visual=visual,
+            num_logits=num_logits,
+            view=self.view,
+        )
+        window = self._windows.get(start)
+        return segment if window is None else self._of_window(segment, window)
+
+    def _of_window(self, segment: Segment, window: WindowInputs) -> Segment:
+        """The same segment with all tokens of the window instead of those that stay."""
+        return replace(
+            segment,
+            token_ids=np.repeat(segment.token_ids[:1], window.pruned.num_inputs),
+            positions=window.positions,
+            visual=window.placed(segment.visual),
+            num_kept=len(segment.token_ids),
+            going_on=GoingOn() if window.propagates else None,
+        )
+
+    def _lengths(self, kv: KVCacheManager, start: int) -> list[int]:
+        """Tokens in the cache of each layer group; of pruned layers they are fewer than `start`."""
+        pruned = start - kv.num_tokens(self.request_id)
+        return [kv.num_tokens(self.request_id, group) + pruned for group in range(len(kv.spec.num_blocks))]
+
+    def _table(self, kv: KVCacheManager, group: int) -> Int32Array:
+        """The block table as int32; converted again only when it has changed."""
+        blocks = kv.block_table(self.request_id, group)
+        while len(self._tables) <= group:
+            self._tables.append(np.empty(0, dtype=np.int32))
+        table = self._tables[group]
+        if len(table) != len(blocks):
+            table = self._tables[group] = np.array(blocks, dtype=np.int32)
+        return table
+
+    def forget_tables(self) -> None:
+        """The blocks are others from now on."""
+        self._tables = []
+
+    def push(self, token: SampledToken) -> TokenOutput:
+        """Takes one token; sets `finish_reason` if the answer ends with it."""
+        index = self.num_generated
+        text = self._take(token)
+        return TokenOutput(self.request.request_id, self.index, index, token, text, self.finish_reason)
+
+    def _take(self, token: SampledToken) -> str:
+        """What becomes readable with the token."""
+        num_generated = self.num_generated + 1
+        self.tokens.reserve(self.scheduled.num_tokens + 1)
+        self.tokens.ids[self.scheduled.num_tokens] = token.token_id
+        self.scheduled.identity.append(token.token_id)
+        self.scheduled.num_tokens += 1
+        self.sampling.append(token.token_id)
+        may_end = num_generated > self.request.sampling.min_tokens
+        if token.token_id in self.ends.token_ids and may_end:
+            self.finish_reason = "stop"
+            return self.text.finish()
+        text = self.text.push(token.token_id, may_stop=may_end)
+        if self.text.is_stopped:
+            self.finish_reason = "stop"
+        elif self.scheduled.num_tokens >= self.scheduled.max_total_tokens:
+            self.finish_reason = "length"
+            text += self.text.finish()
+        return text
+
+
+def _uncut_ranges(
+    windows: Sequence[WindowInputs], view: QuestionView | None, num_prompt: int
+) -> Iterator[PrunedRange]:
+    """Windows; and a question that chooses what it reads by all of its text, which stays whole."""
+    yield from (window.pruned for window in windows)
+    if view is not None:
+        yield PrunedRange(view.start, num_prompt, num_prompt - view.start)
+
+
+def choice_id(request_id: str, index: int) -> str:
+    return request_id if index == 0 else f"{request_id}#{index}"
+
+
+def _longest_answer(request: GenerateRequest) -> int:
+    return 0 if request.extent is Extent.MEDIA else request.max_tokens

@@ -1,0 +1,1 @@
+"""Fewer keys and values inside the language model."""

@@ -1,0 +1,100 @@
+"""Windows of which only some tokens go on through the later layers: FastKV's token-selective propagation.
+
+    layer   rows that are computed     what its cache keeps
+    0       a b c d e f g h            b . d . . . g .          those that observing rows attend most
+    1       a b c d e f g h            . . c d . . g .          the last one to compute all: these go on
+    2 ...   c d g                      c d g                    nothing else is computed
+
+Source: Jo et al. 2025, "FastKV" (arXiv 2502.01068). There the last tokens of the prompt observe: the question
+decides, once, what of the whole prompt goes on and what each layer keeps, for it alone. Here a video is
+computed window by window, before any question is known, and its cache serves all of them. Therefore:
+
+    - a window observes itself. Its end is no question, and chose worse than chance (docs/reduction.md), so
+      rows spread over it observe; a token's score is the mean over those that see it; text is never dropped;
+    - one share holds for what goes on and for what is kept (there 20 % and 10 %), so that all layers' caches
+      are equally long: one block table serves them, and its length is known before a frame is decoded;
+    - observing tokens stay only if they are attended like others (there they stay: they are the question);
+    - a third of the layers compute all tokens (there about half), which on the embedded model costs nothing;
+    - a layer keeps the same tokens for all its heads, and scores of neighbours are not pooled.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stages.reduction.pruning import PrunedRows, coarse
+from stages.reduction.question_views import attention_weights
+
+# Rows of a window whose attention decides. More choose as well; half as many choose worse.
+NUM_OBSERVING = 32
+
+
+@dataclass(slots=True)
+class GoingOn:
+    """Which tokens of a window go on, int64 [k], ascending: those that the last layer to choose has kept."""
+
+    chosen: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedRows(PrunedRows):
+    """Of a window each layer keeps the tokens that its observing rows attend most, over all heads together.
+
+    slots: int64 [context], where the request's tokens lie, the window's last. going_on: told every choice.
+    """
+
+    slots: Tensor
+    going_on: GoingOn
+
+    def choose(self, queries: Tensor, keys: Tensor, key_cache: Tensor, scale: float) -> Tensor:  # noqa: ARG002
+        num_tokens, context = self.stop - self.start, len(self.slots)
+        observing = observing_rows(num_tokens).to(queries.device)
+        seen = key_cache.flatten(0, 1)[self.slots].transpose(0, 1)
+        at = torch.arange(context, device=queries.device)
+        mask = at <= (context - num_tokens + observing)[:, None]
+        weights = attention_weights(queries[self.start + observing].transpose(0, 1), seen, mask, scale)
+        in_window = slice(context - num_tokens, context)
+        scores = weights[:, in_window].sum(0) / mask[:, in_window].sum(0)
+        order = (-coarse(scores)).argsort(stable=True)
+        self.going_on.chosen = order[: self.num_kept].sort().values
+        return self.going_on.chosen
+
+
+def observing_rows(num_tokens: int) -> Tensor:
+    """int64 [o], ascending: rows of a window of so many, spread over it, the last among them."""
+    num_observing = min(NUM_OBSERVING, num_tokens)
+    return torch.arange(1, num_observing + 1) * num_tokens // num_observing - 1
+
+
+def num_whole_layers(num_layers: int, num_deepstack: int) -> int:
+    """How many layers compute all tokens of a window: a third, and all that deepstack features go to."""
+    return max(1, num_layers // 3, num_deepstack)
+
+
+def cut_decoder(decoder: nn.Module, num_layers: int) -> tuple[nn.Module, nn.Module]:
+    """The same decoder as two that are run one after the other: its first `num_layers`, and the rest.
+
+    They share the weights. The first gives what the second takes as `inputs_embeds`.
+    """
+    layers: Any = decoder.layers
+    first, rest = copy.copy(decoder), copy.copy(decoder)
+    for piece, part in ((first, layers[:num_layers]), (rest, layers[num_layers:])):
+        piece._modules = {**decoder._modules, "layers": part}
+    first.norm = nn.Identity()
+    return first, rest
+
+
+def rows_going_on(segments: Sequence[tuple[int, GoingOn | None]], device: torch.device) -> Tensor:
+    """int64 [T']: of packed segments, each of so many rows, those that go on; all of one without a choice."""
+    rows, start = [], 0
+    for num_rows, window in segments:
+        chosen = torch.arange(num_rows, device=device) if window is None else window.chosen
+        rows.append(start + chosen)
+        start += num_rows
+    return torch.cat(rows)

@@ -1,0 +1,105 @@
+"""Keys and values that each layer drops as soon as it has computed them: QuickPrefill.
+
+A window of visual tokens is computed whole, behind what the cache keeps of earlier ones. After its attention
+a layer moves the chosen keys and values to the front; the block table grows by those alone.
+
+    slots of one layer   | kept so far | a b c d e f g h |        window of 8, written and attended
+                         | kept so far | b d g |                  3 kept, others in each layer
+    question             | kept so far | b d g | what shape ...
+
+Source: "QuickVideo" (arXiv 2505.16175), QuickPrefill by key norms. No question is looked at, so what is kept
+serves every one, and keys keep the rotary positions of their tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from encoders.adapter import Int64Array, PromptPlan
+from epd.kv.scheduling import PrunedRange
+from stages.engine.visual_inputs import PlacedEmbeddings
+
+# Norms that differ by less than about one in 4000 count as equal: between tokens that look alike, rounding
+# would choose, and differently for every batch.
+_NORM_BITS = 12
+_GOLDEN = 0.6180339887498949
+
+
+@dataclass(frozen=True, slots=True)
+class WindowInputs:
+    """A window as the language model computes it. positions: int64 [rows, num_inputs], of all its tokens.
+
+    propagates: whether the later layers compute only what is kept.
+    """
+
+    pruned: PrunedRange
+    positions: Int64Array
+    propagates: bool
+
+    def placed(self, part: PlacedEmbeddings | None) -> PlacedEmbeddings | None:
+        """The window's embeddings, one after another from the chunk's first token."""
+        return PlacedEmbeddings(part.embeddings, np.arange(len(part.embeddings))) if part else None
+
+
+def window_inputs(prompt: PromptPlan) -> Iterator[WindowInputs]:
+    """The windows of a prompt that are reduced in prefill, in order."""
+    if prompt.reduction is None or not prompt.reduction.policy.is_in_prefill:
+        return
+    propagates = prompt.reduction.policy.is_propagating
+    for item, positions in zip(prompt.media, prompt.reduction.positions, strict=True):
+        start = 0
+        for window, place in zip(item.windows, item.units if item.windows else (), strict=True):
+            stop = start + window.num_tokens
+            pruned = PrunedRange(place.offset, place.stop, window.num_tokens)
+            yield WindowInputs(pruned, positions[:, start:stop], propagates)
+            start = stop
+
+
+@dataclass(frozen=True, slots=True)
+class PrunedRows:
+    """Packed rows [start, stop) of a pass are a window; each layer keeps `num_kept` of them."""
+
+    start: int
+    stop: int
+    num_kept: int
+
+    def choose(self, queries: Tensor, keys: Tensor, key_cache: Tensor, scale: float) -> Tensor:  # noqa: ARG002
+        """int64 [k], ascending: which of the window's tokens one layer keeps; here, those of least key norm.
+
+        queries, keys: [T, H, D] of the whole pass, keys as they are cached.
+        key_cache: [num_blocks, block_size, Hkv, D], with these keys in it.
+        """
+        return smallest_keys(keys[self.start : self.stop], self.num_kept)
+
+    def keep(
+        self, chosen: Tensor, keys: Tensor, values: Tensor, slot_mapping: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What one layer keeps, and where: keys and values [k, Hkv, D], slots int64 [k].
+
+        keys, values: [T, Hkv, D] of the whole pass. slot_mapping: int64 [T].
+        """
+        rows = self.start + chosen
+        return keys[rows], values[rows], slot_mapping[self.start : self.start + self.num_kept]
+
+
+def coarse(values: Tensor) -> Tensor:
+    """int32, in the order of positive float32 values; those that only rounding tells apart are equal."""
+    return (values.view(torch.int32) + (1 << (_NORM_BITS - 1))) >> _NORM_BITS
+
+
+def smallest_keys(keys: Tensor, num_kept: int) -> Tensor:
+    """int64 [k], ascending: the keys [n, Hkv, D] of least L2 norm, over all KV heads together.
+
+    Among equal ones those that come first in a fixed order which is spread over the window.
+    """
+    norms = keys.float().flatten(1).norm(dim=1)
+    ranks = coarse(norms)
+    count = torch.arange(len(keys), device=keys.device, dtype=torch.float64)
+    spread = (count * _GOLDEN).frac().argsort()
+    order = spread[ranks[spread].argsort(stable=True)]
+    return order[:num_kept].sort().values

@@ -1,0 +1,159 @@
+"""Questions that read only some of the cached visual tokens, each its own: MustDrop from its second stage on.
+
+    cache of a video       | v v v v v v v v | held whole, for every question
+    layer 0 of a question  | v v v v v v v v | reads all, scores them by what its own text attends
+    layer 1                |   v v     v   v | reads the best of those, scores again
+    last layers            |     v         v | and so does decode
+
+Nothing is moved or copied: a view lists tokens. Scores are computed for the rows of the question alone, at
+the layers that choose, beside the fast attention of the pass. Plain operations, the same on any device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from encoders.adapter import PromptPlan
+from epd.reduction import layer_counts
+from stages.reduction.pruning import coarse
+
+
+class QuestionView:
+    """Which visual tokens the layers read for one prompt; chosen when its question is computed, at once."""
+
+    def __init__(self, prompt: PromptPlan) -> None:
+        """Of a prompt that is reduced by its question."""
+        places = [item.token_indices(0, len(item.units)) for item in prompt.media]
+        self.start = prompt.prefix_length
+        self._visual = torch.from_numpy(np.concatenate(places))
+        is_text = np.ones(self.start, dtype=bool)
+        is_text[self._visual.numpy()] = False
+        self._text = torch.from_numpy(np.flatnonzero(is_text))
+        assert prompt.reduction is not None
+        self._num_wanted = prompt.reduction.policy.retention * prompt.num_visual_tokens_before
+        self._counts: tuple[int, ...] = ()
+        self._chosen: list[Tensor] = []  # of each layer, into the visual tokens, ascending
+
+    def num_read(self) -> tuple[int, ...]:
+        """Visual tokens that each layer read when the question was computed."""
+        return self._counts
+
+    def begin(self, num_layers: int) -> None:
+        """The question is about to be computed."""
+        num_all = len(self._visual)
+        self._counts = layer_counts(num_all, self._num_wanted, num_layers)
+        self._chosen = [torch.arange(num_all)] * num_layers
+
+    def reads_all(self, layer: int) -> bool:
+        return len(self._chosen[layer]) == len(self._visual)
+
+    def tokens(self, layer: int, num_tokens: int) -> Tensor:
+        """int64, ascending: which of the first `num_tokens` tokens the layer reads."""
+        later = torch.arange(self.start, num_tokens)
+        return torch.cat([self._text, self._visual[self._chosen[layer]], later]).sort().values
+
+    def choose(self, layer: int, weights: Tensor, tokens: Tensor) -> None:
+        """The next layer reads the best of what this one read; after the last, so do all that chose.
+
+        weights: [q, K], of each row of the question the attention to each of `tokens`, int64 [K].
+        """
+        num_layers = len(self._counts)
+        if layer + 1 < num_layers:
+            chosen = self._chosen[layer]
+            if self._counts[layer + 1] < len(chosen):
+                at = torch.searchsorted(tokens, self._visual[chosen])
+                chosen = chosen[_best(weights[:, at], self._counts[layer + 1])]
+            self._chosen[layer + 1] = chosen
+            return
+        for each in range(num_layers):  # decode reads the last survivors alone, where anything was dropped
+            if not self.reads_all(each):
+                self._chosen[each] = self._chosen[-1]
+
+    def is_choosing(self, layer: int) -> bool:
+        """Whether the layer's attention decides what the next one reads."""
+        return layer + 1 < len(self._counts) and self._counts[layer + 1] < self._counts[layer]
+
+
+def _best(weights: Tensor, num_kept: int) -> Tensor:
+    """int64 [k], ascending: where the text attends most; weights: [q, K].
+
+    MustDrop drops a token if the sum over the text is below gamma of the whole sum, and its maximum below
+    alpha; in its settings both are about equal (.001 and .001). As that threshold rises tokens fall in the
+    order of the larger of the two, and a hard budget keeps those that fall last.
+    Source: Liu et al. 2024, section 3.3 (arXiv 2411.10803).
+    """
+    scores = torch.maximum(weights.sum(0) / weights.sum(), weights.max(0).values)
+    return (-coarse(scores)).argsort(stable=True)[:num_kept].sort().values
+
+
+@dataclass(frozen=True, slots=True)
+class ViewedRows:
+    """Packed rows [start, stop) of a pass are one request's and read by its view.
+
+    slots: int64 [context], on the host, of all its tokens, the new ones last. is_question: all of it.
+    """
+
+    start: int
+    stop: int
+    slots: Tensor
+    view: QuestionView
+    is_question: bool
+
+    def attend(
+        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor
+    ) -> None:
+        """Puts into out [T, Hq, D] what the layer's rows of query [T, Hq, D] read.
+
+        keys, values: caches [num_blocks, block_size, Hkv, D].
+        """
+        is_choosing = self.is_question and self.view.is_choosing(layer)
+        if not is_choosing and self.view.reads_all(layer):
+            self._end(layer)
+            return
+        tokens = self.view.tokens(layer, len(self.slots))
+        slots = self.slots[tokens].to(query.device)
+        keys, values = (cache.flatten(0, 1)[slots].transpose(0, 1)[None] for cache in (keys, values))
+        rows = query[self.start : self.stop].transpose(0, 1)[None]
+        at = torch.arange(len(self.slots) - (self.stop - self.start), len(self.slots))
+        mask = (tokens[None] <= at[:, None]).to(query.device)
+        if not self.view.reads_all(layer):
+            read = scaled_dot_product_attention(
+                rows, keys, values, attn_mask=mask, scale=scale, enable_gqa=True
+            )
+            out[self.start : self.stop] = read[0].transpose(0, 1)
+        if is_choosing:
+            self.view.choose(layer, attention_weights(rows[0], keys[0], mask, scale).cpu(), tokens)
+        else:
+            self._end(layer)
+
+    def _end(self, layer: int) -> None:
+        """A layer of the question that does not choose: the next reads the same."""
+        if self.is_question:
+            self.view.choose(layer, torch.empty(0, 0), torch.empty(0, dtype=torch.int64))
+
+
+def attention_weights(query: Tensor, keys: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """float32 [q, K]: mean over heads of the attention of query [Hq, q, D] to keys [Hkv, K, D]."""
+    keys = keys.repeat_interleave(len(query) // len(keys), dim=0)
+    scores = (query.float() @ keys.float().transpose(1, 2)) * scale
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1).mean(0)
+
+
+def view_of(prompt: PromptPlan) -> QuestionView | None:
+    """None for a prompt that is not reduced by its question."""
+    reduction = prompt.reduction
+    if reduction is None or not reduction.policy.is_by_question or not prompt.media:
+        return None
+    return QuestionView(prompt)
+
+
+def question_slots(block_table: NDArray[np.int32], num_tokens: int, block_size: int) -> Tensor:
+    """int64 [num_tokens]: where a request's tokens lie."""
+    at = np.arange(num_tokens)
+    return torch.from_numpy(block_table[at // block_size].astype(np.int64) * block_size + at % block_size)

@@ -1,0 +1,51 @@
+"""The tokens of all chunks of a pass, sampled at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from epd.kv.scheduling import Chunk
+from stages.engine.sequence import Choice
+from stages.sampling.sampler import SampledToken, sample
+from stages.sampling.sampling_state import SamplingRow
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedChunk:
+    """A chunk that has been run.
+
+    family: the choices that its logits serve: at the end of a prompt all of the request, else one.
+    tokens: one for each of several choices, else for each row.
+    """
+
+    chunk: Chunk
+    family: list[Choice]
+    tokens: list[SampledToken]
+
+
+def sample_chunks(chunks: Sequence[tuple[Chunk, list[Choice], int]], logits: Tensor) -> list[ComputedChunk]:
+    """chunks: each with its family and the rows of logits that it has. logits [R, V], R = all rows."""
+    rows: list[SamplingRow] = []
+    places: list[int] = []
+    counts: list[int] = []
+    at = 0
+    for _, family, num_logits in chunks:
+        num_before = len(rows)
+        if len(family) > 1:
+            rows += [SamplingRow(choice.sampling) for choice in family]
+            places += [at] * len(family)
+        elif num_logits:
+            drafts = family[0].drafts
+            rows += [SamplingRow(family[0].sampling, drafts[:i]) for i in range(num_logits)]
+            places += range(at, at + num_logits)
+        counts.append(len(rows) - num_before)
+        at += num_logits
+    wanted = logits if len(places) == len(logits) else logits[places]
+    tokens = iter(sample(wanted, rows) if rows else ())
+    return [
+        ComputedChunk(chunk, family, [next(tokens) for _ in range(count)])
+        for (chunk, family, _), count in zip(chunks, counts, strict=True)
+    ]

@@ -1,0 +1,244 @@
+"""Rounds against servers of known delays: measured right, sent on time, in turns, fresh."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from epd.bench.bench import BenchPlan, BenchResult, run_bench
+from epd.bench.body import Body
+from epd.bench.client import Reply
+from epd.bench.endpoint import Endpoint
+from epd.bench.generator import Prepared, run_load
+from epd.bench.media import MediaLibrary
+from epd.cli.program import app
+from epd.errors import RequestError
+from epd.workload.arrivals import Arrivals, ClosedArrivals, ConstantArrivals, TraceArrivals
+from epd.workload.distributions import Spread
+from epd.workload.metrics import SLO
+from epd.workload.requests import Mix, Resolution, ShapeClass, Workload
+from tests.bench.fake_server import FakeServer, Manner
+from tests.bench.test_client import TOLERANCE_S, took
+
+SMALL = ShapeClass(output_tokens=Spread.of(5), images=Spread.of(1), image_size=(Resolution(32, 32),))
+TEXT = ShapeClass(output_tokens=Spread.of(5))
+
+
+def plan(
+    *servers: FakeServer, arrivals: Arrivals, num: int, shape: ShapeClass = TEXT, **more: Any
+) -> BenchPlan:
+    endpoints = tuple(Endpoint(f"s{place}", server.url, "fake") for place, server in enumerate(servers))
+    workload = Workload("test", arrivals, Mix((shape,)), num_requests=num)
+    return BenchPlan(workload, endpoints, **{"warmup": 0, "timeout_s": 20.0, **more})
+
+
+def run(todo: BenchPlan, library: MediaLibrary) -> BenchResult:
+    library.draw(todo.all_requests(), lambda *_: None)
+    return asyncio.run(run_bench(todo, library))
+
+
+def test_figures_are_those_of_the_server(server: FakeServer, library: MediaLibrary) -> None:
+    server.behave(ttft_s=0.5, gap_s=0.25)
+    report = run(plan(server, arrivals=ConstantArrivals(10.0), num=10), library).pooled(0)
+    assert report.num_ok == 10
+    assert report.ttft is not None
+    assert report.tpot is not None
+    assert report.itl is not None
+    assert report.e2e is not None
+    assert took(report.ttft.p50_s, 0.5)
+    assert took(report.tpot.p50_s + 0.02, 0.25), "a late first token shortens the time of the others"
+    assert took(report.itl.p50_s + 0.02, 0.25)
+    assert took(report.e2e.p50_s, 1.5)
+    # The last is sent at 0.9 s.
+    assert took(report.duration_s, 2.4)
+    assert report.completion_tokens == 50
+
+
+class SleepyClient:
+    """Answers after a second. No network: what is measured is the generator alone."""
+
+    def now_s(self) -> float:
+        return time.perf_counter()
+
+    async def ask(self, _body: Body, /) -> Reply:
+        reply = Reply(self.now_s())
+        await asyncio.sleep(1.0)
+        reply.token_times_s.append(self.now_s())
+        reply.end_s = self.now_s()
+        return reply
+
+
+def prepared(num: int, gap_s: float) -> list[Prepared]:
+    return [Prepared(index, index * gap_s, Body((b"{}",))) for index in range(num)]
+
+
+def test_a_slow_server_delays_nothing() -> None:
+    """40 requests are due within 0.4 s, long before the first answer."""
+    records = asyncio.run(run_load(SleepyClient(), prepared(40, 0.01), max_in_flight=100))
+    assert max(record.sent_s for record in records) < 0.4 + TOLERANCE_S
+    assert all(0 <= record.lateness_s < TOLERANCE_S for record in records)
+    assert not any(record.waited_for_place for record in records)
+
+
+def test_the_bound_holds_and_is_told() -> None:
+    """Three places for six requests: the second three wait for the answers to the first, and say so."""
+    records = asyncio.run(run_load(SleepyClient(), prepared(6, 0.01), max_in_flight=3))
+    assert [record.waited_for_place for record in records] == [False] * 3 + [True] * 3
+    assert all(record.lateness_s > 0.9 for record in records[3:])
+    assert all(took(record.ttft_s or 0.0, 1.0) for record in records), "not from when they were due"
+
+
+def test_a_closed_loop_keeps_its_number_in_flight() -> None:
+    records = asyncio.run(run_load(SleepyClient(), prepared(6, 0.0), max_in_flight=2, is_open_loop=False))
+    for record in records:
+        together = sum(other.sent_s <= record.sent_s < other.end_s for other in records)
+        assert together <= 2
+    assert took(records[-1].end_s, 3.0)
+    assert {record.lateness_s for record in records} == {0.0}
+
+
+def test_a_late_run_says_so(server: FakeServer, library: MediaLibrary) -> None:
+    todo = plan(server, arrivals=TraceArrivals((0.0,) * 8), num=8, max_in_flight=1)
+    report = run(todo, library).pooled(0)
+    assert report.is_late
+    assert report.num_waited == 7
+
+
+def test_failures_are_counted_by_kind(server: FakeServer, library: MediaLibrary) -> None:
+    server.behave(status=429)
+    report = run(plan(server, arrivals=ConstantArrivals(50.0), num=5, slo=SLO(ttft_s=1.0)), library).pooled(0)
+    assert report.errors == {"HTTP 429": 5}
+    assert (report.num_ok, report.ttft, report.slo_attainment) == (0, None, 0.0)
+
+
+def test_endpoints_take_turns_and_get_the_same(server: FakeServer, library: MediaLibrary) -> None:
+    with FakeServer(Manner(ttft_s=0.5)) as other:
+        todo = plan(server, other, arrivals=ConstantArrivals(50.0), num=3, shape=SMALL, rounds=2, warmup=1)
+        result = run(todo, library)
+        assert [(one.round_index, one.place) for one in result.runs] == [(0, 0), (0, 1), (1, 1), (1, 0)]
+        assert sorted(map(str, server.bodies)) == sorted(map(str, other.bodies))
+    # A warm-up and twice three, each with an image and a question of its own.
+    assert len({str(body) for body in server.bodies}) == 7
+    images = {body["messages"][0]["content"][0]["image_url"]["url"] for body in server.bodies}
+    assert len(images) == 7
+    found = {ratio.figure: ratio for ratio in result.ratios()}
+    assert 2 < found["TTFT p50"].median < 0.5 / 0.05 + 1, "0.5 s over 0.05 s, which a busy machine lengthens"
+    assert found["TTFT p50"].num_rounds == 2
+
+
+def test_one_server_under_two_names_gets_nothing_twice(server: FakeServer, library: MediaLibrary) -> None:
+    todo = plan(server, server, arrivals=ClosedArrivals(), num=3, shape=SMALL, max_in_flight=1)
+    run(todo, library)
+    assert len({str(body) for body in server.bodies}) == 6
+
+
+def test_repeats_send_the_same_medium_again(server: FakeServer, library: MediaLibrary) -> None:
+    workload = Workload("again", ClosedArrivals(), Mix((SMALL,)), num_requests=5, repeat_rate=1.0)
+    run(BenchPlan(workload, (Endpoint("it", server.url, "fake"),), warmup=0, max_in_flight=1), library)
+    contents = [body["messages"][0]["content"] for body in server.bodies]
+    assert len({content[0]["image_url"]["url"] for content in contents}) == 1
+    assert len({content[1]["text"] for content in contents}) == 5
+
+
+def test_a_warm_up_that_fails_ends_the_run(server: FakeServer, library: MediaLibrary) -> None:
+    server.behave(status=500)
+    with pytest.raises(RequestError, match=r"none of 2 warm-up requests: HTTP 500: .*no room"):
+        run(plan(server, arrivals=ConstantArrivals(50.0), num=3, warmup=2), library)
+
+
+def test_media_are_drawn_once(library: MediaLibrary) -> None:
+    shape = ShapeClass(images=Spread.of(2), videos=Spread.of(1), video_s=Spread.of(2))
+    workload = Workload("media", ClosedArrivals(), Mix((shape,)), num_requests=3, repeat_rate=0.3)
+    requests = list(workload.requests(5))
+    shown: list[tuple[int, int]] = []
+    num_new = sum(request.repeat_of is None for request in requests)
+    assert library.draw(requests, lambda *progress: shown.append(progress)) == 3 * num_new
+    assert shown[-1] == ((2 + 48) * num_new,) * 2
+    assert library.draw(requests, lambda *_: None) == 0
+    parts = library.load(requests)
+    assert len({part.base64 for part in parts.values()}) == 3 * num_new
+
+
+# The verb.
+
+
+def epd_bench(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
+
+
+def test_the_verb_prints_tables_and_writes_files(server: FakeServer, tmp_path: Path) -> None:
+    with FakeServer(Manner(ttft_s=0.1)) as other:
+        result = epd_bench(
+            *("--url", f"quick={server.url}", "--url", f"slow={other.url}", "--workload", "mixed"),
+            *("--rate", 40, "--num-requests", 12, "--video-seconds", 1, "--video-size", "64x64"),
+            *("--max-tokens", 4, "--slo-ttft", 0.09, "--rounds", 2, "--api-key", "secret-2", "--seed", 4),
+            *("--json", tmp_path / "out.json", "--plot", tmp_path / "out.png"),
+        )
+    assert result.exit_code == 0, result.output
+    for word in (
+        "quick",
+        "slow",
+        "TTFT",
+        "TPOT",
+        "ITL",
+        "E2E",
+        "p99",
+        "SLO met",
+        "slow / quick",
+        "open loop, 2 rounds",
+    ):
+        assert word in result.stdout
+    text = (tmp_path / "out.json").read_text()
+    record = json.loads(text)
+    assert "secret-2" not in text + result.output
+    assert record["endpoints"]["quick"]["pooled"]["num_ok"] == 24
+    assert record["endpoints"]["slow"]["pooled"]["slo_attainment"] == 0.0
+    assert len(record["requests"]) == 48
+    assert {ratio["name"] for ratio in record["ratios"]} == {"slow"}
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    contents = [body["messages"][0]["content"] for body in server.bodies]
+    kinds = {part["type"] for content in contents if isinstance(content, list) for part in content}
+    assert kinds == {"text", "image_url", "video_url"}
+    sent = str(server.bodies)
+    assert "data:image/jpeg;base64,/9j/" in sent, "the first bytes of a JPEG"
+    assert "data:video/mp4;base64,AAAA" in sent, "the length of an MP4's first box"
+
+
+def test_json_alone_on_stdout(server: FakeServer) -> None:
+    load = ("--concurrency", 4, "--num-requests", 8)
+    result = epd_bench("--url", server.url, *load, "--ignore-eos", "--json", "-")
+    record = json.loads(result.stdout)
+    (endpoint,) = record["endpoints"].values()
+    assert (endpoint["model"], endpoint["pooled"]["lateness"]) == ("fake", None)
+    assert all(body["ignore_eos"] is True for body in server.bodies)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--workload", "nope"), "neither a preset"),
+        (("--rate", "0"), "rate is 0"),
+        (("--rounds", "0"), "rounds is 0"),
+        (("--plot", "x.txt"), ".png"),
+        (("--json", "/no/such/folder/x.json"), "folder that exists"),
+        (("--extra-body", "[1]"), "JSON object"),
+        (("--slo-tpot", "-1"), "tpot_s is -1"),
+        (("--max-tokens", "many"), "no spread"),
+        (("--image-size", "12"), "WIDTHxHEIGHT"),
+    ],
+)
+def test_what_makes_no_sense_gives_one_line_and_sends_nothing(
+    server: FakeServer, arguments: tuple[str, str], words: str
+) -> None:
+    result = epd_bench("--url", server.url, *arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert words in result.stderr
+    assert server.bodies == []

@@ -1,0 +1,329 @@
+"""`epd ask` as a user meets it: streams, tables, JSON, and one line for whatever goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner, Result
+
+from encoders import ADAPTERS
+from epd.cli.program import app
+from epd.types import StageTimings
+from tests.media import write_audio_only, write_image, write_video
+
+QUESTION = "What is shown?"
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def missing(folder: Path) -> Path:
+    return folder / "nothing.mp4"
+
+
+def empty(folder: Path) -> Path:
+    (folder / "empty.mp4").touch()
+    return folder / "empty.mp4"
+
+
+def text_named_mp4(folder: Path) -> Path:
+    (folder / "notes.mp4").write_text("these are the minutes of the meeting\n" * 50, encoding="utf-8")
+    return folder / "notes.mp4"
+
+
+def truncated_without_a_frame(folder: Path) -> Path:
+    """The first bytes of a real video, its index lost with the rest."""
+    whole = write_video(folder / "whole.mp4").read_bytes()
+    (folder / "cut.mp4").write_bytes(whole[:100])
+    return folder / "cut.mp4"
+
+
+def header_without_a_frame(folder: Path) -> Path:
+    """An index that promises frames, and none of their bytes: every packet is past the end of the file."""
+    import av
+
+    whole = write_video(folder / "whole.mp4")
+    faststart = folder / "faststart.mp4"
+    with (
+        av.open(str(whole)) as source,
+        av.open(str(faststart), "w", format="mp4", options={"movflags": "+faststart"}) as target,
+    ):
+        stream = target.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(source.streams.video[0]):
+            if packet.dts is not None:
+                packet.stream = stream
+                target.mux(packet)
+    data = faststart.read_bytes()
+    (folder / "promise.mp4").write_bytes(data[: data.index(b"mdat") + 4])
+    return folder / "promise.mp4"
+
+
+def audio_only(folder: Path) -> Path:
+    return write_audio_only(folder / "song.mp4")
+
+
+def needle(folder: Path) -> Path:
+    """An image that no vision tower here takes."""
+    return write_image(folder / "needle.png", height=3, width=900)
+
+
+BAD_FILES: tuple[Callable[[Path], Path], ...] = (
+    missing,
+    empty,
+    text_named_mp4,
+    truncated_without_a_frame,
+    header_without_a_frame,
+    audio_only,
+    needle,
+)
+
+
+def assert_one_clear_line(result: Result, *words: str) -> None:
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert result.stderr.startswith("error: ")
+    for word in words:
+        assert word in result.stderr
+
+
+@pytest.mark.parametrize("make", BAD_FILES, ids=lambda make: make.__name__)
+def test_a_bad_file_gives_one_line_that_names_it(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    path = make(tmp_path)
+    assert_one_clear_line(run("ask", path, QUESTION), path.name)
+
+
+def test_a_video_that_tells_no_length_gives_one_line(
+    media: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = SimpleNamespace(num_frames=0, fps=0.0, height=90, width=160)
+    monkeypatch.setattr(sys.modules["video.containers.look"], "probe_open", lambda *_, **__: silent)
+    assert_one_clear_line(run("ask", media["video"], QUESTION), media["video"].name, "length")
+
+
+@pytest.mark.parametrize("question", ["", "   \n"])
+def test_an_empty_question_gives_one_line(media: dict[str, Path], question: str) -> None:
+    assert_one_clear_line(run("ask", media["image"], question), "question is empty")
+
+
+def test_an_unknown_model_path_gives_one_line(media: dict[str, Path], tmp_path: Path) -> None:
+    model = tmp_path / "nowhere"
+    assert_one_clear_line(run("ask", media["image"], QUESTION, "--model", model), str(model), "config.json")
+
+
+def test_a_folder_without_a_model_gives_one_line(media: dict[str, Path], tmp_path: Path) -> None:
+    assert_one_clear_line(run("ask", media["image"], QUESTION, "--model", tmp_path), "config.json")
+
+
+def test_a_broken_model_config_gives_one_line(media: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    assert_one_clear_line(run("ask", media["image"], QUESTION, "--model", tmp_path), "config.json")
+
+
+def test_a_model_without_weights_gives_one_line(
+    media: dict[str, Path], tmp_path: Path, checkpoints: dict[str, Path]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(checkpoints["qwen2_5_vl"], model, ignore=shutil.ignore_patterns("*.safetensors"))
+    assert_one_clear_line(run("ask", media["image"], QUESTION, "--model", model), str(model))
+
+
+def test_damaged_weights_give_one_line(
+    media: dict[str, Path], tmp_path: Path, checkpoints: dict[str, Path]
+) -> None:
+    model = shutil.copytree(checkpoints["qwen2_5_vl"], tmp_path / "model")
+    os.truncate(model / "model.safetensors", 5000)
+    assert_one_clear_line(run("ask", media["image"], QUESTION, "--model", model), str(model), "do not load")
+
+
+def test_weights_that_lack_a_tensor_give_one_line(
+    media: dict[str, Path], tmp_path: Path, checkpoints: dict[str, Path]
+) -> None:
+    """transformers would make one up, and warn."""
+    model = shutil.copytree(checkpoints["qwen2_5_vl"], tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    assert_one_clear_line(
+        run("ask", media["image"], QUESTION, "--model", model), "1 tensors", "lm_head.weight"
+    )
+
+
+def test_an_unsupported_model_type_lists_the_supported(media: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}', encoding="utf-8")
+    assert_one_clear_line(run("ask", media["image"], QUESTION, "--model", tmp_path), "'bert'", *ADAPTERS)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--fps", "0"),
+        ("--frames", "0"),
+        ("--fps", "1", "--frames", "4"),
+        ("--max-tokens", "0"),
+        ("--retention", "0.01"),
+        ("--skip-static", "-1"),
+        ("--start", "9.5"),
+        ("--start", "2.25", "--end", "1"),
+        ("--reduction", "magic"),
+    ],
+)
+def test_an_option_that_makes_no_sense_gives_one_line(
+    media: dict[str, Path], options: tuple[str, ...]
+) -> None:
+    assert_one_clear_line(run("ask", media["video"], QUESTION, *options), options[1])
+
+
+@pytest.mark.parametrize(
+    "arguments", [("ask",), ("ask", "one.mp4"), ("ask", "a.mp4", "b", "--nope"), ("nope",)]
+)
+def test_wrong_usage_exits_2_and_says_how(arguments: tuple[str, ...]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert "Usage: " in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_answer_on_stdout_and_table_on_stderr(media: dict[str, Path], checkpoints: dict[str, Path]) -> None:
+    options = ("--model", checkpoints["qwen2_5_vl"], "--frames", "4", "--max-tokens", "6")
+    result = run("ask", media["video"], media["image"], QUESTION, *options)
+    record = json.loads(run("ask", media["video"], media["image"], QUESTION, *options, "--json").stdout)
+
+    assert result.exit_code == 0, result.output
+    assert result.stdout == record["answer"] + "\n"
+    for word in ("probe", "decode video", "preprocess", "encode", "prefill", "decode", "total", "seconds"):
+        assert word in result.stderr
+    usage = record["usage"]
+    assert f"{usage['num_frames']} frames, {usage['visual_tokens']} visual tokens" in result.stderr
+    assert f"{usage['prompt_tokens']} prompt tokens, 6 completion tokens" in result.stderr
+
+
+def test_a_kept_share_of_the_visual_tokens_is_told(
+    media: dict[str, Path], checkpoints: dict[str, Path]
+) -> None:
+    options = ("--model", checkpoints["qwen2_5_vl"], "--max-tokens", "2", "--retention", "0.5")
+    result = run("ask", media["video"], QUESTION, *options, "--reduction", "evs")
+    usage = json.loads(run("ask", media["video"], QUESTION, *options, "--json").stdout)["usage"]
+    assert usage["visual_tokens"] == round(usage["visual_tokens_before"] / 2)
+    assert f"{usage['visual_tokens']} of {usage['visual_tokens_before']} visual tokens" in result.stderr
+
+
+def test_only_a_part_is_looked_at(media: dict[str, Path], checkpoints: dict[str, Path]) -> None:
+    """One second of 4 at 10 frames a second, and every frame of it."""
+    options = ("--model", checkpoints["qwen2_5_vl"], "--fps", "10", "--max-tokens", "2", "--json")
+    part = json.loads(run("ask", media["video"], QUESTION, *options, "--start", "1", "--end", "2").stdout)
+    whole = json.loads(run("ask", media["video"], QUESTION, *options).stdout)
+    assert (part["usage"]["num_frames"], whole["usage"]["num_frames"]) == (10, 40)
+
+
+def test_units_that_do_not_change_are_told(still_video: Path, checkpoints: dict[str, Path]) -> None:
+    options = ("--model", checkpoints["qwen2_5_vl"], "--frames", "20", "--max-tokens", "6")
+    plain = run("ask", still_video, QUESTION, *options)
+    result = run("ask", still_video, QUESTION, *options, "--skip-static", "0")
+    record = json.loads(run("ask", still_video, QUESTION, *options, "--skip-static", "0", "--json").stdout)
+    assert result.stdout == plain.stdout == record["answer"] + "\n"
+    assert record["num_units_skipped"] == 6
+    assert "; 6 units of frames did not change\n" in result.stderr
+    assert "did not change" not in plain.stderr
+
+
+def test_frames_that_could_not_be_decoded_are_reported(
+    damaged_video: Path, media: dict[str, Path], checkpoints: dict[str, Path]
+) -> None:
+    options = ("--model", checkpoints["qwen2_5_vl"], "--frames", "8", "--max-tokens", "2")
+    result = run("ask", damaged_video, QUESTION, *options)
+    assert "; 1 of 8 frames could not be decoded and shows a neighbour\n" in result.stderr
+    record = json.loads(run("ask", damaged_video, QUESTION, *options, "--json").stdout)
+    assert record["usage"]["num_substituted_frames"] == 1
+    whole = json.loads(run("ask", media["video"], QUESTION, *options, "--json").stdout)
+    assert whole["usage"]["num_substituted_frames"] == 0
+    assert "could not be decoded" not in run("ask", media["video"], QUESTION, *options).stderr
+
+
+def test_json_is_one_object_with_the_promised_fields(
+    media: dict[str, Path], checkpoints: dict[str, Path]
+) -> None:
+    result = run(
+        "ask", media["image"], QUESTION, "--model", checkpoints["qwen3_vl"], "--max-tokens", "4", "--json"
+    )
+    record = json.loads(result.stdout)
+
+    assert result.stderr == ""
+    assert set(record) == {"answer", "ttft_s", "timings", "usage"}
+    assert set(record["timings"]) == {field.name for field in StageTimings.__dataclass_fields__.values()}
+    assert 0 < record["ttft_s"] < record["timings"]["total_s"]
+    assert record["usage"]["completion_tokens"] == 4
+
+
+def program(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "from epd.cli.program import main; main()", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_the_real_program_prints_one_line_and_no_traceback(tmp_path: Path) -> None:
+    done = program("ask", text_named_mp4(tmp_path), QUESTION)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "notes.mp4" in done.stderr
+
+
+def read_all(terminal: int) -> bytes:
+    """What is written to a terminal until its other end is closed."""
+    pieces = []
+    with suppress(OSError):  # the end of a terminal is an error
+        while piece := os.read(terminal, 4096):
+            pieces.append(piece)
+    os.close(terminal)
+    return b"".join(pieces)
+
+
+def test_progress_is_drawn_on_a_terminal_and_nowhere_else(
+    media: dict[str, Path], checkpoints: dict[str, Path]
+) -> None:
+    arguments = ("ask", str(media["video"]), QUESTION, "--model", str(checkpoints["qwen2_5_vl"]))
+    terminal, stderr = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from epd.cli.program import main; main()", *arguments, "--max-tokens", "3"],
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+    )
+    os.close(stderr)
+    drawn = read_all(terminal)
+    stdout, _ = process.communicate(timeout=60)
+
+    assert process.returncode == 0
+    assert b"loading the model" in drawn
+    assert b"frames" in drawn
+    assert b"8/8" in drawn
+    assert b"\x1b" not in stdout
+    assert "\x1b" not in run(*arguments, "--max-tokens", "3").output
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    heavy = ("torch", "transformers", "av")
+    probe = f"import sys, epd.cli.program as _; sys.exit(any(name in sys.modules for name in {heavy}))"
+    assert subprocess.run([sys.executable, "-c", probe], timeout=60, check=False).returncode == 0
+    start = time.perf_counter()
+    done = program("ask", "--help")
+    elapsed_s = time.perf_counter() - start
+    assert done.returncode == 0
+    for word in ("PATH", "QUESTION", "--model", "--fps", "--frames", "--max-tokens", "--json"):
+        assert word in done.stdout
+    assert elapsed_s < 5, "an order of magnitude above what it takes on a quiet machine"

@@ -1,0 +1,175 @@
+"""`epd batch` as a user meets it: files, a folder, a summary, one line for what makes no sense."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from epd import console
+from epd.batch.driver import BatchPlan, run_batch
+from epd.batch.folder import write_lines
+from epd.batch.line_index import LineIndex
+from epd.batch.lines import LineDefaults
+from epd.batch.progress import batch_bar
+from epd.batch.tasks import Backend
+from epd.cli.program import app
+from epd.errors import RequestError
+from tests.batch.fakes import FakeBackend
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["batch", *map(str, arguments)])
+
+
+@pytest.fixture
+def lines(tmp_path: Path, media: dict[str, Path]) -> Path:
+    path = tmp_path / "in.jsonl"
+    records = [
+        {"id": "a", "video": str(media["video"]), "question": "What is shown?", "answer": "x"},
+        {"id": "b", "video": "nowhere.mp4", "question": "What?"},
+        {"id": "c", "images": [str(media["image"])], "question": "What is shown?"},
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_a_file_is_answered_and_summed_up(lines: Path, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    out, plot = tmp_path / "out.jsonl", tmp_path / "busy.png"
+    options = [
+        "--model",
+        checkpoints["qwen2_5_vl"],
+        "--max-tokens",
+        3,
+        "--frames",
+        4,
+        "--num-kv-tokens",
+        4096,
+    ]
+    result = run(lines, out, *map(str, options), "--plot", plot, "--json")
+    assert result.exit_code == 0, result.output
+    summary = json.loads(result.stdout)
+    assert (summary["num_answered"], summary["num_failed"], summary["num_groups"]) == (2, 1, 3)
+    assert summary["num_decoded"] == summary["num_encoded"] == summary["num_prefilled"] == 2
+    assert summary["accuracy"] == 0.0
+    assert [json.loads(line)["id"] for line in (tmp_path / "out.errors.jsonl").read_text().splitlines()] == [
+        "b"
+    ]
+    assert {json.loads(line)["id"] for line in out.read_text().splitlines()} == {"a", "c"}
+    assert plot.stat().st_size > 1000
+    again = run(lines, out)
+    assert again.exit_code == 0
+    assert again.stdout.startswith("2 of 3 lines answered, 1 failed, 3 of them before\n")
+
+
+def test_what_is_kept_is_as_the_options_say_where_lines_do_not(
+    media: dict[str, Path], checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Also of lines that come later and are answered by a second run."""
+    path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    records = [
+        {"id": name, "video": str(media["video"]), "question": "What?", "num_frames": 20, **said}
+        for name, said in (("default", {}), ("all", {"retention": 1}), ("late", {}))
+    ]
+    options = ["--model", checkpoints["qwen2_5_vl"], "--max-tokens", "3", "--num-kv-tokens", "4096"]
+    for num_lines in (2, 3):
+        path.write_text("".join(json.dumps(record) + "\n" for record in records[:num_lines]))
+        result = run(path, out, *options, "--retention", "0.25", "--reduction", "evs")
+        assert result.exit_code == 0, result.output
+    usage = {record["id"]: record["usage"] for record in map(json.loads, out.read_text().splitlines())}
+    tokens = {name: each["prompt_tokens"] for name, each in usage.items()}
+    assert tokens["default"] == tokens["late"] < tokens["all"]
+    assert len(usage) == 3
+
+
+def test_a_folder_and_questions_become_lines(tmp_path: Path) -> None:
+    for name in ("b.mp4", "a.MKV", "a.json", "notes.txt"):
+        (tmp_path / name).touch()
+    questions = tmp_path / "questions.txt"
+    questions.write_text("How many?\n\n  Which first? \n")
+    assert write_lines(tmp_path / "lines", tmp_path, questions) == 4
+    records = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
+    assert [record["id"] for record in records] == ["a.MKV#1", "a.MKV#2", "b.mp4#1", "b.mp4#2"]
+    assert [record["question"] for record in records] == ["How many?", "Which first?"] * 2
+    assert {Path(record["video"]) for record in records} == {tmp_path / "a.MKV", tmp_path / "b.mp4"}
+    questions.write_text("\n")
+    with pytest.raises(RequestError, match="no question"):
+        write_lines(tmp_path / "lines", tmp_path, questions)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["in.jsonl", "out.jsonl", "--fps", "1", "--frames", "2"], "--fps 1.0 and --frames 2"),
+        (["in.jsonl", "out.jsonl", "--frames", "0"], "--frames 0"),
+        (["in.jsonl", "out.jsonl", "--skip-static", "-1"], "a skip_static of -1; allowed: 0 or more"),
+        (["in.jsonl", "out.jsonl", "--skip-static", "0", "--url", "http://x"], "give it to epd serve"),
+        (["in.jsonl", "out.jsonl", "--retention", "0.01"], "a retention of 0.01; allowed: 0.05 to 1"),
+        (["in.jsonl", "out.jsonl", "--reduction", "best"], "the reduction method 'best'; allowed: "),
+        (["in.jsonl", "out.jsonl", "--plot", "x.txt"], "x.txt"),
+        (["in.jsonl", "out.jsonl", "--topology", "1epd", "--url", "http://x"], "--topology and --url"),
+        (["in.jsonl", "out.jsonl", "--url", "x"], "no endpoint"),
+        (["nothing.jsonl", "out.jsonl"], "nothing.jsonl"),
+        ([".", "out.jsonl"], "--questions"),
+        (["in.jsonl", "out.jsonl", "--questions", "q.txt"], "no folder"),
+        (["in.jsonl", "in.jsonl"], "is the input"),
+        (["in.jsonl", "no/out.jsonl"], "cannot write"),
+        (["in.jsonl", "out.jsonl", "--model", "nowhere"], "nowhere"),
+    ],
+)
+def test_what_makes_no_sense_gives_one_line(
+    lines: Path, arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(lines.parent)
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert result.stderr.startswith("error: ")
+    assert words in result.stderr
+    assert result.stdout == ""
+
+
+def test_lines_are_answered_without_ray_and_web_server(
+    lines: Path, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    program = (
+        "import sys; sys.modules |= dict.fromkeys(('ray', 'fastapi', 'starlette', 'uvicorn'));"
+        "from epd.cli.program import main; main()"
+    )
+    options = ["--model", str(checkpoints["qwen2_5_vl"]), "--max-tokens", "2", "--num-kv-tokens", "4096"]
+    command = [sys.executable, "-c", program, "batch", str(lines), str(tmp_path / "out.jsonl"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("2 of 3 lines answered, 1 failed\n")
+    assert done.stderr == ""
+
+
+def test_bars_are_shown_one_after_the_other_on_a_terminal(
+    lines: Path, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """rich refuses two at once."""
+    screen = io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=160)
+    monkeypatch.setattr(console, "stderr_console", lambda: terminal)
+    plan = BatchPlan(lines, tmp_path / "out.jsonl", LineDefaults(tmp_path))
+
+    @contextmanager
+    def opened(_: LineIndex) -> Iterator[Backend]:
+        with console.status("loading"):
+            pass
+        yield FakeBackend(pause_s=0.15)
+
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: True))
+    run_batch(plan, opened, indexing_bar=lambda: console.progress_bar("reading"), bar=batch_bar)
+    assert "lines" in screen.getvalue()
+    assert "language" in screen.getvalue()
+    assert "/3" in screen.getvalue()

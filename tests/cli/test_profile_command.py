@@ -1,0 +1,84 @@
+"""The verb `epd profile`: the embedded model measured on this machine, and used by the simulator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from epd.cli.program import app
+from epd.profiles import Profile, load_profile
+from epd.profiles.measuring import measured, measurement
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("profile") / "mine.json"
+    app(["profile", "--repeats", "1", "--out", str(path)], standalone_mode=False)
+    return path
+
+
+@pytest.fixture(scope="module")
+def mine(path: Path) -> Profile:
+    return load_profile(str(path))
+
+
+def test_every_stage_is_measured(mine: Profile) -> None:
+    assert not mine.is_analytic
+    stages = [mine.encode, mine.prefill, mine.decode, mine.transfer, mine.video["h264"], mine.images]
+    for stage in stages:
+        assert stage is not None
+        assert len({(point.units, point.items) for point in stage.measurements}) >= 3
+        assert all(stage.is_valid(point.units, point.items) for point in stage.measurements)
+    assert mine.encode.cost.seconds(1024) > mine.encode.cost.seconds(16)
+    assert mine.prefill.cost.seconds(512, 512 * 256) > mine.prefill.cost.seconds(32, 32 * 16)
+    assert mine.memory.kv_bytes_per_token > 0
+    assert mine.memory.vision_weight_bytes < mine.memory.language_weight_bytes
+
+
+def test_media_become_what_the_adapter_plans(mine: Profile) -> None:
+    """The rule that was read off a few plans equals the adapter's plans of others."""
+    from encoders import Sampling, VideoFacts, load_adapter
+    from epd.models import embedded_model_path
+    from epd.workload.requests import Resolution, VideoSpec
+
+    adapter = load_adapter(embedded_model_path())
+    plan = adapter.plan_video(VideoFacts(720, 24.0, 360, 640), Sampling())
+    groups = mine.media.video(VideoSpec(30.0, 24, Resolution(640, 360)))
+    assert sum(group.num_tokens for group in groups) == pytest.approx(plan.num_tokens, rel=0.25)
+    image = adapter.plan_image(448, 448)
+    assert mine.media.image(Resolution(448, 448)).num_tokens == pytest.approx(image.num_tokens, rel=0.25)
+
+
+def test_a_measured_profile_can_be_simulated_and_planned(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app(
+        ["simulate", "--profile", str(path), "--workload", "video", "--rate", "1", "--num-requests", "10"],
+        standalone_mode=False,
+    )
+    assert "10 requests" in capsys.readouterr().out
+    app(
+        ["plan", "--profile", str(path), "--workload", "video", "--gpus", "2", "--slo-ttft", "5"],
+        standalone_mode=False,
+    )
+    assert capsys.readouterr().out.startswith("run ")
+
+
+def test_a_computed_profile_is_printed_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    app(["profile", "qwen3-vl-8b@h200"], standalone_mode=False)
+    assert "nothing was measured" in capsys.readouterr().out
+    assert app(["profile", "--repeats", "0"], standalone_mode=False) == 2
+
+
+def test_points_are_measured_in_turns_after_one_run_that_does_not_count() -> None:
+    calls: list[str] = []
+    points = [(1.0, 0.0, lambda: calls.append("a")), (2.0, 0.0, lambda: calls.append("b"))]
+    found = measured(points, num_repeats=2)
+    assert calls == ["a", "b"] * 3
+    assert [(point.units, point.num_repeats) for point in found] == [(1.0, 2), (2.0, 2)]
+
+
+def test_a_measurement_is_the_median_and_the_quartiles() -> None:
+    point = measurement(4, 1, [5.0, 1.0, 2.0, 3.0, 4.0])
+    assert (point.median_s, point.spread_s, point.num_repeats) == (3.0, 2.0, 5)

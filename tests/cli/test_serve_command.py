@@ -1,0 +1,117 @@
+"""`epd serve` as a process: what it refuses, that it answers, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.hostile_packages import write_hostile_packages
+from tests.serve_app.server import wait_until
+
+# Inherited by every process that the command starts.
+MARK = "EPD_TEST_MARK"
+READY_S, END_S = 200.0, 60.0
+
+
+def command(*options: str) -> list[str]:
+    """As the installed program is run: what is imported does not depend on the folder it is started in."""
+    return [sys.executable, "-P", "-c", "from epd.cli.program import main; main()", "serve", *options]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--topology", "1e1p"], "no worker does decode"),
+        (["--topology", "two"], "write one such as '2e1p1d'"),
+        (["no/such/model"], "there is no config.json"),
+        (["--dtype", "int3"], "--dtype"),
+        (["--skip-static", "-0.1"], "--skip-static: Input should be greater than or equal to 0"),
+    ],
+)
+def test_what_cannot_be_served_is_told_at_once(options: list[str], said: str) -> None:
+    done = subprocess.run(command(*options), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_port_that_is_taken_is_told_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = subprocess.run(
+            command("--port", port), capture_output=True, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: cannot listen on 127.0.0.1 port {port}: ")
+
+
+def test_it_answers_and_drains(tmp_path: Path) -> None:
+    mark = secrets.token_hex(8)
+    with running(mark, tmp_path, "--topology", "1epd", "--limit", "max_media=7") as (process, url):
+        assert "bytes of text, 7 media, 65,536 frames" in (tmp_path / "output").read_text()
+        client = httpx.Client(base_url=url, trust_env=False, timeout=60)
+        body = {
+            "messages": [{"role": "user", "content": "What is it?"}],
+            "stream": True,
+            "max_tokens": 400,
+            "ignore_eos": True,
+        }
+        with client, client.stream("POST", "/v1/chat/completions", json=body) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line.startswith("data: ")]
+        assert rest[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in rest[-2].replace(" ", "")
+        assert process.wait(END_S) == 0
+    wait_until(lambda: processes_with(mark) == [])
+
+
+@contextmanager
+def running(mark: str, folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """The command when it is ready, and its URL. It is started among packages that it must not import."""
+    write_hostile_packages(folder / "here")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    output = folder / "output"
+    with output.open("wb") as stream:
+        process = subprocess.Popen(
+            command("--port", str(port), *options),
+            cwd=folder / "here",
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, MARK: mark},
+        )
+    try:
+        wait_until(lambda: b"ready in" in output.read_bytes() or process.poll() is not None, READY_S)
+        found = re.search(r"ready in \d+\.\d s: (http://\S+)/v1 serves shapes-vl on 1epd", output.read_text())
+        assert found, output.read_text()
+        yield process, found[1]
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def processes_with(mark: str) -> list[str]:
+    """Command lines of processes that have inherited the mark."""
+    found = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"{MARK}={mark}".encode() in environment.read_bytes().split(b"\0"):
+                found.append((environment.parent / "cmdline").read_text())
+        except OSError:
+            continue
+    return found

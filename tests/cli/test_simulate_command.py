@@ -1,0 +1,92 @@
+"""The verb `epd simulate` on workloads and traces: records, plots, and one-line errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from epd.cli.program import app
+
+TRACE = """TIMESTAMP,NumImages,ContextTokens,GeneratedTokens
+2024-10-15 00:00:00.000000,1,700,20
+2024-10-15 00:00:00.400000,0,300,5
+2024-10-15 00:00:01.250000,2,1743,12
+"""
+
+
+def run(*options: str) -> None:
+    app(["simulate", *options], standalone_mode=False)
+
+
+def test_the_same_seed_gives_the_same_record(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for seed in ("1", "1", "2"):
+        run("--workload", "images", "--rate", "5", "--num-requests", "40", "--seed", seed, "--json")
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+    record = json.loads(texts[0])
+    assert record["num_requests"] == 40
+    assert record["latencies"]["TTFT"]["p50_s"] > 0
+
+
+@pytest.mark.parametrize("workload", ["text", "images", "video", "mixed"])
+def test_every_preset_can_be_simulated(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(
+        "--workload",
+        workload,
+        "--rate",
+        "2",
+        "--num-requests",
+        "20",
+        "--topology",
+        "1e1pd",
+        "--slo-ttft",
+        "9",
+    )
+    assert "20 requests" in capsys.readouterr().out
+
+
+def test_a_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(TRACE)
+    run("--trace", str(path), "--json")
+    assert json.loads(capsys.readouterr().out)["num_requests"] == 3
+
+
+def test_chrome_trace_and_plots_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, plot = tmp_path / "trace.json", tmp_path / "plot.png"
+    run("--num-requests", "10", "--rate", "5", "--chrome-trace", str(trace), "--plot", str(plot))
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert names >= {"e0", "p0", "d0"}
+    assert {event["name"] for event in events if event["ph"] == "X" and event["pid"] == 2} >= {
+        "encode",
+        "prefill",
+        "decode",
+    }
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    run("--scenario", "epd-table6", "--plot", str(tmp_path / "rows.svg"))
+    assert (tmp_path / "rows.svg").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--topology", "2e1p"], "no worker does decode"),
+        (["--profile", "no.json"], "neither a file"),
+        (["--sharding", "some"], "groups, request or local"),
+        (["--sharding", "local", "--topology", "1e1p1d"], "sharding local"),
+        (["--cpu-threads", "0"], "at least 1"),
+        (["--chrome-trace", "/nowhere/at/all.json"], "cannot write"),
+        (["--plot", "plot.txt"], "cannot plot"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert app(["simulate", *options], standalone_mode=False) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1

@@ -1,0 +1,101 @@
+"""`epd status` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from epd.cli.program import app
+from epd.control.elasticity import RequestWork
+from tests.serve_app.conftest import Front
+from tests.serve_app.fakes import FakeService
+
+PROFILE = ("--profile", "qwen2.5-vl-7b@a100-80gb")
+
+
+class BusyService(FakeService):
+    """Of which enough was asked to plan for: pictures, and answers of some length."""
+
+    def recent_load(self) -> list[tuple[float, RequestWork]]:
+        return [(1_700_000_000.0 + number, RequestWork(4096, 1100, 64)) for number in range(40)]
+
+
+def status(front: Front, *options: str) -> Result:
+    return CliRunner().invoke(app, ["status", "--url", front.server.url, *options])
+
+
+def test_a_table_of_workers_and_what_was_decided(front: Front) -> None:
+    shown = status(front)
+    assert shown.exit_code == 0, shown.output
+    lines = [line.split() for line in shown.stdout.splitlines()]
+    assert shown.stdout.startswith("2e1p1d, ready; 0 requests, 2 wait for room\n")
+    assert ["p0", "p", "0", "2", "50%", "-", "3"] in lines
+    assert ["e1", "e", "(lost)", "0", "0", "-", "-", "0"] in lines
+    assert "switch: e1: e to d, gains 9.0 s for 1.0 s: worth it" in shown.stdout
+    assert "e1: e to d, done in 0.34 s" in shown.stdout
+    assert (
+        "load: 2 requests in the last ten minutes, 0.033 per second; on average 128 patches" in shown.stdout
+    )
+    assert "plan: give --profile and an objective" in shown.stdout
+
+
+def test_one_record_for_machines(front: Front) -> None:
+    record = json.loads(status(front, "--json").stdout)
+    assert record["status"]["topology"] == "2e1p1d"
+    assert record["load"]["num_requests"] == 2
+    assert record["load"]["max_tokens"] == 266
+    assert record["plan"] is None
+
+
+def test_what_epd_plan_would_choose_for_the_load(run_front: Callable[..., Front]) -> None:
+    front = run_front(BusyService())
+    record = json.loads(status(front, *PROFILE, "--slo-ttft", "2", "--json").stdout)
+    plan = record["plan"]
+    assert plan["explanation"]["num_devices"] == 4  # the fake has four workers
+    assert plan["objectives"]["ttft_s"] == 2
+    assert plan["explanation"]["goodput_per_s"] > 0
+    assert f"plan: run {plan['topology']}" in status(front, *PROFILE, "--slo-ttft", "2").stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--slo-ttft", "0.0001"), "TTFT binds"),
+        (("--slo-ttft", "2", "--plan-seconds", "0"), "the search took more than 0 s"),
+    ],
+)
+def test_why_there_is_no_plan(run_front: Callable[..., Front], options: tuple[str, ...], reason: str) -> None:
+    front = run_front(BusyService())
+    shown = status(front, *PROFILE, *options)
+    assert shown.exit_code == 0
+    assert f"plan: {reason}" in shown.stdout
+
+
+def test_few_requests_are_not_planned_for(front: Front) -> None:
+    shown = status(front, *PROFILE, "--slo-tpot", "0.1")
+    assert "plan: 2 requests are too few to plan for, 20 are needed" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (("--url", "http://127.0.0.1:9"), 3, "gave ConnectError; start epd serve"),
+        (("--url", "nonsense"), 2, "is no endpoint"),
+        (("--profile", "x@y"), 2, "no objective"),
+    ],
+)
+def test_what_cannot_be_shown_is_one_line(options: tuple[str, ...], code: int, message: str) -> None:
+    shown = CliRunner().invoke(app, ["status", *options])
+    assert shown.exit_code == code
+    assert message in shown.stderr
+    assert len(shown.stderr.splitlines()) == 1
+
+
+def test_a_key_is_sent_and_asked_for(run_front: Callable[..., Front]) -> None:
+    front = run_front(api_key="secret")
+    refused = status(front)
+    assert (refused.exit_code, "status 401" in refused.stderr) == (2, True)
+    assert status(front, "--api-key", "secret").exit_code == 0

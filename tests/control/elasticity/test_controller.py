@@ -1,0 +1,265 @@
+"""The controller: when it switches, when it does not and why, under any load. Stories and properties."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from epd.control.elasticity import ClusterLoad, ControllerConfig, RoleController, Roles, StageNeed, Switch
+from epd.topology import STAGES, Stage
+from tests.control.elasticity.clusters import cluster, roles_of
+
+ENCODE: Roles = frozenset({"encode"})
+DECODE: Roles = frozenset({"decode"})
+MERGED: Roles = frozenset({"prefill", "decode"})
+
+
+def looks(controller: RoleController, load: ClusterLoad, num: int, start_s: float = 0.0) -> list[Switch]:
+    """What comes of so many looks at the same load, a second apart, if switches never end."""
+    switches = (controller.decide(start_s + second, load) for second in range(num))
+    return [each for each in switches if each is not None]
+
+
+def overloaded_decode() -> ClusterLoad:
+    return cluster(roles_of("4e1p1d"), rate=1.0, requests={"decode": 80.0})
+
+
+def quick(num: int) -> settings:
+    """So many examples; those that fail are not made smaller, which would take minutes."""
+    return settings(max_examples=num, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+
+
+# Stories
+
+
+def test_an_encoder_becomes_a_decoder_after_two_looks() -> None:
+    controller = RoleController()
+    assert controller.decide(0.0, overloaded_decode()) is None
+    assert controller.decisions[-1].verdict == "unconfirmed"
+    assert controller.decide(1.0, overloaded_decode()) == Switch("e0", DECODE)
+    decision = controller.decisions[-1]
+    assert (decision.verdict, decision.old_roles) == ("switch", ENCODE)
+    assert decision.gain_s > decision.cost_s
+    assert "e0: e to d, gains" in decision.reason
+
+
+def test_one_switch_at_a_time_then_a_pause() -> None:
+    controller, load = RoleController(), overloaded_decode()
+    assert len(looks(controller, load, 20)) == 1
+    assert controller.decisions[-1].verdict == "in flight"
+    assert controller.in_flight == {"e0"}
+    controller.succeeded(20.0, "e0")
+    controller.decide(21.0, load)
+    assert controller.decisions[-1].verdict == "cooldown"
+    assert not controller.in_flight
+
+
+def test_several_may_be_in_flight() -> None:
+    """Each is counted as if it were done, so that the second is no repetition of the first."""
+    controller = RoleController(ControllerConfig(max_in_flight=3))
+    assert [each.worker for each in looks(controller, overloaded_decode(), 20)] == ["e0", "e1"]
+
+
+def test_loading_longer_than_it_helps_is_not_worth_it() -> None:
+    assert not looks(RoleController(ControllerConfig(load_s=29.0)), overloaded_decode(), 10)
+
+
+def test_no_switch_before_the_load_is_known() -> None:
+    controller = RoleController()
+    assert not looks(controller, replace(overloaded_decode(), is_known=False), 10)
+    assert [each.verdict for each in controller.decisions] == ["unknown load"]
+
+
+def test_a_stage_that_is_needed_itself_gives_nothing() -> None:
+    """Two requests/s need two encoders: with four one may go, and a second, then no more."""
+    needy = cluster(roles_of("4e1p1d"), rate=2.2, requests={"decode": 80.0})
+    assert len(looks(RoleController(), needy, 10)) == 1
+    needy = cluster(roles_of("2e1p3d"), rate=2.2, requests={"decode": 80.0})
+    controller = RoleController()
+    assert not looks(controller, needy, 10)
+    assert controller.decisions[-1].verdict == "no gain"
+
+
+def test_a_wave_that_has_just_gone_by_is_remembered() -> None:
+    """The same load, but a minute ago encoders were all at work."""
+    gone = cluster(roles_of("4e1p1d"), rate=1.0, requests={"decode": 80.0}, peaks={"encode": 4.0})
+    assert not looks(RoleController(), gone, 10)
+
+
+def test_the_worker_that_is_done_soonest_is_taken() -> None:
+    load = overloaded_decode()
+    slow = [replace(each, queued_s={"encode": 5.0 - index}) for index, each in enumerate(load.workers)]
+    [switch] = looks(RoleController(), replace(load, workers=tuple(slow)), 10)
+    assert switch.worker == "e3"
+
+
+def test_a_failed_switch_is_put_off_longer_each_time() -> None:
+    """Others are tried meanwhile; each worker is left alone for 30 s, then for 60 s and so on."""
+    controller, load = RoleController(), overloaded_decode()
+    begun_s: dict[str, list[int]] = {}
+    for second in range(400):
+        switch = controller.decide(float(second), load)
+        if switch is not None:
+            begun_s.setdefault(switch.worker, []).append(second)
+            controller.failed(float(second), switch.worker)
+            assert not controller.in_flight
+    assert sorted(begun_s) == ["e0", "e1", "e2", "e3"]
+    for times_s in begun_s.values():
+        waits_s = [after - before for before, after in pairwise(times_s)]
+        assert len(waits_s) == 3
+        assert all(wait_s >= 30 * 2**count for count, wait_s in enumerate(waits_s))
+
+
+def test_a_worker_that_vanishes_is_in_flight_no_more() -> None:
+    controller = RoleController()
+    looks(controller, overloaded_decode(), 2)
+    assert controller.in_flight == {"e0"}
+    others = {name: roles for name, roles in roles_of("4e1p1d").items() if name != "e0"}
+    switches = looks(controller, cluster(others, rate=1.0, requests={"decode": 80.0}), 10, 2.0)
+    assert [each.worker for each in switches] == ["e1"]
+
+
+def test_merged_workers_are_left_alone_unless_they_may_be_broken() -> None:
+    workers = {"e0": ENCODE, "e1": ENCODE, "pd0": MERGED, "pd1": MERGED}
+    load = cluster(workers, rate=0.3, requests={"decode": 80.0})
+    controller = RoleController()
+    assert not looks(controller, load, 10)
+    allowed = RoleController(ControllerConfig(roles=(ENCODE, MERGED)))
+    assert looks(allowed, load, 10) == [Switch("e0", MERGED)]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"min_decode": 0}, {"interval_s": 0.0}, {"margin": -1.0}, {"min_gain": 1.0}, {"min_waiting": 1.0}],
+)
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="got ControllerConfig"):
+        ControllerConfig(**wrong)  # type: ignore[arg-type]
+
+
+# Properties
+
+part_s = st.floats(0.001, 60.0)
+
+
+@quick(60)
+@given(
+    stage=st.sampled_from(STAGES),
+    encode_s=part_s,
+    prefill_s=part_s,
+    step_s=st.floats(0.0, 0.1),
+    request_s=st.floats(0.0001, 0.05),
+    tokens=st.floats(1.0, 10_000.0),
+    topology=st.sampled_from(["2e1p1d", "3e2p3d", "1e2p1d", "1e1p2d", "6e1p1d"]),
+)
+def test_no_switch_for_a_queue_of_one(
+    stage: Stage,
+    encode_s: float,
+    prefill_s: float,
+    step_s: float,
+    request_s: float,
+    tokens: float,
+    topology: str,
+) -> None:
+    """Two requests at any stage, however long they take: one at work, one that waits for it or soon will."""
+    needs: dict[Stage, StageNeed] = {
+        "encode": StageNeed(1.0, part_s=encode_s),
+        "prefill": StageNeed(1.0, part_s=prefill_s),
+        "decode": StageNeed(1.0, tokens, step_s, request_s),
+    }
+    workers = roles_of(topology)
+    controller = RoleController()
+    assert not looks(controller, cluster(workers, requests={stage: 2.0}, needs=needs), 20)
+    assert controller.decisions[-1].verdict in ("no gain", "no candidate")
+
+
+class Fleet:
+    """Workers whose switches end as they are told to, and what was ever done to them."""
+
+    def __init__(self, topology: str, config: ControllerConfig) -> None:
+        self.workers = roles_of(topology)
+        self.controller = RoleController(config)
+        self.switches: list[tuple[float, str, Roles, Roles]] = []
+
+    def run(self, loads: Iterator[tuple[ClusterLoad, bool]], interval_s: float = 1.0) -> None:
+        """loads: with each, whether a switch that begins then comes to pass."""
+        for number, (load, is_done) in enumerate(loads):
+            now_s = number * interval_s
+            switch = self.controller.decide(now_s, load)
+            if switch is None:
+                continue
+            old = self.workers[switch.worker]
+            if is_done:
+                self.switches.append((now_s, switch.worker, old, switch.roles))
+                self.workers[switch.worker] = switch.roles
+                self.controller.succeeded(now_s + 0.5, switch.worker)
+            else:
+                self.controller.failed(now_s + 0.5, switch.worker)
+
+    def num(self, stage: Stage) -> int:
+        return sum(stage in roles for roles in self.workers.values())
+
+
+@quick(20)
+@given(data=st.data(), minimum=st.integers(1, 2), topology=st.sampled_from(["3e2p3d", "4e2p2d", "2e2p2d1pd"]))
+def test_never_fewer_than_the_minimum_whatever_comes_and_fails(
+    data: st.DataObject, minimum: int, topology: str
+) -> None:
+    fleet = Fleet(topology, ControllerConfig(min_encode=minimum, min_prefill=minimum, min_decode=minimum))
+
+    def loads() -> Iterator[tuple[ClusterLoad, bool]]:
+        for _ in range(12):
+            queues = {stage: data.draw(st.sampled_from([0.0, 5.0, 100.0])) for stage in STAGES}
+            is_done = data.draw(st.booleans())
+            for _ in range(10):
+                assert all(fleet.num(stage) >= minimum for stage in STAGES)
+                yield cluster(fleet.workers, rate=0.5, requests=queues), is_done
+
+    fleet.run(loads())
+    assert all(fleet.num(stage) >= minimum for stage in STAGES)
+    assert all(roles == MERGED for name, roles in fleet.workers.items() if name == "pd0")
+
+
+def turns(switches: list[tuple[float, str, Roles, Roles]], stage: Stage) -> list[float]:
+    """When the stage began to lose workers after it had gained some, or the other way round."""
+    moves = [(at_s, stage in new) for at_s, _, old, new in switches if stage in old ^ new]
+    return [after[0] for before, after in pairwise(moves) if before[1] != after[1]]
+
+
+@quick(8)
+@given(
+    period_s=st.floats(2.0, 400.0),
+    phase=st.floats(0.0, 1.0),
+    high=st.floats(5.0, 500.0),
+    pair=st.sampled_from([("encode", "decode"), ("prefill", "decode"), ("encode", "prefill")]),
+    topology=st.sampled_from(["3e1p3d", "2e2p3d", "5e1p2d"]),
+    is_free=st.booleans(),
+)
+def test_no_load_makes_roles_go_to_and_fro(
+    period_s: float, phase: float, high: float, pair: tuple[Stage, Stage], topology: str, is_free: bool
+) -> None:
+    """A queue that jumps from one stage to another and back, with nothing known of its return: there is no
+    worse; even where switches cost nothing, so that no margin is too wide. Turns come at growing distances:
+    within five minutes the k-th waits 10 * 2^(k - 1) s or longer."""
+    config = ControllerConfig(load_s=0.0, cache_s=0.0, max_drain_s=0.0) if is_free else ControllerConfig()
+    fleet = Fleet(topology, config)
+
+    def loads() -> Iterator[tuple[ClusterLoad, bool]]:
+        for second in range(400):
+            busy = pair[(second / period_s + phase) % 1.0 < 0.5]
+            yield cluster(fleet.workers, requests={busy: high}), True
+
+    fleet.run(loads())
+    for stage in STAGES:
+        turned_s = turns(fleet.switches, stage)
+        for start_s in range(0, 400, 10):
+            assert len([at_s for at_s in turned_s if start_s <= at_s < start_s + 300]) <= 5
+    for seconds, most in ((60, 2 * len(fleet.workers)), (300, 4 * len(fleet.workers))):
+        for start_s in range(0, 400, 10):
+            within = [at_s for at_s, *_ in fleet.switches if start_s <= at_s < start_s + seconds]
+            assert len(within) <= most

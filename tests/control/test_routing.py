@@ -1,0 +1,78 @@
+"""Which worker is asked first."""
+
+from __future__ import annotations
+
+from epd.control.routing import Router
+from epd.encode.encoder_cache import GroupKey
+from epd.topology import role_letters, topology_name
+
+VIDEO = (("video", 1000),)
+
+
+def key(name: str) -> GroupKey:
+    return GroupKey(name, (0.5,), (0, 0), (56, 56), "model")
+
+
+def test_prefill_goes_where_least_is_to_be_computed() -> None:
+    router = Router()
+    router.books("p0").prefill_tokens = 500
+    assert router.prefill_order(["p0", "p1"], (), 100) == ["p1", "p0"]
+    router.books("p1").prefill_tokens = 600
+    assert router.prefill_order(["p0", "p1"], (), 100) == ["p0", "p1"]
+
+
+def test_media_that_a_worker_has_draw_questions_to_it_unless_it_is_busy() -> None:
+    router = Router()
+    router.remember_prefix("p1", VIDEO)
+    assert router.prefill_order(["p0", "p1"], VIDEO, 1100) == ["p1", "p0"]
+    router.books("p1").prefill_tokens = 900
+    assert router.prefill_order(["p0", "p1"], VIDEO, 1100) == ["p1", "p0"]
+    router.books("p1").prefill_tokens = 1100
+    assert router.prefill_order(["p0", "p1"], VIDEO, 1100) == ["p0", "p1"]
+
+
+def test_only_leading_media_are_a_prefix() -> None:
+    router = Router()
+    router.remember_prefix("p1", (("a", 10), ("b", 1000)))
+    assert router.prefill_order(["p0", "p1"], (("a", 10), ("c", 1000)), 1010)[0] == "p1"
+    assert router.prefill_order(["p0", "p1"], (("b", 1000),), 1000)[0] == "p0"
+
+
+def test_decode_goes_to_the_fewest_requests() -> None:
+    router = Router()
+    router.books("d0").num_decodes = 2
+    router.books("d2").num_decodes = 1
+    assert router.decode_order(["d0", "d1", "d2"]) == ["d1", "d2", "d0"]
+
+
+def test_groups_go_to_the_least_outstanding_patches_or_to_who_has_them() -> None:
+    router = Router()
+    router.books("e0").encode_patches = 10
+    assert router.encoder(["e1", "e0"]) == "e1"
+    assert router.encoder_with(["e0", "e1"], key("a")) is None
+    router.remember_group("e0", key("a"))
+    assert router.encoder_with(["e0", "e1"], key("a")) == "e0"
+    assert router.encoder_with(["e1"], key("a")) is None
+
+
+def test_a_lost_worker_is_forgotten_with_what_it_had() -> None:
+    router = Router()
+    router.remember_group("e0", key("a"))
+    router.remember_prefix("e0", VIDEO)
+    router.forget("e0")
+    assert router.encoder_with(["e0"], key("a")) is None
+    assert router.prefill_order(["a", "e0"], VIDEO, 1000)[0] == "a"
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    router = Router(max_remembered=2)
+    for name in "abc":
+        router.remember_group("e0", key(name))
+    assert [router.encoder_with(["e0"], key(name)) for name in "abc"] == [None, "e0", "e0"]
+
+
+def test_topologies_are_named_in_the_order_of_the_stages() -> None:
+    roles = [("decode",), ("encode",), ("encode",), ("prefill",), ("video",)]
+    assert topology_name(roles) == "2e1p1d"
+    assert topology_name([("encode", "prefill"), ("decode",)]) == "1ep1d"
+    assert role_letters({"prefill", "encode", "decode"}) == "epd"

@@ -1,0 +1,214 @@
+"""Deployments of real stages in threads, and the questions that are put to them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from encoders import Sampling
+from encoders.prompt.chat import ChatMessage, ContentPart
+from epd.kv.scheduling import SchedulerConfig
+from epd.sampling_params import SamplingParams
+from epd.topology import Stage
+from epd.types import content_hash
+from serve_app.local.fleet import LocalFleet, LocalFleetConfig
+from serve_app.orchestration.orchestrator import Orchestrator, OrchestratorConfig
+from serve_app.orchestration.request_planner import Planner
+from serve_app.service import AnswerEnd, AnswerRequest, MediaSource, StageSpan, TokenDelta, TokenLogprob
+from serve_app.worker.prefill_role import PrefillRole
+from serve_app.worker.worker_core import WorkerCore
+from serve_app.worker.worker_roles import EncodeRole
+from serve_app.worker.worker_stages import WorkerSettings
+from tests.clear_draws import clear_draws
+from video import media_kind
+
+LETTERS: dict[str, Stage] = {"v": "video", "e": "encode", "p": "prefill", "d": "decode"}
+NUM_FRAMES = 6
+MAX_TOKENS = 10
+_numbers = itertools.count()
+
+
+def workers_of(topology: str) -> dict[str, frozenset[Stage]]:
+    """ "2e1p1d" as workers e0, e1, p0, d0, and a video decoder v0."""
+    workers: dict[str, frozenset[Stage]] = {"v0": frozenset({"video"})}
+    number = ""
+    for digits, group in itertools.groupby(topology, str.isdigit):
+        text = "".join(group)
+        if digits:
+            number = text
+        else:
+            roles = frozenset(LETTERS[letter] for letter in text)
+            workers |= {f"{text}{index}": roles for index in range(int(number))}
+    return workers
+
+
+@dataclass(frozen=True)
+class Question:
+    """media: paths, before the text."""
+
+    media: tuple[Path, ...]
+    text: str = "What is shown?"
+    params: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=MAX_TOKENS))
+    sampling: Sampling = field(default_factory=lambda: Sampling(num_frames=NUM_FRAMES))
+
+    def request(self, **options: Any) -> AnswerRequest:
+        parts = [ContentPart(media_kind(path)) for path in self.media]
+        message = ChatMessage("user", (*parts, ContentPart("text", self.text)))
+        sources = tuple(
+            MediaSource(media_kind(path), path, content_hash(path), path.stat().st_size)
+            for path in self.media
+        )
+        return AnswerRequest(
+            f"q{next(_numbers)}",
+            "tiny",
+            (message,),
+            sources,
+            self.params,
+            self.sampling,
+            **options,
+        )
+
+
+@dataclass
+class Answered:
+    """What came of a question. token_ids: of each choice."""
+
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    spans: list[StageSpan] = field(default_factory=list)
+    end: AnswerEnd | None = None
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(token for choice in sorted(self.token_ids) for token in self.token_ids[choice])
+
+
+class Deployment:
+    """An orchestrator over a LocalFleet."""
+
+    def __init__(self, path: Path, topology: str, fleet: dict[str, Any], **options: Any) -> None:
+        settings = WorkerSettings(
+            path,
+            num_kv_tokens=8192,
+            num_embeddings=4096,
+            max_batch_patches=512,
+            scheduler=SchedulerConfig(max_chunk_tokens=64),
+        )
+        settings = replace(settings, **options.pop("settings", {}))
+        self.fleet = LocalFleet(LocalFleetConfig(workers_of(topology), **fleet), settings)
+        planner = Planner(path, "tiny", group_tokens=16, reader=options.pop("reader", None))
+        self.service = Orchestrator(self.fleet, planner, OrchestratorConfig(**options))
+
+    def cores(self) -> list[WorkerCore]:
+        return [
+            self.fleet.core(info.name) for info in self.fleet.workers.values() if "video" not in info.roles
+        ]
+
+    async def ask(self, question: Question, **options: Any) -> Answered:
+        answered = Answered()
+        async with aclosing(self.service.answer(question.request(**options))) as items:
+            async for item in items:
+                if isinstance(item, TokenDelta):
+                    answered.token_ids.setdefault(item.index, []).extend(item.token_ids)
+                    answered.text += item.text
+                    answered.logprobs += item.logprobs
+                elif isinstance(item, StageSpan):
+                    answered.spans.append(item)
+                else:
+                    answered.end = item
+        return answered
+
+    async def ask_all(self, questions: Sequence[Question]) -> list[Answered]:
+        return list(await asyncio.gather(*(self.ask(question) for question in questions)))
+
+    async def settle(self, seconds: float = 10.0) -> None:
+        """Returns when nothing of any request is left anywhere."""
+        end = asyncio.get_running_loop().time() + seconds
+        while left := self.leftovers():
+            assert asyncio.get_running_loop().time() < end, f"left behind: {left}"
+            await asyncio.sleep(0.02)
+        for core in self.cores():
+            core.check_integrity()
+
+    def leftovers(self) -> list[str]:
+        lost = [info.name for info in self.fleet.workers.values() if not info.is_alive]
+        if lost:
+            return [f"{lost} are not back"]
+        left = [f"{core.name} has work" for core in self.cores() if core.has_work()]
+        left += [f"{core.name} uses KV" for core in self.cores() if core.load().kv_usage]
+        left += [f"{core.name} holds embeddings" for core in self.cores() if num_held(core)]
+        left += [
+            f"{len(self.fleet.readers[name])} streams at {name}"
+            for name in self.fleet.readers
+            if len(self.fleet.readers[name])
+        ]
+        left += ["attempts"] if self.service.num_attempts else []
+        left += ["tickets"] if self.service.num_tickets else []
+        books = [self.service.router.books(name) for name in self.fleet.workers]
+        left += [
+            f"books: {each}"
+            for each in books
+            if each.prefill_tokens or each.num_prefills or each.num_decodes or each.encode_patches
+        ]
+        return left
+
+
+def num_held(core: WorkerCore) -> int:
+    """Groups in its encoder caches that somebody holds."""
+    encode, prefill = core.hosted.get("encode"), core.hosted.get("prefill")
+    held = encode.stage.cache.num_held if isinstance(encode, EncodeRole) else 0
+    return held + (prefill.feeds.receiver.reception.cache.num_held if isinstance(prefill, PrefillRole) else 0)
+
+
+async def until_busy(deployment: Deployment, worker: str) -> None:
+    """Returns when the worker is there and has something to do."""
+    books = deployment.service.router.books(worker)
+    while not (
+        deployment.fleet.workers[worker].is_alive
+        and (books.encode_patches or books.num_prefills or books.num_decodes)
+    ):
+        await asyncio.sleep(0.002)
+
+
+async def until_decoding(deployment: Deployment, worker: str, num_requests: int) -> None:
+    """Returns when the worker has so many answers in their middle."""
+    attempts = deployment.service.attempts
+
+    def num_there() -> int:
+        return sum(
+            each.decode_worker == worker and each.is_handed_over and each.answer.has_begun
+            for each in attempts.values()
+        )
+
+    while num_there() < num_requests:
+        await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def deployed(
+    path: Path, topology: str, *, fleet: dict[str, Any] | None = None, **options: Any
+) -> AsyncIterator[Deployment]:
+    """fleet: options of LocalFleetConfig. options: of OrchestratorConfig; settings: of WorkerSettings."""
+    deployment = Deployment(path, topology, fleet or {}, **options)
+    try:
+        await deployment.service.start()
+        yield deployment
+    finally:
+        await deployment.service.close()
+
+
+def undisturbed(path: Path, questions: Sequence[Question]) -> list[tuple[int, ...]]:
+    """The tokens that come of the questions when one worker does everything and nothing happens to it."""
+
+    async def run() -> list[tuple[int, ...]]:
+        async with deployed(path, "1epd") as deployment:
+            return [answer.tokens for answer in await deployment.ask_all(questions)]
+
+    with clear_draws():
+        return asyncio.run(run())

@@ -1,0 +1,94 @@
+"""A client that goes away frees everything, whatever is being done for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from serve_app.http.chat_request import ChatRequest
+from serve_app.http.server_state import ApiSettings, FrontDoor
+from serve_app.observability.record import RequestRecord
+from tests.serve_app.conftest import QUESTION, Front, data_url, image_part
+from tests.serve_app.fakes import FakeService
+from tests.serve_app.server import wait_until
+
+HOURS = 3600.0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_before_the_first_word(run_front: Callable[..., Front], media: dict[str, Path], stream: bool) -> None:
+    front = run_front(FakeService(word_s=HOURS))
+    part = image_part(data_url(media["image"], "image/png"))
+    with pytest.raises(httpx.ReadTimeout):
+        front.http.post(
+            "/v1/chat/completions",
+            json={"messages": [{"role": "user", "content": [part]}], "stream": stream},
+            timeout=0.3,
+        )
+    wait_until(lambda: front.service.num_closed == 1, 5)
+    front.wait_until_empty()
+
+
+def test_in_the_middle_of_a_stream(run_front: Callable[..., Front]) -> None:
+    service = FakeService(words=("word ",) * 1000, word_s=0.02)
+    front = run_front(service)
+    with front.http.stream("POST", "/v1/chat/completions", json={**QUESTION, "stream": True}) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        assert front.server.front.num_requests == 1
+    wait_until(lambda: service.num_closed == 1, 5)
+    front.wait_until_empty()
+
+
+def test_the_official_client_closes_its_stream(run_front: Callable[..., Front]) -> None:
+    front = run_front(FakeService(words=("word ",) * 1000, word_s=0.02))
+    stream = front.openai.chat.completions.create(model="shapes-vl", stream=True, **QUESTION)  # type: ignore[call-overload]
+    next(iter(stream))
+    stream.close()
+    wait_until(lambda: front.service.num_closed == 1, 5)
+
+
+def test_a_client_that_left_is_in_log_and_metrics(
+    run_front: Callable[..., Front], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "serve_app")
+    front = run_front(FakeService(word_s=HOURS))
+    with pytest.raises(httpx.ReadTimeout):
+        front.http.post("/v1/chat/completions", json=QUESTION, timeout=0.2)
+    wait_until(lambda: "status=499 error=disconnected" in caplog.text, 5)
+    assert 'epd_requests_total{status="499",stream="false"} 1.0' in front.http.get("/metrics").text
+
+
+def test_others_do_not_notice(run_front: Callable[..., Front]) -> None:
+    front = run_front(FakeService(words=("word ",) * 20, word_s=0.02))
+    with front.http.stream("POST", "/v1/chat/completions", json={**QUESTION, "stream": True}) as stays:
+        lines = stays.iter_lines()
+        next(lines)
+        with httpx.stream(
+            "POST",
+            f"{front.server.url}/v1/chat/completions",
+            json={**QUESTION, "stream": True},
+            trust_env=False,
+        ) as leaves:
+            next(leaves.iter_lines())
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    front.wait_until_empty()
+
+
+def test_an_answer_is_closed_between_two_of_its_items(tmp_path: Path) -> None:
+    """As when a client goes away while a piece is being sent to it."""
+    service = FakeService()
+    front = FrontDoor(service, ApiSettings(spool_folder=tmp_path))
+
+    async def leave_early() -> None:
+        items = front.items(ChatRequest.model_validate(QUESTION), RequestRecord(model="shapes-vl"))
+        await anext(items)
+        await items.aclose()
+        assert (service.num_open, service.num_closed, front.num_requests) == (1, 1, 0)
+
+    asyncio.run(leave_early())
+    front.close()

@@ -1,0 +1,177 @@
+"""Forwarding on demand: a busy worker refuses at once, the next best is asked, nobody queues at a worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from epd.control.admission import AdmissionQueue
+from epd.control.loss_policy import LossLedger
+from epd.control.routing import Router
+from epd.errors import OverloadedError
+from epd.kv.kv_identity import token_identity
+from epd.sampling_params import SamplingParams
+from epd.topology import Stage
+from epd.transfer.connectors import KVTicket
+from epd.types import StageTimings
+from serve_app.fleet import FleetEvent, WorkerInfo
+from serve_app.messages import Abort, Message, Prefill, Reserve
+from serve_app.orchestration.attempt import Attempt
+from serve_app.orchestration.encode_dispatcher import EncodeDesk
+from serve_app.orchestration.isolation import Isolation
+from serve_app.orchestration.loss_counter import LossCounter
+from serve_app.orchestration.placement import Placement, PlacementLimits
+from tests.serve_app.conftest import ADMIN, QUESTION, Front
+
+ROLES: Mapping[str, Stage] = {"p": "prefill", "d": "decode"}
+
+
+@dataclass
+class ScriptedFleet:
+    """Workers with room for so many requests; what they are asked is kept. They report nothing at all."""
+
+    room: dict[str, int]
+    asked: list[tuple[str, type]] = field(default_factory=list)
+    held: dict[str, set[str]] = field(default_factory=dict)
+
+    @property
+    def workers(self) -> Mapping[str, WorkerInfo]:
+        return {name: WorkerInfo(name, frozenset({ROLES[name[0]]})) for name in self.room}
+
+    async def send(self, _stage: Stage, target: str, message: Message[Any], _bulk: Any = None) -> Any:
+        await asyncio.sleep(0)
+        self.asked.append((target, type(message)))
+        held = self.held.setdefault(target, set())
+        if isinstance(message, Abort):
+            held.difference_update(message.request_ids)
+            return None
+        assert isinstance(message, Reserve | Prefill)
+        if len(held) >= self.room[target]:
+            return None if isinstance(message, Reserve) else False
+        request_id = message.request_id if isinstance(message, Reserve) else message.request.request_id
+        held.add(request_id)
+        return KVTicket("t", target, "p", request_id, 0, 1, ((0,),)) if isinstance(message, Reserve) else True
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def fetch(self, _stage: Stage, _target: str, _message: Message[None]) -> Any: ...
+
+    async def events(self) -> AsyncIterator[FleetEvent]:
+        for event in ():
+            yield event
+
+
+class Bench:
+    """A placement over a scripted fleet."""
+
+    def __init__(self, room: dict[str, int]) -> None:
+        self.fleet = ScriptedFleet(room)
+        self.router = Router()
+        self.queue = AdmissionQueue(8)
+        limits = PlacementLimits(max_prefills=16, unavailable_s=5.0)
+        clock = asyncio.get_running_loop().time
+        desk = EncodeDesk(self.fleet, self.router, max_backlog_patches=1)
+        losses = LossCounter(LossLedger(), self.fleet, desk, {}, clock, max_losses=5)
+        isolation = Isolation(desk, {}, clock)
+        self.placement = Placement(self.fleet, self.router, self.queue, limits, losses, isolation, clock)
+        self._clock = clock
+
+    def attempt(self, name: str, priority: int = 0) -> Attempt:
+        params, identity = SamplingParams(max_tokens=4), token_identity([1, 2, 3])
+        plan = SimpleNamespace(
+            visual_tokens=(),
+            prompt=np.zeros(3),
+            identity=identity,
+            params=params,
+            groups=(),
+            generate_request=lambda request_id: SimpleNamespace(request_id=request_id),
+        )
+        request = SimpleNamespace(request_id=name, priority=priority)
+        answer: Any = SimpleNamespace(request=request, plan=plan, queued=StageTimings())
+        return Attempt(0, answer, self.router)
+
+    async def place(self, name: str, *, seconds: float = 5.0, priority: int = 0) -> Attempt:
+        attempt = self.attempt(name, priority)
+        await self.placement.place(attempt, self._clock() + seconds, is_new=True)
+        return attempt
+
+
+def test_a_busy_worker_refuses_and_the_next_best_takes_it() -> None:
+    async def run() -> None:
+        bench = Bench({"p0": 0, "p1": 1, "d0": 0, "d1": 1})
+        attempt = await bench.place("r")
+        assert (attempt.prefill_worker, attempt.decode_worker) == ("p1", "d1")
+        assert bench.fleet.held == {"d0": set(), "d1": {attempt.id}, "p0": set(), "p1": {attempt.id}}
+        asked = [name for name, kind in bench.fleet.asked if kind is Prefill]
+        assert asked == ["p0", "p1"]
+        assert len(bench.queue) == 0
+
+    asyncio.run(run())
+
+
+def test_room_at_a_decode_worker_is_given_back_when_prefill_refuses() -> None:
+    """Nothing is kept anywhere for a request that waits: it waits in the one queue there is."""
+
+    async def run() -> None:
+        bench = Bench({"p0": 0, "p1": 0, "d0": 1})
+        placing = asyncio.create_task(bench.place("r", seconds=0.2))
+        await asyncio.sleep(0.05)
+        assert not any(bench.fleet.held.values())
+        assert len(bench.queue) == 1
+        assert bench.router.books("d0").num_decodes == bench.router.books("p0").num_prefills == 0
+        with pytest.raises(OverloadedError, match="no worker had room before the deadline"):
+            await placing
+        assert not any(bench.fleet.held.values())
+
+    asyncio.run(run())
+
+
+def test_choices_are_made_on_what_was_sent_not_on_what_was_reported() -> None:
+    """No report ever comes: the books alone spread requests, and see at once what is over."""
+
+    async def run() -> None:
+        bench = Bench({"p0": 9, "p1": 9, "d0": 9, "d1": 9})
+        attempts = [await bench.place(f"r{number}") for number in range(4)]
+        assert sorted(each.prefill_worker for each in attempts) == ["p0", "p0", "p1", "p1"]
+        assert sorted(each.decode_worker for each in attempts) == ["d0", "d0", "d1", "d1"]
+        for each in attempts:
+            if each.prefill_worker == "p0":
+                each.unbook()
+        assert (await bench.place("r4")).prefill_worker == "p0"
+
+    asyncio.run(run())
+
+
+def test_what_waits_is_placed_as_soon_as_there_is_room_by_priority() -> None:
+    async def run() -> None:
+        bench = Bench({"p0": 0, "d0": 9})
+        order: list[str] = []
+
+        async def place(name: str, priority: int) -> None:
+            await bench.place(name, priority=priority)
+            order.append(name)
+
+        waiting = [asyncio.create_task(place("batch", 1)), asyncio.create_task(place("urgent", -1))]
+        await asyncio.sleep(0.05)
+        assert order == []
+        bench.fleet.room["p0"] = 9
+        bench.placement.wake()
+        await asyncio.wait(waiting, timeout=0.4)
+        assert order == ["urgent", "batch"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("body", "priority"), [({}, 0), ({"priority": 3}, 3), ({"priority": -2}, -2)])
+def test_priority_comes_from_the_request(front: Front, body: dict[str, int], priority: int) -> None:
+    question = {**QUESTION, **body}
+    assert front.http.post("/v1/chat/completions", json=question, headers=ADMIN).status_code == 200
+    assert front.service.requests[-1].priority == priority

@@ -1,0 +1,152 @@
+"""Whatever fits the OpenAPI schema, or does not, gets an answer of the shape it promises, and never 5xx.
+
+Chat requests go to the real orchestrator with its workers in threads, too: none is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
+
+from epd.control.request_budget import RequestLimits
+from epd.sampling_params import SamplingParams
+from serve_app.http.api import ApiSettings
+from tests.serve_app.conftest import QUESTION, Front
+from tests.serve_app.deployments import Deployment
+from tests.serve_app.server import Server, served, wait_until
+from video import FetchPolicy
+
+CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance]
+DRAWN = settings(
+    max_examples=80,
+    deadline=None,
+    database=None,
+    derandomize=True,  # else, now and then, all that is drawn is an empty conversation or the like
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+OPERATIONS = {
+    "POST /v1/chat/completions", "GET /v1/models", "GET /v1/models/{name}", "GET /v1/epd/status",
+    "POST /v1/epd/roles", "GET /v1/epd/bench",
+    "GET /health", "GET /metrics",
+}  # fmt: skip
+
+
+@pytest.fixture
+def offline(run_front: Callable[..., Front]) -> Front:
+    """A front that asks no host for media."""
+    return run_front(fetch=FetchPolicy(allowed_hosts=frozenset(), max_s=1.0))
+
+
+def operations(server: Server) -> dict[str, schemathesis.APIOperation]:
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    return {one.ok().label: one.ok() for one in schema.get_all_operations()}
+
+
+@pytest.mark.parametrize(
+    ("label", "mode"),
+    [(label, GenerationMode.POSITIVE) for label in sorted(OPERATIONS)]
+    + [("POST /v1/chat/completions", GenerationMode.NEGATIVE)],
+)
+def test_every_answer_is_as_promised(offline: Front, label: str, mode: GenerationMode) -> None:
+    operation = operations(offline.server)[label]
+    seen = set()
+
+    @given(case=operation.as_strategy(generation_mode=mode))
+    @DRAWN
+    def ask(case: Case) -> None:
+        response = case.call(timeout=20)
+        case.validate_response(response, checks=CHECKS)
+        seen.add(response.status_code)
+
+    ask()
+    assert seen & ({400, 405} if mode is GenerationMode.NEGATIVE else {200, 403, 404}), seen
+    assert offline.ask().status_code == 200
+
+
+def test_the_schema_names_every_operation(offline: Front) -> None:
+    assert set(operations(offline.server)) == OPERATIONS
+
+
+@pytest.fixture(scope="module")
+def real(checkpoints: dict[str, Path]) -> Iterator[tuple[Server, Deployment]]:
+    """A front over real workers. Answers are short: what is drawn may ask for 2^63 tokens."""
+    deployment = Deployment(checkpoints["qwen2_5_vl"], "1e1p1d", {})
+
+    @asynccontextmanager
+    async def running() -> AsyncIterator[None]:
+        await deployment.service.start()
+        yield
+        await deployment.service.close()
+
+    settings = ApiSettings(
+        fetch=FetchPolicy(allowed_hosts=frozenset(), max_s=1.0),
+        limits=RequestLimits(max_answer_tokens=128),
+        default_params=SamplingParams(max_tokens=8),
+    )
+    with served(deployment.service, settings, running=running()) as server:
+        yield server, deployment
+
+
+@pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+def test_no_request_costs_a_worker(real: tuple[Server, Deployment], mode: GenerationMode) -> None:
+    server, deployment = real
+    operation = operations(server)["POST /v1/chat/completions"]
+    seen = set()
+
+    @given(case=operation.as_strategy(generation_mode=mode))
+    @DRAWN
+    def ask(case: Case) -> None:
+        response = case.call(timeout=20)
+        case.validate_response(response, checks=CHECKS)
+        seen.add(response.status_code)
+
+    ask()
+    assert 400 in seen, seen
+    question = httpx.post(f"{server.url}/v1/chat/completions", json=QUESTION, timeout=20, trust_env=False)
+    assert question.status_code == 200, question.text
+    metrics = httpx.get(f"{server.url}/metrics", trust_env=False).text
+    lost = re.search(r"^epd_workers_lost_total (\S+)", metrics, re.MULTILINE)
+    assert lost is None or float(lost[1]) == 0, lost
+    wait_until(lambda: not deployment.leftovers())
+
+
+@given(
+    changes=st.dictionaries(
+        st.sampled_from(
+            ["temperature", "n", "stop", "seed", "logprobs", "stream", "messages", "epd", "model"]
+        ),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+            lambda inner: (
+                st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+            ),
+            max_leaves=6,
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
+@settings(DRAWN, max_examples=100)
+def test_any_json_in_any_field(shared_front: Front, changes: dict[str, object]) -> None:
+    response = shared_front.http.post(
+        "/v1/chat/completions",
+        content=json.dumps({**QUESTION, **changes}),
+        headers={"content-type": "application/json"},
+    )
+    assert response.status_code < 500, (changes, response.text)
+    if response.status_code >= 400:
+        assert response.json()["error"]["message"]

@@ -1,0 +1,139 @@
+"""Slow sockets, bodies and URLs beside plain questions, through Serve's proxy: `make soak`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, sleep
+
+import httpx
+import pytest
+
+from tests.serve_app.conftest import JSON, QUESTION, data_url, image_part
+from tests.serve_app.ray.ray_session import IGNORED, RaySession, running_app
+
+pytestmark = [
+    *(pytest.mark.filterwarnings(each) for each in IGNORED),
+    pytest.mark.skipif("EPD_SOAK" not in os.environ, reason="takes a minute of both cores: make soak"),
+]
+BODY = {**QUESTION, "max_tokens": 4}
+MB = 1 << 20
+
+
+@dataclass(frozen=True)
+class App:
+    http: httpx.Client
+
+    @property
+    def address(self) -> tuple[str, int]:
+        assert self.http.base_url.port is not None
+        return self.http.base_url.host, self.http.base_url.port
+
+    def connected(self, num_bytes: int | None = None, announced: int = MB) -> socket.socket:
+        """A connection that asks nothing, or one whose body ends after so many bytes, and is not complete."""
+        sock = socket.create_connection(self.address, timeout=30)
+        if num_bytes is not None:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x.localhost\r\nContent-Length: {announced}"
+            sock.sendall(head.encode() + b"\r\n\r\n" + b" " * num_bytes)
+        return sock
+
+    def ask_patiently(self, body: JSON) -> int:
+        """The status, once it comes."""
+        url = self.http.base_url.join("/v1/chat/completions")
+        return httpx.post(url, json=body, timeout=180, trust_env=False).status_code
+
+    def check_answers(self) -> None:
+        """Plain questions, health and metrics, each within a second once the machine is not busy any more."""
+        seconds = []
+        for _ in range(10):
+            start = monotonic()
+            assert self.http.post("/v1/chat/completions", json=BODY).status_code == 200
+            assert self.http.get("/health").status_code == 200
+            assert self.http.get("/metrics").status_code == 200
+            seconds.append(monotonic() - start)
+        assert sorted(seconds)[len(seconds) // 2] < 1, seconds
+
+
+@pytest.fixture(scope="module")
+def app(ray_session: RaySession) -> Iterator[App]:
+    with (
+        running_app(ray_session, topology="1epd", allowed_media_hosts=frozenset({"127.0.0.1"})) as url,
+        httpx.Client(base_url=url, trust_env=False, timeout=60) as http,
+    ):
+        app = App(http)
+        app.check_answers()
+        yield app
+        status = http.get("/v1/epd/status").json()
+        assert status["num_requests"] == status["num_waiting"] == 0
+
+
+@pytest.mark.parametrize("num_bytes", [None, 10], ids=["silent", "unfinished"])
+def test_640_slow_sockets(app: App, num_bytes: int | None) -> None:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(app.connected(num_bytes)) for _ in range(640)]
+        start = monotonic()
+        app.check_answers()
+        assert sockets[0].recv(100).startswith(b"HTTP/1.1 408")
+        assert monotonic() - start < 25
+
+
+def test_a_gib_of_unfinished_bodies(app: App) -> None:
+    with ExitStack() as stack:
+        for _ in range(9):
+            stack.enter_context(app.connected(114 * MB, announced=120 * MB))
+        app.check_answers()
+
+
+def test_a_header_of_64_mb(app: App) -> None:
+    with app.connected() as sock, pytest.raises(ConnectionError):  # noqa: PT012
+        sock.sendall(b"GET / HTTP/1.1\r\nA: ")
+        for _ in range(256):
+            sock.sendall(b"x" * (256 << 10))
+    app.check_answers()
+
+
+@contextmanager
+def dripping_server() -> Iterator[str]:
+    """The URL of a server whose answers come byte by byte, for ever."""
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+        over = threading.Event()
+
+        def drip(sock: socket.socket) -> None:
+            with sock, suppress(OSError):
+                sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\nContent-Length: 1000000\r\n\r\n")
+                while not over.is_set():
+                    sock.sendall(b"x")
+                    sleep(0.2)
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    threading.Thread(target=drip, args=(listener.accept()[0],), daemon=True).start()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/image.png"
+        over.set()
+
+
+@pytest.mark.parametrize(("num_requests", "num_urls"), [(8, 1), (1, 64)])
+def test_slow_urls(app: App, media: dict[str, Path], num_requests: int, num_urls: int) -> None:
+    known = image_part(data_url(media["image"], "image/png"))
+    with dripping_server() as url, ThreadPoolExecutor(num_requests) as attackers:
+        content = [image_part(url)] * num_urls + [{"type": "text", "text": "What is it?"}]
+        slow = {**BODY, "messages": [{"role": "user", "content": content}]}
+        asked = [attackers.submit(app.ask_patiently, slow) for _ in range(num_requests)]
+        sleep(0.5)
+        app.check_answers()
+        content = [known, {"type": "text", "text": "?"}]
+        about = {**BODY, "messages": [{"role": "user", "content": content}]}
+        start = monotonic()
+        response = app.http.post("/v1/chat/completions", json=about)
+        assert response.status_code == 200, response.text
+        assert monotonic() - start < 5
+        assert {each.result() for each in asked} <= {400, 413, 408, 429}

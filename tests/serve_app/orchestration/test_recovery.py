@@ -1,0 +1,173 @@
+"""Workers lost or frozen while answers are made: every answer ends with the tokens it would have had."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from epd.control.loss_policy import LossLimits
+from epd.errors import UnavailableError
+from epd.sampling_params import SamplingParams
+from serve_app.orchestration.attempt import Attempt
+from tests.serve_app.deployments import Answered, Deployment, Question, deployed, undisturbed, until_busy
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
+
+LONG = SamplingParams(max_tokens=40, ignore_eos=True)
+KINDS = (("image",), ("video",), (), ("image", "tall_video"))
+
+
+@pytest.fixture(scope="module")
+def questions(media: dict[str, Path]) -> list[Question]:
+    return [
+        Question(tuple(media[name] for name in KINDS[number % len(KINDS)]), f"what {number}?", LONG)
+        for number in range(12)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoints: dict[str, Path], questions: list[Question]) -> list[tuple[int, ...]]:
+    return undisturbed(checkpoints["qwen2_5_vl"], questions)
+
+
+async def ask_while(
+    deployment: Deployment, questions: list[Question], harm: list[tuple[float, str]]
+) -> list[Answered]:
+    """All questions at once; harm: seconds after the one before, and the worker that is lost then."""
+    asking = asyncio.create_task(deployment.ask_all(questions))
+    for seconds, worker in harm:
+        await asyncio.sleep(seconds)
+        deployment.fleet.kill(worker)
+    answers = await asking
+    await deployment.settle()
+    return answers
+
+
+def placed(deployment: Deployment) -> list[Attempt]:
+    """Returns the attempts that their workers have taken and that go on."""
+    attempts = deployment.service.attempts.values()
+    return [each for each in attempts if each.is_placed and not each.has_ended]
+
+
+async def kill_whenever_placed(deployment: Deployment, worker: str) -> None:
+    """Kills the worker each time it has taken an attempt: one still on its way would go on elsewhere."""
+    for num_lost in itertools.count():
+        while not any(worker in each.workers for each in placed(deployment)):
+            await asyncio.sleep(0.002)
+        deployment.fleet.kill(worker)
+        while (await deployment.service.status()).counters.get("workers_lost", 0) == num_lost:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("victim", ["v0", "e0", "p0", "d0", "e1", "p1", "d1"])
+@pytest.mark.parametrize("moment", range(2))
+def test_a_worker_that_is_lost_changes_no_token(
+    victim: str,
+    moment: int,
+    checkpoints: dict[str, Path],
+    questions: list[Question],
+    expected: list[tuple[int, ...]],
+) -> None:
+    seconds = random.Random(f"{victim} {moment}").uniform(0.02, 0.7)
+
+    async def run() -> None:
+        async with deployed(checkpoints["qwen2_5_vl"], "2e2p2d") as deployment:
+            answers = await ask_while(deployment, questions, [(seconds, victim)])
+            assert [answer.tokens for answer in answers] == expected
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("topology", ["1e1p1d", "1ep1d", "1epd"])
+def test_the_only_worker_of_a_role_is_waited_for(
+    topology: str, checkpoints: dict[str, Path], questions: list[Question], expected: list[tuple[int, ...]]
+) -> None:
+    rng = random.Random(topology)
+
+    async def run() -> None:
+        async with deployed(checkpoints["qwen2_5_vl"], topology) as deployment:
+            names = [name for name in deployment.fleet.workers if name != "v0"]
+            asking = asyncio.create_task(deployment.ask_all(questions))
+            for name in names:
+                await until_busy(deployment, name)
+                await asyncio.sleep(rng.uniform(0, 0.05))
+                deployment.fleet.kill(name)
+            assert [answer.tokens for answer in await asking] == expected
+            await deployment.settle()
+            assert (await deployment.service.status()).counters["workers_lost"] == len(names)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("victim", ["e0", "p0", "d0"])
+def test_a_worker_that_hangs_is_replaced(
+    victim: str, checkpoints: dict[str, Path], questions: list[Question], expected: list[tuple[int, ...]]
+) -> None:
+    async def run() -> None:
+        async with deployed(checkpoints["qwen2_5_vl"], "2e2p2d", fleet={"hang_s": 3.0}) as deployment:
+            asking = asyncio.create_task(deployment.ask_all(questions))
+            await until_busy(deployment, victim)
+            deployment.fleet.freeze(victim)
+            answers = await asking
+            await deployment.settle()
+            assert [answer.tokens for answer in answers] == expected
+            assert (await deployment.service.status()).counters["workers_lost"] == 1
+
+    asyncio.run(run())
+
+
+def test_tokens_that_were_sent_do_not_come_again(
+    checkpoints: dict[str, Path], questions: list[Question], expected: list[tuple[int, ...]]
+) -> None:
+    """A decode worker is lost in the middle of an answer: the stream goes on from where it was."""
+
+    async def run() -> None:
+        async with deployed(checkpoints["qwen2_5_vl"], "1e1p2d") as deployment:
+            tokens: list[int] = []
+            async for item in deployment.service.answer(questions[1].request()):
+                tokens += getattr(item, "token_ids", ())
+                if len(tokens) == 10:
+                    busy = [
+                        name for name in ("d0", "d1") if deployment.service.router.books(name).num_decodes
+                    ]
+                    deployment.fleet.kill(busy[0])
+            assert tuple(tokens) == expected[1]
+            await deployment.settle()
+
+    asyncio.run(run())
+
+
+def test_a_request_that_is_lost_again_and_again_ends_with_one_clear_error(
+    checkpoints: dict[str, Path], questions: list[Question]
+) -> None:
+    async def run() -> None:
+        losses = LossLimits(max_losses=1000)  # nobody is to blame
+        async with deployed(checkpoints["qwen2_5_vl"], "1epd", max_attempts=2, losses=losses) as deployment:
+            endless = replace(questions[1], params=replace(LONG, max_tokens=4000))
+            killing = asyncio.create_task(kill_whenever_placed(deployment, "epd0"))
+            with pytest.raises(UnavailableError, match="lost with 2 workers"):
+                await deployment.ask(endless)
+            killing.cancel()
+            await deployment.settle()
+            assert (await deployment.service.status()).counters["retries"] == 2
+
+    asyncio.run(run())
+
+
+def test_a_role_that_nobody_has_is_told(checkpoints: dict[str, Path], questions: list[Question]) -> None:
+    async def run() -> None:
+        fleet = {"restart_s": 1000.0}
+        async with deployed(
+            checkpoints["qwen2_5_vl"], "1e1p1d", fleet=fleet, unavailable_s=0.3
+        ) as deployment:
+            deployment.fleet.kill("d0")
+            with pytest.raises(UnavailableError, match="decode"):
+                await deployment.ask(questions[0])
+            assert not (await deployment.service.status()).is_ready
+
+    asyncio.run(run())

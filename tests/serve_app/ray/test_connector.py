@@ -1,0 +1,266 @@
+"""The transport between worker processes, without Ray: pools that are mapped, and contents that travel."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from encoders.adapter import Embeddings
+from epd.encode.encoder_cache import CachedGroup, GroupKey
+from epd.errors import InfeasibleError
+from epd.transfer.connectors import KVChunk, KVSpan, KVTicket, Ticket, TransferOutcome
+from serve_app.ray import memory as ray_memory
+from serve_app.ray.connector import Envelope, RayTransport, map_pool
+from serve_app.ray.memory import PoolFiles, new_fleet_id, open_pool
+from stages.encode.encoder_pool import EmbeddingLayout, EncoderPoolShape
+from stages.engine.kv_pool import KVGroupShape, KVLayout, KVPoolsShape
+from stages.engine.pool_memory import pool_memory
+
+MIB = 1 << 20
+CLAIMS = ray_memory._claims
+BF16 = torch.bfloat16
+ENCODER = EncoderPoolShape(6, 4, EmbeddingLayout(8, BF16, num_deepstack=1))
+RECEIVER = EncoderPoolShape(10, 3, EmbeddingLayout(8, BF16, num_deepstack=1))
+GROUPS = (KVLayout(2, 2, 4, BF16), KVLayout(1, 2, 4, BF16))
+PREFILL = KVPoolsShape(tuple(KVGroupShape(8, layout) for layout in GROUPS), 4)
+DECODE = KVPoolsShape(tuple(KVGroupShape(12, layout) for layout in GROUPS), 3)
+
+
+class Workers:
+    """Transports of workers on one machine or on several, with a copy made of every message, as by Ray."""
+
+    def __init__(self, files: PoolFiles, is_one_machine: bool) -> None:
+        self.files = files
+        self.is_one_machine = is_one_machine
+        self.num_packed = 0
+        self._transports: dict[str, RayTransport] = {}
+
+    def __getitem__(self, name: str) -> RayTransport:
+        if name not in self._transports:
+            self._transports[name] = RayTransport(self._post, lambda _: self.is_one_machine, self.files)
+        return self._transports[name]
+
+    def _post(self, worker: str, envelope: Envelope) -> None:
+        self.num_packed += envelope.packed is not None
+        self._transports[worker].deliver(pickle.loads(pickle.dumps(envelope, protocol=5)))
+
+
+@pytest.fixture
+def files() -> Iterator[PoolFiles]:
+    files = PoolFiles(new_fleet_id())
+    yield files
+    files.remove_all()
+    assert files.paths() == []
+
+
+@pytest.fixture(params=[True, False], ids=["mapped", "packed"])
+def workers(request: pytest.FixtureRequest, files: PoolFiles) -> Workers:
+    return Workers(files, request.param)
+
+
+def group(num_embeddings: int) -> Embeddings:
+    draw = torch.Generator().manual_seed(num_embeddings)
+    rows = torch.randn(2, num_embeddings, 8, generator=draw).to(BF16)
+    return Embeddings(rows[0], (rows[1],))
+
+
+def ticket(transfer_id: str, target: CachedGroup) -> Ticket:
+    return Ticket(transfer_id, "p0.prefill", GroupKey(transfer_id, (), (0, 1), (8, 8), "m"), target)
+
+
+def outcomes(end: Any) -> list[TransferOutcome]:
+    return [receipt.outcome for receipt in end.poll()]
+
+
+def test_embeddings_arrive_as_they_were_sent(workers: Workers) -> None:
+    pool, sender = workers["e0"].embeddings("e0.encode", ENCODER)
+    target_pool, receiver = workers["p0"].embeddings("p0.prefill", RECEIVER)
+    source, target = CachedGroup(7, (5, 2)), CachedGroup(7, (9, 0, 4))
+    embeddings = group(7)
+    pool.write(source, embeddings)
+    receiver.expect(ticket("t", target))
+    sender.send(ticket("t", target), source)
+    assert [offer.error for offer in receiver.recv()] == [""]
+    got = target_pool.read(target)
+    assert torch.equal(got.rows, embeddings.rows)
+    assert torch.equal(got.deepstack[0], embeddings.deepstack[0])
+    assert outcomes(sender) == [TransferOutcome.DELIVERED]
+    assert workers.num_packed == (0 if workers.is_one_machine else 1)
+
+
+def test_the_pool_of_a_role_that_was_given_up_is_not_kept(
+    files: PoolFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that is gone takes memory for as long as anybody has it mapped."""
+    monkeypatch.setattr("serve_app.ray.connector._LOOK_EVERY_S", 0.0)
+    workers = Workers(files, is_one_machine=True)
+    pool, sender = workers["e0"].embeddings("e0.encode", ENCODER)
+    _, receiver = workers["p0"].embeddings("p0.prefill", RECEIVER)
+    pool.write(CachedGroup(7, (5, 2)), group(7))
+    receiver.expect(ticket("t", CachedGroup(7, (9, 0, 4))))
+    sender.send(ticket("t", CachedGroup(7, (9, 0, 4))), CachedGroup(7, (5, 2)))
+    assert [offer.error for offer in receiver.recv()] == [""]
+    workers["e0"].close("e0.encode")
+    del pool, sender
+    gc.collect()
+    assert num_mappings("e0.encode") > 0
+    receiver.recv()
+    gc.collect()
+    assert num_mappings("e0.encode") == 0
+
+
+def num_mappings(name: str) -> int:
+    """Of pools of an end, in this process."""
+    return sum(f"-{name}-" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_keys_and_values_arrive_as_they_were_sent(workers: Workers) -> None:
+    pools, sender = workers["p0"].kv("p0.prefill", PREFILL)
+    target_pools, receiver = workers["d0"].kv("d0.decode", DECODE)
+    for each in pools.groups:
+        each.storage.normal_(generator=torch.Generator().manual_seed(1))
+    tables = ((7, 1, 3), (0, 2, 4))
+    to = KVTicket("t", "d0.decode", "p0.prefill", "r", 2, 10, ((11, 3, 5, 0), (1, 2, 3, 4)))
+    # Tokens [2, 10) of each layer group, group 0 in two pieces.
+    spans = (KVSpan(0, 2, 5, (7, 1)), KVSpan(0, 5, 10, (1, 3)), KVSpan(1, 2, 10, (0, 2, 4)))
+    receiver.expect(to)
+    sender.send(to, KVChunk(spans))
+    assert [offer.error for offer in receiver.recv()] == [""]
+    for index, table in enumerate(tables):
+        for token in range(2, 10):
+            theirs = pools.groups[index].storage[:, :, table[token // 4], token % 4]
+            ours = target_pools.groups[index].storage[:, :, to.block_tables[index][token // 3], token % 3]
+            assert torch.equal(theirs, ours)
+    assert outcomes(sender) == [TransferOutcome.DELIVERED]
+
+
+def test_an_end_point_has_an_end_of_each_kind(workers: Workers) -> None:
+    _, embeddings = workers["p0"].embeddings("p0.prefill", RECEIVER)
+    _, kv = workers["p0"].kv("p0.prefill", PREFILL)
+    _, encoder = workers["e0"].embeddings("e0.encode", ENCODER)
+    encoder.send(ticket("t", CachedGroup(1, (0,))), CachedGroup(1, (0,)))
+    assert list(kv.recv()) == []
+    assert list(embeddings.recv()) == []
+    assert outcomes(encoder) == [TransferOutcome.CANCELLED]
+    workers["p0"].close("p0.prefill")
+    encoder.send(ticket("t", CachedGroup(1, (0,))), CachedGroup(1, (0,)))
+    assert outcomes(encoder) == []
+    assert [path.name.split("-")[0] for path in workers.files.paths()] == ["e0.encode"]
+
+
+def test_the_pool_of_a_sender_that_is_gone_is_not_made_anew(files: PoolFiles) -> None:
+    workers = Workers(files, is_one_machine=True)
+    _, sender = workers["e0"].embeddings("e0.encode", ENCODER)
+    _, receiver = workers["p0"].embeddings("p0.prefill", RECEIVER)
+    receiver.expect(ticket("t", CachedGroup(1, (0,))))
+    sender.send(ticket("t", CachedGroup(1, (0,))), CachedGroup(1, (0,)))
+    files.remove_of("e0")
+    assert [offer.error for offer in receiver.recv()] == ["sender 'e0.encode' is gone"]
+    assert len(files.paths()) == 1
+
+
+def test_a_worker_that_comes_again_has_another_pool(files: PoolFiles) -> None:
+    workers = Workers(files, is_one_machine=True)
+    target_pool, receiver = workers["p0"].embeddings("p0.prefill", RECEIVER)
+    for number in (1, 2):
+        pool, sender = workers["e0"].embeddings("e0.encode", ENCODER)
+        embeddings = group(number)
+        pool.write(CachedGroup(number, (0,)), embeddings)
+        to = ticket(f"t{number}", CachedGroup(number, (number,)))
+        receiver.expect(to)
+        sender.send(to, CachedGroup(number, (0,)))
+        assert len(receiver.recv()) == 1
+        assert torch.equal(target_pool.read(to.target).rows, embeddings.rows)
+        workers["e0"].close("e0.encode")
+
+
+def test_what_nobody_waits_for_is_not_kept(files: PoolFiles) -> None:
+    workers = Workers(files, is_one_machine=False)
+    _, sender = workers["e0"].embeddings("e0.encode", ENCODER)
+    _, receiver = workers["p0"].embeddings("p0.prefill", RECEIVER)
+    sender.send(ticket("t", CachedGroup(1, (0,))), CachedGroup(1, (0,)))
+    receiver.recv()
+    assert vars(receiver)["_packed"] == {}
+
+
+def test_pools_that_do_not_fit_together_are_refused_in_words(
+    files: PoolFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would fit alone; both, once they are full, would not."""
+    monkeypatch.setattr(ray_memory, "_claims", lambda: iter(of_this_test(files)))
+    monkeypatch.setattr(ray_memory, "available_memory_bytes", lambda: 100 * MIB)
+    files.create("p0.prefill-kv", 60 * MIB)
+    said = r"'d0.decode-kv' asks for 60 MiB of memory; 100 MiB are available, 60 MiB of them for 1 pools"
+    with pytest.raises(InfeasibleError, match=said):
+        files.create("d0.decode-kv", 60 * MIB)
+    assert len(files.paths("d0")) == 0
+    assert len(files.paths(files.create("d0.decode-kv", 40 * MIB).name)) == 1
+
+
+def test_what_a_pool_has_taken_is_counted_once(files: PoolFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_memory, "_claims", lambda: iter(of_this_test(files)))
+    monkeypatch.setattr(ray_memory, "available_memory_bytes", lambda: 100 * MIB)
+    path = files.create("p0.prefill-kv", 60 * MIB)
+    pool_memory(60 * MIB, path).fill_(1)
+    files.create("d0.decode-kv", 60 * MIB)  # 40 + 60 MiB were available, and 60 are taken
+
+
+def test_a_pool_that_is_gone_is_not_claimed_any_more(
+    files: PoolFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_memory, "_claims", lambda: iter(of_this_test(files)))
+    monkeypatch.setattr(ray_memory, "available_memory_bytes", lambda: 100 * MIB)
+    for _ in range(3):
+        files.remove(files.create("p0.prefill-kv", 60 * MIB))
+
+
+def of_this_test(files: PoolFiles) -> list[Any]:
+    """Other tests may run beside this one."""
+    return [claim for claim in CLAIMS() if claim.path in files.paths()]
+
+
+def test_a_pool_is_bound_by_no_file_system_and_cannot_be_cut_short(
+    files: PoolFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a file that is cut short, or finds no room, would end whoever touches it by a signal."""
+    monkeypatch.setattr(ray_memory, "available_memory_bytes", lambda: 1 << 62)
+    path = files.create("e0.encode-kv", 2 * shutil.disk_usage(ray_memory._MEMORY_FOLDER).total)
+    before = shutil.disk_usage(ray_memory._MEMORY_FOLDER).used
+    pool_memory(8 * MIB, path).fill_(1)
+    assert shutil.disk_usage(ray_memory._MEMORY_FOLDER).used - before < MIB
+    descriptor = open_pool(path)
+    assert descriptor is not None
+    with pytest.raises(PermissionError):
+        os.ftruncate(descriptor, 10)
+    os.close(descriptor)
+
+
+def test_a_name_whose_number_another_file_has_by_now_is_no_pool(files: PoolFiles, tmp_path: Path) -> None:
+    path = files.create("e0.encode-kv", 100)
+    number = int(os.readlink(path).rpartition("/")[2])
+    with (tmp_path / "other").open("w+b") as other:
+        os.dup2(other.fileno(), number)
+        assert open_pool(path) is None
+    assert map_pool(path, ENCODER) is None
+
+
+def test_weights_that_do_not_fit_in_memory_lie_on_the_disk_with_a_warning(
+    files: PoolFiles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ray_memory, "_MEMORY_FOLDER", tmp_path / "none")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    path = files.shared("weights", 3 * MIB, Path.touch)
+    assert path.parent.parent == tmp_path
+    assert files.paths() == [path]
+    assert "weights takes 3 MiB" in caplog.text
+    assert "--shm-size" in caplog.text
+    with pytest.raises(OSError, match="no room for"):
+        files.shared("more", 1 << 60, Path.touch)

@@ -1,0 +1,67 @@
+"""Worker processes that change roles under load, on Ray: the same tokens, and weights that are mapped."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from epd.sampling_params import SamplingParams
+from serve_app.ray.memory import PoolFiles
+from tests.serve_app.deployments import Question, undisturbed, until_decoding
+from tests.serve_app.orchestration.test_role_switch import MEDIA, roles
+from tests.serve_app.ray.ray_session import IGNORED, RaySession, ray_deployed
+
+pytestmark = [pytest.mark.filterwarnings(each) for each in IGNORED]
+
+# A round of all three kinds, with encode in two of them, through three topologies.
+ROUND = (("d1", "p", "1e2p1d"), ("p0", "e", "2e1p1d"), ("e0", "d", "1e1p2d"))
+
+
+@pytest.fixture(scope="module")
+def questions(media: dict[str, Path]) -> list[Question]:
+    return [
+        Question(
+            tuple(media[name] for name in MEDIA[number % 4]),
+            f"what {number}?",
+            SamplingParams(max_tokens=120, ignore_eos=True, temperature=number % 2 / 2, top_k=5, seed=number),
+        )
+        for number in range(6)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoints: dict[str, Path], questions: list[Question]) -> list[tuple[int, ...]]:
+    return undisturbed(checkpoints["qwen2_5_vl"], questions)
+
+
+def test_processes_change_roles_under_load(
+    ray_session: RaySession,
+    checkpoints: dict[str, Path],
+    questions: list[Question],
+    expected: list[tuple[int, ...]],
+) -> None:
+    files: list[PoolFiles] = []
+
+    async def run() -> None:
+        async with ray_deployed(checkpoints["qwen2_5_vl"], "1e1p2d") as deployment:
+            num_moved = 0
+            for worker, letters, topology in ROUND:
+                asking = asyncio.create_task(deployment.ask_all(questions))
+                await until_decoding(deployment, "d1" if worker == "d1" else "d0", 1)
+                switch = await deployment.service.switch_roles(worker, roles(letters))
+                num_moved += switch.num_moved
+                assert [answer.tokens for answer in await asking] == expected
+                assert switch.weights_s < switch.onload_s
+                status = await deployment.service.status()
+                assert status.topology == topology
+                assert status.counters.get("retries", 0) == 0
+            assert num_moved > 0
+            assert [answer.tokens for answer in await deployment.ask_all(questions)] == expected
+            assert deployment.service.num_attempts == deployment.service.num_tickets == 0
+            files.append(deployment.ray_fleet.files)
+            assert len(files[0].paths("weights")) == 1
+
+    asyncio.run(run())
+    assert files[0].paths() == []

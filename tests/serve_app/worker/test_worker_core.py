@@ -1,0 +1,383 @@
+"""Single workers, driven message by message on one thread: what they take, refuse, tell and let go of."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epd.kv.scheduling import SchedulerConfig
+from epd.topology import Stage
+from epd.transfer.connectors import KVTicket
+from epd.types import UInt8Array
+from serve_app.local.fleet import LocalTransport
+from serve_app.messages import (
+    Abort,
+    EncodeGroup,
+    Granted,
+    GroupFailed,
+    GroupsArrived,
+    HandedOver,
+    Message,
+    PeerLost,
+    Prefill,
+    ReadFrames,
+    Redirect,
+    Reissue,
+    RequestFailed,
+    Reserve,
+    SetRoles,
+    SpanDone,
+    WorkerEvent,
+    endpoint,
+)
+from serve_app.orchestration.request_planner import AnswerPlan, Planner
+from serve_app.worker.frame_reader import FrameReader
+from serve_app.worker.worker_core import WorkerCore
+from serve_app.worker.worker_stages import WorkerSettings
+from stages.engine.generation import TokenOutput
+from tests.serve_app.deployments import MAX_TOKENS, Question, num_held, workers_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
+
+
+@dataclass
+class Bench:
+    """Workers on one thread. Everything said to and by them goes through pickle, as between processes."""
+
+    path: Path
+    topology: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        base = WorkerSettings(
+            self.path,
+            num_kv_tokens=4096,
+            num_embeddings=2048,
+            scheduler=SchedulerConfig(max_chunk_tokens=32),
+        )
+        self.worker_settings = replace(base, **self.settings)
+        self.transport = LocalTransport()
+        self.planner = Planner(self.path, "tiny", group_tokens=8)
+        self.reader = FrameReader()
+        roles = workers_of(self.topology)
+        del roles["v0"]
+        self.cores = {name: self.new(name, each) for name, each in roles.items()}
+        self.events: list[tuple[str, WorkerEvent]] = []
+        self.outputs: dict[str, dict[int, TokenOutput]] = {}
+
+    def new(self, name: str, roles: frozenset[Stage]) -> WorkerCore:
+        return WorkerCore(name, roles, self.worker_settings, self.transport)
+
+    def lose(self, name: str) -> None:
+        """The worker is gone; nobody is told yet."""
+        del self.cores[name]
+        for stage in ("encode", "prefill", "decode"):
+            self.transport.close(f"{name}.{stage}")
+
+    def plan(self, question: Question) -> AnswerPlan:
+        return self.planner.plan(question.request())
+
+    def tell(self, worker: str, message: Message[Any], frames: UInt8Array | None = None) -> Any:
+        reply = self.cores[worker].handle(pickle.loads(pickle.dumps(message)), frames)
+        return pickle.loads(pickle.dumps(reply))
+
+    def reserve(
+        self, request_id: str, plan: AnswerPlan, sender: str = "p0", worker: str = "d0"
+    ) -> KVTicket | None:
+        message = Reserve(request_id, endpoint(sender, "prefill"), plan.identity, plan.params)
+        ticket: KVTicket | None = self.tell(worker, message)
+        return ticket
+
+    def submit(self, request_id: str, plan: AnswerPlan, worker: str = "p0") -> bool:
+        is_merged = "decode" in self.cores[worker].roles
+        ticket = None if is_merged else self.reserve(request_id, plan, worker)
+        message = Prefill(plan.generate_request(request_id), plan.groups, ticket)
+        taken: bool = self.tell(worker, message)
+        return taken
+
+    def encode(self, question: Question, plan: AnswerPlan, granted: Granted, worker: str) -> bool:
+        """Hands a granted group to an encoder, with its frames."""
+        group = plan.groups[granted.group]
+        index = plan.index_in_item(granted.group)
+        frames = plan.image_of(granted.group)
+        if frames is None:
+            stream_id = f"{granted.request_id} {group.item}"
+            _, frames = self.reader.handle(
+                ReadFrames(stream_id, question.media[group.item], group.plan, plan.cuts(group.item), index)
+            )
+        message = EncodeGroup(
+            granted.request_id, granted.ticket, group.plan, group.start, group.stop, group.item, index
+        )
+        taken: bool = self.tell(worker, message, frames)
+        return taken
+
+    def step(self, num_steps: int = 1) -> list[tuple[str, WorkerEvent]]:
+        """All workers, so many times; returns the new events."""
+        num_before = len(self.events)
+        for _ in range(num_steps):
+            for name, core in self.cores.items():
+                core.step()
+                core.check_integrity()
+                report = core.take_report()
+                if report is not None:
+                    report = pickle.loads(pickle.dumps(report))
+                    self.events += [(name, event) for event in report.events]
+                    for output in report.outputs:
+                        self.outputs.setdefault(output.request_id, {})[output.index] = output
+        return self.events[num_before:]
+
+    def granted(self, events: Iterable[tuple[str, WorkerEvent]]) -> list[Granted]:
+        return [event for _, event in events if isinstance(event, Granted)]
+
+    def finish(self, questions: dict[str, tuple[Question, AnswerPlan]], encoder: str = "e0") -> None:
+        """Serves every grant until all answers have ended."""
+        for _ in range(600):
+            for granted in self.granted(self.step()):
+                assert self.encode(*questions[granted.request_id], granted, encoder)
+            if all(self.is_over(name) for name in questions):
+                return
+        raise AssertionError("the answers did not come to an end")
+
+    def is_over(self, request_id: str) -> bool:
+        outputs = self.outputs.get(request_id, {})
+        return any(output.finish_reason for output in outputs.values())
+
+    def tokens(self, request_id: str) -> list[int]:
+        outputs = self.outputs[request_id]
+        assert sorted(outputs) == list(range(len(outputs)))
+        return [outputs[index].token.token_id for index in sorted(outputs)]
+
+    def settle(self) -> None:
+        self.step(4)
+        for core in self.cores.values():
+            assert not core.has_work()
+            assert not core.load().kv_usage
+            assert num_held(core) == 0
+
+
+@pytest.fixture
+def bench(checkpoints: dict[str, Path]) -> Bench:
+    return Bench(checkpoints["qwen2_5_vl"], "2e1p2d")
+
+
+@pytest.fixture
+def question(media: dict[str, Path]) -> Question:
+    return Question((media["video"], media["image"]))
+
+
+def kinds(events: Iterable[tuple[str, WorkerEvent]]) -> list[type]:
+    return [type(event) for _, event in events]
+
+
+def test_a_request_goes_through_three_workers(bench: Bench, question: Question) -> None:
+    plan = bench.plan(question)
+    assert bench.submit("r", plan)
+    bench.finish({"r": (question, plan)})
+    assert kinds(bench.events).count(HandedOver) == 1
+    spans = [event.span for _, event in bench.events if isinstance(event, SpanDone)]
+    encoded = {(span.item, span.group) for span in spans if span.stage == "encode"}
+    assert len(encoded) == len(plan.groups)
+    assert {(span.item, span.group) for span in spans if span.stage == "prefill"} > {(0, 0), (0, 1), (1, 0)}
+    arrived = [event for _, event in bench.events if isinstance(event, GroupsArrived)]
+    assert sum(len(event.transfer_ids) for event in arrived) == len(plan.groups) > 3
+    assert len(bench.tokens("r")) <= MAX_TOKENS
+    bench.settle()
+
+
+def test_groups_of_a_request_share_the_seconds_of_their_batch(bench: Bench, question: Question) -> None:
+    plan = bench.plan(question)
+    assert bench.submit("r", plan)
+    bench.finish({"r": (question, plan)})
+    batches: dict[tuple[str, float, float], list[float]] = {}
+    for worker, event in bench.events:
+        if isinstance(event, SpanDone) and event.span.stage == "encode":
+            key = (worker, event.span.start_s, event.span.stop_s)
+            batches.setdefault(key, []).append(event.service_s)
+    assert max(map(len, batches.values())) > 1
+    for (_, start_s, stop_s), seconds in batches.items():
+        assert sum(seconds) == pytest.approx(stop_s - start_s)
+
+
+def test_merged_roles_need_no_other_worker_and_give_the_same_tokens(bench: Bench, question: Question) -> None:
+    plan = bench.plan(question)
+    assert bench.submit("r", plan)
+    bench.finish({"r": (question, plan)})
+    merged = Bench(bench.path, "1epd")
+    assert merged.submit("r", plan, "epd0")
+    merged.finish({"r": (question, plan)}, "epd0")
+    assert merged.tokens("r") == bench.tokens("r")
+    merged.settle()
+
+
+def test_each_role_loads_its_own_weights_alone(bench: Bench) -> None:
+    assert set(bench.cores["e0"].hosted) == {"encode"}
+    assert set(bench.cores["p0"].hosted) == {"prefill"}
+    assert bench.cores["p0"].load().kv_usage == 0.0
+    assert bench.cores["e0"].load().kv_usage is None
+
+
+def test_work_for_a_role_that_a_worker_lacks_is_refused(bench: Bench, question: Question) -> None:
+    plan = bench.plan(question)
+    assert bench.reserve("r", plan, worker="p0") is None
+    message = Prefill(plan.generate_request("r"), plan.groups, None)
+    assert bench.tell("d0", message) is False
+    assert bench.tell("p0", message) is False  # it cannot decode
+
+
+def test_without_room_prefill_and_decode_refuse(bench: Bench, question: Question) -> None:
+    small = Bench(bench.path, "1e1p1d", {"num_kv_tokens": 512})
+    plan = small.plan(question)
+    taken = [small.submit(f"r{number}", plan) for number in range(8)]
+    assert taken[0]
+    assert not taken[-1]
+    names = [f"r{number}" for number in range(8)]
+    small.tell("p0", Abort(tuple(names)))
+    small.tell("d0", Abort(tuple(names)))
+    small.settle()
+
+
+def test_an_encoder_without_the_group_wants_frames(bench: Bench, question: Question) -> None:
+    plan = bench.plan(question)
+    bench.submit("r", plan)
+    granted = bench.granted(bench.step(2))[0]
+    group = plan.groups[granted.group]
+    bare = EncodeGroup("r", granted.ticket, group.plan, group.start, group.stop, 0, 0)
+    assert bench.tell("e0", bare) is False
+    assert bench.encode(question, plan, granted, "e0")
+    bench.step(2)
+    assert bench.tell("e0", bare) is True
+
+
+def test_a_lost_encoder_costs_only_its_groups(bench: Bench, question: Question) -> None:
+    plan = bench.plan(question)
+    bench.submit("r", plan)
+    granted = bench.granted(bench.step(2))
+    for place, each in enumerate(granted):
+        bench.encode(question, plan, each, f"e{place % 2}")
+    lost = tuple(each.ticket.transfer_id for each in granted[1::2])
+    bench.lose("e1")
+    bench.tell("p0", Reissue((*lost, "never heard of")))
+    again = bench.granted(bench.step())
+    assert [each.group for each in again] == [each.group for each in granted[1::2]]
+    for each in again:
+        bench.encode(question, plan, each, "e0")
+    bench.finish({"r": (question, plan)})
+    assert bench.cores["e0"].load().counters["encoded_groups"] == len(granted)
+    bench.settle()
+
+
+def test_a_group_that_cannot_be_encoded_is_told_and_may_be_granted_again(
+    bench: Bench, question: Question
+) -> None:
+    plan = bench.plan(question)
+    bench.submit("r", plan)
+    first, *rest = bench.granted(bench.step(2))
+    group = plan.groups[first.group]
+    message = EncodeGroup("r", first.ticket, group.plan, group.start, group.stop, 0, 0)
+    image = plan.image_of(len(plan.groups) - 1)
+    assert image is not None
+    assert bench.tell("e0", message, image[:, :-3, :-5].copy())  # of no size that the tower could take
+    failed = [event for _, event in bench.step(3) if isinstance(event, GroupFailed)]
+    assert [(each.request_id, each.group, each.transfer_id) for each in failed] == [
+        ("r", first.group, first.ticket.transfer_id)
+    ]
+    bench.tell("p0", Reissue((first.ticket.transfer_id,)))
+    for each in rest:
+        bench.encode(question, plan, each, "e0")
+    bench.finish({"r": (question, plan)})
+    bench.settle()
+
+
+def test_groups_of_an_aborted_request_are_granted_to_who_still_wants_them(
+    bench: Bench, question: Question
+) -> None:
+    plan = bench.plan(question)
+    bench.submit("a", plan)
+    bench.submit("b", plan)
+    granted = bench.granted(bench.step(3))
+    assert {each.request_id for each in granted} == {"a"}
+    bench.tell("p0", Abort(("a",)))
+    bench.tell("d0", Abort(("a",)))
+    again = bench.granted(bench.step())
+    assert [(each.request_id, each.group) for each in again] == [("b", each.group) for each in granted]
+    for each in again:
+        bench.encode(question, plan, each, "e0")
+    bench.finish({"b": (question, plan)})
+    bench.settle()
+
+
+def test_a_second_question_is_granted_nothing(bench: Bench, question: Question) -> None:
+    first, second = bench.plan(question), bench.plan(replace(question, text="and then?"))
+    bench.submit("a", first)
+    bench.finish({"a": (question, first)})
+    bench.submit("b", second)
+    num_events = len(bench.events)
+    bench.finish({"b": (question, second)})
+    assert not bench.granted(bench.events[num_events:])
+    bench.settle()
+
+
+def test_a_lost_decode_worker_is_redirected_from(bench: Bench, question: Question) -> None:
+    plan = bench.plan(question)
+    bench.submit("r", plan)
+    granted = bench.granted(bench.step(2))
+    bench.encode(question, plan, granted[0], "e0")
+    bench.step(3)
+    bench.lose("d0")
+    assert bench.tell("p0", PeerLost("d0")) == ("r",)
+    ticket = bench.reserve("r", plan, worker="d1")
+    assert ticket is not None
+    assert bench.tell("p0", Redirect("r", ticket)) is True
+    assert bench.tell("p0", Redirect("unknown", replace(ticket, request_id="unknown"))) is False
+    for each in granted[1:]:
+        bench.encode(question, plan, each, "e0")
+    bench.finish({"r": (question, plan)})
+    bench.settle()
+
+
+def test_a_lost_prefill_worker_leaves_nothing_at_the_others(bench: Bench, question: Question) -> None:
+    plan = bench.plan(question)
+    bench.submit("r", plan)
+    for each in bench.granted(bench.step(2)):
+        bench.encode(question, plan, each, "e0")
+    bench.lose("p0")
+    bench.step()
+    assert bench.tell("d0", PeerLost("p0")) == ("r",)
+    assert bench.tell("e0", PeerLost("p0")) == ()
+    bench.settle()
+
+
+def test_a_decode_worker_that_forgot_a_request_makes_it_fail_at_prefill(
+    bench: Bench, question: Question
+) -> None:
+    plan = bench.plan(question)
+    bench.submit("r", plan)
+    bench.tell("d0", Abort(("r",)))
+    failed = [event for _, event in bench.step(6) if isinstance(event, RequestFailed)]
+    assert [(event.request_id, event.is_final) for event in failed] == [("r", False)]
+    bench.settle()
+
+
+def test_roles_change_without_losing_what_runs(bench: Bench, question: Question) -> None:
+    plan = bench.plan(question)
+    bench.submit("r", plan)
+    granted = bench.granted(bench.step(2))
+    for each in granted:
+        bench.encode(question, plan, each, "e0")
+    bench.tell("e0", SetRoles(frozenset({"decode"})))
+    assert set(bench.cores["e0"].hosted) == {"encode", "decode"}
+    bench.finish({"r": (question, plan)})
+    bench.settle()
+    assert set(bench.cores["e0"].hosted) == {"decode"}
+    assert bench.cores["e0"].load().num_role_switches == 1
+    ticket = bench.reserve("s", plan, worker="e0")
+    assert ticket is not None
+    assert bench.tell("p0", Prefill(plan.generate_request("s"), plan.groups, ticket))
+    bench.finish({"s": (question, plan)}, encoder="e1")
+    assert bench.tokens("s") == bench.tokens("r")
+    bench.settle()

@@ -1,0 +1,260 @@
+"""Workers that share the cores of one machine, and what the application costs there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from epd.planning.goodput import Demand, goodput, rate_bound
+from epd.profiles import HostCosts, Overhead, Profile, PromptRule, analytic_profile, parse_profile
+from epd.profiles.app_costs import KINDS, LAYOUTS, LONG_TEXT, SHORT_TEXT, Figures, prompt_rule, sequence_s
+from epd.profiles.cost import StageCost
+from epd.profiles.files import dump_profile
+from epd.profiles.speed import SpeedSampler, core_speed
+from epd.simulate import Deployment, JobMaker, Simulation, SimulationResult
+from epd.simulate.calibrating import Asked, calibrated, simulated_figures
+from epd.simulate.clock import EventQueue, Rank, ticks_of
+from epd.simulate.machine import SharedCores
+from epd.topology import parse_topology
+from epd.workload.config import load_workload
+from epd.workload.metrics import SLO
+from tests.simulate.test_simulation import PROFILE, jobs, plain_profile
+
+FREE = HostCosts(num_cores=2, idle_cores=0.0)
+
+
+def ends_of(costs: HostCosts, tasks: list[tuple[float, float]]) -> list[float]:
+    """tasks: (start, seconds alone). When each ends, in the order of the list."""
+    events, ends = EventQueue(), [0.0] * len(tasks)
+    cores = SharedCores(events, costs)
+    for number, (start_s, length_s) in enumerate(tasks):
+
+        def end(number: int = number) -> None:
+            ends[number] = events.now / 1e12
+
+        def begin(length_s: float = length_s, end: object = end) -> None:
+            cores.run(ticks_of(length_s), end)  # type: ignore[arg-type]
+
+        events.push(ticks_of(start_s), Rank.ARRIVAL, begin)
+    while events.step():
+        pass
+    return ends
+
+
+def test_tasks_slow_each_other_only_beyond_the_cores() -> None:
+    assert ends_of(FREE, [(0, 3), (1, 1)]) == pytest.approx([3, 2])
+    # Three on two cores from 1 s on, each at 2/3: the third takes 1.5 s, and the others lose half a second.
+    assert ends_of(FREE, [(0, 3), (0, 3), (1, 1)]) == pytest.approx([3.5, 3.5, 2.5])
+    one = replace(FREE, num_cores=1)
+    assert ends_of(one, [(0, 1), (0, 1), (0, 2)]) == pytest.approx([3, 3, 4])
+
+
+def test_an_idle_application_takes_its_share() -> None:
+    assert ends_of(replace(FREE, num_cores=1, idle_cores=0.2), [(0, 4)]) == pytest.approx([5])
+    assert ends_of(replace(FREE, idle_cores=0.5), [(0, 3), (0, 3)]) == pytest.approx([4, 4])
+
+
+def simulate(profile: Profile, topology: str, num: int = 1, **part: str) -> SimulationResult:
+    work = jobs(profile, num, **part)
+    return Simulation(profile, Deployment(parse_topology(topology))).run(work)
+
+
+def test_what_costs_nothing_changes_nothing() -> None:
+    profile = plain_profile()
+    for topology in ("1e1p1d", "2ep1d"):
+        alone = simulate(profile, topology, images="1", image_size="448x448")
+        shared = simulate(replace(profile, host=FREE), topology, images="1", image_size="448x448")
+        assert shared.ttft_s[0] == pytest.approx(alone.ttft_s[0], abs=1e-9)
+        assert shared.e2e_s[0] == pytest.approx(alone.e2e_s[0], abs=1e-9)
+
+
+def test_every_overhead_has_its_place() -> None:
+    """Of one request with one image, alone: see `test_one_request_takes_the_sum_of_its_stages`."""
+    costs = replace(
+        FREE,
+        request=Overhead(0.01, 0.02),
+        split=Overhead(0.1, 0.2),
+        image=Overhead(1.0),
+        sent=Overhead(2.0),
+        second=Overhead(0.0, 4.0),
+        encode_s=8.0,
+        prefill_s=16.0,
+        decode_s=0.001,
+        sequence_s=0.002,
+    )
+    profile = replace(plain_profile(), host=costs)
+    part = {"images": "1", "image_size": "448x448", "output_tokens": "5"}
+    split = simulate(profile, "1e1p1d", **part)
+    assert split.ttft_s[0] == pytest.approx(1.85 + 0.03 + 0.3 + 2 * 1 + 2 + 8 + 16)
+    assert split.e2e_s[0] - split.ttft_s[0] == pytest.approx(0.25 + 4 + 4 * 0.013)
+    merged = simulate(profile, "1epd", **part)
+    assert merged.ttft_s[0] == pytest.approx(1.6 + 0.03 + 2 * 1 + 8 + 16)
+    assert merged.e2e_s[0] - merged.ttft_s[0] == pytest.approx(4 * 0.013)
+
+
+def test_what_is_done_beside_takes_cores_from_others() -> None:
+    profile = replace(plain_profile(), host=replace(FREE, num_cores=1))
+    part = {"images": "0", "output_tokens": "50"}
+    quiet = simulate(profile, "1epd", **part)
+    costs = replace(FREE, num_cores=1, request=Overhead(beside_s=0.05), token_s=0.002)
+    busy = simulate(replace(profile, host=costs), "1epd", **part)
+    assert busy.ttft_s[0] == pytest.approx(quiet.ttft_s[0] + 0.05, abs=1e-6)
+    assert busy.tpot_s[0] == pytest.approx(quiet.tpot_s[0] + 0.002, rel=0.05)
+
+
+def test_prompts_are_longer_than_their_text() -> None:
+    profile = replace(analytic_profile("h100", "qwen2.5-vl-7b"), prompt=PromptRule(20.0, 1.5))
+    config = load_workload(None, {"num_requests": 1, "mix": [{"text_tokens": "40"}]})
+    [job] = JobMaker(profile).jobs(config.resolve().requests(0))
+    assert job.num_prompt_tokens == 80
+
+
+def test_a_profile_with_a_host_survives_its_file() -> None:
+    host = replace(FREE, request=Overhead(0.1, 0.2, 0.3))
+    profile = replace(plain_profile(), host=host, num_threads=1, core_speed=4000.0)
+    assert parse_profile(dump_profile(profile)) == profile
+
+
+# What an application would report whose costs are known, of a model with these costs.
+
+KNOWN = replace(
+    FREE, idle_cores=0.1, request=Overhead(0.02, beside_s=0.01), split=Overhead(0.004),
+    image=Overhead(0.002, beside_s=0.002), video=Overhead(0.009), sent=Overhead(0.006),
+    second=Overhead(0.008), token_s=0.0015, encode_s=0.003, prefill_s=0.002, decode_s=0.004,
+)  # fmt: skip
+
+
+def small_profile() -> Profile:
+    """Milliseconds a stage, as of a small model."""
+    return replace(
+        plain_profile(),
+        encode=replace(PROFILE.encode, cost=StageCost(0.004, 0.0, 5e-6)),
+        prefill=replace(PROFILE.prefill, cost=StageCost(0.006, 0.0, 7e-5)),
+        decode=replace(PROFILE.decode, cost=StageCost(0.005, 0.0, 3e-4)),
+        transfer=replace(PROFILE.transfer, cost=StageCost()),
+        images=replace(PROFILE.transfer, cost=StageCost(0.001)),
+        prompt=PromptRule(12.0, 1.0),
+    )
+
+
+def asked(profile: Profile, layout: str, part: Mapping[str, object], core_speed: float) -> Asked:
+    """As if the simulator were the application, on cores of that speed."""
+    profile = profile.at_speed(core_speed)
+    config = load_workload(None, {"rate": 0.1, "num_requests": 6, "mix": [part]}).resolve()
+    deployment = Deployment(parse_topology(layout), cpu_threads=2)
+    return Asked(layout, config, 3, simulated_figures(profile, deployment, config, 3), core_speed)
+
+
+def test_costs_that_are_known_are_found_again() -> None:
+    """Although the cores were slower for a while."""
+    base = replace(small_profile(), core_speed=1000.0)
+    answers = [
+        asked(replace(base, host=KNOWN), layout, part, core_speed)
+        for part, core_speed in zip(KINDS, (1000.0, 800.0, 800.0, 1100.0), strict=True)
+        for layout in LAYOUTS
+    ]
+    found = calibrated(replace(base, host=replace(FREE, idle_cores=0.1)), answers)
+    host = found.host
+    assert host is not None
+    for name in ("encode_s", "prefill_s", "decode_s", "token_s"):
+        assert getattr(host, name) == pytest.approx(getattr(KNOWN, name), abs=1e-4), name
+    for name in ("request", "split", "image", "video", "sent", "second"):
+        one, known = getattr(host, name), getattr(KNOWN, name)
+        assert one.work_s == pytest.approx(known.work_s, abs=1.5e-3), name
+        assert one.beside_s == pytest.approx(known.beside_s, abs=1.5e-3), name
+    for answer in answers:
+        part = KINDS[answers.index(answer) // len(LAYOUTS)]
+        again = asked(found, answer.topology, part, answer.core_speed).figures
+        assert again.ttft_s == pytest.approx(answer.figures.ttft_s, rel=0.02)
+        assert again.cpu_s == pytest.approx(answer.figures.cpu_s, rel=0.01)
+
+
+def test_slower_cores_take_longer_for_work_but_not_for_waiting() -> None:
+    host = replace(FREE, idle_cores=0.1, request=Overhead(0.02, 0.5), decode_s=0.004)
+    profile = replace(small_profile(), host=host, core_speed=1000.0)
+    slow = profile.at_speed(500.0)
+    part = {"images": "1", "image_size": "448x448", "output_tokens": "9"}
+    before, after = simulate(profile, "1epd", **part), simulate(slow, "1epd", **part)
+    assert after.ttft_s[0] - 0.5 == pytest.approx(2 * (before.ttft_s[0] - 0.5))
+    assert after.tpot_s[0] == pytest.approx(2 * before.tpot_s[0])
+    assert slow.host is not None
+    assert slow.host.idle_cores == pytest.approx(0.2)
+    assert slow.at_speed(1000.0) == profile
+    with pytest.raises(ValueError, match="does not know at which speed"):
+        replace(profile, core_speed=None).at_speed(500.0)
+
+
+def test_the_speed_of_a_core_is_told_by_the_time_of_its_own_work() -> None:
+    """Others that compute do not count: only whether the same work takes as long."""
+    alone = core_speed(0.2)
+    with SpeedSampler() as sampler:
+        end_s = time.perf_counter() + 0.4
+        while time.perf_counter() < end_s:
+            sum(range(1000))
+    assert alone > 100
+    assert sampler.core_speed == pytest.approx(alone, rel=0.7)
+
+
+def test_images_of_a_prompt_reach_the_encoder_one_by_one() -> None:
+    """The first is taken at once, the others, which come while it is encoded, together."""
+    profile = replace(plain_profile(), host=replace(FREE, image=Overhead(0.01)))
+    simulation = Simulation(profile, Deployment(parse_topology("1e1p1d")), has_spans=True)
+    result = simulation.run(jobs(profile, 1, images="3", image_size="448x448"))
+    spans = [span for span in result.spans if span.name == "encode"]
+    assert len(spans) == 2
+    assert spans[0].ticks < spans[1].ticks
+
+
+def figures(ttft_s: float, tpot_s: float, *, prefill_s: float = 0.0, prompt: float = 0.0) -> Figures:
+    return Figures(ttft_s, tpot_s, 0.0, prefill_s, 0.0, prompt, cached_tokens=10.0)
+
+
+def test_tokens_of_the_template_and_of_the_text_are_told_apart() -> None:
+    rule = prompt_rule(
+        figures(0.1, 0, prompt=10 + 8 + 2 * SHORT_TEXT), figures(0.1, 0, prompt=18 + 2 * LONG_TEXT)
+    )
+    assert (rule.fixed_tokens, rule.per_text_token) == (8, 2)
+
+
+def test_a_sequence_costs_what_a_step_of_several_takes_longer() -> None:
+    """Three others, but for the time in which they are prefilled: each stalls the rest once in 32 steps."""
+    alone = figures(0.0, 0.010, prefill_s=0.032)
+    assert sequence_s(alone, figures(0.0, 0.010 + 3 * 0.001 + 3 * 0.001)) == pytest.approx(0.001)
+    assert sequence_s(alone, alone) == 0.0
+
+
+def test_groups_are_handed_over_one_after_the_other() -> None:
+    """Three images arrive at 1, 2 and 3 s although both cores are free; what follows waits for nobody."""
+    events, ends = EventQueue(), list[float]()
+    cores = SharedCores(events, replace(FREE, image=Overhead(1.0)))
+    for _ in range(3):
+        cores.spend_in_turn("image", lambda: ends.append(events.now / 1e12))
+    while events.step():
+        pass
+    assert ends == pytest.approx([1, 2, 3])
+
+
+def test_a_batch_counts_once_for_a_request() -> None:
+    """Three images of a request in one batch: the stage has worked on it as long as the batch took."""
+    profile = plain_profile()
+    rows = simulate(profile, "1e1p1d", images="3", image_size="448x448").rows
+    spans = Simulation(profile, Deployment(parse_topology("1e1p1d")), has_spans=True)
+    result = spans.run(jobs(profile, 1, images="3", image_size="448x448"))
+    assert rows["encode_ticks"][0] == sum(span.ticks for span in result.spans if span.name == "encode")
+
+
+def test_cores_that_are_shared_bound_the_rate() -> None:
+    """More workers than cores serve no more, and a plan for them says so."""
+    profile = replace(plain_profile(), host=replace(FREE, request=Overhead(0.3, 0.0, 0.1)))
+    work = jobs(profile, 60, rate=1.0, images="0", output_tokens="11")
+    demand = Demand.of(work, SLO(ttft_s=5.0))
+    bounds = [
+        rate_bound(profile, Deployment(parse_topology(name)), demand) for name in ("1epd", "4epd", "16epd")
+    ]
+    # 0.4 s of the application and 0.1 s of ten steps at the least, on two cores.
+    assert bounds[1] == bounds[2] == pytest.approx(2 / 0.4, rel=0.05)
+    found = goodput(profile, Deployment(parse_topology("4epd")), demand)
+    assert 0.5 * bounds[1] < found <= bounds[1]

@@ -1,0 +1,246 @@
+"""Attention over the paged cache against softmax attention written out for each row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2Model
+
+from stages.attention.attention import AttentionBatch, AttentionPlan, attend, register, write_kv
+from stages.attention.host import HostPlan
+from stages.attention.pieces import GatheredPiece, Piece, UnmaskedPiece
+from stages.attention.runs import SharedRun, find_runs
+
+# (query heads, KV heads, head dim)
+HEADS = [(4, 2, 64), (4, 4, 16), (6, 1, 24)]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A pass: query [T, Hq, D]; keys and values of each segment, [context, Hkv, D]."""
+
+    batch: AttentionBatch
+    query: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+
+
+def make_case(
+    lens: list[tuple[int, int]],
+    heads: tuple[int, int, int] = (4, 2, 64),
+    block_size: int = 4,
+    dtype: torch.dtype = torch.float32,
+    *,
+    shuffled: bool = True,
+) -> Case:
+    """lens: (new tokens, context) of each segment. shuffled: blocks in no order, else one after another."""
+    generator = np.random.default_rng(sum(context for _, context in lens))
+    query_heads, kv_heads, dim = heads
+    num_blocks = [-(-context // block_size) for _, context in lens]
+    ids = np.arange(1, sum(num_blocks) + 1, dtype=np.int32)
+    tables = np.zeros((len(lens), max(num_blocks)), np.int32)
+    slots = []
+    pool = iter(generator.permutation(ids) if shuffled else ids)
+    for s, (new, context) in enumerate(lens):
+        tables[s, : num_blocks[s]] = [next(pool) for _ in range(num_blocks[s])]
+        tokens = np.arange(context - new, context)
+        slots.append(tables[s, tokens // block_size].astype(np.int64) * block_size + tokens % block_size)
+    starts = np.cumsum([0, *(new for new, _ in lens)]).astype(np.int32)
+    contexts = np.array([context for _, context in lens], np.int32)
+    torch.manual_seed(len(lens))
+    return Case(
+        AttentionBatch(starts, contexts, tables, np.concatenate(slots), block_size),
+        torch.randn(int(starts[-1]), query_heads, dim).to(dtype),
+        [torch.randn(context, kv_heads, dim).to(dtype) for _, context in lens],
+        [torch.randn(context, kv_heads, dim).to(dtype) for _, context in lens],
+    )
+
+
+def naive(case: Case, scale: float) -> Tensor:
+    """float64 [T, Hq, D]: the formula, row by row and head by head."""
+    rows = []
+    for s, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
+        start, stop = case.batch.query_starts[s : s + 2].tolist()
+        group = case.query.shape[1] // keys.shape[1]
+        for i, row in enumerate(case.query[start:stop].double()):
+            seen = len(keys) - (stop - start) + i + 1
+            heads = []
+            for head, one in enumerate(row):
+                weights = (keys[:seen, head // group].double() @ one * scale).softmax(0)
+                heads.append(weights @ values[:seen, head // group].double())
+            rows.append(torch.stack(heads))
+    return torch.stack(rows)
+
+
+def filled(case: Case) -> tuple[Tensor, Tensor]:
+    """Caches as they are once the new tokens are written; what no segment owns is not a number."""
+    heads = case.keys[0].shape[1:]
+    num_blocks = int(case.batch.block_tables.max()) + 2
+    caches = torch.full((2, num_blocks, case.batch.block_size, *heads), float("nan"), dtype=case.query.dtype)
+    new_keys, new_values = [], []
+    for s, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
+        tokens = np.arange(len(keys))
+        blocks = case.batch.block_tables[s, tokens // case.batch.block_size]
+        past = len(keys) - int(np.diff(case.batch.query_starts)[s])
+        places = (blocks[:past], tokens[:past] % case.batch.block_size)
+        caches[0][places] = keys[:past]
+        caches[1][places] = values[:past]
+        new_keys.append(keys[past:])
+        new_values.append(values[past:])
+    slots = torch.from_numpy(case.batch.slot_mapping)
+    write_kv(torch.cat(new_keys), torch.cat(new_values), caches[0], caches[1], slots)
+    return caches[0], caches[1]
+
+
+def check(case: Case, tolerance: float = 2e-6) -> None:
+    scale = case.query.shape[-1] ** -0.5
+    ours = attend(case.query, *filled(case), AttentionPlan.build(case.batch, "cpu"), scale)
+    assert ours.shape == case.query.shape
+    assert ours.dtype == case.query.dtype
+    assert (ours.double() - naive(case, scale)).abs().max() < tolerance
+
+
+def share(case: Case, segments: list[int], num_tokens: int) -> Case:
+    """The first tokens of the first of `segments`, whole blocks, are also those of the others."""
+    first, *others = segments
+    for other in others:
+        num_blocks = num_tokens // case.batch.block_size
+        case.batch.block_tables[other, :num_blocks] = case.batch.block_tables[first, :num_blocks]
+        case.keys[other][:num_tokens] = case.keys[first][:num_tokens]
+        case.values[other][:num_tokens] = case.values[first][:num_tokens]
+    return case
+
+
+def pieces_of(case: Case) -> tuple[Piece, ...]:
+    return HostPlan.build(case.batch).pieces
+
+
+@pytest.mark.parametrize("shuffled", [True, False])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_mixed_pass(block_size: int, heads: tuple[int, int, int], shuffled: bool) -> None:
+    lens = [(1, 1), (1, 40), (5, 5), (3, 20), (1, 39), (7, 18), (1, 150), (4, 4), (1, 16)]
+    check(make_case(lens, heads, block_size, shuffled=shuffled))
+
+
+SMALL = (4, 2, 16)
+LONG = [(1, 1300), (1, 40), (3, 1205), (1, 33), (20, 1190)]  # decodes, drafts, a chunk
+
+
+@pytest.mark.parametrize("shuffled", [True, False])
+def test_long_contexts(shuffled: bool) -> None:
+    check(make_case(LONG, SMALL, 16, shuffled=shuffled))
+
+
+def test_a_long_run_is_read_in_place_and_its_end_gathered() -> None:
+    """As a request grows: its prompt lies in one run, the blocks of its answer elsewhere."""
+    case = make_case([(1, 1200), (1, 1208), (1, 90)], SMALL, 16, shuffled=False)
+    tables = case.batch.block_tables
+    case.batch.slot_mapping[1] += (tables[0, 73] - tables[1, 75]) * 16
+    tables[0, 73], tables[1, 75] = tables[1, 75], tables[0, 73]
+    in_place = [piece for piece in pieces_of(case) if isinstance(piece, UnmaskedPiece)]
+    assert [piece.stop - piece.first for piece in in_place] == [73 * 16, 75 * 16]
+    check(case)
+
+
+@pytest.mark.parametrize("shuffled", [True, False])
+def test_shared_prefixes(shuffled: bool) -> None:
+    lens = [(1, 300), (1, 330), (9, 300), (4, 290), (1, 200), (1, 99)]
+    case = make_case(lens, SMALL, 16, shuffled=shuffled)
+    check(share(share(case, [0, 1, 2, 3], 272), [0, 4], 160))
+
+
+def test_a_shared_run_is_read_once() -> None:
+    lens = [(1, 1000 + 5 * i) for i in range(8)]
+    case = share(make_case(lens, SMALL, 16, shuffled=False), list(range(8)), 960)
+    run, rest = pieces_of(case)
+    assert isinstance(run, UnmaskedPiece)
+    assert (run.rows.num_rows, run.stop - run.first, run.merges) == (8, 960, False)
+    assert isinstance(rest, GatheredPiece)
+    assert (rest.num_segments, rest.mask.shape[-1], rest.merges) == (8, 75, True)
+    check(case)
+
+
+def test_runs_that_part_are_followed_while_they_are_shared() -> None:
+    tables = np.array([[3, 4, 5, 6, 7, 0], [3, 4, 5, 6, 9, 2], [3, 4, 5, 0, 0, 0]], np.int32)
+    runs = find_runs(tables, np.array([18, 24, 10]), 4, least_alone=8, least_shared=4)
+    assert runs == [SharedRun((0, 1, 2), 0, 8, 12), SharedRun((0, 1), 8, 8, 20)]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1.6e-2), (torch.float16, 2e-3)])
+def test_narrow_types(dtype: torch.dtype, tolerance: float) -> None:
+    """Within a rounding of the values and of the result."""
+    check(share(make_case([*LONG, (5, 60)], SMALL, 16, dtype), [0, 2], 640), tolerance)
+
+
+def test_layer_groups_of_different_lengths() -> None:
+    """After pruning the same new tokens have other contexts in other layers: one plan for each group."""
+    whole, pruned = [(1, 400), (6, 300), (12, 350)], [(1, 120), (6, 90), (12, 60)]
+    query = make_case(whole).query
+    check(replace(make_case(whole), query=query))
+    check(replace(make_case(pruned), query=query))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"context_lens": np.array([3], np.int32)}, "1 context lengths"),
+        ({"slot_mapping": np.arange(5)}, "need as many slots, got 5"),
+        ({"query_starts": np.array([0, 4, 4], np.int32)}, "every segment needs a new token"),
+        ({"context_lens": np.array([3, 99], np.int32)}, "does not fit 5 blocks of 4; allocate first"),
+    ],
+)
+def test_a_batch_that_does_not_fit_together_is_refused(change: dict[str, Any], message: str) -> None:
+    batch = make_case([(3, 3), (1, 18)]).batch
+    with pytest.raises(ValueError, match=message):
+        replace(batch, **change)
+
+
+@dataclass(frozen=True, slots=True)
+class OneLayerType:
+    """What `epd_paged` is handed when every layer has the same plan: caches [layers, 2, blocks, ...]."""
+
+    storage: Tensor
+    plan: AttentionPlan
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor, AttentionPlan]:
+        return self.storage[index, 0], self.storage[index, 1], self.plan
+
+
+def test_a_transformers_decoder_takes_it() -> None:
+    """A prompt in two chunks, packed with another one: hidden states equal those of sdpa without a cache."""
+    register()
+    config = Qwen2Config(
+        vocab_size=50,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    torch.manual_seed(0)
+    model = Qwen2Model(config).eval()
+    embeds = torch.randn(2, 11, 64)
+    with torch.inference_mode():
+        wanted = model(inputs_embeds=embeds, use_cache=False).last_hidden_state
+        model.set_attn_implementation("epd_paged")
+        storage = torch.zeros(3, 2, 8, 4, 2, 16)
+        tables = np.array([[5, 2, 3], [1, 6, 4]], np.int32)
+        for start, stop in [(0, 7), (7, 8), (8, 11)]:
+            tokens = np.arange(start, stop)
+            new = stop - start
+            slots = (tables[:, tokens // 4].astype(np.int64) * 4 + tokens % 4).ravel()
+            starts, contexts = np.array([0, new, 2 * new], np.int32), np.array([stop, stop], np.int32)
+            plan = AttentionPlan.build(AttentionBatch(starts, contexts, tables, slots, 4), "cpu")
+            got = model(
+                inputs_embeds=embeds[:, start:stop].reshape(1, 2 * new, 64),
+                position_ids=torch.from_numpy(np.tile(tokens, 2))[None],
+                use_cache=False,
+                paged=OneLayerType(storage, plan),
+            ).last_hidden_state
+            assert (got.view(2, new, 64) - wanted[:, start:stop]).abs().max() < 1e-5

@@ -1,0 +1,175 @@
+"""The Triton kernels against their plain torch twins: interpreted anywhere, compiled where there is a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from stages.attention.attention import AttentionPlan, attend, write_kv
+from stages.attention.device import DevicePlan
+from tests.stages.attention.test_attention import Case, filled, make_case, naive
+
+HAS_GPU = torch.cuda.is_available() or any(Path("/dev").glob("nvidia[0-9]*"))
+on_gpu = pytest.mark.skipif(not HAS_GPU, reason="no GPU in this machine")
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """lens: (new tokens, context) of each segment. heads: of queries, of keys, channels of a head.
+
+    num_processors: that the device is taken to have; the more, the more splits.
+    """
+
+    lens: tuple[tuple[int, int], ...]
+    heads: tuple[int, int, int]
+    block_size: int
+    dtype: torch.dtype = torch.float32
+    num_processors: int = 1
+
+
+# Few programs each: interpreted, one takes milliseconds.
+PASSES = [
+    Pass(((1, 40), (5, 5), (3, 20), (1, 33)), (4, 2, 24), 4),  # decodes and drafts; channels are padded
+    Pass(((1, 40), (1, 1), (1, 129)), (7, 1, 16), 16),  # a group that is no power of two
+    Pass(((1, 3), (2, 70)), (2, 2, 64), 1),
+    Pass(((40, 100), (9, 9), (1, 65)), (6, 2, 16), 16),  # chunks of several tiles beside a decode
+    Pass(((1, 600), (1, 20), (20, 520)), (4, 1, 16), 16, num_processors=16),  # some splits are empty
+    Pass(((1, 40), (12, 30)), (4, 2, 32), 4, torch.float16),
+    Pass(((1, 40), (12, 30)), (4, 2, 32), 4, torch.bfloat16),
+]
+LARGE_PASSES = [
+    Pass(tuple((1, 200 + 87 * i) for i in range(32)), (28, 4, 128), 16),
+    Pass(((1, 60_000),), (28, 4, 128), 16),
+    Pass(((512, 4512), (1, 900), (300, 300), (20, 8000)), (32, 8, 128), 16),
+    Pass(tuple((30 + 11 * i, 30 + 11 * i) for i in range(16)), (4, 2, 64), 16),
+    Pass(((700, 700), (4, 1000)), (8, 8, 80), 32),
+    Pass(((64, 300), (1, 500)), (8, 1, 256), 64),
+]
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+SCRIPT = """
+from tests.stages.attention.test_kernels import PASSES, compare_attention, compare_moves
+for one in PASSES:
+    compare_attention(one, "cpu")
+compare_moves("cpu")
+print(f"compared {len(PASSES)} passes")
+"""
+PLAIN = """
+from tests.stages.attention.test_attention import check, make_case
+check(make_case([(1, 40), (3, 3)]))
+print("attended")
+"""
+
+
+def python(script: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+
+
+def in_float32(case: Case) -> Case:
+    """The same values, so that the truth is not rounded in between."""
+    return replace(
+        case,
+        query=case.query.float(),
+        keys=[keys.float() for keys in case.keys],
+        values=[values.float() for values in case.values],
+    )
+
+
+def compare_attention(one: Pass, device: str, *, is_large: bool = False) -> None:
+    case = make_case(list(one.lens), one.heads, one.block_size, one.dtype)
+    scale = one.heads[2] ** -0.5
+    plan = DevicePlan.build(case.batch, torch.device(device))
+    if device == "cpu":
+        plan = replace(plan, num_processors=one.num_processors)
+    key_cache, value_cache = (cache.to(device) for cache in filled(case))
+    ours = plan.attend(case.query.to(device), key_cache, value_cache, scale)
+    assert ours.dtype == one.dtype
+    truth = in_float32(case)
+    twin = attend(truth.query, *filled(truth), AttentionPlan.build(case.batch), scale)
+    expected = twin if is_large else naive(truth, scale)
+    for wanted in (twin, expected):
+        difference = float((ours.cpu().double() - wanted.double()).abs().max())
+        assert difference < TOLERANCE[one.dtype], f"the kernel is off by {difference} for {one}"
+
+
+def compare_moves(device: str, dtype: torch.dtype = torch.float32) -> None:
+    """Writing, gathering and scattering, bit by bit; keys come as transposed views, as from transformers."""
+    from stages.kernels.kv_slots import gather_slots, scatter_slots, write_slots
+
+    torch.manual_seed(0)
+    slots = torch.tensor([7, 0, 30, 31, 12], device=device)
+    keys, values = (torch.randn(3, 5, 40).to(device, dtype).transpose(0, 1) for _ in range(2))
+    ours, twin = (torch.zeros(2, 8, 4, 3, 40, dtype=dtype, device=device) for _ in range(2))
+    write_slots(keys, values, ours[0], ours[1], slots)
+    for cache, rows in zip(twin, (keys, values), strict=True):
+        cache.view(-1, 3, 40).index_copy_(0, slots, rows)
+    assert torch.equal(ours, twin)
+    planes = ours.view(2, 32, 120)
+    assert torch.equal(gather_slots(planes, slots), planes.index_select(1, slots))
+    moved = torch.randn(2, 5, 120).to(device, dtype)
+    scatter_slots(planes, slots, moved)
+    assert torch.equal(planes, twin.view(2, 32, 120).index_copy_(1, slots, moved))
+
+
+def test_the_interpreted_kernels_equal_their_twins() -> None:
+    """In a process of its own: kernels are interpreted only if told so before they are first imported."""
+    run = python(SCRIPT, os.environ | {"TRITON_INTERPRET": "1"})
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == f"compared {len(PASSES)} passes\n"
+
+
+def test_attention_on_a_cpu_needs_no_triton() -> None:
+    """With an import of Triton failing, as where it is not installed."""
+    run = python(f"import sys; sys.modules['triton'] = None\n{PLAIN}", dict(os.environ))
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "attended\n"
+
+
+@pytest.mark.parametrize(
+    ("num_programs", "max_context", "splits"),
+    [(1, 100, 1), (1, 60_000, 32), (8, 4000, 16), (128, 4000, 3), (1000, 60_000, 1)],
+)
+def test_keys_are_split_while_the_device_is_idle(num_programs: int, max_context: int, splits: int) -> None:
+    pytest.importorskip("triton")
+    from stages.kernels.paged_attention import num_splits
+
+    assert num_splits(num_programs, max_context, num_processors=132) == splits
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("one", [*PASSES[:5], *LARGE_PASSES])
+def test_the_compiled_kernel_attends_as_its_twin(one: Pass, dtype: torch.dtype) -> None:
+    compare_attention(replace(one, dtype=dtype), "cuda", is_large=one in LARGE_PASSES)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_compiled_kernels_move_as_their_twins(dtype: torch.dtype) -> None:
+    compare_moves("cuda", dtype)
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_caches_on_a_gpu_take_the_kernels() -> None:
+    case = make_case([(1, 90), (30, 40)], (4, 2, 64), 16)
+    plan = AttentionPlan.build(case.batch, "cuda")
+    caches: list[Tensor] = [torch.zeros_like(cache).cuda() for cache in filled(case)]
+    new_keys, new_values = (
+        torch.cat([rows[0][-1:], rows[1][-30:]]).cuda() for rows in (case.keys, case.values)
+    )
+    for cache, full in zip(caches, filled(case), strict=True):
+        cache.copy_(full.nan_to_num())
+        cache.view(-1, 2, 64)[plan.slot_mapping] = 0
+    write_kv(new_keys, new_values, caches[0], caches[1], plan.slot_mapping)
+    ours = attend(case.query.cuda(), caches[0], caches[1], plan, 0.125)
+    assert (ours.cpu().double() - naive(case, 0.125)).abs().max() < TOLERANCE[torch.float32]

@@ -1,0 +1,155 @@
+"""Keys and values come out as they went in, wherever they lay in between."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from stages.engine.kv_pool import KVGroupShape, KVLayout, KVPool, KVPools, KVPoolsShape, token_slots
+
+HAS_GPU = torch.cuda.is_available() or any(Path("/dev").glob("nvidia[0-9]*"))
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Has what a `BlockCopy` has."""
+
+    layer_group: int
+    source: int
+    target: int
+    num_tokens: int
+
+
+def numbered(pool: KVPool) -> KVPool:
+    """The pool with another number in every place."""
+    pool.storage.copy_(torch.arange(pool.storage.numel()).view(pool.storage.shape))
+    return pool
+
+
+def token(pool: KVPool, slot: int) -> Tensor:
+    """What lies in one slot, read the slow way: [num_layers, 2, Hkv, D]."""
+    return pool.storage[:, :, slot // pool.block_size, slot % pool.block_size]
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize(("start", "stop"), [(0, 0), (0, 1), (0, 11), (3, 11), (4, 8), (7, 9)])
+def test_slots_of_tokens_follow_the_block_table(block_size: int, start: int, stop: int) -> None:
+    table = [7, 3, 4, 9, 0, 1, 2, 11, 5, 6, 8]
+    expected = [table[t // block_size] * block_size + t % block_size for t in range(start, stop)]
+    assert token_slots(table, start, stop, block_size).tolist() == expected
+
+
+def test_tokens_past_the_block_table_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"tokens \[3, 9\) are not in 2 blocks of 4; allocate first"):
+        token_slots([1, 0], 3, 9, 4)
+
+
+@pytest.mark.parametrize(("source_size", "target_size"), [(4, 4), (4, 16), (16, 4), (1, 1), (1, 4)])
+@pytest.mark.parametrize("count", [0, 1, 5, 13, 16])
+def test_a_copy_brings_every_token_and_touches_nothing_else(
+    source_size: int, target_size: int, count: int
+) -> None:
+    source = numbered(KVPool(32 // source_size, source_size, LAYOUT))
+    target = KVPool(32 // target_size, target_size, LAYOUT)
+    sources = token_slots(torch.randperm(source.num_blocks).tolist(), 2, 2 + count, source_size)
+    targets = token_slots(torch.randperm(target.num_blocks).tolist(), 1, 1 + count, target_size)
+    target.copy(source, sources, targets)
+    for here, there in zip(sources.tolist(), targets.tolist(), strict=True):
+        assert torch.equal(token(target, there), token(source, here))
+    untouched = sorted(set(range(32)) - set(targets.tolist()))
+    assert all(not token(target, slot).any() for slot in untouched)
+
+
+def test_copying_runs_equals_copying_slots() -> None:
+    source = numbered(KVPool(8, 4, LAYOUT))
+    fast, plain = KVPool(8, 4, LAYOUT), KVPool(8, 4, LAYOUT)
+    sources = token_slots([5, 6, 7, 1], 1, 15, 4)
+    targets = token_slots([0, 1, 6, 3, 4], 3, 17, 4)
+    fast.copy(source, sources, targets)
+    plain._copy_slots(source, sources, targets)
+    assert torch.equal(fast.storage, plain.storage)
+    assert fast.storage.any()
+
+
+def test_pools_of_different_layouts_do_not_mix() -> None:
+    other = KVPool(2, 4, KVLayout(3, 2, 8, torch.float32))
+    slots = torch.arange(2)
+    with pytest.raises(ValueError, match="cannot copy tokens of KVLayout"):
+        KVPool(2, 4, LAYOUT).copy(other, slots, slots)
+
+
+def test_a_copied_block_is_written_apart_from_its_source() -> None:
+    pool = numbered(KVPool(4, 4, LAYOUT))
+    before = pool.storage.clone()
+    pool.copy_blocks([Copy(0, source=1, target=3, num_tokens=3), Copy(0, source=3, target=0, num_tokens=2)])
+    assert torch.equal(pool.storage[:, :, 3, :3], before[:, :, 1, :3])
+    assert torch.equal(pool.storage[:, :, 3, 3], before[:, :, 3, 3])
+    assert torch.equal(pool.storage[:, :, 0, :2], before[:, :, 1, :2])
+    assert torch.equal(pool.storage[:, :, 1], before[:, :, 1])
+
+
+def test_a_request_that_was_in_host_memory_comes_back_elsewhere() -> None:
+    pool = numbered(KVPool(8, 4, LAYOUT))
+    here, there = token_slots([6, 2, 5], 0, 10, 4), token_slots([1, 0, 7], 0, 10, 4)
+    kept = pool.read(here)
+    assert kept.shape == (3, 2, 10, 2, 4)
+    expected = kept.clone()
+    pool.storage.zero_()
+    pool.write(there, kept)
+    assert torch.equal(pool.read(there), expected)
+    assert torch.equal(token(pool, 4), expected[:, :, 0])
+
+
+def test_layers_are_views_of_the_pool_in_the_order_of_the_model() -> None:
+    wide = KVLayout(2, 2, 4, torch.float32)
+    groups = (KVGroupShape(3, LAYOUT), KVGroupShape(5, wide))
+    pools = KVPools(KVPoolsShape(groups, block_size=4))
+    for index in range(5):
+        keys, values = pools.layer(index)
+        keys.fill_(index + 1)
+        values.fill_(-(index + 1))
+    assert [float(pools.groups[0].storage[i, 0].mean()) for i in range(3)] == [1, 2, 3]
+    assert [float(pools.groups[1].storage[i, 1].mean()) for i in range(2)] == [-4, -5]
+    assert pools.layer(4)[0].shape == (5, 4, 2, 4)
+    assert pools.bytes_per_token == 2 * 5 * 2 * 4 * 4
+
+
+def test_copies_of_blocks_go_to_their_layer_group() -> None:
+    pools = KVPools(KVPoolsShape((KVGroupShape(3, LAYOUT), KVGroupShape(3, LAYOUT)), block_size=4))
+    for pool in pools.groups:
+        numbered(pool)
+    pools.copy_blocks([Copy(1, source=0, target=2, num_tokens=4)])
+    assert torch.equal(pools.groups[1].storage[:, :, 2], pools.groups[1].storage[:, :, 0])
+    assert not torch.equal(pools.groups[0].storage[:, :, 2], pools.groups[0].storage[:, :, 0])
+
+
+def test_two_mappings_of_one_file_are_one_pool(tmp_path: Path) -> None:
+    shape = KVPoolsShape((KVGroupShape(3, LAYOUT), KVGroupShape(2, LAYOUT)), block_size=4)
+    file = tmp_path / "pool"
+    file.write_bytes(bytes(shape.num_bytes))
+    ours, theirs = shape.build(file), shape.build(file)
+    ours.layer(4)[1].fill_(7)
+    assert bool((theirs.layer(4)[1] == 7).all())
+    assert not theirs.groups[0].storage.any()
+
+
+def test_memory_of_a_device_cannot_be_shared(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="memory of 'cuda' cannot be shared"):
+        KVPools(KVPoolsShape((KVGroupShape(3, LAYOUT),), 4), tmp_path / "pool", "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="no GPU in this machine")
+def test_tokens_go_from_and_to_a_device() -> None:
+    source = numbered(KVPool(8, 4, LAYOUT))
+    there, back = KVPool(8, 4, LAYOUT, device="cuda"), KVPool(8, 4, LAYOUT)
+    slots, others = token_slots([5, 6, 1], 1, 11, 4), token_slots([0, 7, 3], 2, 12, 4)
+    there.copy(source, slots, others)
+    back.copy(there, others, slots)
+    assert torch.equal(back.read(slots), source.read(slots))
+    assert torch.equal(there.read(others), source.read(slots))

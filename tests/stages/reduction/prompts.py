@@ -1,0 +1,78 @@
+"""Reduced prompts about the drawn video, and engines that answer them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from encoders import PromptPlan
+from encoders.reduction import reduce_prompt
+from epd.reduction import ReductionPolicy
+from stages.colocated import ColocatedPipeline, EncodedMedia
+from stages.encode.splicing import Joiner
+from stages.engine.engine import LanguageEngine
+from stages.engine.generation import GenerationSettings
+from stages.engine.setup import build_engine
+from stages.engine.visual_inputs import PlacedEmbeddings
+from tests.stages.prompts import Drive, Prompt
+
+SMALL_WINDOW_TOKENS = 45  # three units of 15
+
+
+class Engines:
+    """Of the pipeline's model; every answer is as long as may be."""
+
+    def __init__(self, model: Any, pipeline: ColocatedPipeline) -> None:
+        self._model, self._adapter = model, pipeline.adapter
+
+    def engine(self, **options: Any) -> LanguageEngine:
+        settings = GenerationSettings(eos_ids=frozenset())
+        options = {"num_kv_tokens": 8192, "enable_prefix_caching": True} | options
+        return build_engine(self._model, self._adapter, settings, **options)
+
+
+def reduced_plan(
+    pipeline: ColocatedPipeline, encoded: EncodedMedia, question: str, policy: ReductionPolicy
+) -> PromptPlan:
+    return reduce_prompt(pipeline.adapter.plan_prompt(encoded.plans, question), policy)
+
+
+def prompt_of(
+    pipeline: ColocatedPipeline, encoded: EncodedMedia, question: str, policy: ReductionPolicy
+) -> Prompt:
+    plan = reduced_plan(pipeline, encoded, question, policy)
+    return Prompt(plan, ("clip",), tuple(placed(pipeline, encoded, plan)), ())
+
+
+def placed(
+    pipeline: ColocatedPipeline, encoded: EncodedMedia, plan: PromptPlan
+) -> Iterator[PlacedEmbeddings]:
+    joiner = Joiner(pipeline.adapter, plan)
+    for group in encoded.groups:
+        part = joiner.push_units(group.item, group.start, group.stop, group.embeddings)
+        if part is not None:
+            yield part
+
+
+def expected(prompts: dict[str, Prompt]) -> dict[str, tuple[int, ...]]:
+    return {name: prompt.expected for name, prompt in prompts.items()}
+
+
+def answered_alone(
+    engines: Engines,
+    pipeline: ColocatedPipeline,
+    encoded: EncodedMedia,
+    questions: Sequence[str],
+    policies: Mapping[str, ReductionPolicy],
+) -> dict[str, Prompt]:
+    """Every question under every policy, and what comes of it when nothing else is asked."""
+    prompts = {
+        f"{name}{number}": prompt_of(pipeline, encoded, question, policy)
+        for name, policy in policies.items()
+        for number, question in enumerate(questions)
+    }
+    return {
+        name: replace(prompt, expected=Drive(engines.engine(), 0).run({name: prompt})[name])
+        for name, prompt in prompts.items()
+    }

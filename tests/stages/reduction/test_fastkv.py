@@ -1,0 +1,410 @@
+"""FastKV's propagation against transformers' own layers, run one by one with a cache of plain tensors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from typer.testing import CliRunner
+
+from encoders import Embeddings, PromptPlan, concatenated
+from encoders.reduction import reduce_prompt
+from epd.cli.program import app
+from epd.errors import RequestError
+from epd.kv.scheduling import SchedulerConfig
+from epd.models import embedded_model_path
+from epd.reduction import ReductionPolicy
+from epd.sampling_params import SamplingParams
+from serve_app.app_args import AppArgs
+from serve_app.http.chat_request import ChatRequest
+from serve_app.http.request_parsing import reduction_policy
+from stages.colocated import ColocatedPipeline, EncodedMedia, MediaContext
+from stages.engine.model_runner import ModelRunner, Segment
+from tests.encoders.families import Family
+from tests.serve_app.deployments import NUM_FRAMES as APP_FRAMES
+from tests.serve_app.deployments import Question, deployed
+from tests.stages.prompts import MAX_TOKENS, Drive, Prompt
+from tests.stages.reduction.conftest import NUM_FRAMES
+from tests.stages.reduction.prompts import (
+    SMALL_WINDOW_TOKENS,
+    Engines,
+    answered_alone,
+    expected,
+    placed,
+)
+from tests.stages.reduction.test_prefill_methods import rounded
+from tests.stages.test_split_stages import Deployment
+from tests.tiny_models import load_reference
+
+NUM_OBSERVING = 32
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
+
+
+# The slow twin
+
+
+class TheirLayers:
+    """transformers' decoder layers in a loop, with eager attention, whose weights can be seen."""
+
+    def __init__(self, path: Path, method: str, num_deepstack: int) -> None:
+        self.model = load_reference(path)
+        self.model.set_attn_implementation({"text_config": "eager"})
+        self.text = self.model.get_decoder()
+        self.method = method
+        self.num_whole = max(len(self.text.layers) // 3, num_deepstack, 1)
+        self.cache = DynamicCache()
+        self._weights: list[Tensor] = []
+        for layer in self.text.layers:
+            layer.self_attn.register_forward_hook(lambda _, __, outputs: self._weights.append(outputs[1]))
+
+    def embed(self, token_ids: np.ndarray) -> Tensor:
+        return self.model.get_input_embeddings()(torch.from_numpy(token_ids))
+
+    def text_rows(self, token_ids: np.ndarray, positions: np.ndarray) -> Tensor:
+        """What the last layer gives for text, [1, n, C]."""
+        hidden, places = self.embed(token_ids)[None], torch.from_numpy(positions)
+        for layer in self.text.layers:
+            hidden = self._layer(layer, hidden, places)
+        return self.text.norm(hidden)
+
+    def window(self, visual: Embeddings, positions: np.ndarray, num_kept: int) -> None:
+        """All tokens of a window through the first layers, those that they choose through the rest."""
+        hidden, places = visual.rows[None], torch.from_numpy(positions)
+        num_before = self.cache.get_seq_length()
+        for index, layer in enumerate(self.text.layers):
+            hidden = self._layer(layer, hidden, places)
+            if index < len(visual.deepstack):
+                hidden = hidden + visual.deepstack[index]
+            if hidden.shape[1] == num_kept:
+                continue
+            kept = sorted(self._order(index, num_before)[:num_kept])
+            held = self.cache.layers[index]
+            at = torch.tensor([*range(num_before), *(num_before + i for i in kept)])
+            held.keys, held.values = held.keys[:, :, at], held.values[:, :, at]
+            if self.method == "fastkv" and index + 1 == self.num_whole:
+                hidden, places = hidden[:, kept], places[:, kept]
+
+    def _layer(self, layer: Any, hidden: Tensor, places: Tensor) -> Tensor:
+        num_new = hidden.shape[1]
+        past = self.cache.get_seq_length(layer.self_attn.layer_idx)
+        is_seen = torch.arange(past + num_new)[None] <= past + torch.arange(num_new)[:, None]
+        mask = torch.zeros(is_seen.shape).masked_fill(~is_seen, -torch.inf)[None, None]
+        position_ids = places if len(places) == 1 else places[:, None]
+        rotary = self.text.rotary_emb(hidden, position_ids)
+        return layer(
+            hidden,
+            attention_mask=mask,
+            position_embeddings=rotary,
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+
+    def _order(self, index: int, num_before: int) -> list[int]:
+        """Tokens of the window, the first to keep first, by what the layer has just computed."""
+        if self.method == "quickprefill":
+            keys = self.cache.layers[index].keys[0, :, num_before:].double()
+            norms = (keys**2).sum((0, 2)).sqrt().tolist()
+            golden = 0.6180339887498949
+            return sorted(range(len(norms)), key=lambda i: (rounded(norms[i]), i * golden % 1))
+        paid = self._weights[-1][0].double().mean(0)[:, num_before:]
+        size = len(paid)
+        rows = [(i + 1) * size // min(NUM_OBSERVING, size) - 1 for i in range(min(NUM_OBSERVING, size))]
+        scores = [float(paid[[row for row in rows if row >= i], i].mean()) for i in range(size)]
+        return sorted(range(len(scores)), key=lambda i: (-rounded(scores[i]), i))
+
+
+@torch.inference_mode()
+def their_context(path: Path, prompt: PromptPlan, visual: Embeddings, method: str = "fastkv") -> TheirLayers:
+    """Everything before the question. visual: all visual tokens, in order."""
+    theirs = TheirLayers(path, method, len(visual.deepstack))
+    (item,) = prompt.media
+    assert prompt.reduction is not None
+    (positions,) = prompt.reduction.positions
+    at = start = 0
+    for window, place in zip(item.windows, item.units, strict=True):
+        if place.offset > at:
+            theirs.text_rows(prompt.token_ids[at : place.offset], prompt.positions[:, at : place.offset])
+        stop = start + window.num_tokens
+        theirs.window(visual.cut(start, stop), positions[:, start:stop], window.num_kept)
+        start, at = stop, place.stop
+    return theirs
+
+
+@torch.inference_mode()
+def their_answer(theirs: TheirLayers, prompt: PromptPlan, count: int) -> tuple[int, ...]:
+    """The context's cache stays as it is."""
+    context, theirs.cache = theirs.cache, DynamicCache()
+    for index, layer in enumerate(context.layers):
+        theirs.cache.update(layer.keys, layer.values, index)
+    at, tokens = prompt.prefix_length, list[int]()
+    hidden = theirs.text_rows(prompt.token_ids[at:], prompt.positions[:, at:])
+    while True:
+        tokens.append(int(theirs.model.get_output_embeddings()(hidden[:, -1]).argmax()))
+        if len(tokens) == count:
+            break
+        place = np.full((len(prompt.positions), 1), prompt.next_position + len(tokens) - 1)
+        hidden = theirs.text_rows(np.array(tokens[-1:]), place)
+    theirs.cache = context
+    return tuple(tokens)
+
+
+def reduced_prompt(
+    pipeline: ColocatedPipeline, encoded: EncodedMedia, question: str, policy: ReductionPolicy
+) -> PromptPlan:
+    return reduce_prompt(pipeline.adapter.plan_prompt(encoded.plans, question), policy)
+
+
+def visual_tokens(pipeline: ColocatedPipeline, encoded: EncodedMedia, prompt: PromptPlan) -> Embeddings:
+    return concatenated([part.embeddings for part in placed(pipeline, encoded, prompt)])
+
+
+def cached(pipeline: ColocatedPipeline, context: MediaContext) -> Tensor:
+    """[layers, 2, T, Hkv, D]: all that the context holds."""
+    assert context.request_id is not None
+    kv, (pool,) = pipeline.engine.kv, pipeline.engine.pools.groups
+    table = torch.tensor(kv.block_table(context.request_id))
+    slots = (table[:, None] * pool.block_size + torch.arange(pool.block_size)).flatten()
+    return pool.read(slots[: kv.num_tokens(context.request_id)])
+
+
+def assert_same_cache(ours: Tensor, theirs: TheirLayers) -> None:
+    for index, layer in enumerate(theirs.cache.layers):
+        held = torch.stack([layer.keys[0], layer.values[0]]).transpose(1, 2)
+        torch.testing.assert_close(ours[index], held, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("retention", [0.5, 0.25, 0.1])
+def test_tokens_and_cache_equal_transformers_layers_in_a_loop(
+    retention: float, pipeline: ColocatedPipeline, encoded: EncodedMedia, questions: list[str]
+) -> None:
+    """Of several windows and, over one prefix, several questions."""
+    policy = ReductionPolicy("fastkv", retention)
+    context = pipeline.prefill_encoded(encoded, reduction=policy)
+    prompts = [reduced_prompt(pipeline, encoded, question, policy) for question in questions]
+    assert len(prompts[0].media[0].windows) >= 3
+    visual = visual_tokens(pipeline, encoded, prompts[0])
+    theirs = their_context(embedded_model_path(), prompts[0], visual)
+    assert_same_cache(cached(pipeline, context), theirs)
+    answers = [pipeline.answer(context, question).token_ids for question in questions]
+    assert answers == [
+        their_answer(theirs, prompt, len(answer)) for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    assert_same_cache(cached(pipeline, context), theirs)
+    together = [answer.token_ids for answer in pipeline.answer_all(context, questions)]
+    assert together == answers
+
+
+@pytest.mark.parametrize("method", ["fastkv", "quickprefill"])
+def test_every_family_keeps_what_transformers_layers_choose(
+    method: str, family: Family, clip: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen3-VL's rows are chosen behind the last layer that deepstack features are added to."""
+    monkeypatch.setattr("encoders.reduction.layout.WINDOW_TOKENS", 24)
+    pipeline = ColocatedPipeline.load(family.path)
+    encoded = pipeline.encode_media([clip], num_frames=12)
+    policy = ReductionPolicy(method, 0.4)
+    context = pipeline.prefill_encoded(encoded, reduction=policy)
+    prompt = reduced_prompt(pipeline, encoded, "What is shown?", policy)
+    assert len(prompt.media[0].windows) >= 2
+    assert prompt.num_visual_tokens <= 0.5 * prompt.num_visual_tokens_before
+    theirs = their_context(family.path, prompt, visual_tokens(pipeline, encoded, prompt), method)
+    assert_same_cache(cached(pipeline, context), theirs)
+    answer = pipeline.answer(context, "What is shown?", max_tokens=8).token_ids
+    assert answer == their_answer(theirs, prompt, len(answer))
+
+
+# What is computed and held
+
+
+@contextmanager
+def rows_of_layers(model: Any) -> Iterator[list[int]]:
+    """Counts the rows that each decoder layer computes."""
+    layers = model.get_decoder().layers
+    counts = [0] * len(layers)
+
+    def counted(index: int) -> Callable[..., None]:
+        def count(_: Any, inputs: tuple[Tensor, ...]) -> None:
+            counts[index] += inputs[0].shape[1]
+
+        return count
+
+    handles = [layer.register_forward_pre_hook(counted(index)) for index, layer in enumerate(layers)]
+    yield counts
+    for handle in handles:
+        handle.remove()
+
+
+def test_later_layers_compute_only_what_goes_on(
+    model: Any, pipeline: ColocatedPipeline, encoded: EncodedMedia
+) -> None:
+    rows = {}
+    num_visual = encoded.plans[0].num_tokens
+    for method in ("quickprefill", "fastkv"):
+        with rows_of_layers(model) as counts:
+            context = pipeline.prefill_encoded(encoded, reduction=ReductionPolicy(method, 0.1))
+        rows[method] = counts
+    num_kept = round(0.1 * num_visual)
+    num_text = len(context.prefix_ids) - num_kept
+    assert rows["quickprefill"] == [num_text + num_visual] * 6
+    assert rows["fastkv"] == [num_text + num_visual] * 2 + [num_text + num_kept] * 4
+    assert sum(rows["fastkv"]) < 0.5 * sum(rows["quickprefill"])
+
+
+@pytest.mark.parametrize("retention", [0.5, 0.25, 0.05])
+def test_cache_holds_what_was_planned_in_every_layer(
+    retention: float, pipeline: ColocatedPipeline, clip: Path
+) -> None:
+    engine = pipeline.engine
+    policy = ReductionPolicy("fastkv", retention)
+    whole = pipeline.prefill_media([clip], num_frames=NUM_FRAMES)
+    reduced = pipeline.prefill_media([clip], num_frames=NUM_FRAMES, reduction=policy)
+    num_tokens = whole.plans[0].num_tokens
+    num_dropped = num_tokens - round(retention * num_tokens)
+    held = cached(pipeline, whole).nbytes - cached(pipeline, reduced).nbytes
+    assert held == num_dropped * engine.pools.bytes_per_token
+    assert (cached(pipeline, reduced).abs().sum((1, 3, 4)) > 0).all(), "no slot of any layer is empty"
+    assert reduced.request_id is not None
+    tokens = engine.kv.num_tokens(reduced.request_id)
+    assert len(engine.kv.block_table(reduced.request_id)) == -(-(tokens + 1) // engine.kv.block_size)
+    usage = pipeline.answer(reduced, "How many shapes are there?", max_tokens=1).usage
+    assert (usage.visual_tokens, usage.visual_tokens_before) == (num_tokens - num_dropped, num_tokens)
+
+
+@pytest.mark.parametrize("retention", [1.0, 0.9999])
+def test_windows_that_keep_all_change_no_token(
+    retention: float, pipeline: ColocatedPipeline, encoded: EncodedMedia, questions: list[str]
+) -> None:
+    whole = pipeline.answer_all(pipeline.prefill_encoded(encoded), questions)
+    context = pipeline.prefill_encoded(encoded, reduction=ReductionPolicy("fastkv", retention))
+    same = pipeline.answer_all(context, questions)
+    assert [answer.token_ids for answer in same] == [answer.token_ids for answer in whole]
+
+
+# Among other requests
+
+
+@dataclass
+class Passes:
+    """The passes of every runner, as they are asked for."""
+
+    segments: list[list[Segment]]
+
+    @classmethod
+    def watch(cls, monkeypatch: pytest.MonkeyPatch) -> Passes:
+        passes, run = cls([]), ModelRunner.run
+
+        def watched(runner: ModelRunner, segments: Sequence[Segment]) -> Tensor:
+            passes.segments.append(list(segments))
+            return run(runner, segments)
+
+        monkeypatch.setattr(ModelRunner, "run", watched)
+        return passes
+
+    def has_mixed(self) -> bool:
+        """Whether some pass computed windows of two requests that propagate, and tokens that all go on."""
+        going_on = [[segment.going_on is not None for segment in segments] for segments in self.segments]
+        return any(sum(each) >= 2 and not all(each) for each in going_on)
+
+
+@pytest.fixture(scope="module")
+def mix(
+    pipeline: ColocatedPipeline, engines: Engines, short: EncodedMedia, questions: list[str]
+) -> dict[str, Prompt]:
+    """Questions under several policies, and what each is answered alone."""
+    policies = {
+        "half": ReductionPolicy("fastkv", 0.5),
+        "tenth": ReductionPolicy("fastkv", 0.1),
+        "quick": ReductionPolicy("quickprefill", 0.2),
+        "chosen": ReductionPolicy("mustdrop", 0.2),
+        "whole": ReductionPolicy(),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("encoders.reduction.layout.WINDOW_TOKENS", SMALL_WINDOW_TOKENS)
+        return answered_alone(engines, pipeline, short, questions[:2], policies)
+
+
+@pytest.mark.parametrize("chunk", [7, 4096])
+@pytest.mark.parametrize("caching", [False, True], ids=["no prefix cache", "prefix cache"])
+def test_any_batch_and_chunking_gives_the_same_tokens(
+    chunk: int, caching: bool, engines: Engines, mix: dict[str, Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = Passes.watch(monkeypatch)
+    config = SchedulerConfig(max_chunk_tokens=chunk, max_num_batched_tokens=max(chunk, 20))
+    engine = engines.engine(config=config, enable_prefix_caching=caching)
+    assert Drive(engine, seed=chunk).run(mix) == expected(mix)
+    assert engine.kv.usage == 0
+    assert passes.has_mixed() == (chunk > 7)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "offload"])
+def test_preemption_changes_no_token(mode: str, engines: Engines, mix: dict[str, Prompt]) -> None:
+    config = SchedulerConfig(max_chunk_tokens=100, preemption=mode)  # type: ignore[arg-type]
+    room = 2 * max(len(prompt.plan) for prompt in mix.values()) + 8
+    engine = engines.engine(config=config, block_size=4, num_kv_tokens=room, enable_prefix_caching=False)
+    assert Drive(engine, 1).run(mix) == expected(mix)
+    assert engine.scheduler.num_preempted > 0, "the pool was meant to be too small"
+
+
+def test_split_over_workers_gives_the_same_tokens(engines: Engines, mix: dict[str, Prompt]) -> None:
+    moved = {name: prompt for name, prompt in mix.items() if not name.startswith("chosen")}
+    deployment = Deployment(engines, 2, random.Random(1))  # type: ignore[arg-type]
+    assert deployment.run(moved, SamplingParams(max_tokens=MAX_TOKENS)) == expected(moved)
+    deployment.settle()
+
+
+# Asked for
+
+
+@pytest.mark.parametrize("topology", ["1epd", "1e1p1d"])
+def test_the_app_answers_as_the_colocated_pipeline(
+    topology: str, pipeline: ColocatedPipeline, clip: Path, questions: list[str]
+) -> None:
+    policy = ReductionPolicy("fastkv", 0.25)
+    wanted = [
+        pipeline.ask([clip], text, num_frames=APP_FRAMES, reduction=policy, max_tokens=10).token_ids
+        for text in questions[:2]
+    ]
+
+    async def run() -> None:
+        async with deployed(embedded_model_path(), topology) as deployment:
+            asked = [Question((clip,), text) for text in questions[:2]]
+            answers = [await deployment.ask(each, reduction=policy) for each in asked]
+            assert [answer.tokens for answer in answers] == wanted
+            end = answers[1].end
+            assert end is not None
+            assert end.cached_tokens >= end.usage.visual_tokens, "the second question finds the video"
+            await deployment.settle()
+
+    asyncio.run(run())
+
+
+def test_requests_and_commands_know_it(clip: Path) -> None:
+    options = {"reduction": "fastkv", "retention": 0.25}
+    body = {"messages": [{"role": "user", "content": "What?"}], "epd": options}
+    policy = ReductionPolicy("fastkv", 0.25)
+    assert reduction_policy(ChatRequest.model_validate(body), ReductionPolicy()) == policy
+    assert AppArgs(**options).reduction_policy == policy
+    asked = ["--retention", "0.25", "--reduction", "fastkv", "--frames", "24", "--json"]
+    result = CliRunner().invoke(app, ["ask", str(clip), "How many shapes are there?", *asked])
+    assert result.exit_code == 0, result.output
+    usage = json.loads(result.stdout)["usage"]
+    assert usage["visual_tokens"] == round(usage["visual_tokens_before"] / 4)
+    for command in ("ask", "serve"):
+        assert "fastkv" in CliRunner().invoke(app, [command, "--help"]).output
+
+
+def test_an_unknown_method_is_told_this_one() -> None:
+    with pytest.raises(RequestError, match="fastkv"):
+        ReductionPolicy("fast-kv", 0.5)

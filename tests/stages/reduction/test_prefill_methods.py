@@ -1,0 +1,546 @@
+"""Windows that the language model computes whole and keeps in part, against transformers' own cache."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+from transformers import AttentionInterface, DynamicCache
+
+from encoders import PromptPlan, load_adapter
+from encoders.reduction.merging import MergedNeighbours
+from epd.errors import InfeasibleError, RequestError
+from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
+from epd.kv.kv_identity import token_identity
+from epd.kv.scheduling import PrunedRange, ScheduledRequest, Scheduler, SchedulerConfig, SchedulerOutput
+from epd.models import embedded_model_path
+from epd.reduction import ReductionPolicy, layer_counts
+from epd.sampling_params import SamplingParams
+from stages.colocated import ColocatedPipeline, EncodedMedia
+from stages.engine.generation import GenerationSettings
+from stages.reduction.pruning import smallest_keys
+from stages.reduction.question_views import QuestionView
+from tests.kv.test_scheduler_machine import VOCABULARY, SchedulerMachine
+from tests.stages.prompts import MAX_TOKENS, Drive, Prompt
+from tests.stages.reduction.conftest import NUM_FRAMES
+from tests.stages.reduction.prompts import (
+    SMALL_WINDOW_TOKENS,
+    Engines,
+    answered_alone,
+    expected,
+    placed,
+    reduced_plan,
+)
+from tests.stages.test_split_stages import Deployment
+
+# The slow twin
+
+
+def keep_smallest(cache: DynamicCache, num_before: int, num_kept: int) -> None:
+    """Of each layer's keys past `num_before`, those of least norm: ranked in plain Python."""
+    for layer in cache.layers:
+        new = layer.keys[0, :, num_before:].double()
+        norms = (new**2).sum((0, 2)).sqrt().tolist()
+        golden = 0.6180339887498949
+        ranks = sorted(range(len(norms)), key=lambda i: (rounded(norms[i]), i * golden % 1))
+        kept = torch.tensor([*range(num_before), *(num_before + i for i in sorted(ranks[:num_kept]))])
+        layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]
+
+
+def rounded(norm: float) -> float:
+    """To 12 binary digits, halves up."""
+    exponent = np.floor(np.log2(norm))
+    return float(np.floor(norm / 2.0**exponent * 2**11 + 0.5) * 2.0**exponent)
+
+
+@torch.inference_mode()
+def their_answers(
+    model: Any, encoded: EncodedMedia, prompts: list[PromptPlan], count: int
+) -> list[tuple[int, ...]]:
+    """Window by window through transformers' decoder, each layer of its cache cut; then every question."""
+    (group_rows,) = (torch.cat([group.embeddings.rows for group in encoded.groups]),)
+    cache, prompt = DynamicCache(), prompts[0]
+    (item,), (positions,) = prompt.media, prompt.reduction.positions if prompt.reduction else ()
+    first = item.units[0].offset
+    embed = model.get_input_embeddings()
+    forward(model, cache, embed(torch.from_numpy(prompt.token_ids[:first])), prompt.positions[:, :first])
+    start = 0
+    for window, place in zip(item.windows, item.units, strict=True):
+        stop = start + window.num_tokens
+        forward(model, cache, group_rows[start:stop], positions[:, start:stop])
+        keep_smallest(cache, place.offset, window.num_kept)
+        start = stop
+    return [their_answer(model, cache, each, count) for each in prompts]
+
+
+def their_answer(model: Any, prefix: DynamicCache, prompt: PromptPlan, count: int) -> tuple[int, ...]:
+    cache = DynamicCache()
+    for index, layer in enumerate(prefix.layers):
+        cache.update(layer.keys, layer.values, index)
+    embed, at, tokens = model.get_input_embeddings(), prompt.prefix_length, list[int]()
+    rows, positions = embed(torch.from_numpy(prompt.token_ids[at:])), prompt.positions[:, at:]
+    while len(tokens) < count:
+        hidden = forward(model, cache, rows, positions)
+        tokens.append(int(model.lm_head(hidden[:, -1]).argmax()))
+        rows = embed(torch.tensor([tokens[-1]]))
+        positions = np.full((3, 1), prompt.next_position + len(tokens) - 1)
+    return tuple(tokens)
+
+
+def forward(model: Any, cache: DynamicCache, rows: torch.Tensor, positions: np.ndarray) -> torch.Tensor:
+    outputs = model.model.language_model(
+        inputs_embeds=rows[None],
+        position_ids=torch.from_numpy(positions)[:, None],
+        past_key_values=cache,
+        use_cache=True,
+    )
+    hidden: torch.Tensor = outputs.last_hidden_state
+    return hidden
+
+
+@pytest.mark.parametrize("retention", [0.5, 0.25, 0.1])
+def test_tokens_equal_transformers_with_its_cache_cut(
+    retention: float,
+    pipeline: ColocatedPipeline,
+    encoded: EncodedMedia,
+    questions: list[str],
+    reference: Any,
+) -> None:
+    policy = ReductionPolicy("quickprefill", retention)
+    context = pipeline.prefill_encoded(encoded, reduction=policy)
+    answers = [answer.token_ids for answer in pipeline.answer_all(context, questions)]
+    prompts = [reduced_plan(pipeline, encoded, question, policy) for question in questions]
+    assert len(prompts[0].media[0].windows) >= 3
+    theirs = their_answers(reference, encoded, prompts, max(map(len, answers)))
+    assert answers == [tokens[: len(ours)] for tokens, ours in zip(theirs, answers, strict=True)]
+
+
+def test_each_layer_keeps_other_tokens_at_their_own_positions(
+    pipeline: ColocatedPipeline, encoded: EncodedMedia, questions: list[str], reference: Any
+) -> None:
+    """Keys and values in the pool equal those in transformers' cut cache."""
+    policy = ReductionPolicy("quickprefill", 0.2)
+    context = pipeline.prefill_encoded(encoded, reduction=policy)
+    assert context.request_id is not None
+    prompt = reduced_plan(pipeline, encoded, questions[0], policy)
+    kv, (pool,) = pipeline.engine.kv, pipeline.engine.pools.groups
+    slots = torch.tensor(kv.block_table(context.request_id))[:, None] * 16 + torch.arange(16)
+    ours = pool.read(slots.flatten()[: prompt.prefix_length])  # [layers, 2, T, Hkv, D]
+    caches: list[DynamicCache] = []
+
+    def remember(_: Any, cache: DynamicCache, *__: Any) -> tuple[int, ...]:
+        caches.append(cache)
+        return ()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "their_answer", remember)
+        their_answers(reference, encoded, [prompt], 1)
+    for index, layer in enumerate(caches[0].layers):
+        theirs = torch.stack([layer.keys[0], layer.values[0]]).transpose(1, 2)
+        torch.testing.assert_close(ours[index], theirs, atol=2e-3, rtol=1e-3)
+
+
+# What is held
+
+
+@pytest.mark.parametrize("retention", [0.5, 0.25, 0.05])
+def test_cache_holds_what_was_planned_and_no_more(
+    retention: float, pipeline: ColocatedPipeline, clip: Path
+) -> None:
+    kv = pipeline.engine.kv
+    whole = pipeline.prefill_media([clip], num_frames=NUM_FRAMES)
+    reduced = pipeline.prefill_media(
+        [clip], num_frames=NUM_FRAMES, reduction=ReductionPolicy("quickprefill", retention)
+    )
+    assert whole.request_id is not None
+    assert reduced.request_id is not None
+    num_tokens = whole.plans[0].num_tokens
+    kept = round(retention * num_tokens)
+    expected = kv.num_tokens(whole.request_id) - num_tokens + kept
+    assert kv.num_tokens(reduced.request_id) == expected
+    assert len(kv.block_table(reduced.request_id)) == -(-(expected + 1) // kv.block_size)
+    usage = pipeline.answer(reduced, "How many shapes are there?", max_tokens=1).usage
+    assert (usage.visual_tokens, usage.visual_tokens_before) == (kept, num_tokens)
+
+
+def test_all_tokens_are_computed_and_some_kept(pipeline: ColocatedPipeline, encoded: EncodedMedia) -> None:
+    counts = pipeline.engine.counts
+    before = counts.num_computed_tokens
+    context = pipeline.prefill_encoded(encoded, reduction=ReductionPolicy("quickprefill", 0.1))
+    text = len(context.prefix_ids) - round(0.1 * encoded.plans[0].num_tokens)
+    assert counts.num_computed_tokens - before == text + encoded.plans[0].num_tokens
+
+
+@pytest.mark.parametrize("retention", [1.0, 0.9999])
+def test_windows_that_keep_all_change_no_token(
+    retention: float, pipeline: ColocatedPipeline, encoded: EncodedMedia, questions: list[str]
+) -> None:
+    whole = pipeline.answer_all(pipeline.prefill_encoded(encoded), questions)
+    context = pipeline.prefill_encoded(encoded, reduction=ReductionPolicy("quickprefill", retention))
+    same = pipeline.answer_all(context, questions)
+    assert [answer.token_ids for answer in same] == [answer.token_ids for answer in whole]
+    assert same[0].usage.visual_tokens == encoded.plans[0].num_tokens
+
+
+def test_a_question_leaves_the_context_as_it_was(
+    pipeline: ColocatedPipeline, encoded: EncodedMedia, questions: list[str]
+) -> None:
+    policy = ReductionPolicy("quickprefill", 0.15)
+
+    def alone(question: str) -> tuple[int, ...]:
+        return pipeline.answer(pipeline.prefill_encoded(encoded, reduction=policy), question).token_ids
+
+    context = pipeline.prefill_encoded(encoded, reduction=policy)
+    one_by_one = [pipeline.answer(context, question).token_ids for question in questions]
+    together = [answer.token_ids for answer in pipeline.answer_all(context, questions)]
+    assert one_by_one == together == [alone(question) for question in questions]
+
+
+def test_least_norms_are_kept_and_equal_ones_are_spread() -> None:
+    keys = torch.ones(100, 2, 4)
+    keys[[3, 50, 51]] = 0.5
+    keys[::2] += 1e-5  # within rounding
+    kept = smallest_keys(keys, 13).tolist()
+    assert kept == sorted(kept)
+    assert {3, 50, 51} <= set(kept)
+    gaps = np.diff([0, *(each for each in kept if each not in (3, 50, 51)), 100])
+    assert gaps.max() <= 20
+
+
+# Among other requests
+
+
+@pytest.fixture(scope="module")
+def mix(
+    pipeline: ColocatedPipeline, engines: Engines, short: EncodedMedia, questions: list[str]
+) -> dict[str, Prompt]:
+    """Questions with and without reduction, and what each is answered alone, window by window."""
+    policies = {
+        "half": ReductionPolicy("quickprefill", 0.5),
+        "tenth": ReductionPolicy("quickprefill", 0.1),
+        "before": ReductionPolicy("balanced", 0.2),
+        "whole": ReductionPolicy(),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("encoders.reduction.layout.WINDOW_TOKENS", SMALL_WINDOW_TOKENS)
+        return answered_alone(engines, pipeline, short, questions[:2], policies)
+
+
+@pytest.fixture(scope="module")
+def chosen(
+    pipeline: ColocatedPipeline, engines: Engines, short: EncodedMedia, questions: list[str]
+) -> dict[str, Prompt]:
+    policies = {"mustdrop": ReductionPolicy("mustdrop", 0.2), "whole": ReductionPolicy()}
+    return answered_alone(engines, pipeline, short, questions, policies)
+
+
+@pytest.mark.parametrize("chunk", [7, 4096])
+@pytest.mark.parametrize("caching", [False, True], ids=["no prefix cache", "prefix cache"])
+def test_any_batch_and_chunking_gives_the_same_tokens(
+    chunk: int, caching: bool, engines: Engines, mix: dict[str, Prompt]
+) -> None:
+    config = SchedulerConfig(max_chunk_tokens=chunk, max_num_batched_tokens=max(chunk, 20))
+    engine = engines.engine(config=config, enable_prefix_caching=caching)
+    assert Drive(engine, seed=chunk).run(mix) == expected(mix)
+    assert engine.kv.usage == 0
+
+
+@pytest.mark.parametrize("mode", ["recompute", "offload"])
+def test_preemption_changes_no_token(mode: str, engines: Engines, mix: dict[str, Prompt]) -> None:
+    config = SchedulerConfig(max_chunk_tokens=100, preemption=mode)  # type: ignore[arg-type]
+    room = 2 * max(len(prompt.plan) for prompt in mix.values()) + 8
+    engine = engines.engine(config=config, block_size=4, num_kv_tokens=room, enable_prefix_caching=False)
+    for seed in range(2):
+        assert Drive(engine, seed).run(mix) == expected(mix)
+    assert engine.scheduler.num_preempted > 0, "the pool was meant to be too small"
+
+
+def test_split_over_workers_gives_the_same_tokens(engines: Engines, mix: dict[str, Prompt]) -> None:
+    deployment = Deployment(engines, 2, random.Random(1))  # type: ignore[arg-type]
+    assert deployment.run(mix, SamplingParams(max_tokens=MAX_TOKENS)) == expected(mix)
+    deployment.settle()
+
+
+# Questions that choose for themselves
+
+
+class TheirView:
+    """MustDrop in transformers' own attention: each layer told what to read by an index list."""
+
+    def __init__(self, visual: np.ndarray, counts: tuple[int, ...], question: int) -> None:
+        self.counts, self.question = counts, question
+        self.reads = [list(visual)] * len(counts)
+        self.visual = set(visual.tolist())
+
+    def attend(self, module: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
+        layer, length, num_new = module.layer_idx, key.shape[2], query.shape[2]
+        group = query.shape[1] // key.shape[1]
+        key, value = (each.repeat_interleave(group, 1) for each in (key, value))
+        logits = query @ key.transpose(2, 3) * query.shape[-1] ** -0.5
+        at = torch.arange(length - num_new, length)
+        seen = torch.arange(length)[None] <= at[:, None]
+        if length > self.question:
+            gone = sorted(self.visual - set(self.reads[layer]))
+            seen[:, gone] = False
+        weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+        if length - num_new == self.question and layer + 1 < len(self.counts):
+            self.drop(layer, weights[0].mean(0))
+        if length - num_new == self.question and layer + 1 == len(self.counts):
+            self.reads = [r if len(r) == len(self.visual) else self.reads[-1] for r in self.reads]
+        return (weights @ value).transpose(1, 2), None
+
+    def drop(self, layer: int, weights: torch.Tensor) -> None:
+        read = self.reads[layer]
+        score = {
+            j: max(float(weights[:, j].sum() / weights[:, read].sum()), float(weights[:, j].max()))
+            for j in read
+        }
+        best = sorted(read, key=lambda j: (-rounded(score[j]), j))
+        self.reads[layer + 1] = sorted(best[: self.counts[layer + 1]])
+
+
+@torch.inference_mode()
+def answered_by_view(
+    model: Any,
+    pipeline: ColocatedPipeline,
+    encoded: EncodedMedia,
+    prompt: PromptPlan,
+    policy: ReductionPolicy,
+    count: int,
+) -> tuple[tuple[int, ...], TheirView]:
+    visual = np.concatenate([item.token_indices(0, len(item.units)) for item in prompt.media])
+    wanted = policy.retention * prompt.num_visual_tokens_before
+    num_layers = len(model.model.language_model.layers)
+    view = TheirView(visual, layer_counts(len(visual), wanted, num_layers), prompt.prefix_length)
+    AttentionInterface.register("their_view", view.attend)
+    model.set_attn_implementation({"text_config": "their_view"})
+    embed, at, cache = model.get_input_embeddings(), prompt.prefix_length, DynamicCache()
+    rows, positions = embed(torch.from_numpy(prompt.token_ids[:at])), prompt.positions.copy()
+    for part in placed(pipeline, encoded, prompt):
+        assert part.positions is not None
+        rows[part.indices], positions[:, part.indices] = part.embeddings.rows, part.positions
+    forward(model, cache, rows, positions[:, :at])
+    tokens = their_answer(model, cache, prompt, count)
+    model.set_attn_implementation({"text_config": "sdpa"})
+    return tokens, view
+
+
+@pytest.mark.parametrize("retention", [0.4, 0.15, 0.1])
+def test_questions_read_what_their_text_selects(
+    retention: float, pipeline: ColocatedPipeline, encoded: EncodedMedia, questions: list[str], reference: Any
+) -> None:
+    policy = ReductionPolicy("mustdrop", retention)
+    context = pipeline.prefill_encoded(encoded, reduction=policy)
+    for question, answer in zip(questions, pipeline.answer_all(context, questions), strict=True):
+        prompt = reduced_plan(pipeline, encoded, question, policy)
+        theirs, view = answered_by_view(reference, pipeline, encoded, prompt, policy, len(answer.token_ids))
+        assert answer.token_ids == theirs
+        assert len(view.reads[-1]) < len(view.visual)
+
+
+@given(
+    num_cached=st.integers(1, 2000), share=st.floats(0.34, 1), num_layers=st.sampled_from([1, 2, 6, 28, 36])
+)
+def test_layers_read_as_many_tokens_as_wanted_on_average(
+    num_cached: int, share: float, num_layers: int
+) -> None:
+    counts = layer_counts(num_cached, share * num_cached, num_layers)
+    assert len(counts) == num_layers
+    assert list(counts) == sorted(counts, reverse=True)
+    assert counts[0] <= num_cached
+    if num_layers > 2 and num_cached > 50:
+        assert sum(counts) == pytest.approx(share * num_cached * num_layers, abs=num_layers)
+
+
+def test_a_cache_for_all_questions_and_a_choice_for_each(
+    pipeline: ColocatedPipeline, encoded: EncodedMedia, questions: list[str]
+) -> None:
+    policy = ReductionPolicy("mustdrop", 0.15)
+    context = pipeline.prefill_encoded(encoded, reduction=policy)
+    one_by_one = [pipeline.answer(context, question).token_ids for question in questions]
+    together = [answer.token_ids for answer in pipeline.answer_all(context, questions)]
+    fresh = [
+        pipeline.answer(pipeline.prefill_encoded(encoded, reduction=policy), question).token_ids
+        for question in questions
+    ]
+    assert one_by_one == together == fresh
+
+
+@pytest.mark.parametrize("mode", ["recompute", "offload"])
+def test_choices_outlast_chunks_batches_and_preemption(
+    mode: str, engines: Engines, chosen: dict[str, Prompt]
+) -> None:
+    config = SchedulerConfig(max_chunk_tokens=9, max_num_batched_tokens=24, preemption=mode)  # type: ignore[arg-type]
+    room = 2 * max(len(prompt.plan) for prompt in chosen.values()) + 8
+    for caching in (False, True):
+        engine = engines.engine(
+            config=config, block_size=4, num_kv_tokens=room, enable_prefix_caching=caching
+        )
+        for seed in range(2):
+            assert Drive(engine, seed).run(chosen) == expected(chosen)
+        assert engine.scheduler.num_preempted > 0
+
+
+def test_decode_reads_the_last_survivors(chosen: dict[str, Prompt]) -> None:
+    view, plan = QuestionView(chosen["mustdrop0"].plan), chosen["mustdrop0"].plan
+    view.begin(6)
+    for layer in range(6):
+        tokens = view.tokens(layer, len(plan))
+        assert len(tokens) == len(plan) - plan.num_visual_tokens + view.num_read()[layer]
+        view.choose(layer, torch.rand(3, len(tokens)), tokens)
+    read = [view.tokens(layer, len(plan)).tolist() for layer in range(6)]
+    assert read[0] == list(range(len(plan)))
+    assert all(each == read[5] for each in read[1:])
+    assert len(read[5]) < len(read[0])
+
+
+def test_decode_workers_refuse_what_they_cannot_know(engines: Engines, chosen: dict[str, Prompt]) -> None:
+    deployment = Deployment(engines, 1, random.Random(1))  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="mustdrop"):
+        deployment.submit("r", chosen["mustdrop0"], SamplingParams(max_tokens=MAX_TOKENS))
+
+
+def test_neighbours_that_look_alike_are_merged_first() -> None:
+    units = torch.eye(24)[:, :20].repeat(1, 1).view(1, 24, 20).clone()
+    units[0, :, :] += torch.linspace(0, 1, 24)[:, None]
+    same = [0, 1, 2, 6, 7, 8, 12, 13, 14]  # the first block of a 4 x 6 grid
+    units[0, same] = units[0, 0].clone()
+    merging = MergedNeighbours(4, 6)
+    chosen = merging.choose(units, 16)
+    assert len(chosen) == 16
+    rows = merging.merge(units[0], chosen)
+    assert len(set(chosen.tolist()) & set(same)) == 1
+    (place,) = (i for i, token in enumerate(chosen.tolist()) if token in same)
+    torch.testing.assert_close(rows[place], units[0, 0])
+    for budget in (1, 2, 5, 24):
+        assert len(merging.choose(units, budget)) == budget
+
+
+# Frames that do not change
+
+
+def test_a_frozen_video_is_encoded_once_a_group(model: Any, clip: Path) -> None:
+    adapter = load_adapter(embedded_model_path())
+    settings = GenerationSettings.of(model.generation_config, adapter.tokenizer.eos_token_id)
+    pipelines = [
+        ColocatedPipeline(model, adapter, settings=settings, skip_static=each) for each in (None, 0.0, 100.0)
+    ]
+    first, exact, one = [each.encode_media([clip], num_frames=24) for each in pipelines]
+    assert [each.num_units_skipped for each in pipelines[::2]] == [0, 12 - len(one.groups)]
+    for ours, theirs in zip(exact.groups, first.groups, strict=True):
+        torch.testing.assert_close(ours.embeddings.rows, theirs.embeddings.rows, rtol=1e-5, atol=1e-5)
+
+
+# The scheduler
+
+
+def scheduled(name: str, tokens: list[int], *pruned: PrunedRange) -> ScheduledRequest:
+    count = len(tokens)
+    return ScheduledRequest(name, token_identity(tokens), count, count + 2, count, pruned=pruned)
+
+
+def spans(output: SchedulerOutput) -> list[tuple[str, int, int, int]]:
+    return [(each.request.request_id, each.start, each.stop, each.num_inputs) for each in output.chunks]
+
+
+def test_a_prefix_that_ends_inside_a_window_is_computed_from_its_start() -> None:
+    queue = Scheduler(SchedulerConfig(), KVCacheManager(KVCacheSpec((16,), 4)))
+    first = scheduled("a", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], PrunedRange(3, 9, 14))
+    queue.add(first)
+    assert spans(queue.schedule()) == [("a", 0, 3, 3)]
+    queue.advance(first, 3)
+    assert spans(queue.schedule()) == [("a", 3, 9, 14)]
+    queue.advance(first, 9)
+    queue.remove(first)
+    queue.add(scheduled("b", [1, 2, 3, 4, 5, 6, 70, 80, 90, 10], PrunedRange(3, 9, 14)))
+    queue.add(scheduled("c", [1, 2, 3, 4, 5, 6, 7, 8, 9, 70], PrunedRange(3, 9, 14)))
+    output = queue.schedule()
+    assert spans(output) == [("b", 3, 9, 14), ("c", 9, 10, 1)]
+    queue.kv.copied(output.copies)
+    queue.check_integrity()
+
+
+def test_a_window_waits_for_room_in_the_pass_but_never_for_ever() -> None:
+    queue = Scheduler(SchedulerConfig(max_num_batched_tokens=10), KVCacheManager(KVCacheSpec((16,), 4)))
+    queue.add(scheduled("a", [1, 2, 3]))
+    queue.add(scheduled("b", [4, 5, 6], PrunedRange(0, 2, 8)))
+    queue.add(scheduled("c", [7, 8, 9], PrunedRange(0, 2, 12)))
+    queue.add(scheduled("d", [1, 1, 1]))
+    assert spans(queue.schedule()) == [("a", 0, 3, 3), ("d", 0, 3, 3)]
+    for request in (queue.running[0], queue.running[3]):
+        queue.remove(request)
+    assert spans(queue.schedule()) == [("b", 0, 2, 8)]
+    queue.remove(queue.running[0])
+    assert spans(queue.schedule()) == [("c", 0, 2, 12)], "larger than a pass, so it comes alone"
+
+
+class PrunedMachine(SchedulerMachine):
+    """The same machine with prompts of which ranges are pruned."""
+
+    @rule(
+        tokens=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30),
+        cuts=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(0, 12)), max_size=4),
+        max_new=st.integers(1, 12),
+        ready=st.floats(0, 1),
+    )
+    def add_pruned(
+        self, tokens: list[int], cuts: list[tuple[int, int, int]], max_new: int, ready: float
+    ) -> None:
+        self.num_started += 1
+        ranges, at = [], 0
+        for gap, kept, pruned in cuts:
+            if at + gap + kept < len(tokens):
+                ranges.append(PrunedRange(at + gap - 1, at + gap - 1 + kept, kept + pruned))
+                at += gap - 1 + kept
+        request = ScheduledRequest(
+            request_id=f"p{self.num_started}",
+            identity=token_identity([token + VOCABULARY * len(ranges) for token in tokens]),
+            num_prompt_tokens=len(tokens),
+            max_total_tokens=len(tokens) + max_new,
+            num_ready=int(ready * len(tokens)),
+            pruned=tuple(ranges),
+        )
+        needed = max([request.max_total_tokens, *(each.start + each.num_inputs for each in ranges)])
+        spec = self.scheduler.kv.spec
+        if -(-needed // spec.block_size) > min(spec.num_blocks):
+            with pytest.raises(InfeasibleError):
+                self.scheduler.add(request)
+        else:
+            self.scheduler.add(request)
+            self.requests[request.request_id] = request
+
+    def check(self, output: SchedulerOutput, decoding: list[ScheduledRequest]) -> None:
+        pruned = [chunk for chunk in output.chunks if chunk.request.pruned_range(chunk.start)]
+        whole = []  # of these, those that compute a window, which may be one that keeps all
+        for chunk in pruned:
+            place = chunk.request.pruned_range(chunk.start)
+            assert place is not None
+            is_whole = (chunk.start, chunk.stop, chunk.num_inputs) == (
+                place.start,
+                place.stop,
+                place.num_inputs,
+            )
+            assert is_whole or (chunk.stop <= place.start and chunk.num_pruned == 0)
+            whole += [chunk] * is_whole
+            room = len(self.scheduler.kv.block_table(chunk.request.request_id)) * self.scheduler.kv.block_size
+            assert chunk.start + chunk.num_inputs <= room
+        limits = self.scheduler.config
+        if output.num_tokens > limits.max_num_batched_tokens:
+            first = next(chunk for chunk in output.chunks if chunk.request not in decoding)
+            assert first in pruned
+            assert first is output.chunks[-1], "only one that comes first goes beyond"
+        elif not whole:
+            super().check(output, decoding)
+
+
+TestPrunedScheduler = PrunedMachine.TestCase
+TestPrunedScheduler.settings = settings(
+    max_examples=30, stateful_step_count=40, deadline=None, phases=[Phase.explicit, Phase.generate]
+)

@@ -1,0 +1,1 @@
+"""Media are looked at and decoded in child processes without secrets and within limits."""

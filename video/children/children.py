@@ -1,0 +1,298 @@
+"""Media read by child processes with limits on memory and time: a file that kills its reader costs itself.
+
+    look, load_image, a stream  ->  a child that is idle  |  a new one  |  that of the stream read longest ago
+    no answer in time: it is killed, MediaError; it died: once more in another child, then MediaError
+
+Children have no secret in their environment, open no socket and know no path: files come as descriptors.
+What they send is checked here; see `video.children.wire`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from epd.errors import (
+    CancelledError,
+    CorruptMediaError,
+    EPDError,
+    MediaForbiddenError,
+    MediaLimitError,
+    MediaNotFoundError,
+    RequestError,
+    UnavailableError,
+    UnsupportedMediaError,
+)
+from epd.types import MediaKind, UInt8Array
+from video.children.process import Child, ChildServer
+from video.children.wire import MAX_REPLY_HEADER_BYTES, ChildGoneError, Header, receive, send
+from video.containers.look import MediaFacts
+from video.images import MAX_IMAGE_PIXELS
+from video.sources.local_files import OpenFile
+
+_T = TypeVar("_T")
+logger = logging.getLogger(__name__)
+_END_S = 5.0  # that a child may take to end a stream
+_ERRORS: Mapping[str, type[EPDError]] = {
+    error.__name__: error
+    for error in (
+        CorruptMediaError,
+        MediaForbiddenError,
+        MediaLimitError,
+        MediaNotFoundError,
+        RequestError,
+        UnsupportedMediaError,
+    )
+}
+
+
+class ChildDiedError(CorruptMediaError):
+    """A child ended while it read a file, which need not be the file's fault."""
+
+
+def attempted_twice(read: Callable[[], _T]) -> _T:
+    """Reads once more where a child died: the system may have ended it. Raises CorruptMediaError for two."""
+    try:
+        return read()
+    except ChildDiedError:
+        logger.info("reading again, in another media process")
+    try:
+        return read()
+    except ChildDiedError as error:
+        raise CorruptMediaError(str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class ChildLimits:
+    """What children may take.
+
+    memory_bytes: of address space, beyond what a child begins with. max_children: at once.
+    max_jobs: of one child, then it is replaced. look_s, image_s, group_s: wall time of an answer; group_s is
+    of a group of frames. stream_cpu_s: CPU time of a stream. patience_s: to wait for a free child.
+    """
+
+    memory_bytes: int = 1280 << 20
+    max_children: int = 8
+    max_jobs: int = 256
+    look_s: float = 20.0
+    image_s: float = 30.0
+    group_s: float = 90.0
+    stream_cpu_s: float = 3600.0
+    patience_s: float = 30.0
+
+
+class MediaChildren:
+    """Children of one server process, each doing one job at a time. For any thread; callers wait."""
+
+    def __init__(self, limits: ChildLimits | None = None, *, decodes_video: bool = False) -> None:
+        """decodes_video: whether streams will be opened. The server is started when first needed."""
+        self.limits = limits or ChildLimits()
+        self.server = ChildServer(self.limits.memory_bytes, decodes_video=decodes_video)
+        self.num_lost = 0
+        self._changed = threading.Condition()
+        self._idle: list[Child] = []
+        self._parked: OrderedDict[Hashable, Child] = OrderedDict()  # of streams that nobody reads now
+        self._num_children = 0
+        atexit.register(self.close)
+
+    # Jobs
+
+    def look(self, file: OpenFile, name: str) -> MediaFacts:
+        """As `video.look`. name: what messages call the file. Raises MediaError, UnavailableError."""
+        return _facts(self._ask("look", file, name, self.limits.look_s)[0])
+
+    def load_image(self, file: OpenFile, name: str) -> UInt8Array:
+        """As `video.load_image`. Raises as `look`."""
+        header, payload = self._ask("image", file, name, self.limits.image_s, 3 * MAX_IMAGE_PIXELS)
+        return _pixels(header, payload)
+
+    def _ask(
+        self, job: str, file: OpenFile, name: str, seconds: float, max_bytes: int = 0
+    ) -> tuple[Header, bytearray]:
+        def attempt() -> tuple[Header, bytearray]:
+            child = self.take()
+            try:
+                header = {"job": job, "name": name, "cpu_s": seconds}
+                return self._exchange(child, header, name, seconds, max_bytes, file.descriptor)
+            finally:
+                self.give_back(child)
+
+        return attempted_twice(attempt)
+
+    def call(self, child: Child, header: Header, name: str, seconds: float, descriptor: int | None) -> Header:
+        """What a child answers to a job, or to a question within one, in so many seconds.
+
+        Raises MediaError, RequestError; CancelledError when the child was killed meanwhile.
+        """
+        return self._exchange(child, header, name, seconds, 0, descriptor)[0]
+
+    def _exchange(
+        self, child: Child, header: Header, name: str, seconds: float, max_bytes: int, descriptor: int | None
+    ) -> tuple[Header, bytearray]:
+        """max_bytes: of pixels that come with the answer."""
+        end_s = time.monotonic() + seconds
+        try:
+            send(child.socket, header, descriptor=descriptor)
+            reply, payload, _ = receive(child.socket, MAX_REPLY_HEADER_BYTES, max_bytes, end_s)
+        except ChildGoneError as error:
+            raise self._gone(child, name, seconds, is_late=time.monotonic() >= end_s) from error
+        if "error" in reply:
+            raise self._error(child, reply, name)
+        return reply, payload
+
+    def _gone(self, child: Child, name: str, seconds: float, *, is_late: bool) -> EPDError:
+        child.is_sound = False
+        if child.is_killed:
+            return CancelledError(f"reading {name} was stopped; ask again")
+        self.num_lost += 1
+        logger.warning("media process %d %s", child.pid, "gave no answer" if is_late else "ended")
+        if is_late:
+            return MediaLimitError(
+                f"{name} took more than {seconds:g} s to read; allowed that much; encode it again, smaller"
+            )
+        return ChildDiedError(
+            f"{name} made the process that read it end; allowed: files within its limits of memory and "
+            "time; encode it again, smaller"
+        )
+
+    def _error(self, child: Child, reply: Header, name: str) -> EPDError:
+        kind, message = str(reply["error"]), str(reply.get("message"))
+        if kind in _ERRORS:
+            return _ERRORS[kind](message)
+        child.is_sound = False
+        if kind == MemoryError.__name__:
+            return MediaLimitError(
+                f"{name} needs more memory to read than the {self.limits.memory_bytes} bytes that are "
+                "allowed; encode it again, smaller"
+            )
+        logger.warning("media process %d failed on a file: %s", child.pid, message)
+        return CorruptMediaError(f"{name} cannot be read; allowed: sound files; encode it again")
+
+    # Children
+
+    def take(self) -> Child:
+        """A child with no job. Raises UnavailableError when none is free in time."""
+        while True:
+            child = self._next()
+            if not child.owes_end:
+                return child
+            child.owes_end = False
+            try:
+                receive(child.socket, MAX_REPLY_HEADER_BYTES, 0, time.monotonic() + _END_S)
+            except ChildGoneError:
+                child.is_sound = False
+                self.give_back(child)
+            else:
+                return child
+
+    def _next(self) -> Child:
+        with self._changed:
+            end_s = time.monotonic() + self.limits.patience_s
+            while not self._idle and self._num_children >= self.limits.max_children:
+                if self._parked:
+                    _, child = self._parked.popitem(last=False)
+                    return _ended(child)
+                if not self._changed.wait(end_s - time.monotonic()):
+                    raise UnavailableError(
+                        f"all {self.limits.max_children} media processes have been busy for "
+                        f"{self.limits.patience_s:g} s; try again later"
+                    )
+            if self._idle:
+                return self._idle.pop()
+            self._num_children += 1
+        try:
+            return self.server.fork()
+        except BaseException:
+            self._forget()
+            raise
+
+    def give_back(self, child: Child) -> None:
+        """The child has done its job; it gets another, or is replaced."""
+        child.num_jobs += 1
+        if not child.is_sound:
+            child.kill()
+        if not child.is_sound or child.num_jobs >= self.limits.max_jobs:
+            child.close()
+            self._forget()
+            return
+        with self._changed:
+            self._idle.append(child)
+            self._changed.notify()
+
+    def _forget(self) -> None:
+        with self._changed:
+            self._num_children -= 1
+            self._changed.notify()
+
+    def park(self, stream: Hashable, child: Child) -> None:
+        """Nobody reads from a stream now: its child goes on with it until others need it."""
+        with self._changed:
+            self._parked[stream] = child
+            self._changed.notify()
+
+    def unpark(self, stream: Hashable) -> Child | None:
+        """The child of a stream, None if it was given to others."""
+        with self._changed:
+            return self._parked.pop(stream, None)
+
+    def end_stream(self, child: Child) -> None:
+        """The child is done with its stream. Does not wait for it."""
+        self.give_back(_ended(child))
+
+    @property
+    def num_children(self) -> int:
+        return self._num_children
+
+    def close(self) -> None:
+        """Ends all children, those that are being waited for too."""
+        self.server.close()
+        atexit.unregister(self.close)
+        with self._changed:
+            left = [*self._idle, *self._parked.values()]
+            self._num_children -= len(left)
+            self._idle.clear()
+            self._parked.clear()
+        for child in left:
+            child.close()
+
+
+def _ended(child: Child) -> Child:
+    """Tells a child to end its stream; what it answers is read by whoever takes it next."""
+    with suppress(ChildGoneError):
+        send(child.socket, {})
+    child.owes_end = True
+    return child
+
+
+def _pixels(header: Header, payload: bytearray) -> UInt8Array:
+    """uint8 [H, W, 3]. Raises CorruptMediaError where that is not what came."""
+    shape = header.get("shape")
+    if not isinstance(shape, list) or not all(type(each) is int and each >= 0 for each in shape):
+        raise nonsense()
+    if len(shape) != 3 or shape[-1] != 3 or math.prod(shape) != len(payload):
+        raise nonsense()
+    return np.frombuffer(payload, np.uint8).reshape(shape)
+
+
+def nonsense() -> CorruptMediaError:
+    """For an answer that no reader gives unless a file has taken it over."""
+    return CorruptMediaError("the medium made its reader answer nonsense; encode it again")
+
+
+def _facts(header: Mapping[str, Any]) -> MediaFacts:
+    try:
+        kind: MediaKind = "image" if header["kind"] == "image" else "video"
+        height, width, num_frames = (int(header[name]) for name in ("height", "width", "num_frames"))
+        return MediaFacts(kind, height, width, num_frames, float(header["fps"]))
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise nonsense() from error

@@ -1,0 +1,147 @@
+"""The parent's side of media children: the server that forks them, and one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+
+from epd.errors import UnavailableError
+from video.children.server import FORK, KILL, PID, READY
+from video.decoding.shared_pixels import SharedPixels
+
+START_S = 60.0
+_FORK_S = 10.0
+_BOOT = (
+    "import sys; sys.path[:] = {path!r}; "
+    "from video.children.server import main; main({memory}, decodes_video={video})"
+)
+# All that children find in their environment: no key, no token.
+_ENVIRONMENT = {
+    "PATH": os.defpath,
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "2",
+}
+
+
+@dataclass(slots=True, eq=False)
+class Child:
+    """One child. socket: of its jobs. owes_end: a stream was ended and its last answer not read yet.
+
+    is_sound: whether it can be given another job.
+    """
+
+    server: ChildServer
+    pid: int
+    socket: socket.socket
+    num_jobs: int = 0
+    owes_end: bool = False
+    is_sound: bool = True
+    is_killed: bool = False
+    _pixels: SharedPixels | None = None
+
+    def kill(self) -> None:
+        """Ends it whatever it does, and whoever waits for it. From any thread."""
+        self.is_killed, self.is_sound = True, False
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.server.kill(self.pid)
+
+    def pixels_for(self, num_bytes: int) -> tuple[SharedPixels, int | None]:
+        """Memory for so many bytes, and its descriptor where the child does not know it yet."""
+        if self._pixels is not None and self._pixels.num_bytes >= num_bytes:
+            return self._pixels, None
+        if self._pixels is not None:
+            self._pixels.close()
+        self._pixels = SharedPixels(num_bytes)
+        return self._pixels, self._pixels.descriptor
+
+    def close(self) -> None:
+        """Lets it end by itself; nobody may wait for it."""
+        self.socket.close()
+        if self._pixels is not None:
+            self._pixels.close()
+            self._pixels = None
+
+
+class ChildServer:
+    """Starts `video.children.server` when first needed, and again if it is gone. For any thread."""
+
+    def __init__(self, memory_bytes: int, *, decodes_video: bool) -> None:
+        self._memory_bytes = memory_bytes
+        self._decodes_video = decodes_video
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def fork(self) -> Child:
+        """A new child. Raises UnavailableError."""
+        ours, theirs = socket.socketpair()
+        with theirs, self._lock:
+            try:
+                return Child(self, self._fork(theirs), ours)
+            except (OSError, struct.error):
+                self._stop()  # it is gone: a new one is tried once
+            try:
+                return Child(self, self._fork(theirs), ours)
+            except (OSError, struct.error) as error:
+                ours.close()
+                self._stop()
+                raise UnavailableError(f"no media process can be started ({error}); try later") from error
+
+    def _fork(self, job: socket.socket) -> int:
+        control = self._control or self._start()
+        control.settimeout(_FORK_S)
+        socket.send_fds(control, [FORK], [job.fileno()])
+        pid: int = PID.unpack(control.recv(PID.size))[0]
+        return pid
+
+    def _start(self) -> socket.socket:
+        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        path = [os.path.abspath(each) for each in sys.path if each]
+        boot = _BOOT.format(path=path, memory=self._memory_bytes, video=self._decodes_video)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-c", boot],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                env=_ENVIRONMENT,
+                start_new_session=True,
+            )
+        self._control = control
+        control.settimeout(START_S)
+        if control.recv(1) != READY:
+            raise OSError("the media server has ended at its start")
+        return control
+
+    def kill(self, pid: int) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            if self._control is not None:
+                self._control.send(KILL + PID.pack(pid))
+
+    def start(self) -> None:
+        """Starts the server now, so that the first child need not wait for it. Raises UnavailableError."""
+        self.fork().close()
+
+    def close(self) -> None:
+        """Ends the server and all its children."""
+        with self._lock:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._control = self._process = None

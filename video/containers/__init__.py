@@ -1,0 +1,1 @@
+"""What a container says of itself, held against its bytes."""

@@ -1,0 +1,42 @@
+"""What a video may cost before it is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from epd.errors import MediaLimitError
+from video.containers.info import VideoInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds checked at probe (pixels, length, streams) and while decoding (time, damage, memory)."""
+
+    max_pixels: int = 8192 * 8192
+    max_duration_s: float = 24 * 3600.0
+    max_frames: int = 10_000_000  # a day at 115 frames a second
+    max_streams: int = 64
+    max_decoder_bytes: int = 1 << 30  # of all decoders of a video together, estimated
+    open_timeout_s: float = 20.0
+    max_gop_s: float = 60.0  # busy time of one decoder on one run of packets
+    max_file_s: float = 3600.0  # time a consumer may have to wait in all
+    max_substituted_fraction: float = 0.25
+    max_output_bytes: int = 16 << 30
+
+
+DEFAULT_LIMITS = Limits()
+
+
+def check_probe(name: str, info: VideoInfo, num_streams: int, limits: Limits) -> None:
+    """Raise MediaLimitError for a video that claims more than the limits allow."""
+    claims = (
+        ("pixels a frame", info.width * info.height, limits.max_pixels),
+        ("seconds", info.duration_s, limits.max_duration_s),
+        ("frames", info.num_frames, limits.max_frames),
+        ("streams", num_streams, limits.max_streams),
+    )
+    for what, received, allowed in claims:
+        if received > allowed:
+            raise MediaLimitError(
+                f"{name} has {received:g} {what}; allowed {allowed:g}; cut or scale the video"
+            )

@@ -1,0 +1,49 @@
+"""`look`: what planning needs to know of a medium, from one opening; no more than a frame is decoded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from epd.errors import UnsupportedMediaError
+from epd.types import MediaKind
+from video.containers.limits import DEFAULT_LIMITS, Limits
+from video.containers.mp4_claims import check_claims
+from video.containers.probe import probe_open
+from video.images import image_size
+from video.sources.source import Media, Source, as_media, open_video
+
+
+@dataclass(frozen=True, slots=True)
+class MediaFacts:
+    """An image or video before it is decoded.
+
+    height, width: pixels; of a video upright, of an image as stored. num_frames, fps: best known, frames per
+    second; 0 for an image.
+    """
+
+    kind: MediaKind
+    height: int
+    width: int
+    num_frames: int = 0
+    fps: float = 0.0
+
+
+def look(source: Source | Media, *, limits: Limits = DEFAULT_LIMITS) -> MediaFacts:
+    """The kind, size and length of a medium, by its content.
+
+    Raises MediaNotFoundError, UnsupportedMediaError, CorruptMediaError or MediaLimitError; a video that tells
+    neither its length nor its frame rate is an UnsupportedMediaError.
+    """
+    media = as_media(source)
+    size = image_size(media)
+    if size is not None:
+        return MediaFacts("image", *size)
+    check_claims(media)
+    with open_video(media, open_timeout_s=limits.open_timeout_s) as video:
+        info = probe_open(video, limits, has_keyframes=False)
+    if info.num_frames < 1 or info.fps <= 0:
+        raise UnsupportedMediaError(
+            f"{media.name} tells neither its length nor its frame rate "
+            f"({info.num_frames} frames at {info.fps} per second); write it into a new container first"
+        )
+    return MediaFacts("video", info.height, info.width, info.num_frames, info.fps)

@@ -1,0 +1,117 @@
+"""`probe`: what a video is, read from its container; no more than one frame is decoded, for its rotation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
+
+import av.error
+from av.index import IndexEntries
+
+from epd.errors import CorruptMediaError
+from video.containers.decoder_memory import check_memory
+from video.containers.info import VideoInfo
+from video.containers.limits import DEFAULT_LIMITS, Limits, check_probe
+from video.decoding.pixels import display_matrix
+from video.sources.source import Media, OpenVideo, Source, open_video
+
+# Containers that can ask for a rotation; only the first frame tells it.
+ROTATING_CONTAINERS = ("mov", "matroska")
+MAX_PACKETS_TO_FIRST_FRAME = 200
+
+
+def probe(source: Source | Media, *, limits: Limits = DEFAULT_LIMITS) -> VideoInfo:
+    """Describe the first video stream of a path, bytes or file object.
+
+    Raises MediaNotFoundError, UnsupportedMediaError, CorruptMediaError or MediaLimitError.
+    """
+    with open_video(source, open_timeout_s=limits.open_timeout_s) as video:
+        return probe_open(video, limits)
+
+
+def probe_open(video: OpenVideo, limits: Limits, *, has_keyframes: bool = True) -> VideoInfo:
+    """As `probe`, of an open container. has_keyframes: whether to list them, which takes a step for each."""
+    info = describe(video, has_keyframes=has_keyframes)
+    check_probe(video.media.name, info, len(video.container.streams), limits)
+    check_memory(video.media.name, video.stream.codec_context, limits.max_decoder_bytes)
+    if any(name in info.container_format for name in ROTATING_CONTAINERS):
+        return turned(info, first_rotation_deg(video))
+    return info
+
+
+def turned(info: VideoInfo, rotation_deg: int) -> VideoInfo:
+    """The description of a video whose frames are turned clockwise by `rotation_deg`."""
+    width, height = (info.height, info.width) if rotation_deg % 180 else (info.width, info.height)
+    return replace(info, width=width, height=height, rotation_deg=rotation_deg)
+
+
+def describe(video: OpenVideo, *, has_keyframes: bool = True) -> VideoInfo:
+    """The `VideoInfo` of an open container, its frames as they are stored.
+
+    Raises CorruptMediaError for a stream without a size.
+    """
+    stream, container, context = video.stream, video.container, video.stream.codec_context
+    if context.width < 1 or context.height < 1:
+        raise CorruptMediaError(
+            f"{video.media.name} has frames of {context.width} x {context.height} pixels; "
+            "allowed 1 x 1 and more; copy or encode it again"
+        )
+    time_base = stream.time_base or Fraction(1, 1_000_000)
+    start_pts = stream.start_time or 0
+    keyframes = keyframe_index(video) if has_keyframes else ()
+    return VideoInfo(
+        codec=context.name,
+        width=context.width,
+        height=context.height,
+        rotation_deg=0,
+        time_base=time_base,
+        start_pts=start_pts,
+        duration_s_from_stream=float(stream.duration * time_base) if stream.duration else None,
+        duration_s_from_container=container.duration / 1e6 if container.duration else None,
+        average_fps_from_header=stream.average_rate or None,
+        nominal_fps_guessed=stream.guessed_rate or None,
+        num_frames_from_header=stream.frames or None,
+        keyframe_ticks_from_index=tuple(keyframes) or None,
+        container_format=container.format.name,
+        pixel_format=context.pix_fmt,
+    )
+
+
+def keyframe_index(video: OpenVideo) -> list[int]:
+    """Timestamps of the keyframes the container lists, in ticks; empty without an index."""
+    stream, is_matroska = video.stream, "matroska" in video.container.format.name
+    try:
+        if is_matroska:  # its cues are read at the first seek
+            video.container.seek(stream.start_time or 0, stream=stream)
+        if not is_matroska and not stream.frames:
+            return []
+        return list(_listed_keyframes(stream.index_entries))
+    except av.error.FFmpegError:
+        return []
+
+
+def _listed_keyframes(entries: IndexEntries) -> Iterator[int]:
+    """Increasing timestamps, by binary search: an hour has 100,000 entries and few of them keyframes."""
+    place = entries.search_timestamp(-(1 << 62), backward=False)
+    while place >= 0:
+        timestamp = entries[place].timestamp
+        yield timestamp
+        place = entries.search_timestamp(timestamp + 1, backward=False)
+
+
+def first_rotation_deg(video: OpenVideo) -> int:
+    """Clockwise turn, in degrees of 0, 90, 180 and 270, that makes the first frame upright."""
+    try:
+        for count, packet in enumerate(video.container.demux(video.stream)):
+            for frame in packet.decode():
+                matrix = display_matrix(frame)
+                if matrix is None:
+                    return 0
+                return round(math.degrees(math.atan2(matrix[1], matrix[0])) / 90) * 90 % 360
+            if count > MAX_PACKETS_TO_FIRST_FRAME:
+                return 0
+    except av.error.FFmpegError:
+        return 0
+    return 0

@@ -1,0 +1,1 @@
+"""Compressed bytes to frames, group by group, in parallel."""

@@ -1,0 +1,312 @@
+"""One request at work: its reader, its decoders on the shared pool, and the ring of groups they fill."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from epd.errors import CancelledError, CorruptMediaError, MediaLimitError
+from epd.types import FrameGroup, UInt8Array
+from video.containers.decoder_memory import check_memory, decoder_bytes
+from video.containers.limits import Limits, check_probe
+from video.containers.probe import describe
+from video.decoding.groups import GroupRing
+from video.decoding.pixels import ResizeMode, Size, exact_resize
+from video.decoding.pool import DecodePool
+from video.decoding.reader import Chunk, PacketReader
+from video.decoding.session import Lane, Shown
+from video.decoding.worker import Worker
+from video.sources.source import Media, OpenVideo, open_video
+
+# Decoded ahead of the consumer: some GOPs for every decoder, and no more memory than that.
+AHEAD_BYTES = 128 << 20
+MIN_GROUPS_AHEAD, MAX_GROUPS_AHEAD = 2, 64
+
+
+@dataclass(frozen=True, slots=True)
+class AheadBound:
+    """How far decoding may be ahead of its consumer: so many groups, or by default so many bytes of them."""
+
+    num_groups: int | None = None
+
+    def resolve(self, group_bytes: int) -> int:
+        """Groups that may be filled beyond those taken."""
+        if self.num_groups is not None:
+            return max(1, self.num_groups)
+        return min(MAX_GROUPS_AHEAD, max(MIN_GROUPS_AHEAD, AHEAD_BYTES // max(1, group_bytes)))
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How one request is decoded.
+
+    group_sizes: frames in each group. bound: None lets every group be in memory at once.
+    first_deadline_s: when the first group is needed, on the monotonic clock; the others every group_period_s.
+    """
+
+    size: Size | None
+    mode: ResizeMode
+    workers: int
+    group_sizes: tuple[int, ...]
+    bound: AheadBound | None
+    first_deadline_s: float
+    group_period_s: float
+    limits: Limits
+
+
+class DecodeRun:
+    """Decodes the frames of one request, group by group; `close` stops it at any time."""
+
+    def __init__(self, media: Media, times_s: Sequence[float], options: RunOptions, pool: DecodePool) -> None:
+        self.options = options
+        self._media, self._times_s, self._pool = media, times_s, pool
+        self._changed = threading.Condition()
+        self._reading = threading.Lock()
+        self._error: BaseException | None = None
+        self._is_closed = False
+        self._owner: Worker | None = None  # who must decode the next chunk, because it goes on with a run
+        self._parked: list[Worker] = []
+        self._waited_s = 0.0
+        video = open_video(media, open_timeout_s=options.limits.open_timeout_s)
+        try:
+            self._begin(video)
+        except BaseException:
+            video.close()
+            raise
+
+    def _begin(self, video: OpenVideo) -> None:
+        self.info = describe(video)
+        check_probe(self._media.name, self.info, len(video.container.streams), self.options.limits)
+        most = self.options.limits.max_decoder_bytes
+        check_memory(self._media.name, video.stream.codec_context, most)
+        self._size = self.options.size
+        ahead = self._groups_ahead()
+        targets = [self.info.pts_at(time_s) for time_s in self._times_s]
+        self._ring = GroupRing(targets, self.options.group_sizes, ahead)
+        with_room = most // max(1, decoder_bytes(video.stream.codec_context))
+        num_workers = max(1, min(self.options.workers, self._pool.num_threads, with_room))
+        self._reader = PacketReader(video, self.info, sorted(set(targets)), num_workers, self.options.limits)
+        self._frame_threads = num_workers if self._reader.has_one_keyframe else 1
+        self._num_lanes = 1 if self._reader.has_one_keyframe else num_workers
+        self._workers = [Worker(self) for _ in range(self._num_lanes if targets else 0)]
+        self._num_working = len(self._workers)
+        if not self._workers:
+            self._reader.close()
+        for worker in self._workers:
+            self._pool.submit(worker)
+
+    def _groups_ahead(self) -> int | None:
+        """The resolved bound. Raises MediaLimitError if what must be in memory at once is too much."""
+        height, width = self.frame_size
+        bound = self.options.bound
+        frames = len(self._times_s) if bound is None else max(self.options.group_sizes, default=0)
+        received, allowed = frames * height * width * 3, self.options.limits.max_output_bytes
+        if received > allowed:
+            raise MediaLimitError(
+                f"{frames} frames of {height} x {width} need {received} bytes; allowed {allowed}; "
+                "use stream, a smaller size or fewer times"
+            )
+        return None if bound is None else bound.resolve(received)
+
+    @property
+    def frame_size(self) -> Size:
+        """(height, width) of the result."""
+        return self._size or (self.info.height, self.info.width)
+
+    def next_group(self) -> FrameGroup | None:
+        """The next group in order, waiting for it; None after the last. Raises what went wrong."""
+        with self._changed:
+            if self._ring.num_taken >= len(self.options.group_sizes):
+                return None
+            self._wait_until_fillable()
+            group = self._ring.take(self._times_s, self.frame_size)
+            self._wake_parked()
+            return group
+
+    def _wait_until_fillable(self) -> None:
+        """Wait, holding the lock, until the next group can be taken; max_file_s bounds the wait."""
+        while not self._raise_or_ready():
+            left_s = self.options.limits.max_file_s - self._waited_s
+            if left_s <= 0:
+                self._fail(
+                    MediaLimitError(
+                        f"{self._media.name} took more than {self.options.limits.max_file_s:g} s to decode; "
+                        "allowed that much; sample fewer times or raise max_file_s"
+                    )
+                )
+            began = time.monotonic()
+            self._changed.wait(timeout=max(0.0, left_s))
+            self._waited_s += time.monotonic() - began
+
+    def _raise_or_ready(self) -> bool:
+        if self._error is not None:
+            raise self._error
+        if self._is_closed:
+            raise CancelledError("the stream was closed while a group was asked for; open another one")
+        group = self._ring.groups[self._ring.num_taken]
+        assert group is not None
+        return group.is_complete and (self._ring.can_fill(group) or self._is_stuck)
+
+    @property
+    def _is_stuck(self) -> bool:
+        """Whether no worker goes on by itself: all have ended, or wait for the consumer."""
+        return len(self._parked) == self._num_working
+
+    def close(self) -> None:
+        """Stop every task of this request and free what it holds; calling it again does nothing."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+            self._wake_parked()
+
+    # What workers call.
+
+    def new_lane(self) -> Lane:
+        """A decoder for one worker. A lone worker uses the reader's, which saves opening the file again."""
+        if self._num_lanes == 1 and self._frame_threads == 1:
+            return Lane(self._reader.own_context(), self.info)
+        with open_video(self._media, open_timeout_s=self.options.limits.open_timeout_s) as video:
+            context = video.stream.codec_context
+            if self._frame_threads > 1:
+                context.thread_type, context.thread_count = "FRAME", self._frame_threads
+            return Lane(context, self.info)
+
+    def take_chunk(self, worker: Worker, is_lane_idle: bool) -> Chunk | None:
+        """The next work for a worker; None if there is none for it now."""
+        with self._reading:
+            with self._changed:
+                if self._is_closed or not self._may_read(worker, is_lane_idle):
+                    return None
+            chunk = self._reader.next_chunk()
+            with self._changed:
+                self._owner = worker if chunk is not None and not chunk.ends_run else None
+                if self._owner is None:
+                    self._wake_parked()
+            return chunk
+
+    def _may_read(self, worker: Worker, is_lane_idle: bool) -> bool:
+        """Whether it is this worker's turn and the ring has room; frames waited for come first."""
+        if self._owner not in (None, worker):
+            return False
+        target = self._reader.next_target
+        return target is None or not is_lane_idle or self._ring.has_room(target)
+
+    def has_room(self, target: int) -> bool:
+        """Whether the frame of a target may be put into the ring yet."""
+        with self._changed:
+            return self._is_closed or self._ring.has_room(target)
+
+    def park_for_room(self, worker: Worker, target: int) -> bool:
+        """Put a worker aside until the consumer has moved on; False if it may go on at once."""
+        with self._changed:
+            if self._is_closed or self._ring.has_room(target):
+                return False
+            self._park(worker)
+            return True
+
+    def park_for_work(self, worker: Worker, is_lane_idle: bool) -> bool:
+        """Put a worker aside until there may be a chunk for it; False if it should look again."""
+        with self._changed:
+            if self._is_closed or self._may_read(worker, is_lane_idle):
+                return False
+            self._park(worker)
+            return True
+
+    def _park(self, worker: Worker) -> None:
+        """The consumer looks again: where it waits for what no worker can bring, it would wait for ever."""
+        self._parked.append(worker)
+        if self._is_stuck:
+            self._changed.notify_all()
+
+    def is_finished(self) -> bool:
+        """Whether there is nothing left to do: all frames are there, or nobody wants them."""
+        return self._is_closed or self._ring.is_complete
+
+    def deadline_s(self, target: int | None) -> float:
+        """When the group of a target is needed, on the monotonic clock."""
+        group = 0 if target is None else self._ring.group_of(target)
+        return self.options.first_deadline_s + group * self.options.group_period_s
+
+    @property
+    def next_target(self) -> int | None:
+        """The first target that no chunk holds yet."""
+        return self._reader.next_target
+
+    def deliver(self, shown: Shown, pixels: UInt8Array | None) -> None:
+        """Write a frame into the ring; `pixels` is uint8 [H, W, 3], or None for a frame that is missing."""
+        with self._changed:
+            if self._is_closed:
+                return
+            if pixels is not None and self._size is None:
+                self._size = (pixels.shape[0], pixels.shape[1])
+            rows = (
+                [(group.rows(self.frame_size), row) for group, row in self._ring.slots(shown.target)]
+                if pixels is not None
+                else []
+            )
+        for data, row in rows:
+            assert pixels is not None
+            data[row] = exact_resize(pixels, self.frame_size)
+        self._settle(shown, pixels is None)
+
+    def restart_sequentially(self) -> None:
+        """Decode what is left from the start of the file, by whoever comes first."""
+        with self._reading, self._changed:
+            if not self._reader.is_sequential:
+                self._reader.restart_sequentially(self._ring.open_targets)
+                self._owner = None
+                self._wake_parked()
+
+    def _settle(self, shown: Shown, is_missing: bool) -> None:
+        with self._changed:
+            is_substitute = shown.is_substitute or shown.target in self._reader.cut_short
+            pts_s = None if is_missing else self.info.seconds(shown.pts)
+            if self._ring.settle(shown.target, pts_s, is_substitute):
+                self._changed.notify_all()
+            self._check_budget()
+
+    def _check_budget(self) -> None:
+        allowed = max(1, int(self.options.limits.max_substituted_fraction * self._ring.num_frames))
+        if self._ring.num_substituted > allowed:
+            self._fail(
+                CorruptMediaError(
+                    f"{self._media.name}: {self._ring.num_substituted} of {self._ring.num_frames} frames "
+                    f"cannot be decoded; allowed {allowed}; copy or encode the file again"
+                )
+            )
+
+    def fail(self, error: BaseException) -> None:
+        """End the request with an error, which the consumer gets."""
+        with self._changed:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._error is None:
+            self._error = error
+        self._is_closed = True
+        self._changed.notify_all()
+        self._wake_parked()
+
+    def _wake_parked(self) -> None:
+        parked, self._parked = self._parked, []
+        for worker in parked:
+            self._pool.submit(worker)
+
+    def leave(self, worker: Worker) -> None:
+        """Note that a worker has ended; the last one settles what nobody could decode."""
+        with self._changed:
+            if self._owner is worker:
+                self._owner = None
+            self._num_working -= 1
+            self._wake_parked()
+            if self._num_working:
+                return
+            self._reader.close()
+            is_stopped = self._is_closed
+            leftover = [] if is_stopped else self._ring.open_targets
+        for target in leftover:
+            self._settle(Shown(target, None, target, True), True)
+        with self._changed:
+            self._changed.notify_all()

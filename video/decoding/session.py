@@ -1,0 +1,198 @@
+"""One decoder at work: operations in, wanted frames out, damage noticed."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import av.error
+from av.video.codeccontext import VideoCodecContext
+from av.video.frame import VideoFrame
+
+from video.containers.info import VideoInfo
+from video.containers.timestamps import FrameClock
+from video.decoding.reader import Chunk
+from video.decoding.segment import Drain, Feed, Op, Show, Start
+from video.sources.source import VideoPacket
+
+# Codecs whose decoders drop unwanted non-reference pictures unharmed. VP9 ignores it, AV1 loses frames.
+SKIPPING_CODECS = frozenset({"h264", "hevc"})
+# Codecs whose packets may hold no frame of their own, or two: only frames tell what is on screen.
+UNFAITHFUL_CODECS = frozenset({"vp8", "libvpx", "mpeg4", "msmpeg4v3", "msmpeg4v2", "h263", "vc1", "wmv3"})
+
+PACKETS_BETWEEN_PAUSES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """The frame for a target. `frame` is None where nothing near it could be decoded.
+
+    is_unexplained: its own frame did not come out, and yet nothing was found damaged. A keyframe may have
+    been none: with intra refresh, decoding takes some frames to settle.
+    """
+
+    target: int
+    frame: VideoFrame | None
+    pts: int
+    is_substitute: bool
+    is_unexplained: bool = False
+
+
+class Resolver:
+    """Matches decoded frames, which come in order of presentation, with the targets of one run."""
+
+    def __init__(self, start: Start, is_strict: bool) -> None:
+        self._start = start
+        self._is_strict = is_strict
+        self._pending: deque[Show] = deque()
+        self._before: tuple[int, VideoFrame] | None = None  # the last good frame
+        self._before_place = 0  # in decode order
+        self._num_fed = 0
+        self._order: dict[int, int] = {}  # pts: place in decode order
+        self._keys: list[int] = []  # places of keyframes
+        self._breaks: list[int] = []  # places where decoding went wrong
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every target so far has its frame."""
+        return not self._pending
+
+    def expect(self, show: Show) -> Iterator[Shown]:
+        """Add a target; its frame may be out already."""
+        if self._before is not None and self._before[0] == show.pts and not self._pending:
+            yield Shown(show.target, self._before[1], self._before[0], False)
+        else:
+            self._pending.append(show)
+
+    def fed(self, pts: int, is_key: bool) -> None:
+        """Note a packet that is about to be decoded."""
+        if is_key:
+            self._keys.append(self._num_fed)
+        self._order[pts] = self._num_fed
+        self._num_fed += 1
+
+    def failed(self) -> None:
+        """Note that the packet fed last could not be decoded."""
+        self._breaks.append(self._num_fed - 1)
+
+    def push(self, pts: int, frame: VideoFrame) -> Iterator[Shown]:
+        """Take the next frame."""
+        if pts < self._start.pts:
+            return
+        place = self._order.pop(pts, self._num_fed)
+        if frame.is_corrupt:
+            self._breaks.append(place)
+        is_good = not self._is_damaged(place, place)
+        while self._pending and self._is_due(self._pending[0], pts):
+            show = self._pending.popleft()
+            if show.pts == pts and is_good:
+                yield Shown(show.target, frame, pts, False)
+            else:
+                yield self._nearest(show, (pts, frame) if is_good else None, place)
+        if is_good:
+            self._before, self._before_place = (pts, frame), place
+
+    def _is_due(self, show: Show, pts: int) -> bool:
+        return pts > show.target if show.pts is None else pts >= show.pts
+
+    def finish(self) -> Iterator[Shown]:
+        """The decoder is empty."""
+        while self._pending:
+            yield self._nearest(self._pending.popleft(), None, self._num_fed)
+
+    def _is_damaged(self, place: int, until: int) -> bool:
+        """Whether decoding went wrong from the last keyframe before `place` on, in decode order."""
+        if not self._breaks:
+            return False
+        key = self._keys[max(0, bisect_right(self._keys, place) - 1)] if self._keys else 0
+        return any(key <= broken <= until for broken in self._breaks)
+
+    def _nearest(self, show: Show, after: tuple[int, VideoFrame] | None, place: int) -> Shown:
+        """What stands in for a frame that did not come out, or is on screen where packets cannot tell.
+
+        place: of the frame that came instead, in decode order.
+        """
+        before = self._before
+        is_unexplained = not self._breaks
+        if before is None and after is None:
+            return Shown(show.target, None, show.target, True, is_unexplained)
+        is_first = before is None and self._start.is_file_start and not self._breaks
+        if not self._is_strict or show.pts is None or is_first:
+            pts, frame = before or after  # type: ignore[misc]
+            is_damaged = self._is_damaged(self._before_place, place)
+            return Shown(show.target, frame, pts, is_damaged and not is_first)
+        candidates = [one for one in (before, after) if one is not None]
+        pts, frame = min(candidates, key=lambda one: abs(one[0] - show.target))
+        return Shown(show.target, frame, pts, True, is_unexplained)
+
+
+class Lane:
+    """A single-threaded decoder that is used for one run after another."""
+
+    def __init__(self, context: VideoCodecContext, info: VideoInfo) -> None:
+        self._context = context
+        self._can_skip = context.name in SKIPPING_CODECS
+        self._is_strict = context.name not in UNFAITHFUL_CODECS
+        self._resolver = Resolver(Start(0, True), self._is_strict)
+        self._clock = FrameClock(info)
+        self._is_full = True
+        self._ops: Iterator[Op[VideoPacket]] = iter(())
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no target waits for a frame of this decoder."""
+        return self._resolver.is_idle
+
+    def run(self, chunk: Chunk) -> Iterator[Shown | None]:
+        """Do the operations; None marks the points between packets at which the work may be put aside."""
+        self._ops = iter(chunk.ops)
+        for place, op in enumerate(self._ops):
+            yield from self._do(op)
+            if place % PACKETS_BETWEEN_PAUSES == 0:
+                yield None
+
+    def abandon(self) -> Iterator[Shown]:
+        """Give the run up: what is still wanted gets the nearest frame there is."""
+        self._resolver.failed()
+        for op in self._ops:
+            if isinstance(op, Show):
+                yield from self._resolver.expect(op)
+        yield from self._resolver.finish()
+        self._context.flush_buffers()
+
+    def _do(self, op: Op[VideoPacket]) -> Iterator[Shown]:
+        if isinstance(op, Start):
+            self._context.flush_buffers()
+            self._resolver = Resolver(op, self._is_strict)
+        elif isinstance(op, Show):
+            yield from self._resolver.expect(op)
+        elif isinstance(op, Feed):
+            yield from self._feed(op)
+        elif isinstance(op, Drain):
+            yield from self._emit(self._decode(None))
+            yield from self._resolver.finish()
+            self._context.flush_buffers()
+
+    def _feed(self, op: Feed[VideoPacket]) -> Iterator[Shown]:
+        if self._can_skip and op.full != self._is_full:
+            self._context.skip_frame = "DEFAULT" if op.full else "NONREF"
+            self._is_full = op.full
+        self._resolver.fed(op.stamp.pts, op.stamp.is_key)
+        yield from self._emit(self._decode(op.stamp.packet))
+
+    def _decode(self, packet: VideoPacket | None) -> list[VideoFrame]:
+        self._clock.fed(packet)
+        try:
+            return self._context.decode(packet)
+        except av.error.FFmpegError:
+            self._clock.failed()
+            self._resolver.failed()
+            return []
+
+    def _emit(self, frames: list[VideoFrame]) -> Iterator[Shown]:
+        for frame in frames:
+            pts = self._clock.pts(frame)
+            if pts is not None:
+                yield from self._resolver.push(pts, frame)

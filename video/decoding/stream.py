@@ -1,0 +1,185 @@
+"""`decode` and `stream`: the frames of a video that are wanted, at target size, by all the CPUs there are."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+
+import numpy as np
+
+from epd.errors import RequestError
+from epd.types import FrameGroup, Frames
+from video.containers.limits import DEFAULT_LIMITS, Limits
+from video.decoding.groups import cut_groups
+from video.decoding.pixels import ResizeMode, Size
+from video.decoding.pool import DecodePool, shared_pool
+from video.decoding.run import AheadBound, DecodeRun, RunOptions
+from video.sources.source import Media, Source, as_media
+
+GROUP_SIZE = 16
+FIRST_GROUP_SIZE = 4
+GROUP_PERIOD_S = 0.5
+
+
+def decode(
+    source: Source | Media,
+    times_s: Sequence[float],
+    size: Size | None = None,
+    workers: int | None = None,
+    *,
+    mode: ResizeMode = "exact",
+    deadline_s: float | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+    pool: DecodePool | None = None,
+) -> Frames:
+    """The frames on screen at `times_s`, in the order asked, at `size` (height, width) or their own size.
+
+    workers: decoders at work at once, at most one for each CPU; None takes them all. mode: "exact" equals the
+    models' processors bit for bit, "fast" lets swscale resize. deadline_s: on the monotonic clock; requests
+    with earlier ones go first.
+
+    Raises the MediaError of what is wrong with the file, RequestError for times or sizes that make no sense.
+    """
+    times = _check_times(times_s)
+    run = _start(
+        source, times, (len(times),) if times else (), None, size, workers, mode, deadline_s, limits, pool
+    )
+    try:
+        group = run.next_group()
+    finally:
+        run.close()
+    if group is None:
+        return Frames(np.zeros((0, *run.frame_size, 3), np.uint8), np.zeros(0))
+    return group.frames
+
+
+class GroupStream(Iterator[FrameGroup]):
+    """Groups of frames in order, decoded ahead of the consumer; closing it stops the decoding."""
+
+    def __init__(self, run: DecodeRun) -> None:
+        self._run = run
+
+    def __next__(self) -> FrameGroup:
+        try:
+            group = self._run.next_group()
+        except BaseException:
+            self.close()
+            raise
+        if group is None:
+            self.close()
+            raise StopIteration
+        return group
+
+    def __enter__(self) -> GroupStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop decoding and free what is held; calling it again does nothing."""
+        self._run.close()
+
+
+def stream(
+    source: Source | Media,
+    times_s: Sequence[float],
+    size: Size | None = None,
+    *,
+    group_size: int = GROUP_SIZE,
+    first_group_size: int | None = None,
+    group_sizes: Sequence[int] | None = None,
+    workers: int | None = None,
+    mode: ResizeMode = "exact",
+    groups_ahead: int | None = None,
+    deadline_s: float | None = None,
+    group_period_s: float = GROUP_PERIOD_S,
+    limits: Limits = DEFAULT_LIMITS,
+    pool: DecodePool | None = None,
+) -> GroupStream:
+    """Groups of the frames on screen at `times_s`, in order, while later ones are still being decoded.
+
+    `group_sizes` gives every size; otherwise the first group has `first_group_size` frames (default: 4, so
+    that it is ready early) and the others `group_size`. If the times are in order, at most `groups_ahead`
+    groups beyond those consumed are in memory (default: 128 MiB of them). The first group is due at
+    `deadline_s` on the monotonic clock, the others every `group_period_s`; whatever is due first, of all
+    requests, is decoded first.
+
+    Use it in a `with` block: leaving it stops the decoding. Raises as `decode` does, here or while iterating.
+    """
+    times = _check_times(times_s)
+    sizes = _resolve_sizes(len(times), group_size, first_group_size, group_sizes)
+    bound = AheadBound(groups_ahead) if times == sorted(times) else None
+    run = _start(source, times, sizes, bound, size, workers, mode, deadline_s, limits, pool, group_period_s)
+    return GroupStream(run)
+
+
+def _start(
+    source: Source | Media,
+    times: list[float],
+    sizes: tuple[int, ...],
+    bound: AheadBound | None,
+    size: Size | None,
+    workers: int | None,
+    mode: ResizeMode,
+    deadline_s: float | None,
+    limits: Limits,
+    pool: DecodePool | None,
+    group_period_s: float = GROUP_PERIOD_S,
+) -> DecodeRun:
+    pool = pool or shared_pool()
+    options = RunOptions(
+        size=_check_size(size),
+        mode=mode,
+        workers=_check_workers(workers, pool),
+        group_sizes=sizes,
+        bound=bound,
+        first_deadline_s=time.monotonic() if deadline_s is None else deadline_s,
+        group_period_s=group_period_s,
+        limits=limits,
+    )
+    return DecodeRun(as_media(source), times, options, pool)
+
+
+def _check_times(times_s: Sequence[float]) -> list[float]:
+    times = [float(time_s) for time_s in times_s]
+    bad = next((time_s for time_s in times if not math.isfinite(time_s) or abs(time_s) > 1e9), None)
+    if bad is not None:
+        raise RequestError(f"received the time {bad} s; allowed finite seconds; mend times_s")
+    return times
+
+
+def _check_size(size: Size | None) -> Size | None:
+    if size is not None and (len(size) != 2 or min(size) < 1 or max(size) > 1 << 15):
+        raise RequestError(f"received size={size}; allowed (height, width) from 1 to 32768; mend size")
+    return None if size is None else (int(size[0]), int(size[1]))
+
+
+def _check_workers(workers: int | None, pool: DecodePool) -> int:
+    if workers is not None and workers < 1:
+        raise RequestError(f"received workers={workers}; allowed 1 or more; leave it out to use every CPU")
+    return pool.num_threads if workers is None else workers
+
+
+def _resolve_sizes(
+    num_frames: int, group_size: int, first_group_size: int | None, group_sizes: Sequence[int] | None
+) -> tuple[int, ...]:
+    """Sizes of the groups, adding up to `num_frames`."""
+    if group_sizes is not None:
+        if sum(group_sizes) != num_frames or min(group_sizes, default=1) < 1:
+            raise RequestError(
+                f"received group sizes adding up to {sum(group_sizes)}; "
+                f"allowed positive sizes adding up to {num_frames}; count the times again"
+            )
+        return tuple(group_sizes)
+    first = min(FIRST_GROUP_SIZE, group_size) if first_group_size is None else first_group_size
+    if group_size < 1 or first < 1:
+        raise RequestError(
+            f"received group_size={group_size}, first_group_size={first_group_size}; "
+            "allowed 1 or more; mend them"
+        )
+    return cut_groups(num_frames, group_size, first)

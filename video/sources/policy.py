@@ -1,0 +1,60 @@
+"""Where media may come from, how much of it, and how slowly; and where fetched bytes go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from video.sources.addresses import Resolver, resolve
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPolicy:
+    """Where media may come from, and how much of it.
+
+    allowed_hosts: None lets every host with public addresses be asked; a set lets only those be asked, and
+    they may have private addresses. A name that begins with a dot stands for every host below it.
+    media_folder: the only folder that local files are read from; None reads no local file.
+    max_s: of one download. grace_s, min_bytes_per_s: after t seconds it must have (t - grace_s) times that
+    many bytes.
+    """
+
+    allowed_hosts: frozenset[str] | None = None
+    media_folder: Path | None = None
+    max_bytes: int = 2 << 30
+    max_s: float = 120.0
+    grace_s: float = 10.0
+    min_bytes_per_s: float = 100_000.0
+    max_redirects: int = 5
+    resolver: Resolver = field(default=resolve)
+
+
+DEFAULT_POLICY = FetchPolicy()
+
+
+class Sink(Protocol):
+    """Takes the bytes of one medium, in order. Both may raise EPDError to end the fetch."""
+
+    def expect(self, num_bytes: int) -> None:
+        """So many bytes in all are about to come, by the sender's own word; to be asked before any come."""
+        ...
+
+    def write(self, chunk: bytes) -> None: ...
+
+
+class BytesSink:
+    """Keeps the bytes in memory."""
+
+    def __init__(self) -> None:
+        self._body = bytearray()
+
+    def expect(self, num_bytes: int) -> None:
+        """Nothing is set aside."""
+
+    def write(self, chunk: bytes) -> None:
+        self._body += chunk
+
+    @property
+    def body(self) -> bytes:
+        return bytes(self._body)
