@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from benchmarks.load_waves import Tide, day, requests_of, square_wave
+from benchmarks.load_waves import LoadWave, day, requests_of, square_wave
 from benchmarks.reporting import RESULTS, Row, Section, run_sections, setting
 from epd.published.paper import (
     FOUR_K,
@@ -55,7 +55,7 @@ def layouts() -> Iterator[str]:
             yield f"{num_encode}e{num_prefill}p{NUM_DEVICES - num_encode - num_prefill}d"
 
 
-def jobs(tides: list[Tide], duration_s: float, seed: int) -> list[Job]:
+def jobs(tides: list[LoadWave], duration_s: float, seed: int) -> list[Job]:
     return list(JobMaker(PROFILE, "frames").jobs(requests_of(tides, duration_s, seed)))
 
 
@@ -118,8 +118,8 @@ def wave_rows(periods_s: tuple[float, ...]) -> list[Row]:
     rows = []
     for period_s in periods_s:
         tides = [
-            Tide(PICTURES, square_wave(0.2, 2.2, period_s), 2.2),
-            Tide(TALK, square_wave(0.3, 2.5, period_s, 0.5), 2.5),
+            LoadWave(PICTURES, square_wave(0.2, 2.2, period_s), 2.2),
+            LoadWave(TALK, square_wave(0.3, 2.5, period_s, 0.5), 2.5),
         ]
         work = jobs(tides, 900.0, 0)
         static, switched = simulate("3e1p4d", work), simulate("3e1p4d", work, ELASTICITY)

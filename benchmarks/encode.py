@@ -31,7 +31,7 @@ from torch import Tensor
 from benchmarks.encode_models import PUBLISHED
 from benchmarks.reporting import Row, Section, run_sections, setting
 from encoders import ADAPTERS, Adapter, MediaPlan, VideoFacts
-from encoders.adapter import Sampling
+from encoders.adapter import FrameSampling
 from encoders.checkpoint import Checkpoint, open_checkpoint
 from encoders.groups import cut
 from encoders.names import is_wanted
@@ -105,7 +105,7 @@ Case = tuple[str, Callable[[], list[Tensor] | None], Callable[[], Tensor], Calla
 def video_case(adapter: Adapter, num_frames: int) -> Case:
     """Frames that the decoder has brought to the planned size already, for both."""
     facts = VideoFacts(num_frames * 24, 24.0, 448, 448)
-    plan = adapter.plan_video(facts, Sampling(num_frames=num_frames))
+    plan = adapter.plan_video(facts, FrameSampling(num_frames=num_frames))
     frames = noise(plan.num_frames, *plan.size, 3)
     channels_first = frames.permute(0, 3, 1, 2)  # the same bytes, as decoders give them
     processor = video_processor_of(adapter)

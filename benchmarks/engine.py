@@ -42,8 +42,8 @@ from epd.shapes import SceneRenderer, make_questions, make_scene
 from stages.engine.engine import LanguageEngine
 from stages.engine.generation import GenerateRequest, GenerationSettings
 from stages.engine.setup import build_engine
-from stages.engine.visual_inputs import PlacedEmbeddings
 from stages.loader import load_model
+from stages.visual_inputs import PlacedEmbeddings
 
 COUNTS = (1, 8, 32)
 MAX_TOKENS = (16, 128)  # of an answer, drawn evenly between

@@ -15,7 +15,7 @@ _AT_NIGHT = 0.1  # requests per second
 
 
 @dataclass(frozen=True, slots=True)
-class Tide:
+class LoadWave:
     """Requests of one shape. rate_at: per second, by seconds from the start; never above max_rate."""
 
     shape: RequestShape
@@ -44,7 +44,7 @@ def sine_wave(low: float, high: float, period_s: float, phase: float = 0.0) -> C
     return lambda now_s: middle + swing * math.sin(2 * math.pi * (now_s / period_s + phase))
 
 
-def requests_of(tides: Sequence[Tide], duration_s: float, seed: int) -> list[PlannedRequest]:
+def requests_of(tides: Sequence[LoadWave], duration_s: float, seed: int) -> list[PlannedRequest]:
     """All tides together, in order of arrival, every request with content of its own."""
     streams = [
         [(now_s, kind) for now_s in tide.times_s(np.random.default_rng((seed, kind)), duration_s)]
@@ -63,9 +63,9 @@ def half_day(high: float, duration_s: float, *, is_first: bool) -> Callable[[flo
     return lambda now_s: _AT_NIGHT + high * max(0.0, sign * math.sin(2 * math.pi * now_s / duration_s))
 
 
-def day(first: RequestShape, second: RequestShape, high: float, duration_s: float) -> list[Tide]:
+def day(first: RequestShape, second: RequestShape, high: float, duration_s: float) -> list[LoadWave]:
     """A day on which one kind of request gives way to another."""
     return [
-        Tide(shape, half_day(high, duration_s, is_first=shape is first), high + _AT_NIGHT)
+        LoadWave(shape, half_day(high, duration_s, is_first=shape is first), high + _AT_NIGHT)
         for shape in (first, second)
     ]

@@ -31,7 +31,7 @@ from transformers import AutoConfig
 
 from benchmarks.prefill_flops import prompt_flops
 from benchmarks.reporting import Row, Section, median_ratio, run_sections, setting
-from encoders import Sampling, VideoFacts
+from encoders import FrameSampling, VideoFacts
 from encoders.identity import prompt_identity
 from encoders.reduction import reduce_prompt
 from epd.eval.items import FULL
@@ -131,7 +131,7 @@ def fit_rows(num_kv_tokens: int) -> list[Row]:
 
 def fits(pipeline: ColocatedPipeline, num_frames: int, policy: ReductionPolicy) -> bool:
     facts = VideoFacts(num_frames, 1.0, 360, 640)
-    plan = pipeline.adapter.plan_video(facts, Sampling(num_frames=num_frames))
+    plan = pipeline.adapter.plan_video(facts, FrameSampling(num_frames=num_frames))
     prompt = reduce_prompt(pipeline.adapter.plan_prompt([plan], QUESTION), policy)
     sampling = SamplingParams(max_tokens=16)
     return pipeline.engine.can_admit(

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks.reporting import Row, Section, median_ratio, run_sections, setting
-from encoders import Sampling
+from encoders import FrameSampling
 from encoders.prompt.chat import ChatMessage, ContentPart
 from epd.bench.media import draw_image
 from epd.control.elasticity import ControllerConfig, RoleController
@@ -42,7 +42,7 @@ from epd.types import content_hash
 from epd.workload.requests import Resolution
 from serve_app.local.fleet import LocalFleet, LocalFleetConfig
 from serve_app.orchestration.orchestrator import Orchestrator
-from serve_app.orchestration.request_planner import Planner
+from serve_app.orchestration.request_planner import RequestPlanner
 from serve_app.ray.cluster import RaySettings, ray_cluster
 from serve_app.ray.fleet import RayFleet, RayFleetConfig
 from serve_app.service import AnswerRequest, MediaSource, RoleSwitch, TokenDelta
@@ -100,7 +100,7 @@ class App:
             draw_image(path, 1000 * number + index, Resolution(224, 224), "png")
         sources = tuple(MediaSource("image", path, content_hash(path), path.stat().st_size) for path in paths)
         message = ChatMessage("user", (*(ContentPart("image") for _ in paths), ContentPart("text", text)))
-        request = AnswerRequest(f"q{number}", "shapes-vl", (message,), sources, params, Sampling())
+        request = AnswerRequest(f"q{number}", "shapes-vl", (message,), sources, params, FrameSampling())
         start, tokens = time.perf_counter(), list[int]()
         async with aclosing(self.service.answer(request)) as items:
             async for item in items:
@@ -137,7 +137,7 @@ def running_threads(topology: str) -> AbstractAsyncContextManager[App]:
 
 @asynccontextmanager
 async def _running(fleet: RayFleet | LocalFleet) -> AsyncIterator[App]:
-    service = Orchestrator(fleet, Planner(MODEL, "shapes-vl"))
+    service = Orchestrator(fleet, RequestPlanner(MODEL, "shapes-vl"))
     with tempfile.TemporaryDirectory() as folder:
         try:
             await service.start()

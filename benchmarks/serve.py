@@ -31,7 +31,7 @@ from typing import Any
 import httpx
 
 from benchmarks.reporting import Row, Section, run_sections, setting
-from encoders import Sampling, load_adapter
+from encoders import FrameSampling, load_adapter
 from epd.models import embedded_model_path
 from epd.types import StageTimings
 from stages.media import plan_media, unit_runs
@@ -166,7 +166,7 @@ def about(path: Path, question: str) -> list[dict[str, Any]]:
 def decode_alone_s(path: Path) -> float:
     """Seconds to decode the same frames in this process, while nothing else runs."""
     adapter = load_adapter(embedded_model_path())
-    planned = plan_media(adapter, path, Sampling())
+    planned = plan_media(adapter, path, FrameSampling())
     start = time.perf_counter()
     for _ in unit_runs(planned, 256, StageTimings()):
         pass

@@ -63,7 +63,7 @@ class VideoFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class FrameSampling:
     """Which frames of a video are wanted; with neither rate nor number, those that the processor would take.
 
     start_s, end_s: only of the part [start_s, end_s) of the video, None for its end.
@@ -292,7 +292,7 @@ class Adapter(Protocol):
         """Plans an image of `height` x `width` pixels. Raises MediaLimitError for a hopeless shape."""
         ...
 
-    def plan_video(self, video: VideoFacts, sampling: Sampling) -> MediaPlan:
+    def plan_video(self, video: VideoFacts, sampling: FrameSampling) -> MediaPlan:
         """Plans a video. Raises RequestError for a sampling that makes no sense, MediaLimitError as above."""
         ...
 

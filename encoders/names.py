@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from typing import Literal
 
-Role = Literal["encode", "language", "whole"]
+WeightSet = Literal["encode", "language", "whole"]
 
 # Where the families keep what an encode worker needs: the vision tower, the projector, the newline.
 _ENCODER_PARTS = (
@@ -27,7 +27,7 @@ _RENAMES = (
 _NESTED, _FLAT = "vision_tower.vision_model.", "vision_tower."
 
 
-def is_wanted(name: str, role: Role) -> bool:
+def is_wanted(name: str, role: WeightSet) -> bool:
     """Whether a worker of this role loads the model's parameter, or runs the model's module, `name`."""
     if role == "whole":
         return True

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from encoders.adapter import Sampling, VideoFacts
+from encoders.adapter import FrameSampling, VideoFacts
 from epd.control.request_budget import check_num_frames
 from epd.errors import RequestError
 
@@ -19,7 +19,7 @@ MAX_FPS = 1e9
 _ROUNDING = 1e-6
 
 
-def part_of(video: VideoFacts, sampling: Sampling) -> tuple[int, VideoFacts]:
+def part_of(video: VideoFacts, sampling: FrameSampling) -> tuple[int, VideoFacts]:
     """(index of the first frame, facts) of the frames that begin within the part that is wanted.
 
     A processor is told of these alone, as if they were a video of their own; what it chooses has numbers and
@@ -47,13 +47,13 @@ def _first_frame_from(time_s: float, video: VideoFacts) -> int:
     return video.num_frames if index >= video.num_frames else math.ceil(index)
 
 
-def check_wanted(sampling: Sampling, num_frames: float) -> None:
+def check_wanted(sampling: FrameSampling, num_frames: float) -> None:
     """Raises RequestBudgetError where more frames are wanted than the request may have of this video."""
     if sampling.max_frames is not None:
         check_num_frames(num_frames, sampling.max_frames)
 
 
-def sample_indices(processor: Any, video: VideoFacts, sampling: Sampling) -> tuple[int, ...]:
+def sample_indices(processor: Any, video: VideoFacts, sampling: FrameSampling) -> tuple[int, ...]:
     """Indices of the wanted source frames, ascending, at least one.
 
     `processor` is a transformers video processor: its `fps`, `num_frames`, `min_frames` and `max_frames` hold
@@ -70,7 +70,7 @@ def sample_indices(processor: Any, video: VideoFacts, sampling: Sampling) -> tup
     return tuple(int(index) for index in indices)
 
 
-def check_sampling(sampling: Sampling) -> None:
+def check_sampling(sampling: FrameSampling) -> None:
     """Raises RequestError for a rate or number that is not positive, for both at once, and an empty part."""
     if sampling.fps is not None and sampling.num_frames is not None:
         raise RequestError(
@@ -89,7 +89,9 @@ def check_sampling(sampling: Sampling) -> None:
         )
 
 
-def _arguments(processor: Any, video: VideoFacts, sampling: Sampling, unit: int) -> dict[str, float | int]:
+def _arguments(
+    processor: Any, video: VideoFacts, sampling: FrameSampling, unit: int
+) -> dict[str, float | int]:
     num_frames = sampling.num_frames or (processor.num_frames if sampling.fps is None else None)
     if num_frames is None:
         return {"fps": min(sampling.fps or processor.fps or DEFAULT_FPS, MAX_FPS)}

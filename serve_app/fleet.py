@@ -111,7 +111,7 @@ class Fleet(Protocol):
         ...
 
     def events(self) -> AsyncIterator[FleetEvent]:
-        """News from the workers, each worker's in order. For one consumer; ends when the fleet is closed."""
+        """Reports from workers, each worker's in order. For one consumer; ends when the fleet is closed."""
         ...
 
 

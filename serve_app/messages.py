@@ -238,7 +238,7 @@ class Resume(Message[None]):
 
 @dataclass(frozen=True, slots=True)
 class OnloadTimes:
-    """Seconds of bringing up stages: weights_s of finding their weights, the rest is pools and books."""
+    """Seconds of bringing up stages: weights_s of finding their weights, the rest is pools and queues."""
 
     weights_s: float
     total_s: float

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
-from encoders import Sampling
+from encoders import FrameSampling
 from encoders.prompt.chat import ChatMessage, media_kinds
 from epd.control.elasticity import Decision, RequestWork
 from epd.control.retention import LevelChange
@@ -63,7 +63,7 @@ class AnswerRequest:
     messages: tuple[ChatMessage, ...]
     media: tuple[MediaSource, ...] = ()
     params: SamplingParams = field(default_factory=SamplingParams)
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: FrameSampling = field(default_factory=FrameSampling)
     priority: int = 0
     reduction: ReductionPolicy = KEEP_ALL
     retention_min: float | None = None

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
-from encoders import Adapter, Embeddings, MediaPlan, PromptPlan, Sampling, check_question, load_adapter
+from encoders import Adapter, Embeddings, FrameSampling, MediaPlan, PromptPlan, check_question, load_adapter
 from encoders.batch import FrameEncoder
 from encoders.groups import DEFAULT_GROUP_TOKENS
 from encoders.identity import prompt_identity
@@ -32,7 +32,7 @@ from epd.errors import InfeasibleError
 from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.types import Answer, StageTimings
-from stages.encode.splicing import Joiner
+from stages.encode.splicing import EmbeddingSplicer
 from stages.engine.generation import (
     Extent,
     GenerateRequest,
@@ -248,7 +248,7 @@ class ColocatedPipeline:
         """
         timings = StageTimings()
         with busy(timings, "total_s"):
-            planned = self._planned(media, Sampling(fps, num_frames, start_s, end_s), timings)
+            planned = self._planned(media, FrameSampling(fps, num_frames, start_s, end_s), timings)
             with closing(self._encoded(planned, timings)) as groups:
                 plans = [item.plan for item in planned]
                 return self._prefilled(plans, groups, reduction, timings, progress)
@@ -259,7 +259,7 @@ class ColocatedPipeline:
         """The first half of `prefill_media`: decodes and encodes, and holds all embeddings."""
         timings = StageTimings()
         with busy(timings, "total_s"):
-            planned = self._planned(media, Sampling(fps, num_frames), timings)
+            planned = self._planned(media, FrameSampling(fps, num_frames), timings)
             with closing(self._encoded(planned, timings)) as groups:
                 return EncodedMedia(tuple(item.plan for item in planned), tuple(groups), timings)
 
@@ -272,7 +272,7 @@ class ColocatedPipeline:
             return self._prefilled(encoded.plans, encoded.groups, reduction, timings, are_there=True)
 
     def _planned(
-        self, media: Sequence[str | Path], sampling: Sampling, timings: StageTimings
+        self, media: Sequence[str | Path], sampling: FrameSampling, timings: StageTimings
     ) -> list[PlannedMedia]:
         with busy(timings, "probe_s"):
             return [plan_media(self.adapter, source, sampling) for source in media]
@@ -338,7 +338,7 @@ class ColocatedPipeline:
         pass_tokens: float,
     ) -> None:
         num_done = num_ready = 0
-        joiner = Joiner(self.adapter, prompt)
+        joiner = EmbeddingSplicer(self.adapter, prompt)
         for group in groups:
             with busy(context.timings, "prefill_s"):
                 placed = joiner.push_units(group.item, group.start, group.stop, group.embeddings)

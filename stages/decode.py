@@ -24,7 +24,7 @@ from epd.transfer.handover import DecodeReception, KVOutbox
 from stages.engine.engine import LanguageEngine
 from stages.engine.faults import RequestFault, logged_fault
 from stages.engine.generation import GenerateRequest, StepResult
-from stages.engine.sequence import Choice
+from stages.engine.sequence import TokenSequence
 from stages.sampling.sampler import SampledToken
 
 
@@ -48,7 +48,7 @@ class DecodeStage:
         self.outbox = KVOutbox(engine.kv, connector)
         self._arriving: dict[str, _Arriving] = {}
         self._lost: dict[str, str] = {}  # what came to an end with its sender, until `fail_sender`
-        self._paused: dict[str, Choice] = {}
+        self._paused: dict[str, TokenSequence] = {}
         self._leaving: set[str] = set()  # over, but for blocks that may still be read
 
     def reserve(
@@ -208,7 +208,7 @@ def _request(state: HandoverState, identity: TokenIdentity) -> GenerateRequest:
     )
 
 
-def _moved_state(choice: Choice) -> HandoverState:
+def _moved_state(choice: TokenSequence) -> HandoverState:
     """What another decode worker needs to go on in the middle of an answer."""
     request, prompt = choice.request, choice.request.prompt
     first, *later = choice.known_ids[len(prompt) :].tolist()

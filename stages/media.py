@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import video
-from encoders import Adapter, MediaPlan, Sampling, VideoFacts
+from encoders import Adapter, FrameSampling, MediaPlan, VideoFacts
 from epd.errors import MediaLimitError
 from epd.types import StageTimings, UInt8Array
 from stages.timing import busy
@@ -39,13 +39,13 @@ class UnitRun:
     num_substituted: int = 0
 
 
-def plan_media(adapter: Adapter, source: str | Path, sampling: Sampling) -> PlannedMedia:
+def plan_media(adapter: Adapter, source: str | Path, sampling: FrameSampling) -> PlannedMedia:
     """Looks at one source and plans it. Raises MediaError, and RequestError for a useless sampling."""
     return plan_known(adapter, source, video.look(source), sampling)
 
 
 def plan_known(
-    adapter: Adapter, source: str | Path, facts: video.MediaFacts, sampling: Sampling
+    adapter: Adapter, source: str | Path, facts: video.MediaFacts, sampling: FrameSampling
 ) -> PlannedMedia:
     """Plans a source that was looked at. Raises as `plan_media`."""
     pixels = video.load_image(source) if facts.kind == "image" else None
@@ -57,7 +57,7 @@ def plan_known(
         raise MediaLimitError(f"'{source}': {error}") from error
 
 
-def plan_video(adapter: Adapter, facts: video.MediaFacts, sampling: Sampling) -> MediaPlan:
+def plan_video(adapter: Adapter, facts: video.MediaFacts, sampling: FrameSampling) -> MediaPlan:
     """Plans a video that was looked at. Raises MediaLimitError, RequestError."""
     return adapter.plan_video(VideoFacts(facts.num_frames, facts.fps, facts.height, facts.width), sampling)
 

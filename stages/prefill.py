@@ -17,7 +17,7 @@ from epd.transfer.connectors import FirstToken, HandoverState, KVConnector, KVTi
 from epd.transfer.handover import KVOutbox
 from stages.engine.engine import LanguageEngine
 from stages.engine.generation import Extent, GenerateRequest, StepResult, TokenOutput
-from stages.engine.visual_inputs import PlacedEmbeddings
+from stages.visual_inputs import PlacedEmbeddings
 
 
 @dataclass(slots=True)

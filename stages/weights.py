@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from encoders.names import Role, is_wanted, name_in_model
+from encoders.names import WeightSet, is_wanted, name_in_model
 from epd.errors import ModelError
 from stages.attention.support import check_attention
 
@@ -40,7 +40,7 @@ class LoadedModel:
     num_bytes: int
 
 
-def load_role(path: Path, role: Role, dtype: torch.dtype, weights: Path | None = None) -> LoadedModel:
+def load_role(path: Path, role: WeightSet, dtype: torch.dtype, weights: Path | None = None) -> LoadedModel:
     """The part of the model at `path` that a worker of this role runs, in eval mode, with sdpa attention.
 
     weights: what `write_weights` has made of it, to be mapped instead of being read.
@@ -74,7 +74,7 @@ def skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def prune(model: nn.Module, role: Role) -> None:
+def prune(model: nn.Module, role: WeightSet) -> None:
     """Takes out of a model what a worker of this role does not run."""
     for prefix, parent in (("", model), ("model.", model.get_submodule("model"))):
         for name in [name for name, _ in parent.named_children() if f"{prefix}{name}" != "model"]:
@@ -142,7 +142,7 @@ class WholeModel:
         """weights: as in `load_role`. Raises ModelError."""
         self._model = load_role(path, "whole", dtype, weights).model
 
-    def part(self, role: Role) -> nn.Module:
+    def part(self, role: WeightSet) -> nn.Module:
         """What a worker of this role runs: other modules are left out, weights are the same memory."""
         part = _shallow(self._model)
         part.model = _shallow(part.get_submodule("model"))

@@ -11,12 +11,12 @@ import torch
 from transformers.video_utils import VideoMetadata
 
 import video
-from encoders import Sampling
+from encoders import FrameSampling
 from stages.colocated import ColocatedPipeline
 from tests.positions import has_authors_layout, skip_where_seconds_are_cut, trained_positions_in
 
 MAX_TOKENS = 24
-DEFAULT_SAMPLING = Sampling()
+DEFAULT_SAMPLING = FrameSampling()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Subject:
 
 
 def processor_inputs(
-    processor: Any, media: Sequence[Path], question: str, sampling: Sampling = DEFAULT_SAMPLING
+    processor: Any, media: Sequence[Path], question: str, sampling: FrameSampling = DEFAULT_SAMPLING
 ) -> Any:
     """What the processor makes of the media: it samples, resizes, normalises and lays out by itself."""
     kinds = [video.media_kind(path) for path in media]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import video
-from encoders import PromptPlan, Sampling
+from encoders import FrameSampling, PromptPlan
 from epd.types import StageTimings
 from stages.media import PlannedMedia, plan_media, unit_runs
 from tests.positions import adapter_like_transformers, expected_positions, positions_in_transformers
@@ -25,15 +25,17 @@ CASES = {
     "image, video, image": ("wide_image", "tall_video", "image"),
 }
 SAMPLINGS = {
-    "default": Sampling(),
-    "1 fps": Sampling(fps=1.0),
-    "3.7 fps": Sampling(fps=3.7),
-    "6 frames": Sampling(num_frames=6),
-    "7 frames": Sampling(num_frames=7),
+    "default": FrameSampling(),
+    "1 fps": FrameSampling(fps=1.0),
+    "3.7 fps": FrameSampling(fps=3.7),
+    "6 frames": FrameSampling(num_frames=6),
+    "7 frames": FrameSampling(num_frames=7),
 }
 
 
-def planned(subject: Subject, paths: list[Path], sampling: Sampling) -> tuple[list[PlannedMedia], PromptPlan]:
+def planned(
+    subject: Subject, paths: list[Path], sampling: FrameSampling
+) -> tuple[list[PlannedMedia], PromptPlan]:
     adapter = subject.pipeline.adapter
     items = [plan_media(adapter, path, sampling) for path in paths]
     return items, adapter.plan_prompt([item.plan for item in items], QUESTION)
@@ -48,7 +50,7 @@ def pixel_values(subject: Subject, item: PlannedMedia, group_tokens: int) -> tor
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("names", CASES.values(), ids=CASES)
 def test_prompt_equals_the_processors(
-    subject: Subject, media: dict[str, Path], names: tuple[str, ...], sampling: Sampling
+    subject: Subject, media: dict[str, Path], names: tuple[str, ...], sampling: FrameSampling
 ) -> None:
     paths = [media[name] for name in names]
     items, prompt = planned(subject, paths, sampling)
@@ -65,7 +67,7 @@ def test_prompt_equals_the_processors(
     "names", [names for names in CASES.values() if names], ids=[k for k in CASES if k != "text"]
 )
 def test_positions_equal_the_models(
-    subject: Subject, media: dict[str, Path], names: tuple[str, ...], sampling: Sampling
+    subject: Subject, media: dict[str, Path], names: tuple[str, ...], sampling: FrameSampling
 ) -> None:
     paths = [media[name] for name in names]
     items, prompt = planned(subject, paths, sampling)
@@ -80,7 +82,7 @@ def test_positions_equal_the_models(
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("group_tokens", [1, 30, 10_000])
 def test_pixel_values_equal_the_processors_bit_for_bit(
-    subject: Subject, media: dict[str, Path], group_tokens: int, sampling: Sampling
+    subject: Subject, media: dict[str, Path], group_tokens: int, sampling: FrameSampling
 ) -> None:
     paths = [media[name] for name in ("wide_image", "video", "image", "tall_video")]
     items, _ = planned(subject, paths, sampling)
@@ -96,7 +98,7 @@ def test_pixel_values_equal_the_processors_bit_for_bit(
 
 def test_placeholders_stand_where_the_visual_tokens_are(subject: Subject, media: dict[str, Path]) -> None:
     paths = [media[name] for name in ("video", "image")]
-    items, prompt = planned(subject, paths, Sampling())
+    items, prompt = planned(subject, paths, FrameSampling())
     config = subject.model.config
 
     for item, token_id in zip(prompt.media, (config.video_token_id, config.image_token_id), strict=True):
@@ -111,7 +113,7 @@ def test_a_video_of_one_frame_fills_its_unit_with_it(subject: Subject, tmp_path:
     from tests.media import write_video
 
     path = write_video(tmp_path / "one.mp4", num_frames=1)
-    (item,), _ = planned(subject, [path], Sampling())
+    (item,), _ = planned(subject, [path], FrameSampling())
     frame = torch.from_numpy(video.reference_decode(path, [0.0], item.plan.size).data)
 
     patches = pixel_values(subject, item, 1)

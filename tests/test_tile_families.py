@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import video
-from encoders import Sampling
+from encoders import FrameSampling
 from stages.colocated import ColocatedPipeline
 from tests.encoders.families import QUESTION, Clip, Family, Media, Picture
 from tests.encoders.tiny_tiles import BUILDERS
@@ -32,7 +32,7 @@ PAIRS = {
     for case, names in CASES.items()
     if (name, case) != ("smolvlm", "video and image")
 }
-SAMPLING = Sampling(num_frames=6)
+SAMPLING = FrameSampling(num_frames=6)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoProcessor, GenerationConfig
 
 import video
-from encoders import MediaPlan, Sampling, load_adapter
+from encoders import FrameSampling, MediaPlan, load_adapter
 from epd.errors import InfeasibleError, RequestError
 from stages.colocated import ColocatedPipeline
 from stages.engine.generation import GenerationSettings
@@ -67,9 +67,11 @@ def test_tokens_equal_generate(
     assert answer.token_ids == expected
 
 
-@pytest.mark.parametrize("sampling", [Sampling(fps=5.0), Sampling(num_frames=10)], ids=["5 fps", "10 frames"])
+@pytest.mark.parametrize(
+    "sampling", [FrameSampling(fps=5.0), FrameSampling(num_frames=10)], ids=["5 fps", "10 frames"]
+)
 def test_tokens_equal_generate_for_any_sampling(
-    subject: Subject, media: dict[str, Path], sampling: Sampling
+    subject: Subject, media: dict[str, Path], sampling: FrameSampling
 ) -> None:
     paths = [media["video"], media["tall_video"]]
     inputs = processor_inputs(subject.processor, paths, QUESTIONS[0], sampling)
@@ -89,7 +91,7 @@ def test_tokens_equal_forward_passes_at_the_authors_positions(
     """Without a cache and without `generate`: each token is one further than the largest position so far."""
     paths, path = [media[each] for each in names], checkpoints[name]
     model, processor = load_reference(path), AutoProcessor.from_pretrained(path, local_files_only=True)
-    inputs = processor_inputs(processor, paths, QUESTIONS[0], Sampling(num_frames=10))
+    inputs = processor_inputs(processor, paths, QUESTIONS[0], FrameSampling(num_frames=10))
     positions = authors_positions(model.config, inputs)
     settings = GenerationSettings.of(model.generation_config, processor.tokenizer.eos_token_id)
     adapter = load_adapter(path, positions="authors")
@@ -121,13 +123,15 @@ def greedy(model: Any, inputs: dict[str, Any], positions: Tensor, count: int) ->
 
 
 @pytest.mark.parametrize("names", [CASES[case] for case in ("video", "video and image", "image, videos")])
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(num_frames=10)], ids=["default", "10 frames"])
+@pytest.mark.parametrize(
+    "sampling", [FrameSampling(), FrameSampling(num_frames=10)], ids=["default", "10 frames"]
+)
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "shapes-vl"])
 def test_tokens_equal_generates_own_under_the_switch(
     checkpoints: dict[str, Path],
     media: dict[str, Path],
     name: str,
-    sampling: Sampling,
+    sampling: FrameSampling,
     names: tuple[str, ...],
 ) -> None:
     paths, path = [media[each] for each in names], checkpoints[name]
@@ -279,7 +283,7 @@ def test_usage_and_timings_account_for_the_request(subject: Subject, media: dict
         progress=lambda num_done, num_frames: seen.append((num_done, num_frames)),
     )
     inputs = processor_inputs(
-        subject.processor, [media["video"], media["image"]], QUESTIONS[0], Sampling(num_frames=8)
+        subject.processor, [media["video"], media["image"]], QUESTIONS[0], FrameSampling(num_frames=8)
     )
     visual = int(inputs["mm_token_type_ids"].bool().sum())
 

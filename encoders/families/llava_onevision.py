@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.image_processing_utils import get_patch_output_size, select_best_resolution
 from transformers.image_utils import ChannelDimension
 
-from encoders.adapter import Embeddings, MediaPlan, Sampling, VideoFacts
+from encoders.adapter import Embeddings, FrameSampling, MediaPlan, VideoFacts
 from encoders.checkpoint import Checkpoint
 from encoders.families.tiles import TileAdapter, TilePlan, cut_tiles, tile_spec
 from encoders.prompt.text_layout import ItemText, Markers
@@ -95,7 +95,7 @@ class LlavaOnevisionAdapter(TileAdapter):
         plan = super().plan_image(height, width)
         return _llava_plan(plan, self.patches_per_side**2 + self._picture(plan).num_tokens)
 
-    def plan_video(self, video: VideoFacts, sampling: Sampling) -> LlavaPlan:
+    def plan_video(self, video: VideoFacts, sampling: FrameSampling) -> LlavaPlan:
         plan = super().plan_video(video, sampling)
         return _llava_plan(plan, plan.num_units * self._pooled_side**2 + 1)
 

@@ -12,11 +12,11 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from encoders.adapter import (
     Embeddings,
+    FrameSampling,
     MediaItem,
     MediaPlan,
     PatchRun,
     PromptPlan,
-    Sampling,
     VideoFacts,
 )
 from encoders.checkpoint import Checkpoint
@@ -76,7 +76,7 @@ class QwenVLAdapter(ABC):
         grid = spec.grid(1, *size)
         return MediaPlan("image", size, grid, spec.frames_per_unit, spec.tokens_per_unit(grid))
 
-    def plan_video(self, video: VideoFacts, sampling: Sampling) -> MediaPlan:
+    def plan_video(self, video: VideoFacts, sampling: FrameSampling) -> MediaPlan:
         first, part = part_of(video, sampling)
         chosen = sample_indices(self.checkpoint.processor.video_processor, part, sampling)
         indices = tuple(first + index for index in chosen)

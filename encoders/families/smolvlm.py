@@ -16,7 +16,7 @@ from transformers.models.smolvlm.processing_smolvlm import (
     FRAME_TIMESTAMP_MESSAGE,
 )
 
-from encoders.adapter import MediaPlan, Sampling, VideoFacts
+from encoders.adapter import FrameSampling, MediaPlan, VideoFacts
 from encoders.checkpoint import Checkpoint
 from encoders.families.tiles import TileAdapter, TilePlan, cut_tiles, tile_spec
 from encoders.prompt.text_layout import ItemText, Markers
@@ -54,7 +54,7 @@ class SmolVLMAdapter(TileAdapter):
         has_video = any(plan.kind == "video" for plan in media)
         return DEFAULT_CHAT_TEMPLATE if has_video else self.checkpoint.chat_template
 
-    def frame_indices(self, processor: Any, video: VideoFacts, sampling: Sampling) -> tuple[int, ...]:
+    def frame_indices(self, processor: Any, video: VideoFacts, sampling: FrameSampling) -> tuple[int, ...]:
         """The processor's rule: a rate and a cap together; a long video loses its first and last second."""
         most = sampling.num_frames or processor.num_frames or video.num_frames
         rate = min(sampling.fps or processor.fps or DEFAULT_FPS, MAX_FPS)

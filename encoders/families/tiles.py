@@ -21,11 +21,11 @@ from torchvision.transforms.v2 import functional as tvf
 
 from encoders.adapter import (
     Embeddings,
+    FrameSampling,
     Grid,
     MediaPlan,
     PatchRun,
     PromptPlan,
-    Sampling,
     VideoFacts,
 )
 from encoders.checkpoint import Checkpoint
@@ -160,7 +160,7 @@ class TileAdapter(ABC):
         """(height, width) that frames are decoded at, pixels."""
         return self.video_spec.side, self.video_spec.side
 
-    def frame_indices(self, processor: Any, video: VideoFacts, sampling: Sampling) -> tuple[int, ...]:
+    def frame_indices(self, processor: Any, video: VideoFacts, sampling: FrameSampling) -> tuple[int, ...]:
         """The processor's own rule for a number of frames, at least one and no more than there are."""
         rate = sampling.fps or processor.fps or DEFAULT_FPS
         at_rate = int(min(video.num_frames / video.fps * rate, video.num_frames))
@@ -189,7 +189,7 @@ class TileAdapter(ABC):
             source_size=(height, width),
         )
 
-    def plan_video(self, video: VideoFacts, sampling: Sampling) -> TilePlan:
+    def plan_video(self, video: VideoFacts, sampling: FrameSampling) -> TilePlan:
         first, part = part_of(video, sampling)
         chosen = self.frame_indices(self.checkpoint.processor.video_processor, part, sampling)
         indices = tuple(first + index for index in chosen)

@@ -73,7 +73,7 @@ class UniformPooling:
 
 
 class EVS(_Dropping):
-    """What differs most from the same place one unit earlier (Efficient Video Sampling, as in vLLM).
+    """What differs most from the same place one unit earlier (Efficient Video FrameSampling, as in vLLM).
 
     The first unit of an item is kept before anything else.
     """

@@ -13,7 +13,7 @@ from epd.bench.endpoint import Endpoint
 from epd.bench.generator import Prepared, run_load
 from epd.bench.media import MediaLibrary, media_keys
 from epd.errors import RequestError
-from epd.workload.metrics import SLO, Ratio, RequestRecord, RunReport, ratios, report_of
+from epd.workload.metrics import SLO, ClientRecord, Ratio, RunReport, ratios, report_of
 from epd.workload.requests import PlannedRequest, Workload
 
 
@@ -76,7 +76,7 @@ class EndpointRun:
 
     round_index: int
     place: int
-    records: tuple[RequestRecord, ...]
+    records: tuple[ClientRecord, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class BenchResult:
     plan: BenchPlan
     runs: tuple[EndpointRun, ...]
 
-    def records(self, place: int) -> list[tuple[RequestRecord, ...]]:
+    def records(self, place: int) -> list[tuple[ClientRecord, ...]]:
         """The rounds of one endpoint, in order."""
         return [
             run.records for run in sorted(self.runs, key=lambda run: run.round_index) if run.place == place
@@ -100,7 +100,7 @@ class BenchResult:
         """All rounds of an endpoint together."""
         return self._report(self.records(place))
 
-    def _report(self, runs: Sequence[Sequence[RequestRecord]]) -> RunReport:
+    def _report(self, runs: Sequence[Sequence[ClientRecord]]) -> RunReport:
         return report_of(runs, self.plan.slo, is_open_loop=self.plan.workload.is_open_loop)
 
     def ratios(self) -> list[Ratio]:
@@ -143,7 +143,7 @@ async def run_bench(plan: BenchPlan, library: MediaLibrary, show: ShowPart = _sh
 
 async def _run_round(
     plan: BenchPlan, round_index: int, place: int, library: MediaLibrary, show: ShowPart
-) -> list[RequestRecord]:
+) -> list[ClientRecord]:
     endpoint = plan.endpoints[place]
     requests = plan.requests(round_index, place)
     prepared = _prepare(plan, place, requests, library)

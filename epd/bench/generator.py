@@ -13,7 +13,7 @@ from typing import Protocol
 
 from epd.bench.body import Body
 from epd.bench.client import Reply
-from epd.workload.metrics import RequestRecord
+from epd.workload.metrics import ClientRecord
 
 # Time for the first request's task to exist before it is due.
 _LEAD_S = 0.05
@@ -43,7 +43,7 @@ async def run_load(
     max_in_flight: int,
     is_open_loop: bool = True,
     on_done: Callable[[], None] = lambda: None,
-) -> list[RequestRecord]:
+) -> list[ClientRecord]:
     """Sends every request when it is due and waits for all answers; records in the order of sending.
 
     is_open_loop: False sends the next as soon as there is a place, with max_in_flight always under way.
@@ -72,7 +72,7 @@ class _Run:
     async def sleep_until(self, time_s: float) -> None:
         await asyncio.sleep(max(0.0, self.start_s + time_s - self.client.now_s()))
 
-    async def send(self, request: Prepared, *, has_place: bool) -> RequestRecord:
+    async def send(self, request: Prepared, *, has_place: bool) -> ClientRecord:
         waits = not has_place and self.places.locked()
         if not has_place:
             await self.places.acquire()
@@ -85,9 +85,9 @@ class _Run:
 
     def _record(
         self, request: Prepared, reply: Reply, *, is_due_when_sent: bool, waited: bool
-    ) -> RequestRecord:
+    ) -> ClientRecord:
         sent_s = reply.sent_s - self.start_s
-        return RequestRecord(
+        return ClientRecord(
             index=request.index,
             # A timer may fire within its resolution of the time it was set for.
             due_s=sent_s if is_due_when_sent else min(request.due_s, sent_s),

@@ -22,7 +22,7 @@ from epd.errors import UnavailableError
 from epd.profiles.app_costs import Figures, median
 from epd.profiles.speed import SpeedSampler
 from epd.workload.access_log import MARK
-from epd.workload.metrics import RequestRecord
+from epd.workload.metrics import ClientRecord
 from epd.workload.requests import Workload
 
 _READY_S, _END_S, _POLL_S, _LOG_S = 240.0, 60.0, 0.2, 0.3
@@ -47,7 +47,7 @@ class LoadResult:
     elapsed_s: of the whole run. core_speed: while it lasted.
     """
 
-    records: tuple[RequestRecord, ...]
+    records: tuple[ClientRecord, ...]
     served: tuple[ServedRequest, ...]
     cpu_s: float
     elapsed_s: float

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from epd.bench.bench import BenchResult
 from epd.errors import RequestError
-from epd.workload.metrics import RequestRecord
+from epd.workload.metrics import ClientRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,7 +45,7 @@ def _plot_shares(
     axes: Axes,
     result: BenchResult,
     label: str,
-    value_of: Callable[[RequestRecord], float | None],
+    value_of: Callable[[ClientRecord], float | None],
     limit_s: float | None,
 ) -> None:
     """The share of answered requests that took at most so long."""
@@ -61,7 +61,7 @@ def _plot_shares(
 
 
 def _values(
-    runs: Sequence[Sequence[RequestRecord]], value_of: Callable[[RequestRecord], float | None]
+    runs: Sequence[Sequence[ClientRecord]], value_of: Callable[[ClientRecord], float | None]
 ) -> list[float]:
     values: list[Any] = [value_of(record) for run in runs for record in run]
     return [value for value in values if value is not None]

@@ -288,11 +288,11 @@ def _area(size: tuple[int, int]) -> int:
 
 def _media_rule(adapter: Any) -> MediaRule:
     """What the adapter plans for a large image and a video of ten seconds, as a rule."""
-    from encoders import Sampling, VideoFacts
+    from encoders import FrameSampling, VideoFacts
     from epd.profiles import MediaRule
 
     image = adapter.plan_image(2048, 2048)
-    video = adapter.plan_video(VideoFacts(240, 24.0, 720, 1280), Sampling())
+    video = adapter.plan_video(VideoFacts(240, 24.0, 720, 1280), FrameSampling())
     per_unit = image.grid.h * image.grid.w
     side = image.size[0] // image.grid.h
     if image.num_units > 1 or image.is_joined_whole:
@@ -310,7 +310,7 @@ def _media_rule(adapter: Any) -> MediaRule:
         merge=round((per_unit / image.tokens_per_unit) ** 0.5),
         max_pixels=max(_area(adapter.plan_image(2048, width).size) for width in _WIDTHS),
         max_frame_pixels=max(
-            _area(adapter.plan_video(VideoFacts(240, 24.0, 2048, width), Sampling()).size)
+            _area(adapter.plan_video(VideoFacts(240, 24.0, 2048, width), FrameSampling()).size)
             for width in _WIDTHS
         ),
         frames_per_unit=video.frames_per_unit,

@@ -1,4 +1,7 @@
-"""Which worker takes what: roles, loads and the choice among workers. No I/O; whoever sends does the books.
+"""Which worker takes what: roles, loads and the choice among workers. No I/O.
+
+Who sends a request also counts it, in `InFlight`.
+
 
 prefill   the worker with the least tokens to compute until the request is done, cached ones left out
 decode    the worker with the fewest requests
@@ -31,7 +34,7 @@ def check_reduction(policy: ReductionPolicy, workers: Collection[Collection[Stag
 
 
 @dataclass(slots=True)
-class WorkerBooks:
+class InFlight:
     """What has been sent to one worker and is not done.
 
     prefill_tokens: of prompts that are not computed yet. num_prefills, num_decodes: requests.
@@ -70,13 +73,13 @@ class Router:
 
     def __init__(self, *, max_remembered: int = 65_536) -> None:
         """max_remembered: groups, and prefixes of media, whose last worker is known."""
-        self._books: dict[str, WorkerBooks] = {}
+        self._in_flight: dict[str, InFlight] = {}
         self._prefixes = _Memory(max_remembered)
         self._groups = _Memory(max_remembered)
 
-    def books(self, worker: str) -> WorkerBooks:
+    def in_flight(self, worker: str) -> InFlight:
         """Of one worker; new ones are empty."""
-        return self._books.setdefault(worker, WorkerBooks())
+        return self._in_flight.setdefault(worker, InFlight())
 
     def prefill_order(
         self, candidates: Collection[str], media: Sequence[tuple[str, int]], num_tokens: int
@@ -87,9 +90,9 @@ class Router:
         """
 
         def cost(worker: str) -> tuple[int, int, str]:
-            books = self.books(worker)
-            tokens = books.prefill_tokens + num_tokens - self._num_cached(worker, media)
-            return tokens, books.num_prefills + books.num_decodes, worker
+            in_flight = self.in_flight(worker)
+            tokens = in_flight.prefill_tokens + num_tokens - self._num_cached(worker, media)
+            return tokens, in_flight.num_prefills + in_flight.num_decodes, worker
 
         return sorted(candidates, key=cost)
 
@@ -115,7 +118,7 @@ class Router:
 
     def decode_order(self, candidates: Collection[str]) -> list[str]:
         """Workers to ask for room, the one with the fewest requests first."""
-        return sorted(candidates, key=lambda worker: (self.books(worker).num_decodes, worker))
+        return sorted(candidates, key=lambda worker: (self.in_flight(worker).num_decodes, worker))
 
     def encoder_with(self, candidates: Collection[str], key: GroupKey) -> str | None:
         """The candidate that has encoded the group last, which may still have it."""
@@ -125,7 +128,7 @@ class Router:
     def encoder(self, candidates: Collection[str]) -> str:
         """The candidate with the least outstanding patches, the first by name of equals."""
         names = sorted(candidates)
-        return names[least_loaded([self.books(name).encode_patches for name in names])]
+        return names[least_loaded([self.in_flight(name).encode_patches for name in names])]
 
     def remember_group(self, worker: str, key: GroupKey) -> None:
         """The worker has encoded the group."""

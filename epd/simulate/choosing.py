@@ -1,6 +1,6 @@
 """The choices of the live `Router`, without sorting a thousand workers for every request.
 
-heap of (load, name)      an entry is stale once the load has changed; whoever books says so, and a fresh
+heap of (load, name)      an entry is stale once the load has changed; whoever in_flight says so, and a fresh
                           entry is pushed, so that the first one that is not stale is the least loaded
 """
 
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
-from epd.control.routing import Router, WorkerBooks
+from epd.control.routing import InFlight, Router
 
 Load = tuple[int, ...]
 # Entries for each candidate, the stale ones with them, before all are thrown away.
 _MOST_STALE = 8
-LoadOf = Callable[[WorkerBooks], Load]
+LoadOf = Callable[[InFlight], Load]
 
 
 class LeastLoaded:
@@ -42,10 +42,10 @@ class LeastLoaded:
         return name in self._names
 
     def _load(self, name: str) -> Load:
-        return self._load_of(self._router.books(name))
+        return self._load_of(self._router.in_flight(name))
 
     def changed(self, name: str) -> None:
-        """The books of a worker have changed."""
+        """The counts of a worker have changed."""
         if name not in self._names:
             return
         heappush(self._heap, (self._load(name), name))
@@ -79,9 +79,11 @@ class Chooser:
     def __init__(self, router: Router, *, is_plain: bool) -> None:
         self.router = router
         self._is_plain = is_plain
-        self._prefill = LeastLoaded(router, lambda books: (books.prefill_tokens, _num_requests(books)))
-        self._decode = LeastLoaded(router, lambda books: (books.num_decodes,))
-        self._encode = LeastLoaded(router, lambda books: (books.encode_patches,))
+        self._prefill = LeastLoaded(
+            router, lambda in_flight: (in_flight.prefill_tokens, _num_requests(in_flight))
+        )
+        self._decode = LeastLoaded(router, lambda in_flight: (in_flight.num_decodes,))
+        self._encode = LeastLoaded(router, lambda in_flight: (in_flight.encode_patches,))
 
     def book(
         self,
@@ -92,17 +94,17 @@ class Chooser:
         num_decodes: int = 0,
         encode_patches: int = 0,
     ) -> None:
-        """Adds to the books of a worker; what is done has a minus."""
-        books = self.router.books(worker)
+        """Adds to the counts of a worker; what is done has a minus."""
+        in_flight = self.router.in_flight(worker)
         if encode_patches:
-            books.encode_patches += encode_patches
+            in_flight.encode_patches += encode_patches
             self._encode.changed(worker)
         if num_decodes:
-            books.num_decodes += num_decodes
+            in_flight.num_decodes += num_decodes
             self._decode.changed(worker)
         if num_prefills:
-            books.num_prefills += num_prefills
-            books.prefill_tokens += prefill_tokens
+            in_flight.num_prefills += num_prefills
+            in_flight.prefill_tokens += prefill_tokens
         if num_decodes or num_prefills:
             self._prefill.changed(worker)
 
@@ -133,5 +135,5 @@ class Chooser:
         return self._encode.first()
 
 
-def _num_requests(books: WorkerBooks) -> int:
-    return books.num_prefills + books.num_decodes
+def _num_requests(in_flight: InFlight) -> int:
+    return in_flight.num_prefills + in_flight.num_decodes

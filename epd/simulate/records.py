@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from epd.simulate.clock import TICKS_PER_S
 from epd.simulate.requests import RequestState
-from epd.workload.metrics import SLO, RequestRecord, RunReport, report_of
+from epd.workload.metrics import SLO, ClientRecord, RunReport, report_of
 
 # Times in ticks; -1 for what has not happened.
 ROW = np.dtype(
@@ -138,12 +138,12 @@ class SimulationResult:
                 good &= ticks <= limit_s * TICKS_PER_S
         return float(good.mean())
 
-    def records(self) -> Iterator[RequestRecord]:
+    def records(self) -> Iterator[ClientRecord]:
         """As the load generator has them; only the first token's time is kept."""
         for row in self.rows:
             due_s, first_s, end_s = (float(row[name]) / TICKS_PER_S for name in ("due", "first_token", "end"))
             is_refused = bool(row["is_refused"])
-            yield RequestRecord(
+            yield ClientRecord(
                 index=int(row["index"]),
                 due_s=due_s,
                 sent_s=due_s,

@@ -249,7 +249,7 @@ class Simulation:
             state.encoder = self._chooser.encoder(encoders)
             return [(state.encoder, group) for group in groups]
         patches = [state.job.groups[group].media.num_patches for group in groups]
-        loads = [self._chooser.router.books(name).encode_patches for name in encoders]
+        loads = [self._chooser.router.in_flight(name).encode_patches for name in encoders]
         shards = plan_shards(patches, loads)
         return [(encoders[shard.encoder], groups[place]) for shard in shards for place in shard.groups]
 
@@ -376,8 +376,8 @@ class Simulation:
             self.events.push(at, Rank.POLICY, partial(self._end_switch, worker, switch))
 
     def _is_booked(self, name: str) -> bool:
-        books = self._chooser.router.books(name)
-        return bool(books.num_prefills or books.num_decodes or books.encode_patches)
+        in_flight = self._chooser.router.in_flight(name)
+        return bool(in_flight.num_prefills or in_flight.num_decodes or in_flight.encode_patches)
 
     def _end_switch(self, worker: Worker, switch: Switch) -> None:
         """It has its new roles; or its old ones again, if the switch fails."""

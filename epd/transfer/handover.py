@@ -336,7 +336,7 @@ class DecodeReception:
                 self._cache.truncate(ticket.request_id, length, group)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless open tickets name blocks of their request, and books are in order."""
+        """Raises AssertionError unless open tickets name blocks of their request, and counts agree."""
         self._cache.check_integrity()
         for request_id, arriving in self._open.items():
             for group, blocks in enumerate(arriving.ticket.block_tables):

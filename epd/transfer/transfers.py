@@ -1,4 +1,4 @@
-"""Both ends' books about transfers: what keeps an entry alive, and what lets it go. No tensors."""
+"""Both ends' in_flight about transfers: what keeps an entry alive, and what lets it go. No tensors."""
 
 from __future__ import annotations
 

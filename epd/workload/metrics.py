@@ -32,7 +32,7 @@ MAX_LATENESS_OF_TTFT = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class RequestRecord:
+class ClientRecord:
     """One request as its client saw it; seconds from the start of the run.
 
     error: what went wrong, in few words that can be counted; None for an answer that came to its end.
@@ -124,7 +124,7 @@ class SLO:
             if limit_s is not None and not limit_s > 0:
                 raise RequestError(f"the objective {name} is {limit_s}, it must be above 0 seconds")
 
-    def is_met(self, record: RequestRecord) -> bool:
+    def is_met(self, record: ClientRecord) -> bool:
         """Whether a request came to its end within all limits."""
         kept = (
             _is_within(record.ttft_s, self.ttft_s),
@@ -179,7 +179,7 @@ class RunReport:
         return self.lateness.p95_s > max(MAX_LATENESS_S, share_s)
 
 
-def report_of(runs: Sequence[Sequence[RequestRecord]], slo: SLO, *, is_open_loop: bool = True) -> RunReport:
+def report_of(runs: Sequence[Sequence[ClientRecord]], slo: SLO, *, is_open_loop: bool = True) -> RunReport:
     """Pools runs, each with times from its own start. ValueError when there is no request at all."""
     records = [record for run in runs for record in run]
     if not records:

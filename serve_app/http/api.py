@@ -40,7 +40,7 @@ from serve_app.http.protocol import (
     WorkerReport,
 )
 from serve_app.http.request_parsing import describe
-from serve_app.http.server_state import ApiSettings, FrontDoor
+from serve_app.http.server_state import ApiSettings, ServerState
 from serve_app.observability import metrics
 from serve_app.observability.record import record_of
 from serve_app.service import AnswerService, ModelCard
@@ -60,7 +60,7 @@ def create_api(
 
     reader: of media that clients send; by default this process.
     """
-    front = FrontDoor(service, settings or ApiSettings(), reader)
+    front = ServerState(service, settings or ApiSettings(), reader)
     app = _App(title="epd", docs_url=None, redoc_url=None, lifespan=_lifespan)
     app.state.front = front
     hosts = HostCheck(front.settings.allowed_hosts, has_key=front.settings.api_key is not None)
@@ -98,9 +98,9 @@ _open = APIRouter()
 _guarded = APIRouter(prefix="/v1", responses=_ERRORS)
 
 
-def _front(request: Request) -> FrontDoor:
+def _front(request: Request) -> ServerState:
     front = request.app.state.front
-    assert isinstance(front, FrontDoor)
+    assert isinstance(front, ServerState)
     return front
 
 

@@ -15,7 +15,7 @@ from serve_app.http.chat_request import ChatRequest
 from serve_app.http.event_stream import EventStream
 from serve_app.http.http_guard import bug_reply, error_reply
 from serve_app.http.responses import DONE, ChunkBuilder, CompletionBuilder, checked_end, event
-from serve_app.http.server_state import FrontDoor
+from serve_app.http.server_state import ServerState
 from serve_app.observability.record import CLIENT_GONE, RequestRecord, server_timing
 from serve_app.service import AnswerItem
 
@@ -23,7 +23,7 @@ from serve_app.service import AnswerItem
 class ChatAnswer(Response):
     """A completion or a stream of chunks. Errors before the first bytes are raised, later ones are sent."""
 
-    def __init__(self, front: FrontDoor, chat: ChatRequest, record: RequestRecord) -> None:
+    def __init__(self, front: ServerState, chat: ChatRequest, record: RequestRecord) -> None:
         super().__init__()
         self._record = record
         self._num_choices = chat.n or 1

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from encoders import Sampling
+from encoders import FrameSampling
 from encoders.prompt.chat import ChatMessage, ContentPart, check_chat
 from encoders.prompt.tool_history import ToolCall
 from encoders.sampling import check_sampling
@@ -116,7 +116,7 @@ def sampling_params(chat: ChatRequest, defaults: SamplingParams) -> SamplingPara
     return defaults.with_options({name: value for name, value in said.items() if value is not None})
 
 
-def video_sampling(chat: ChatRequest) -> Sampling:
+def video_sampling(chat: ChatRequest) -> FrameSampling:
     """Which frames of each video.
 
     Raises RequestError where two places, or a rate and a number, disagree, and for an empty part of a video.
@@ -130,7 +130,9 @@ def video_sampling(chat: ChatRequest) -> Sampling:
             "allowed: one of the two, once; leave out the rest"
         )
     ours = chat.epd or EpdOptions()
-    sampling = Sampling(next(iter(rates), None), next(iter(numbers), None), ours.start_s or 0.0, ours.end_s)
+    sampling = FrameSampling(
+        next(iter(rates), None), next(iter(numbers), None), ours.start_s or 0.0, ours.end_s
+    )
     check_sampling(sampling)
     return sampling
 

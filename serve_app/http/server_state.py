@@ -11,7 +11,7 @@ from pathlib import Path
 from fastapi import Request
 from pydantic import ValidationError
 
-from encoders import Sampling
+from encoders import FrameSampling
 from encoders.prompt.chat import ChatMessage
 from epd.control.request_budget import RequestLimits, check_json_size
 from epd.errors import OverloadedError
@@ -83,13 +83,13 @@ class ApiSettings:
 class _Options:
     priority: int
     params: SamplingParams
-    sampling: Sampling
+    sampling: FrameSampling
     reduction: ReductionPolicy
     ours: EpdOptions
     cache_salt: str
 
 
-class FrontDoor:
+class ServerState:
     """What all routes share."""
 
     def __init__(

@@ -98,10 +98,10 @@ class Attempt:
         self.unbook()
         self.prefill_worker, self.decode_worker = prefill_worker, decode_worker
         self.touched |= {prefill_worker, decode_worker}
-        books = self._router.books(prefill_worker)
-        books.num_prefills += 1
-        books.prefill_tokens += len(self.answer.plan.prompt)
-        self._router.books(decode_worker).num_decodes += 1
+        in_flight = self._router.in_flight(prefill_worker)
+        in_flight.num_prefills += 1
+        in_flight.prefill_tokens += len(self.answer.plan.prompt)
+        self._router.in_flight(decode_worker).num_decodes += 1
         self._is_prefilling = self._is_decoding = True
 
     def arrive(self, worker: str) -> None:
@@ -114,10 +114,10 @@ class Attempt:
     def rebook_decode(self, worker: str) -> None:
         """Another decode worker takes it."""
         if self._is_decoding:
-            self._router.books(self.decode_worker).num_decodes -= 1
+            self._router.in_flight(self.decode_worker).num_decodes -= 1
         self.decode_worker = worker
         self.touched.add(worker)
-        self._router.books(worker).num_decodes += 1
+        self._router.in_flight(worker).num_decodes += 1
         self._is_decoding = True
 
     def unbook_prefill(self) -> bool:
@@ -125,9 +125,9 @@ class Attempt:
         if not self._is_prefilling:
             return False
         self._is_prefilling = False
-        books = self._router.books(self.prefill_worker)
-        books.num_prefills -= 1
-        books.prefill_tokens -= len(self.answer.plan.prompt)
+        in_flight = self._router.in_flight(self.prefill_worker)
+        in_flight.num_prefills -= 1
+        in_flight.prefill_tokens -= len(self.answer.plan.prompt)
         return True
 
     def unbook(self) -> None:
@@ -135,4 +135,4 @@ class Attempt:
         self.unbook_prefill()
         if self._is_decoding:
             self._is_decoding = False
-            self._router.books(self.decode_worker).num_decodes -= 1
+            self._router.in_flight(self.decode_worker).num_decodes -= 1

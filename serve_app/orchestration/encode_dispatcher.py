@@ -31,7 +31,7 @@ class _Dealt:
     group: MediaGroup
 
 
-class EncodeDesk:
+class EncodeDispatcher:
     """Shared by all requests of one orchestrator."""
 
     def __init__(
@@ -83,7 +83,9 @@ class EncodeDesk:
         while True:
             alive = self._alive()
             among = [wanted] if wanted is not None and wanted in alive else alive
-            names = [name for name in among if self._router.books(name).encode_patches < self._max_backlog]
+            names = [
+                name for name in among if self._router.in_flight(name).encode_patches < self._max_backlog
+            ]
             names = allowed(names)
             if names:
                 return self._router.encoder(names)
@@ -113,7 +115,7 @@ class EncodeDesk:
         self._dealt[granted.ticket.transfer_id] = _Dealt(
             worker, receiver, granted.request_id, granted.group, group
         )
-        self._router.books(worker).encode_patches += group.spec.num_patches
+        self._router.in_flight(worker).encode_patches += group.spec.num_patches
 
     async def give(self, worker: str, message: EncodeGroup, frames: Bulk | None) -> bool:
         """Hands a booked group over. False if the encoder has no such role, or lacks it and has no frames.
@@ -191,7 +193,7 @@ class EncodeDesk:
     def _forget(self, transfer_id: str) -> _Dealt | None:
         dealt = self._dealt.pop(transfer_id, None)
         if dealt is not None:
-            self._router.books(dealt.worker).encode_patches -= dealt.group.spec.num_patches
+            self._router.in_flight(dealt.worker).encode_patches -= dealt.group.spec.num_patches
             self._freed_s = asyncio.get_running_loop().time()
             self.wake()
         return dealt

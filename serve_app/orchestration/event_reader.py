@@ -27,7 +27,7 @@ from serve_app.messages import (
     WorkerReport,
 )
 from serve_app.orchestration.attempt import Attempt, Ending
-from serve_app.orchestration.encode_dispatcher import EncodeDesk
+from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
 from serve_app.orchestration.group_feed import GroupFeed
 from serve_app.orchestration.loss_counter import LossCounter
 from serve_app.orchestration.placement import Placement
@@ -47,7 +47,7 @@ class EventReader:
     """attempts, feeds: of all that are under way, by id. loads: of each worker, as reported last."""
 
     fleet: Fleet
-    desk: EncodeDesk
+    dispatcher: EncodeDispatcher
     placement: Placement
     recovery: Recovery
     losses: LossCounter
@@ -83,7 +83,7 @@ class EventReader:
                     self.recovery.lose(event.name)
                     self.placement.wake()
             case WorkerBack():
-                self.desk.wake()
+                self.dispatcher.wake()
                 self.placement.wake()
             case FleetBroken():
                 self.loops.gone.append(event.loop)
@@ -113,7 +113,7 @@ class EventReader:
 
     def _take_event(self, worker: str, event: WorkerEvent) -> None:
         if isinstance(event, GroupsArrived):
-            self.desk.arrived(event.transfer_ids)
+            self.dispatcher.arrived(event.transfer_ids)
         elif isinstance(event, GroupFailed):
             self._take_failure(worker, event)
         elif event.request_id in self.attempts:
@@ -144,7 +144,7 @@ class EventReader:
             if attempt.failures[event.group] > _MAX_GROUP_FAILURES:
                 attempt.fail(EncodeError(f"a group could not be encoded: {event.error}; send it again"))
                 return
-        self.tasks.spawn(self.desk.reissue(worker, [event.transfer_id]))
+        self.tasks.spawn(self.dispatcher.reissue(worker, [event.transfer_id]))
 
     def _take_tokens(self, request_id: str, outputs: Sequence[TokenOutput]) -> None:
         attempt = self.attempts.get(request_id)

@@ -16,7 +16,7 @@ from epd.errors import EPDError, InternalError, UnavailableError
 from serve_app.fleet import Bulk, Fleet, send_surely
 from serve_app.messages import CloseStream, EncodeGroup, Granted, ReadFrames
 from serve_app.orchestration.attempt import Attempt
-from serve_app.orchestration.encode_dispatcher import EncodeDesk
+from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
 from serve_app.orchestration.isolation import Isolation
 from serve_app.orchestration.loss_counter import LossCounter
 from serve_app.task_group import Tasks
@@ -86,7 +86,7 @@ class GroupFeed:
     def __init__(
         self,
         fleet: Fleet,
-        desk: EncodeDesk,
+        dispatcher: EncodeDispatcher,
         losses: LossCounter,
         isolation: Isolation,
         attempt: Attempt,
@@ -97,7 +97,7 @@ class GroupFeed:
     ) -> None:
         """patience_s: to wait for a video decoder when all are lost."""
         self._fleet = fleet
-        self._desk = desk
+        self._dispatcher = dispatcher
         self._losses = losses
         self._isolation = isolation
         self._attempt = attempt
@@ -146,7 +146,7 @@ class GroupFeed:
                 continue
             frames = await self._read(granted.group)
             worker = await self._encoder(granted.group)
-            self._desk.book(worker, self._attempt.prefill_worker, granted, plan.groups[granted.group])
+            self._dispatcher.book(worker, self._attempt.prefill_worker, granted, plan.groups[granted.group])
             self._tasks.spawn(self._guarded(partial(self._give, worker, granted, frames)))
             del frames
 
@@ -154,19 +154,19 @@ class GroupFeed:
         """The one that the kind of sharding wants for a group, while it is there, or the least loaded."""
         allowed = partial(self._isolation.allowed, self._attempt, ("encode", number))
         if self._sharding == "local":
-            return await self._desk.encoder(self._attempt.prefill_worker, allowed)
-        worker = await self._desk.encoder(self._first_encoder, allowed)
+            return await self._dispatcher.encoder(self._attempt.prefill_worker, allowed)
+        worker = await self._dispatcher.encoder(self._first_encoder, allowed)
         if self._sharding == "request":
             self._first_encoder = worker
         return worker
 
     async def _from_cache(self, granted: Granted) -> bool:
         group = self._attempt.answer.plan.groups[granted.group]
-        worker = self._desk.encoder_with(group)
+        worker = self._dispatcher.encoder_with(group)
         if worker is None or not self._isolation.allowed(self._attempt, ("encode", granted.group), [worker]):
             return False
-        self._desk.book(worker, self._attempt.prefill_worker, granted, group)
-        return await self._desk.give(worker, self._message(granted), None)
+        self._dispatcher.book(worker, self._attempt.prefill_worker, granted, group)
+        return await self._dispatcher.give(worker, self._message(granted), None)
 
     async def _read(self, number: int) -> Bulk:
         plan = self._attempt.answer.plan
@@ -185,10 +185,10 @@ class GroupFeed:
     async def _give(self, worker: str, granted: Granted, frames: Bulk) -> None:
         """Until an encoder takes it: the role of one may just have changed."""
         group = self._attempt.answer.plan.groups[granted.group]
-        while not await self._desk.give(worker, self._message(granted), frames):
+        while not await self._dispatcher.give(worker, self._message(granted), frames):
             await asyncio.sleep(_RETRY_S)
             worker = await self._encoder(granted.group)
-            self._desk.book(worker, self._attempt.prefill_worker, granted, group)
+            self._dispatcher.book(worker, self._attempt.prefill_worker, granted, group)
 
     def _message(self, granted: Granted) -> EncodeGroup:
         plan = self._attempt.answer.plan

@@ -9,7 +9,7 @@ from functools import partial
 
 from serve_app.media.fair_threads import FairThreads
 from serve_app.media.spool_files import ByteBudget
-from serve_app.orchestration.request_planner import Planner
+from serve_app.orchestration.request_planner import RequestPlanner
 from serve_app.service import AnswerRequest
 from stages.media import PlannedMedia
 
@@ -20,7 +20,7 @@ _MAX_PIXEL_BYTES = 2 << 30
 class ImageLoader:
     """Used from one event loop. A request has one image decoded at a time."""
 
-    def __init__(self, planner: Planner, num_threads: int) -> None:
+    def __init__(self, planner: RequestPlanner, num_threads: int) -> None:
         self._planner = planner
         self._threads = FairThreads("image", num_threads, 1)
         self.budget = ByteBudget(_MAX_PIXEL_BYTES, "images")

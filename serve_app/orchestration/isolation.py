@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from serve_app.orchestration.attempt import Attempt
-from serve_app.orchestration.encode_dispatcher import EncodeDesk
+from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
 
 _MAX_CLAIM_S = 30.0  # for which others are kept away from a worker, at most
 
@@ -28,8 +28,10 @@ class _Claim:
 class Isolation:
     """attempts: all that are under way, by id."""
 
-    def __init__(self, desk: EncodeDesk, attempts: Mapping[str, Attempt], clock: Callable[[], float]) -> None:
-        self._desk = desk
+    def __init__(
+        self, dispatcher: EncodeDispatcher, attempts: Mapping[str, Attempt], clock: Callable[[], float]
+    ) -> None:
+        self._dispatcher = dispatcher
         self._attempts = attempts
         self._clock = clock
         self._claims: dict[str, _Claim] = {}
@@ -74,7 +76,7 @@ class Isolation:
         return any(each.is_at_risk and each.is_at(worker) for each in others)
 
     def _having_groups(self, worker: str) -> set[str]:
-        return {attempt_id for attempt_id, _ in self._desk.groups_at(worker)}
+        return {attempt_id for attempt_id, _ in self._dispatcher.groups_at(worker)}
 
 
 def _is_group(place: Hashable) -> bool:

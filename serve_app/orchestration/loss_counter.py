@@ -18,7 +18,7 @@ from epd.errors import PoisonedRequestError
 from epd.topology import Stage
 from serve_app.fleet import Fleet, WorkerLostError
 from serve_app.orchestration.attempt import Attempt, Ending
-from serve_app.orchestration.encode_dispatcher import EncodeDesk
+from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
 from serve_app.orchestration.live_answer import fingerprint
 from serve_app.service import AnswerRequest
 
@@ -37,7 +37,7 @@ class LossCounter:
         self,
         ledger: LossLedger,
         fleet: Fleet,
-        desk: EncodeDesk,
+        dispatcher: EncodeDispatcher,
         attempts: Mapping[str, Attempt],
         clock: Callable[[], float],
         *,
@@ -45,7 +45,7 @@ class LossCounter:
     ) -> None:
         self._ledger = ledger
         self._fleet = fleet
-        self._desk = desk
+        self._dispatcher = dispatcher
         self._attempts = attempts
         self._clock = clock
         self._max_losses = max_losses
@@ -100,7 +100,7 @@ class LossCounter:
 
     def _there(self, worker: str) -> Iterable[_AtRisk]:
         """What was at a worker, or on its way to it."""
-        for attempt_id, group in self._desk.groups_at(worker):
+        for attempt_id, group in self._dispatcher.groups_at(worker):
             if attempt_id in self._attempts:
                 attempt = self._attempts[attempt_id]
                 yield _AtRisk(attempt, Suspect(attempt.answer.fingerprint, ("encode", group)), True)

@@ -35,7 +35,7 @@ from serve_app.messages import (
 )
 from serve_app.orchestration.attempt import Attempt, Ending
 from serve_app.orchestration.elastic import Elastic
-from serve_app.orchestration.encode_dispatcher import EncodeDesk
+from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
 from serve_app.orchestration.event_reader import EventReader
 from serve_app.orchestration.group_feed import GroupFeed
 from serve_app.orchestration.image_loading import ImageLoader
@@ -44,7 +44,7 @@ from serve_app.orchestration.live_answer import LiveAnswer
 from serve_app.orchestration.loss_counter import LossCounter
 from serve_app.orchestration.placement import Placement, PlacementLimits
 from serve_app.orchestration.recovery import Recovery
-from serve_app.orchestration.request_planner import AnswerPlan, Planner
+from serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
 from serve_app.orchestration.retention import LoadRetention
 from serve_app.orchestration.role_switch import RoleSwitcher, SwitchLimits, SwitchParts
 from serve_app.orchestration.substituted_frames import SubstitutedFrames
@@ -69,7 +69,7 @@ class OrchestratorConfig:
     max_attempts: losses of one request, of workers of any role. losses: which requests are to blame for
     them, and refused for a while. max_prefills, unavailable_s: see `PlacementLimits`. stall_timeout_s:
     after which an attempt of which nothing comes is lost, see `stall_policy`; more than one step of
-    a worker may take. max_backlog_patches: see `EncodeDesk`. num_planning_threads: that probe media and
+    a worker may take. max_backlog_patches: see `EncodeDispatcher`. num_planning_threads: that probe media and
     tokenise. sharding: of one request's groups over the encoders. switching: limits of changes of
     roles. elastic, retention: how roles, and the share of visual tokens, follow the load; None where
     they do not.
@@ -93,14 +93,16 @@ class OrchestratorConfig:
 class Orchestrator:
     """An AnswerService. Used from one event loop, which nothing here blocks."""
 
-    def __init__(self, fleet: Fleet, planner: Planner, config: OrchestratorConfig | None = None) -> None:
+    def __init__(
+        self, fleet: Fleet, planner: RequestPlanner, config: OrchestratorConfig | None = None
+    ) -> None:
         self.config = config or OrchestratorConfig()
         self.router = Router()
         self.queue = AdmissionQueue(self.config.max_waiting)
         self._fleet = fleet
         self._planner = planner
         limits = PlacementLimits(self.config.max_prefills, self.config.unavailable_s)
-        self._desk = EncodeDesk(
+        self._dispatcher = EncodeDispatcher(
             fleet,
             self.router,
             max_backlog_patches=self.config.max_backlog_patches,
@@ -111,18 +113,18 @@ class Orchestrator:
         self._losses = LossCounter(
             LossLedger(self.config.losses),
             fleet,
-            self._desk,
+            self._dispatcher,
             self._attempts,
             time.time,
             max_losses=self.config.max_attempts,
         )
-        self._isolation = Isolation(self._desk, self._attempts, time.time)
+        self._isolation = Isolation(self._dispatcher, self._attempts, time.time)
         self._placement = Placement(
             fleet, self.router, self.queue, limits, self._losses, self._isolation, time.time
         )
         self._feeds: dict[str, GroupFeed] = {}
-        self._recovery = Recovery(fleet, self.router, self._desk, self._placement, self._attempts)
-        parts = SwitchParts(fleet, self.router, self._desk, self._placement, self._attempts)
+        self._recovery = Recovery(fleet, self.router, self._dispatcher, self._placement, self._attempts)
+        parts = SwitchParts(fleet, self.router, self._dispatcher, self._placement, self._attempts)
         self.switcher = RoleSwitcher(parts, self.config.switching)
         self._loads: dict[str, WorkerLoad] = {}
         self.elastic = Elastic(fleet, self.queue, self.switcher, self._loads, self.config.elastic, time.time)
@@ -138,7 +140,7 @@ class Orchestrator:
         self._substituted = SubstitutedFrames()
         self._counters: Counter[str] = Counter()
         self._watchdog = Watchdog(
-            self._attempts, self._desk, self._counters, time.time, timeout_s=self.config.stall_timeout_s
+            self._attempts, self._dispatcher, self._counters, time.time, timeout_s=self.config.stall_timeout_s
         )
         self._numbers = count(1)
         self._num_planning = 0
@@ -163,7 +165,7 @@ class Orchestrator:
     def _reader(self) -> EventReader:
         return EventReader(
             self._fleet,
-            self._desk,
+            self._dispatcher,
             self._placement,
             self._recovery,
             self._losses,
@@ -263,7 +265,7 @@ class Orchestrator:
     async def _try(self, attempt: Attempt, deadline_s: float, *, is_new: bool) -> Ending:
         feed = GroupFeed(
             self._fleet,
-            self._desk,
+            self._dispatcher,
             self._losses,
             self._isolation,
             attempt,
@@ -287,7 +289,7 @@ class Orchestrator:
         """Leaves nothing of a try anywhere."""
         if not is_complete:
             await asyncio.gather(*(self._abort(attempt, worker) for worker in sorted(attempt.touched)))
-            await self._desk.drop_request(attempt.id)
+            await self._dispatcher.drop_request(attempt.id)
         await feed.close()
         self._placement.wake()
 
@@ -313,7 +315,7 @@ class Orchestrator:
     @property
     def num_tickets(self) -> int:
         """Groups that encoders have."""
-        return len(self._desk)
+        return len(self._dispatcher)
 
     # Roles
 

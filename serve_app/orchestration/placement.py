@@ -281,7 +281,7 @@ class Placement:
             name
             for name in self._with_role("prefill")
             if self._asking[name] < _MAX_ASKING
-            and self._router.books(name).num_prefills < self._limits.max_prefills
+            and self._router.in_flight(name).num_prefills < self._limits.max_prefills
         ]
         return self._isolation.allowed(attempt, "prefill", names)
 

@@ -12,7 +12,7 @@ from epd.topology import Stage
 from serve_app.fleet import Fleet, send_surely
 from serve_app.messages import PeerLost
 from serve_app.orchestration.attempt import Attempt, Ending
-from serve_app.orchestration.encode_dispatcher import EncodeDesk
+from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
 from serve_app.orchestration.placement import Placement
 from serve_app.task_group import Tasks
 
@@ -29,13 +29,13 @@ class Recovery:
         self,
         fleet: Fleet,
         router: Router,
-        desk: EncodeDesk,
+        dispatcher: EncodeDispatcher,
         placement: Placement,
         attempts: Mapping[str, Attempt],
     ) -> None:
         self._fleet = fleet
         self._router = router
-        self._desk = desk
+        self._dispatcher = dispatcher
         self._placement = placement
         self._attempts = attempts
         self.tasks = Tasks()
@@ -48,7 +48,7 @@ class Recovery:
             for info in self._fleet.workers.values()
             if info.is_alive and info.name != name and "video" not in info.roles
         }
-        self.tasks.spawn(self._desk.lost(name))
+        self.tasks.spawn(self._dispatcher.lost(name))
         for attempt in list(self._attempts.values()):
             # Those that are being placed find out by themselves.
             if attempt.is_placed and name in (attempt.prefill_worker, attempt.decode_worker):

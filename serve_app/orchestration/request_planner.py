@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import video
-from encoders import Adapter, MediaPlan, Sampling, load_adapter
+from encoders import Adapter, FrameSampling, MediaPlan, load_adapter
 from encoders.adapter import PromptPlan
 from encoders.groups import DEFAULT_GROUP_TOKENS, MediaGroup, plan_groups
 from encoders.identity import prompt_identity, salted
@@ -34,7 +34,7 @@ _MAX_SEED = 2**31
 # Plans of videos that are kept, by content: a second question about one lists no frames anew.
 _MAX_KNOWN_PLANS = 256
 # Content and frame sampling; the model is the planner's.
-_PlanKey = tuple[str, Sampling]
+_PlanKey = tuple[str, FrameSampling]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class _Adapters:
             self._idle.append(adapter)
 
 
-class Planner:
+class RequestPlanner:
     """Plans requests to one model, without its weights. Blocks: to be used in threads, by several at once."""
 
     def __init__(
@@ -199,7 +199,7 @@ class Planner:
             check_visual_tokens(num_tokens, request.reduction.retention, self.card.max_model_len)
         return tuple(planned)
 
-    def _planned(self, source: MediaSource, sampling: Sampling) -> PlannedMedia:
+    def _planned(self, source: MediaSource, sampling: FrameSampling) -> PlannedMedia:
         """Raises MediaError, RequestError."""
         facts = source.facts or self._look(source)
         if facts.kind == "image":
@@ -211,7 +211,7 @@ class Planner:
         with _opened(source) as file:
             return self._reader.look(file, source.label)
 
-    def _video_plan(self, mm_hash: str, facts: video.MediaFacts, sampling: Sampling) -> MediaPlan:
+    def _video_plan(self, mm_hash: str, facts: video.MediaFacts, sampling: FrameSampling) -> MediaPlan:
         plan = self._plans.get((mm_hash, sampling))
         if plan is None:
             plan = plan_video(self.adapter, facts, sampling)

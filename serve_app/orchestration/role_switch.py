@@ -34,7 +34,7 @@ from serve_app.messages import (
     StagesClosed,
 )
 from serve_app.orchestration.attempt import Attempt, Ending
-from serve_app.orchestration.encode_dispatcher import EncodeDesk
+from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
 from serve_app.orchestration.placement import Placement
 from serve_app.service import RoleSwitch, SwitchTotals
 from serve_app.task_group import Tasks
@@ -70,7 +70,7 @@ class SwitchParts:
 
     fleet: Fleet
     router: Router
-    desk: EncodeDesk
+    dispatcher: EncodeDispatcher
     placement: Placement
     attempts: Mapping[str, Attempt]
     clock: Callable[[], float] = time.time
@@ -220,7 +220,7 @@ class _Run:
             await self._roll_back()
         finally:
             self.parts.placement.wake()
-            self.parts.desk.wake()
+            self.parts.dispatcher.wake()
         return self._record(at_s, error)
 
     def _record(self, at_s: float, error: str) -> RoleSwitch:
@@ -310,7 +310,7 @@ class _Run:
         for attempt in self._placed(left.waiting):
             attempt.end(Ending.TAKEN_BACK)
             self.counts.num_handed_on += 1
-        self.counts.num_handed_on += await self.parts.desk.take_back(self.name, left.waiting)
+        self.counts.num_handed_on += await self.parts.dispatcher.take_back(self.name, left.waiting)
         redirect = self.parts.placement.redirect_once
         done = await _gathered([redirect(attempt) for attempt in self._placed(left.arriving)])
         self.counts.num_handed_on += sum(done)
@@ -335,7 +335,7 @@ class _Run:
                 attempt.end(Ending.TAKEN_BACK)
                 self.counts.num_redone += 1
         if "encode" in self.leaving:
-            self.counts.num_redone += await self.parts.desk.take_back(self.name)
+            self.counts.num_redone += await self.parts.dispatcher.take_back(self.name)
 
     def _has(self, attempt: Attempt) -> bool:
         """Whether a stage that the worker gives up has the request."""

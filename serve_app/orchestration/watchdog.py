@@ -11,7 +11,7 @@ from dataclasses import replace
 from epd.control.stall_policy import Watched, stalled
 from serve_app.messages import WorkerLoad, WorkerReport
 from serve_app.orchestration.attempt import Attempt, Ending
-from serve_app.orchestration.encode_dispatcher import EncodeDesk
+from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
 
 logger = logging.getLogger(__name__)
 
@@ -24,14 +24,14 @@ class Watchdog:
     def __init__(
         self,
         attempts: Mapping[str, Attempt],
-        desk: EncodeDesk,
+        dispatcher: EncodeDispatcher,
         counters: Counter[str],
         clock: Callable[[], float],
         *,
         timeout_s: float,
     ) -> None:
         self._attempts = attempts
-        self._desk = desk
+        self._dispatcher = dispatcher
         self._counters = counters
         self._clock = clock
         self._timeout_s = timeout_s
@@ -62,5 +62,5 @@ class Watchdog:
             attempt.end(Ending.LOST)
 
     def _watched(self, attempt: Attempt) -> Watched:
-        encoders = self._desk.encoders_of(attempt.id)
+        encoders = self._dispatcher.encoders_of(attempt.id)
         return Watched(attempt.id, attempt.workers | encoders, max(attempt.event_s, attempt.started_s))

@@ -15,7 +15,7 @@ from epd.sampling_params import SamplingParams
 from serve_app.app_args import AppArgs
 from serve_app.http.api import ApiSettings, create_api
 from serve_app.orchestration.orchestrator import Orchestrator, OrchestratorConfig
-from serve_app.orchestration.request_planner import Planner
+from serve_app.orchestration.request_planner import RequestPlanner
 from serve_app.ray.fleet import RayFleet, RayFleetConfig
 from serve_app.worker.worker_stages import WorkerSettings
 from video import FetchPolicy, MediaChildren
@@ -50,7 +50,7 @@ async def create_ingress(args: AppArgs) -> FastAPI:
         retention=args.load_retention,
     )
     children = MediaChildren()
-    planner = Planner(args.model_path, args.model_name, limits=args.limits, reader=children)
+    planner = RequestPlanner(args.model_path, args.model_name, limits=args.limits, reader=children)
     service = Orchestrator(fleet, planner, config)
     app = create_api(service, _settings(args, planner), children)
     front_lifespan = app.router.lifespan_context
@@ -74,7 +74,7 @@ async def create_ingress(args: AppArgs) -> FastAPI:
     return app
 
 
-def _settings(args: AppArgs, planner: Planner) -> ApiSettings:
+def _settings(args: AppArgs, planner: RequestPlanner) -> ApiSettings:
     """planner: whose checkpoint's repetition penalty is used where a request names none, and its limits."""
     policy = FetchPolicy(
         allowed_hosts=args.allowed_media_hosts,

@@ -20,7 +20,7 @@ from epd.topology import Stage
 from serve_app.fleet import Bulk, WorkerInfo, WorkerLostError
 from serve_app.messages import Message, WorkerReport
 from serve_app.ray.process import WatchedProcess
-from serve_app.ray.worker import Beat, Peer, Place, Reply, StageActor, Start, VideoActor
+from serve_app.ray.worker import Heartbeat, Peer, Place, Reply, StageActor, Start, VideoActor
 from serve_app.worker.worker_stages import WorkerSettings
 
 _MAX_CALLS = 10_000  # of one actor at once, most of which wait
@@ -159,7 +159,7 @@ class RayMember:
             if reason:
                 return self._given_up(reason)
 
-    def _take(self, beat: Beat, take: Callable[[WorkerReport], None]) -> str:
+    def _take(self, beat: Heartbeat, take: Callable[[WorkerReport], None]) -> str:
         """Hands out the reports of a beat. Returns why the worker is to be given up, if it is."""
         for report in beat.reports:
             take(report)

@@ -88,7 +88,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """A sign of life. busy_s: how long the step under way has taken. failure: why the worker does no more."""
 
     reports: tuple[WorkerReport, ...] = ()
@@ -96,7 +96,7 @@ class Beat:
     failure: str = ""
 
 
-class Line:
+class CallSequencer:
     """Lets calls pass in the order of their numbers, from 0, whatever the order in which they come.
 
     A call has passed when it says so, also one that gave up before its turn: it leaves no gap.
@@ -131,7 +131,7 @@ class StageActor:
 
     def __init__(self) -> None:
         self._life = ""
-        self._line = Line()
+        self._line = CallSequencer()
         self._thread: ActorThread | None = None
         self._transport: RayTransport | None = None
         self._links: PeerLinks[Peer] | None = None
@@ -201,12 +201,12 @@ class StageActor:
         self._thread.wake()
         return next_number
 
-    async def beat(self, life: str, wait_s: float) -> Beat:
+    async def beat(self, life: str, wait_s: float) -> Heartbeat:
         """Returns at once when there are reports, else after `wait_s`."""
         if life != self._life or self._thread is None:
-            return Beat(failure="it was started again")
+            return Heartbeat(failure="it was started again")
         reports = await self._thread.take_reports(wait_s)
-        return Beat(tuple(reports), self._thread.busy_s, self._thread.failure or self._failure)
+        return Heartbeat(tuple(reports), self._thread.busy_s, self._thread.failure or self._failure)
 
     def _post(self, worker: str, envelope: Envelope) -> None:
         """From the worker thread. A worker that is gone, or not known yet, never reads it."""
@@ -290,9 +290,9 @@ class VideoActor:
             return Reply(error=fault_of(self._name, message, error)), None
         return Reply(value), frames
 
-    async def beat(self, life: str, wait_s: float) -> Beat:
+    async def beat(self, life: str, wait_s: float) -> Heartbeat:
         if life != self._life:
-            return Beat(failure="it was started again")
+            return Heartbeat(failure="it was started again")
         await asyncio.sleep(wait_s)
         report = WorkerReport(self._name, load=WorkerLoad(num_running=len(self._reader)))
-        return Beat((report,), self._reader.busy_s)
+        return Heartbeat((report,), self._reader.busy_s)

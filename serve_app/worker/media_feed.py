@@ -18,9 +18,9 @@ from encoders.groups import MediaGroup
 from epd.encode.encoder_cache import GroupKey
 from epd.transfer.connectors import Ticket
 from serve_app.messages import Granted, GroupFailed, GroupsArrived
-from serve_app.worker.worker_roles import News
+from serve_app.worker.worker_roles import ReportBuffer
 from stages.encode.embedding_receiver import EmbeddingReceiver
-from stages.encode.splicing import Joiner
+from stages.encode.splicing import EmbeddingSplicer
 from stages.engine.faults import RequestFault, logged_fault
 from stages.engine.generation import GenerateRequest
 from stages.prefill import PrefillStage
@@ -39,7 +39,7 @@ class _Feed:
     groups: tuple[MediaGroup, ...]
     numbers: tuple[int, ...]
     ends: tuple[int, ...]
-    joiner: Joiner
+    joiner: EmbeddingSplicer
     num_taken: int = 0
     num_released: int = 0
 
@@ -73,10 +73,10 @@ class MediaFeeds:
             return
         self.receiver.open(request.request_id, [groups[number].spec for number in numbers])
         ends = tuple(group_end(request, groups[number]) for number in numbers)
-        joiner = Joiner(self._adapter, request.prompt)
+        joiner = EmbeddingSplicer(self._adapter, request.prompt)
         self._feeds[request.request_id] = _Feed(request, groups, numbers, ends, joiner)
 
-    def step(self, news: News, on_fault: OnFault) -> bool:
+    def step(self, news: ReportBuffer, on_fault: OnFault) -> bool:
         """Takes what has arrived and grants what there is room for. Returns whether anything has moved.
 
         on_fault: called with each request whose embeddings could not be passed on; it has to close it.
@@ -89,7 +89,7 @@ class MediaFeeds:
         self._grant(news)
         return any(has_fed) or len(news.events) > num_events
 
-    def _tell_failed(self, failed: dict[GroupKey, str], news: News) -> None:
+    def _tell_failed(self, failed: dict[GroupKey, str], news: ReportBuffer) -> None:
         if failed:
             news.events += [
                 GroupFailed(issued.owner, issued.group, transfer_id, failed[issued.ticket.key])
@@ -97,7 +97,7 @@ class MediaFeeds:
                 if issued.ticket.key in failed
             ]
 
-    def _tell_arrived(self, news: News) -> None:
+    def _tell_arrived(self, news: ReportBuffer) -> None:
         is_ready = self.receiver.reception.cache.is_ready
         arrived = tuple(i for i, issued in self._issued.items() if is_ready(issued.ticket.key))
         for transfer_id in arrived:
@@ -124,12 +124,12 @@ class MediaFeeds:
             self._release(feed, feed.num_taken)  # it may be larger than the cache, so none is kept for long
         return bool(taken)
 
-    def _grant(self, news: News) -> None:
+    def _grant(self, news: ReportBuffer) -> None:
         for grant in self.receiver.grant():
             feed = self._feeds[grant.request_id]
             self._issue(feed, grant.group, grant.ticket, news)
 
-    def _issue(self, feed: _Feed, index: int, ticket: Ticket, news: News) -> None:
+    def _issue(self, feed: _Feed, index: int, ticket: Ticket, news: ReportBuffer) -> None:
         request_id = feed.request.request_id
         number = feed.numbers[index]
         self._issued[ticket.transfer_id] = _Issued(ticket, request_id, number)
@@ -152,7 +152,7 @@ class MediaFeeds:
             feed.num_released = stop
             self.receiver.release(feed.request.request_id, stop)
 
-    def close(self, request_id: str, news: News) -> None:
+    def close(self, request_id: str, news: ReportBuffer) -> None:
         """Ends a request, whatever it still waits for. Unknown ids are ignored."""
         if request_id not in self._feeds:
             return
@@ -165,7 +165,7 @@ class MediaFeeds:
         for ticket in self.receiver.close(request_id):
             self._issued.pop(ticket.transfer_id, None)
 
-    def reissue(self, transfer_ids: Sequence[str], news: News) -> None:
+    def reissue(self, transfer_ids: Sequence[str], news: ReportBuffer) -> None:
         """Grants groups anew, to who waits for them. Tickets that are not open are ignored."""
         for transfer_id in transfer_ids:
             issued = self._issued.get(transfer_id)

@@ -21,7 +21,7 @@ from serve_app.messages import (
 )
 from serve_app.service import StageSpan
 from serve_app.worker.media_feed import MediaFeeds, group_end
-from serve_app.worker.worker_roles import Clock, News, Rounds
+from serve_app.worker.worker_roles import Clock, ReportBuffer, Rounds
 from stages.engine.faults import RequestFault
 from stages.engine.generation import GenerateRequest, StepResult
 from stages.prefill import PrefillStage
@@ -91,7 +91,7 @@ class PrefillRole:
             return False
         return True
 
-    def step(self, news: News) -> bool:
+    def step(self, news: ReportBuffer) -> bool:
         has_fed = self.feeds.step(news, lambda fault: self._take_faults([fault], news))
         start_s = self._clock()
         result = self.stage.step()
@@ -111,13 +111,13 @@ class PrefillRole:
         else:
             self._decodes.add(result.num_tokens, seconds)
 
-    def _take_faults(self, faults: Sequence[RequestFault], news: News) -> None:
+    def _take_faults(self, faults: Sequence[RequestFault], news: ReportBuffer) -> None:
         """Requests that raised where others did not."""
         for fault in faults:
             self.abort([fault.request_id], news)
             news.events.append(RequestFailed(fault.request_id, fault.error, is_final=True))
 
-    def _take_admissions(self, result: StepResult, news: News) -> None:
+    def _take_admissions(self, result: StepResult, news: ReportBuffer) -> None:
         for admission in result.admissions:
             prompt = self._prompts.get(admission.request_id)
             if prompt is None or prompt.is_admitted:  # one that decodes, or comes back from host memory
@@ -132,7 +132,7 @@ class PrefillRole:
                 self.abort([admission.request_id], news)
                 news.events.append(RequestFailed(admission.request_id, error, is_final=True))
 
-    def _take_progress(self, result: StepResult, start_s: float, news: News) -> None:
+    def _take_progress(self, result: StepResult, start_s: float, news: ReportBuffer) -> None:
         begun = {output.request_id for output in result.outputs}
         for request_id in dict.fromkeys(result.computed):
             prompt = self._prompts.get(request_id)
@@ -145,7 +145,7 @@ class PrefillRole:
             if num_computed >= num_tokens:
                 del self._prompts[request_id]
 
-    def _tell_spans(self, prompt: _Progress, start_s: float, num_computed: int, news: News) -> None:
+    def _tell_spans(self, prompt: _Progress, start_s: float, num_computed: int, news: ReportBuffer) -> None:
         """A span for each group that the step has ended, and one for a question that ends after them."""
         request = prompt.message.request
         done = [n for n in range(prompt.num_spanned, len(prompt.ends)) if prompt.ends[n] <= num_computed]
@@ -159,7 +159,7 @@ class PrefillRole:
             news.events.append(SpanDone(request.request_id, span, prompt.service_s, prompt.queued_s))
             prompt.service_s = prompt.queued_s = 0.0
 
-    def _take_handovers(self, result: StepResult, news: News) -> None:
+    def _take_handovers(self, result: StepResult, news: ReportBuffer) -> None:
         """A decode worker that did not take what it had room for: the request is done again."""
         for end in result.handovers:
             if end.outcome is not TransferOutcome.DELIVERED:
@@ -170,7 +170,7 @@ class PrefillRole:
     def has_work(self) -> bool:
         return self.stage.has_work()
 
-    def abort(self, request_ids: Sequence[str], news: News) -> None:
+    def abort(self, request_ids: Sequence[str], news: ReportBuffer) -> None:
         for request_id in request_ids:
             self._prompts.pop(request_id, None)
             self.feeds.close(request_id, news)

@@ -42,7 +42,7 @@ from serve_app.messages import (
 )
 from serve_app.worker.media_feed import MediaFeeds
 from serve_app.worker.prefill_role import PrefillRole
-from serve_app.worker.worker_roles import Clock, DecodeRole, EncodeRole, News, Role, lost_stage
+from serve_app.worker.worker_roles import Clock, DecodeRole, EncodeRole, ReportBuffer, Role, lost_stage
 from serve_app.worker.worker_stages import StageBuilder, Transport, WorkerSettings
 
 
@@ -63,7 +63,7 @@ class WorkerCore:
         self.roles: frozenset[Stage] = frozenset()
         self._builder = StageBuilder(settings, transport)
         self._clock = clock
-        self._news = News()
+        self._news = ReportBuffer()
         # What runs: beside its roles those that are not wanted any more, until they have nothing left.
         self.hosted: dict[Stage, Role] = {}
         self._num_switches = 0
@@ -235,7 +235,7 @@ class WorkerCore:
         is_at_rest = self._is_load_untold and not self._has_moved
         if not (news.events or news.outputs or is_at_rest):
             return None
-        self._news, self._is_load_untold = News(), False
+        self._news, self._is_load_untold = ReportBuffer(), False
         return WorkerReport(self.name, tuple(news.events), tuple(news.outputs), self.load())
 
     def load(self) -> WorkerLoad:
@@ -253,7 +253,7 @@ class WorkerCore:
         )
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless all books of all roles agree."""
+        """Raises AssertionError unless the state of all roles is consistent."""
         for role in self.hosted.values():
             role.check_integrity()
 

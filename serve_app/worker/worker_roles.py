@@ -35,7 +35,7 @@ Clock = Callable[[], float]
 
 
 @dataclass(slots=True)
-class News:
+class ReportBuffer:
     """What the next report will tell."""
 
     events: list[WorkerEvent] = field(default_factory=list)
@@ -45,7 +45,7 @@ class News:
 class Role(Protocol):
     """One role of a worker."""
 
-    def step(self, news: News) -> bool:
+    def step(self, news: ReportBuffer) -> bool:
         """Moves everything on by one step. Returns whether anything has moved."""
         ...
 
@@ -53,7 +53,7 @@ class Role(Protocol):
         """Whether there is anything that is not over."""
         ...
 
-    def abort(self, request_ids: Sequence[str], news: News) -> None:
+    def abort(self, request_ids: Sequence[str], news: ReportBuffer) -> None:
         """Forgets requests. Unknown ids are ignored."""
         ...
 
@@ -72,7 +72,7 @@ class Role(Protocol):
     def load(self) -> WorkerLoad: ...
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless all books agree."""
+        """Raises AssertionError unless its state is consistent."""
         ...
 
 
@@ -135,7 +135,7 @@ class EncodeRole:
         for transfer_id in transfer_ids:
             self.stage.cancel(transfer_id)
 
-    def step(self, news: News) -> bool:
+    def step(self, news: ReportBuffer) -> bool:
         was_busy = self.stage.outstanding_patches > 0
         start_s = self._clock()
         if self.stage.step():
@@ -164,7 +164,7 @@ class EncodeRole:
     def has_work(self) -> bool:
         return self.stage.has_work()
 
-    def abort(self, request_ids: Sequence[str], news: News) -> None:
+    def abort(self, request_ids: Sequence[str], news: ReportBuffer) -> None:
         """Nothing: the receiver tells which tickets are not wanted any more."""
 
     def drop_peer(self, worker: str) -> tuple[str, ...]:
@@ -217,7 +217,7 @@ class DecodeRole:
         """See `Reserve`. Raises InfeasibleError."""
         return self.stage.reserve(message.request_id, message.sender, message.identity, message.sampling)
 
-    def step(self, news: News) -> bool:
+    def step(self, news: ReportBuffer) -> bool:
         start_s = self._clock()
         result = self.stage.step()
         self._rounds.add(len(result.computed), self._clock() - start_s)
@@ -232,7 +232,7 @@ class DecodeRole:
     def has_work(self) -> bool:
         return self.stage.has_work()
 
-    def abort(self, request_ids: Sequence[str], news: News) -> None:  # noqa: ARG002 - has nothing to tell
+    def abort(self, request_ids: Sequence[str], news: ReportBuffer) -> None:  # noqa: ARG002 - has nothing to tell
         for request_id in request_ids:
             self.stage.abort(request_id)
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from encoders import Adapter, load_adapter
-from encoders.names import Role
+from encoders.names import WeightSet
 from epd.encode.encoder_cache import EncoderCacheManager
 from epd.kv.scheduling import SchedulerConfig
 from epd.transfer.connectors import EncoderConnector, KVConnector
@@ -161,7 +161,7 @@ class StageBuilder:
             self._language = self._load("language")
         return self._language
 
-    def _load(self, role: Role) -> Any:
+    def _load(self, role: WeightSet) -> Any:
         start_s = time.perf_counter()
         if self._whole is not None:
             model = self._whole.part(role)

@@ -3,7 +3,7 @@
     event loop  --put-->  inbox  -->  thread: messages, step, report  --on_report, on_failure-->  event loop
 
 A message that cannot be handled is refused: its sender gets the error. The worker ends when a step raises, or
-when the books of its stages no longer agree after a message was refused.
+when the state of its stages is inconsistent after a message was refused.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class WorkerThread:
         return WorkerReport(core.name, load=load) if load != self._reported_load else None
 
     def _answer(self, core: WorkerCore, call: Call) -> None:
-        """Raises AssertionError when a message that failed has left the books of the stages broken."""
+        """Raises AssertionError when a message that failed has left the state of the stages inconsistent."""
         try:
             value = core.handle(call.message, call.bulk)
         except EPDError as error:

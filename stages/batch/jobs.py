@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from encoders import Embeddings, Sampling
+from encoders import Embeddings, FrameSampling
 from encoders.prompt.chat import ChatMessage
 from epd.errors import EPDError
 from epd.reduction import KEEP_ALL, ReductionPolicy
@@ -41,7 +41,7 @@ class MediaJob:
     name: str
     sources: Sequence[Path]
     kinds: Sequence[MediaKind]
-    sampling: Sampling
+    sampling: FrameSampling
     requests: Iterator[TextRequest]
     reduction: ReductionPolicy = KEEP_ALL
     is_failed: bool = False

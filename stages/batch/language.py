@@ -33,7 +33,7 @@ from stages.batch.jobs import (
     OpenedJob,
     TextRequest,
 )
-from stages.encode.splicing import Joiner
+from stages.encode.splicing import EmbeddingSplicer
 from stages.engine.engine import LanguageEngine
 from stages.engine.generation import Extent, GenerateRequest, GenerationSettings, StepResult, TokenOutput
 
@@ -53,7 +53,7 @@ class _Live:
     opened: OpenedJob
     first: tuple[TextRequest, PromptPlan] | None
     prompt: PromptPlan
-    joiner: Joiner
+    joiner: EmbeddingSplicer
     num_missing: int
     is_ready: bool = False
     is_exhausted: bool = False
@@ -190,7 +190,7 @@ class LanguageStage:
         for request in job.requests:
             prompt = self._prompt(request, opened)
             if prompt is not None:
-                joiner = Joiner(self._adapter, prompt)
+                joiner = EmbeddingSplicer(self._adapter, prompt)
                 self._begin(_Live(job, opened, (request, prompt), prompt, joiner, prompt.num_visual_tokens))
                 return
         job.is_failed = True  # nobody asks anything about it

@@ -9,10 +9,10 @@ import numpy as np
 from encoders import Adapter, Embeddings, MediaItem, PromptPlan, concatenated
 from encoders.groups import MediaGroup
 from encoders.reduction import Kept, TokenReducer
-from stages.engine.visual_inputs import PlacedEmbeddings
+from stages.visual_inputs import PlacedEmbeddings
 
 
-class Joiner:
+class EmbeddingSplicer:
     """Takes what was encoded for one prompt, in order; gives each at once, but for two cases.
 
     An item that is joined whole comes at its end; of one that is reduced, what is kept of a window comes when
@@ -68,8 +68,8 @@ def _placed(item: MediaItem, kept: list[Kept], positions: np.ndarray) -> PlacedE
 def joined(
     adapter: Adapter, prompt: PromptPlan, groups: Iterable[tuple[MediaGroup, Embeddings]]
 ) -> Iterator[PlacedEmbeddings]:
-    """What a `Joiner` makes of all groups of a prompt, in order."""
-    joiner = Joiner(adapter, prompt)
+    """What a `EmbeddingSplicer` makes of all groups of a prompt, in order."""
+    joiner = EmbeddingSplicer(adapter, prompt)
     for group, embeddings in groups:
         placed = joiner.push(group, embeddings)
         if placed is not None:

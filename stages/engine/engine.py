@@ -20,14 +20,14 @@ from epd.kv.drafting import DraftGain
 from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
 from epd.kv.scheduling import Chunk, ScheduledRequest, Scheduler, SchedulerConfig, SchedulerOutput
 from stages.engine.block_moves import BlockMoves
+from stages.engine.chunk_sampling import ComputedChunk, sample_chunks
 from stages.engine.faults import FaultCounts, run_apart
 from stages.engine.generation import Admission, Extent, GenerateRequest, StepResult
 from stages.engine.model_runner import ModelRunner
-from stages.engine.sequence import Choice
-from stages.engine.visual_inputs import PlacedEmbeddings, VisualInputs
-from stages.sampling.chunk_sampling import ComputedChunk, sample_chunks
+from stages.engine.sequence import TokenSequence
 from stages.sampling.detokenizer import AnswerEnds
 from stages.sampling.sampler import SampledToken
+from stages.visual_inputs import PlacedEmbeddings, VisualInputs
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class LanguageEngine:
         self.pools = runner.pools
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
-        self._choices: dict[str, Choice] = {}
+        self._choices: dict[str, TokenSequence] = {}
         self._moves = BlockMoves(self.kv, runner.pools)
         self._draft_gain = DraftGain(max_draft) if max_draft else None
         self._fault_counts = FaultCounts()
@@ -86,9 +86,9 @@ class LanguageEngine:
 
     def _choice(
         self, request: GenerateRequest, index: int, visual: VisualInputs, ends: AnswerEnds | None = None
-    ) -> Choice:
+    ) -> TokenSequence:
         ends = ends or AnswerEnds.of(request.sampling, self._eos_ids)
-        return Choice(request, index, self._tokenizer, ends, visual, self._longest(request))
+        return TokenSequence(request, index, self._tokenizer, ends, visual, self._longest(request))
 
     def _longest(self, request: GenerateRequest) -> int:
         """Tokens that prompt and answer may have in the empty cache; beside a parent a block is copied."""
@@ -138,7 +138,7 @@ class LanguageEngine:
             choice.push(SampledToken(token_id))
         choice.scheduled.num_computed += len(later_ids)
 
-    def detach(self, request_id: str) -> Choice | None:
+    def detach(self, request_id: str) -> TokenSequence | None:
         """Takes a request that decodes out of the queues; its blocks are held until `attach` or `release`.
 
         None, and nothing is changed, for one that cannot be moved now: it has several choices, waits for
@@ -155,7 +155,7 @@ class LanguageEngine:
         self._remove(choice, hold=True)
         return choice
 
-    def attach(self, choice: Choice) -> None:
+    def attach(self, choice: TokenSequence) -> None:
         """Goes on with a request that was detached."""
         self._choices[choice.request_id] = choice
         self.scheduler.take_back(choice.scheduled)
@@ -191,7 +191,7 @@ class LanguageEngine:
         """Tokens of a running or held request that are in the cache."""
         return self.kv.num_tokens(request_id)
 
-    def _choices_of(self, request_id: str) -> list[Choice]:
+    def _choices_of(self, request_id: str) -> list[TokenSequence]:
         return [choice for choice in self._choices.values() if choice.request.request_id == request_id]
 
     # One step
@@ -200,7 +200,7 @@ class LanguageEngine:
         """Computes one pass, as far as there is anything to compute, and returns what came of it.
 
         What raises for one request ends that request alone: see `StepResult.faults`. Raises AssertionError
-        when it has left the books broken, and its own error when many requests have failed in a row.
+        when it has left an inconsistent state, and its own error when many requests have failed in a row.
         """
         start = perf_counter()
         result = StepResult()
@@ -283,7 +283,7 @@ class LanguageEngine:
         return 1 + chunk.num_drafts if chunk.is_sampled and wanted else 0
 
     def _compute(self, chunks: Sequence[Chunk], result: StepResult) -> None:
-        """Runs and samples all chunks at once, or those apart that raise; then books chunk by chunk."""
+        """Runs and samples all chunks at once, or those apart that raise; then commits chunk by chunk."""
         computed: list[ComputedChunk] = []
 
         def run(some: Sequence[Chunk]) -> None:
@@ -303,14 +303,14 @@ class LanguageEngine:
             except Exception as error:  # noqa: BLE001 - costs its request alone
                 self._fail(each.chunk.request, error, result)
 
-    def _family(self, chunk: Chunk) -> list[Choice]:
+    def _family(self, chunk: Chunk) -> list[TokenSequence]:
         """The choices that the chunk's logits serve: at the end of a prompt, all of the request."""
         choice = self._choices[chunk.request.request_id]
         if choice.num_generated or not self._num_rows(chunk):
             return [choice]
         return [choice, *self._siblings(choice)]
 
-    def _siblings(self, choice: Choice) -> list[Choice]:
+    def _siblings(self, choice: TokenSequence) -> list[TokenSequence]:
         siblings = [
             self._choice(choice.request, index, choice.visual, choice.ends)
             for index in range(1, choice.request.sampling.n)
@@ -320,7 +320,7 @@ class LanguageEngine:
         return siblings
 
     def _book(
-        self, chunk: Chunk, family: list[Choice], tokens: list[SampledToken], result: StepResult
+        self, chunk: Chunk, family: list[TokenSequence], tokens: list[SampledToken], result: StepResult
     ) -> None:
         choice = family[0]
         result.computed.append(choice.request.request_id)
@@ -334,7 +334,9 @@ class LanguageEngine:
         elif choice.request.extent is Extent.MEDIA and chunk.stop == choice.scheduled.num_prompt_tokens:
             self._hold(choice, result)
 
-    def _continue(self, chunk: Chunk, choice: Choice, tokens: list[SampledToken], result: StepResult) -> None:
+    def _continue(
+        self, chunk: Chunk, choice: TokenSequence, tokens: list[SampledToken], result: StepResult
+    ) -> None:
         """Takes the sampled token, and those after it for which the draft before was right."""
         drafts = choice.drafts[: chunk.num_drafts]
         num_right = next((i for i, draft in enumerate(drafts) if draft != tokens[i].token_id), len(drafts))
@@ -350,7 +352,9 @@ class LanguageEngine:
         if choice.finish_reason is not None:
             self._remove(choice)
 
-    def _begin(self, family: Sequence[Choice], first: Sequence[SampledToken], result: StepResult) -> None:
+    def _begin(
+        self, family: Sequence[TokenSequence], first: Sequence[SampledToken], result: StepResult
+    ) -> None:
         """Gives every choice its first token; those that go on share the prompt's blocks."""
         choice = family[0]
         result.outputs += [each.push(token) for each, token in zip(family, first, strict=True)]
@@ -366,18 +370,18 @@ class LanguageEngine:
         if choice.finish_reason is not None:
             self._remove(choice)
 
-    def _hold(self, choice: Choice, result: StepResult) -> None:
+    def _hold(self, choice: TokenSequence, result: StepResult) -> None:
         """The request is prefilled: it leaves the queues, its blocks stay."""
         del self._choices[choice.request_id]
         self.scheduler.remove(choice.scheduled, hold=True)
         result.prefilled.append(choice.request.request_id)
 
-    def _remove(self, choice: Choice, *, hold: bool = False) -> None:
+    def _remove(self, choice: TokenSequence, *, hold: bool = False) -> None:
         del self._choices[choice.request_id]
         self._moves.forget(choice.request_id)
         self.scheduler.remove(choice.scheduled, hold=hold)
 
-    def _drop_embeddings(self, choice: Choice) -> None:
+    def _drop_embeddings(self, choice: TokenSequence) -> None:
         """Embeddings are needed once, unless computed tokens may have to be computed again."""
         if self.scheduler.config.preemption == "offload":
             choice.visual.drop(choice.scheduled.num_computed)

@@ -14,7 +14,6 @@ from epd.kv.kv_cache import KVCacheManager
 from epd.kv.scheduling import PrunedRange, ScheduledRequest
 from stages.engine.generation import Extent, FinishReason, GenerateRequest, TokenOutput
 from stages.engine.model_runner import Int32Array, Segment
-from stages.engine.visual_inputs import VisualInputs
 from stages.reduction.propagation import GoingOn
 from stages.reduction.pruning import WindowInputs, window_inputs
 from stages.reduction.question_views import QuestionView, view_of
@@ -22,9 +21,10 @@ from stages.sampling.detokenizer import AnswerEnds, TextStream
 from stages.sampling.sampler import SampledToken
 from stages.sampling.sampling_state import SamplingState
 from stages.sampling.token_rows import TokenRows
+from stages.visual_inputs import VisualInputs
 
 
-class Choice:
+class TokenSequence:
     """One of the `sampling.n` answers to a request; the first of them prefills the prompt for all."""
 
     def __init__(

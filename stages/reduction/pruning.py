@@ -22,7 +22,7 @@ from torch import Tensor
 
 from encoders.adapter import Int64Array, PromptPlan
 from epd.kv.scheduling import PrunedRange
-from stages.engine.visual_inputs import PlacedEmbeddings
+from stages.visual_inputs import PlacedEmbeddings
 
 # Norms that differ by less than about one in 4000 count as equal: between tokens that look alike, rounding
 # would choose, and differently for every batch.

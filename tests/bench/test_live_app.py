@@ -13,7 +13,7 @@ import pytest
 from epd.bench.live_app import LiveApp, LoadResult, ServedRequest, live_app, served_in
 from epd.cli.profile_app import _Asking
 from epd.errors import UnavailableError
-from epd.workload.metrics import RequestRecord
+from epd.workload.metrics import ClientRecord
 
 LINE = (
     "2026-11-21 12:00:00,000 INFO serve_app.observability.record request_id=a status=200 prompt_tokens=56 "
@@ -36,9 +36,9 @@ def test_a_line_that_is_printed_in_two_pieces_misleads_nobody(place: int) -> Non
     assert all(each == served_in([LINE])[0] for each in served)
 
 
-def record(index: int, ttft_s: float, error: str | None = None) -> RequestRecord:
+def record(index: int, ttft_s: float, error: str | None = None) -> ClientRecord:
     times_s = (index + ttft_s,)
-    return RequestRecord(index, index, index, index + 1.0, times_s, completion_tokens=5, error=error)
+    return ClientRecord(index, index, index, index + 1.0, times_s, completion_tokens=5, error=error)
 
 
 def test_times_are_medians_and_cpu_time_is_without_what_idling_takes() -> None:

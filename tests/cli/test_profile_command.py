@@ -38,12 +38,12 @@ def test_every_stage_is_measured(mine: Profile) -> None:
 
 def test_media_become_what_the_adapter_plans(mine: Profile) -> None:
     """The rule that was read off a few plans equals the adapter's plans of others."""
-    from encoders import Sampling, VideoFacts, load_adapter
+    from encoders import FrameSampling, VideoFacts, load_adapter
     from epd.models import embedded_model_path
     from epd.workload.requests import Resolution, VideoSpec
 
     adapter = load_adapter(embedded_model_path())
-    plan = adapter.plan_video(VideoFacts(720, 24.0, 360, 640), Sampling())
+    plan = adapter.plan_video(VideoFacts(720, 24.0, 360, 640), FrameSampling())
     groups = mine.media.video(VideoSpec(30.0, 24, Resolution(640, 360)))
     assert sum(group.num_tokens for group in groups) == pytest.approx(plan.num_tokens, rel=0.25)
     image = adapter.plan_image(448, 448)

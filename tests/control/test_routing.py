@@ -15,9 +15,9 @@ def key(name: str) -> GroupKey:
 
 def test_prefill_goes_where_least_is_to_be_computed() -> None:
     router = Router()
-    router.books("p0").prefill_tokens = 500
+    router.in_flight("p0").prefill_tokens = 500
     assert router.prefill_order(["p0", "p1"], (), 100) == ["p1", "p0"]
-    router.books("p1").prefill_tokens = 600
+    router.in_flight("p1").prefill_tokens = 600
     assert router.prefill_order(["p0", "p1"], (), 100) == ["p0", "p1"]
 
 
@@ -25,9 +25,9 @@ def test_media_that_a_worker_has_draw_questions_to_it_unless_it_is_busy() -> Non
     router = Router()
     router.remember_prefix("p1", VIDEO)
     assert router.prefill_order(["p0", "p1"], VIDEO, 1100) == ["p1", "p0"]
-    router.books("p1").prefill_tokens = 900
+    router.in_flight("p1").prefill_tokens = 900
     assert router.prefill_order(["p0", "p1"], VIDEO, 1100) == ["p1", "p0"]
-    router.books("p1").prefill_tokens = 1100
+    router.in_flight("p1").prefill_tokens = 1100
     assert router.prefill_order(["p0", "p1"], VIDEO, 1100) == ["p0", "p1"]
 
 
@@ -40,14 +40,14 @@ def test_only_leading_media_are_a_prefix() -> None:
 
 def test_decode_goes_to_the_fewest_requests() -> None:
     router = Router()
-    router.books("d0").num_decodes = 2
-    router.books("d2").num_decodes = 1
+    router.in_flight("d0").num_decodes = 2
+    router.in_flight("d2").num_decodes = 1
     assert router.decode_order(["d0", "d1", "d2"]) == ["d1", "d2", "d0"]
 
 
 def test_groups_go_to_the_least_outstanding_patches_or_to_who_has_them() -> None:
     router = Router()
-    router.books("e0").encode_patches = 10
+    router.in_flight("e0").encode_patches = 10
     assert router.encoder(["e1", "e0"]) == "e1"
     assert router.encoder_with(["e0", "e1"], key("a")) is None
     router.remember_group("e0", key("a"))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoProcessor
 from transformers.video_utils import VideoMetadata
 
-from encoders import Adapter, MediaPlan, PromptPlan, Sampling, VideoFacts, load_adapter
+from encoders import Adapter, FrameSampling, MediaPlan, PromptPlan, VideoFacts, load_adapter
 from encoders.adapter import Embeddings, PatchRun
 from epd.types import MediaKind
 from tests.tiny_models import load_reference
@@ -80,7 +80,7 @@ class Family:
         """Whether the processor takes images and videos in one prompt (SmolVLM's drops the images)."""
         return self.name != "smolvlm"
 
-    def plan(self, item: Media, sampling: Sampling) -> MediaPlan:
+    def plan(self, item: Media, sampling: FrameSampling) -> MediaPlan:
         if isinstance(item, Picture):
             return self.adapter.plan_image(item.pixels.shape[0], item.pixels.shape[1])
         return self.adapter.plan_video(item.facts, sampling)
@@ -100,10 +100,10 @@ class Family:
         runs = [PatchRun(plan.kind, self.patches(item, plan), plan.grid)]
         return self.adapter.join(self.adapter.encode_batch(self.tower, runs)[0], plan, 0, plan.num_units)
 
-    def prompt(self, media: Sequence[Media], sampling: Sampling) -> PromptPlan:
+    def prompt(self, media: Sequence[Media], sampling: FrameSampling) -> PromptPlan:
         return self.adapter.plan_prompt([self.plan(item, sampling) for item in media], QUESTION)
 
-    def their_inputs(self, media: Sequence[Media], sampling: Sampling, question: str = QUESTION) -> Any:
+    def their_inputs(self, media: Sequence[Media], sampling: FrameSampling, question: str = QUESTION) -> Any:
         """What the processor makes of the same media; it samples, resizes and lays out by itself."""
         pictures = [item.pixels.permute(2, 0, 1) for item in media if isinstance(item, Picture)]
         clips = [item for item in media if isinstance(item, Clip)]
@@ -114,7 +114,7 @@ class Family:
             options |= self._video_options(clips, sampling)
         return self.processor(text=[self._text(media, question)], return_tensors="pt", **options)
 
-    def _video_options(self, clips: Sequence[Clip], sampling: Sampling) -> dict[str, Any]:
+    def _video_options(self, clips: Sequence[Clip], sampling: FrameSampling) -> dict[str, Any]:
         videos = [clip.frames.permute(0, 3, 1, 2) for clip in clips]
         nested = self.name == "smolvlm"
         options: dict[str, Any] = {

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from encoders import ChatMessage, ContentPart, Sampling
+from encoders import ChatMessage, ContentPart, FrameSampling
 from encoders.checkpoint import Checkpoint
 from encoders.prompt.chat import check_chat, media_kinds, one_turn, text_message
 from epd.errors import RequestError
@@ -24,7 +24,7 @@ from tests.positions import adapter_like_transformers, expected_positions, posit
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
 DRAWN = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-SAMPLING = Sampling(num_frames=4)
+SAMPLING = FrameSampling(num_frames=4)
 TEXT = ContentPart("text", "What? Ä, 漢")
 MEDIA = {"image": Picture(torch.full((40, 60, 3), 90, dtype=torch.uint8))}
 TEXTS = st.sampled_from(["Is it red?", "Ä 漢 🙂", "two\nlines", " spaces "])

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from encoders import Sampling
+from encoders import FrameSampling
 from encoders.prompt.words import number_in_words
 from epd.errors import RequestError
 from epd.types import MediaKind
@@ -35,13 +35,13 @@ def mixes(draw: st.DrawFn, kinds: tuple[str, ...] = ("image", "video", "both")) 
     return draw(st.lists(names, min_size=1, max_size=4)), source_frames, draw(st.integers(2, 8))
 
 
-def draw_media(family: Family, data: st.DataObject) -> tuple[list[Media], Sampling]:
+def draw_media(family: Family, data: st.DataObject) -> tuple[list[Media], FrameSampling]:
     kinds, source_frames, num_frames = data.draw(
         mixes(("image", "video", "both") if family.can_mix else ("image", "video"))
     )
     sizes = [(data.draw(st.integers(20, 180)), data.draw(st.integers(20, 180))) for _ in kinds]
     seed = torch.Generator().manual_seed(data.draw(st.integers(0, 2**16)))
-    sampling = Sampling(num_frames=num_frames)
+    sampling = FrameSampling(num_frames=num_frames)
     return [
         _item(family, kind, size, source_frames, sampling, seed)
         for kind, size in zip(kinds, sizes, strict=True)
@@ -49,7 +49,12 @@ def draw_media(family: Family, data: st.DataObject) -> tuple[list[Media], Sampli
 
 
 def _item(
-    family: Family, kind: str, size: tuple[int, int], length: int, sampling: Sampling, seed: torch.Generator
+    family: Family,
+    kind: str,
+    size: tuple[int, int],
+    length: int,
+    sampling: FrameSampling,
+    seed: torch.Generator,
 ) -> Media:
     if kind == "image":
         return Picture(_noise((*size, 3), seed))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from encoders import PositionLayout, Sampling, VideoFacts, load_adapter
+from encoders import FrameSampling, PositionLayout, VideoFacts, load_adapter
 from encoders.identity import prompt_identity
 from encoders.prompt.mrope import LAYOUTS, VisualSpan, mrope_positions
 from encoders.reduction.layout import reduce_prompt
@@ -155,13 +155,15 @@ def test_transformers_multiplies_in_another_order() -> None:
 @pytest.mark.parametrize(
     ("sampling", "times"),
     [
-        (Sampling(fps=1.0), [0, 4, 8, 12]),  # two frames a patch: 2 s, at two positions a second
-        (Sampling(num_frames=6), [0, 5, 10]),  # 8 s in three patches: 2.67 s
-        (Sampling(num_frames=4, start_s=2.0), [0, 6]),
-        (Sampling(fps=8.0, end_s=1.0), [0, 0, 1, 1]),
+        (FrameSampling(fps=1.0), [0, 4, 8, 12]),  # two frames a patch: 2 s, at two positions a second
+        (FrameSampling(num_frames=6), [0, 5, 10]),  # 8 s in three patches: 2.67 s
+        (FrameSampling(num_frames=4, start_s=2.0), [0, 6]),
+        (FrameSampling(fps=8.0, end_s=1.0), [0, 0, 1, 1]),
     ],
 )
-def test_a_planned_prompt_has_its_text_behind_the_videos_time(sampling: Sampling, times: list[int]) -> None:
+def test_a_planned_prompt_has_its_text_behind_the_videos_time(
+    sampling: FrameSampling, times: list[int]
+) -> None:
     """15 tokens a patch, 3 x 5, of shapes-vl: the prompt around them counts on by one."""
     adapter = load_adapter(embedded_model_path(), positions="authors")
     prompt = adapter.plan_prompt([adapter.plan_video(VideoFacts(64, 8.0, 360, 640), sampling)], "Is it red?")
@@ -176,17 +178,17 @@ def test_a_planned_prompt_has_its_text_behind_the_videos_time(sampling: Sampling
 
 
 @st.composite
-def sampled_videos(draw: st.DrawFn) -> tuple[VideoFacts, Sampling]:
+def sampled_videos(draw: st.DrawFn) -> tuple[VideoFacts, FrameSampling]:
     """Few lengths, rates and parts, so that two draws often have frames in common."""
     facts = VideoFacts(draw(st.sampled_from([40, 41, 80])), 8.0, 60, 90)
     fps, num_frames = draw(st.sampled_from([(1.0, None), (2.0, None), (None, 4), (None, 8), (None, 10)]))
-    return facts, Sampling(fps, num_frames, end_s=draw(st.sampled_from([None, 4.5, 4.9, 5.0])))
+    return facts, FrameSampling(fps, num_frames, end_s=draw(st.sampled_from([None, 4.5, 4.9, 5.0])))
 
 
 @given(video=sampled_videos(), name=st.sampled_from(["qwen2_5_vl", "qwen3_vl"]))
 @DRAWN
 def test_both_layouts_are_one_without_time_in_positions(
-    families: dict[str, Family], video: tuple[VideoFacts, Sampling], name: str
+    families: dict[str, Family], video: tuple[VideoFacts, FrameSampling], name: str
 ) -> None:
     """Qwen3-VL tells the time in words, and a still has one instant."""
     adapters = [families[name].adapter, adapter_like_transformers(families[name].path)]
@@ -207,7 +209,7 @@ def test_both_layouts_are_one_without_time_in_positions(
 @DRAWN
 def test_what_is_known_as_the_same_tokens_has_the_same_positions(
     families: dict[str, Family],
-    videos: list[tuple[VideoFacts, Sampling]],
+    videos: list[tuple[VideoFacts, FrameSampling]],
     questions: list[str],
     images: list[int],
     retention: float,
@@ -230,7 +232,7 @@ def test_a_checkpoint_may_name_the_layout_that_it_was_trained_with(checkpoints: 
     """The tiny one names none, and has the authors'; shapes-vl saw mostly the other."""
     for name, layout in zip(("qwen2_5_vl", "shapes-vl"), LAYOUTS, strict=True):
         silent, switched = load_adapter(checkpoints[name]), load_adapter(checkpoints[name], positions=layout)
-        plans = [silent.plan_video(VideoFacts(64, 8.0, 360, 640), Sampling(fps=1.0))]
+        plans = [silent.plan_video(VideoFacts(64, 8.0, 360, 640), FrameSampling(fps=1.0))]
         first, second = (adapter.plan_prompt(plans, "?") for adapter in (silent, switched))
         assert np.array_equal(first.positions, second.positions)
 

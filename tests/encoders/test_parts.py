@@ -9,7 +9,7 @@ import av
 import numpy as np
 import pytest
 
-from encoders import Sampling
+from encoders import FrameSampling
 from encoders.families.qwen3_vl import Qwen3VLAdapter
 from encoders.groups import plan_groups
 from epd.errors import RequestError
@@ -34,9 +34,11 @@ PARTS = (
 
 
 @pytest.mark.parametrize(("start_s", "end_s", "first", "stop"), PARTS)
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(fps=2.0), Sampling(num_frames=6)], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [FrameSampling(), FrameSampling(fps=2.0), FrameSampling(num_frames=6)], ids=str
+)
 def test_a_part_is_planned_as_a_video_of_its_own_at_the_whole_ones_times(
-    family: Family, sampling: Sampling, start_s: float, end_s: float | None, first: int, stop: int
+    family: Family, sampling: FrameSampling, start_s: float, end_s: float | None, first: int, stop: int
 ) -> None:
     plan = family.plan(CLIP, replace(sampling, start_s=start_s, end_s=end_s))
     alone = family.plan(replace(CLIP, frames=CLIP.frames[first:stop]), sampling)
@@ -48,7 +50,7 @@ def test_a_part_is_planned_as_a_video_of_its_own_at_the_whole_ones_times(
 def test_the_prompt_tells_times_of_the_whole_video(families: dict[str, Family]) -> None:
     family = families["qwen3_vl"]
     assert isinstance(family.adapter, Qwen3VLAdapter)
-    sampling = Sampling(num_frames=4, start_s=4.0, end_s=4.4)
+    sampling = FrameSampling(num_frames=4, start_s=4.0, end_s=4.4)
     prompt = family.adapter.plan_prompt([family.plan(CLIP, sampling)], QUESTION)
     text = family.adapter.tokenizer.decode(prompt.token_ids)
     assert "<4.0 seconds>" in text or "<4.1 seconds>" in text
@@ -60,7 +62,7 @@ def test_parts_share_the_groups_that_show_the_same(families: dict[str, Family]) 
     family = families["internvl"]
 
     def keys(start_s: float, end_s: float) -> set[object]:
-        plan = family.plan(CLIP, Sampling(fps=10.0, start_s=start_s, end_s=end_s))
+        plan = family.plan(CLIP, FrameSampling(fps=10.0, start_s=start_s, end_s=end_s))
         groups = plan_groups([plan], ["a"], model="m", group_tokens=plan.tokens_per_unit)
         return {group.spec.key for group in groups}
 
@@ -84,7 +86,7 @@ def test_frames_are_those_that_decoding_in_order_gives(
             if start_s <= frame.time < (99.0 if end_s is None else end_s)
         ]
     assert len(shown) == stop - first
-    sampling = Sampling(fps=10.0, start_s=start_s, end_s=end_s)
+    sampling = FrameSampling(fps=10.0, start_s=start_s, end_s=end_s)
     media = plan_media(families["smolvlm"].adapter, path, sampling)
     assert media.plan.size == (56, 84)
     runs = list(unit_runs(media, 256, StageTimings()))
@@ -112,5 +114,5 @@ def test_a_part_without_frames_is_refused(
     family: Family, start_s: float, end_s: float | None, words: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
-        family.plan(CLIP, Sampling(start_s=start_s, end_s=end_s))
+        family.plan(CLIP, FrameSampling(start_s=start_s, end_s=end_s))
     assert words in str(caught.value)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from encoders import Adapter, MediaPlan, Sampling
+from encoders import Adapter, FrameSampling, MediaPlan
 from encoders.adapter import Embeddings
 from encoders.groups import MediaGroup, plan_groups
 from epd.encode.encoder_cache import EncoderCacheManager
@@ -19,7 +19,7 @@ from stages.encode.encoder_pool import EmbeddingLayout, EncoderPool
 from stages.encode.sharded_encoding import ShardedEncoding
 from tests.encoders.families import Clip, Family, Picture
 
-SAMPLING = Sampling(num_frames=16)
+SAMPLING = FrameSampling(num_frames=16)
 
 
 class Workers:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from encoders import Sampling
+from encoders import FrameSampling
 from encoders.prompt.chat import ChatMessage, ContentPart
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
@@ -18,7 +18,7 @@ from epd.topology import Stage
 from epd.types import content_hash
 from serve_app.local.fleet import LocalFleet, LocalFleetConfig
 from serve_app.orchestration.orchestrator import Orchestrator, OrchestratorConfig
-from serve_app.orchestration.request_planner import Planner
+from serve_app.orchestration.request_planner import RequestPlanner
 from serve_app.service import AnswerEnd, AnswerRequest, MediaSource, StageSpan, TokenDelta, TokenLogprob
 from serve_app.worker.prefill_role import PrefillRole
 from serve_app.worker.worker_core import WorkerCore
@@ -54,7 +54,7 @@ class Question:
     media: tuple[Path, ...]
     text: str = "What is shown?"
     params: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=MAX_TOKENS))
-    sampling: Sampling = field(default_factory=lambda: Sampling(num_frames=NUM_FRAMES))
+    sampling: FrameSampling = field(default_factory=lambda: FrameSampling(num_frames=NUM_FRAMES))
 
     def request(self, **options: Any) -> AnswerRequest:
         parts = [ContentPart(media_kind(path)) for path in self.media]
@@ -102,7 +102,7 @@ class Deployment:
         )
         settings = replace(settings, **options.pop("settings", {}))
         self.fleet = LocalFleet(LocalFleetConfig(workers_of(topology), **fleet), settings)
-        planner = Planner(path, "tiny", group_tokens=16, reader=options.pop("reader", None))
+        planner = RequestPlanner(path, "tiny", group_tokens=16, reader=options.pop("reader", None))
         self.service = Orchestrator(self.fleet, planner, OrchestratorConfig(**options))
 
     def cores(self) -> list[WorkerCore]:
@@ -150,10 +150,10 @@ class Deployment:
         ]
         left += ["attempts"] if self.service.num_attempts else []
         left += ["tickets"] if self.service.num_tickets else []
-        books = [self.service.router.books(name) for name in self.fleet.workers]
+        in_flight = [self.service.router.in_flight(name) for name in self.fleet.workers]
         left += [
-            f"books: {each}"
-            for each in books
+            f"in_flight: {each}"
+            for each in in_flight
             if each.prefill_tokens or each.num_prefills or each.num_decodes or each.encode_patches
         ]
         return left
@@ -168,10 +168,10 @@ def num_held(core: WorkerCore) -> int:
 
 async def until_busy(deployment: Deployment, worker: str) -> None:
     """Returns when the worker is there and has something to do."""
-    books = deployment.service.router.books(worker)
+    in_flight = deployment.service.router.in_flight(worker)
     while not (
         deployment.fleet.workers[worker].is_alive
-        and (books.encode_patches or books.num_prefills or books.num_decodes)
+        and (in_flight.encode_patches or in_flight.num_prefills or in_flight.num_decodes)
     ):
         await asyncio.sleep(0.002)
 

@@ -40,7 +40,7 @@ class RealApp:
         return workers_lost(self.http)
 
     def wait_until_empty(self) -> None:
-        """Returns when nothing of any request is left anywhere, and checks every worker's books."""
+        """Returns when nothing of any request is left anywhere, and checks every worker's state."""
         wait_until(lambda: not self.deployment.leftovers())
         for core in self.deployment.cores():
             core.check_integrity()

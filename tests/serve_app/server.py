@@ -14,7 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from serve_app.http.api import ApiSettings, create_api
-from serve_app.http.server_state import FrontDoor
+from serve_app.http.server_state import ServerState
 from serve_app.service import AnswerService
 
 START_S = 20.0
@@ -26,9 +26,9 @@ class Server:
     app: FastAPI
 
     @property
-    def front(self) -> FrontDoor:
+    def front(self) -> ServerState:
         front = self.app.state.front
-        assert isinstance(front, FrontDoor)
+        assert isinstance(front, ServerState)
         return front
 
 

@@ -65,8 +65,13 @@ def simulate(profile: Profile, topology: str, work: list[Job], **settings: objec
         if worker.language is not None:
             worker.language.scheduler.check_integrity()
             assert worker.language.kv.usage == 0
-        books = simulation._chooser.router.books(worker.name)
-        assert (books.prefill_tokens, books.num_prefills, books.num_decodes, books.encode_patches) == (0,) * 4
+        in_flight = simulation._chooser.router.in_flight(worker.name)
+        assert (
+            in_flight.prefill_tokens,
+            in_flight.num_prefills,
+            in_flight.num_decodes,
+            in_flight.encode_patches,
+        ) == (0,) * 4
     return result
 
 

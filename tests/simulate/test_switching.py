@@ -9,7 +9,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.load_waves import Tide, day, requests_of, sine_wave, square_wave
+from benchmarks.load_waves import LoadWave, day, requests_of, sine_wave, square_wave
 from epd.control.elasticity import ControllerConfig, EstimatorConfig, Switch
 from epd.kv.scheduling import SchedulerConfig
 from epd.profiles.profile import Profile
@@ -39,7 +39,7 @@ def deployment(topology: str) -> Deployment:
     return Deployment(parse_topology(topology), language=limits(8), decode=limits(128), cpu_threads=64)
 
 
-def jobs(tides: list[Tide], duration_s: float, seed: int = 0, profile: Profile = PROFILE) -> list[Job]:
+def jobs(tides: list[LoadWave], duration_s: float, seed: int = 0, profile: Profile = PROFILE) -> list[Job]:
     return list(JobMaker(profile, "frames").jobs(requests_of(tides, duration_s, seed)))
 
 
@@ -60,10 +60,10 @@ def simulate(
     return result, simulation
 
 
-def text_after_pictures(at_s: float) -> list[Tide]:
+def text_after_pictures(at_s: float) -> list[LoadWave]:
     return [
-        Tide(PICTURES, lambda now_s: 2.0 if now_s < at_s else 0.1, 2.0),
-        Tide(TALK, lambda now_s: 0.2 if now_s < at_s else 2.4, 2.4),
+        LoadWave(PICTURES, lambda now_s: 2.0 if now_s < at_s else 0.1, 2.0),
+        LoadWave(TALK, lambda now_s: 0.2 if now_s < at_s else 2.4, 2.4),
     ]
 
 
@@ -139,8 +139,8 @@ def test_no_periodic_load_makes_them_oscillate_or_much_slower(
 ) -> None:
     """On a layout that bears both peaks, so that whoever stays as he is does well."""
     tides = [
-        Tide(PICTURES, wave(0.2, pictures, period_s, phase), pictures),
-        Tide(TALK, wave(0.3, talk, period_s, phase + 0.5), talk),
+        LoadWave(PICTURES, wave(0.2, pictures, period_s, phase), pictures),
+        LoadWave(TALK, wave(0.3, talk, period_s, phase + 0.5), talk),
     ]
     work = jobs(tides, 300.0, seed)
     switched, _ = simulate("3e1p4d", work)
@@ -181,8 +181,8 @@ def test_a_worker_that_leaves_hands_over_all_it_has() -> None:
     """Decoders with hundreds of tokens to go are free within seconds, though encoders are behind."""
     begun: dict[str, float] = {}
     tides = [
-        Tide(TALK, lambda now_s: 2.0 if now_s < 60 else 0.1, 2.0),
-        Tide(PICTURES, lambda now_s: 0.1 if now_s < 60 else 2.2, 2.2),
+        LoadWave(TALK, lambda now_s: 2.0 if now_s < 60 else 0.1, 2.0),
+        LoadWave(PICTURES, lambda now_s: 0.1 if now_s < 60 else 2.2, 2.2),
     ]
     work = jobs(tides, 200.0)
     simulation = Simulation(PROFILE, deployment("2e2p4d"), elasticity=ALWAYS)
@@ -208,7 +208,7 @@ def test_a_worker_that_leaves_hands_over_all_it_has() -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_simulator_learns_what_the_profile_says(stage: Stage) -> None:
     """With no profile the estimator comes to the costs that it has with one."""
-    work = jobs([Tide(PICTURES, lambda _: 1.0, 1.0), Tide(TALK, lambda _: 1.0, 1.0)], 60.0)
+    work = jobs([LoadWave(PICTURES, lambda _: 1.0, 1.0), LoadWave(TALK, lambda _: 1.0, 1.0)], 60.0)
     needs = []
     for is_told in (True, False):
         elasticity = Elasticity(ControllerConfig(roles=()), EstimatorConfig())
@@ -231,7 +231,7 @@ def test_the_simulator_learns_what_the_profile_says(stage: Stage) -> None:
 def test_no_queue_is_built_at_a_worker_that_is_full() -> None:
     """Two decode workers with two seats each: the fifth request waits with nobody until a seat comes free."""
     seats = SchedulerConfig(max_num_seqs=2)
-    profile_jobs = jobs([Tide(TALK, lambda _: 5.0, 5.0)], 4.0)
+    profile_jobs = jobs([LoadWave(TALK, lambda _: 5.0, 5.0)], 4.0)
     simulation = Simulation(PROFILE, Deployment(parse_topology("1e1p2d"), decode=seats))
     most = {"d0": 0, "d1": 0}
     passed = simulation._passed
@@ -255,18 +255,18 @@ def test_no_queue_is_built_at_a_worker_that_is_full() -> None:
 
 
 def test_a_stale_report_sends_nobody_to_a_full_worker() -> None:
-    """The router's books say that d0 has nothing to do; it is asked, refuses, and the next one is taken."""
+    """The router believes that d0 has nothing to do; it is asked, refuses, and the next one is taken."""
     simulation = Simulation(
         PROFILE, Deployment(parse_topology("1e1p2d"), decode=SchedulerConfig(max_num_seqs=1))
     )
-    work = jobs([Tide(TALK, lambda _: 2.0, 2.0)], 2.0)[:2]
+    work = jobs([LoadWave(TALK, lambda _: 2.0, 2.0)], 2.0)[:2]
     assert len(work) == 2
     begin = simulation._begin
 
     def stale(state):  # type: ignore[no-untyped-def]
         begin(state)
-        simulation._chooser.router.books("d0").num_decodes -= 1
-        simulation._chooser.router.books("d1").num_decodes += 5
+        simulation._chooser.router.in_flight("d0").num_decodes -= 1
+        simulation._chooser.router.in_flight("d1").num_decodes += 5
         simulation._chooser._decode._rebuild()
 
     simulation._placement._on_placed = stale

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoProcessor
 
 import video
-from encoders import Adapter, Sampling, load_adapter
+from encoders import Adapter, FrameSampling, load_adapter
 from stages.engine.engine import LanguageEngine
 from stages.engine.generation import GenerationSettings
 from stages.engine.setup import build_engine
@@ -24,7 +24,7 @@ from tests.stages.prompts import MAX_TOKENS, QUESTIONS, Prompt, prompt_of
 from tests.tiny_models import load_reference
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision", "smolvlm", "shapes-vl")
-SAMPLING = Sampling(num_frames=6)
+SAMPLING = FrameSampling(num_frames=6)
 MIX: tuple[tuple[str, ...], ...] = ((), ("image",), ("video",), ("wide_image", "image"), ("tall_video",))
 
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from encoders import Adapter, Sampling
+from encoders import Adapter, FrameSampling
 from encoders.adapter import Embeddings, PatchRun, PromptPlan
 from encoders.identity import prompt_identity
 from epd.sampling_params import SamplingParams
 from epd.types import StageTimings, content_hash
 from stages.engine.engine import LanguageEngine
 from stages.engine.generation import GenerateRequest, TokenOutput
-from stages.engine.visual_inputs import PlacedEmbeddings
 from stages.media import plan_media, unit_runs
+from stages.visual_inputs import PlacedEmbeddings
 
 MAX_TOKENS = 12
 QUESTIONS = ("What is shown?", "how many", "Which colour is the shape? Ä 漢 🙂")
@@ -42,7 +42,12 @@ class Prompt:
 
 @torch.inference_mode()
 def prompt_of(
-    adapter: Adapter, model: Any, media: Sequence[Path], question: str, sampling: Sampling, group_tokens: int
+    adapter: Adapter,
+    model: Any,
+    media: Sequence[Path],
+    question: str,
+    sampling: FrameSampling,
+    group_tokens: int,
 ) -> Prompt:
     """Decodes and encodes media; `expected` is left empty."""
     planned = [plan_media(adapter, path, sampling) for path in media]

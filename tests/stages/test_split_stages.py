@@ -15,8 +15,8 @@ from epd.transfer.connectors import TransferOutcome
 from stages.connectors import InProcessHub
 from stages.decode import DecodeStage
 from stages.engine.generation import StepResult, TokenOutput
-from stages.engine.visual_inputs import PlacedEmbeddings
 from stages.prefill import PrefillStage
+from stages.visual_inputs import PlacedEmbeddings
 from tests.stages.conftest import Subject
 from tests.stages.prompts import MAX_TOKENS, Prompt
 

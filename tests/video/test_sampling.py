@@ -1,4 +1,4 @@
-"""Sampling picks the frames that the models' own processors pick."""
+"""FrameSampling picks the frames that the models' own processors pick."""
 
 from __future__ import annotations
 

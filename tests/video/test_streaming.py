@@ -16,7 +16,7 @@ from tests.video.conftest import Clip
 from tests.video.recipes import GOP15, Recipe
 from video.decoding.pixels import FrameConverter
 from video.decoding.pool import DecodePool
-from video.decoding.session import Lane, Shown
+from video.decoding.session import DecodedFrame, DecoderSession
 from video.decoding.worker import Worker
 
 LONG = Recipe("long.mp4", options=GOP15, num_frames=600, width=64, height=48)
@@ -76,7 +76,7 @@ def test_closing_stops_the_work_and_frees_the_decoders(
         next(groups)
     assert len(video.decode(clip(LONG), [1.0], pool=pool)) == 1
     gc.collect()
-    assert not [one for one in gc.get_objects() if type(one) is Lane]
+    assert not [one for one in gc.get_objects() if type(one) is DecoderSession]
 
 
 def test_a_consumer_that_waits_is_woken_by_close(clip: Clip) -> None:
@@ -200,14 +200,14 @@ def test_a_file_that_takes_too_long_is_given_up(clip: Clip) -> None:
 
 
 def test_a_gop_that_takes_too_long_is_replaced(clip: Clip, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = Lane._decode
+    decode = DecoderSession._decode
 
-    def slow(self: Lane, packet: object) -> object:
+    def slow(self: DecoderSession, packet: object) -> object:
         if packet is not None and 2 * 15360 <= packet.pts < 2.5 * 15360:  # type: ignore[attr-defined]
             time.sleep(0.03)
         return decode(self, packet)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Lane, "_decode", slow)
+    monkeypatch.setattr(DecoderSession, "_decode", slow)
     frames = video.decode(clip(LONG), TIMES, workers=1, limits=video.Limits(max_gop_s=0.2))
     assert 1 <= frames.num_substituted <= 20
     assert all(1.5 < time_s < 4.0 for time_s in frames.substituted_times_s)
@@ -218,9 +218,9 @@ def test_frames_that_wait_for_one_that_never_comes_are_an_error(
 ) -> None:
     """All groups in memory miss all their frames, and what could stand in for them has no room."""
 
-    def decode_late_ones(self: Worker, shown: Shown) -> None:
+    def decode_late_ones(self: Worker, shown: DecodedFrame) -> None:
         if shown.target is not None and shown.target < 15 * 15360:
-            shown = Shown(shown.target, None, shown.pts, True)
+            shown = DecodedFrame(shown.target, None, shown.pts, True)
         deliver(self, shown)
 
     deliver = Worker._deliver

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from epd.errors import RequestError
-from epd.workload.metrics import SLO, Latency, RequestRecord, ratios, report_of
+from epd.workload.metrics import SLO, ClientRecord, Latency, ratios, report_of
 
 # Sent 0.1 s late; first token 0.4 s later, then gaps of 0.2 and 0.4 s; ends 0.1 s after the last token.
-SLOW = RequestRecord(0, 1.0, 1.1, 2.2, (1.5, 1.7, 2.1), prompt_tokens=50, completion_tokens=8)
-QUICK = RequestRecord(1, 2.0, 2.0, 2.3, (2.1, 2.2), prompt_tokens=10, completion_tokens=3)
-ONE_TOKEN = RequestRecord(2, 3.0, 3.0, 3.2, (3.2,), prompt_tokens=10, completion_tokens=1)
-REFUSED = RequestRecord(3, 3.5, 3.5, 4.0, (), error="HTTP 429")
+SLOW = ClientRecord(0, 1.0, 1.1, 2.2, (1.5, 1.7, 2.1), prompt_tokens=50, completion_tokens=8)
+QUICK = ClientRecord(1, 2.0, 2.0, 2.3, (2.1, 2.2), prompt_tokens=10, completion_tokens=3)
+ONE_TOKEN = ClientRecord(2, 3.0, 3.0, 3.2, (3.2,), prompt_tokens=10, completion_tokens=1)
+REFUSED = ClientRecord(3, 3.5, 3.5, 4.0, (), error="HTTP 429")
 
 
 def test_latencies_of_one_request() -> None:
@@ -26,13 +26,13 @@ def test_what_has_no_latency() -> None:
     assert ONE_TOKEN.tpot_s is None
     assert ONE_TOKEN.ttft_s == pytest.approx(0.2)
     assert (REFUSED.ttft_s, REFUSED.tpot_s, REFUSED.e2e_s, REFUSED.itl_s) == (None, None, None, ())
-    cut = RequestRecord(4, 0.0, 0.0, 2.0, (1.0, 2.0), completion_tokens=2, error="connection cut")
+    cut = ClientRecord(4, 0.0, 0.0, 2.0, (1.0, 2.0), completion_tokens=2, error="connection cut")
     assert (cut.ttft_s, cut.tpot_s, cut.e2e_s, cut.itl_s) == (None, None, None, ())
 
 
 def test_times_that_go_backwards_are_refused() -> None:
     with pytest.raises(ValueError, match="request 7"):
-        RequestRecord(7, 1.0, 0.9, 2.0)
+        ClientRecord(7, 1.0, 0.9, 2.0)
 
 
 def test_percentiles_lie_between_ranks_in_proportion() -> None:
@@ -96,8 +96,8 @@ def test_nothing_to_report() -> None:
         report_of([[]], SLO())
 
 
-def late(by_s: float, ttft_s: float) -> RequestRecord:
-    return RequestRecord(0, 1.0, 1.0 + by_s, 99.0, (1.0 + by_s + ttft_s,), completion_tokens=1)
+def late(by_s: float, ttft_s: float) -> ClientRecord:
+    return ClientRecord(0, 1.0, 1.0 + by_s, 99.0, (1.0 + by_s + ttft_s,), completion_tokens=1)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from video.decoding.groups import GroupRing
 from video.decoding.pixels import ResizeMode, Size, exact_resize
 from video.decoding.pool import DecodePool
 from video.decoding.reader import Chunk, PacketReader
-from video.decoding.session import Lane, Shown
+from video.decoding.session import DecodedFrame, DecoderSession
 from video.decoding.worker import Worker
 from video.sources.source import Media, OpenVideo, open_video
 
@@ -163,15 +163,15 @@ class DecodeRun:
 
     # What workers call.
 
-    def new_lane(self) -> Lane:
+    def new_lane(self) -> DecoderSession:
         """A decoder for one worker. A lone worker uses the reader's, which saves opening the file again."""
         if self._num_lanes == 1 and self._frame_threads == 1:
-            return Lane(self._reader.own_context(), self.info)
+            return DecoderSession(self._reader.own_context(), self.info)
         with open_video(self._media, open_timeout_s=self.options.limits.open_timeout_s) as video:
             context = video.stream.codec_context
             if self._frame_threads > 1:
                 context.thread_type, context.thread_count = "FRAME", self._frame_threads
-            return Lane(context, self.info)
+            return DecoderSession(context, self.info)
 
     def take_chunk(self, worker: Worker, is_lane_idle: bool) -> Chunk | None:
         """The next work for a worker; None if there is none for it now."""
@@ -234,7 +234,7 @@ class DecodeRun:
         """The first target that no chunk holds yet."""
         return self._reader.next_target
 
-    def deliver(self, shown: Shown, pixels: UInt8Array | None) -> None:
+    def deliver(self, shown: DecodedFrame, pixels: UInt8Array | None) -> None:
         """Write a frame into the ring; `pixels` is uint8 [H, W, 3], or None for a frame that is missing."""
         with self._changed:
             if self._is_closed:
@@ -259,7 +259,7 @@ class DecodeRun:
                 self._owner = None
                 self._wake_parked()
 
-    def _settle(self, shown: Shown, is_missing: bool) -> None:
+    def _settle(self, shown: DecodedFrame, is_missing: bool) -> None:
         with self._changed:
             is_substitute = shown.is_substitute or shown.target in self._reader.cut_short
             pts_s = None if is_missing else self.info.seconds(shown.pts)
@@ -307,6 +307,6 @@ class DecodeRun:
             is_stopped = self._is_closed
             leftover = [] if is_stopped else self._ring.open_targets
         for target in leftover:
-            self._settle(Shown(target, None, target, True), True)
+            self._settle(DecodedFrame(target, None, target, True), True)
         with self._changed:
             self._changed.notify_all()

@@ -26,7 +26,7 @@ PACKETS_BETWEEN_PAUSES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class DecodedFrame:
     """The frame for a target. `frame` is None where nothing near it could be decoded.
 
     is_unexplained: its own frame did not come out, and yet nothing was found damaged. A keyframe may have
@@ -59,10 +59,10 @@ class Resolver:
         """Whether every target so far has its frame."""
         return not self._pending
 
-    def expect(self, show: Show) -> Iterator[Shown]:
+    def expect(self, show: Show) -> Iterator[DecodedFrame]:
         """Add a target; its frame may be out already."""
         if self._before is not None and self._before[0] == show.pts and not self._pending:
-            yield Shown(show.target, self._before[1], self._before[0], False)
+            yield DecodedFrame(show.target, self._before[1], self._before[0], False)
         else:
             self._pending.append(show)
 
@@ -77,7 +77,7 @@ class Resolver:
         """Note that the packet fed last could not be decoded."""
         self._breaks.append(self._num_fed - 1)
 
-    def push(self, pts: int, frame: VideoFrame) -> Iterator[Shown]:
+    def push(self, pts: int, frame: VideoFrame) -> Iterator[DecodedFrame]:
         """Take the next frame."""
         if pts < self._start.pts:
             return
@@ -88,7 +88,7 @@ class Resolver:
         while self._pending and self._is_due(self._pending[0], pts):
             show = self._pending.popleft()
             if show.pts == pts and is_good:
-                yield Shown(show.target, frame, pts, False)
+                yield DecodedFrame(show.target, frame, pts, False)
             else:
                 yield self._nearest(show, (pts, frame) if is_good else None, place)
         if is_good:
@@ -97,7 +97,7 @@ class Resolver:
     def _is_due(self, show: Show, pts: int) -> bool:
         return pts > show.target if show.pts is None else pts >= show.pts
 
-    def finish(self) -> Iterator[Shown]:
+    def finish(self) -> Iterator[DecodedFrame]:
         """The decoder is empty."""
         while self._pending:
             yield self._nearest(self._pending.popleft(), None, self._num_fed)
@@ -109,7 +109,7 @@ class Resolver:
         key = self._keys[max(0, bisect_right(self._keys, place) - 1)] if self._keys else 0
         return any(key <= broken <= until for broken in self._breaks)
 
-    def _nearest(self, show: Show, after: tuple[int, VideoFrame] | None, place: int) -> Shown:
+    def _nearest(self, show: Show, after: tuple[int, VideoFrame] | None, place: int) -> DecodedFrame:
         """What stands in for a frame that did not come out, or is on screen where packets cannot tell.
 
         place: of the frame that came instead, in decode order.
@@ -117,18 +117,18 @@ class Resolver:
         before = self._before
         is_unexplained = not self._breaks
         if before is None and after is None:
-            return Shown(show.target, None, show.target, True, is_unexplained)
+            return DecodedFrame(show.target, None, show.target, True, is_unexplained)
         is_first = before is None and self._start.is_file_start and not self._breaks
         if not self._is_strict or show.pts is None or is_first:
             pts, frame = before or after  # type: ignore[misc]
             is_damaged = self._is_damaged(self._before_place, place)
-            return Shown(show.target, frame, pts, is_damaged and not is_first)
+            return DecodedFrame(show.target, frame, pts, is_damaged and not is_first)
         candidates = [one for one in (before, after) if one is not None]
         pts, frame = min(candidates, key=lambda one: abs(one[0] - show.target))
-        return Shown(show.target, frame, pts, True, is_unexplained)
+        return DecodedFrame(show.target, frame, pts, True, is_unexplained)
 
 
-class Lane:
+class DecoderSession:
     """A single-threaded decoder that is used for one run after another."""
 
     def __init__(self, context: VideoCodecContext, info: VideoInfo) -> None:
@@ -145,7 +145,7 @@ class Lane:
         """Whether no target waits for a frame of this decoder."""
         return self._resolver.is_idle
 
-    def run(self, chunk: Chunk) -> Iterator[Shown | None]:
+    def run(self, chunk: Chunk) -> Iterator[DecodedFrame | None]:
         """Do the operations; None marks the points between packets at which the work may be put aside."""
         self._ops = iter(chunk.ops)
         for place, op in enumerate(self._ops):
@@ -153,7 +153,7 @@ class Lane:
             if place % PACKETS_BETWEEN_PAUSES == 0:
                 yield None
 
-    def abandon(self) -> Iterator[Shown]:
+    def abandon(self) -> Iterator[DecodedFrame]:
         """Give the run up: what is still wanted gets the nearest frame there is."""
         self._resolver.failed()
         for op in self._ops:
@@ -162,7 +162,7 @@ class Lane:
         yield from self._resolver.finish()
         self._context.flush_buffers()
 
-    def _do(self, op: Op[VideoPacket]) -> Iterator[Shown]:
+    def _do(self, op: Op[VideoPacket]) -> Iterator[DecodedFrame]:
         if isinstance(op, Start):
             self._context.flush_buffers()
             self._resolver = Resolver(op, self._is_strict)
@@ -175,7 +175,7 @@ class Lane:
             yield from self._resolver.finish()
             self._context.flush_buffers()
 
-    def _feed(self, op: Feed[VideoPacket]) -> Iterator[Shown]:
+    def _feed(self, op: Feed[VideoPacket]) -> Iterator[DecodedFrame]:
         if self._can_skip and op.full != self._is_full:
             self._context.skip_frame = "DEFAULT" if op.full else "NONREF"
             self._is_full = op.full
@@ -191,7 +191,7 @@ class Lane:
             self._resolver.failed()
             return []
 
-    def _emit(self, frames: list[VideoFrame]) -> Iterator[Shown]:
+    def _emit(self, frames: list[VideoFrame]) -> Iterator[DecodedFrame]:
         for frame in frames:
             pts = self._clock.pts(frame)
             if pts is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from epd.types import UInt8Array
 from video.decoding.pixels import FrameConverter
 from video.decoding.pool import StepResult
-from video.decoding.session import Lane, Shown
+from video.decoding.session import DecodedFrame, DecoderSession
 
 if TYPE_CHECKING:
     from video.decoding.run import DecodeRun
@@ -23,10 +23,10 @@ class Worker:
 
     def __init__(self, run: DecodeRun) -> None:
         self._run = run
-        self._lane: Lane | None = None
+        self._lane: DecoderSession | None = None
         self._converter = FrameConverter(run.options.size, run.options.mode)
-        self._work: Iterator[Shown | None] = iter(())
-        self._shown: Shown | None = None  # decoded, and waiting for room in the ring
+        self._work: Iterator[DecodedFrame | None] = iter(())
+        self._shown: DecodedFrame | None = None  # decoded, and waiting for room in the ring
         self._last: tuple[int, UInt8Array] | None = None
         self._busy_s = 0.0
         self._has_left = False
@@ -85,7 +85,7 @@ class Worker:
             self._work = self._lane.abandon()
         return "again"
 
-    def _take_chunk(self, lane: Lane) -> StepResult:
+    def _take_chunk(self, lane: DecoderSession) -> StepResult:
         self._busy_s = 0.0
         chunk = self._run.take_chunk(self, lane.is_idle)
         if chunk is not None:
@@ -99,7 +99,7 @@ class Worker:
             else "again"
         )
 
-    def _deliver(self, shown: Shown) -> None:
+    def _deliver(self, shown: DecodedFrame) -> None:
         if shown.is_unexplained:
             return self._run.restart_sequentially()
         if shown.frame is None:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from epd.control.elasticity.forecast import USABLE, Outlook, Phase, look_ahead
+from epd.control.elasticity.forecast import USABLE, Forecast, Phase, look_ahead
 from epd.control.elasticity.history import SwitchHistory
 from epd.control.elasticity.load import ClusterLoad, Roles, WorkerStanding
 from epd.topology import Stage, role_letters
@@ -258,7 +258,7 @@ class RoleController:
         }
 
     @staticmethod
-    def _waiting(outlook: Outlook, stages: frozenset[Stage]) -> float:
+    def _waiting(outlook: Forecast, stages: frozenset[Stage]) -> float:
         return max((outlook.most_waiting.get(stage, 0.0) for stage in stages), default=0.0)
 
     @staticmethod
@@ -269,12 +269,12 @@ class RoleController:
 
     def _ahead(
         self, load: ClusterLoad, phases: Sequence[Phase], lost: frozenset[Stage] = frozenset()
-    ) -> Outlook:
+    ) -> Forecast:
         lost_s = dict.fromkeys(lost, self.config.cache_s)
         return look_ahead(load, phases, self.config.horizon_s, lost_s)
 
     def _weigh(
-        self, load: ClusterLoad, base: Outlook, now: dict[str, Roles], worker: WorkerStanding, roles: Roles
+        self, load: ClusterLoad, base: Forecast, now: dict[str, Roles], worker: WorkerStanding, roles: Roles
     ) -> _Option:
         """Gain and cost of giving a worker other roles, as the head of this file says."""
         without = [each for name, each in now.items() if name != worker.name]

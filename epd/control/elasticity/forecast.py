@@ -31,7 +31,7 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class Forecast:
     """spent_s: time that all requests spend, together, to the end of those that came in the horizon.
 
     most_waiting: requests at a stage beyond one per worker, at the worst moment.
@@ -102,7 +102,7 @@ class _Answers:
 
 def look_ahead(
     load: ClusterLoad, phases: Sequence[Phase], horizon_s: float, lost_s: Mapping[Stage, float] | None = None
-) -> Outlook:
+) -> Forecast:
     """What comes of `load`. phases: one after another, the last to the end. lost_s: work of one worker that
     has to be done again, by stage."""
     need = {stage: each.need for stage, each in load.stages.items()}
@@ -134,4 +134,4 @@ def look_ahead(
             waiting[stage] = max(waiting[stage], held[stage] - capacity[stage])
     last = phases[-1].capacity
     left_s = encode.left_s(last["encode"]) + prefill.left_s(last["prefill"]) + decode.left_s(last["decode"])
-    return Outlook(spent_s + left_s, waiting)
+    return Forecast(spent_s + left_s, waiting)

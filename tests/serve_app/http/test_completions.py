@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from encoders import Sampling
+from encoders import FrameSampling
 from encoders.prompt.chat import media_kinds
 from epd.reduction import ReductionPolicy
 from epd.sampling_params import SamplingParams
@@ -172,16 +172,16 @@ def test_what_is_not_said_is_as_the_server_has_it(run_front: Callable[..., Front
 @pytest.mark.parametrize(
     ("more", "sampling", "retention_min"),
     [
-        ({}, Sampling(), None),
-        ({"epd": {"fps": 2, "retention_min": 0.5}}, Sampling(fps=2.0), 0.5),
-        ({"mm_processor_kwargs": {"num_frames": 4}}, Sampling(num_frames=4), None),
-        ({"epd": {"start_s": 2, "end_s": 4.5}}, Sampling(start_s=2.0, end_s=4.5), None),
-        ({"epd": {"end_s": 4}, "mm_processor_kwargs": {"fps": 1}}, Sampling(fps=1.0, end_s=4.0), None),
-        ({"epd": {"fps": 2}, "mm_processor_kwargs": {"fps": 2.0}}, Sampling(fps=2.0), None),
+        ({}, FrameSampling(), None),
+        ({"epd": {"fps": 2, "retention_min": 0.5}}, FrameSampling(fps=2.0), 0.5),
+        ({"mm_processor_kwargs": {"num_frames": 4}}, FrameSampling(num_frames=4), None),
+        ({"epd": {"start_s": 2, "end_s": 4.5}}, FrameSampling(start_s=2.0, end_s=4.5), None),
+        ({"epd": {"end_s": 4}, "mm_processor_kwargs": {"fps": 1}}, FrameSampling(fps=1.0, end_s=4.0), None),
+        ({"epd": {"fps": 2}, "mm_processor_kwargs": {"fps": 2.0}}, FrameSampling(fps=2.0), None),
     ],
 )
 def test_sampling_of_videos(
-    front: Front, more: JSON, sampling: Sampling, retention_min: float | None
+    front: Front, more: JSON, sampling: FrameSampling, retention_min: float | None
 ) -> None:
     assert front.ask(**more).status_code == 200
     request = front.service.requests[0]

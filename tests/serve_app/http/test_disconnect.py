@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from serve_app.http.chat_request import ChatRequest
-from serve_app.http.server_state import ApiSettings, FrontDoor
+from serve_app.http.server_state import ApiSettings, ServerState
 from serve_app.observability.record import RequestRecord
 from tests.serve_app.conftest import QUESTION, Front, data_url, image_part
 from tests.serve_app.fakes import FakeService
@@ -82,7 +82,7 @@ def test_others_do_not_notice(run_front: Callable[..., Front]) -> None:
 def test_an_answer_is_closed_between_two_of_its_items(tmp_path: Path) -> None:
     """As when a client goes away while a piece is being sent to it."""
     service = FakeService()
-    front = FrontDoor(service, ApiSettings(spool_folder=tmp_path))
+    front = ServerState(service, ApiSettings(spool_folder=tmp_path))
 
     async def leave_early() -> None:
         items = front.items(ChatRequest.model_validate(QUESTION), RequestRecord(model="shapes-vl"))

@@ -23,7 +23,7 @@ from epd.types import StageTimings
 from serve_app.fleet import FleetEvent, WorkerInfo
 from serve_app.messages import Abort, Message, Prefill, Reserve
 from serve_app.orchestration.attempt import Attempt
-from serve_app.orchestration.encode_dispatcher import EncodeDesk
+from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
 from serve_app.orchestration.isolation import Isolation
 from serve_app.orchestration.loss_counter import LossCounter
 from serve_app.orchestration.placement import Placement, PlacementLimits
@@ -78,9 +78,9 @@ class Bench:
         self.queue = AdmissionQueue(8)
         limits = PlacementLimits(max_prefills=16, unavailable_s=5.0)
         clock = asyncio.get_running_loop().time
-        desk = EncodeDesk(self.fleet, self.router, max_backlog_patches=1)
-        losses = LossCounter(LossLedger(), self.fleet, desk, {}, clock, max_losses=5)
-        isolation = Isolation(desk, {}, clock)
+        dispatcher = EncodeDispatcher(self.fleet, self.router, max_backlog_patches=1)
+        losses = LossCounter(LossLedger(), self.fleet, dispatcher, {}, clock, max_losses=5)
+        isolation = Isolation(dispatcher, {}, clock)
         self.placement = Placement(self.fleet, self.router, self.queue, limits, losses, isolation, clock)
         self._clock = clock
 
@@ -126,7 +126,7 @@ def test_room_at_a_decode_worker_is_given_back_when_prefill_refuses() -> None:
         await asyncio.sleep(0.05)
         assert not any(bench.fleet.held.values())
         assert len(bench.queue) == 1
-        assert bench.router.books("d0").num_decodes == bench.router.books("p0").num_prefills == 0
+        assert bench.router.in_flight("d0").num_decodes == bench.router.in_flight("p0").num_prefills == 0
         with pytest.raises(OverloadedError, match="no worker had room before the deadline"):
             await placing
         assert not any(bench.fleet.held.values())
@@ -135,7 +135,7 @@ def test_room_at_a_decode_worker_is_given_back_when_prefill_refuses() -> None:
 
 
 def test_choices_are_made_on_what_was_sent_not_on_what_was_reported() -> None:
-    """No report ever comes: the books alone spread requests, and see at once what is over."""
+    """No report ever comes: the in-flight counts alone spread requests, and fall at once."""
 
     async def run() -> None:
         bench = Bench({"p0": 9, "p1": 9, "d0": 9, "d1": 9})

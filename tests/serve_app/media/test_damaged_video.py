@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from encoders import Sampling
+from encoders import FrameSampling
 from epd.encode.encoder_cache import GroupKey
 from epd.sampling_params import SamplingParams
 from serve_app.orchestration.substituted_frames import SubstitutedFrames
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:Depre
 
 
 def question(path: Path, text: str) -> Question:
-    return Question((path,), text, SamplingParams(max_tokens=4), Sampling(num_frames=8))
+    return Question((path,), text, SamplingParams(max_tokens=4), FrameSampling(num_frames=8))
 
 
 async def reported(deployment: Deployment, path: Path, text: str) -> int:

@@ -13,14 +13,14 @@ from encoders.adapter import Grid, MediaPlan
 from encoders.prompt.chat import ChatMessage, ContentPart
 from epd.errors import OverloadedError
 from serve_app.orchestration.image_loading import ImageLoader
-from serve_app.orchestration.request_planner import Planner
+from serve_app.orchestration.request_planner import RequestPlanner
 from serve_app.service import AnswerRequest, MediaSource
 from stages.media import PlannedMedia
 
 PLAN = MediaPlan("image", (8, 8), Grid(1, 2, 2), 1, 1)
 
 
-class SlowPlanner(Planner):
+class SlowPlanner(RequestPlanner):
     """Decodes an image once it is let."""
 
     def __init__(self) -> None:

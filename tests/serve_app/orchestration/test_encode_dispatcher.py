@@ -18,7 +18,7 @@ from epd.topology import Stage
 from epd.transfer.connectors import Ticket
 from serve_app.fleet import WorkerInfo, WorkerLostError
 from serve_app.messages import CancelTickets, EncodeGroup, Granted, Reissue
-from serve_app.orchestration.encode_dispatcher import EncodeDesk
+from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
 
 PLAN = MediaPlan("image", (56, 56), Grid(1, 4, 4), 1, 4)
 
@@ -42,11 +42,11 @@ class FakeFleet:
         self.workers[name] = replace(self.workers[name], is_alive=False)
 
 
-def new_desk(backlog: int = 100, **limits: float) -> tuple[EncodeDesk, FakeFleet, Router]:
+def new_desk(backlog: int = 100, **limits: float) -> tuple[EncodeDispatcher, FakeFleet, Router]:
     roles: Mapping[str, Stage] = {"e0": "encode", "e1": "encode", "p0": "prefill"}
     fleet = FakeFleet({name: WorkerInfo(name, frozenset({role})) for name, role in roles.items()})
     router = Router()
-    return EncodeDesk(fleet, router, max_backlog_patches=backlog, **limits), fleet, router  # type: ignore[arg-type]
+    return EncodeDispatcher(fleet, router, max_backlog_patches=backlog, **limits), fleet, router  # type: ignore[arg-type]
 
 
 def group_of(name: str, patches: int = 16) -> MediaGroup:
@@ -62,44 +62,44 @@ def message_for(granted: Granted) -> EncodeGroup:
     return EncodeGroup(granted.request_id, granted.ticket, PLAN, 0, 1, 0, 0)
 
 
-async def deal(desk: EncodeDesk, worker: str, name: str, request_id: str = "r") -> bool:
+async def deal(dispatcher: EncodeDispatcher, worker: str, name: str, request_id: str = "r") -> bool:
     granted = granted_for(name, request_id)
-    desk.book(worker, "p0", granted, group_of(name))
-    return await desk.give(worker, message_for(granted), None)
+    dispatcher.book(worker, "p0", granted, group_of(name))
+    return await dispatcher.give(worker, message_for(granted), None)
 
 
 def test_what_has_arrived_is_off_the_books_and_remembered() -> None:
     async def run() -> None:
-        desk, _, router = new_desk()
-        assert await deal(desk, "e1", "a")
-        assert router.books("e1").encode_patches == 16
-        assert await desk.encoder() == "e0"
-        desk.arrived(["a", "unknown"])
-        assert router.books("e1").encode_patches == len(desk) == 0
-        assert desk.encoder_with(group_of("a")) == "e1"
+        dispatcher, _, router = new_desk()
+        assert await deal(dispatcher, "e1", "a")
+        assert router.in_flight("e1").encode_patches == 16
+        assert await dispatcher.encoder() == "e0"
+        dispatcher.arrived(["a", "unknown"])
+        assert router.in_flight("e1").encode_patches == len(dispatcher) == 0
+        assert dispatcher.encoder_with(group_of("a")) == "e1"
 
     asyncio.run(run())
 
 
 def test_a_refusal_is_off_the_books() -> None:
     async def run() -> None:
-        desk, fleet, router = new_desk()
+        dispatcher, fleet, router = new_desk()
         fleet.takes = False
-        assert not await deal(desk, "e0", "a")
-        assert router.books("e0").encode_patches == len(desk) == 0
+        assert not await deal(dispatcher, "e0", "a")
+        assert router.in_flight("e0").encode_patches == len(dispatcher) == 0
 
     asyncio.run(run())
 
 
 def test_groups_wait_while_every_encoder_has_enough() -> None:
     async def run() -> None:
-        desk, _, _ = new_desk(backlog=16)
-        await deal(desk, "e0", "a")
-        await deal(desk, "e1", "b")
-        waiting = asyncio.create_task(desk.encoder())
+        dispatcher, _, _ = new_desk(backlog=16)
+        await deal(dispatcher, "e0", "a")
+        await deal(dispatcher, "e1", "b")
+        waiting = asyncio.create_task(dispatcher.encoder())
         await asyncio.sleep(0)
         assert not waiting.done()
-        desk.arrived(["b"])
+        dispatcher.arrived(["b"])
         assert await waiting == "e1"
 
     asyncio.run(run())
@@ -107,62 +107,62 @@ def test_groups_wait_while_every_encoder_has_enough() -> None:
 
 def test_groups_of_a_lost_encoder_are_granted_anew() -> None:
     async def run() -> None:
-        desk, fleet, router = new_desk()
-        await deal(desk, "e0", "a")
-        await deal(desk, "e1", "b")
+        dispatcher, fleet, router = new_desk()
+        await deal(dispatcher, "e0", "a")
+        await deal(dispatcher, "e1", "b")
         fleet.kill("e0")
-        await desk.lost("e0")
+        await dispatcher.lost("e0")
         assert fleet.said[-1] == ("p0", Reissue(("a",)))
-        assert router.books("e0").encode_patches == 0
-        assert len(desk) == 1
-        assert await desk.encoder() == "e1"
+        assert router.in_flight("e0").encode_patches == 0
+        assert len(dispatcher) == 1
+        assert await dispatcher.encoder() == "e1"
 
     asyncio.run(run())
 
 
 def test_an_encoder_that_is_lost_while_it_is_told_keeps_its_ticket_until_the_loss_is_known() -> None:
     async def run() -> None:
-        desk, fleet, _ = new_desk()
+        dispatcher, fleet, _ = new_desk()
         fleet.is_lost = True
-        assert await deal(desk, "e0", "a")
-        assert len(desk) == 1
+        assert await deal(dispatcher, "e0", "a")
+        assert len(dispatcher) == 1
 
     asyncio.run(run())
 
 
 def test_nothing_is_encoded_for_a_prefill_worker_that_is_gone() -> None:
     async def run() -> None:
-        desk, fleet, _ = new_desk()
+        dispatcher, fleet, _ = new_desk()
         fleet.kill("p0")
-        assert await deal(desk, "e0", "a")
+        assert await deal(dispatcher, "e0", "a")
         assert not fleet.said
-        await desk.lost("p0")
-        assert len(desk) == 0
+        await dispatcher.lost("p0")
+        assert len(dispatcher) == 0
 
     asyncio.run(run())
 
 
 def test_encoders_are_told_what_a_request_does_not_want_any_more() -> None:
     async def run() -> None:
-        desk, fleet, router = new_desk()
-        await deal(desk, "e0", "a", "r")
-        await deal(desk, "e0", "b", "s")
-        await desk.drop_request("r")
+        dispatcher, fleet, router = new_desk()
+        await deal(dispatcher, "e0", "a", "r")
+        await deal(dispatcher, "e0", "b", "s")
+        await dispatcher.drop_request("r")
         assert fleet.said[-1] == ("e0", CancelTickets(("a",)))
-        assert router.books("e0").encode_patches == 16
+        assert router.in_flight("e0").encode_patches == 16
 
     asyncio.run(run())
 
 
 def test_nobody_waits_for_ever_for_an_encoder() -> None:
     async def run() -> None:
-        desk, fleet, router = new_desk(unavailable_s=0.1, stall_s=0.2)
-        router.books("e0").encode_patches = router.books("e1").encode_patches = 1000
+        dispatcher, fleet, router = new_desk(unavailable_s=0.1, stall_s=0.2)
+        router.in_flight("e0").encode_patches = router.in_flight("e1").encode_patches = 1000
         with pytest.raises(UnavailableError, match="was done with a group"):
-            await desk.encoder()
+            await dispatcher.encoder()
         fleet.kill("e0")
         fleet.kill("e1")
         with pytest.raises(UnavailableError, match="no worker for encode"):
-            await desk.encoder()
+            await dispatcher.encoder()
 
     asyncio.run(asyncio.wait_for(run(), 10.0))

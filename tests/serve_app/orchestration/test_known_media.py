@@ -10,10 +10,10 @@ from pathlib import Path
 import av
 import pytest
 
-from encoders import Sampling
+from encoders import FrameSampling
 from epd.control.recent import Recent
 from epd.models import embedded_model_path
-from serve_app.orchestration.request_planner import Planner
+from serve_app.orchestration.request_planner import RequestPlanner
 from serve_app.service import AnswerRequest
 from tests.serve_app.conftest import Front, data_url, video_part
 from tests.serve_app.deployments import Question
@@ -38,28 +38,28 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def test_one_opening_for_the_first_question_none_for_the_second(
     run_front: Callable[..., Front], model: Path, media: dict[str, Path], opened: list[object]
 ) -> None:
-    front, planner = run_front(), Planner(model)
+    front, planner = run_front(), RequestPlanner(model)
     lengths = []
     for number in range(3):
         assert front.ask_about(video_part(data_url(media["video"], "video/mp4"))).status_code == 200
         request = front.service.requests[number]
         sources = tuple(source for source in request.media)
-        lengths.append(len(planner._planned(sources[0], Sampling(num_frames=4)).plan.times_s))
+        lengths.append(len(planner._planned(sources[0], FrameSampling(num_frames=4)).plan.times_s))
         assert len(opened) == 1, opened
     assert lengths == [4, 4, 4]
 
 
 def test_a_sampling_of_its_own_is_planned_anew(model: Path, media: dict[str, Path]) -> None:
-    planner = Planner(model)
+    planner = RequestPlanner(model)
     source = Question((media["video"],)).request().media[0]
-    plans = [planner._planned(source, Sampling(num_frames=number)).plan for number in (4, 6, 4)]
+    plans = [planner._planned(source, FrameSampling(num_frames=number)).plan for number in (4, 6, 4)]
     assert [plan.num_frames for plan in plans] == [4, 6, 4]
     assert plans[0] is plans[2]
 
 
 def test_a_long_prompt_does_not_hold_up_a_short_one(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokenizer of one thread is held up until the other thread has its plan."""
-    planner, other_is_done = Planner(model), threading.Event()
+    planner, other_is_done = RequestPlanner(model), threading.Event()
     plan_chat = type(planner.adapter).plan_chat
 
     def held_up(self: object, media: object, messages: object) -> object:

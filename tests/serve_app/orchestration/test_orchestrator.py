@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from encoders import Sampling
+from encoders import FrameSampling
 from epd.errors import InfeasibleError, MediaError, OverloadedError, RequestError, UnavailableError
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
@@ -116,10 +116,10 @@ def test_a_part_of_a_video_is_another_video_to_every_cache(
     async def run() -> None:
         async with deployed(checkpoints["qwen2_5_vl"], "2e1p1d") as deployment:
             for part, tokens in zip(parts, wanted, strict=True):
-                sampling = Sampling(num_frames=4, **part)
+                sampling = FrameSampling(num_frames=4, **part)
                 answer = await deployment.ask(Question((media["video"],), TEXTS[0], sampling=sampling))
                 assert answer.tokens == tokens
-            past = Question((media["video"],), TEXTS[0], sampling=Sampling(start_s=4.0))
+            past = Question((media["video"],), TEXTS[0], sampling=FrameSampling(start_s=4.0))
             with pytest.raises(RequestError, match="in which no frame begins"):
                 await deployment.ask(past)
             await deployment.settle()
@@ -241,7 +241,7 @@ def test_a_deadline_that_cannot_be_met_is_an_overload(
         options = {"settings": {"scheduler": SchedulerConfig(max_num_seqs=1)}}
         async with deployed(checkpoints["qwen2_5_vl"], "1epd", **options) as deployment:
             first = asyncio.create_task(deployment.ask(Question((media["image"],), params=long)))
-            while not deployment.service.router.books("epd0").num_decodes:
+            while not deployment.service.router.in_flight("epd0").num_decodes:
                 await asyncio.sleep(0.01)
             with pytest.raises(OverloadedError):
                 await deployment.ask(Question(()), deadline_s=time.time() + 0.05)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-import stages.sampling.chunk_sampling
+import stages.engine.chunk_sampling
 from epd.errors import EncodeError, InternalError
 from epd.sampling_params import SamplingParams
 from serve_app.worker.media_feed import MediaFeeds
@@ -49,7 +49,7 @@ PLACES = {
     "segment": Place(Choice, "segment", of_request, ZeroDivisionError),
     "text": Place(Choice, "push", of_request, IndexError),
     "sampler": Place(
-        stages.sampling.chunk_sampling,
+        stages.engine.chunk_sampling,
         "sample",
         lambda _, rows: any(row.state.params.top_k == 77 for row in rows),
         KeyError,

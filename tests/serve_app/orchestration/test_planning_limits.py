@@ -8,38 +8,38 @@ from pathlib import Path
 
 import pytest
 
-from encoders import Sampling
+from encoders import FrameSampling
 from epd.control.request_budget import RequestLimits
 from epd.errors import RequestBudgetError, RequestError
 from epd.models import embedded_model_path
 from epd.sampling_params import SamplingParams
-from serve_app.orchestration.request_planner import Planner
+from serve_app.orchestration.request_planner import RequestPlanner
 from tests.serve_app.deployments import Question
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
 
 @pytest.fixture(scope="module")
-def planner() -> Planner:
-    return Planner(embedded_model_path(), limits=RequestLimits(max_frames=16))
+def planner() -> RequestPlanner:
+    return RequestPlanner(embedded_model_path(), limits=RequestLimits(max_frames=16))
 
 
-def test_ceilings_are_those_of_the_model(planner: Planner) -> None:
+def test_ceilings_are_those_of_the_model(planner: RequestPlanner) -> None:
     longest = max(len(token.encode()) for token in planner.adapter.tokenizer.get_vocab())
     assert planner.limits == RequestLimits(max_frames=16).for_model(32_768, longest)
 
 
-def test_frames_of_all_videos_share_one_ceiling(planner: Planner, media: dict[str, Path]) -> None:
+def test_frames_of_all_videos_share_one_ceiling(planner: RequestPlanner, media: dict[str, Path]) -> None:
     video = media["video"]
-    assert planner.plan(Question((video, video), sampling=Sampling(num_frames=8)).request()).media
+    assert planner.plan(Question((video, video), sampling=FrameSampling(num_frames=8)).request()).media
     with pytest.raises(RequestBudgetError, match="10 frames are to be sampled; allowed 6 beside the other"):
-        planner.plan(Question((video, video), sampling=Sampling(num_frames=10)).request())
+        planner.plan(Question((video, video), sampling=FrameSampling(num_frames=10)).request())
 
 
 def test_images_of_too_many_pixels_are_not_decoded(
     media: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planner = Planner(embedded_model_path(), limits=RequestLimits(max_image_pixels=60 * 150))
+    planner = RequestPlanner(embedded_model_path(), limits=RequestLimits(max_image_pixels=60 * 150))
     assert planner.plan(Question((media["wide_image"],)).request()).media
     monkeypatch.setattr("video.load_image", lambda *_: pytest.fail("an image was decoded"))
     with pytest.raises(RequestBudgetError, match=r"allowed 9,000 \(max_image_pixels\)"):
@@ -49,17 +49,17 @@ def test_images_of_too_many_pixels_are_not_decoded(
 def test_media_beyond_the_context_are_refused_before_the_prompt_is_laid_out(
     media: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planner = Planner(embedded_model_path())
+    planner = RequestPlanner(embedded_model_path())
     planner.card = type(planner.card)("small", 0, 50)
     monkeypatch.setattr(planner.adapter, "plan_chat", lambda *_: pytest.fail("the prompt was laid out"))
     with pytest.raises(RequestError, match="visual tokens, of which 1 is kept; allowed: fewer than the 50"):
-        planner.plan(Question((media["video"],), sampling=Sampling(num_frames=32)).request())
+        planner.plan(Question((media["video"],), sampling=FrameSampling(num_frames=32)).request())
 
 
-def test_planning_takes_no_time_for_what_is_refused(planner: Planner, media: dict[str, Path]) -> None:
+def test_planning_takes_no_time_for_what_is_refused(planner: RequestPlanner, media: dict[str, Path]) -> None:
     start_s = time.perf_counter()
     with pytest.raises(RequestError):
-        planner.plan(Question((media["video"],), sampling=Sampling(start_s=1e308)).request())
+        planner.plan(Question((media["video"],), sampling=FrameSampling(start_s=1e308)).request())
     assert time.perf_counter() - start_s < 1.0
 
 
@@ -68,7 +68,7 @@ def test_planning_takes_no_time_for_what_is_refused(planner: Planner, media: dic
     [(None, None, 32_768, 256), (64, None, 64, 64), (64, 900, 900, 900), (None, 10**6, 32_768, 32_768)],
 )
 def test_an_answer_may_fill_the_context_and_is_planned_for_as_a_typical_one(
-    planner: Planner, own: int | None, asked: int | None, most: int, expected: int
+    planner: RequestPlanner, own: int | None, asked: int | None, most: int, expected: int
 ) -> None:
     """own: of the checkpoint. An answer may be what is asked for, or take the rest of 32,768 tokens."""
     planner.settings = replace(planner.settings, max_tokens=own)

@@ -133,7 +133,7 @@ def test_tokens_that_were_sent_do_not_come_again(
                 tokens += getattr(item, "token_ids", ())
                 if len(tokens) == 10:
                     busy = [
-                        name for name in ("d0", "d1") if deployment.service.router.books(name).num_decodes
+                        name for name in ("d0", "d1") if deployment.service.router.in_flight(name).num_decodes
                     ]
                     deployment.fleet.kill(busy[0])
             assert tuple(tokens) == expected[1]

@@ -28,14 +28,14 @@ def test_groups_go_where_the_kind_of_sharding_says(
 async def encode_workers(model: Path, video: Path, sharding: Sharding) -> list[str]:
     """Of each group, in order. Whoever gets one stays busier than the others, however soon it is done."""
     async with deployed(model, "2e1epd", sharding=sharding) as deployment:
-        desk = deployment.service._desk
-        book = desk.book
+        dispatcher = deployment.service._dispatcher
+        book = dispatcher.book
 
         def book_more(worker: str, *others: Any) -> None:
             book(worker, *others)
-            deployment.service.router.books(worker).encode_patches += 1000
+            deployment.service.router.in_flight(worker).encode_patches += 1000
 
-        desk.book = book_more  # type: ignore[method-assign]
+        dispatcher.book = book_more  # type: ignore[method-assign]
         answered = await deployment.ask(Question((video,)), wants_spans=True)
     spans = [span for span in answered.spans if span.stage == "encode"]
     return [span.worker for span in sorted(spans, key=lambda span: span.group or 0)]

@@ -108,8 +108,8 @@ def test_only_work_that_was_done_counts_as_progress() -> None:
     )
     endings: list[Ending] = []
     attempt.end = endings.append
-    desk: Any = SimpleNamespace(encoders_of=lambda _: frozenset())
-    watchdog = Watchdog({"a": attempt}, desk, Counter(), lambda: now[0], timeout_s=100.0)
+    dispatcher: Any = SimpleNamespace(encoders_of=lambda _: frozenset())
+    watchdog = Watchdog({"a": attempt}, dispatcher, Counter(), lambda: now[0], timeout_s=100.0)
     for now[0], num_tokens in ((10.0, 1), (90.0, 2), (170.0, 2)):
         load = WorkerLoad(kv_usage=now[0] / 1000, counters={"computed_tokens": num_tokens})
         watchdog.reported(WorkerReport("p0", load=load))

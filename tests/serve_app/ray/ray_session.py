@@ -17,7 +17,7 @@ from ray.serve.config import ProxyLocation
 from serve_app.app import build_app
 from serve_app.app_args import AppArgs
 from serve_app.orchestration.orchestrator import Orchestrator, OrchestratorConfig
-from serve_app.orchestration.request_planner import Planner
+from serve_app.orchestration.request_planner import RequestPlanner
 from serve_app.ray.cluster import RaySettings, ray_cluster
 from serve_app.ray.fleet import RayFleet, RayFleetConfig
 from serve_app.ray.memory import orphans
@@ -77,7 +77,7 @@ class RayDeployment(Deployment):
     def __init__(self, path: Path, topology: str, fleet: dict[str, Any]) -> None:
         settings = WorkerSettings(path, num_kv_tokens=16_384, num_embeddings=8192, max_batch_patches=512)
         self.ray_fleet = RayFleet(RayFleetConfig(workers_of(topology), **fleet), settings)
-        planner = Planner(path, "tiny", group_tokens=16)
+        planner = RequestPlanner(path, "tiny", group_tokens=16)
         self.service = Orchestrator(self.ray_fleet, planner, OrchestratorConfig())
 
 

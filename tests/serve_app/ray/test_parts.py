@@ -22,7 +22,7 @@ from serve_app.messages import Abort, CancelTickets, Redirect
 from serve_app.ray.memory import PoolFiles
 from serve_app.ray.process import WatchedProcess
 from serve_app.ray.thread import ActorThread, Call
-from serve_app.ray.worker import Line
+from serve_app.ray.worker import CallSequencer
 from serve_app.worker.worker_roles import EncodeRole
 from serve_app.worker.worker_stages import WorkerSettings
 from stages.encode.encoder_pool import EncoderPoolShape
@@ -36,7 +36,7 @@ def test_calls_pass_in_the_order_of_their_numbers(numbers: list[int], data: st.D
     naps = data.draw(st.lists(st.integers(0, 3), min_size=8, max_size=8))
     passed: list[int] = []
 
-    async def call(line: Line, number: int) -> None:
+    async def call(line: CallSequencer, number: int) -> None:
         for _ in range(naps[number]):
             await asyncio.sleep(0)
         await line.wait(number)
@@ -44,7 +44,7 @@ def test_calls_pass_in_the_order_of_their_numbers(numbers: list[int], data: st.D
         line.passed(number)
 
     async def run() -> None:
-        line = Line()
+        line = CallSequencer()
         await asyncio.gather(*(call(line, number) for number in numbers))
 
     asyncio.run(asyncio.wait_for(run(), SOON_S))
@@ -56,7 +56,7 @@ def test_a_call_that_gives_up_leaves_no_gap(numbers: list[int], given_up: set[in
     """By an error before its turn, or cancelled while it waits for it."""
     passed: list[int] = []
 
-    async def call(line: Line, number: int) -> None:
+    async def call(line: CallSequencer, number: int) -> None:
         try:
             if number in given_up and number % 2:
                 raise ValueError("frames that cannot be read")
@@ -66,7 +66,7 @@ def test_a_call_that_gives_up_leaves_no_gap(numbers: list[int], given_up: set[in
             line.passed(number)
 
     async def run() -> None:
-        line = Line()
+        line = CallSequencer()
         calls = {}
         for number in numbers:
             calls[number] = asyncio.create_task(call(line, number))
@@ -82,7 +82,7 @@ def test_a_call_that_gives_up_leaves_no_gap(numbers: list[int], given_up: set[in
 
 def test_a_call_that_never_comes_is_not_waited_for_for_ever() -> None:
     async def run() -> None:
-        line = Line()
+        line = CallSequencer()
         with pytest.raises(TimeoutError):
             await line.wait(1, 0.01)
 

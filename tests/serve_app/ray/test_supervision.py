@@ -13,7 +13,7 @@ import pytest
 from epd.errors import InternalError
 from epd.sampling_params import SamplingParams
 from serve_app import task_group
-from serve_app.orchestration.encode_dispatcher import EncodeDesk
+from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
 from serve_app.orchestration.event_reader import EventReader
 from serve_app.orchestration.live_answer import LiveAnswer
 from serve_app.task_group import Loops
@@ -115,7 +115,7 @@ def test_a_bug_in_the_feed_ends_the_request(
     checkpoints: dict[str, Path], media: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run() -> None:
-        monkeypatch.setattr(EncodeDesk, "encoder", raise_bug)
+        monkeypatch.setattr(EncodeDispatcher, "encoder", raise_bug)
         async with deployed(checkpoints["qwen2_5_vl"], "1e1p1d") as deployment:
             with pytest.raises(InternalError, match="ZeroDivisionError"):
                 await deployment.ask(Question((media["image"],)))

@@ -35,7 +35,7 @@ from serve_app.messages import (
     WorkerEvent,
     endpoint,
 )
-from serve_app.orchestration.request_planner import AnswerPlan, Planner
+from serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
 from serve_app.worker.frame_reader import FrameReader
 from serve_app.worker.worker_core import WorkerCore
 from serve_app.worker.worker_stages import WorkerSettings
@@ -62,7 +62,7 @@ class Bench:
         )
         self.worker_settings = replace(base, **self.settings)
         self.transport = LocalTransport()
-        self.planner = Planner(self.path, "tiny", group_tokens=8)
+        self.planner = RequestPlanner(self.path, "tiny", group_tokens=8)
         self.reader = FrameReader()
         roles = workers_of(self.topology)
         del roles["v0"]

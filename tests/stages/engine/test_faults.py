@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-import stages.sampling.chunk_sampling
+import stages.engine.chunk_sampling
 from epd.errors import InternalError
 from epd.sampling_params import SamplingParams
 from stages.engine.engine import LanguageEngine
 from stages.engine.faults import MAX_FAULTS_IN_A_ROW, RequestFault, run_apart
 from stages.engine.generation import StepResult
 from stages.engine.model_runner import ModelRunner
-from stages.engine.sequence import Choice
+from stages.engine.sequence import TokenSequence
 from tests.stages.conftest import Subject
 from tests.stages.prompts import Drive
 from tests.stages.test_split_stages import Deployment, feed
@@ -51,9 +51,9 @@ class Trap:
 def set_runner(trap: Trap, patch: pytest.MonkeyPatch) -> None:
     """The model runner, at once for all that are in the pass."""
     owners: dict[int, tuple[Any, str]] = {}
-    cut, run = Choice.segment, ModelRunner.run
+    cut, run = TokenSequence.segment, ModelRunner.run
 
-    def segment(choice: Choice, *args: Any) -> Any:
+    def segment(choice: TokenSequence, *args: Any) -> Any:
         made = cut(choice, *args)
         owners[id(made)] = made, choice.request_id
         return made
@@ -64,30 +64,30 @@ def set_runner(trap: Trap, patch: pytest.MonkeyPatch) -> None:
             trap.check(owners[id(each)][1])
         return logits
 
-    patch.setattr(Choice, "segment", segment)
+    patch.setattr(TokenSequence, "segment", segment)
     patch.setattr(ModelRunner, "run", run_some)
 
 
 def set_sampler(trap: Trap, patch: pytest.MonkeyPatch) -> None:
-    sample = stages.sampling.chunk_sampling.sample
+    sample = stages.engine.chunk_sampling.sample
 
     def sample_rows(logits: torch.Tensor, rows: Any) -> Any:
         for row in rows:
             trap.check(CULPRIT if row.state.params.top_k == 77 else "")
         return sample(logits, rows)
 
-    patch.setattr(stages.sampling.chunk_sampling, "sample", sample_rows)
+    patch.setattr(stages.engine.chunk_sampling, "sample", sample_rows)
 
 
 def set_method(name: str) -> Callable[[Trap, pytest.MonkeyPatch], None]:
     def set_trap(trap: Trap, patch: pytest.MonkeyPatch) -> None:
-        method = getattr(Choice, name)
+        method = getattr(TokenSequence, name)
 
-        def call(choice: Choice, *args: Any) -> Any:
+        def call(choice: TokenSequence, *args: Any) -> Any:
             trap.check(choice.request_id)
             return method(choice, *args)
 
-        patch.setattr(Choice, name, call)
+        patch.setattr(TokenSequence, name, call)
 
     return set_trap
 

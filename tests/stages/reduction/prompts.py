@@ -10,11 +10,11 @@ from encoders import PromptPlan
 from encoders.reduction import reduce_prompt
 from epd.reduction import ReductionPolicy
 from stages.colocated import ColocatedPipeline, EncodedMedia
-from stages.encode.splicing import Joiner
+from stages.encode.splicing import EmbeddingSplicer
 from stages.engine.engine import LanguageEngine
 from stages.engine.generation import GenerationSettings
 from stages.engine.setup import build_engine
-from stages.engine.visual_inputs import PlacedEmbeddings
+from stages.visual_inputs import PlacedEmbeddings
 from tests.stages.prompts import Drive, Prompt
 
 SMALL_WINDOW_TOKENS = 45  # three units of 15
@@ -48,7 +48,7 @@ def prompt_of(
 def placed(
     pipeline: ColocatedPipeline, encoded: EncodedMedia, plan: PromptPlan
 ) -> Iterator[PlacedEmbeddings]:
-    joiner = Joiner(pipeline.adapter, plan)
+    joiner = EmbeddingSplicer(pipeline.adapter, plan)
     for group in encoded.groups:
         part = joiner.push_units(group.item, group.start, group.stop, group.embeddings)
         if part is not None:

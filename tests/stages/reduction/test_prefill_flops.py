@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.prefill_flops import Piece, Propagation, pieces_of, prefill_flops, prompt_flops
-from encoders import Sampling, VideoFacts, load_adapter
+from encoders import FrameSampling, VideoFacts, load_adapter
 from encoders.adapter import PromptPlan
 from encoders.reduction import reduce_prompt
 from epd.models import embedded_model_path
@@ -44,7 +44,7 @@ def test_propagation_saves_rows_in_the_later_layers() -> None:
 @pytest.fixture(scope="module")
 def prompt() -> PromptPlan:
     adapter = load_adapter(embedded_model_path())
-    plan = adapter.plan_video(VideoFacts(64, 1.0, 360, 640), Sampling(num_frames=64))
+    plan = adapter.plan_video(VideoFacts(64, 1.0, 360, 640), FrameSampling(num_frames=64))
     return adapter.plan_prompt([plan], "Which shape appears first?")
 
 

@@ -17,7 +17,7 @@ from encoders.reduction import reduce_prompt
 from epd.models import embedded_model_path
 from epd.reduction import SELECTION_METHODS, ReductionPolicy
 from stages.colocated import ColocatedPipeline, EncodedMedia
-from stages.encode.splicing import Joiner
+from stages.encode.splicing import EmbeddingSplicer
 from tests.encoders.families import QUESTION, Family
 from tests.encoders.workers import SAMPLING, clip_of
 from tests.serve_app.deployments import Question, deployed
@@ -34,7 +34,7 @@ def kept_inputs(
     """Embeddings [1, T, C] and positions [3, 1, T] of the prompt, with the kept tokens in their places."""
     embeds = model.get_input_embeddings()(torch.from_numpy(prompt.token_ids))
     positions = torch.from_numpy(prompt.positions.copy())
-    joiner = Joiner(pipeline.adapter, prompt)
+    joiner = EmbeddingSplicer(pipeline.adapter, prompt)
     for group in encoded.groups:
         placed = joiner.push_units(group.item, group.start, group.stop, group.embeddings)
         if placed is not None:

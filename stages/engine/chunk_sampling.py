@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from epd.kv.scheduling import Chunk
-from stages.engine.sequence import Choice
+from stages.engine.sequence import TokenSequence
 from stages.sampling.sampler import SampledToken, sample
 from stages.sampling.sampling_state import SamplingRow
 
@@ -22,11 +22,13 @@ class ComputedChunk:
     """
 
     chunk: Chunk
-    family: list[Choice]
+    family: list[TokenSequence]
     tokens: list[SampledToken]
 
 
-def sample_chunks(chunks: Sequence[tuple[Chunk, list[Choice], int]], logits: Tensor) -> list[ComputedChunk]:
+def sample_chunks(
+    chunks: Sequence[tuple[Chunk, list[TokenSequence], int]], logits: Tensor
+) -> list[ComputedChunk]:
     """chunks: each with its family and the rows of logits that it has. logits [R, V], R = all rows."""
     rows: list[SamplingRow] = []
     places: list[int] = []
