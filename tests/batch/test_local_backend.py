@@ -22,7 +22,7 @@ from serve_app.service import ModelCard
 from stages.batch.batch import BatchPipeline
 from stages.batch.media import MediaStages
 from stages.colocated import ColocatedPipeline
-from stages.engine.sequence import Choice
+from stages.engine.sequence import TokenSequence
 from tests.media import write_video
 
 QUESTIONS = ("What is shown?", "Which colour?", "How many squares are there, and where do they go?")
@@ -101,14 +101,14 @@ def test_what_is_wrong_with_one_medium_or_line_stays_there(
         return embeddings(stages, decoded)
 
     monkeypatch.setattr(MediaStages, "_embeddings", break_one)
-    push = Choice.push
+    push = TokenSequence.push
 
-    def break_one_answer(choice: Choice, token: Any) -> Any:
+    def break_one_answer(choice: TokenSequence, token: Any) -> Any:
         if choice.request.max_tokens == 2:
             raise ZeroDivisionError("a bug")
         return push(choice, token)
 
-    monkeypatch.setattr(Choice, "push", break_one_answer)
+    monkeypatch.setattr(TokenSequence, "push", break_one_answer)
     video = str(media["video"])
     lines = [
         {"id": "good", "video": video, "question": "What?"},

@@ -14,7 +14,7 @@ from epd.control.request_budget import RequestLimits
 from epd.errors import RequestError
 from serve_app.app_args import AppArgs
 from serve_app.model_facts import limits_of
-from serve_app.orchestration.request_planner import Planner
+from serve_app.orchestration.request_planner import RequestPlanner
 
 
 def shown(*options: str) -> str:
@@ -82,4 +82,4 @@ def test_ceilings_are_those_of_the_running_application(checkpoints: dict[str, Pa
     """The command reads the model's JSON; the application asks its tokenizer and configuration."""
     for path in checkpoints.values():
         args = AppArgs(model=path, limits=RequestLimits(max_media=9))
-        assert limits_of(args) == Planner(path, limits=args.limits).limits, path
+        assert limits_of(args) == RequestPlanner(path, limits=args.limits).limits, path

@@ -19,7 +19,7 @@ from epd.sampling_params import SamplingParams
 from serve_app.worker.media_feed import MediaFeeds
 from stages.encode.encoder import EncodeStage
 from stages.engine.engine import LanguageEngine
-from stages.engine.sequence import Choice
+from stages.engine.sequence import TokenSequence
 from tests.media import write_image
 from tests.serve_app.deployments import Deployment, Question, deployed, undisturbed
 
@@ -41,13 +41,13 @@ class Place:
     topologies: tuple[str, ...] = ("1e1p1d", "1epd")
 
 
-def of_request(choice: Choice, *_: Any) -> bool:
+def of_request(choice: TokenSequence, *_: Any) -> bool:
     return choice.request.sampling.top_k == POISONED.top_k
 
 
 PLACES = {
-    "segment": Place(Choice, "segment", of_request, ZeroDivisionError),
-    "text": Place(Choice, "push", of_request, IndexError),
+    "segment": Place(TokenSequence, "segment", of_request, ZeroDivisionError),
+    "text": Place(TokenSequence, "push", of_request, IndexError),
     "sampler": Place(
         stages.engine.chunk_sampling,
         "sample",
