@@ -62,7 +62,7 @@ def status(
         raise RequestError("a profile is given and no objective; add --slo-ttft or --slo-tpot")
     (endpoint,) = parse_endpoints([url], api_key=api_key)
     now = _get(endpoint, "/v1/epd/status")
-    recent = _get(endpoint, "/v1/epd/bench")["requests"]
+    recent = _get(endpoint, "/v1/epd/load")["requests"]
     found, reason = None, "give --profile and an objective to be told what epd plan would choose"
     if profile is not None:
         found, reason = _plan(profile, recent, _num_workers(now), (slo_ttft, slo_tpot), plan_seconds)

@@ -161,7 +161,7 @@ async def status(request: Request) -> StatusReport:
     )
 
 
-@_guarded.get("/epd/bench")
+@_guarded.get("/epd/load")
 async def load(request: Request) -> LoadReport:
     """What was asked for in the last ten minutes."""
     now_s = time.time()

@@ -64,14 +64,14 @@ def test_roles_need_the_key(run_front: Callable[..., Front]) -> None:
     front = run_front(api_key="other", admin_api_key="secret")
     body = {"worker": "e1", "roles": ["decode"]}
     assert front.http.post("/v1/epd/roles", json=body).status_code == 401
-    assert front.http.get("/v1/epd/bench").status_code == 401
+    assert front.http.get("/v1/epd/load").status_code == 401
     assert front.service.switched == []
     with_key = {"Authorization": "Bearer secret"}
     assert front.http.post("/v1/epd/roles", json=body, headers=with_key).status_code == 200
 
 
 def test_the_load_of_the_last_minutes_is_told(front: Front) -> None:
-    first, second = front.http.get("/v1/epd/bench").json()["requests"]
+    first, second = front.http.get("/v1/epd/load").json()["requests"]
     assert (first["num_patches"], first["num_prompt_tokens"], first["max_tokens"]) == (256, 100, 32)
     assert 59 < first["age_s"] - second["age_s"] < 61
 
