@@ -292,7 +292,7 @@ class Adapter(Protocol):
         """Plans an image of `height` x `width` pixels. Raises MediaLimitError for a hopeless shape."""
         ...
 
-    def plan_video(self, video: VideoFacts, sampling: FrameSampling) -> MediaPlan:
+    def plan_video(self, video: VideoFacts, frame_sampling: FrameSampling) -> MediaPlan:
         """Plans a video. Raises RequestError for a sampling that makes no sense, MediaLimitError as above."""
         ...
 

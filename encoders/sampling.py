@@ -19,7 +19,7 @@ MAX_FPS = 1e9
 _ROUNDING = 1e-6
 
 
-def part_of(video: VideoFacts, sampling: FrameSampling) -> tuple[int, VideoFacts]:
+def part_of(video: VideoFacts, frame_sampling: FrameSampling) -> tuple[int, VideoFacts]:
     """(index of the first frame, facts) of the frames that begin within the part that is wanted.
 
     A processor is told of these alone, as if they were a video of their own; what it chooses has numbers and
@@ -29,14 +29,14 @@ def part_of(video: VideoFacts, sampling: FrameSampling) -> tuple[int, VideoFacts
 
     Raises RequestError when there are none, and as `check_sampling`.
     """
-    check_sampling(sampling)
-    end_s = video.num_frames / video.fps if sampling.end_s is None else sampling.end_s
-    first, stop = _first_frame_from(sampling.start_s, video), _first_frame_from(end_s, video)
+    check_sampling(frame_sampling)
+    end_s = video.num_frames / video.fps if frame_sampling.end_s is None else frame_sampling.end_s
+    first, stop = _first_frame_from(frame_sampling.start_s, video), _first_frame_from(end_s, video)
     if first >= stop:
         raise RequestError(
-            f"received the part [{sampling.start_s:g}, {end_s:g}) s, in which no frame begins; allowed: "
-            f"parts of [0, {video.num_frames / video.fps:g}) s, a frame every {1 / video.fps:.3g} s; "
-            "change start_s or end_s"
+            f"received the part [{frame_sampling.start_s:g}, {end_s:g}) s, in which no frame begins; "
+            f"allowed: parts of [0, {video.num_frames / video.fps:g}) s, a frame every "
+            f"{1 / video.fps:.3g} s; change start_s or end_s"
         )
     return first, replace(video, num_frames=stop - first)
 
@@ -47,40 +47,40 @@ def _first_frame_from(time_s: float, video: VideoFacts) -> int:
     return video.num_frames if index >= video.num_frames else math.ceil(index)
 
 
-def check_wanted(sampling: FrameSampling, num_frames: float) -> None:
+def check_wanted(frame_sampling: FrameSampling, num_frames: float) -> None:
     """Raises RequestBudgetError where more frames are wanted than the request may have of this video."""
-    if sampling.max_frames is not None:
-        check_num_frames(num_frames, sampling.max_frames)
+    if frame_sampling.max_frames is not None:
+        check_num_frames(num_frames, frame_sampling.max_frames)
 
 
-def sample_indices(processor: Any, video: VideoFacts, sampling: FrameSampling) -> tuple[int, ...]:
+def sample_indices(processor: Any, video: VideoFacts, frame_sampling: FrameSampling) -> tuple[int, ...]:
     """Indices of the wanted source frames, ascending, at least one.
 
     `processor` is a transformers video processor: its `fps`, `num_frames`, `min_frames` and `max_frames` hold
-    where `sampling`, which `part_of` has checked, says nothing. More frames than there are cannot be had:
-    then all of them, in whole units.
-    Raises RequestBudgetError for more than `sampling.max_frames`.
+    where `frame_sampling`, which `part_of` has checked, says nothing. When more frames are wanted than there
+    are, all are taken, in whole units.
+    Raises RequestBudgetError for more than `frame_sampling.max_frames`.
     """
     unit = int(processor.temporal_patch_size)
     if video.num_frames <= unit:
         return tuple(range(video.num_frames))
-    arguments = _arguments(processor, video, sampling, unit)
-    check_wanted(sampling, _num_wanted(processor, video, arguments))
+    arguments = _arguments(processor, video, frame_sampling, unit)
+    check_wanted(frame_sampling, _num_wanted(processor, video, arguments))
     indices = processor.sample_frames(source_metadata(video), **arguments)
     return tuple(int(index) for index in indices)
 
 
-def check_sampling(sampling: FrameSampling) -> None:
+def check_sampling(frame_sampling: FrameSampling) -> None:
     """Raises RequestError for a rate or number that is not positive, for both at once, and an empty part."""
-    if sampling.fps is not None and sampling.num_frames is not None:
+    if frame_sampling.fps is not None and frame_sampling.num_frames is not None:
         raise RequestError(
-            f"got fps={sampling.fps} and num_frames={sampling.num_frames}; give one of the two"
+            f"got fps={frame_sampling.fps} and num_frames={frame_sampling.num_frames}; give one of the two"
         )
-    if sampling.fps is not None and not 0 < sampling.fps < float("inf"):
-        raise RequestError(f"fps must be a positive number of frames per second, got {sampling.fps}")
-    if sampling.num_frames is not None and sampling.num_frames < 1:
-        raise RequestError(f"num_frames must be at least 1, got {sampling.num_frames}")
-    start_s, end_s = sampling.start_s, sampling.end_s
+    if frame_sampling.fps is not None and not 0 < frame_sampling.fps < float("inf"):
+        raise RequestError(f"fps must be a positive number of frames per second, got {frame_sampling.fps}")
+    if frame_sampling.num_frames is not None and frame_sampling.num_frames < 1:
+        raise RequestError(f"num_frames must be at least 1, got {frame_sampling.num_frames}")
+    start_s, end_s = frame_sampling.start_s, frame_sampling.end_s
     if not 0 <= start_s < (math.inf if end_s is None else end_s):
         end = "its end" if end_s is None else f"{end_s:g} s"
         raise RequestError(
@@ -90,11 +90,11 @@ def check_sampling(sampling: FrameSampling) -> None:
 
 
 def _arguments(
-    processor: Any, video: VideoFacts, sampling: FrameSampling, unit: int
+    processor: Any, video: VideoFacts, frame_sampling: FrameSampling, unit: int
 ) -> dict[str, float | int]:
-    num_frames = sampling.num_frames or (processor.num_frames if sampling.fps is None else None)
+    num_frames = frame_sampling.num_frames or (processor.num_frames if frame_sampling.fps is None else None)
     if num_frames is None:
-        return {"fps": min(sampling.fps or processor.fps or DEFAULT_FPS, MAX_FPS)}
+        return {"fps": min(frame_sampling.fps or processor.fps or DEFAULT_FPS, MAX_FPS)}
     most = video.num_frames // unit * unit
     return {"num_frames": min(max(num_frames, unit), most)}
 

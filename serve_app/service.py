@@ -50,20 +50,25 @@ class MediaSource:
 class AnswerRequest:
     """A checked request.
 
-    messages: the conversation; media stand where their parts do. media: the sources of those parts, in order.
-    priority: the lower, the sooner, as in vLLM; above 0 is work that nobody waits for.
-    sampling: which frames of each video. reduction: of visual tokens. retention_min: the least share of them
-    that may be kept, None for any. arrival_s, deadline_s: Unix time in seconds; a service that
-    sees that the first token cannot come by the deadline raises OverloadedError. wants_spans: of stages, to
-    be yielded. cache_salt: what is cached is shared with requests of the same alone; may be empty.
+    messages: the conversation; each part that is a medium has a place for one.
+    media: the sources of those parts, in order.
+    sampling: which token comes next.
+    frame_sampling: which frames of each video are used.
+    priority: the lower, the sooner, as in vLLM; above 0 is batch work that no user waits for.
+    reduction: which visual tokens are kept.
+    retention_min: the least share of them that may be kept, None for any.
+    arrival_s, deadline_s: Unix time in seconds; a service that sees that the first token cannot come by the
+    deadline raises OverloadedError.
+    wants_spans: whether the service yields a span for each stage.
+    cache_salt: cached content is shared only with requests of the same salt; may be empty.
     """
 
     request_id: str
     model: str
     messages: tuple[ChatMessage, ...]
     media: tuple[MediaSource, ...] = ()
-    params: SamplingParams = field(default_factory=SamplingParams)
-    sampling: FrameSampling = field(default_factory=FrameSampling)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    frame_sampling: FrameSampling = field(default_factory=FrameSampling)
     priority: int = 0
     reduction: ReductionPolicy = KEEP_ALL
     retention_min: float | None = None

@@ -272,10 +272,10 @@ class ColocatedPipeline:
             return self._prefilled(encoded.plans, encoded.groups, reduction, timings, are_there=True)
 
     def _planned(
-        self, media: Sequence[str | Path], sampling: FrameSampling, timings: StageTimings
+        self, media: Sequence[str | Path], frame_sampling: FrameSampling, timings: StageTimings
     ) -> list[PlannedMedia]:
         with busy(timings, "probe_s"):
-            return [plan_media(self.adapter, source, sampling) for source in media]
+            return [plan_media(self.adapter, source, frame_sampling) for source in media]
 
     def _encoded(
         self, planned: Sequence[PlannedMedia], timings: StageTimings

@@ -204,7 +204,7 @@ def _request(state: HandoverState, identity: TokenIdentity) -> GenerateRequest:
     if len(identity) > num_tokens:  # one that was moved: its answer is appended again
         identity = TokenIdentity(identity.rows[:num_tokens])
     return GenerateRequest(
-        state.request_id, prompt, identity, state.params, state.seed, priority=state.priority
+        state.request_id, prompt, identity, state.sampling, state.seed, priority=state.priority
     )
 
 
@@ -218,7 +218,7 @@ def _moved_state(choice: TokenSequence) -> HandoverState:
         first_tokens=(FirstToken(first),),
         next_position=prompt.next_position,
         num_position_rows=len(prompt.positions),
-        params=request.sampling,
+        sampling=request.sampling,
         seed=request.seed,
         later_token_ids=tuple(later),
         priority=request.priority,

@@ -39,27 +39,28 @@ class UnitRun:
     num_substituted: int = 0
 
 
-def plan_media(adapter: Adapter, source: str | Path, sampling: FrameSampling) -> PlannedMedia:
-    """Looks at one source and plans it. Raises MediaError, and RequestError for a useless sampling."""
-    return plan_known(adapter, source, video.look(source), sampling)
+def plan_media(adapter: Adapter, source: str | Path, frame_sampling: FrameSampling) -> PlannedMedia:
+    """Looks at one source and plans it. Raises MediaError, and RequestError for a useless frame_sampling."""
+    return plan_known(adapter, source, video.look(source), frame_sampling)
 
 
 def plan_known(
-    adapter: Adapter, source: str | Path, facts: video.MediaFacts, sampling: FrameSampling
+    adapter: Adapter, source: str | Path, facts: video.MediaFacts, frame_sampling: FrameSampling
 ) -> PlannedMedia:
     """Plans a source that was looked at. Raises as `plan_media`."""
     pixels = video.load_image(source) if facts.kind == "image" else None
     try:
         if pixels is not None:
             return plan_pixels(adapter, source, pixels)
-        return PlannedMedia(source, plan_video(adapter, facts, sampling))
+        return PlannedMedia(source, plan_video(adapter, facts, frame_sampling))
     except MediaLimitError as error:
         raise MediaLimitError(f"'{source}': {error}") from error
 
 
-def plan_video(adapter: Adapter, facts: video.MediaFacts, sampling: FrameSampling) -> MediaPlan:
+def plan_video(adapter: Adapter, facts: video.MediaFacts, frame_sampling: FrameSampling) -> MediaPlan:
     """Plans a video that was looked at. Raises MediaLimitError, RequestError."""
-    return adapter.plan_video(VideoFacts(facts.num_frames, facts.fps, facts.height, facts.width), sampling)
+    known = VideoFacts(facts.num_frames, facts.fps, facts.height, facts.width)
+    return adapter.plan_video(known, frame_sampling)
 
 
 def plan_pixels(adapter: Adapter, source: str | Path, pixels: UInt8Array) -> PlannedMedia:

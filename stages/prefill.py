@@ -169,7 +169,7 @@ def _state(request: GenerateRequest, first: list[TokenOutput]) -> HandoverState:
         first_tokens=tuple(FirstToken(*token) for token in tokens),
         next_position=request.prompt.next_position,
         num_position_rows=len(request.prompt.positions),
-        params=request.sampling,
+        sampling=request.sampling,
         seed=request.seed,
         priority=request.priority,
     )

@@ -95,8 +95,8 @@ class LlavaOnevisionAdapter(TileAdapter):
         plan = super().plan_image(height, width)
         return _llava_plan(plan, self.patches_per_side**2 + self._picture(plan).num_tokens)
 
-    def plan_video(self, video: VideoFacts, sampling: FrameSampling) -> LlavaPlan:
-        plan = super().plan_video(video, sampling)
+    def plan_video(self, video: VideoFacts, frame_sampling: FrameSampling) -> LlavaPlan:
+        plan = super().plan_video(video, frame_sampling)
         return _llava_plan(plan, plan.num_units * self._pooled_side**2 + 1)
 
     def _picture(self, plan: TilePlan) -> _Canvas:

@@ -76,9 +76,9 @@ class QwenVLAdapter(ABC):
         grid = spec.grid(1, *size)
         return MediaPlan("image", size, grid, spec.frames_per_unit, spec.tokens_per_unit(grid))
 
-    def plan_video(self, video: VideoFacts, sampling: FrameSampling) -> MediaPlan:
-        first, part = part_of(video, sampling)
-        chosen = sample_indices(self.checkpoint.processor.video_processor, part, sampling)
+    def plan_video(self, video: VideoFacts, frame_sampling: FrameSampling) -> MediaPlan:
+        first, part = part_of(video, frame_sampling)
+        chosen = sample_indices(self.checkpoint.processor.video_processor, part, frame_sampling)
         indices = tuple(first + index for index in chosen)
         try:
             size = self.video_size(len(indices), video.height, video.width)

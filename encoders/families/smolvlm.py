@@ -54,11 +54,13 @@ class SmolVLMAdapter(TileAdapter):
         has_video = any(plan.kind == "video" for plan in media)
         return DEFAULT_CHAT_TEMPLATE if has_video else self.checkpoint.chat_template
 
-    def frame_indices(self, processor: Any, video: VideoFacts, sampling: FrameSampling) -> tuple[int, ...]:
+    def frame_indices(
+        self, processor: Any, video: VideoFacts, frame_sampling: FrameSampling
+    ) -> tuple[int, ...]:
         """The processor's rule: a rate and a cap together; a long video loses its first and last second."""
-        most = sampling.num_frames or processor.num_frames or video.num_frames
-        rate = min(sampling.fps or processor.fps or DEFAULT_FPS, MAX_FPS)
-        check_wanted(sampling, min(most, video.num_frames / video.fps * rate))
+        most = frame_sampling.num_frames or processor.num_frames or video.num_frames
+        rate = min(frame_sampling.fps or processor.fps or DEFAULT_FPS, MAX_FPS)
+        check_wanted(frame_sampling, min(most, video.num_frames / video.fps * rate))
         indices = processor.sample_frames(source_metadata(video), num_frames=most, fps=rate)
         return tuple(int(index) for index in indices)
 

@@ -160,13 +160,16 @@ class TileAdapter(ABC):
         """(height, width) that frames are decoded at, pixels."""
         return self.video_spec.side, self.video_spec.side
 
-    def frame_indices(self, processor: Any, video: VideoFacts, sampling: FrameSampling) -> tuple[int, ...]:
+    def frame_indices(
+        self, processor: Any, video: VideoFacts, frame_sampling: FrameSampling
+    ) -> tuple[int, ...]:
         """The processor's own rule for a number of frames, at least one and no more than there are."""
-        rate = sampling.fps or processor.fps or DEFAULT_FPS
+        rate = frame_sampling.fps or processor.fps or DEFAULT_FPS
         at_rate = int(min(video.num_frames / video.fps * rate, video.num_frames))
-        wanted = sampling.num_frames or (processor.num_frames if sampling.fps is None else None) or at_rate
+        default = processor.num_frames if frame_sampling.fps is None else None
+        wanted = frame_sampling.num_frames or default or at_rate
         num_frames = min(max(wanted, 1), video.num_frames)
-        check_wanted(sampling, num_frames)
+        check_wanted(frame_sampling, num_frames)
         indices = processor.sample_frames(source_metadata(video), num_frames=num_frames)
         return tuple(int(index) for index in indices)
 
@@ -189,9 +192,9 @@ class TileAdapter(ABC):
             source_size=(height, width),
         )
 
-    def plan_video(self, video: VideoFacts, sampling: FrameSampling) -> TilePlan:
-        first, part = part_of(video, sampling)
-        chosen = self.frame_indices(self.checkpoint.processor.video_processor, part, sampling)
+    def plan_video(self, video: VideoFacts, frame_sampling: FrameSampling) -> TilePlan:
+        first, part = part_of(video, frame_sampling)
+        chosen = self.frame_indices(self.checkpoint.processor.video_processor, part, frame_sampling)
         indices = tuple(first + index for index in chosen)
         patches = self.patches_per_side
         return TilePlan(

@@ -108,8 +108,10 @@ class HandoverState:
     prompt_token_ids: int64 [T]. first_tokens: of each of the request's answers.
     next_position: of the first token of the answer, in every row of positions.
     num_position_rows: 3 for a model with multimodal positions, otherwise 1.
-    seed: of the draws, chosen by now if the params leave it open. later_token_ids: of a request that is moved
-    in the middle of its only answer, what followed the first token. priority: the lower, the sooner.
+    sampling: complete.
+    seed: of the draws, chosen by now if `sampling` leaves it open.
+    later_token_ids: what followed the first token, for a request moved in the middle of its only answer.
+    priority: the lower, the sooner.
     """
 
     request_id: str
@@ -117,7 +119,7 @@ class HandoverState:
     first_tokens: tuple[FirstToken, ...]
     next_position: int
     num_position_rows: int
-    params: SamplingParams
+    sampling: SamplingParams
     seed: int
     later_token_ids: tuple[int, ...] = ()
     priority: int = 0

@@ -82,8 +82,8 @@ class ApiSettings:
 @dataclass(frozen=True, slots=True)
 class _Options:
     priority: int
-    params: SamplingParams
-    sampling: FrameSampling
+    sampling: SamplingParams
+    frame_sampling: FrameSampling
     reduction: ReductionPolicy
     ours: EpdOptions
     cache_salt: str
@@ -184,8 +184,8 @@ class ServerState:
             messages=messages,
             media=media,
             priority=options.priority,
-            params=options.params,
             sampling=options.sampling,
+            frame_sampling=options.frame_sampling,
             reduction=options.reduction,
             retention_min=options.ours.retention or options.ours.retention_min,
             arrival_s=record.arrival_s,

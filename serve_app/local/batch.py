@@ -140,8 +140,8 @@ class _Work:
             return None
         kinds = [reference.kind for reference in references]
         requests = self._requests(asked, task.lines)
-        sampling, reduction = video_sampling(asked.chat), reduction_policy(asked.chat, KEEP_ALL)
-        return MediaJob(_name(task), sources, kinds, sampling, requests, reduction)
+        frame_sampling, reduction = video_sampling(asked.chat), reduction_policy(asked.chat, KEEP_ALL)
+        return MediaJob(_name(task), sources, kinds, frame_sampling, requests, reduction)
 
     def _read(self, line: BatchLine) -> _Asked | None:
         """A line's body, checked; None for one that is refused, which is told."""
@@ -177,9 +177,9 @@ class _Work:
             key = asked.line.key
             self._asked[key] = asked
             messages, _ = conversation(asked.chat.messages)
-            params = sampling_params(asked.chat, self._settings.defaults)
-            seed = _seed(key) if params.seed is None else params.seed
-            yield TextRequest(key, messages, params, seed)
+            sampling = sampling_params(asked.chat, self._settings.defaults)
+            seed = _seed(key) if sampling.seed is None else sampling.seed
+            yield TextRequest(key, messages, sampling, seed)
 
     # The sink, for the thread of the language model
 

@@ -74,7 +74,7 @@ class Elastic:
     def arrived(self, plan: AnswerPlan) -> None:
         """A request was planned, and not refused."""
         num_patches = sum(group.spec.num_patches for group in plan.groups)
-        max_tokens = plan.params.n * (plan.params.max_tokens or 1)
+        max_tokens = plan.sampling.n * (plan.sampling.max_tokens or 1)
         work = RequestWork(num_patches, len(plan.prompt), max_tokens, plan.expected_tokens)
         self.estimator.arrived(self._clock(), work)
 

@@ -65,7 +65,7 @@ class LiveAnswer:
         self._start_s = clock()
         self._clock = clock
         self._texts = texts
-        self._choices = [_Choice() for _ in range(plan.params.n)]
+        self._choices = [_Choice() for _ in range(plan.sampling.n)]
         self._items: asyncio.Queue[AnswerItem | Exception | None] = asyncio.Queue()
 
     async def items(self) -> AsyncIterator[AnswerItem]:
@@ -113,7 +113,7 @@ class LiveAnswer:
             return
         self.first_token_s = self.first_token_s or self._clock()
         choice.finish_reason = outputs[-1].finish_reason
-        wants_logprobs = self.plan.params.logprobs is not None
+        wants_logprobs = self.plan.sampling.logprobs is not None
         self._items.put_nowait(
             TokenDelta(
                 index,
@@ -179,5 +179,5 @@ class LiveAnswer:
 def fingerprint(request: AnswerRequest) -> str:
     """The same for requests that ask the same of the same media with the same options."""
     media = [source.mm_hash for source in request.media]
-    asked = (request.model, request.messages, media, request.params, request.sampling)
+    asked = (request.model, request.messages, media, request.sampling, request.frame_sampling)
     return hashlib.sha256(repr(asked).encode("utf-8", "surrogatepass")).hexdigest()

@@ -134,7 +134,7 @@ class Placement:
         What had arrived at the former one is forgotten there.
         """
         former, prefiller, plan = attempt.decode_worker, attempt.prefill_worker, attempt.answer.plan
-        message = Reserve(attempt.id, endpoint(prefiller, "prefill"), plan.identity, plan.params)
+        message = Reserve(attempt.id, endpoint(prefiller, "prefill"), plan.identity, plan.sampling)
         found = await self._other_decoder(attempt, message)
         if found is None:
             return False
@@ -163,7 +163,7 @@ class Placement:
         return is_moving
 
     async def _move(self, attempt: Attempt, former: str, identity: TokenIdentity) -> bool:
-        message = Reserve(attempt.id, endpoint(former, "decode"), identity, attempt.answer.plan.params)
+        message = Reserve(attempt.id, endpoint(former, "decode"), identity, attempt.answer.plan.sampling)
         found = await self._other_decoder(attempt, message)
         if found is None:
             return False
@@ -249,7 +249,7 @@ class Placement:
     async def _reserve(self, attempt: Attempt, worker: str) -> KVTicket | None:
         plan = attempt.answer.plan
         sender = endpoint(attempt.prefill_worker, "prefill")
-        message = Reserve(attempt.id, sender, plan.identity, plan.params)
+        message = Reserve(attempt.id, sender, plan.identity, plan.sampling)
         return await self._ask(attempt, "decode", worker, message)
 
     async def _ask(

@@ -39,7 +39,7 @@ _PlanKey = tuple[str, FrameSampling]
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """A planned request. params: complete. seed: the same however often the request is done again.
+    """A planned request. sampling: complete. seed: the same however often the request is done again.
 
     media: of each item its source and plan, and the pixels of an image. groups: of all items, in order.
     plan_s: seconds that planning took. expected_tokens: of all answers, to plan for.
@@ -50,7 +50,7 @@ class AnswerPlan:
     groups: tuple[MediaGroup, ...]
     media: tuple[PlannedMedia, ...]
     mm_hashes: tuple[str, ...]
-    params: SamplingParams
+    sampling: SamplingParams
     seed: int
     plan_s: float
     expected_tokens: int
@@ -58,7 +58,7 @@ class AnswerPlan:
 
     def generate_request(self, request_id: str) -> GenerateRequest:
         return GenerateRequest(
-            request_id, self.prompt, self.identity, self.params, self.seed, priority=self.priority
+            request_id, self.prompt, self.identity, self.sampling, self.seed, priority=self.priority
         )
 
     def cuts(self, item: int) -> tuple[tuple[int, int], ...]:
@@ -154,18 +154,18 @@ class RequestPlanner:
         with self._adapters.borrowed() as adapter:
             whole = adapter.plan_chat(plans, request.messages)
         prompt = reduce_prompt(whole, request.reduction)
-        params = self.settings.completed(request.params, len(prompt))
+        sampling = self.settings.completed(request.sampling, len(prompt))
         hashes = tuple(salted(source.mm_hash, request.cache_salt) for source in request.media)
         groups = plan_groups(plans, hashes, model=self._revision, group_tokens=self._group_tokens)
-        seed = request.params.seed
+        seed = request.sampling.seed
         return AnswerPlan(
             prompt=prompt,
             identity=prompt_identity(prompt, hashes, request.cache_salt),
             groups=tuple(groups),
             media=media,
             mm_hashes=hashes,
-            params=params,
-            expected_tokens=self.settings.expected_tokens(request.params, len(prompt)),
+            sampling=sampling,
+            expected_tokens=self.settings.expected_tokens(request.sampling, len(prompt)),
             seed=secrets.randbelow(_MAX_SEED) if seed is None else seed,
             plan_s=time.perf_counter() - start,
             priority=request.priority,
@@ -191,31 +191,31 @@ class RequestPlanner:
         planned: list[PlannedMedia] = []
         num_frames_left = self.limits.max_frames
         for place, source in enumerate(sources):
-            sampling = replace(request.sampling, max_frames=num_frames_left)
-            planned.append(images.get(place) or self._planned(source, sampling))
+            frame_sampling = replace(request.frame_sampling, max_frames=num_frames_left)
+            planned.append(images.get(place) or self._planned(source, frame_sampling))
             num_frames_left -= planned[-1].plan.num_frames if source.kind == "video" else 0
         if self.card.max_model_len is not None:
             num_tokens = sum(item.plan.num_tokens for item in planned)
             check_visual_tokens(num_tokens, request.reduction.retention, self.card.max_model_len)
         return tuple(planned)
 
-    def _planned(self, source: MediaSource, sampling: FrameSampling) -> PlannedMedia:
+    def _planned(self, source: MediaSource, frame_sampling: FrameSampling) -> PlannedMedia:
         """Raises MediaError, RequestError."""
         facts = source.facts or self._look(source)
         if facts.kind == "image":
             return self.image(source)
         with _labelled(source):
-            return PlannedMedia(source.path, self._video_plan(source.mm_hash, facts, sampling))
+            return PlannedMedia(source.path, self._video_plan(source.mm_hash, facts, frame_sampling))
 
     def _look(self, source: MediaSource) -> video.MediaFacts:
         with _opened(source) as file:
             return self._reader.look(file, source.label)
 
-    def _video_plan(self, mm_hash: str, facts: video.MediaFacts, sampling: FrameSampling) -> MediaPlan:
-        plan = self._plans.get((mm_hash, sampling))
+    def _video_plan(self, mm_hash: str, facts: video.MediaFacts, frame_sampling: FrameSampling) -> MediaPlan:
+        plan = self._plans.get((mm_hash, frame_sampling))
         if plan is None:
-            plan = plan_video(self.adapter, facts, sampling)
-            self._plans.set((mm_hash, sampling), plan)
+            plan = plan_video(self.adapter, facts, frame_sampling)
+            self._plans.set((mm_hash, frame_sampling), plan)
         return plan
 
 

@@ -19,11 +19,11 @@ from stages.media import PlannedMedia, UnitRun
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """One question. messages: with its media. params: max_tokens may be open. seed: of draws."""
+    """One question. messages: with its media. sampling: max_tokens may be open. seed: of draws."""
 
     request_id: str
     messages: tuple[ChatMessage, ...]
-    params: SamplingParams
+    sampling: SamplingParams
     seed: int = 0
 
 
@@ -41,7 +41,7 @@ class MediaJob:
     name: str
     sources: Sequence[Path]
     kinds: Sequence[MediaKind]
-    sampling: FrameSampling
+    frame_sampling: FrameSampling
     requests: Iterator[TextRequest]
     reduction: ReductionPolicy = KEEP_ALL
     is_failed: bool = False

@@ -231,7 +231,7 @@ class LanguageStage:
             return True
         expected = TYPICAL_TOKENS
         if live.first is not None:
-            expected = self._settings.expected_tokens(live.first[0].params, len(live.prompt))
+            expected = self._settings.expected_tokens(live.first[0].sampling, len(live.prompt))
         num_blocks = -(-(len(live.prompt) + expected) // block_size) + 1 + len(self._open)
         groups = range(len(engine.kv.spec.num_blocks))
         has_blocks = all(engine.kv.num_free_blocks(group) >= num_blocks for group in groups)
@@ -286,7 +286,7 @@ class LanguageStage:
         try:
             prompt = self._adapter.plan_chat([each.plan for each in opened.media], request.messages)
             prompt = reduce_prompt(prompt, opened.job.reduction)
-            self._settings.completed(request.params, len(prompt))  # whether the context has room for it
+            self._settings.completed(request.sampling, len(prompt))  # whether the context has room for it
             return prompt
         except Exception as error:  # noqa: BLE001 - logged; costs this line alone
             self._sink.failed(request.request_id, explained(error))
@@ -294,9 +294,9 @@ class LanguageStage:
 
     def _add_request(self, live: _Live, request: TextRequest, prompt: PromptPlan) -> None:
         identity = prompt_identity(prompt, live.mm_hashes)
-        params = self._settings.completed(request.params, len(prompt))
+        sampling = self._settings.completed(request.sampling, len(prompt))
         wanted = GenerateRequest(
-            request.request_id, prompt, identity, params, request.seed, parent=live.parent
+            request.request_id, prompt, identity, sampling, request.seed, parent=live.parent
         )
         try:
             prompt.check_begins_with(live.prefix)
@@ -306,7 +306,7 @@ class LanguageStage:
             self._sink.failed(request.request_id, explained(error))
             return
         live.num_open += 1
-        self._open[request.request_id] = _Open(live, prompt, params.n)
+        self._open[request.request_id] = _Open(live, prompt, sampling.n)
 
     # Steps
 

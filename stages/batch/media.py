@@ -93,7 +93,7 @@ class MediaStages:
                 raise UnsupportedMediaError(
                     f"'{source}' is a {facts.kind}; allowed here: {kind}s; name it as {facts.kind}"
                 )
-            yield plan_known(self._adapter, source, facts, job.sampling)
+            yield plan_known(self._adapter, source, facts, job.frame_sampling)
 
     # Decode
 

@@ -53,8 +53,8 @@ class Question:
 
     media: tuple[Path, ...]
     text: str = "What is shown?"
-    params: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=MAX_TOKENS))
-    sampling: FrameSampling = field(default_factory=lambda: FrameSampling(num_frames=NUM_FRAMES))
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=MAX_TOKENS))
+    frame_sampling: FrameSampling = field(default_factory=lambda: FrameSampling(num_frames=NUM_FRAMES))
 
     def request(self, **options: Any) -> AnswerRequest:
         parts = [ContentPart(media_kind(path)) for path in self.media]
@@ -68,8 +68,8 @@ class Question:
             "tiny",
             (message,),
             sources,
-            self.params,
             self.sampling,
+            self.frame_sampling,
             **options,
         )
 

@@ -88,7 +88,7 @@ class FakeService:
             if self.error and number == self.words_before_error:
                 raise self.error
             last = number == len(self.words) - 1
-            for choice in range(request.params.n):
+            for choice in range(request.sampling.n):
                 yield self._delta(request, choice, number, word, last)
         if self.error:
             raise self.error
@@ -97,10 +97,10 @@ class FakeService:
 
     def _delta(self, request: AnswerRequest, choice: int, number: int, word: str, last: bool) -> TokenDelta:
         logprobs = ()
-        if request.params.logprobs is not None:
+        if request.sampling.logprobs is not None:
             others = tuple(
                 TokenLogprob(90 + rank, f"t{rank}", f"t{rank}".encode(), -1.0 - rank)
-                for rank in range(request.params.logprobs)
+                for rank in range(request.sampling.logprobs)
             )
             logprobs = (TokenLogprob(number, word, word.encode(), -0.25, others),)
         return TokenDelta(choice, word, (number,), logprobs, "stop" if last else None)

@@ -148,7 +148,7 @@ def test_options_reach_the_service(front: Front) -> None:
         **said, max_completion_tokens=9, max_tokens=8, stop=["x", "y"], stop_token_ids=[3], logprobs=True
     )
     assert response.status_code == 200, response.text
-    assert front.service.requests[0].params == SamplingParams(
+    assert front.service.requests[0].sampling == SamplingParams(
         **said,
         max_tokens=9,
         stop=("x", "y"),
@@ -156,7 +156,7 @@ def test_options_reach_the_service(front: Front) -> None:
         logprobs=0,  # type: ignore[arg-type]
     )
     front.ask(max_tokens=8, stop="z", temperature=0, user="me", metadata={"a": "b"})
-    assert front.service.requests[1].params == SamplingParams(max_tokens=8, stop=("z",), temperature=0)
+    assert front.service.requests[1].sampling == SamplingParams(max_tokens=8, stop=("z",), temperature=0)
 
 
 def test_what_is_not_said_is_as_the_server_has_it(run_front: Callable[..., Front]) -> None:
@@ -164,13 +164,13 @@ def test_what_is_not_said_is_as_the_server_has_it(run_front: Callable[..., Front
     front.ask(temperature=0.1)
     front.ask(epd={"deadline_s": 1.5})
     first, second = front.service.requests
-    assert first.params == SamplingParams(temperature=0.1, max_tokens=64)
+    assert first.sampling == SamplingParams(temperature=0.1, max_tokens=64)
     assert first.deadline_s == first.arrival_s + 3
     assert second.deadline_s == second.arrival_s + 1.5
 
 
 @pytest.mark.parametrize(
-    ("more", "sampling", "retention_min"),
+    ("more", "frame_sampling", "retention_min"),
     [
         ({}, FrameSampling(), None),
         ({"epd": {"fps": 2, "retention_min": 0.5}}, FrameSampling(fps=2.0), 0.5),
@@ -181,11 +181,11 @@ def test_what_is_not_said_is_as_the_server_has_it(run_front: Callable[..., Front
     ],
 )
 def test_sampling_of_videos(
-    front: Front, more: JSON, sampling: FrameSampling, retention_min: float | None
+    front: Front, more: JSON, frame_sampling: FrameSampling, retention_min: float | None
 ) -> None:
     assert front.ask(**more).status_code == 200
     request = front.service.requests[0]
-    assert (request.sampling, request.retention_min) == (sampling, retention_min)
+    assert (request.frame_sampling, request.retention_min) == (frame_sampling, retention_min)
 
 
 def test_the_kept_share_of_visual_tokens_is_as_asked_for_or_as_the_server_has_it(

@@ -90,7 +90,7 @@ class Bench:
             visual_tokens=(),
             prompt=np.zeros(3),
             identity=identity,
-            params=params,
+            sampling=params,
             groups=(),
             generate_request=lambda request_id: SimpleNamespace(request_id=request_id),
         )

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
 
+from encoders import FrameSampling
 from epd.errors import OverloadedError
 from tests.serve_app.conftest import Front
 from tests.serve_app.fakes import WORDS, FakeService
@@ -209,8 +210,8 @@ def test_options_are_sent(front: Front, open_page: Callable[[Front], Page]) -> N
     ask(page, "What?")
     expect(page.locator("#answer")).to_have_text(TEXT)
     request = front.service.requests[0]
-    assert (request.model, request.sampling.fps, request.sampling.num_frames) == ("other/vl", 0.5, None)
-    assert (request.params.max_tokens, request.params.temperature) == (7, 0.3)
+    assert (request.model, request.frame_sampling) == ("other/vl", FrameSampling(fps=0.5))
+    assert (request.sampling.max_tokens, request.sampling.temperature) == (7, 0.3)
 
 
 def test_what_is_no_medium_is_not_sent(

@@ -116,10 +116,10 @@ def test_a_part_of_a_video_is_another_video_to_every_cache(
     async def run() -> None:
         async with deployed(checkpoints["qwen2_5_vl"], "2e1p1d") as deployment:
             for part, tokens in zip(parts, wanted, strict=True):
-                sampling = FrameSampling(num_frames=4, **part)
-                answer = await deployment.ask(Question((media["video"],), TEXTS[0], sampling=sampling))
+                frames = FrameSampling(num_frames=4, **part)
+                answer = await deployment.ask(Question((media["video"],), TEXTS[0], frame_sampling=frames))
                 assert answer.tokens == tokens
-            past = Question((media["video"],), TEXTS[0], sampling=FrameSampling(start_s=4.0))
+            past = Question((media["video"],), TEXTS[0], frame_sampling=FrameSampling(start_s=4.0))
             with pytest.raises(RequestError, match="in which no frame begins"):
                 await deployment.ask(past)
             await deployment.settle()
@@ -147,7 +147,7 @@ def test_several_answers_and_their_log_probabilities(
 
     async def run(topology: str) -> dict[int, list[int]]:
         async with deployed(checkpoints["qwen2_5_vl"], topology) as deployment:
-            answered = await deployment.ask(Question((media["image"],), params=params))
+            answered = await deployment.ask(Question((media["image"],), sampling=params))
             await deployment.settle()
             assert {choice: len(tokens) for choice, tokens in answered.token_ids.items()} == {
                 0: 6,
@@ -240,7 +240,7 @@ def test_a_deadline_that_cannot_be_met_is_an_overload(
     async def run() -> None:
         options = {"settings": {"scheduler": SchedulerConfig(max_num_seqs=1)}}
         async with deployed(checkpoints["qwen2_5_vl"], "1epd", **options) as deployment:
-            first = asyncio.create_task(deployment.ask(Question((media["image"],), params=long)))
+            first = asyncio.create_task(deployment.ask(Question((media["image"],), sampling=long)))
             while not deployment.service.router.in_flight("epd0").num_decodes:
                 await asyncio.sleep(0.01)
             with pytest.raises(OverloadedError):
@@ -252,7 +252,7 @@ def test_a_deadline_that_cannot_be_met_is_an_overload(
 
 
 def test_draining_refuses_what_is_new_and_closing_ends_what_runs(checkpoints: dict[str, Path]) -> None:
-    endless = Question((), params=SamplingParams(max_tokens=6000, ignore_eos=True))
+    endless = Question((), sampling=SamplingParams(max_tokens=6000, ignore_eos=True))
 
     async def run() -> None:
         async with deployed(checkpoints["qwen2_5_vl"], "1e1p1d") as deployment:

@@ -31,9 +31,9 @@ def test_ceilings_are_those_of_the_model(planner: RequestPlanner) -> None:
 
 def test_frames_of_all_videos_share_one_ceiling(planner: RequestPlanner, media: dict[str, Path]) -> None:
     video = media["video"]
-    assert planner.plan(Question((video, video), sampling=FrameSampling(num_frames=8)).request()).media
+    assert planner.plan(Question((video, video), frame_sampling=FrameSampling(num_frames=8)).request()).media
     with pytest.raises(RequestBudgetError, match="10 frames are to be sampled; allowed 6 beside the other"):
-        planner.plan(Question((video, video), sampling=FrameSampling(num_frames=10)).request())
+        planner.plan(Question((video, video), frame_sampling=FrameSampling(num_frames=10)).request())
 
 
 def test_images_of_too_many_pixels_are_not_decoded(
@@ -53,13 +53,13 @@ def test_media_beyond_the_context_are_refused_before_the_prompt_is_laid_out(
     planner.card = type(planner.card)("small", 0, 50)
     monkeypatch.setattr(planner.adapter, "plan_chat", lambda *_: pytest.fail("the prompt was laid out"))
     with pytest.raises(RequestError, match="visual tokens, of which 1 is kept; allowed: fewer than the 50"):
-        planner.plan(Question((media["video"],), sampling=FrameSampling(num_frames=32)).request())
+        planner.plan(Question((media["video"],), frame_sampling=FrameSampling(num_frames=32)).request())
 
 
 def test_planning_takes_no_time_for_what_is_refused(planner: RequestPlanner, media: dict[str, Path]) -> None:
     start_s = time.perf_counter()
     with pytest.raises(RequestError):
-        planner.plan(Question((media["video"],), sampling=FrameSampling(start_s=1e308)).request())
+        planner.plan(Question((media["video"],), frame_sampling=FrameSampling(start_s=1e308)).request())
     assert time.perf_counter() - start_s < 1.0
 
 
@@ -72,7 +72,7 @@ def test_an_answer_may_fill_the_context_and_is_planned_for_as_a_typical_one(
 ) -> None:
     """own: of the checkpoint. An answer may be what is asked for, or take the rest of 32,768 tokens."""
     planner.settings = replace(planner.settings, max_tokens=own)
-    plan = planner.plan(Question((), params=SamplingParams(max_tokens=asked)).request())
+    plan = planner.plan(Question((), sampling=SamplingParams(max_tokens=asked)).request())
     room = 32_768 - len(plan.prompt)
-    assert plan.params.max_tokens == min(most, room)
+    assert plan.sampling.max_tokens == min(most, room)
     assert plan.expected_tokens == min(expected, room)

@@ -148,7 +148,7 @@ def test_a_request_that_is_lost_again_and_again_ends_with_one_clear_error(
     async def run() -> None:
         losses = LossLimits(max_losses=1000)  # nobody is to blame
         async with deployed(checkpoints["qwen2_5_vl"], "1epd", max_attempts=2, losses=losses) as deployment:
-            endless = replace(questions[1], params=replace(LONG, max_tokens=4000))
+            endless = replace(questions[1], sampling=replace(LONG, max_tokens=4000))
             killing = asyncio.create_task(kill_whenever_placed(deployment, "epd0"))
             with pytest.raises(UnavailableError, match="lost with 2 workers"):
                 await deployment.ask(endless)

@@ -84,7 +84,7 @@ def test_the_level_falls_in_a_burst_and_rises_after_it(
 def test_a_request_has_its_floor_and_its_own_share(
     checkpoints: dict[str, Path], media: dict[str, Path]
 ) -> None:
-    question = Question((media["video"],), params=SHORT)
+    question = Question((media["video"],), sampling=SHORT)
 
     async def run() -> None:
         config = RetentionConfig(1000.0, levels=LEVELS, dwell_s=1000.0)

@@ -43,7 +43,7 @@ def losing_first(is_lost: Callable[[str, Any], bool], put: Callable[..., None]) 
 def test_a_request_whose_offer_is_lost_is_done_again(
     receiver: str, checkpoints: dict[str, Path], media: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    question = Question((media["image"],), params=LONG)
+    question = Question((media["image"],), sampling=LONG)
     expected = undisturbed(checkpoints["qwen2_5_vl"], [question])
 
     def is_lost(name: str, message: Any) -> bool:

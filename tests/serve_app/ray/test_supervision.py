@@ -130,7 +130,7 @@ def test_a_bug_in_recovery_ends_the_request(
     async def run() -> None:
         monkeypatch.setattr("serve_app.orchestration.recovery._reply", raise_bug)
         async with deployed(checkpoints["qwen2_5_vl"], "1e1p1d") as deployment:
-            asking = asyncio.create_task(deployment.ask(Question((media["image"],), params=LONG)))
+            asking = asyncio.create_task(deployment.ask(Question((media["image"],), sampling=LONG)))
             await until_decoding(deployment, "d0", 1)
             deployment.fleet.kill("d0")
             with pytest.raises(InternalError, match="ZeroDivisionError"):

@@ -89,7 +89,7 @@ class Bench:
     def reserve(
         self, request_id: str, plan: AnswerPlan, sender: str = "p0", worker: str = "d0"
     ) -> KVTicket | None:
-        message = Reserve(request_id, endpoint(sender, "prefill"), plan.identity, plan.params)
+        message = Reserve(request_id, endpoint(sender, "prefill"), plan.identity, plan.sampling)
         ticket: KVTicket | None = self.tell(worker, message)
         return ticket
 
