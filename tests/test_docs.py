@@ -10,8 +10,8 @@ import pytest
 from typer.main import get_command
 
 from epd.cli.program import app
+from tests import ROOT
 
-ROOT = Path(__file__).parent.parent
 # Folders whose files a document may name; other words with a slash are not meant as paths.
 _FOLDERS = ("epd", "video", "encoders", "stages", "serve_app", "tests", "benchmarks", "docs", "training")
 

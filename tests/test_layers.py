@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests import ROOT
+
 # package: the packages of ours that it may import, besides itself.
 ALLOWED: dict[str, set[str]] = {
     "epd": set(),

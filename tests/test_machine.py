@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from epd.machine import available_memory_bytes, cpu_quota, memory_limit_bytes, usable_cpus
+from tests import ROOT
 
-ROOT = Path(__file__).parent.parent
 GIB = 1 << 30
 # What asks the machine past its control groups: only epd/machine.py may.
 PAST_GROUPS = {

@@ -21,9 +21,9 @@ from pathlib import Path
 import pytest
 
 import epd
+from tests import ROOT
 from tests.hostile_packages import PACKAGES, write_hostile_packages
 
-ROOT = Path(__file__).parent.parent
 _NAME = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"]
 
 # Imports each module and prints those that do not come from the folder given, and those that fail.

@@ -10,8 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from epd.cli.program import app
+from tests import ROOT
 
-README = Path(__file__).parent.parent / "README.md"
+README = ROOT / "README.md"
 # A server is asked by tests/serve_app/http/test_readme.py; an evaluation of 60 videos takes minutes.
 _LONG = {"serve", "eval"}
 

@@ -24,9 +24,9 @@ from epd.batch.summary import Summary
 from epd.batch.tasks import Backend
 from epd.batch.utilisation import Utilisation
 from epd.errors import RequestError, UnavailableError
+from tests import ROOT
 from tests.batch.fakes import FakeBackend
 
-ROOT = Path(__file__).resolve().parents[2]
 NUM_LINES = 400
 _RUN = """
 import sys

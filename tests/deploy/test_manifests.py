@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
 from serve_app.app_args import AppArgs
+from tests import ROOT
 from tests.deploy.kuberay import OPERATOR_LABELS, RAY_DRAIN_S, Group, Pod, admits, applies, groups, problems
 
-DEPLOY = Path(__file__).parents[2] / "docs" / "deploy"
+DEPLOY = ROOT / "docs" / "deploy"
 SERVICE, POLICY = yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text())
 CONFIG = yaml.safe_load(SERVICE["spec"]["serveConfigV2"])
 HEAD, *WORKERS = groups(SERVICE)

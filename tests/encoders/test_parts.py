@@ -16,8 +16,8 @@ from epd.errors import RequestError
 from epd.types import StageTimings
 from stages.media import plan_media, unit_runs
 from tests.encoders.families import QUESTION, Clip, Family
-from tests.encoders.workers import noise
 from tests.media import write_video
+from tests.stages.encode.workers import noise
 
 CLIP = Clip(noise(60, 56, 84, 3), 10.0)
 # (start_s, end_s) and the frames that begin within, at 10 a second.

@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 
@@ -17,7 +16,7 @@ from epd.planning.plan import make_plan
 from epd.planning.search import LEAST_GAIN, Planner
 from epd.planning.space import Settings, Space, cells_of, splits, times, topologies
 from epd.profiles import Profile, analytic_profile
-from epd.published.table5 import paper_planner, paper_space, random_goodputs, table_5
+from epd.published.table5 import paper_planner, paper_space
 from epd.simulate import Deployment, JobMaker
 from epd.topology import parse_topology
 from epd.workload.config import MixPart, WorkloadConfig
@@ -65,14 +64,6 @@ def test_many_devices_are_cells() -> None:
     for num in (0, 257):
         with pytest.raises(RequestError, match="1 to 256"):
             cells_of(num)
-
-
-def test_table_5() -> None:
-    """The plan in the paper's own space is the paper's optimum, and 2.2 times what chance finds."""
-    rows = {row.system: row for row in table_5()}
-    assert rows["optimum"].case.endswith("6e1p1d")
-    assert rows["optimum / random"].simulated >= 2.2
-    assert rows["optimum"].simulated >= 2.2 * np.mean(random_goodputs(seed=1))
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,15 @@ from encoders import Adapter, FrameSampling, load_adapter
 from stages.engine.engine import LanguageEngine
 from stages.engine.generation import GenerationSettings
 from stages.engine.setup import build_engine
+from tests.encoders.conftest import families, family
 from tests.encoders.families import Clip, Family, Media, Picture
 from tests.encoders.tiny_tiles import BUILDERS
 from tests.positions import trained_positions_in
 from tests.reference import processor_inputs
 from tests.stages.prompts import MAX_TOKENS, QUESTIONS, Prompt, prompt_of
 from tests.tiny_models import load_reference
+
+__all__ = ["families", "family"]
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision", "smolvlm", "shapes-vl")
 SAMPLING = FrameSampling(num_frames=6)

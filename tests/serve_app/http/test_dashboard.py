@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +12,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from epd.errors import UnavailableError
 from serve_app.observability.metrics import SERVICE_COUNTERS
+from tests import ROOT
 from tests.serve_app.conftest import Front
 from tests.serve_app.fakes import FakeService
 from tests.serve_app.server import wait_until
 
-DASHBOARD = Path(__file__).parents[2] / "docs" / "deploy" / "grafana" / "epd.json"
+DASHBOARD = ROOT / "docs" / "deploy" / "grafana" / "epd.json"
 _NAME = re.compile(r"\bepd_\w+")
 _SELECTION = re.compile(r"by \(([^)]*)\)")
 

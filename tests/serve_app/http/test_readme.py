@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from epd.shapes import make_scene
+from tests import ROOT
 from tests.serve_app.ray.ray_session import IGNORED, RaySession, running_app
 from video.demo_video import write_demo_video
 
 pytestmark = [pytest.mark.filterwarnings(each) for each in IGNORED]
 SCENE = make_scene(3, 30.0)
-README = Path(__file__).resolve().parents[2] / "README.md"
+README = ROOT / "README.md"
 
 
 def example(name: str) -> str:

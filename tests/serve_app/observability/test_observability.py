@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.observability.metrics import SERVICE_COUNTERS
+from tests import ROOT
 from tests.serve_app.conftest import Front, data_url, image_part
 from tests.serve_app.fakes import USAGE, FakeService
 from tests.serve_app.server import wait_until
@@ -74,9 +75,7 @@ def test_a_counter_of_the_service_does_not_repeat_one_of_the_front(run_front: Ca
 def test_the_counters_of_workers_are_described() -> None:
     """Their names stand in the code that counts them."""
     sources = "".join(
-        path.read_text()
-        for path in (Path(__file__).parents[2] / "serve_app").glob("*.py")
-        if path.name != "metrics.py"
+        path.read_text() for path in (ROOT / "serve_app").rglob("*.py") if path.name != "metrics.py"
     )
     assert [name for name in SERVICE_COUNTERS if f'"{name}"' not in sources] == []
 

@@ -1,4 +1,4 @@
-"""The families of `tests/encoders`, and a drawn video as the embedded model sees it."""
+"""A drawn video as the embedded model sees it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,9 @@ from epd.shapes import make_questions, make_scene
 from stages.colocated import ColocatedPipeline, EncodedMedia
 from stages.engine.generation import GenerationSettings
 from stages.loader import load_model
-from tests.encoders.conftest import families, family
 from tests.stages.reduction.prompts import Engines
 from tests.tiny_models import load_reference
 from video.demo_video import write_demo_video
-
-__all__ = ["families", "family"]
 
 NUM_FRAMES = 80  # 600 visual tokens, three windows
 SEED = 4_000_001

@@ -19,8 +19,8 @@ from epd.reduction import SELECTION_METHODS, ReductionPolicy
 from stages.colocated import ColocatedPipeline, EncodedMedia
 from stages.encode.splicing import EmbeddingSplicer
 from tests.encoders.families import QUESTION, Family
-from tests.encoders.workers import SAMPLING, clip_of
 from tests.serve_app.deployments import Question, deployed
+from tests.stages.encode.workers import SAMPLING, clip_of
 from tests.stages.reduction.conftest import NUM_FRAMES
 
 MAX_TOKENS = 6

@@ -16,7 +16,7 @@ from epd.errors import RequestError
 from tests.encoders.fakes import FakeFamily, fake_plan
 from tests.encoders.families import Clip, Family, Picture
 from tests.encoders.tolerances import assert_same_but_for_batching
-from tests.encoders.workers import SAMPLING, Workers, clip_of, merged, noise, plan_all
+from tests.stages.encode.workers import SAMPLING, Workers, clip_of, merged, noise, plan_all
 
 # What each unit of a video shows: what comes back later has moved meanwhile.
 SHOWN = (0, 0, 0, 1, 0, 2, 2, 3)

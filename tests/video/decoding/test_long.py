@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tests.video.conftest import Clip
 from tests.video.recipes import GOP15, Recipe, repeat
 
@@ -38,9 +38,7 @@ def runs(clip: Clip, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list
     for minutes in (2, 20):
         path = repeat(clip(SCENE), folder / f"{minutes}.mp4", minutes * 3)
         command = [sys.executable, "-c", SCRIPT, str(path)]
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
         found[minutes] = json.loads(done.stdout)
     return found
 

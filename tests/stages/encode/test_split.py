@@ -16,8 +16,8 @@ from stages.engine.generation import GenerateRequest, GenerationSettings
 from stages.engine.setup import build_engine
 from stages.weights import load_role
 from tests.encoders.families import QUESTION, Family, Media, Picture
-from tests.encoders.workers import SAMPLING, Workers, clip_of, noise
 from tests.positions import trained_positions_in
+from tests.stages.encode.workers import SAMPLING, Workers, clip_of, noise
 
 NUM_TOKENS = 8
 

@@ -27,8 +27,8 @@ from stages.encode.sharded_encoding import ShardedEncoding
 from tests.encoders.fakes import FakeFamily, fake_frames, fake_key, fake_plan
 from tests.encoders.families import Family, Picture
 from tests.encoders.tolerances import assert_same_but_for_batching
-from tests.encoders.workers import SAMPLING, Workers, clip_of, merged, noise, plan_all
 from tests.media import write_image, write_video
+from tests.stages.encode.workers import SAMPLING, Workers, clip_of, merged, noise, plan_all
 
 NUM_ENCODERS = (1, 2, 3, 5, 8)
 
