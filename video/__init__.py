@@ -1,4 +1,4 @@
-"""Exact, parallel, streaming video decoding that does no work it need not do.
+"""Decodes videos exactly, in parallel and as a stream, and does no work that is not needed.
 
 The frame at time t is the one on screen then: the last with pts <= t, or the first frame for any earlier t.
 In AVI, which has no presentation times, frame n in order of display begins at n / rate, counted from 0.
@@ -7,12 +7,12 @@ In AVI, which has no presentation times, frame n in order of display begins at n
 from epd.types import FrameGroup, Frames
 from video.children.children import ChildLimits, MediaChildren
 from video.children.stream import ChildStream
+from video.containers.images import load_image, media_kind
 from video.containers.info import VideoInfo
 from video.containers.limits import Limits
 from video.containers.look import MediaFacts, look
 from video.containers.probe import probe
 from video.decoding.stream import GroupStream, decode, stream
-from video.images import load_image, media_kind
 from video.reading import MediaReader, OwnReader
 from video.reference import reference_decode
 from video.sampling import sample_times

@@ -56,7 +56,7 @@ def encode_h264(
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """(height, width) of a size written as WxH, for example 640x360.
+    """Returns (height, width) of a size written as WxH, for example 640x360.
 
     Raises RequestError unless both are even numbers of 32 to 4096 pixels.
     """

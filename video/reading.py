@@ -1,12 +1,12 @@
-"""Whoever looks at media and decodes images: this process, or children of it that files cannot hurt."""
+"""Looks at media and decodes images: in this process, or in children of it that files cannot hurt."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 from epd.types import UInt8Array
+from video.containers.images import load_image
 from video.containers.look import MediaFacts, look
-from video.images import load_image
 from video.sources.local_files import OpenFile
 from video.sources.source import Media
 
@@ -15,11 +15,11 @@ class MediaReader(Protocol):
     """Reads open files. name: what messages call the file. For any thread; callers wait."""
 
     def look(self, file: OpenFile, name: str) -> MediaFacts:
-        """As `video.look`. Raises MediaError, UnavailableError."""
+        """Does what `video.look` does. Raises MediaError, UnavailableError."""
         ...
 
     def load_image(self, file: OpenFile, name: str) -> UInt8Array:
-        """As `video.load_image`. Raises as `look`."""
+        """Does what `video.load_image` does. Raises as `look`."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The truth: one container, one pass, every frame decoded in order. Slow, and short enough to be read."""
+"""Decodes every frame of a container in order, in one pass: slow, and short enough to be trusted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TimedFrame = tuple[int, VideoFrame]
 
 
 def reference_decode(source: Source | Media, times_s: Sequence[float], size: Size | None = None) -> Frames:
-    """Frames on screen at `times_s`, in the order asked: the last with pts <= t, the first for earlier times.
+    """Returns the frames on screen at `times_s`, in the order asked: the last with pts <= t, or the first.
 
     In AVI the n-th frame in order of display begins at n / rate: see `video/containers/avi_times.py`.
 
@@ -40,7 +40,7 @@ def reference_decode(source: Source | Media, times_s: Sequence[float], size: Siz
 def _frames_on_screen(
     frames: Iterator[TimedFrame], wanted: list[int], name: str, size: Size | None
 ) -> Iterator[tuple[int, tuple[int, UInt8Array]]]:
-    """(wanted pts, (frame pts, pixels)) in increasing order."""
+    """Yields (wanted pts, (frame pts, pixels)) in increasing order."""
     before: TimedFrame | None = None
     remaining = iter(wanted)
     target = next(remaining, None)

@@ -1,6 +1,6 @@
-"""`sample_times`: which times of a video to look at. Arithmetic only; nothing is opened.
+"""Chooses which times of a video to decode. Arithmetic only; nothing is opened.
 
-Frames are counted as the models' own processors count them, and a chosen frame is asked for by the middle of
+Frames are counted as the models' own processors count them, and a chosen frame is requested by the middle of
 its time on screen, so that no rounding in a container can move it to a neighbour:
 
     frame      |    0    |    1    |    2    |    3    |        interval 1 / fps, half-open
@@ -36,12 +36,13 @@ def sample_times(
     multiple_of: int = 1,
     spacing: Spacing = "stride",
 ) -> Float64Array:
-    """Times to decode, float64 [N], seconds from the start of the video, within [start_s, end_s).
+    """Returns the times to decode, float64 [N], seconds from the start of the video, within [start_s, end_s).
 
-    Give exactly one of `fps`, `num_frames` and `times_s`. `min_frames` and `max_frames` bound the number
-    sampled by `fps`; `multiple_of` is the model's temporal patch size. `spacing="stride"` picks the frames
-    of the Qwen2-VL and Qwen2.5-VL video processors, `"endpoints"` (first and last frame included) those of
-    Qwen3-VL.
+    Give exactly one of `fps`, `num_frames` and `times_s`.
+    min_frames, max_frames: bounds on the number sampled by `fps`.
+    multiple_of: the model's temporal patch size.
+    spacing: "stride" picks the frames of the Qwen2-VL and Qwen2.5-VL video processors, "endpoints" (first and
+        last frame included) those of Qwen3-VL.
 
     Raises RequestError for options that make no sense, MediaLimitError for more than MAX_TIMES times.
     """
@@ -84,7 +85,8 @@ def _resolve_end(info: VideoInfo, start_s: float, end_s: float | None) -> float:
     end_s = info.duration_s if end_s is None else min(end_s, info.duration_s) if info.duration_s else end_s
     if not (math.isfinite(start_s) and math.isfinite(end_s) and start_s >= 0):
         raise RequestError(
-            f"received the span [{start_s}, {end_s}) s; allowed finite times from 0 on; mend start_s, end_s"
+            f"received the span [{start_s}, {end_s}) s; allowed finite times from 0 on; "
+            "change start_s or end_s"
         )
     if start_s >= end_s > 0:
         raise RequestError(
@@ -97,16 +99,16 @@ def _given_times(times_s: Sequence[float], start_s: float, end_s: float) -> Floa
     times = np.asarray(times_s, dtype=np.float64)
     if times.ndim != 1 or not np.isfinite(times).all():
         raise RequestError(
-            f"received times of shape {times.shape}; allowed a flat list of finite seconds; mend times_s"
+            f"received times of shape {times.shape}; allowed a flat list of finite seconds; change times_s"
         )
     return times[(times >= start_s) & (times < end_s)] if end_s > 0 else times
 
 
 def _frame_range(info: VideoInfo, start_s: float, end_s: float) -> tuple[int, int]:
-    """(first, count) of the frames whose time on screen begins within [start_s, end_s)."""
+    """Returns (first, count) of the frames whose time on screen begins within [start_s, end_s)."""
     if info.fps <= 0 or info.num_frames <= 0:
         raise RequestError(
-            f"the video says neither rate nor length (fps={info.fps}, {info.num_frames} frames); "
+            f"the video gives neither rate nor length (fps={info.fps}, {info.num_frames} frames); "
             "allowed: times_s; give the times to decode"
         )
     first = math.ceil(start_s * info.fps - 1e-6)
@@ -124,7 +126,7 @@ def _count(
     multiple_of: int,
     spacing: Spacing,
 ) -> int:
-    """How many of `total` frames to take, rounded as the processors round."""
+    """Returns how many of `total` frames to take, rounded as the processors round."""
     low, high = bounds[0], total if bounds[1] is None else min(bounds[1], total)
     if num_frames is not None:
         return max(1, min(round(num_frames / multiple_of) * multiple_of, total))
@@ -137,10 +139,10 @@ def _count(
 
 
 def _indices(total: int, count: int, spacing: Spacing) -> Float64Array:
-    """Frame numbers, float64 [count]. `torch.arange` and its single precision: so do the processors."""
+    """Returns frame numbers, float64 [count], in `torch.arange`'s single precision, as the processors do."""
     if spacing == "endpoints":
         return np.linspace(0, total - 1, count).round()
-    import torch  # seconds to import, and asked for by few
+    import torch  # takes seconds to import, and few need it
 
     strided: Float64Array = torch.arange(0, total, total / count).int().numpy().astype(np.float64)
     return strided

@@ -1,1 +1,1 @@
-"""Media are looked at and decoded in child processes without secrets and within limits."""
+"""Reads and decodes media in child processes without secrets and within limits."""

@@ -1,7 +1,7 @@
-"""Media read by child processes with limits on memory and time: a file that kills its reader costs itself.
+"""Reads media in child processes with limits: a file that kills its reader harms only itself.
 
-    look, load_image, a stream  ->  a child that is idle  |  a new one  |  that of the stream read longest ago
-    no answer in time: it is killed, MediaError; it died: once more in another child, then MediaError
+    look, load_image, a stream  ->  an idle child  |  a new one  |  that of the stream read longest ago
+    no answer in time: the child is killed, MediaError; it died: one retry in another child, then MediaError
 
 Children have no secret in their environment, open no socket and know no path: files come as descriptors.
 What they send is checked here; see `video.children.wire`.
@@ -36,13 +36,13 @@ from epd.errors import (
 from epd.types import MediaKind, UInt8Array
 from video.children.process import Child, ChildServer
 from video.children.wire import MAX_REPLY_HEADER_BYTES, ChildGoneError, Header, receive, send
+from video.containers.images import MAX_IMAGE_PIXELS
 from video.containers.look import MediaFacts
-from video.images import MAX_IMAGE_PIXELS
 from video.sources.local_files import OpenFile
 
 _T = TypeVar("_T")
 logger = logging.getLogger(__name__)
-_END_S = 5.0  # that a child may take to end a stream
+_END_S = 5.0  # how long a child may take to end a stream
 _ERRORS: Mapping[str, type[EPDError]] = {
     error.__name__: error
     for error in (
@@ -61,7 +61,7 @@ class ChildDiedError(CorruptMediaError):
 
 
 def attempted_twice(read: Callable[[], _T]) -> _T:
-    """Reads once more where a child died: the system may have ended it. Raises CorruptMediaError for two."""
+    """Reads again if a child died, as the system may have ended it. Raises CorruptMediaError after two."""
     try:
         return read()
     except ChildDiedError:
@@ -74,11 +74,14 @@ def attempted_twice(read: Callable[[], _T]) -> _T:
 
 @dataclass(frozen=True, slots=True)
 class ChildLimits:
-    """What children may take.
+    """Limits what children may take.
 
-    memory_bytes: of address space, beyond what a child begins with. max_children: at once.
-    max_jobs: of one child, then it is replaced. look_s, image_s, group_s: wall time of an answer; group_s is
-    of a group of frames. stream_cpu_s: CPU time of a stream. patience_s: to wait for a free child.
+    memory_bytes: address space beyond what a child begins with.
+    max_children: children at once.
+    max_jobs: jobs of one child before it is replaced.
+    look_s, image_s, group_s: wall time of one answer, for `group_s` that of a group of frames.
+    stream_cpu_s: CPU time of a stream.
+    patience_s: how long a caller waits for a free child.
     """
 
     memory_bytes: int = 1280 << 20
@@ -95,7 +98,7 @@ class MediaChildren:
     """Children of one server process, each doing one job at a time. For any thread; callers wait."""
 
     def __init__(self, limits: ChildLimits | None = None, *, decodes_video: bool = False) -> None:
-        """decodes_video: whether streams will be opened. The server is started when first needed."""
+        """Starts nothing yet. decodes_video: whether streams will be opened."""
         self.limits = limits or ChildLimits()
         self.server = ChildServer(self.limits.memory_bytes, decodes_video=decodes_video)
         self.num_lost = 0
@@ -108,11 +111,11 @@ class MediaChildren:
     # Jobs
 
     def look(self, file: OpenFile, name: str) -> MediaFacts:
-        """As `video.look`. name: what messages call the file. Raises MediaError, UnavailableError."""
+        """Works like `video.look`. name: what messages call the file. Raises MediaError, UnavailableError."""
         return _facts(self._ask("look", file, name, self.limits.look_s)[0])
 
     def load_image(self, file: OpenFile, name: str) -> UInt8Array:
-        """As `video.load_image`. Raises as `look`."""
+        """Does what `video.load_image` does. Raises as `look`."""
         header, payload = self._ask("image", file, name, self.limits.image_s, 3 * MAX_IMAGE_PIXELS)
         return _pixels(header, payload)
 
@@ -130,7 +133,7 @@ class MediaChildren:
         return attempted_twice(attempt)
 
     def call(self, child: Child, header: Header, name: str, seconds: float, descriptor: int | None) -> Header:
-        """What a child answers to a job, or to a question within one, in so many seconds.
+        """Returns a child's answer to a job, or to a question within one, within `seconds`.
 
         Raises MediaError, RequestError; CancelledError when the child was killed meanwhile.
         """
@@ -139,7 +142,7 @@ class MediaChildren:
     def _exchange(
         self, child: Child, header: Header, name: str, seconds: float, max_bytes: int, descriptor: int | None
     ) -> tuple[Header, bytearray]:
-        """max_bytes: of pixels that come with the answer."""
+        """Sends a job and returns the answer with its pixels, of which `max_bytes` are accepted."""
         end_s = time.monotonic() + seconds
         try:
             send(child.socket, header, descriptor=descriptor)
@@ -181,7 +184,7 @@ class MediaChildren:
     # Children
 
     def take(self) -> Child:
-        """A child with no job. Raises UnavailableError when none is free in time."""
+        """Returns a child with no job. Raises UnavailableError when none is free in time."""
         while True:
             child = self._next()
             if not child.owes_end:
@@ -217,7 +220,7 @@ class MediaChildren:
             raise
 
     def give_back(self, child: Child) -> None:
-        """The child has done its job; it gets another, or is replaced."""
+        """Takes back a child whose job is done, for another job or to be replaced."""
         child.num_jobs += 1
         if not child.is_sound:
             child.kill()
@@ -235,18 +238,18 @@ class MediaChildren:
             self._changed.notify()
 
     def park(self, stream: Hashable, child: Child) -> None:
-        """Nobody reads from a stream now: its child goes on with it until others need it."""
+        """Keeps the child of a stream that nobody reads now; it decodes ahead until others need it."""
         with self._changed:
             self._parked[stream] = child
             self._changed.notify()
 
     def unpark(self, stream: Hashable) -> Child | None:
-        """The child of a stream, None if it was given to others."""
+        """Returns the child of a stream; None if it was given to others."""
         with self._changed:
             return self._parked.pop(stream, None)
 
     def end_stream(self, child: Child) -> None:
-        """The child is done with its stream. Does not wait for it."""
+        """Takes back a child that is done with its stream. Does not wait for it."""
         self.give_back(_ended(child))
 
     @property
@@ -254,7 +257,7 @@ class MediaChildren:
         return self._num_children
 
     def close(self) -> None:
-        """Ends all children, those that are being waited for too."""
+        """Ends all children, including those that callers wait for."""
         self.server.close()
         atexit.unregister(self.close)
         with self._changed:
@@ -267,7 +270,7 @@ class MediaChildren:
 
 
 def _ended(child: Child) -> Child:
-    """Tells a child to end its stream; what it answers is read by whoever takes it next."""
+    """Asks a child to end its stream; the next to take the child reads its answer."""
     with suppress(ChildGoneError):
         send(child.socket, {})
     child.owes_end = True
@@ -275,7 +278,7 @@ def _ended(child: Child) -> Child:
 
 
 def _pixels(header: Header, payload: bytearray) -> UInt8Array:
-    """uint8 [H, W, 3]. Raises CorruptMediaError where that is not what came."""
+    """Returns uint8 [H, W, 3]. Raises CorruptMediaError for anything else."""
     shape = header.get("shape")
     if not isinstance(shape, list) or not all(type(each) is int and each >= 0 for each in shape):
         raise nonsense()
@@ -285,7 +288,7 @@ def _pixels(header: Header, payload: bytearray) -> UInt8Array:
 
 
 def nonsense() -> CorruptMediaError:
-    """For an answer that no reader gives unless a file has taken it over."""
+    """Returns the error for an answer that no reader gives unless a file has taken it over."""
     return CorruptMediaError("the medium made its reader answer nonsense; encode it again")
 
 

@@ -1,4 +1,4 @@
-"""What a media child does: one job after another from its socket, each on a file that came with it."""
+"""Serves as a media child: does one job after another from its socket, each on a file that came with it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import numpy as np
 
 from epd.errors import EPDError
 from epd.types import UInt8Array
+from video.children.shared_pixels import mapped
 from video.children.wire import MAX_HEADER_BYTES, ChildGoneError, Header, receive, send
+from video.containers.images import load_image
 from video.containers.look import look
-from video.decoding.shared_pixels import mapped
 from video.decoding.stream import GroupStream, stream
-from video.images import load_image
 from video.sources.source import Media
 
-# The memory that frames are left in for the parent, from the first group of the process on.
+# The memory that frames are left in for the parent, from the process's first group on.
 _pixels: list[UInt8Array] = []
 
 
@@ -61,7 +61,7 @@ def _do(job: socket.socket, header: Header, descriptor: int) -> None:
 
 
 def _allow_cpu(seconds: float) -> None:
-    """So many seconds more, then the process is ended by a signal."""
+    """Allows `seconds` more of CPU time, then a signal ends the process."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     soft = int(usage.ru_utime + usage.ru_stime + seconds) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))
@@ -86,7 +86,7 @@ def _stream(job: socket.socket, media: Media, header: Header) -> None:
 
 
 def _is_asked_on(job: socket.socket) -> bool:
-    """Whether another group is wanted. Memory for its pixels comes along if what is there is too small."""
+    """Returns whether another group is wanted; a larger block for its pixels may come along."""
     header, _, descriptor = receive(job, MAX_HEADER_BYTES, 0)
     if descriptor is not None:
         _pixels[:] = [mapped(descriptor)]

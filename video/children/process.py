@@ -1,4 +1,4 @@
-"""The parent's side of media children: the server that forks them, and one of them."""
+"""Holds the parent's side of media children: the server that forks them, and each child."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from epd.errors import UnavailableError
 from video.children.server import FORK, KILL, PID, READY
-from video.decoding.shared_pixels import SharedPixels
+from video.children.shared_pixels import SharedPixels
 
 START_S = 60.0
 _FORK_S = 10.0
@@ -34,8 +34,10 @@ _ENVIRONMENT = {
 
 @dataclass(slots=True, eq=False)
 class Child:
-    """One child. socket: of its jobs. owes_end: a stream was ended and its last answer not read yet.
+    """One child.
 
+    socket: carries its jobs.
+    owes_end: whether a stream was ended and its last answer is still to be read.
     is_sound: whether it can be given another job.
     """
 
@@ -49,14 +51,14 @@ class Child:
     _pixels: SharedPixels | None = None
 
     def kill(self) -> None:
-        """Ends it whatever it does, and whoever waits for it. From any thread."""
+        """Ends it whatever it does, and so any call that waits for it. From any thread."""
         self.is_killed, self.is_sound = True, False
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.server.kill(self.pid)
 
     def pixels_for(self, num_bytes: int) -> tuple[SharedPixels, int | None]:
-        """Memory for so many bytes, and its descriptor where the child does not know it yet."""
+        """Returns memory for `num_bytes`, and its descriptor where the child does not know it yet."""
         if self._pixels is not None and self._pixels.num_bytes >= num_bytes:
             return self._pixels, None
         if self._pixels is not None:
@@ -65,7 +67,7 @@ class Child:
         return self._pixels, self._pixels.descriptor
 
     def close(self) -> None:
-        """Lets it end by itself; nobody may wait for it."""
+        """Lets it end by itself; nobody may be waiting for it."""
         self.socket.close()
         if self._pixels is not None:
             self._pixels.close()
@@ -83,7 +85,7 @@ class ChildServer:
         self._control: socket.socket | None = None
 
     def fork(self) -> Child:
-        """A new child. Raises UnavailableError."""
+        """Returns a new child. Raises UnavailableError."""
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
             try:

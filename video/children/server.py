@@ -1,10 +1,10 @@
-"""The process that media children are forked from: it imports what they need, and never reads media itself.
+"""Forks media children: it imports what they need, and never reads media itself.
 
     parent  --control socket (stdin): F + job socket, K + pid-->  server  --fork-->  children
             <--pid--                                              job sockets: parent <--> child, job by job
 
-Forking takes milliseconds where starting Python takes seconds. It ends, with all its children, when the
-parent closes the control socket.
+Forking takes milliseconds where starting Python takes seconds. The server ends, with all its children, when
+the parent closes the control socket.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ def _limit(memory_bytes: int) -> None:
 
 
 def _leave_network(libc: ctypes.CDLL) -> bool:
-    """Goes where no address can be reached; False where the kernel lets nobody, as in some containers.
+    """Enters a network without any address; returns False where the kernel forbids it, as in some containers.
 
-    For a process of one thread. Sockets that it has stay as they are.
+    For a process with one thread. Its open sockets stay as they are.
     """
     return any(libc.unshare(flags) == 0 for flags in (_CLONE_NEWNET, _CLONE_NEWUSER | _CLONE_NEWNET))
 

@@ -1,4 +1,4 @@
-"""`ChildStream`: groups of frames decoded by a media child, which others may have while nobody reads."""
+"""Streams groups of frames from a media child, which others may use while nobody reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from video.sources.local_files import OpenFile
 
 
 class ChildStream:
-    """Groups in order. While nobody reads, its child decodes ahead, unless another stream needs the child.
+    """Reads groups in order. Between reads its child decodes ahead, unless another stream needs the child.
 
         read           read                 (child taken away)   read: another child, from group 2 on
         | group 0 |----| group 1 |--- parked ---x                | group 2 |
@@ -48,7 +48,7 @@ class ChildStream:
         self._is_closed = False
 
     def read(self) -> Frames:
-        """The next group. Raises MediaError, UnavailableError, CancelledError."""
+        """Returns the next group. Raises MediaError, UnavailableError, CancelledError."""
         return attempted_twice(self._read)
 
     def _read(self) -> Frames:
@@ -76,7 +76,7 @@ class ChildStream:
             raise nonsense() from error
 
     def _opened(self) -> Child:
-        """A child that has opened the stream at the next group."""
+        """Returns a child that has opened the stream at the next group."""
         child = self._children.take()
         limits = self._children.limits
         first = sum(self._group_sizes[: self._index])
@@ -106,7 +106,7 @@ class ChildStream:
             raise CancelledError(f"reading {self._name} was stopped; ask again")
 
     def _let_go(self, child: Child, *, is_over: bool) -> None:
-        """is_over: the job has ended by an error, of which the child has told or died."""
+        """Parks or returns the child. is_over: the job has ended by an error, or the child died."""
         with self._lock:
             self._child = None
             is_done = self._is_closed or self._index == len(self._group_sizes)
@@ -117,7 +117,7 @@ class ChildStream:
         return self._children.end_stream(child)
 
     def close(self) -> None:
-        """Stops decoding, and a `read` that waits. Does not block; calling it again does nothing."""
+        """Stops decoding and any waiting `read`. Does not block; calling it again does nothing."""
         with self._lock:
             if self._is_closed:
                 return

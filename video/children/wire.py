@@ -1,8 +1,8 @@
-"""Messages between a process and its media children: a header in JSON, then raw bytes. Nothing is unpickled.
+"""Carries messages between a process and its media children: a JSON header, then raw bytes; no pickles.
 
     | 4 bytes: length | header, JSON | 8 bytes: length | payload |
 
-The parent trusts nothing that a child sends: lengths are bounded, headers are checked by whoever reads them.
+The parent trusts nothing that a child sends: lengths are bounded here, the readers check the headers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Header = Mapping[str, Any]
 
 
 class ChildGoneError(Exception):
-    """The other side has closed its socket, sent nonsense, or said nothing in time."""
+    """Says that the other side closed its socket, sent nonsense, or did not answer in time."""
 
 
 def send(
@@ -51,7 +51,7 @@ def send(
 def receive(
     sock: socket.socket, max_header_bytes: int, max_payload_bytes: int, end_s: float | None = None
 ) -> tuple[Header, bytearray, int | None]:
-    """(header, payload, descriptor of a file that came along).
+    """Returns (header, payload, descriptor of a file that came along).
 
     end_s: on the monotonic clock, by which all of it must be there. Raises ChildGoneError.
     """

@@ -1,1 +1,1 @@
-"""What a container says of itself, held against its bytes."""
+"""Reads what a container claims, and holds it against its bytes."""

@@ -1,7 +1,7 @@
-"""Presentation times for AVI, which has none: when a packet's picture is shown, from its place and kind.
+"""Gives AVI the presentation times it lacks, from the place and kind of each packet.
 
-AVI only numbers its chunks; FFmpeg gives the number as dts and guesses the rest. Each chunk stands for one
-tick of the frame rate, and the n-th frame in order of display is shown from tick n on:
+AVI only numbers its chunks; FFmpeg gives the number as dts and guesses the rest. Each chunk is one tick of
+the frame rate, and the n-th frame in order of display is shown from tick n on:
 
     chunk (dts)      0   1   2   3   4   5   6
     plain            I0  P3  B1  B2  P6  B4  B5    a B-picture is shown a tick before its own chunk,
@@ -10,7 +10,7 @@ tick of the frame rate, and the n-th frame in order of display is shown from tic
     which gives      I0  P3  B1  B2  P6  B4  B5    so that its frames are those of a plain file
 
 What is not coded (N where nothing is kept) shows what was on screen before it; so does a chunk without data,
-which leaves a gap in the numbers. Pictures of H.264, HEVC and VC-1 do not tell their kind this simply: only
+which leaves a gap in the numbers. Pictures of H.264, HEVC and VC-1 do not show their kind this simply: only
 decoding gives their order (`FrameClock`).
 """
 
@@ -36,9 +36,9 @@ _ENCODER = re.compile(rb"DivX\d+(?:Build|b)\d+(p?)")
 
 
 class Mpeg4Pictures:
-    """Tells of each packet of MPEG-4 part 2, in order, whether the decoder makes a B-VOP of it.
+    """Says of each packet of MPEG-4 part 2, in order, whether the decoder makes a B-VOP of it.
 
-    As libavcodec does it: in a stream that names a packing encoder, the second VOP of a packet is kept and
+    It follows libavcodec: in a stream that names a packing encoder, the second VOP of a packet is kept and
     decoded in place of what the next packet begins with.
     """
 
@@ -48,7 +48,7 @@ class Mpeg4Pictures:
         self._note_encoder(extradata)
 
     def is_b(self, data: bytes) -> bool:
-        """Whether the picture of the next packet is a B-VOP."""
+        """Returns whether the picture of the next packet is a B-VOP."""
         places = _places(data, _VOP)
         self._note_encoder(data[: places[0]] if places else data)
         types = [data[place + _START_CODE_SIZE] >> 6 for place in places]
@@ -64,13 +64,13 @@ class Mpeg4Pictures:
 
 
 def is_mpeg_b(data: bytes) -> bool:
-    """Whether a packet of MPEG-1 or MPEG-2 holds a B-picture."""
+    """Returns whether a packet of MPEG-1 or MPEG-2 holds a B-picture."""
     place = data.find(_MPEG_PICTURE)
     return 0 <= place < len(data) - 5 and data[place + 5] >> 3 & 7 == _MPEG_B
 
 
 def _places(data: bytes, start_code: bytes) -> list[int]:
-    """Where the first two start codes are that something follows."""
+    """Returns where the first two start codes are that something follows."""
     first = data.find(start_code, 0, len(data) - 1)
     second = data.find(start_code, first + _START_CODE_SIZE, len(data) - 1) if first >= 0 else -1
     return [place for place in (first, second) if place >= 0]
@@ -80,7 +80,7 @@ class DisplayTimes:
     """Gives packets, in order of decoding, their presentation times as soon as these are known."""
 
     def __init__(self, is_b: IsB | None) -> None:
-        """is_b: None where frames are shown in the order in which they are decoded."""
+        """Begins without a packet. is_b: None where frames are shown in the order of decoding."""
         self._is_b = is_b
         self._held: list[VideoPacket] = []  # a reference and the B-pictures after it
         self._last_dts = -1
@@ -101,7 +101,7 @@ class DisplayTimes:
                 yield from self.finish()
 
     def finish(self) -> Iterator[VideoPacket]:
-        """What is held, for a reference picture comes next, or nothing."""
+        """Yields the held packets, once a reference picture or the end of the file follows."""
         held, self._held = self._held, []
         if len(held) > 1:
             held[0].pts = held[-1].dts
@@ -109,7 +109,8 @@ class DisplayTimes:
 
 
 def timed(packets: Iterator[VideoPacket], info: VideoInfo, extradata: bytes | None) -> Iterator[VideoPacket]:
-    """The packets with true presentation times; those of AVI are made here, others are as the file has them.
+    """Yields the packets with true presentation times; those of AVI are made here, others are as the file has
+    them.
 
     packets: as demuxed from the start or from a keyframe on. Raises what reading them raises.
     """
@@ -127,7 +128,7 @@ def _timed(packets: Iterator[VideoPacket], times: DisplayTimes) -> Iterator[Vide
         for packet in packets:
             if packet.size:
                 yield from times.push(packet)
-            elif packet.dts is None:  # it tells the decoder that nothing follows
+            elif packet.dts is None:  # it marks the end of the stream
                 yield from times.finish()
                 yield packet
     except av.error.FFmpegError:

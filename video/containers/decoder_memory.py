@@ -1,4 +1,4 @@
-"""How much memory a decoder of a stream will take, from what its headers say, before a frame is decoded.
+"""Estimates how much memory a decoder will take, from a stream's headers, before a frame is decoded.
 
 frames held for reference and for reordering  +  some in work   of stored pixels
 one being converted, one upright                                of RGB
@@ -18,12 +18,12 @@ _FRAMES_IN_WORK = 4
 _MAX_REFERENCES = 16
 _RGB_COPIES = 2
 _SPS = 7
-# Profiles whose sequence parameter sets tell the format of their pixels (H.264, 7.3.2.1.1).
+# Profiles whose sequence parameter sets give the format of their pixels (H.264, 7.3.2.1.1).
 _WITH_FORMAT = frozenset({100, 110, 122, 244, 44, 83, 86, 118, 128, 138, 139, 134, 135})
 
 
 def decoder_bytes(context: VideoCodecContext) -> int:
-    """Of one decoder with one thread. An estimate: it does not know what the codec itself needs besides."""
+    """Estimates the memory of one decoder with one thread, without what the codec itself needs besides."""
     pixels = context.width * context.height
     bits = max(8, context.format.padded_bits_per_pixel) if context.format else 12
     slots = references(context.extradata) if context.name == "h264" else _SLOTS
@@ -41,7 +41,7 @@ def check_memory(name: str, context: VideoCodecContext, max_bytes: int) -> None:
 
 
 def references(extradata: bytes | None) -> int:
-    """Frames that an H.264 stream may refer to, by its sequence parameter set; 16 if that is not said."""
+    """Returns how many frames an H.264 stream may refer to, by its parameter set; 16 if it does not say."""
     try:
         return min(_MAX_REFERENCES, _references(_Bits(_first_sps(extradata or b""))))
     except (IndexError, ValueError):
@@ -49,7 +49,7 @@ def references(extradata: bytes | None) -> int:
 
 
 def _first_sps(extradata: bytes) -> bytes:
-    """Its payload, from the profile on. ValueError without one."""
+    """Returns the payload of the first parameter set, from the profile on. Raises ValueError without one."""
     if extradata[:1] == b"\x01":  # avcC: 5 bytes of configuration, their number, then length and unit
         unit = extradata[8 : 8 + int.from_bytes(extradata[6:8])]
     else:
@@ -78,7 +78,7 @@ class _Bits:
         return value
 
     def golomb(self) -> int:
-        """ue(v) of the standard."""
+        """Reads ue(v) of the standard."""
         zeros = 0
         while not self.bit():
             zeros += 1
@@ -87,13 +87,13 @@ class _Bits:
         return (1 << zeros) - 1 + self.fixed(zeros)
 
     def signed(self) -> int:
-        """se(v) of the standard."""
+        """Reads se(v) of the standard."""
         value = self.golomb()
         return (value + 1) // 2 if value % 2 else -(value // 2)
 
 
 def _references(bits: _Bits) -> int:
-    """max_num_ref_frames (H.264, 7.3.2.1.1)."""
+    """Reads max_num_ref_frames (H.264, 7.3.2.1.1)."""
     profile = bits.fixed(8)
     bits.fixed(16)  # constraints, level
     bits.golomb()

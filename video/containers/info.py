@@ -1,4 +1,4 @@
-"""What is known of a video before a frame of it is decoded: each field says where it comes from."""
+"""Describes a video before a frame of it is decoded; each field's name says where its value comes from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _CODECS_OF_HIDDEN_ORDER = frozenset({"h264", "hevc", "vc1", "wmv3"})
 class VideoInfo:
     """One video stream, as its container describes it.
 
-    width, height: pixels, after rotation. rotation_deg: clockwise turn that makes a decoded frame upright.
+    width, height: pixels, after rotation.
+    rotation_deg: clockwise turn that makes a decoded frame upright.
     start_pts: ticks of time_base at which the video starts; every time in seconds counts from there.
     keyframe_ticks_from_index: when each listed keyframe is decoded (MP4, AVI) or shown (MKV), in ticks of
         time_base; None without a complete index, as in TS and fragmented MP4.
@@ -50,7 +51,7 @@ class VideoInfo:
 
     @property
     def is_ordered_by_decoding(self) -> bool:
-        """Whether nothing but decoding tells in which order frames are shown."""
+        """Whether only decoding shows in which order frames come on screen."""
         return self.is_without_pts and self.codec in _CODECS_OF_HIDDEN_ORDER
 
     @property
@@ -64,7 +65,7 @@ class VideoInfo:
 
     @property
     def fps(self) -> float:
-        """Best known average rate, frames per second; 0 when nothing is known."""
+        """Best known average rate, frames per second; 0 when no rate is known."""
         return float(self.average_fps_from_header or self.nominal_fps_guessed or 0.0)
 
     @property
@@ -73,9 +74,9 @@ class VideoInfo:
         return self.num_frames_from_header or round(self.duration_s * self.fps)
 
     def seconds(self, pts: int) -> float:
-        """The time of a timestamp, seconds from the start of the video."""
+        """Returns the time of a timestamp, seconds from the start of the video."""
         return float((pts - self.start_pts) * self.time_base)
 
     def pts_at(self, time_s: float) -> int:
-        """The last timestamp at or before a time: the frame on screen then is the last with pts <= this."""
+        """Returns the last timestamp at or before a time; the frame on screen is the last with pts <= it."""
         return self.start_pts + math.floor((time_s + TIME_TOLERANCE_S) / self.time_base)

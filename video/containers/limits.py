@@ -1,4 +1,4 @@
-"""What a video may cost before it is refused."""
+"""Limits what a video may cost before it is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`look`: what planning needs to know of a medium, from one opening; no more than a frame is decoded."""
+"""Reads what planning needs to know of a medium, opening it once and decoding one frame at most."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from epd.errors import UnsupportedMediaError
 from epd.types import MediaKind
+from video.containers.images import image_size
 from video.containers.limits import DEFAULT_LIMITS, Limits
 from video.containers.mp4_claims import check_claims
 from video.containers.probe import probe_open
-from video.images import image_size
 from video.sources.source import Media, Source, as_media, open_video
 
 
@@ -17,8 +17,8 @@ from video.sources.source import Media, Source, as_media, open_video
 class MediaFacts:
     """An image or video before it is decoded.
 
-    height, width: pixels; of a video upright, of an image as stored. num_frames, fps: best known, frames per
-    second; 0 for an image.
+    height, width: pixels; of a video upright, of an image as stored.
+    num_frames, fps: best known; 0 for an image.
     """
 
     kind: MediaKind
@@ -29,10 +29,10 @@ class MediaFacts:
 
 
 def look(source: Source | Media, *, limits: Limits = DEFAULT_LIMITS) -> MediaFacts:
-    """The kind, size and length of a medium, by its content.
+    """Returns the kind, size and length of a medium, by its content.
 
-    Raises MediaNotFoundError, UnsupportedMediaError, CorruptMediaError or MediaLimitError; a video that tells
-    neither its length nor its frame rate is an UnsupportedMediaError.
+    Raises MediaNotFoundError, UnsupportedMediaError (also for a video without length or frame rate),
+    CorruptMediaError or MediaLimitError.
     """
     media = as_media(source)
     size = image_size(media)
@@ -43,7 +43,7 @@ def look(source: Source | Media, *, limits: Limits = DEFAULT_LIMITS) -> MediaFac
         info = probe_open(video, limits, has_keyframes=False)
     if info.num_frames < 1 or info.fps <= 0:
         raise UnsupportedMediaError(
-            f"{media.name} tells neither its length nor its frame rate "
+            f"{media.name} gives neither its length nor its frame rate "
             f"({info.num_frames} frames at {info.fps} per second); write it into a new container first"
         )
     return MediaFacts("video", info.height, info.width, info.num_frames, info.fps)

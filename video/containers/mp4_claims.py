@@ -1,4 +1,4 @@
-"""How many samples the tables of an MP4 claim, read before FFmpeg allocates an entry for each of them.
+"""Counts the samples that the tables of an MP4 claim, before FFmpeg allocates an entry for each of them.
 
     moov > trak > mdia > hdlr            what the track holds: vide, soun, ...
                        > minf > stbl     stts, ctts: runs of samples; stsz, stz2: their number
@@ -21,7 +21,7 @@ from video.sources.source import Media, Reader
 
 _CONTAINERS = frozenset({b"moov", b"trak", b"mdia", b"minf", b"stbl", b"moof", b"traf"})
 _RUNS = frozenset({b"stts", b"ctts"})
-# Boxes that are looked at; a file of a day in fragments of a second has more, and claims little in each.
+# Boxes that are read; a day in fragments of a second has more, and claims little in each.
 _MAX_BOXES = 20_000
 _MAX_TABLE_BYTES = 1 << 25
 # Codecs of sound with less than a byte for each sample, which tables may count one by one.
@@ -53,7 +53,7 @@ def check_claims(media: Media) -> None:
 
 
 def _claims(walk: _Walk, start: int, stop: int) -> Iterator[tuple[int, bool]]:
-    """(samples, whether of sound) for each table between two places of the file."""
+    """Yields (samples, whether of sound) for each table between two places of the file."""
     while start + 8 <= stop and walk.num_left > 0:
         walk.num_left -= 1
         name, body, end = _box(walk.file, start, stop)
@@ -77,7 +77,7 @@ def _is_sound(walk: _Walk) -> bool:
 
 
 def _box(file: Reader, start: int, stop: int) -> tuple[bytes, int, int]:
-    """(name, start of the body, end) of a box, cut at the end of what holds it."""
+    """Returns (name, start of the body, end) of a box, cut at the end of what holds it."""
     head = _read(file, start, 16)
     size, name, body = _uint32(head[:4]), head[4:8], start + 8
     if size == 1:
@@ -86,7 +86,7 @@ def _box(file: Reader, start: int, stop: int) -> tuple[bytes, int, int]:
 
 
 def _sum_of_runs(table: bytes) -> int:
-    """Of (number of samples, value) after version, flags and the number of runs, 32 bits each."""
+    """Adds up the samples of runs (number, value), after version, flags and number of runs, 32 bits each."""
     num_runs = min(_uint32(table[4:8]), (len(table) - 8) // 8)
     runs = np.frombuffer(table, ">u4", count=2 * max(0, num_runs), offset=8 if num_runs > 0 else 0)
     return int(runs[::2].sum(dtype=np.uint64))

@@ -1,4 +1,4 @@
-"""`probe`: what a video is, read from its container; no more than one frame is decoded, for its rotation."""
+"""Describes a video from its container, decoding one frame at most, for its rotation."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from epd.errors import CorruptMediaError
 from video.containers.decoder_memory import check_memory
 from video.containers.info import VideoInfo
 from video.containers.limits import DEFAULT_LIMITS, Limits, check_probe
-from video.decoding.pixels import display_matrix
+from video.containers.orientation import display_matrix
 from video.sources.source import Media, OpenVideo, Source, open_video
 
-# Containers that can ask for a rotation; only the first frame tells it.
+# Containers that can ask for a rotation, which only the first frame shows.
 ROTATING_CONTAINERS = ("mov", "matroska")
 MAX_PACKETS_TO_FIRST_FRAME = 200
 
@@ -32,7 +32,7 @@ def probe(source: Source | Media, *, limits: Limits = DEFAULT_LIMITS) -> VideoIn
 
 
 def probe_open(video: OpenVideo, limits: Limits, *, has_keyframes: bool = True) -> VideoInfo:
-    """As `probe`, of an open container. has_keyframes: whether to list them, which takes a step for each."""
+    """Does what `probe` does, for an open container. has_keyframes: whether to list them, a step for each."""
     info = describe(video, has_keyframes=has_keyframes)
     check_probe(video.media.name, info, len(video.container.streams), limits)
     check_memory(video.media.name, video.stream.codec_context, limits.max_decoder_bytes)
@@ -42,13 +42,13 @@ def probe_open(video: OpenVideo, limits: Limits, *, has_keyframes: bool = True) 
 
 
 def turned(info: VideoInfo, rotation_deg: int) -> VideoInfo:
-    """The description of a video whose frames are turned clockwise by `rotation_deg`."""
+    """Returns the description of a video whose frames are turned clockwise by `rotation_deg`."""
     width, height = (info.height, info.width) if rotation_deg % 180 else (info.width, info.height)
     return replace(info, width=width, height=height, rotation_deg=rotation_deg)
 
 
 def describe(video: OpenVideo, *, has_keyframes: bool = True) -> VideoInfo:
-    """The `VideoInfo` of an open container, its frames as they are stored.
+    """Returns the `VideoInfo` of an open container, its frames as they are stored.
 
     Raises CorruptMediaError for a stream without a size.
     """
@@ -80,7 +80,7 @@ def describe(video: OpenVideo, *, has_keyframes: bool = True) -> VideoInfo:
 
 
 def keyframe_index(video: OpenVideo) -> list[int]:
-    """Timestamps of the keyframes the container lists, in ticks; empty without an index."""
+    """Returns the timestamps of the keyframes the container lists, in ticks; empty without an index."""
     stream, is_matroska = video.stream, "matroska" in video.container.format.name
     try:
         if is_matroska:  # its cues are read at the first seek
@@ -93,7 +93,7 @@ def keyframe_index(video: OpenVideo) -> list[int]:
 
 
 def _listed_keyframes(entries: IndexEntries) -> Iterator[int]:
-    """Increasing timestamps, by binary search: an hour has 100,000 entries and few of them keyframes."""
+    """Yields increasing timestamps, by binary search: an hour has 100,000 entries, few of them keyframes."""
     place = entries.search_timestamp(-(1 << 62), backward=False)
     while place >= 0:
         timestamp = entries[place].timestamp
@@ -102,7 +102,7 @@ def _listed_keyframes(entries: IndexEntries) -> Iterator[int]:
 
 
 def first_rotation_deg(video: OpenVideo) -> int:
-    """Clockwise turn, in degrees of 0, 90, 180 and 270, that makes the first frame upright."""
+    """Returns the clockwise turn, 0, 90, 180 or 270 degrees, that makes the first frame upright."""
     try:
         for count, packet in enumerate(video.container.demux(video.stream)):
             for frame in packet.decode():

@@ -1,4 +1,4 @@
-"""The time of each decoded frame: what the decoder gives twice or too early counts once, in its place."""
+"""Gives decoded frames their times; a frame that comes twice or too early counts once, in its place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from video.sources.source import VideoPacket
 class FrameClock:
     """Gives each frame that comes out of a decoder its timestamp.
 
-    In general this is the frame's own: that of its packet. AVI numbers packets in decode order, so where a
+    Usually this is the frame's own, that of its packet. AVI numbers packets in decode order, so where a
     codec hides the order on screen, the n-th frame that comes out has the n-th smallest number.
     """
 
@@ -22,7 +22,7 @@ class FrameClock:
         self._last_fed: VideoPacket | None = None
         self._may_repeat = info.codec == "mpeg4"
         self._may_be_early = self._may_repeat and info.is_without_pts
-        self._last: VideoFrame | None = None  # held, so that its memory is no other frame's meanwhile
+        self._last: VideoFrame | None = None  # held, so that no other frame gets its memory
 
     def fed(self, packet: VideoPacket | None) -> None:
         """Note a packet that is about to be decoded; None: the decoder is being emptied."""
@@ -31,20 +31,20 @@ class FrameClock:
             heapq.heappush(self._fed, packet.pts)
 
     def failed(self) -> None:
-        """Note that no frame comes of the packet fed last, so that those after it keep their times."""
+        """Note that the packet fed last gives no frame, so that those after it keep their times."""
         if self._fed and self._last_fed is not None and self._last_fed.pts in self._fed:
             self._fed.remove(self._last_fed.pts)
             heapq.heapify(self._fed)
 
     def pts(self, frame: VideoFrame) -> int | None:
-        """The timestamp of the next frame out; None if it comes again, or will."""
+        """Returns the timestamp of the next frame out; None for a frame that is repeated or will be."""
         if self._fed:
             return heapq.heappop(self._fed)
         is_extra = self._may_repeat and (self._is_early(frame) or self._is_repeated(frame))
         return None if is_extra else frame.pts
 
     def _is_early(self, frame: VideoFrame) -> bool:
-        """Whether a B-picture that is shown before it may follow.
+        """Returns whether a B-picture that is shown before it may follow.
 
         Streams that do not say that they have B-pictures make libavcodec give the first reference before the
         B-pictures that it has yet to see, and again after them. Later packets are shown from the number of
@@ -56,6 +56,6 @@ class FrameClock:
         return frame.pts > packet.dts
 
     def _is_repeated(self, frame: VideoFrame) -> bool:
-        """Whether the decoder, emptied after a picture that is not coded, gives the last one once more."""
+        """Returns whether the decoder, emptied after a picture that is not coded, repeats the last one."""
         before, self._last = self._last, frame
         return before is not None and before.planes[0].buffer_ptr == frame.planes[0].buffer_ptr

@@ -1,1 +1,1 @@
-"""Compressed bytes to frames, group by group, in parallel."""
+"""Turns compressed bytes into frames, group by group, in parallel."""

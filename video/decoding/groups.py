@@ -1,10 +1,10 @@
-"""Groups of frames being filled: where each decoded frame goes, and what stands in for one that is missing.
+"""Fills groups of frames: decides where each decoded frame goes, and what replaces a missing one.
 
     asked     |  0   1   2   3 |  4   5   6   7 |  8   9 |     in the order asked
     group     [   0: taken    )[ 1: being filled)[ 2 ... )     half-open; at most `ahead` groups are in memory
 
 Not safe for threads by itself: the caller holds a lock, except for `GroupBuffer.data`, where every frame has
-rows of its own.
+its own rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from video.decoding.pixels import Size
 
 
 class GroupBuffer:
-    """One group: frames [start, stop) of those asked for."""
+    """One group: the wanted frames [start, stop)."""
 
     def __init__(self, index: int, start: int, stop: int) -> None:
         self.index, self.start, self.stop = index, start, stop
@@ -34,26 +34,26 @@ class GroupBuffer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether each of its frames has come or is known to be missing."""
+        """Whether each of its frames is written or known to be missing."""
         return self.num_pending == 0
 
     def rows(self, size: Size) -> UInt8Array:
-        """The memory of the group, made at the first call."""
+        """Returns the memory of the group, made at the first call."""
         if self.data is None:
             self.data = np.empty((self.stop - self.start, *size, 3), np.uint8)
         return self.data
 
     def first_good(self) -> int | None:
-        """Place within the group of its first frame that is not missing."""
+        """Returns the place within the group of its first frame that is not missing."""
         good = np.flatnonzero(~self.is_missing)
         return int(good[0]) if len(good) else None
 
 
 class GroupRing:
-    """All groups of one request, of which only those in flight hold memory.
+    """Holds all groups of one request, of which only those in flight have memory.
 
-    targets: wanted timestamps in the order asked. ahead: how many groups beyond those taken may be filled;
-    None: all.
+    targets: wanted timestamps in the order asked.
+    ahead: how many groups beyond those taken may be filled; None: all.
     """
 
     def __init__(self, targets: Sequence[int], sizes: Sequence[int], ahead: int | None) -> None:
@@ -79,26 +79,26 @@ class GroupRing:
 
     @property
     def open_targets(self) -> list[int]:
-        """Targets that no frame has been put to, in order."""
+        """Targets without a frame yet, in order."""
         return sorted(self._open_targets)
 
     def group_of(self, target: int) -> int:
-        """The first group that needs the frame at a target."""
+        """Returns the first group that needs the frame at a target."""
         return bisect_right(self._starts, self._places[target][0]) - 1
 
     def has_room(self, target: int) -> bool:
-        """Whether the group of a target may be filled yet."""
+        """Returns whether the group of a target may be filled already."""
         return self._ahead is None or self.group_of(target) < self.num_taken + self._ahead
 
     def slots(self, target: int) -> Iterator[tuple[GroupBuffer, int]]:
-        """Every (group, row within it) that shows the frame at a target."""
+        """Yields every (group, row within it) that shows the frame at a target."""
         for place in self._places[target]:
             group = self.groups[bisect_right(self._starts, place) - 1]
             if group is not None:
                 yield group, place - group.start
 
     def settle(self, target: int, pts_s: float | None, is_substitute: bool) -> bool:
-        """Note that a target's rows are written (missing: no `pts_s`); says whether a group got complete."""
+        """Note that a target's rows are written (no `pts_s`: missing); says whether a group is complete."""
         if target not in self._open_targets:
             return False
         self._open_targets.discard(target)
@@ -113,7 +113,7 @@ class GroupRing:
         return has_completed
 
     def take(self, times_s: Sequence[float], size: Size) -> FrameGroup:
-        """The next group, which must be fillable; its memory is the caller's from now on."""
+        """Returns the next group, which must be fillable; its memory now belongs to the caller."""
         group = self.groups[self.num_taken]
         assert group is not None
         self.fill(group, size)
@@ -124,7 +124,7 @@ class GroupRing:
         return FrameGroup(group.index, group.start, Frames(group.rows(size), group.pts_s, substituted))
 
     def can_fill(self, group: GroupBuffer) -> bool:
-        """Whether a complete group has, or can be lent, a good frame for each missing one."""
+        """Returns whether a complete group has, or can be lent, a good frame for each missing one."""
         return not group.is_missing.any() or self._lender(group) is not None
 
     def fill(self, group: GroupBuffer, size: Size) -> None:
@@ -146,7 +146,7 @@ class GroupRing:
             self._last_good = lent[0].copy(), lent[1]
 
     def _lender(self, group: GroupBuffer) -> tuple[UInt8Array, float] | None:
-        """The good frame nearest before the group, or else the first one after its beginning."""
+        """Returns the good frame nearest before the group, or else the first one after its beginning."""
         if self._last_good is not None:
             return self._last_good
         for later in self.groups[group.index :]:
@@ -157,7 +157,7 @@ class GroupRing:
 
 
 def cut_groups(num_frames: int, group_size: int, first_group_size: int) -> tuple[int, ...]:
-    """Sizes of the groups, adding up to `num_frames`: a small first one, then equal ones."""
+    """Returns sizes of groups that add up to `num_frames`: a small first one, then equal ones."""
     first = min(first_group_size, num_frames)
     rest, tail = divmod(num_frames - first, group_size)
     return tuple(size for size in (first, *[group_size] * rest, tail) if size)

@@ -1,4 +1,4 @@
-"""From a decoded frame to RGB at target size.
+"""Converts decoded frames to RGB at target size.
 
 Exact: full-size RGB by swscale, turned upright, then torchvision's antialiased bicubic on uint8 - the
 pixels the models' own processors make. Fast: swscale scales while it converts, and differs from exact by a
@@ -12,15 +12,14 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
-from av.sidedata.sidedata import SideData
 from av.video.frame import VideoFrame
 from av.video.reformatter import Interpolation, VideoReformatter
 
 from epd.types import UInt8Array
+from video.containers.orientation import DisplayMatrix, display_matrix, is_transposed, upright
 
 Size = tuple[int, int]
 ResizeMode = Literal["exact", "fast"]
-DisplayMatrix = tuple[int, int, int, int]
 
 
 class FrameConverter:
@@ -30,17 +29,17 @@ class FrameConverter:
         self._size, self._mode = size, mode
         self._reformatter = VideoReformatter()
         self._matrix: DisplayMatrix | None = None
-        self._rotation_deg: int | None = None  # as PyAV tells it of the frame that `_matrix` was read from
+        self._rotation_deg: int | None = None  # PyAV's value for the frame that `_matrix` was read from
 
     def convert(self, frame: VideoFrame) -> UInt8Array:
-        """Upright RGB at the target size, uint8 [H, W, 3]; it may be a view of memory that the array owns."""
+        """Returns upright RGB at the target size, uint8 [H, W, 3]; it may be a view of a larger array."""
         matrix = self._matrix_of(frame)
         if self._mode == "fast" and self._size is not None:
             return upright(self._rgb(frame, _stored_size(self._size, matrix)), matrix)
         return exact_resize(upright(self._rgb(frame, None), matrix), self._size)
 
     def _matrix_of(self, frame: VideoFrame) -> DisplayMatrix | None:
-        """The display matrix, read again only when the rotation changes.
+        """Returns the display matrix, read again only when the rotation changes.
 
         Reading it ties the frame into a cycle of references, which keeps its memory until the next garbage
         collection.
@@ -67,13 +66,13 @@ class FrameConverter:
 
 
 def exact_rgb(frame: VideoFrame) -> UInt8Array:
-    """Full-size upright RGB, uint8 [H, W, 3], by PyAV's plain conversion."""
+    """Returns full-size upright RGB, uint8 [H, W, 3], by PyAV's plain conversion."""
     pixels = np.asarray(frame.to_ndarray(format="rgb24", threads=1), dtype=np.uint8)
     return upright(pixels, display_matrix(frame))
 
 
 def exact_resize(pixels: UInt8Array, size: Size | None) -> UInt8Array:
-    """Antialiased bicubic as torchvision does it on uint8; `size` is (height, width), None keeps the size."""
+    """Resizes by torchvision's antialiased bicubic on uint8; `size` is (height, width), None keeps it."""
     if size is None or pixels.shape[:2] == tuple(size):
         return pixels
     import torch  # only what resizes pays seconds and hundreds of megabytes for it
@@ -86,32 +85,6 @@ def exact_resize(pixels: UInt8Array, size: Size | None) -> UInt8Array:
     resized = transforms.resize(image, list(size), interpolation=InterpolationMode.BICUBIC, antialias=True)
     result: UInt8Array = resized[0].permute(1, 2, 0).numpy()
     return result
-
-
-def display_matrix(frame: VideoFrame) -> DisplayMatrix | None:
-    """(a, b, c, d) of the display matrix, x' = a x + c y and y' = b x + d y; None where there is none."""
-    data = frame.side_data.get("DISPLAYMATRIX")
-    if not isinstance(data, SideData):
-        return None
-    values = np.frombuffer(bytes(data), np.int32)
-    return int(values[0]), int(values[1]), int(values[3]), int(values[4])
-
-
-def upright(pixels: UInt8Array, matrix: DisplayMatrix | None) -> UInt8Array:
-    """Pixels turned and mirrored to the nearest quarter turn that the display matrix asks for."""
-    if matrix is None:
-        return pixels
-    a, b, c, d = matrix
-    if is_transposed(matrix):
-        pixels, x_sign, y_sign = pixels.transpose(1, 0, 2), c, b
-    else:
-        x_sign, y_sign = a, d
-    return np.ascontiguousarray(pixels[:: -1 if y_sign < 0 else 1, :: -1 if x_sign < 0 else 1])
-
-
-def is_transposed(matrix: DisplayMatrix | None) -> bool:
-    """Whether the display matrix swaps width and height."""
-    return matrix is not None and abs(matrix[1]) > abs(matrix[0])
 
 
 def _stored_size(size: Size, matrix: DisplayMatrix | None) -> Size:

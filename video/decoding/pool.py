@@ -1,4 +1,4 @@
-"""The process-wide pool of decoding threads, shared by all requests and ordered by deadline.
+"""Shares the process's decoding threads among all requests, ordered by deadline.
 
 A task is done in short steps. After each it goes back into the queue, so that a more urgent one may pass; a
 task that has to wait for its consumer is parked and holds no thread.
@@ -28,7 +28,7 @@ class Task(Protocol):
         """When the result of the next step is needed, on the monotonic clock; the earliest goes first."""
 
     def step(self) -> StepResult:
-        """Work for some milliseconds; a parked task is submitted again by whoever wakes it. Never raises."""
+        """Work for some milliseconds; the code that wakes a parked task submits it again. Never raises."""
 
 
 class DecodePool:
@@ -90,7 +90,7 @@ _pool_lock = threading.Lock()
 
 
 def shared_pool() -> DecodePool:
-    """The pool of this process, with one thread for each CPU it may use."""
+    """Returns the pool of this process, with one thread for each CPU it may use."""
     global _pool
     with _pool_lock:
         if _pool is None:
@@ -104,7 +104,7 @@ def _close_shared_pool() -> None:
 
 
 def _forget_after_fork() -> None:
-    """A forked child has none of the threads: it makes a pool of its own."""
+    """Drops the pool in a forked child, which has none of the threads and makes its own."""
     global _pool, _pool_lock
     _pool, _pool_lock = None, threading.Lock()
 

@@ -1,4 +1,4 @@
-"""Reading packets in file order, or from keyframe to keyframe where the container has an index.
+"""Reads packets in file order, or from keyframe to keyframe where the container has an index.
 
 One reader serves one request. It hands out chunks of decoder operations; a run that is longer than a chunk is
 continued by the decoder that began it.
@@ -31,8 +31,8 @@ MAX_CHUNK_PACKETS_SHARED = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """Operations for one decoder, in order. `ends_run` is False where the same decoder must go on."""
+class DecodeChunk:
+    """Operations for one decoder, in order. ends_run: False where the same decoder must continue."""
 
     ops: list[Op[VideoPacket]]
     ends_run: bool
@@ -78,7 +78,7 @@ class PacketReader:
 
     @property
     def has_one_keyframe(self) -> bool:
-        """Whether the container says that nothing after the first frame can be decoded by itself."""
+        """Whether the container says that only the first frame can be decoded by itself."""
         return len(self._index) == 1 and self.info.num_frames > FUSE_PACKETS
 
     @property
@@ -87,13 +87,13 @@ class PacketReader:
         return isinstance(self._plan, SequentialPlan)
 
     def restart_sequentially(self, targets: Sequence[int]) -> None:
-        """Keyframes are not what they seem: decode the whole file in order for the targets that are left."""
+        """Decode the whole file in order for the remaining targets: keyframes are not what they seem."""
         self._targets, self._plan = targets, SequentialPlan(targets)
         self._jump_to, self._is_done = None, not targets
         self._reopen()
 
     def own_context(self) -> VideoCodecContext:
-        """The reader's own decoder, for a request that has only one: seeking resets it."""
+        """Returns the reader's own decoder, for a request that has only one: seeking resets it."""
         return self._video.stream.codec_context
 
     def close(self) -> None:
@@ -101,8 +101,8 @@ class PacketReader:
         self._is_done = True
         self._video.close()
 
-    def next_chunk(self) -> Chunk | None:
-        """The next operations, or None when every wanted frame has been handed out."""
+    def next_chunk(self) -> DecodeChunk | None:
+        """Returns the next operations, or None when every wanted frame has been handed out."""
         ops = self._plan.ops
         num_fed = 0
         taken: list[Op[VideoPacket]] = []
@@ -111,11 +111,11 @@ class PacketReader:
                 taken.append(ops.popleft())
                 num_fed += isinstance(taken[-1], Feed)
                 if isinstance(taken[-1], Drain):
-                    return Chunk(taken, ends_run=True)
+                    return DecodeChunk(taken, ends_run=True)
             if self._is_done:
-                return Chunk(taken, ends_run=True) if taken else None
+                return DecodeChunk(taken, ends_run=True) if taken else None
             if num_fed >= self._max_chunk_packets:
-                return Chunk(taken, ends_run=False)
+                return DecodeChunk(taken, ends_run=False)
             self._advance()
 
     def _advance(self) -> None:
@@ -138,12 +138,12 @@ class PacketReader:
         return None
 
     def _demux(self) -> Iterator[VideoPacket]:
-        """Packets from where the container stands."""
+        """Yields packets from the container's current position."""
         packets = self._video.container.demux(self._video.stream)
         return timed(packets, self.info, self._video.stream.codec_context.extradata)
 
     def _read(self) -> VideoPacket | None:
-        """The next packet with data, or None at the end of what can be read."""
+        """Returns the next packet with data, or None at the end of what can be read."""
         while self._num_errors <= MAX_READ_ERRORS:
             try:
                 packet = next(self._packets, None)
@@ -183,7 +183,7 @@ class PacketReader:
             self._jump_to = target
 
     def _seek(self, position: int) -> None:
-        """Go to a keyframe at or before a timestamp, as far as the container knows."""
+        """Go to a keyframe at or before a timestamp, if the container is right about it."""
         try:
             self._video.container.seek(position, stream=self._video.stream)
         except av.error.FFmpegError:
@@ -191,7 +191,7 @@ class PacketReader:
         self._packets = self._demux()
 
     def _has_landed(self, stamp: Stamp[VideoPacket]) -> bool:
-        """Whether the first keyframe after a seek is early enough; if not, seek again, earlier."""
+        """Returns whether the first keyframe after a seek is early enough; if not, seek again, earlier."""
         if not stamp.is_key or self._landing is None:
             return False
         if stamp.pts <= self._landing:
@@ -205,7 +205,7 @@ class PacketReader:
         return False
 
     def _reopen(self) -> None:
-        """The index misleads: read the whole file from its start instead."""
+        """Read the whole file from its start instead: the index is wrong."""
         self._index, self._landing = (), None
         self._plan.begin(is_file_start=True)
         video = open_video(self._video.media, open_timeout_s=self._limits.open_timeout_s)

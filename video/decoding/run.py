@@ -1,4 +1,4 @@
-"""One request at work: its reader, its decoders on the shared pool, and the ring of groups they fill."""
+"""Decodes one request: joins its reader, its decoders on the shared pool and the ring of groups."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from video.containers.probe import describe
 from video.decoding.groups import GroupRing
 from video.decoding.pixels import ResizeMode, Size, exact_resize
 from video.decoding.pool import DecodePool
-from video.decoding.reader import Chunk, PacketReader
+from video.decoding.reader import DecodeChunk, PacketReader
 from video.decoding.session import DecodedFrame, DecoderSession
-from video.decoding.worker import Worker
+from video.decoding.task import DecodeTask
 from video.sources.source import Media, OpenVideo, open_video
 
 # Decoded ahead of the consumer: some GOPs for every decoder, and no more memory than that.
@@ -27,12 +27,12 @@ MIN_GROUPS_AHEAD, MAX_GROUPS_AHEAD = 2, 64
 
 @dataclass(frozen=True, slots=True)
 class AheadBound:
-    """How far decoding may be ahead of its consumer: so many groups, or by default so many bytes of them."""
+    """Bounds how far decoding may be ahead of its consumer: in groups, or by default in bytes of them."""
 
     num_groups: int | None = None
 
     def resolve(self, group_bytes: int) -> int:
-        """Groups that may be filled beyond those taken."""
+        """Returns how many groups may be filled beyond those taken."""
         if self.num_groups is not None:
             return max(1, self.num_groups)
         return min(MAX_GROUPS_AHEAD, max(MIN_GROUPS_AHEAD, AHEAD_BYTES // max(1, group_bytes)))
@@ -42,8 +42,10 @@ class AheadBound:
 class RunOptions:
     """How one request is decoded.
 
-    group_sizes: frames in each group. bound: None lets every group be in memory at once.
-    first_deadline_s: when the first group is needed, on the monotonic clock; the others every group_period_s.
+    group_sizes: frames in each group.
+    bound: None lets every group be in memory at once.
+    first_deadline_s: when the first group is needed, on the monotonic clock.
+    group_period_s: how much later each further group is needed.
     """
 
     size: Size | None
@@ -66,8 +68,8 @@ class DecodeRun:
         self._reading = threading.Lock()
         self._error: BaseException | None = None
         self._is_closed = False
-        self._owner: Worker | None = None  # who must decode the next chunk, because it goes on with a run
-        self._parked: list[Worker] = []
+        self._owner: DecodeTask | None = None  # who must decode the next chunk, because it continues a run
+        self._parked: list[DecodeTask] = []
         self._waited_s = 0.0
         video = open_video(media, open_timeout_s=options.limits.open_timeout_s)
         try:
@@ -89,16 +91,16 @@ class DecodeRun:
         num_workers = max(1, min(self.options.workers, self._pool.num_threads, with_room))
         self._reader = PacketReader(video, self.info, sorted(set(targets)), num_workers, self.options.limits)
         self._frame_threads = num_workers if self._reader.has_one_keyframe else 1
-        self._num_lanes = 1 if self._reader.has_one_keyframe else num_workers
-        self._workers = [Worker(self) for _ in range(self._num_lanes if targets else 0)]
-        self._num_working = len(self._workers)
-        if not self._workers:
+        self._num_sessions = 1 if self._reader.has_one_keyframe else num_workers
+        self._tasks = [DecodeTask(self) for _ in range(self._num_sessions if targets else 0)]
+        self._num_working = len(self._tasks)
+        if not self._tasks:
             self._reader.close()
-        for worker in self._workers:
-            self._pool.submit(worker)
+        for task in self._tasks:
+            self._pool.submit(task)
 
     def _groups_ahead(self) -> int | None:
-        """The resolved bound. Raises MediaLimitError if what must be in memory at once is too much."""
+        """Returns the resolved bound. Raises MediaLimitError if too much must be in memory at once."""
         height, width = self.frame_size
         bound = self.options.bound
         frames = len(self._times_s) if bound is None else max(self.options.group_sizes, default=0)
@@ -116,7 +118,7 @@ class DecodeRun:
         return self._size or (self.info.height, self.info.width)
 
     def next_group(self) -> FrameGroup | None:
-        """The next group in order, waiting for it; None after the last. Raises what went wrong."""
+        """Returns the next group in order, waiting for it; None after the last. Raises what went wrong."""
         with self._changed:
             if self._ring.num_taken >= len(self.options.group_sizes):
                 return None
@@ -151,7 +153,7 @@ class DecodeRun:
 
     @property
     def _is_stuck(self) -> bool:
-        """Whether no worker goes on by itself: all have ended, or wait for the consumer."""
+        """Whether no task can continue by itself: all have ended, or wait for the consumer."""
         return len(self._parked) == self._num_working
 
     def close(self) -> None:
@@ -161,11 +163,11 @@ class DecodeRun:
             self._changed.notify_all()
             self._wake_parked()
 
-    # What workers call.
+    # What tasks call.
 
-    def new_lane(self) -> DecoderSession:
-        """A decoder for one worker. A lone worker uses the reader's, which saves opening the file again."""
-        if self._num_lanes == 1 and self._frame_threads == 1:
+    def new_session(self) -> DecoderSession:
+        """Returns a decoder for one task. A lone task uses the reader's, so the file is opened once."""
+        if self._num_sessions == 1 and self._frame_threads == 1:
             return DecoderSession(self._reader.own_context(), self.info)
         with open_video(self._media, open_timeout_s=self.options.limits.open_timeout_s) as video:
             context = video.stream.codec_context
@@ -173,59 +175,59 @@ class DecodeRun:
                 context.thread_type, context.thread_count = "FRAME", self._frame_threads
             return DecoderSession(context, self.info)
 
-    def take_chunk(self, worker: Worker, is_lane_idle: bool) -> Chunk | None:
-        """The next work for a worker; None if there is none for it now."""
+    def take_chunk(self, task: DecodeTask, is_session_idle: bool) -> DecodeChunk | None:
+        """Returns the next work for a task; None if it must wait or is done."""
         with self._reading:
             with self._changed:
-                if self._is_closed or not self._may_read(worker, is_lane_idle):
+                if self._is_closed or not self._may_read(task, is_session_idle):
                     return None
             chunk = self._reader.next_chunk()
             with self._changed:
-                self._owner = worker if chunk is not None and not chunk.ends_run else None
+                self._owner = task if chunk is not None and not chunk.ends_run else None
                 if self._owner is None:
                     self._wake_parked()
             return chunk
 
-    def _may_read(self, worker: Worker, is_lane_idle: bool) -> bool:
-        """Whether it is this worker's turn and the ring has room; frames waited for come first."""
-        if self._owner not in (None, worker):
+    def _may_read(self, task: DecodeTask, is_session_idle: bool) -> bool:
+        """Returns whether it is this task's turn and the ring has room; frames waited for come first."""
+        if self._owner not in (None, task):
             return False
         target = self._reader.next_target
-        return target is None or not is_lane_idle or self._ring.has_room(target)
+        return target is None or not is_session_idle or self._ring.has_room(target)
 
     def has_room(self, target: int) -> bool:
-        """Whether the frame of a target may be put into the ring yet."""
+        """Returns whether the frame of a target may be put into the ring already."""
         with self._changed:
             return self._is_closed or self._ring.has_room(target)
 
-    def park_for_room(self, worker: Worker, target: int) -> bool:
-        """Put a worker aside until the consumer has moved on; False if it may go on at once."""
+    def park_for_room(self, task: DecodeTask, target: int) -> bool:
+        """Put a task aside until the consumer has moved on; False if it may continue at once."""
         with self._changed:
             if self._is_closed or self._ring.has_room(target):
                 return False
-            self._park(worker)
+            self._park(task)
             return True
 
-    def park_for_work(self, worker: Worker, is_lane_idle: bool) -> bool:
-        """Put a worker aside until there may be a chunk for it; False if it should look again."""
+    def park_for_work(self, task: DecodeTask, is_session_idle: bool) -> bool:
+        """Put a task aside until there may be a chunk for it; False if it should look again."""
         with self._changed:
-            if self._is_closed or self._may_read(worker, is_lane_idle):
+            if self._is_closed or self._may_read(task, is_session_idle):
                 return False
-            self._park(worker)
+            self._park(task)
             return True
 
-    def _park(self, worker: Worker) -> None:
-        """The consumer looks again: where it waits for what no worker can bring, it would wait for ever."""
-        self._parked.append(worker)
+    def _park(self, task: DecodeTask) -> None:
+        """Wake the consumer if no task can continue: otherwise it could wait for ever."""
+        self._parked.append(task)
         if self._is_stuck:
             self._changed.notify_all()
 
     def is_finished(self) -> bool:
-        """Whether there is nothing left to do: all frames are there, or nobody wants them."""
+        """Returns whether no work is left: all frames are decoded, or nobody wants them."""
         return self._is_closed or self._ring.is_complete
 
     def deadline_s(self, target: int | None) -> float:
-        """When the group of a target is needed, on the monotonic clock."""
+        """Returns when the group of a target is needed, on the monotonic clock."""
         group = 0 if target is None else self._ring.group_of(target)
         return self.options.first_deadline_s + group * self.options.group_period_s
 
@@ -234,7 +236,7 @@ class DecodeRun:
         """The first target that no chunk holds yet."""
         return self._reader.next_target
 
-    def deliver(self, shown: DecodedFrame, pixels: UInt8Array | None) -> None:
+    def deliver(self, decoded: DecodedFrame, pixels: UInt8Array | None) -> None:
         """Write a frame into the ring; `pixels` is uint8 [H, W, 3], or None for a frame that is missing."""
         with self._changed:
             if self._is_closed:
@@ -242,28 +244,28 @@ class DecodeRun:
             if pixels is not None and self._size is None:
                 self._size = (pixels.shape[0], pixels.shape[1])
             rows = (
-                [(group.rows(self.frame_size), row) for group, row in self._ring.slots(shown.target)]
+                [(group.rows(self.frame_size), row) for group, row in self._ring.slots(decoded.target)]
                 if pixels is not None
                 else []
             )
         for data, row in rows:
             assert pixels is not None
             data[row] = exact_resize(pixels, self.frame_size)
-        self._settle(shown, pixels is None)
+        self._settle(decoded, pixels is None)
 
     def restart_sequentially(self) -> None:
-        """Decode what is left from the start of the file, by whoever comes first."""
+        """Decode what is left from the start of the file; the first free task begins."""
         with self._reading, self._changed:
             if not self._reader.is_sequential:
                 self._reader.restart_sequentially(self._ring.open_targets)
                 self._owner = None
                 self._wake_parked()
 
-    def _settle(self, shown: DecodedFrame, is_missing: bool) -> None:
+    def _settle(self, decoded: DecodedFrame, is_missing: bool) -> None:
         with self._changed:
-            is_substitute = shown.is_substitute or shown.target in self._reader.cut_short
-            pts_s = None if is_missing else self.info.seconds(shown.pts)
-            if self._ring.settle(shown.target, pts_s, is_substitute):
+            is_substitute = decoded.is_substitute or decoded.target in self._reader.cut_short
+            pts_s = None if is_missing else self.info.seconds(decoded.pts)
+            if self._ring.settle(decoded.target, pts_s, is_substitute):
                 self._changed.notify_all()
             self._check_budget()
 
@@ -278,7 +280,7 @@ class DecodeRun:
             )
 
     def fail(self, error: BaseException) -> None:
-        """End the request with an error, which the consumer gets."""
+        """End the request with an error, which is raised to the consumer."""
         with self._changed:
             self._fail(error)
 
@@ -291,13 +293,13 @@ class DecodeRun:
 
     def _wake_parked(self) -> None:
         parked, self._parked = self._parked, []
-        for worker in parked:
-            self._pool.submit(worker)
+        for task in parked:
+            self._pool.submit(task)
 
-    def leave(self, worker: Worker) -> None:
-        """Note that a worker has ended; the last one settles what nobody could decode."""
+    def leave(self, task: DecodeTask) -> None:
+        """Note that a task has ended; the last one settles what could not be decoded."""
         with self._changed:
-            if self._owner is worker:
+            if self._owner is task:
                 self._owner = None
             self._num_working -= 1
             self._wake_parked()

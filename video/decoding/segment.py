@@ -1,15 +1,15 @@
-"""The GOP planner: from packets in file order and wanted times to the least decoding that is still exact.
+"""Plans the least decoding that is still exact from packets in file order and wanted times: the GOP planner.
 
 It sees only time stamps, so it is true for variable rates, B-frames, open GOPs, edit lists and any start:
 
     decode order    K0  P4  b2  b1  b3 | K8  P12 ...        K: keyframe, P and b: by presentation time
     wanted times        ^ t = 1.5            ^ t = 13
-    what it says    Start(0) Show(1) Feed K0 P4 b2, b1 in full, Drain; Start(8) Show(12) Feed K8, P12; Drain
+    operations      StartRun(0) Show(1) Feed K0 P4 b2 b1, Drain; StartRun(8) Show(12) Feed K8 P12, Drain
 
 1. The frame on screen at t is the packet with the largest pts <= t. It is known as soon as one with dts > t
    is read, because no later packet can have a smaller pts.
-2. Nothing is fed before something wanted lies behind it in the same GOP: what follows the last wanted frame
-   of a GOP is dropped unseen, and so is every GOP without one.
+2. A packet is fed only if something wanted follows in the same GOP: what follows the last wanted frame of a
+   GOP is dropped unseen, and so is every GOP without one.
 3. Packets that are not wanted themselves are fed for reference only, so that a decoder may skip them.
 """
 
@@ -42,7 +42,7 @@ class Stamp(Generic[PacketT]):
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartRun:
     """Reset the decoder; frames before `pts` belong to an earlier run and are to be ignored."""
 
     pts: int
@@ -59,7 +59,7 @@ class Show:
 
 @dataclass(frozen=True, slots=True)
 class Feed(Generic[PacketT]):
-    """Decode a packet: `full` if its own frame is wanted, else only as far as others refer to it."""
+    """Decode a packet: in `full` if its own frame is wanted, else only as a reference for others."""
 
     stamp: Stamp[PacketT]
     full: bool
@@ -70,14 +70,15 @@ class Drain:
     """No more packets in this run: take out every frame the decoder still holds."""
 
 
-Op = Start | Show | Feed[PacketT] | Drain
+Op = StartRun | Show | Feed[PacketT] | Drain
 
 
 class Segmenter(Generic[PacketT]):
     """Turns packets into decoder operations, which it appends to `ops`.
 
-    targets: wanted times in ticks, increasing, no two alike. fuse_packets: a run is cut at a keyframe once it
-    holds so many packets, for others to go on in parallel; None never cuts a run that decodes through.
+    targets: wanted times in ticks, strictly increasing.
+    fuse_packets: a run is cut at a keyframe once it holds this many packets, so that others can continue in
+        parallel; None never cuts a run that decodes through.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class Segmenter(Generic[PacketT]):
             self._feed_held()
 
     def finish(self) -> None:
-        """The file has ended: what was read last stays on screen for every later time."""
+        """End the file: what was read last stays on screen for every later time."""
         while self._seen and self.next_target is not None:
             self._show(self._targets[self._next])
         self.cut()
@@ -135,7 +136,7 @@ class Segmenter(Generic[PacketT]):
         self.begin(is_file_start=False)
 
     def _open(self, start_pts: int | None, held: Sequence[Stamp[PacketT]]) -> None:
-        """A fresh run, with the packets that were read for it already."""
+        """Begin a fresh run with the packets that were read for it already."""
         self._start_pts = start_pts
         self._num_fed = 0
         self._held: list[Stamp[PacketT]] = []
@@ -165,7 +166,7 @@ class Segmenter(Generic[PacketT]):
             insort(self._seen, stamp.pts)
 
     def _resolve(self, dts: int | None) -> None:
-        """Name the frame of every target that no later packet can change."""
+        """Settle the frame of every target that no later packet can change."""
         while dts is not None and self._seen and self.next_target is not None:
             target = self._targets[self._next]
             if dts <= target or (target < self._seen[0] and dts <= self._seen[0]):
@@ -182,7 +183,7 @@ class Segmenter(Generic[PacketT]):
         self._goal_pts = max(goal_pts, *(stamp.pts for stamp in needed)) if needed else goal_pts
 
     def _count_through(self, wanted: set[int]) -> int:
-        """How many held packets there are up to the last one, in decode order, whose pts is wanted."""
+        """Returns how many held packets lead up to the last one, in decode order, whose pts is wanted."""
         for i in range(len(self._held) - 1, -1, -1):
             if self._held[i].pts in wanted:
                 return i + 1
@@ -198,7 +199,7 @@ class Segmenter(Generic[PacketT]):
 
     def _feed(self, count: int, wanted: set[int]) -> list[Stamp[PacketT]]:
         if count and not self._num_fed and self._start_pts is not None:
-            self.ops.append(Start(self._start_pts, self._is_file_start))
+            self.ops.append(StartRun(self._start_pts, self._is_file_start))
         fed, self._held = self._held[:count], self._held[count:]
         self.ops.extend(self._shows)
         self.ops.extend(Feed(stamp, stamp.pts in wanted) for stamp in fed)
@@ -210,21 +211,21 @@ class Segmenter(Generic[PacketT]):
     def _split_after(self, fed: list[Stamp[PacketT]]) -> None:
         """Cut a long run at a keyframe that was fed for the leading pictures of an open GOP.
 
-        The next run begins with the same keyframe, so it is decoded twice: the price of going on in parallel.
+        The next run begins with the same keyframe, so it is decoded twice: the price of working in parallel.
         """
         switch = self._last_switch()
         if switch is not None and switch in fed:
             self._restart(fed[fed.index(switch) :] + self._held)
 
     def _last_switch(self) -> Stamp[PacketT] | None:
-        """The last keyframe read before which the next target needs nothing."""
+        """Returns the last keyframe read at which decoding for the next target can begin."""
         target = self.next_target
         if target is None:
             return None
         return next((stamp for stamp in reversed(self._switches) if stamp.pts <= target), None)
 
     def _skip_ahead(self) -> None:
-        """Drop what the next target does not need, or cut a long run where nothing is dropped."""
+        """Drop what the next target does not need, or cut a long run where there is nothing to drop."""
         switch = self._last_switch()
         if switch is None or switch not in self._held:
             return
@@ -241,7 +242,7 @@ class Segmenter(Generic[PacketT]):
         self._open(held[0].pts, held)
 
     def _feed_held(self) -> None:
-        """Too much is held for a target far ahead: feed what comes before it, in full if in doubt."""
+        """Feed what comes before a target far ahead, in full if in doubt, because too much is held."""
         target = self.next_target
         if not self.is_settled:
             self._feed_wanted()
@@ -252,7 +253,7 @@ class Segmenter(Generic[PacketT]):
 
 
 class SequentialPlan(Generic[PacketT]):
-    """The plan for files whose packet times say nothing: decode everything in order, judge by frames."""
+    """Plans for files whose packet times are useless: decodes everything in order and judges by frames."""
 
     def __init__(self, targets: Sequence[int]) -> None:
         self.ops: deque[Op[PacketT]] = deque()
@@ -262,22 +263,22 @@ class SequentialPlan(Generic[PacketT]):
         self.is_settled = False
 
     def begin(self, *, is_file_start: bool) -> None:
-        """There is one run only."""
+        """Do nothing: there is only one run."""
 
     def push(self, stamp: Stamp[PacketT]) -> None:
         """Feed every packet in full."""
         if not self._has_begun:
             self._has_begun = True
-            self.ops.append(Start(stamp.pts, True))
+            self.ops.append(StartRun(stamp.pts, True))
             self.ops.extend(Show(target, None) for target in self._targets)
         self.ops.append(Feed(stamp, True))
 
     def finish(self) -> None:
-        """The file has ended."""
+        """End the only run with the file."""
         if self._has_begun:
             self.next_target = None
             self.ops.append(Drain())
 
     def cut(self) -> None:
-        """Every target has its frame."""
+        """End the run, as every target has its frame."""
         self.finish()

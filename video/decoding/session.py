@@ -1,4 +1,4 @@
-"""One decoder at work: operations in, wanted frames out, damage noticed."""
+"""Runs one decoder: takes operations, gives wanted frames, notices damage."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from av.video.frame import VideoFrame
 
 from video.containers.info import VideoInfo
 from video.containers.timestamps import FrameClock
-from video.decoding.reader import Chunk
-from video.decoding.segment import Drain, Feed, Op, Show, Start
+from video.decoding.reader import DecodeChunk
+from video.decoding.segment import Drain, Feed, Op, Show, StartRun
 from video.sources.source import VideoPacket
 
 # Codecs whose decoders drop unwanted non-reference pictures unharmed. VP9 ignores it, AV1 loses frames.
 SKIPPING_CODECS = frozenset({"h264", "hevc"})
-# Codecs whose packets may hold no frame of their own, or two: only frames tell what is on screen.
+# Codecs whose packets may hold no frame or two: only frames show what is on screen.
 UNFAITHFUL_CODECS = frozenset({"vp8", "libvpx", "mpeg4", "msmpeg4v3", "msmpeg4v2", "h263", "vc1", "wmv3"})
 
 PACKETS_BETWEEN_PAUSES = 4
@@ -27,10 +27,11 @@ PACKETS_BETWEEN_PAUSES = 4
 
 @dataclass(frozen=True, slots=True)
 class DecodedFrame:
-    """The frame for a target. `frame` is None where nothing near it could be decoded.
+    """The frame for a target.
 
-    is_unexplained: its own frame did not come out, and yet nothing was found damaged. A keyframe may have
-    been none: with intra refresh, decoding takes some frames to settle.
+    frame: None where no frame near the target could be decoded.
+    is_unexplained: its own frame did not come out, and yet no damage was found. Its keyframe may have been
+        none: with intra refresh, decoding takes some frames to settle.
     """
 
     target: int
@@ -43,7 +44,7 @@ class DecodedFrame:
 class Resolver:
     """Matches decoded frames, which come in order of presentation, with the targets of one run."""
 
-    def __init__(self, start: Start, is_strict: bool) -> None:
+    def __init__(self, start: StartRun, is_strict: bool) -> None:
         self._start = start
         self._is_strict = is_strict
         self._pending: deque[Show] = deque()
@@ -60,7 +61,7 @@ class Resolver:
         return not self._pending
 
     def expect(self, show: Show) -> Iterator[DecodedFrame]:
-        """Add a target; its frame may be out already."""
+        """Add a target; its frame may have come out already."""
         if self._before is not None and self._before[0] == show.pts and not self._pending:
             yield DecodedFrame(show.target, self._before[1], self._before[0], False)
         else:
@@ -98,19 +99,19 @@ class Resolver:
         return pts > show.target if show.pts is None else pts >= show.pts
 
     def finish(self) -> Iterator[DecodedFrame]:
-        """The decoder is empty."""
+        """Settle the remaining targets: the decoder is empty."""
         while self._pending:
             yield self._nearest(self._pending.popleft(), None, self._num_fed)
 
     def _is_damaged(self, place: int, until: int) -> bool:
-        """Whether decoding went wrong from the last keyframe before `place` on, in decode order."""
+        """Returns whether decoding went wrong from the last keyframe before `place` on, in decode order."""
         if not self._breaks:
             return False
         key = self._keys[max(0, bisect_right(self._keys, place) - 1)] if self._keys else 0
         return any(key <= broken <= until for broken in self._breaks)
 
     def _nearest(self, show: Show, after: tuple[int, VideoFrame] | None, place: int) -> DecodedFrame:
-        """What stands in for a frame that did not come out, or is on screen where packets cannot tell.
+        """Return a substitute for a frame that did not come out, or what is on screen if packets cannot say.
 
         place: of the frame that came instead, in decode order.
         """
@@ -135,7 +136,7 @@ class DecoderSession:
         self._context = context
         self._can_skip = context.name in SKIPPING_CODECS
         self._is_strict = context.name not in UNFAITHFUL_CODECS
-        self._resolver = Resolver(Start(0, True), self._is_strict)
+        self._resolver = Resolver(StartRun(0, True), self._is_strict)
         self._clock = FrameClock(info)
         self._is_full = True
         self._ops: Iterator[Op[VideoPacket]] = iter(())
@@ -145,8 +146,8 @@ class DecoderSession:
         """Whether no target waits for a frame of this decoder."""
         return self._resolver.is_idle
 
-    def run(self, chunk: Chunk) -> Iterator[DecodedFrame | None]:
-        """Do the operations; None marks the points between packets at which the work may be put aside."""
+    def run(self, chunk: DecodeChunk) -> Iterator[DecodedFrame | None]:
+        """Do the operations; None marks the points between packets at which the work may be paused."""
         self._ops = iter(chunk.ops)
         for place, op in enumerate(self._ops):
             yield from self._do(op)
@@ -154,7 +155,7 @@ class DecoderSession:
                 yield None
 
     def abandon(self) -> Iterator[DecodedFrame]:
-        """Give the run up: what is still wanted gets the nearest frame there is."""
+        """Abandon the run: each target left gets the nearest frame."""
         self._resolver.failed()
         for op in self._ops:
             if isinstance(op, Show):
@@ -163,7 +164,7 @@ class DecoderSession:
         self._context.flush_buffers()
 
     def _do(self, op: Op[VideoPacket]) -> Iterator[DecodedFrame]:
-        if isinstance(op, Start):
+        if isinstance(op, StartRun):
             self._context.flush_buffers()
             self._resolver = Resolver(op, self._is_strict)
         elif isinstance(op, Show):

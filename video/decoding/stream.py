@@ -1,4 +1,4 @@
-"""`decode` and `stream`: the frames of a video that are wanted, at target size, by all the CPUs there are."""
+"""Decodes the wanted frames of a video at target size, with all available CPUs: at once or as a stream."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ def decode(
     limits: Limits = DEFAULT_LIMITS,
     pool: DecodePool | None = None,
 ) -> Frames:
-    """The frames on screen at `times_s`, in the order asked, at `size` (height, width) or their own size.
+    """Returns the frames on screen at `times_s`, in the order asked.
 
-    workers: decoders at work at once, at most one for each CPU; None takes them all. mode: "exact" equals the
-    models' processors bit for bit, "fast" lets swscale resize. deadline_s: on the monotonic clock; requests
-    with earlier ones go first.
+    size: (height, width); None keeps the video's own.
+    workers: decoders at work at once, at most one for each CPU; None takes them all.
+    mode: "exact" equals the models' processors bit for bit, "fast" lets swscale resize.
+    deadline_s: on the monotonic clock; requests with earlier ones are decoded first.
 
     Raises the MediaError of what is wrong with the file, RequestError for times or sizes that make no sense.
     """
@@ -101,13 +102,14 @@ def stream(
     limits: Limits = DEFAULT_LIMITS,
     pool: DecodePool | None = None,
 ) -> GroupStream:
-    """Groups of the frames on screen at `times_s`, in order, while later ones are still being decoded.
+    """Yields groups of the frames on screen at `times_s`, in order, while later ones are still being decoded.
 
-    `group_sizes` gives every size; otherwise the first group has `first_group_size` frames (default: 4, so
-    that it is ready early) and the others `group_size`. If the times are in order, at most `groups_ahead`
-    groups beyond those consumed are in memory (default: 128 MiB of them). The first group is due at
-    `deadline_s` on the monotonic clock, the others every `group_period_s`; whatever is due first, of all
-    requests, is decoded first.
+    group_sizes: every size; otherwise the first group has `first_group_size` frames (default: 4, so that it
+        is ready early) and the others `group_size`.
+    groups_ahead: if the times are in order, how many groups beyond those consumed may be in memory (default:
+        128 MiB of them).
+    deadline_s: when the first group is due, on the monotonic clock; the others follow every `group_period_s`.
+        Of all requests, the group that is due first is decoded first.
 
     Use it in a `with` block: leaving it stops the decoding. Raises as `decode` does, here or while iterating.
     """
@@ -149,13 +151,13 @@ def _check_times(times_s: Sequence[float]) -> list[float]:
     times = [float(time_s) for time_s in times_s]
     bad = next((time_s for time_s in times if not math.isfinite(time_s) or abs(time_s) > 1e9), None)
     if bad is not None:
-        raise RequestError(f"received the time {bad} s; allowed finite seconds; mend times_s")
+        raise RequestError(f"received the time {bad} s; allowed finite seconds; change times_s")
     return times
 
 
 def _check_size(size: Size | None) -> Size | None:
     if size is not None and (len(size) != 2 or min(size) < 1 or max(size) > 1 << 15):
-        raise RequestError(f"received size={size}; allowed (height, width) from 1 to 32768; mend size")
+        raise RequestError(f"received size={size}; allowed (height, width) from 1 to 32768; change size")
     return None if size is None else (int(size[0]), int(size[1]))
 
 
@@ -168,7 +170,7 @@ def _check_workers(workers: int | None, pool: DecodePool) -> int:
 def _resolve_sizes(
     num_frames: int, group_size: int, first_group_size: int | None, group_sizes: Sequence[int] | None
 ) -> tuple[int, ...]:
-    """Sizes of the groups, adding up to `num_frames`."""
+    """Returns the sizes of the groups, adding up to `num_frames`."""
     if group_sizes is not None:
         if sum(group_sizes) != num_frames or min(group_sizes, default=1) < 1:
             raise RequestError(
@@ -180,6 +182,6 @@ def _resolve_sizes(
     if group_size < 1 or first < 1:
         raise RequestError(
             f"received group_size={group_size}, first_group_size={first_group_size}; "
-            "allowed 1 or more; mend them"
+            "allowed 1 or more; change them"
         )
     return cut_groups(num_frames, group_size, first)

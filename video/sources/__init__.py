@@ -1,1 +1,1 @@
-"""Where media come from: files, URLs and data URIs, and what is allowed."""
+"""Opens media from files, URLs and data URIs, as far as that is allowed."""

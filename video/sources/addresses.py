@@ -1,4 +1,4 @@
-"""Which network addresses media may be fetched from, and connections that go to the checked address only.
+"""Decides which network addresses media may be fetched from, and connects to the checked address only.
 
 A name is resolved once, every address it resolves to is checked, and the connection is made to a checked
 address: a name that changes its address in between (DNS rebinding) gains nothing.
@@ -22,7 +22,8 @@ MAX_ADDRESSES = 4  # of a host that are tried
 
 
 def is_public(address: str) -> bool:
-    """Whether an address is of the open internet: not private, loopback, link-local, multicast or reserved.
+    """Returns whether an address is of the open internet: not private, loopback, link-local, multicast or
+    reserved.
 
     IPv6 forms that carry an IPv4 address (mapped, 6to4, Teredo, NAT64) are judged by that address too.
     """
@@ -43,7 +44,7 @@ def _carried(address: IPAddress) -> list[IPAddress]:
 
 
 def resolve(host: str, port: int, timeout_s: float) -> list[str]:
-    """Every address of a host, in the resolver's order, within a time limit.
+    """Returns every address of a host, in the resolver's order, within a time limit.
 
     Raises MediaNotFoundError for a name without an address or a resolver without an answer.
     """
@@ -67,7 +68,8 @@ def _look_up(host: str, port: int, found: list[str]) -> None:
 def checked_addresses(
     host: str, port: int, timeout_s: float, may_be_private: bool, resolver: Resolver
 ) -> list[str]:
-    """The addresses of the host to connect to, in the resolver's order, all found allowed; at least one.
+    """Returns the addresses of the host to connect to, in the resolver's order, all found allowed; at least
+    one.
 
     Raises MediaForbiddenError if one of them is not public, unless `may_be_private`.
     """
@@ -88,9 +90,7 @@ class PinnedConnection(http.client.HTTPConnection):
         super().__init__(host, port, timeout=timeout_s)
         self._addresses = addresses
         self._timeout_s = timeout_s
-        self._open_socket: socket.socket | None = (
-            None  # http.client lets go of its own before the body is read
-        )
+        self._open_socket: socket.socket | None = None  # http.client drops its own before the body is read
 
     def abort(self) -> None:
         """Make whatever waits for the other side fail now; safe to call from another thread."""

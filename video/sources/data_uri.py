@@ -1,4 +1,4 @@
-"""The bytes of a `data:` URI, decoded piece by piece in time linear in its length."""
+"""Decodes the bytes of a `data:` URI piece by piece, in time linear in its length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Download`: one http(s) medium to a sink, from checked addresses, at a least rate, until cancelled."""
+"""Downloads one http(s) medium to a sink: from checked addresses, at a least rate, until cancelled."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ class Download:
 
     @property
     def _due_s(self) -> float:
-        """When the download is too slow if nothing more comes, on the monotonic clock."""
+        """When the download becomes too slow unless more bytes come, on the monotonic clock."""
         policy = self._policy
         paced_s = policy.grace_s + self._num_bytes / policy.min_bytes_per_s
         return self._began_s + min(policy.max_s, paced_s)
 
     def _left_s(self) -> float:
-        """Seconds until it is too slow. Raises MediaLimitError when it is, CancelledError."""
+        """Returns the seconds until it is too slow. Raises MediaLimitError when it is, CancelledError."""
         if self._is_cancelled:
             raise CancelledError("the download was cancelled: its client has left")
         left_s = self._due_s - time.monotonic()
@@ -89,7 +89,7 @@ class Download:
         while not self._ended.wait(max(0.0, self._due_s - time.monotonic())):
             if time.monotonic() >= self._due_s:
                 self._abort()
-                self._ended.wait(0.05)  # a connection that was being made is cut when it is there
+                self._ended.wait(0.05)  # a connection still being made is cut once it exists
 
     def _abort(self) -> None:
         if self._connection is not None:
@@ -117,7 +117,7 @@ class Download:
         return (PinnedTLSConnection if is_tls else PinnedConnection)(host, port, addresses, self._left_s())
 
     def _check_host(self, host: str) -> bool:
-        """Whether the host is on the allow-list. Raises MediaForbiddenError if there is one without it."""
+        """Returns whether the host is on the allow-list. Raises MediaForbiddenError if a list omits it."""
         allowed = self._policy.allowed_hosts
         if allowed is None:
             return False
@@ -143,7 +143,7 @@ class Download:
             return None
 
     def _copy(self, response: http.client.HTTPResponse, name: str, sink: Sink) -> None:
-        """The whole body, refused as soon as it is too large or too slow."""
+        """Copies the whole body; refuses it as soon as it is too large or too slow."""
         announced = int(response.getheader("Content-Length") or 0)
         check_size(name, announced, self._policy.max_bytes)
         sink.expect(announced)
@@ -179,5 +179,5 @@ def _split(url: str) -> SplitResult:
 
 
 def _shown(parts: SplitResult) -> str:
-    """The URL without its query, which may hold a secret."""
+    """Returns the URL without its query, which may hold a secret."""
     return f"{parts.scheme}://{parts.hostname}{parts.path}"

@@ -1,4 +1,4 @@
-"""`fetch`: the bytes of a medium from a path, a `data:` URI or an http(s) URL, within limits and policy."""
+"""Fetches the bytes of a medium from a path, a `data:` URI or an http(s) URL, within limits and policy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from video.sources.policy import DEFAULT_POLICY, BytesSink, FetchPolicy
 
 
 def fetch(source: str | Path, policy: FetchPolicy = DEFAULT_POLICY) -> bytes:
-    """The bytes at a path, `file:` URL, `data:` URI or http(s) URL.
+    """Returns the bytes at a path, `file:` URL, `data:` URI or http(s) URL.
 
     Raises MediaForbiddenError for what policy does not allow, MediaLimitError for too many bytes or seconds,
     MediaNotFoundError for no file or no answer, UnsupportedMediaError for other schemes.

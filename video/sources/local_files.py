@@ -1,7 +1,7 @@
-"""Which local files may be read: regular ones, every link followed, within one folder, and not too large.
+"""Decides which local files may be read: regular ones, every link followed, within one folder, not too large.
 
-A file that was checked is read through the descriptor it was checked by, or found again by its identity: what
-takes its name in between is not read.
+A file is read through the descriptor it was checked by, or found again by its identity, so another file that
+takes its name in between is never read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class FileIdentity:
 
 
 class OpenFile:
-    """A regular file that is open for reading, to be closed by whoever asked for it."""
+    """A regular file that is open for reading; the caller closes it."""
 
     def __init__(self, descriptor: int) -> None:
         """Takes over the descriptor."""
@@ -38,16 +38,16 @@ class OpenFile:
 
     @property
     def source(self) -> str:
-        """A path to this very file in this process, whatever its name stands for by now."""
+        """A path to this very file in this process, whatever its name refers to by now."""
         return f"/proc/self/fd/{self.descriptor}"
 
     @property
     def path(self) -> Path:
-        """Where the file lies now."""
+        """Where the file is now."""
         return Path(os.readlink(self.source))
 
     def close(self) -> None:
-        """Calling it again does nothing."""
+        """Closes the file; calling it again does nothing."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -92,11 +92,10 @@ def open_allowed(source: str | Path, media_folder: Path | None, max_bytes: int) 
 
 
 def allowed_file(source: str | Path, media_folder: Path | None, max_bytes: int) -> Path:
-    """The file at a path or `file:` URL, every link followed. Nothing of it is read.
+    """Returns the file at a path or `file:` URL, every link followed. Nothing of it is read.
 
-    Messages show no path but one that was given as a path, and do not tell whether there is a file outside
-    of the folder.
-    Raises MediaForbiddenError, MediaNotFoundError, MediaLimitError.
+    Messages show only a path that was given as a path, and do not reveal whether a file exists outside of the
+    folder. Raises MediaForbiddenError, MediaNotFoundError, MediaLimitError.
     """
     shown = _shown(source)
     if media_folder is None:
@@ -137,7 +136,7 @@ def _irregular(shown: str) -> MediaForbiddenError:
 
 def _changed(shown: str) -> MediaNotFoundError:
     return MediaNotFoundError(
-        f"{shown} was changed while it was asked about; allowed: files that stay as they are; ask again"
+        f"{shown} was changed during the request; allowed: files that stay as they are; ask again"
     )
 
 
@@ -157,7 +156,7 @@ def _path_of(source: str | Path) -> Path:
         parts = urlsplit(source)
     except ValueError as error:
         raise MediaNotFoundError(
-            f"received a file: URL that cannot be read ({error}); allowed file:///PATH; mend it"
+            f"received a file: URL that cannot be read ({error}); allowed file:///PATH; correct it"
         ) from error
     if parts.netloc not in ("", "localhost"):
         raise MediaForbiddenError(

@@ -1,4 +1,4 @@
-"""Where media may come from, how much of it, and how slowly; and where fetched bytes go."""
+"""Says where media may come from, how large and how slow they may be, and where fetched bytes go."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from video.sources.addresses import Resolver, resolve
 class FetchPolicy:
     """Where media may come from, and how much of it.
 
-    allowed_hosts: None lets every host with public addresses be asked; a set lets only those be asked, and
-    they may have private addresses. A name that begins with a dot stands for every host below it.
+    allowed_hosts: None allows every host with public addresses; a set allows only its hosts, which may have
+        private addresses. A name that begins with a dot stands for every host below it.
     media_folder: the only folder that local files are read from; None reads no local file.
-    max_s: of one download. grace_s, min_bytes_per_s: after t seconds it must have (t - grace_s) times that
-    many bytes.
+    max_s: time limit of one download.
+    grace_s, min_bytes_per_s: after t seconds a download must have (t - grace_s) times that many bytes.
     """
 
     allowed_hosts: frozenset[str] | None = None
@@ -37,7 +37,7 @@ class Sink(Protocol):
     """Takes the bytes of one medium, in order. Both may raise EPDError to end the fetch."""
 
     def expect(self, num_bytes: int) -> None:
-        """So many bytes in all are about to come, by the sender's own word; to be asked before any come."""
+        """Learns, before any bytes come, how many the sender promises."""
         ...
 
     def write(self, chunk: bytes) -> None: ...
@@ -50,7 +50,7 @@ class BytesSink:
         self._body = bytearray()
 
     def expect(self, num_bytes: int) -> None:
-        """Nothing is set aside."""
+        """Sets nothing aside."""
 
     def write(self, chunk: bytes) -> None:
         self._body += chunk

@@ -1,4 +1,4 @@
-"""Opening media: a path, bytes or a seekable file object becomes an FFmpeg container, or a typed error.
+"""Opens media: a path, bytes or a seekable file object becomes an FFmpeg container, or a typed error.
 
 What is opened is never allowed to open anything else: only the listed container formats are tried and only
 the `file` protocol may be used, so a playlist named `.mp4` cannot make the process read other files or URLs.
@@ -37,7 +37,7 @@ class SeekableFile(Protocol):
 
 
 class Reader(SeekableFile, Protocol):
-    """A position of one's own in a source, to be closed by whoever asked for it."""
+    """A separate position in a source; the caller closes it."""
 
     def close(self) -> None: ...
 
@@ -68,13 +68,13 @@ class _SharedReader:
         return self._offset
 
     def close(self) -> None:
-        """Nothing to do: the file belongs to whoever opened it."""
+        """Does nothing: the file belongs to the code that opened it."""
 
 
 class Media:
-    """A source that can be opened many times, each time with a position of its own.
+    """A source that can be opened many times, each time with its own position.
 
-    name: what messages call it; by default the path, which is not for everybody to see.
+    name: what messages call it; by default the path, which not everybody should see.
     """
 
     def __init__(self, source: Source, name: str | None = None) -> None:
@@ -96,7 +96,7 @@ class Media:
             return self._source.seek(0, io.SEEK_END)
 
     def reader(self) -> Reader:
-        """A file object at the start of the media, for the caller to close."""
+        """Returns a file object at the start of the media, for the caller to close."""
         if isinstance(self._source, str | Path):
             return open(self._source, "rb")
         if isinstance(self._source, bytes):
@@ -104,12 +104,12 @@ class Media:
         return _SharedReader(self._source, self._lock, self.size_bytes)
 
     def head(self, num_bytes: int) -> bytes:
-        """The first bytes of the media."""
+        """Returns the first bytes of the media."""
         with closing(self.reader()) as reader:
             return reader.read(num_bytes)
 
     def open_target(self) -> str | SeekableFile:
-        """What FFmpeg opens: `file:` and an absolute path, so that no name passes for another protocol."""
+        """Returns what FFmpeg opens: `file:` and an absolute path, so that no name poses as a protocol."""
         if isinstance(self._source, str | Path):
             return "file:" + os.path.abspath(self._source)
         return self.reader()
@@ -135,12 +135,12 @@ def _size_of_file(path: Path, name: str) -> int:
 
 
 def reason(error: Exception) -> str:
-    """What went wrong, without the path that errors of files and of FFmpeg carry."""
+    """Returns what went wrong, without the path that errors of files and of FFmpeg carry."""
     return getattr(error, "strerror", None) or type(error).__name__
 
 
 def as_media(source: Source | Media) -> Media:
-    """The source as `Media`, checked to exist and not to be empty."""
+    """Returns the source as `Media`, checked to exist and not to be empty."""
     return source if isinstance(source, Media) else Media(source)
 
 
@@ -193,7 +193,7 @@ def _open_container(media: Media, open_timeout_s: float) -> av.container.InputCo
 
 
 def open_error(media: Media, error: Exception) -> MediaError:
-    """The typed error for what FFmpeg said when it could not open the media."""
+    """Returns the typed error for what FFmpeg said when it could not open the media."""
     if isinstance(error, FileNotFoundError | PermissionError):
         return MediaNotFoundError(
             f"cannot read {media.name}: {reason(error)}; give the path of a readable file"
@@ -210,7 +210,7 @@ def open_error(media: Media, error: Exception) -> MediaError:
 
 
 def looks_like_media(head: bytes) -> bool:
-    """Whether the first bytes carry the signature of a known video container."""
+    """Returns whether the first bytes carry the signature of a known video container."""
     signatures = (
         (4, b"ftyp"),
         (4, b"moov"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from video.decoding.segment import Drain, Feed, Segmenter, Show, Stamp, Start
+from video.decoding.segment import Drain, Feed, Segmenter, Show, Stamp, StartRun
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def test_every_target_gets_its_frame_and_nothing_undecodable_is_shown(
     decoded: set[int] = set()
     start_pts = 0
     for op in segmenter.ops:
-        if isinstance(op, Start):
+        if isinstance(op, StartRun):
             decoded, start_pts = set(), op.pts
         elif isinstance(op, Show):
             assert op.target not in shown
@@ -149,6 +149,6 @@ def test_short_gops_are_fused_and_long_runs_are_cut_for_others() -> None:
         for stamp in Video(frames).stamps():
             segmenter.push(stamp)
         segmenter.finish()
-        starts[fuse_packets] = sum(isinstance(op, Start) for op in segmenter.ops)
+        starts[fuse_packets] = sum(isinstance(op, StartRun) for op in segmenter.ops)
         assert sum(isinstance(op, Feed) for op in segmenter.ops) == 100
     assert starts == {None: 1, 32: 4}

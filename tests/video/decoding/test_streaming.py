@@ -17,7 +17,7 @@ from tests.video.recipes import GOP15, Recipe
 from video.decoding.pixels import FrameConverter
 from video.decoding.pool import DecodePool
 from video.decoding.session import DecodedFrame, DecoderSession
-from video.decoding.worker import Worker
+from video.decoding.task import DecodeTask
 
 LONG = Recipe("long.mp4", options=GOP15, num_frames=600, width=64, height=48)
 TIMES = list(np.arange(0.05, 20, 0.1))
@@ -218,13 +218,13 @@ def test_frames_that_wait_for_one_that_never_comes_are_an_error(
 ) -> None:
     """All groups in memory miss all their frames, and what could stand in for them has no room."""
 
-    def decode_late_ones(self: Worker, shown: DecodedFrame) -> None:
-        if shown.target is not None and shown.target < 15 * 15360:
-            shown = DecodedFrame(shown.target, None, shown.pts, True)
-        deliver(self, shown)
+    def decode_late_ones(self: DecodeTask, decoded: DecodedFrame) -> None:
+        if decoded.target is not None and decoded.target < 15 * 15360:
+            decoded = DecodedFrame(decoded.target, None, decoded.pts, True)
+        deliver(self, decoded)
 
-    deliver = Worker._deliver
-    monkeypatch.setattr(Worker, "_deliver", decode_late_ones)
+    deliver = DecodeTask._deliver
+    monkeypatch.setattr(DecodeTask, "_deliver", decode_late_ones)
     limits = video.Limits(max_substituted_fraction=1.0, max_file_s=60.0)
     start = time.monotonic()
     with (

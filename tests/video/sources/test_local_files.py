@@ -57,7 +57,7 @@ def test_no_folder_and_other_hosts(folder: Path) -> None:
         video.allowed_file(folder / "a b.mp4", None, MANY)
     with pytest.raises(MediaForbiddenError, match="on the host far"):
         video.allowed_file(f"file://far{folder}/a%20b.mp4", folder, MANY)
-    with pytest.raises(MediaNotFoundError, match="mend it"):
+    with pytest.raises(MediaNotFoundError, match="correct it"):
         video.allowed_file("file://[x/y", folder, MANY)
 
 

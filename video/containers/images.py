@@ -1,4 +1,4 @@
-"""Images, and telling them from videos: both by content, never by the name of the file."""
+"""Decodes images, and tells them from videos by content, never by the name of the file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_IMAGE_PIXELS = 80_000_000
 
 
 def load_image(source: Source | Media, *, max_pixels: int = MAX_IMAGE_PIXELS) -> UInt8Array:
-    """The image as uint8 [H, W, 3] RGB, turned upright as its EXIF orientation says.
+    """Returns the image as uint8 [H, W, 3] RGB, turned upright as its EXIF orientation says.
 
     Raises MediaNotFoundError, UnsupportedMediaError, CorruptMediaError or MediaLimitError.
     """
@@ -35,7 +35,7 @@ def load_image(source: Source | Media, *, max_pixels: int = MAX_IMAGE_PIXELS) ->
 
 
 def media_kind(source: Source | Media) -> MediaKind:
-    """Whether a source is an image or a video, by its content.
+    """Returns whether a source is an image or a video, by its content.
 
     Raises MediaNotFoundError, UnsupportedMediaError or CorruptMediaError where it is neither.
     """
@@ -47,7 +47,7 @@ def media_kind(source: Source | Media) -> MediaKind:
 
 
 def image_size(source: Source | Media) -> tuple[int, int] | None:
-    """(height, width) of an image as it is stored, from its header; None for what is no image.
+    """Returns (height, width) of an image as stored, from its header; None for what is not an image.
 
     Raises MediaNotFoundError, CorruptMediaError or MediaLimitError.
     """
@@ -60,7 +60,7 @@ def image_size(source: Source | Media) -> tuple[int, int] | None:
 
 
 def _identify(media: Media, file: Reader) -> Image.Image:
-    """The image in `file`, its header read and its pixels not yet; Pillow leaves the file open."""
+    """Returns the image in `file` with only its header read; Pillow leaves the file open."""
     try:
         return Image.open(file, formats=IMAGE_FORMATS)  # type: ignore[arg-type]
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:

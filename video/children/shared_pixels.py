@@ -1,4 +1,4 @@
-"""Memory that a media child writes frames into and its parent copies them from.
+"""Shares memory that a media child writes frames into and its parent copies them from.
 
 One block serves group after group: fresh pages of shared memory cost forty times what copying them does. The
 parent makes it and seals its size, so that a child cannot shrink what the parent has mapped.
@@ -20,7 +20,7 @@ _F_ADD_SEALS, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 2, 4
 
 
 class SharedPixels:
-    """The parent's end of a block. descriptor: to be sent to the child."""
+    """The parent's end of a block. descriptor: is sent to the child."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = max(1, num_bytes)
@@ -34,7 +34,7 @@ class SharedPixels:
             raise
 
     def copy(self, shape: Sequence[int]) -> UInt8Array:
-        """The first pixels, uint8 of the shape, as an array of their own."""
+        """Returns the first pixels as an array of their own, uint8 of the given shape."""
         return self._pixels[: math.prod(shape)].reshape(shape).copy()
 
     def close(self) -> None:
@@ -42,6 +42,6 @@ class SharedPixels:
 
 
 def mapped(descriptor: int) -> UInt8Array:
-    """All of a block, uint8 [bytes], to be read and written."""
+    """Returns all of a block, uint8 [bytes], to be read and written."""
     size = os.fstat(descriptor).st_size
     return np.frombuffer(mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE), np.uint8)

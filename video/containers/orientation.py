@@ -1,0 +1,37 @@
+"""Reads how far a decoded frame is turned or mirrored, and turns its pixels upright."""
+
+from __future__ import annotations
+
+import numpy as np
+from av.sidedata.sidedata import SideData
+from av.video.frame import VideoFrame
+
+from epd.types import UInt8Array
+
+DisplayMatrix = tuple[int, int, int, int]
+
+
+def display_matrix(frame: VideoFrame) -> DisplayMatrix | None:
+    """Returns (a, b, c, d) of the display matrix, x' = a x + c y and y' = b x + d y; None without one."""
+    data = frame.side_data.get("DISPLAYMATRIX")
+    if not isinstance(data, SideData):
+        return None
+    values = np.frombuffer(bytes(data), np.int32)
+    return int(values[0]), int(values[1]), int(values[3]), int(values[4])
+
+
+def upright(pixels: UInt8Array, matrix: DisplayMatrix | None) -> UInt8Array:
+    """Turns and mirrors pixels to the nearest quarter turn that the display matrix asks for."""
+    if matrix is None:
+        return pixels
+    a, b, c, d = matrix
+    if is_transposed(matrix):
+        pixels, x_sign, y_sign = pixels.transpose(1, 0, 2), c, b
+    else:
+        x_sign, y_sign = a, d
+    return np.ascontiguousarray(pixels[:: -1 if y_sign < 0 else 1, :: -1 if x_sign < 0 else 1])
+
+
+def is_transposed(matrix: DisplayMatrix | None) -> bool:
+    """Returns whether the display matrix swaps width and height."""
+    return matrix is not None and abs(matrix[1]) > abs(matrix[0])
