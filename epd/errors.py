@@ -136,7 +136,7 @@ class InternalError(EPDError):
 
     @classmethod
     def of(cls, error: BaseException) -> EPDError:
-        """The error to end a request with; says no more of a bug than its type."""
+        """Returns the error to end a request with; says no more of a bug than its type."""
         if isinstance(error, EPDError):
             return error
         return cls(f"a bug ended the request: {type(error).__name__}; the server's log has the traceback")
@@ -175,10 +175,10 @@ def _outcome(error: EPDError) -> tuple[int, int]:
 
 
 def exit_code(error: EPDError) -> int:
-    """The process exit code: 1 bug, 2 usage or input, 3 infeasible."""
+    """Returns the process exit code: 1 bug, 2 usage or input, 3 infeasible."""
     return _outcome(error)[0]
 
 
 def http_status(error: EPDError) -> int:
-    """The status of the HTTP answer."""
+    """Returns the status of the HTTP answer."""
     return _outcome(error)[1]

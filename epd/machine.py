@@ -16,7 +16,7 @@ _SYSTEM = Path("/")
 
 
 def usable_cpus(system: Path = _SYSTEM) -> int:
-    """The smaller of the CPU affinity and the quota of the control groups, at least 1."""
+    """Returns the smaller of the CPU affinity and the quota of the control groups, at least 1."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota(system)
     return max(1, affinity if quota is None else min(affinity, math.ceil(quota)))
@@ -44,7 +44,9 @@ def available_memory_bytes(system: Path = _SYSTEM) -> int:
 
 
 def _memory_groups(system: Path) -> Iterator[tuple[int, int]]:
-    """(limit, bytes in use that cannot be dropped) of each control group, and of one without a limit."""
+    """Yields (limit, bytes in use that cannot be dropped) of each control group, and of one without a
+    limit.
+    """
     yield 2**63, 0
     for name, (limit, current, cache) in {
         "": ("memory.max", "memory.current", "inactive_file"),
@@ -73,13 +75,13 @@ def _groups(system: Path, controller: str) -> list[Path]:
 
 
 def _machine_bytes(system: Path, name: str) -> int:
-    """A row of /proc/meminfo, which is in kibibytes; without one, the pages of this machine."""
+    """Returns a row of /proc/meminfo, which is in kibibytes; without one, the pages of this machine."""
     found = _named(system / "proc/meminfo", f"{name}:") * 1024
     return found or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _named(path: Path, name: str) -> int:
-    """The number behind a name that begins a line, 0 where there is none."""
+    """Returns the number behind a name that begins a line, 0 where there is none."""
     rows = (line.split() for line in _text(path).splitlines())
     return next((int(row[1]) for row in rows if row[:1] == [name]), 0)
 

@@ -130,7 +130,8 @@ def plan_windows(
 
 
 def layer_counts(num_cached: int, num_wanted: float, num_layers: int) -> tuple[int, ...]:
-    """How many of the cached visual tokens each layer reads, `num_wanted` on average or all if that is more.
+    """Returns how many of the cached visual tokens each layer reads, `num_wanted` on average or all if that
+    is more.
 
     Fewer from prune to prune, by one ratio, at the depths of MustDrop; the last layers make it even.
     """

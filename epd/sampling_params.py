@@ -132,7 +132,7 @@ class SamplingParams:
         return replace(self, **said)
 
     def ending_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
-        """The tokens that end an answer. eos_ids: those of the checkpoint."""
+        """Returns the tokens that end an answer. eos_ids: those of the checkpoint."""
         return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else eos_ids)
 
     @property

@@ -63,7 +63,7 @@ class Topology:
         return sum(group.num_workers for group in self.groups)
 
     def workers(self) -> Iterator[WorkerSpec]:
-        """Every worker, in order, each with a name of its own."""
+        """Yields every worker, in order, each with a name of its own."""
         numbers: Counter[str] = Counter()
         for group in self.groups:
             for _ in range(group.num_workers):
@@ -80,14 +80,14 @@ def role_letters(roles: Collection[Stage]) -> str:
 
 
 def topology_name(workers: Collection[Collection[Stage]]) -> str:
-    """How many workers there are of which roles, video decoders left out: "2e1p1d"."""
+    """Returns how many workers there are of which roles, video decoders left out: "2e1p1d"."""
     letters = [role_letters(roles) for roles in workers if "video" not in roles]
     order = sorted(set(letters), key=lambda each: ("epd".find(each[:1]), each))
     return "".join(f"{letters.count(each)}{each}" for each in order)
 
 
 def parse_topology(text: str, max_workers: int = MAX_WORKERS) -> Topology:
-    """The topology that a text such as `2e1p1d` stands for. Raises RequestError for what is none."""
+    """Returns the topology that a text such as `2e1p1d` stands for. Raises RequestError for what is none."""
     parts = _PART.findall(text)
     if not parts or "".join(number + letters for number, letters in parts) != text:
         raise RequestError(

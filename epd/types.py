@@ -131,7 +131,7 @@ class Answer:
 
 
 def content_hash(path: str | Path | int) -> str:
-    """The `mm_hash` of a file: BLAKE2b of all its bytes, 32 hexadecimal digits.
+    """Returns the `mm_hash` of a file: BLAKE2b of all its bytes, 32 hexadecimal digits.
 
     path: or a descriptor, which stays open and is read from where it is.
     """

@@ -55,7 +55,7 @@ class Prompts:
         return self._tokenizer(text)["input_ids"]
 
     def question(self, question: Question) -> tuple[list[int], list[int]]:
-        """(what the model reads, what it must answer)."""
+        """Returns (what the model reads, what it must answer)."""
         read = self.ids(f"<|vision_end|>{question.text}<|im_end|>\n<|im_start|>assistant\n")
         return read, self.ids(f"{question.answer}<|im_end|>")
 
@@ -89,7 +89,7 @@ def visual_positions(clip: EncodedClip, start: int) -> Tensor:
 def lay_out(
     prompts: Prompts, clip: EncodedClip, questions: list[Question], after_last_instant: bool
 ) -> tuple[list[int], Tensor, list[int], list[int]]:
-    """One sequence: ids, positions [3, S], segments and targets."""
+    """Returns one sequence: ids, positions [3, S], segments and targets."""
     start = len(prompts.head)
     seen = visual_positions(clip, start)
     following = int(seen.max()) + 1 if after_last_instant else start + max(ROWS, COLUMNS)

@@ -82,7 +82,7 @@ You are a helpful assistant.<|im_end|>
 
 
 def _corpus() -> list[str]:
-    """Every phrasing, many times over, and the words that people put around them."""
+    """Returns every phrasing, many times over, and the words that people put around them."""
     rng = random.Random(0)
     lines = [
         SYSTEM_PROMPT,
@@ -105,7 +105,9 @@ def _corpus() -> list[str]:
 
 
 def build_tokenizer() -> Qwen2Tokenizer:
-    """A byte-level BPE tokenizer of VOCAB_SIZE entries, special tokens last, that can encode any text."""
+    """Returns a byte-level BPE tokenizer of VOCAB_SIZE entries, special tokens last, that can encode any
+    text.
+    """
     draft = Tokenizer(models.BPE())
     draft.normalizer = normalizers.NFC()
     draft.pre_tokenizer = pre_tokenizers.Sequence(

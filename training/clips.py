@@ -54,8 +54,9 @@ class Clip:
 
 
 def is_resolved(scene: Scene, num_frames: int) -> bool:
-    """True where the sampled frames show every object, each first seen in a later frame pair than the one
-    before."""
+    """Returns True where the sampled frames show every object, each first seen in a later frame pair than the
+    one before.
+    """
     gap_s = scene.duration_s / num_frames
     first_pairs = []
     for item in scene.objects:
@@ -67,7 +68,9 @@ def is_resolved(scene: Scene, num_frames: int) -> bool:
 
 
 def draw_scene(rng: random.Random, num_frames: int) -> Scene:
-    """A scene of 4 to 1024 seconds that `num_frames` frames can show; object counts are spread evenly."""
+    """Returns a scene of 4 to 1024 seconds that `num_frames` frames can show; object counts are spread
+    evenly.
+    """
     for _ in range(1000):
         shortest_s = max(4.0, num_frames / 2)
         duration_s = math.exp(rng.uniform(math.log(shortest_s), math.log(_LONGEST_S)))
@@ -109,7 +112,7 @@ def write_shard(folder: Path, number: int, num_frames: int, shard_frames: int) -
 
 
 def read_shard(spec: Path) -> Iterator[Clip]:
-    """The clips of one shard, frames memory-mapped."""
+    """Yields the clips of one shard, frames memory-mapped."""
     frames = np.load(spec.with_suffix(".npy"), mmap_mode="r")
     for (seed, duration_s, count), clip in zip(json.loads(spec.read_text()), frames, strict=True):
         yield Clip(make_scene(seed, duration_s, count), clip)

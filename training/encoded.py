@@ -34,7 +34,9 @@ class EncodedClip:
 
 
 def crop(clip: EncodedClip, first: int, stop: int) -> EncodedClip | None:
-    """The clip of frame pairs [first, stop) as a video of its own; None where it would show nothing."""
+    """Returns the clip of frame pairs [first, stop) as a video of its own; None where it would show
+    nothing.
+    """
     start_s, end_s = first * 2 * clip.gap_s, stop * 2 * clip.gap_s
     frame_times = start_s + clip.gap_s * np.arange(2 * (stop - first))
     objects = tuple(
@@ -49,7 +51,7 @@ def crop(clip: EncodedClip, first: int, stop: int) -> EncodedClip | None:
 
 
 def retime(clip: EncodedClip, gap_s: float) -> EncodedClip:
-    """The same frames as a video in which they lie `gap_s` apart: embeddings do not know of time."""
+    """Returns the same frames as a video in which they lie `gap_s` apart: embeddings do not know of time."""
     scale = gap_s / clip.gap_s
     objects = tuple(
         dataclasses.replace(item, start_s=item.start_s * scale, end_s=item.end_s * scale)
@@ -61,7 +63,7 @@ def retime(clip: EncodedClip, gap_s: float) -> EncodedClip:
 
 @torch.inference_mode()
 def encode_shard(visual: nn.Module, clips: list[Clip], rng: random.Random) -> list[EncodedClip]:
-    """Every clip, and one of its frames as an image."""
+    """Returns every clip, and one of its frames as an image."""
     encoded = []
     for clip in clips:
         frames = torch.from_numpy(np.array(clip.frames))

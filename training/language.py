@@ -48,7 +48,7 @@ def answer_logits(model: Qwen2_5_VLForConditionalGeneration, batch: Batch) -> tu
 
 
 def right_by_kind(batch: Batch, right: Tensor) -> Iterator[tuple[QuestionKind, bool]]:
-    """Whether every token of each answer was right; `right` bool [T] as answer_logits orders them."""
+    """Yields whether every token of each answer was right; `right` bool [T] as answer_logits orders them."""
     rows, columns = (batch.targets != NO_TARGET).nonzero(as_tuple=True)
     segments = batch.segments[rows, columns]
     verdicts: dict[tuple[int, int], bool] = {}
@@ -91,7 +91,7 @@ def make_optimizers(model: Qwen2_5_VLForConditionalGeneration) -> list[torch.opt
 
 
 def longest_pairs(share: float) -> int:
-    """The longest video trained on, in frame pairs, when `share` of the training is over."""
+    """Returns the longest video trained on, in frame pairs, when `share` of the training is over."""
     return next(longest for until, longest in _CURRICULUM if share < until)
 
 

@@ -73,7 +73,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 def base_parser(description: str | None, *, steps: int, lr: float) -> argparse.ArgumentParser:
-    """The options that both steps have."""
+    """Returns the options that both steps have."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

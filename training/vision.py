@@ -52,7 +52,7 @@ def patchify(pairs: Tensor) -> Tensor:
 
 
 def encode(visual: nn.Module, patches: Tensor) -> Tensor:
-    """The vision tower over a batch of frame pairs at once: [B, 60, 1176] -> [B, 15, hidden].
+    """Returns the vision tower over a batch of frame pairs at once: [B, 60, 1176] -> [B, 15, hidden].
 
     The same arithmetic as the module's own forward (every block attends within one frame pair), batched
     instead of one pair after another.

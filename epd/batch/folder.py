@@ -13,7 +13,7 @@ VIDEO_SUFFIXES = frozenset(map(".{}".format, _NAMES.split()))
 
 
 def write_lines(out: Path, folder: Path, questions: Path) -> int:
-    """One line for each video and question, named as in "clip.mp4#2"; returns how many.
+    """Returns one line for each video and question, named as in "clip.mp4#2"; returns how many.
 
     Videos are the files of the folder with the suffix of one, in order of their names. Raises RequestError
     when there are no videos or no questions.

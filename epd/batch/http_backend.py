@@ -191,7 +191,7 @@ class _Work:
         await asyncio.to_thread(self._outcomes.put, outcome, 1)
 
     async def _outcome(self, line: BatchLine) -> Outcome:
-        """The answer to a line, asked a few times.
+        """Returns the answer to a line, asked a few times.
 
         One that is refused each time by a server that is well and answers others is at fault itself. Raises
         UnavailableError where it is the server.
@@ -218,7 +218,7 @@ class _Work:
         raise UnavailableError(f"{shown}; when it answers, run the same command again to go on")
 
     async def _is_well(self, num_answered: int) -> bool:
-        """Whether the server takes other lines: it says that it is well, and it has answered some.
+        """Returns whether the server takes other lines: it says that it is well, and it has answered some.
 
         num_answered: lines before the one that was refused. A server that does not say how it is must have
         answered some since.

@@ -191,7 +191,7 @@ class LineIndex:
             yield LineGroup(first, num_lines, num_bytes, bool(has_media))
 
     def lines(self, group: LineGroup) -> Iterator[BatchLine]:
-        """The lines of a group, in order. Raises RequestError when the file has changed."""
+        """Yields the lines of a group, in order. Raises RequestError when the file has changed."""
         query = (
             "SELECT number, start FROM lines WHERE family = (SELECT family FROM lines WHERE number = "
             f"{group.first:d}) AND number > ? ORDER BY number LIMIT ?"

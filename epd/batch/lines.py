@@ -152,7 +152,7 @@ def _part(kind: str, url: str) -> JSON:
 
 
 def media_url(source: str, folder: Path) -> str:
-    """A URL as it is, a path as a file: URL; a relative path begins at `folder`."""
+    """Returns a URL as it is, a path as a file: URL; a relative path begins at `folder`."""
     if source.startswith(_URL_PREFIXES):
         return source
     try:
@@ -191,7 +191,7 @@ def _check_keys(record: JSON, known: tuple[str, ...]) -> None:
 
 
 def _with_defaults(body: JSON, defaults: LineDefaults) -> JSON:
-    """The body with the defaults where it says nothing; a rate or number of frames rules out both."""
+    """Returns the body with the defaults where it says nothing; a rate or number of frames rules out both."""
     if defaults.max_tokens is not None and all(body.get(name) is None for name in _TOKEN_LIMITS):
         body = {**body, "max_tokens": defaults.max_tokens}
     places = [place for name in _SAMPLING_PLACES if isinstance(place := body.get(name), dict)]
@@ -237,7 +237,7 @@ def _url_of(part: Any) -> str | None:
 
 
 def _without_urls(messages: list[Any]) -> list[Any]:
-    """The same messages with a mark where each medium stands."""
+    """Returns the same messages with a mark where each medium stands."""
     return [
         {**message, "content": [part["type"] if _url_of(part) is not None else part for part in content]}
         if isinstance(message, dict) and isinstance(content := message.get("content"), list)

@@ -42,7 +42,9 @@ class MediaNames:
         self._known: OrderedDict[str, KnownMedium] = OrderedDict()
 
     def find(self, url: str) -> KnownMedium:
-        """The medium at a URL. A file that is not there is a medium of its own: who decodes it will tell."""
+        """Returns the medium at a URL. A file that is not there is a medium of its own: who decodes it will
+        tell.
+        """
         label = url if len(url) < 512 else hashlib.blake2b(url.encode(), digest_size=16).hexdigest()
         found = self._known.get(label)
         if found is None:
@@ -79,7 +81,7 @@ class MediaNames:
         return KnownMedium(media, num_bytes)
 
     def _twin(self, path: Path, num_bytes: int) -> int | None:
-        """A file with the same bytes, known before."""
+        """Returns a file with the same bytes, known before."""
         query = (
             "SELECT media, path, hash FROM media WHERE num_bytes = ? AND path IS NOT NULL AND same_as IS NULL"
         )
@@ -94,7 +96,7 @@ class MediaNames:
         return None
 
     def folder(self) -> Path | None:
-        """The deepest folder that all files are below, None without any."""
+        """Returns the deepest folder that all files are below, None without any."""
         common: list[str] | None = None
         for (path,) in self._database.execute("SELECT path FROM media WHERE path IS NOT NULL"):
             parts = list(Path(path).parent.parts)
@@ -111,7 +113,7 @@ def _common(one: list[str], other: list[str]) -> list[str]:
 
 
 def local_path(url: str) -> Path | None:
-    """The file of a file: URL, None for other URLs."""
+    """Returns the file of a file: URL, None for other URLs."""
     if url[:5].lower() != "file:":
         return None
     try:

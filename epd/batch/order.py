@@ -39,14 +39,14 @@ def busy_order(jobs: Sequence[StageSeconds]) -> list[int]:
 
 
 def johnson_order(jobs: Sequence[tuple[float, float]]) -> list[int]:
-    """The order of jobs (first stage, second stage) that ends earliest."""
+    """Returns the order of jobs (first stage, second stage) that ends earliest."""
     first = [place for place, (a, b) in enumerate(jobs) if a < b]
     last = [place for place, (a, b) in enumerate(jobs) if a >= b]
     return sorted(first, key=lambda place: jobs[place][0]) + sorted(last, key=lambda place: -jobs[place][1])
 
 
 def makespan_s(jobs: Iterable[StageSeconds]) -> float:
-    """When the last of the jobs leaves the last stage, each stage doing one at a time."""
+    """Returns when the last of the jobs leaves the last stage, each stage doing one at a time."""
     decoded_s = encoded_s = answered_s = 0.0
     for job in jobs:
         decoded_s += job.decode_s
@@ -80,6 +80,6 @@ class CostModel:
 
 
 def in_busy_order(groups: Iterator[LineGroup], costs: CostModel, chunk: int = _CHUNK) -> Iterator[LineGroup]:
-    """The groups, some hundred at a time in a good order by what is known when their turn comes."""
+    """Yields the groups, some hundred at a time in a good order by what is known when their turn comes."""
     while window := list(islice(groups, chunk)):
         yield from (window[place] for place in busy_order([costs.estimate(group) for group in window]))

@@ -23,7 +23,7 @@ def _normalised(text: str) -> str:
 
 
 def result_record(outcome: Answered) -> JSON:
-    """One line of the results."""
+    """Returns one line of the results."""
     line, completion = outcome.line, outcome.completion
     if line.form == "openai":
         response = {
@@ -52,7 +52,7 @@ def answer_text(completion: Mapping[str, Any]) -> str:
 
 
 def error_record(outcome: Failed | RefusedLine) -> JSON:
-    """One line beside the results. A line without an id is told by its number."""
+    """Returns one line beside the results. A line without an id is told by its number."""
     if isinstance(outcome, Failed):
         line = outcome.line
         return _error(line.line_id, line.number, line.form, outcome.kind, outcome.message, outcome.status)
@@ -75,7 +75,7 @@ def _openai(line_id: LineId | None, response: JSON, error: JSON | None, number: 
 
 
 def key_of(record: JSON) -> str | None:
-    """The key of the line that a written record is about; None for what is no record of ours."""
+    """Returns the key of the line that a written record is about; None for what is no record of ours."""
     line_id = record.get("custom_id") if "custom_id" in record else record.get("id")
     if line_id is not None:
         return id_key(line_id)

@@ -76,7 +76,7 @@ class ResultFiles:
         self._results.close()
 
     def done(self) -> Iterator[str]:
-        """The keys of the lines that are answered or explained already; counts them."""
+        """Yields the keys of the lines that are answered or explained already; counts them."""
         for file in (self._results, self._errors):
             file.seek(0)
             for text in file:

@@ -86,6 +86,6 @@ class Summary:
 
 
 def peak_bytes() -> int:
-    """The most memory this process has held."""
+    """Returns the most memory this process has held."""
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return size if sys.platform == "darwin" else size * 1024

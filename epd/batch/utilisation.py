@@ -44,13 +44,13 @@ class Utilisation:
         return {} if self._warm is None else _shares(self._warm, Sample(time_s, busy_s))
 
     def recent(self, time_s: float, busy_s: Mapping[str, float], window_s: float = 5.0) -> dict[str, float]:
-        """The same of the last seconds."""
+        """Returns the same of the last seconds."""
         before = [sample for sample in self.samples if sample.time_s <= time_s - window_s]
         start = before[-1] if before else next(iter(self.samples), None)
         return {} if start is None else _shares(start, Sample(time_s, busy_s))
 
     def steps(self) -> list[tuple[float, dict[str, float]]]:
-        """(time, shares) for each gap between samples, by the time at its end."""
+        """Returns (time, shares) for each gap between samples, by the time at its end."""
         pairs = zip(self.samples, self.samples[1:], strict=False)
         return [(after.time_s, _shares(before, after)) for before, after in pairs]
 

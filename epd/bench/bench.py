@@ -87,24 +87,24 @@ class BenchResult:
     runs: tuple[EndpointRun, ...]
 
     def records(self, place: int) -> list[tuple[ClientRecord, ...]]:
-        """The rounds of one endpoint, in order."""
+        """Returns the rounds of one endpoint, in order."""
         return [
             run.records for run in sorted(self.runs, key=lambda run: run.round_index) if run.place == place
         ]
 
     def reports(self, place: int) -> list[RunReport]:
-        """One report for each round of an endpoint."""
+        """Returns one report for each round of an endpoint."""
         return [self._report([records]) for records in self.records(place)]
 
     def pooled(self, place: int) -> RunReport:
-        """All rounds of an endpoint together."""
+        """Returns all rounds of an endpoint together."""
         return self._report(self.records(place))
 
     def _report(self, runs: Sequence[Sequence[ClientRecord]]) -> RunReport:
         return report_of(runs, self.plan.slo, is_open_loop=self.plan.workload.is_open_loop)
 
     def ratios(self) -> list[Ratio]:
-        """Every other endpoint against the first."""
+        """Returns every other endpoint against the first."""
         baseline, *others = self.plan.endpoints
         theirs = self.reports(0)
         return [

@@ -69,7 +69,7 @@ def question_text(seed: int, num_tokens: int) -> str:
 def chat_body(
     request: PlannedRequest, media: Sequence[MediaPart], model: str, extra: Mapping[str, Any]
 ) -> Body:
-    """A streaming chat request, greedy unless `extra` says otherwise: media first, then the question.
+    """Returns a streaming chat request, greedy unless `extra` says otherwise: media first, then the question.
 
     extra: fields of the body that are added to ours or replace them.
     """

@@ -56,7 +56,9 @@ def _parse(text: str, model: str, api_key: str | None) -> Endpoint:
 
 
 async def find_model(endpoint: Endpoint) -> str:
-    """The first model that a server lists. Raises RequestError when it cannot be asked or lists none."""
+    """Returns the first model that a server lists. Raises RequestError when it cannot be asked or lists
+    none.
+    """
     url = f"{endpoint.url}/v1/models"
     advice = "is it running, and an OpenAI server? With --model it is not asked"
     try:

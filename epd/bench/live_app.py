@@ -174,7 +174,7 @@ def _served(line: str) -> ServedRequest:
 
 
 def _family(pid: int) -> list[int]:
-    """A process and all that it and its children have started."""
+    """Returns a process and all that it and its children have started."""
     parents: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (fields := _stat(int(entry.name))):

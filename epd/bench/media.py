@@ -40,7 +40,7 @@ class MediaKey:
 
 
 def media_keys(request: PlannedRequest) -> list[MediaKey]:
-    """The media of a request, in order: images, then videos."""
+    """Returns the media of a request, in order: images, then videos."""
     specs: tuple[Resolution | VideoSpec, ...] = (*request.shape.images, *request.shape.videos)
     return [MediaKey(request.media_seed + place, spec) for place, spec in enumerate(specs)]
 
@@ -81,14 +81,14 @@ class MediaLibrary:
         return len(missing)
 
     def path(self, key: MediaKey) -> Path:
-        """Where a medium lies."""
+        """Returns where a medium lies."""
         spec = key.spec
         if isinstance(spec, VideoSpec):
             return self._folder / f"{key.seed}-{spec.size}-{spec.duration_s:g}s-{spec.fps}fps.mp4"
         return self._folder / f"{key.seed}-{spec}.{self._image_format}"
 
     def load(self, requests: Iterable[PlannedRequest]) -> dict[MediaKey, MediaPart]:
-        """The media of a round in memory. Raises RequestError when they are too large."""
+        """Returns the media of a round in memory. Raises RequestError when they are too large."""
         keys = dict.fromkeys(key for request in requests for key in media_keys(request))
         num_bytes = sum(self.path(key).stat().st_size for key in keys) * 4 // 3
         if num_bytes > _MAX_ROUND_BYTES:

@@ -165,5 +165,5 @@ def _remarks(name: str, report: RunReport, result: BenchResult) -> list[str]:
 
 
 def dump_json(record: Mapping[str, Any]) -> str:
-    """One JSON text."""
+    """Returns one JSON text."""
     return json.dumps(record, ensure_ascii=False, indent=1) + "\n"

@@ -14,7 +14,9 @@ class SSEParser:
         self._data: list[bytes] = []
 
     def feed(self, piece: bytes) -> list[str]:
-        """The data of the events that end within this piece, in order; other fields are passed over."""
+        """Returns the data of the events that end within this piece, in order; other fields are passed
+        over.
+        """
         *lines, self._rest = (self._rest + piece).split(b"\n")
         events = []
         for line in lines:

@@ -38,12 +38,12 @@ class _Line:
         return RequestError(f"line {self.number} of {str(self.path)!r} {problem}")
 
     def first(self, names: Sequence[str]) -> Any:
-        """The value of the first of these fields that is there, None for none."""
+        """Returns the value of the first of these fields that is there, None for none."""
         return next((self.fields[name] for name in names if self.fields.get(name) is not None), None)
 
 
 def read_videos(path: Path, media_folder: Path | None = None) -> list[EvalVideo]:
-    """The videos of a question file, in the order they are first named, each with all its questions.
+    """Returns the videos of a question file, in the order they are first named, each with all its questions.
 
     media_folder: where relative paths start; by default the file's own folder.
     Raises RequestError for what makes no sense, MediaNotFoundError for a video that is not there.
@@ -141,7 +141,7 @@ def _options(line: _Line) -> tuple[str, ...]:
 
 
 def _letter(line: _Line, options: tuple[str, ...]) -> str:
-    """The right option's letter; the file may give that or the option's words."""
+    """Returns the right option's letter; the file may give that or the option's words."""
     letters = LETTERS[: len(options)]
     given = str(line.fields.get("answer", "")).strip()
     lettered = _LETTERED.fullmatch(given)

@@ -52,7 +52,7 @@ class EvalItem:
         )
 
     def is_answered_by(self, text: str) -> bool:
-        """Whether a model's answer is right; case, outer space and a final full stop do not count."""
+        """Returns whether a model's answer is right; case, outer space and a final full stop do not count."""
         if self.options:
             return chosen_letter(text, self.options) == self.answer
         return _plain(text) == _plain(self.answer)

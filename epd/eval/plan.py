@@ -67,6 +67,8 @@ def todos(plan: EvalPlan, log: VerdictLog) -> Iterator[Todo]:
 
 
 def _turned(settings: tuple[EvalSetting, ...], number: int, num_all: int) -> tuple[EvalSetting, ...]:
-    """The settings from another start for each of `num_all` videos, so that none is always timed first."""
+    """Returns the settings from another start for each of `num_all` videos, so that none is always timed
+    first.
+    """
     first = number * len(settings) // num_all % len(settings)
     return settings[first:] + settings[:first]

@@ -80,7 +80,7 @@ class Asked:
 
     @classmethod
     def of(cls, log: VerdictLog, against: str = FULL.method) -> Asked:
-        """All that a log holds; where it holds only all tokens, that counts as a method."""
+        """Returns all that a log holds; where it holds only all tokens, that counts as a method."""
         settings = dict.fromkeys(verdict.setting for verdict in log.verdicts)
         methods = dict.fromkeys(setting.method for setting in settings if setting != FULL)
         retentions = sorted({setting.retention for setting in settings}, reverse=True)

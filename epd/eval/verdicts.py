@@ -113,7 +113,9 @@ class VerdictLog:
 
     @classmethod
     def read(cls, path: Path) -> VerdictLog:
-        """The records of a file, which is left as it is. Raises RequestError if it is none of ours."""
+        """Returns the records of a file, which is left as it is. Raises RequestError if it is none of
+        ours.
+        """
         records = _read_records(path)
         if not records or not isinstance(records[0], RunInfo):
             raise RequestError(f"{str(path)!r} does not start with a run; give a file of epd eval --out")
@@ -130,11 +132,11 @@ class VerdictLog:
         return list(self._samples.values())
 
     def has_verdicts(self, case: EvalCase, setting: EvalSetting) -> bool:
-        """Whether every question about the case's video has been judged with this setting."""
+        """Returns whether every question about the case's video has been judged with this setting."""
         return all((setting, case.num_frames, item.item_id) in self._verdicts for item in case.video.items)
 
     def has_sample(self, case: EvalCase, setting: EvalSetting) -> bool:
-        """Whether a cold request about the case's video has been timed with this setting."""
+        """Returns whether a cold request about the case's video has been timed with this setting."""
         return (setting, case.num_frames, case.video.name) in self._samples
 
     def append(self, records: Sequence[Record]) -> None:

@@ -24,7 +24,7 @@ def held_to_context(
     context_tokens: int | None,
     checkpoint_tokens: int | None = None,
 ) -> SamplingParams:
-    """The params with a number of max_tokens: what is asked for, as far as the context has room.
+    """Returns the params with a number of max_tokens: what is asked for, as far as the context has room.
 
     context_tokens: of the model, None where it has no end. checkpoint_tokens: longest answer of a request
     that names none; without either, all the room.

@@ -36,7 +36,7 @@ class BlockPool:
         self._num_written = [0] * num_blocks
 
     def references(self, block: int) -> int:
-        """How many hold the block; 0 is free."""
+        """Returns how many hold the block; 0 is free."""
         return self._references[block]
 
     def num_written(self, block: int) -> int:
@@ -73,7 +73,7 @@ class BlockPool:
         return taken
 
     def _start(self, count: int) -> int:
-        """Where a run of `count` blocks, if it can be had, starts: mid-way in the widest gap."""
+        """Returns where a run of `count` blocks, if it can be had, starts: mid-way in the widest gap."""
         if self.num_free <= count:
             return self._is_free.index(1)
         is_free = np.frombuffer(self._is_free, np.bool_)
@@ -181,7 +181,9 @@ class BlockTable:
         self.num_tokens += len(blocks) * self.block_size
 
     def splits_shared(self, num_tokens: int) -> bool:
-        """Whether a cut to `num_tokens` leaves written tokens in part of a block that has other holders."""
+        """Returns whether a cut to `num_tokens` leaves written tokens in part of a block that has other
+        holders.
+        """
         if num_tokens >= self.num_tokens or num_tokens % self.block_size == 0:
             return False
         return self.pool.references(self.blocks[num_tokens // self.block_size]) > 1

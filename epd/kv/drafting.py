@@ -61,7 +61,7 @@ class PromptLookup:
 
 
 def _keys(token_ids: Int64Array, n: int) -> Int64Array:
-    """The keys of all n-grams of token_ids, in order: int64 [T - n + 1]."""
+    """Returns the keys of all n-grams of token_ids, in order: int64 [T - n + 1]."""
     num = len(token_ids) - n + 1
     keys = token_ids[:num]
     for i in range(1, n):
@@ -74,7 +74,9 @@ def _key(ngram: Int64Array) -> int:
 
 
 def _copied(token_ids: Int64Array, start: int, count: int) -> list[int]:
-    """The tokens from start on; past the end the copy goes on with itself, so that a loop stays a loop."""
+    """Returns the tokens from start on; past the end the copy goes on with itself, so that a loop stays a
+    loop.
+    """
     copied: list[int] = token_ids[start : start + count].tolist()
     period = len(copied)
     return [copied[i % period] for i in range(count)]
@@ -135,7 +137,7 @@ class DraftGain:
         self._steps_since_probe = 0
 
     def num_drafts(self, num_sequences: int) -> int:
-        """How many tokens to draft for each of so many sequences in the next step."""
+        """Returns how many tokens to draft for each of so many sequences in the next step."""
         self._steps_since_probe += 1
         few = self._num_drafts < self._num_first_drafts
         if self._steps_since_probe * (_FIRST_PROBES_FACTOR if few else 1) >= self._probe_interval:

@@ -94,12 +94,14 @@ class KVCacheManager:
         return self._cache.num_evictions
 
     def can_allocate(self, request_id: str, num_tokens: int) -> bool:
-        """Whether `allocate` would find room now."""
+        """Returns whether `allocate` would find room now."""
         request = self._requests[request_id]
         return num_tokens <= request.capacity or self._has_room(request.num_missing(num_tokens))
 
     def can_fork(self, request_id: str, num_tokens: int = 0) -> bool:
-        """Whether `fork`, and then `allocate` of `num_tokens` tokens for the child, would find room now."""
+        """Returns whether `fork`, and then `allocate` of `num_tokens` tokens for the child, would find room
+        now.
+        """
         return self._has_room(self._requests[request_id].num_added_by_fork(num_tokens))
 
     def shortage(self, request_id: str, num_tokens: int) -> Shortage:
@@ -111,7 +113,7 @@ class KVCacheManager:
         return Shortage(blocks, self._cache.num_pinned)
 
     def may_fit(self, shortage: Shortage) -> bool:
-        """Whether opening the request once more could find room; asked without a look at its tokens.
+        """Returns whether opening the request once more could find room; asked without a look at its tokens.
 
         Cached blocks that nobody held count as free then and now. What others have come to hold since, new
         blocks too, may all be the request's: each counts as one less to find.
@@ -121,7 +123,9 @@ class KVCacheManager:
         return all(needed <= num_free + found for needed, num_free in pairs)
 
     def is_written(self, request_id: str) -> bool:
-        """Whether all tokens of the request are in its blocks: not before its copies are carried out."""
+        """Returns whether all tokens of the request are in its blocks: not before its copies are carried
+        out.
+        """
         return all(table.is_written for table in self._requests[request_id].tables)
 
     # Changes
@@ -183,7 +187,7 @@ class KVCacheManager:
             self._pools[copy.layer_group].write(copy.target, 0, copy.num_tokens)
 
     def fork(self, request_id: str, child_id: str) -> list[BlockCopy]:
-        """A child with the same written tokens: whole blocks are shared, the one in part is copied.
+        """Returns a child with the same written tokens: whole blocks are shared, the one in part is copied.
 
         Raises ValueError, and changes nothing, when there is no room for the copy or the child exists.
         """

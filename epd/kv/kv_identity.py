@@ -56,7 +56,7 @@ class TokenIdentity:
         self._length += 1
 
     def row_bytes(self, start: int, stop: int) -> bytes:
-        """The exact bytes of rows [start, stop). Raises ValueError for rows that are not there."""
+        """Returns the exact bytes of rows [start, stop). Raises ValueError for rows that are not there."""
         if not 0 <= start <= stop <= self._length:
             raise ValueError(
                 f"rows [{start}, {stop}) asked for, [0, {self._length}) are known; append the rest"
@@ -64,12 +64,12 @@ class TokenIdentity:
         return self._buffer[start:stop].tobytes()
 
     def chunks(self, start: int, stop: int, size: int) -> Iterator[bytes]:
-        """The exact bytes of rows [start, stop) in runs of `size` rows, the last maybe shorter."""
+        """Yields the exact bytes of rows [start, stop) in runs of `size` rows, the last maybe shorter."""
         data, size = self.row_bytes(start, stop), size * ROW_BYTES
         return (data[at : at + size] for at in range(0, len(data), size))
 
     def copy(self) -> TokenIdentity:
-        """One that grows on its own: for a forked request."""
+        """Returns one that grows on its own: for a forked request."""
         return TokenIdentity(self.rows)
 
     def __reduce__(self) -> tuple[type[TokenIdentity], tuple[Int64Array]]:
@@ -77,7 +77,7 @@ class TokenIdentity:
 
 
 def _with_room(rows: Int64Array) -> Int64Array:
-    """A copy with zeros behind it: a text row needs only its first column written."""
+    """Returns a copy with zeros behind it: a text row needs only its first column written."""
     buffer = np.zeros((max(2 * len(rows), _LEAST_CAPACITY), ROW_COLUMNS), np.int64)
     buffer[: len(rows)] = rows
     return buffer
@@ -86,7 +86,8 @@ def _with_room(rows: Int64Array) -> Int64Array:
 def token_identity(
     token_ids: Sequence[int], units: Sequence[tuple[PlaceholderRange, bytes]] = (), salt: bytes = b""
 ) -> TokenIdentity:
-    """The identity of a prompt. units: where each visual unit lies, and the 16 byte digest of its content.
+    """Returns the identity of a prompt. units: where each visual unit lies, and the 16 byte digest of its
+    content.
 
     salt: 16 byte digest of the cache salt, or empty.
     Raises ValueError for a digest of another length or a unit outside of the prompt.

@@ -68,7 +68,7 @@ class PrefixCache:
         return node in self._idle
 
     def match(self, identity: TokenIdentity, max_tokens: int) -> PrefixMatch:
-        """The longest cached prefix of at most `max_tokens` tokens. A question: changes nothing."""
+        """Returns the longest cached prefix of at most `max_tokens` tokens. A question: changes nothing."""
         node = self.root
         path: list[CachedBlock] = []
         for key in identity.chunks(0, min(max_tokens, len(identity)), self.block_size):
@@ -80,7 +80,9 @@ class PrefixCache:
         return PrefixMatch(path, None, 0)
 
     def child(self, parent: CachedBlock, key: bytes, blocks: tuple[int, ...]) -> CachedBlock:
-        """The node of these rows below `parent`, made of `blocks` if there is none. It is not pinned."""
+        """Returns the node of these rows below `parent`, made of `blocks` if there is none. It is not
+        pinned.
+        """
         node = parent.children.get(key)
         return self._insert(parent, key, blocks) if node is None else node
 
@@ -141,7 +143,7 @@ class PrefixCache:
         return list(self._idle)
 
     def nodes(self) -> Iterator[CachedBlock]:
-        """All nodes but the root, each after its parent."""
+        """Yields all nodes but the root, each after its parent."""
         waiting = list(self.root.children.values())
         while waiting:
             node = waiting.pop()
@@ -183,7 +185,9 @@ def _require(condition: bool, message: str) -> None:
 
 
 def _longest_run(parent: CachedBlock, rows: bytes) -> tuple[CachedBlock | None, int]:
-    """The child that begins with most of these rows, and how many: it is a neighbour among sorted keys."""
+    """Returns the child that begins with most of these rows, and how many: it is a neighbour among sorted
+    keys.
+    """
     at = bisect_left(parent.keys, rows)
     near = parent.keys[max(at - 1, 0) : at + 1]
     best = max(near, key=lambda key: _common_rows(key, rows), default=b"")

@@ -113,12 +113,12 @@ class ScheduledRequest:
         return limit - self.num_computed
 
     def pruned_range(self, num_tokens: int) -> PrunedRange | None:
-        """The one that token `num_tokens` is in, or the next; None past the last."""
+        """Returns the one that token `num_tokens` is in, or the next; None past the last."""
         at = bisect_right(self.pruned, num_tokens, key=lambda pruned: pruned.stop)
         return self.pruned[at] if at < len(self.pruned) else None
 
     def uncut(self, num_tokens: int) -> int:
-        """The most of the first `num_tokens` tokens that do not end inside a pruned range."""
+        """Returns the most of the first `num_tokens` tokens that do not end inside a pruned range."""
         pruned = self.pruned_range(num_tokens)
         return num_tokens if pruned is None else min(num_tokens, pruned.start)
 
@@ -232,7 +232,9 @@ class Scheduler:
                 )
 
     def can_admit(self, request: ScheduledRequest) -> bool:
-        """Whether `request` would run at once if it were added now: none waits before it, there is room."""
+        """Returns whether `request` would run at once if it were added now: none waits before it, there is
+        room.
+        """
         needed = -(-self._reserved_tokens(request) // self.kv.spec.block_size)
         has_blocks = all(self.kv.num_free_blocks(g) >= needed for g in range(len(self.kv.spec.num_blocks)))
         is_first = all(each.priority > request.priority for each in self.waiting)
@@ -271,7 +273,9 @@ class Scheduler:
         return output
 
     def _schedule_decodes(self, output: SchedulerOutput, budget: int) -> int:
-        """One token, and its drafts, for each decode, oldest first. Returns what is left of the budget."""
+        """Returns one token, and its drafts, for each decode, oldest first. Returns what is left of the
+        budget.
+        """
         for request in [request for request in self.running if request.is_decoding]:
             if budget == 0:
                 break
@@ -296,7 +300,7 @@ class Scheduler:
         return True
 
     def _is_victim(self, candidate: ScheduledRequest, request: ScheduledRequest) -> bool:
-        """Whether `candidate` may give way to `request`; in the end that gives way itself."""
+        """Returns whether `candidate` may give way to `request`; in the end that gives way itself."""
         return candidate is request or self.may_preempt(candidate.request_id)
 
     def _preempt(self, victim: ScheduledRequest, output: SchedulerOutput) -> None:
@@ -345,7 +349,7 @@ class Scheduler:
         return True
 
     def _would_fit(self, request: ScheduledRequest, victims: Sequence[ScheduledRequest]) -> bool:
-        """Whether there would be blocks and seats for a request without these."""
+        """Returns whether there would be blocks and seats for a request without these."""
         others = sum(each.num_seqs for each in self.running if each not in victims)
         has_seat = others + request.num_seqs <= self.config.max_num_seqs or len(victims) == len(self.running)
         needed = -(-self._reserved_tokens(request) // self.kv.spec.block_size)
@@ -357,12 +361,14 @@ class Scheduler:
         )
 
     def _has_seat(self, request: ScheduledRequest) -> bool:
-        """Whether `max_num_seqs` allows the request; one with more answers than that runs alone."""
+        """Returns whether `max_num_seqs` allows the request; one with more answers than that runs alone."""
         num_seqs = sum(each.num_seqs for each in self.running) + request.num_seqs
         return num_seqs <= self.config.max_num_seqs or not self.running
 
     def _may_fit(self, request: ScheduledRequest) -> bool:
-        """False while the request cannot fit by what was found out before: most steps need no more."""
+        """Returns False while the request cannot fit by what was found out before: most steps need no
+        more.
+        """
         return self._refused is None or self._refused[0] is not request or self.kv.may_fit(self._refused[1])
 
     def _open(self, request: ScheduledRequest) -> list[BlockCopy] | None:
@@ -399,7 +405,8 @@ class Scheduler:
             self.kv.free(request.request_id)
 
     def _reserved_tokens(self, request: ScheduledRequest, num_computed: int = 0) -> int:
-        """All that is known, the next token, and for each further answer a block of its own to go on in.
+        """Returns all that is known, the next token, and for each further answer a block of its own to go on
+        in.
 
         Or what pruned ranges past `num_computed` need while they are computed, if that is more.
         """
@@ -418,7 +425,9 @@ class Scheduler:
                 budget -= chunk.num_inputs
 
     def _next_chunk(self, request: ScheduledRequest, budget: int) -> Chunk | None:
-        """A pruned range, whatever the limits; else as much as they allow, up to the next such range."""
+        """Returns a pruned range, whatever the limits; else as much as they allow, up to the next such
+        range.
+        """
         start, num_tokens = request.num_computed, request.num_computable
         pruned = request.pruned_range(start)
         if pruned and pruned.start == start:

@@ -29,7 +29,7 @@ class SceneRenderer:
         self._sprites = {item.shape: _Sprite(rng, item, height, width) for item in scene.objects}
 
     def frame(self, time_s: float) -> UInt8Array:
-        """The frame at `time_s`: uint8 [H, W, 3], RGB."""
+        """Returns the frame at `time_s`: uint8 [H, W, 3], RGB."""
         canvas = self._background.copy()
         for item in self.scene.visible(time_s):
             x, y = item.position(time_s)
@@ -108,7 +108,9 @@ def _draw_background(rng: np.random.Generator, height: int, width: int) -> UInt8
 
 
 def _smooth_noise(rng: np.random.Generator, rows: int, columns: int, height: int, width: int) -> Floats:
-    """A coarse random grid, stretched bilinearly: float32 [H, W, 3], mostly grey, about unit variance."""
+    """Returns a coarse random grid, stretched bilinearly: float32 [H, W, 3], mostly grey, about unit
+    variance.
+    """
     grid = rng.normal(0, 1, (rows + 1, columns + 1, 1)) + rng.normal(0, 0.3, (rows + 1, columns + 1, 3))
     tall = _stretch(grid, height)
     return np.asarray(_stretch(tall.swapaxes(0, 1), width).swapaxes(0, 1), np.float32)

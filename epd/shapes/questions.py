@@ -29,7 +29,7 @@ class Question:
     answer: str
 
     def is_answered_by(self, answer: str) -> bool:
-        """True for the right answer, whatever its case, surrounding space or final full stop."""
+        """Returns True for the right answer, whatever its case, surrounding space or final full stop."""
         return answer.strip().rstrip(".").lower() == self.answer
 
 
@@ -118,7 +118,9 @@ def _colour_only(scene: Scene, rng: random.Random, present: bool) -> str:
 
 
 def _coloured_shape(scene: Scene, rng: random.Random, present: bool) -> str:
-    """A true pair, or one that is wrong in one part only: colour or shape is there, the pair is not."""
+    """Returns a true pair, or one that is wrong in one part only: colour or shape is there, the pair is
+    not.
+    """
     item = rng.choice(scene.objects)
     if present:
         return _with_article(f"{item.colour} {item.shape}")
@@ -156,7 +158,9 @@ def _ask_time(scene: Scene, rng: random.Random, margin_s: float) -> Question | N
 
 
 def _visible_throughout(scene: Scene, start_s: float, end_s: float) -> str | None:
-    """The one shape visible during all of [start_s, end_s], NOTHING for none, None where that changes."""
+    """Returns the one shape visible during all of [start_s, end_s], NOTHING for none, None where that
+    changes.
+    """
     if start_s < 0 or end_s > scene.duration_s:
         return None
     touched = [item for item in scene.objects if item.start_s < end_s and start_s < item.end_s]

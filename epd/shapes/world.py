@@ -77,12 +77,12 @@ class Scene:
         return [item for item in self.objects if item.is_visible(time_s)]
 
     def truth(self) -> dict[str, Any]:
-        """The scene as plain JSON values: what is written beside a demo video."""
+        """Returns the scene as plain JSON values: what is written beside a demo video."""
         return asdict(self)
 
 
 def max_objects(duration_s: float) -> int:
-    """How many objects a video of this length can hold so that each is seen apart from the next."""
+    """Returns how many objects a video of this length can hold so that each is seen apart from the next."""
     return max(1, min(MAX_OBJECTS, int(duration_s / _SECONDS_PER_OBJECT)))
 
 
@@ -126,7 +126,9 @@ def _start_times(rng: random.Random, duration_s: float, count: int) -> list[floa
 def _free_lane(
     rng: random.Random, objects: list[SceneObject], start_s: float, duration_s: float
 ) -> tuple[int, list[SceneObject]]:
-    """A lane that is empty at `start_s`; when all are taken, the object that came first leaves earlier."""
+    """Returns a lane that is empty at `start_s`; when all are taken, the object that came first leaves
+    earlier.
+    """
     clear_s = start_s - max(1.0, 0.03 * duration_s)
     taken = [item for item in objects if item.end_s > clear_s]
     free = sorted(set(range(NUM_LANES)) - {item.lane for item in taken})

@@ -40,7 +40,7 @@ class BoundedQueue(Generic[T]):
         return not self._items or self._weight + weight <= self._max_weight
 
     def get(self, timeout_s: float | None = None) -> T | None:
-        """The oldest item; None when there is none in time. Raises QueueClosed after the last one."""
+        """Returns the oldest item; None when there is none in time. Raises QueueClosed after the last one."""
         with self._changed:
             self._changed.wait_for(lambda: self._items or self._is_ended or self._is_closed, timeout_s)
             if self._is_closed or (self._is_ended and not self._items):

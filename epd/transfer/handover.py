@@ -76,11 +76,11 @@ class KVOutbox:
         self._current[ticket.request_id] = ticket.transfer_id
 
     def is_open(self, request_id: str) -> bool:
-        """Whether the request has a hand-over that has not ended."""
+        """Returns whether the request has a hand-over that has not ended."""
         return request_id in self._current
 
     def is_settled(self, request_id: str) -> bool:
-        """Whether no offer of the request is unanswered: only then may its blocks be freed.
+        """Returns whether no offer of the request is unanswered: only then may its blocks be freed.
 
         An open hand-over may be settled: what is committed later goes on from what was sent.
         """

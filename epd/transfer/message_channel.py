@@ -76,7 +76,7 @@ class IncomingChannel(Generic[T]):
         self._early: dict[int, T] = {}
 
     def take(self, number: int, message: T) -> list[T]:
-        """The messages that can be read now, in order: none for one that is early, or comes again."""
+        """Returns the messages that can be read now, in order: none for one that is early, or comes again."""
         if self.next <= number < self.next + self._max_early:
             self._early.setdefault(number, message)
         taken = []

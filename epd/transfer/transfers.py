@@ -75,7 +75,7 @@ class Inbox:
         return self._open[key]
 
     def reissue(self, key: GroupKey) -> tuple[Ticket, Ticket]:
-        """A new ticket for the same blocks, for another sender to fill; the old ticket is closed.
+        """Returns a new ticket for the same blocks, for another sender to fill; the old ticket is closed.
 
         Returns the old and the new one. Raises KeyError when no ticket is open for the key.
         """
@@ -87,7 +87,7 @@ class Inbox:
         return old, new
 
     def unwanted(self, key: GroupKey) -> Ticket | None:
-        """The open ticket for the key, if nobody but the ticket itself still holds the entry."""
+        """Returns the open ticket for the key, if nobody but the ticket itself still holds the entry."""
         ticket = self._open.get(key)
         if ticket and self._cache.holders(key) == {ticket.transfer_id}:
             return ticket
@@ -104,7 +104,7 @@ class Inbox:
         self._cache.release(ticket.key, ticket.transfer_id)
 
     def find(self, transfer_id: str) -> Ticket | None:
-        """The open ticket with this id."""
+        """Returns the open ticket with this id."""
         return next((ticket for ticket in self._open.values() if ticket.transfer_id == transfer_id), None)
 
     def check_integrity(self) -> None:

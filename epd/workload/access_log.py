@@ -125,7 +125,7 @@ def _ended_s(head: str) -> float:
 
 
 def log_shape(row: LogRow, sight: ModelSight, video_fps: int, max_text: int, max_output: int) -> RequestShape:
-    """A request of that size; longer texts and answers are cut."""
+    """Returns a request of that size; longer texts and answers are cut."""
     text, output = min(row.text_tokens, max_text), min(row.completion_tokens, max_output)
     if not row.num_media:
         return RequestShape(text, output)

@@ -85,7 +85,7 @@ class BurstyArrivals:
 
 
 def poisson_arrivals(rate_per_s: float) -> BurstyArrivals:
-    """A Poisson process: exponential gaps."""
+    """Returns a Poisson process: exponential gaps."""
     return BurstyArrivals(rate_per_s, 1.0)
 
 
@@ -109,7 +109,7 @@ class RampArrivals:
             raise RequestError(f"the ramp takes {self.ramp_s} s, it must be above 0; try 60")
 
     def expected(self, time_s: float) -> float:
-        """How many requests have come by a time, on average."""
+        """Returns how many requests have come by a time, on average."""
         ramped_s = min(time_s, self.ramp_s)
         slope = (self.end_rate_per_s - self.start_rate_per_s) / self.ramp_s
         in_ramp = (self.start_rate_per_s + slope * ramped_s / 2) * ramped_s
@@ -123,7 +123,7 @@ class RampArrivals:
                 yield self._reached_s(num_expected)
 
     def _reached_s(self, num_expected: float) -> float:
-        """The inverse of expected()."""
+        """Returns the inverse of expected()."""
         beyond = num_expected - self.expected(self.ramp_s)
         if beyond >= 0:
             return self.ramp_s + beyond / self.end_rate_per_s

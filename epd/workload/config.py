@@ -92,7 +92,9 @@ class WorkloadConfig(BaseModel):
     mix: tuple[MixPart, ...] = (MixPart(),)
 
     def resolve(self) -> Workload:
-        """The workload. Raises RequestError for what makes no sense, and for one that would never end."""
+        """Returns the workload. Raises RequestError for what makes no sense, and for one that would never
+        end.
+        """
         if self.arrival is ArrivalKind.TRACE or self.trace is not None:
             return self._resolve_trace()
         if self.num_requests is None and self.duration_s is None:
@@ -169,7 +171,8 @@ def load_workload(
     overrides: Mapping[str, Any] | None = None,
     part_overrides: Mapping[str, Any] | None = None,
 ) -> WorkloadConfig:
-    """A preset or a file, with fields replaced. Raises RequestError for an unknown name, field or value.
+    """Returns a preset or a file, with fields replaced. Raises RequestError for an unknown name, field or
+    value.
 
     Without a source, all fields are at their defaults.
     part_overrides: fields of every part of the mix; how many images or videos only of parts that have some.

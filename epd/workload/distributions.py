@@ -56,7 +56,7 @@ class Spread:
 
     @classmethod
     def parse(cls, text: str | float) -> Self:
-        """The notation above. Raises RequestError for anything else."""
+        """Returns the notation above. Raises RequestError for anything else."""
         matches = [_RANGE.fullmatch(part.strip()) for part in str(text).split("|")]
         if not all(matches):
             raise RequestError(f"{text!r} is no spread of sizes; write 32, 16..64, 1|4|8 or 1*3|4*1")
@@ -77,7 +77,7 @@ class Spread:
         return float(rng.uniform(picked.low, picked.high))
 
     def draw_count(self, rng: np.random.Generator) -> int:
-        """A whole number, the ends of its range as likely as what lies between."""
+        """Returns a whole number, the ends of its range as likely as what lies between."""
         picked = self._pick(rng)
         return int(rng.integers(round(picked.low), round(picked.high), endpoint=True))
 
@@ -92,7 +92,7 @@ class Spread:
 
 
 def pick_weighted(rng: np.random.Generator, weights: Sequence[float]) -> int:
-    """An index, each with a probability in proportion to its weight."""
+    """Returns an index, each with a probability in proportion to its weight."""
     bounds = np.cumsum(weights)
     index = int(np.searchsorted(bounds, rng.random() * bounds[-1], side="right"))
     return min(index, len(weights) - 1)

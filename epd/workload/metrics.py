@@ -125,7 +125,7 @@ class SLO:
                 raise RequestError(f"the objective {name} is {limit_s}, it must be above 0 seconds")
 
     def is_met(self, record: ClientRecord) -> bool:
-        """Whether a request came to its end within all limits."""
+        """Returns whether a request came to its end within all limits."""
         kept = (
             _is_within(record.ttft_s, self.ttft_s),
             _is_within(record.tpot_s, self.tpot_s),

@@ -204,7 +204,7 @@ class Workload:
         return not isinstance(self.arrivals, ClosedArrivals)
 
     def requests(self, seed: int, round_index: int = 0, copy: int = 0) -> Iterator[PlannedRequest]:
-        """The requests of one round, in order of arrival; drawn as they are taken.
+        """Yields the requests of one round, in order of arrival; drawn as they are taken.
 
         copy: another one has the same times and shapes, and other content.
         """
@@ -247,7 +247,7 @@ class _Content:
 def _repeated(
     first: PlannedRequest, index: int, due_s: float, shape: RequestShape, text_seed: int
 ) -> PlannedRequest:
-    """A new question about the media of `first`, or its whole text where there are none."""
+    """Returns a new question about the media of `first`, or its whole text where there are none."""
     if shape.has_media:
         shape = replace(shape, images=first.shape.images, videos=first.shape.videos)
     else:

@@ -71,8 +71,9 @@ class TraceMedia:
 
 
 def open_trace(path: Path, max_rows: int | None = None) -> Sequence[TraceRow | LogRow]:
-    """The first rows of a trace file, CSV or access log, plain or gzip. Raises RequestError where it cannot
-    be read."""
+    """Returns the first rows of a trace file, CSV or access log, plain or gzip. Raises RequestError where it
+    cannot be read.
+    """
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open() as lines:
             return _parse_any(lines, max_rows)
@@ -84,7 +85,7 @@ def open_trace(path: Path, max_rows: int | None = None) -> Sequence[TraceRow | L
 
 
 def _parse_any(lines: Iterable[str], max_rows: int | None) -> Sequence[TraceRow | LogRow]:
-    """A log may begin with lines of others, so its mark is looked for in the first thousand."""
+    """Returns a log may begin with lines of others, so its mark is looked for in the first thousand."""
     source = iter(lines)
     head = list(islice(source, _NUM_SNIFFED))
     whole = chain(head, source)
@@ -141,7 +142,7 @@ def _seconds(text: str) -> float:
 
 
 def trace_arrivals(rows: Iterable[TraceRow | LogRow], rate_per_s: float | None = None) -> TraceArrivals:
-    """The times of a trace; with a rate, stretched or pressed so that this is the mean rate."""
+    """Returns the times of a trace; with a rate, stretched or pressed so that this is the mean rate."""
     times_s = [row.time_s for row in rows]
     scale = 1.0
     if rate_per_s is not None and len(times_s) > 1 and times_s[-1] > 0:
@@ -150,5 +151,5 @@ def trace_arrivals(rows: Iterable[TraceRow | LogRow], rate_per_s: float | None =
 
 
 def trace_shapes(rows: Iterable[TraceRow | LogRow], media: TraceMedia) -> TraceShapes:
-    """The shapes of a trace."""
+    """Returns the shapes of a trace."""
     return TraceShapes(tuple(media.shape(row) for row in rows))
