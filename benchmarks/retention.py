@@ -287,7 +287,7 @@ def _of_rounds(changes: Sequence[Row]) -> list[Row]:
 
 
 def measured(quick: bool, slo_s: float) -> Row:
-    options = ("--num-threads", "1", "--num-kv-tokens", str(KV_TOKENS), "--slo-ttft", str(slo_s))
+    options = ("--num-threads", "1", "--num-kv-tokens", str(KV_TOKENS), "--slo-ttft-s", str(slo_s))
     by_load = ("--retention-min", str(LEAST), "--allowed-media-path", str(CACHE))
     seconds = (4.0, 5.0, 3.0, 4.0, 4.0) if quick else (12.0, 8.0, 16.0, 8.0, 16.0)
     films()

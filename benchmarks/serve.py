@@ -204,7 +204,7 @@ def _overlap(topology: str, seconds: int, pairs: Sequence[tuple[Row, Row]], alon
 
 def flood_rows(topology: str, num_requests: int) -> list[Row]:
     """Goodput at capacity and at ten times that."""
-    slo = ["--slo-ttft", "10"]
+    slo = ["--slo-ttft-s", "10"]
     with serving(topology, *slo) as server:
         common = ["--workload", "images", "--max-tokens", "96", "--ignore-eos", *slo]
         calm = bench(server, *common, "--concurrency", "8", "--num-requests", str(num_requests))

@@ -16,80 +16,140 @@ from epd.errors import ModelNotFoundError, RequestError
 from epd.kv.scheduling import SchedulerConfig
 from epd.machine import usable_cpus
 from epd.models import embedded_model_path
-from epd.reduction import DEFAULT_METHOD, LEAST_RETENTION, ReductionPolicy
+from epd.reduction import DEFAULT_METHOD, LEAST_RETENTION, METHODS, ReductionPolicy
 from epd.topology import Stage, parse_topology
 
 _VIDEO: frozenset[Stage] = frozenset({"video"})
 _KV_ROLES: frozenset[Stage] = frozenset({"prefill", "decode"})
 
 
-# The variable of the environment that holds a key which the arguments do not.
+# Environment variables that hold keys the arguments leave out.
 KEY_VARIABLES = {"api_key": "EPD_API_KEY", "admin_api_key": "EPD_ADMIN_API_KEY"}
+# Those that `epd serve` reads where a flag is not given.
+ENVIRONMENT = {**KEY_VARIABLES, "otlp_endpoint": "OTEL_EXPORTER_OTLP_ENDPOINT"}
 
 
 class AppArgs(BaseModel):
-    """What the application is made of.
+    """The application's arguments. Every field is also a flag of `epd serve` and a key of its YAML.
 
-    model: a folder in Hugging Face layout, by default the embedded shapes-vl. model_name: asked for under it.
-    topology: see `epd.topology`. num_video_workers: that decode video, with num_video_threads each.
-    api_key: by default what EPD_API_KEY is set to; without one everybody is let in. admin_api_key: to change
-    roles and to come before others, by default what EPD_ADMIN_API_KEY is set to; without one nobody may.
-    allowed_media_path: folder that file:// media may be read from. allowed_media_hosts: see `FetchPolicy`.
-    num_threads: of torch in each stage worker, by default the machine's cores shared out among them.
-    num_kv_tokens: room for keys and values at each worker. max_requests: answered at once.
-    max_waiting, max_wait_s: for room at the workers. slo_ttft_s: a request whose first token cannot come so
-    soon is refused, by default none is. hang_s: without a sign of life a worker is lost after.
-    retention, reduction: share of the visual tokens that is kept where a request says nothing, and how those
-    are chosen: see `epd.reduction`. retention_min: the share falls to it as the load rises, so that first
-    tokens come within slo_ttft_s; by default it does not follow the load.
-    drain_s: that requests are given to end when the application does.
-    served_hosts: names that clients may call the server by: see `serve_app.http.host_check.HostCheck`.
-    trace_dir: a Chrome trace of each request is written there, the latest max_traces are kept.
-    otlp_endpoint: base URL of a collector that gets OpenTelemetry traces.
-    max_batch_patches: that an encoder takes together. skip_static: a unit of a video is not encoded if none
-    of its preprocessed values differs by more than this from the unit before; by default all are.
-    max_num_batched_tokens, max_chunk_tokens, max_num_seqs: see `SchedulerConfig`. decode_max_num_seqs: of
-    workers that only decode, by default the same. sharding: of one request's groups: over all encoders, on
-    one, or where it is prefilled. elastic: workers of one role take others as the load changes.
-    limits: of what one request may ask for, see `RequestLimits`.
+    A field's description is the help of its flag; `epd config show` prints the fields' resolved values.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
-    model: Path | None = None
-    model_name: str | None = None
-    topology: str = "1e1p1d"
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    num_video_workers: int = Field(default=1, ge=1, le=64)
-    num_video_threads: int = Field(default=2, ge=1, le=64)
-    num_threads: int | None = Field(default=None, ge=1, le=256)
-    num_kv_tokens: int | None = Field(default=None, ge=1)
-    api_key: SecretStr | None = None
-    admin_api_key: SecretStr | None = None
-    allowed_media_path: Path | None = None
-    allowed_media_hosts: frozenset[str] | None = None
-    max_requests: int = Field(default=512, ge=1)
-    max_waiting: int = Field(default=256, ge=0)
-    max_wait_s: float = Field(default=120.0, gt=0)
-    slo_ttft_s: float | None = Field(default=None, gt=0)
-    retention: float = Field(default=1.0, ge=LEAST_RETENTION, le=1)
-    reduction: str = DEFAULT_METHOD
-    retention_min: float | None = Field(default=None, ge=LEAST_RETENTION, le=1)
-    hang_s: float = Field(default=10.0, gt=0)
-    drain_s: float = Field(default=30.0, ge=0)
-    served_hosts: frozenset[str] | None = None
-    trace_dir: Path | None = None
-    max_traces: int = Field(default=256, ge=1)
-    otlp_endpoint: str | None = None
-    max_batch_patches: int = Field(default=4096, ge=1)
-    skip_static: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    max_num_batched_tokens: int = Field(default=2048, ge=1)
-    max_chunk_tokens: int = Field(default=2048, ge=1)
-    max_num_seqs: int = Field(default=64, ge=1)
-    decode_max_num_seqs: int | None = Field(default=None, ge=1)
-    sharding: Sharding = "groups"
-    elastic: bool = False
-    limits: RequestLimits = Field(default_factory=RequestLimits)
+    model: Path | None = Field(
+        default=None,
+        description="Folder of a model in Hugging Face layout; by default the embedded shapes-vl.",
+    )
+    model_name: str | None = Field(
+        default=None, description="Name of the model in requests; by default the name of its folder."
+    )
+    topology: str = Field(
+        default="1e1p1d",
+        description="Workers, each number before the roles it counts: e encodes, p prefills, d decodes; "
+        "1epd is one worker with all roles.",
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float32", description="Type of weights and activations: float32, bfloat16 or float16."
+    )
+    num_video_workers: int = Field(default=1, ge=1, le=64, description="Workers that decode video.")
+    num_video_threads: int = Field(
+        default=2, ge=1, le=64, description="Videos that each video worker decodes at once."
+    )
+    num_threads: int | None = Field(
+        default=None,
+        ge=1,
+        le=256,
+        description="Threads of torch in each worker; by default the cores are divided among the workers.",
+    )
+    num_kv_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens that each worker's KV cache holds; by default set by the memory.",
+    )
+    api_key: SecretStr | None = Field(
+        default=None, description="Key that clients must send; no authentication by default."
+    )
+    admin_api_key: SecretStr | None = Field(
+        default=None,
+        description="Key that allows changing roles and setting priorities; by default neither is allowed.",
+    )
+    allowed_media_path: Path | None = Field(
+        default=None, description="Folder that file:// media may be read from; by default none may."
+    )
+    allowed_media_hosts: frozenset[str] | None = Field(
+        default=None, description="Hosts to fetch media from, private ones too; by default all public hosts."
+    )
+    max_requests: int = Field(default=512, ge=1, description="Requests answered at once; others get 429.")
+    max_waiting: int = Field(default=256, ge=0, description="Requests that wait for room at the workers.")
+    max_wait_s: float = Field(default=120.0, gt=0, description="Longest wait for room, in seconds.")
+    slo_ttft_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="Target for the time to first token, in seconds: requests that cannot meet it get 429.",
+    )
+    retention: float = Field(
+        default=1.0,
+        ge=LEAST_RETENTION,
+        le=1,
+        description="Share of visual tokens kept unless a request sets its own, 0.05 to 1.",
+    )
+    reduction: str = Field(
+        default=DEFAULT_METHOD, description=f"How the kept tokens are chosen: {', '.join(METHODS)}."
+    )
+    retention_min: float | None = Field(
+        default=None,
+        ge=LEAST_RETENTION,
+        le=1,
+        description="Lower retention down to this under load, to meet slo_ttft_s; by default it is fixed.",
+    )
+    hang_s: float = Field(
+        default=10.0, gt=0, description="Seconds without a heartbeat after which a worker counts as lost."
+    )
+    drain_s: float = Field(
+        default=30.0, ge=0, description="Grace period for in-flight requests on shutdown, in seconds."
+    )
+    allowed_hosts: frozenset[str] | None = Field(
+        default=None,
+        description="Names that clients may call the server by, besides its address; by default any, except "
+        "on loopback without a key.",
+    )
+    trace_dir: Path | None = Field(default=None, description="Folder for a Chrome trace of each request.")
+    max_traces: int = Field(
+        default=256, ge=1, description="Traces kept in trace_dir; the oldest are deleted."
+    )
+    otlp_endpoint: str | None = Field(
+        default=None, description="Base URL of a collector of OpenTelemetry traces."
+    )
+    max_batch_patches: int = Field(
+        default=4096, ge=1, description="Patches that an encoder batches together."
+    )
+    skip_static: float | None = Field(
+        default=None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Tolerance for skipping static frames: a unit of a video is not encoded when no "
+        "preprocessed value differs by more from the unit before; 0 requires equality. By default all are "
+        "encoded.",
+    )
+    max_num_batched_tokens: int = Field(default=2048, ge=1, description="Tokens computed in one step.")
+    max_chunk_tokens: int = Field(
+        default=2048, ge=1, description="Tokens of one request prefilled in one step."
+    )
+    max_num_seqs: int = Field(default=64, ge=1, description="Sequences that run at once on a worker.")
+    decode_max_num_seqs: int | None = Field(
+        default=None, ge=1, description="The same for workers that only decode; by default max_num_seqs."
+    )
+    sharding: Sharding = Field(
+        default="groups",
+        description="Where one request's groups are encoded: groups (on all encoders), request (on one) or "
+        "local (where they are prefilled).",
+    )
+    elastic: bool = Field(default=False, description="Let workers change roles as the load changes.")
+    limits: RequestLimits = Field(
+        default_factory=RequestLimits,
+        description="Limits of one request, such as max_frames=4096; epd config show lists all.",
+    )
 
     @property
     def model_path(self) -> Path:
@@ -115,7 +175,7 @@ class AppArgs(BaseModel):
         if self.slo_ttft_s is None:
             raise RequestError(
                 f"received a retention_min of {self.retention_min:g} without an SLO; allowed: with the time "
-                "in which first tokens must come; set slo_ttft_s, by --slo-ttft"
+                "in which first tokens must come; set slo_ttft_s"
             )
         return RetentionConfig(self.slo_ttft_s, levels_down_to(self.retention_min))
 

@@ -58,7 +58,7 @@ _SOME_QUESTION = "?"
 class Progress(Protocol):
     """Told after each group how many of all frames have been prefilled."""
 
-    def __call__(self, num_done: int, num_frames: int) -> None: ...
+    def __call__(self, num_done: int, num_frames: int, /) -> None: ...
 
 
 class MediaContext:

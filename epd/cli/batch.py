@@ -133,7 +133,7 @@ def batch(
     plot: _Plot = None,
     as_json: _Json = False,
 ) -> None:
-    """Answer many questions about videos and images from a file.
+    """Answer a file of questions about videos and images.
 
     Questions about the same video share its decoding, encoding and prefill. Run it again to go on where it
     was stopped.

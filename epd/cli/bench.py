@@ -144,14 +144,15 @@ _MaxInFlight = Annotated[
 ]
 _Timeout = Annotated[float, typer.Option("--timeout", metavar="S", help="Longest time for one request.")]
 _SloTtft = Annotated[
-    float | None, typer.Option("--slo-ttft", metavar="S", help="Objective: longest time to the first token.")
+    float | None,
+    typer.Option("--slo-ttft-s", metavar="S", help="Objective: time to first token."),
 ]
 _SloTpot = Annotated[
     float | None,
-    typer.Option("--slo-tpot", metavar="S", help="Objective: longest time per output token after it."),
+    typer.Option("--slo-tpot-s", metavar="S", help="Objective: longest time per output token after it."),
 ]
 _SloE2e = Annotated[
-    float | None, typer.Option("--slo-e2e", metavar="S", help="Objective: longest time for a whole answer.")
+    float | None, typer.Option("--slo-e2e-s", metavar="S", help="Objective: longest time for a whole answer.")
 ]
 _JsonFile = Annotated[
     Path | None,
@@ -198,7 +199,7 @@ def bench(
     json_file: _JsonFile = None,
     plot_file: _PlotFile = None,
 ) -> None:
-    """Send load to servers of the OpenAI chat API and report latencies, SLO attainment and goodput.
+    """Measure latency, goodput and SLO attainment of servers.
 
     An open loop: requests go out at their times whatever becomes of the others. Content is drawn anew for
     every request, so that caches are cold.

@@ -34,7 +34,7 @@ _IsJson = Annotated[bool, typer.Option("--json", help="Print one record instead 
 
 @config.callback()
 def _config() -> None:
-    """Show the configuration of the application."""
+    """Show the resolved configuration of a server."""
 
 
 @config.command()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from epd import console
+from epd.cli.options import SloTpot, SloTtft
 from epd.cli.simulate import num_threads, workload_config
 from epd.errors import RequestError
 
@@ -31,8 +32,6 @@ _TraceFile = Annotated[
         "--trace", metavar="FILE", help="CSV with the columns of the Azure LMM trace, or our access log."
     ),
 ]
-_SloTtft = Annotated[float | None, typer.Option(metavar="S", help="Objective: time to the first token.")]
-_SloTpot = Annotated[float | None, typer.Option(metavar="S", help="Objective: time per token after it.")]
 _Attainment = Annotated[
     float, typer.Option(metavar="P", help="Share of the requests that must keep the objectives.")
 ]
@@ -66,8 +65,8 @@ def plan(
     profile: _Profile = "qwen2.5-vl-7b@a100-80gb",
     workload: _Workload = None,
     trace: _TraceFile = None,
-    slo_ttft: _SloTtft = None,
-    slo_tpot: _SloTpot = None,
+    slo_ttft: SloTtft = None,
+    slo_tpot: SloTpot = None,
     attainment: _Attainment = 0.9,
     min_rate: _MinRate = None,
     min_retention: _MinRetention = 1.0,
@@ -76,7 +75,7 @@ def plan(
     out: _Out = None,
     as_json: _IsJson = False,
 ) -> None:
-    """Search for the layout that serves the most requests per device within the objectives.
+    """Search for the topology with the highest goodput per device.
 
     Says when not to disaggregate, and what binds when nothing will do (exit code 3).
     """
@@ -113,7 +112,7 @@ def _check(
 ) -> None:
     if slo_ttft is None and slo_tpot is None:
         raise RequestError(
-            "no objective is given, so no rate would be too high; add --slo-ttft or --slo-tpot"
+            "no objective is given, so no rate would be too high; add --slo-ttft-s or --slo-tpot-s"
         )
     for name, share in (("attainment", attainment), ("min retention", min_retention)):
         if not 0 < share <= 1:

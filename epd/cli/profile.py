@@ -61,7 +61,7 @@ def profile(
     app: _WithApp = False,
     as_json: _IsJson = False,
 ) -> None:
-    """Measure what every stage costs on this machine, for epd simulate and epd plan.
+    """Measure what each stage costs on this machine.
 
     Encode by patches and batch, prefill by new and past tokens, decode by batch and context, transfers by
     bytes, reading media by pixels.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from epd import console
+from epd.cli.options import SloTpot, SloTtft
 from epd.errors import RequestError
 
 if TYPE_CHECKING:
@@ -61,8 +62,6 @@ _Threads = Annotated[
         help="Threads that read media; by default 16, or the cores of a profile's machine.",
     ),
 ]
-_SloTtft = Annotated[float | None, typer.Option(metavar="S", help="Objective: time to the first token.")]
-_SloTpot = Annotated[float | None, typer.Option(metavar="S", help="Objective: time per token after it.")]
 _IsJson = Annotated[bool, typer.Option("--json", help="Print records instead of tables.")]
 _ChromeFile = Annotated[
     Path | None,
@@ -87,13 +86,13 @@ def simulate(
     sharding: _Sharding = "groups",
     whole: _IsWhole = False,
     cpu_threads: _Threads = None,
-    slo_ttft: _SloTtft = None,
-    slo_tpot: _SloTpot = None,
+    slo_ttft: SloTtft = None,
+    slo_tpot: SloTpot = None,
     as_json: _IsJson = False,
     chrome_trace: _ChromeFile = None,
     plot: _PlotFile = None,
 ) -> None:
-    """Simulate a fleet with the live scheduler, router and admission; or repeat published figures.
+    """Simulate a fleet, or repeat published figures.
 
     With --scenario: simulated beside published. Otherwise requests of a workload on a topology.
     """

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from epd import console
+from epd.cli.options import SloTpot, SloTtft
 from epd.errors import InfeasibleError, RequestError, UnavailableError
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ _Profile = Annotated[
         help="Profile of epd profile, or MODEL@DEVICE: says what epd plan would choose for this load.",
     ),
 ]
-_SloTtft = Annotated[float | None, typer.Option(metavar="S", help="Objective: time to the first token.")]
-_SloTpot = Annotated[float | None, typer.Option(metavar="S", help="Objective: time per token after it.")]
 _PlanS = Annotated[float, typer.Option("--plan-seconds", metavar="S", help="To search at most so long.")]
 _IsJson = Annotated[bool, typer.Option("--json", help="Print one record instead of text.")]
 
@@ -46,12 +45,12 @@ def status(
     url: _Url = "http://127.0.0.1:8000",
     api_key: _ApiKey = None,
     profile: _Profile = None,
-    slo_ttft: _SloTtft = None,
-    slo_tpot: _SloTpot = None,
+    slo_ttft: SloTtft = None,
+    slo_tpot: SloTpot = None,
     plan_seconds: _PlanS = 60.0,
     as_json: _IsJson = False,
 ) -> None:
-    """Show roles, queues and the last decisions of a running server, and what its load asks for.
+    """Show the workers, queues and traffic of a server.
 
     With a profile and an objective: which layout of as many workers epd plan would choose for the requests
     of the last ten minutes.
@@ -59,7 +58,7 @@ def status(
     from epd.bench.endpoint import parse_endpoints
 
     if profile is not None and slo_ttft is None and slo_tpot is None:
-        raise RequestError("a profile is given and no objective; add --slo-ttft or --slo-tpot")
+        raise RequestError("a profile is given and no objective; add --slo-ttft-s or --slo-tpot-s")
     (endpoint,) = parse_endpoints([url], api_key=api_key)
     now = _get(endpoint, "/v1/epd/status")
     recent = _get(endpoint, "/v1/epd/load")["requests"]

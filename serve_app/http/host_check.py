@@ -8,7 +8,7 @@ cannot be rebound, and is always let in.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from starlette.types import Scope
 
@@ -37,6 +37,16 @@ class HostCheck:
 def checked_hosts(names: Iterable[str]) -> frozenset[str]:
     """The names in lower case. Raises RequestError for what is no host name."""
     return frozenset(_checked(name) for name in names)
+
+
+def names_for(host: str, allowed: Collection[str], *, has_key: bool) -> frozenset[str] | None:
+    """The names that a server bound to host answers to, host included. Raises RequestError.
+
+    None: it depends on the address that a request comes to, see `HostCheck`.
+    """
+    if allowed or not (has_key or is_address(host)):
+        return checked_hosts(allowed) | {host.lower()}
+    return None
 
 
 def _checked(name: str) -> str:

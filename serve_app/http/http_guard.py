@@ -93,7 +93,7 @@ class RequestEdge:
 def _foreign_host_response() -> JSONResponse:
     message = (
         "received a Host header with a name that is not this server's; allowed: localhost, addresses and "
-        "the names it was started with; start it with --allowed-host NAME"
+        "the names it was started with; start it with --allowed-hosts NAME"
     )
     return JSONResponse(
         _reply(HTTPStatus.FORBIDDEN, message, "host_forbidden").model_dump(), HTTPStatus.FORBIDDEN

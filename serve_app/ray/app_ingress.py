@@ -90,7 +90,7 @@ def _settings(args: AppArgs, planner: RequestPlanner) -> ApiSettings:
         default_params=SamplingParams(repetition_penalty=planner.settings.repetition_penalty),
         default_deadline_s=args.slo_ttft_s,
         default_reduction=args.reduction_policy,
-        allowed_hosts=args.served_hosts,
+        allowed_hosts=args.allowed_hosts,
         trace_dir=args.trace_dir,
         max_traces=args.max_traces,
         otlp_endpoint=args.otlp_endpoint,

@@ -177,7 +177,7 @@ def test_the_verb_prints_tables_and_writes_files(server: FakeServer, tmp_path: P
         result = epd_bench(
             *("--url", f"quick={server.url}", "--url", f"slow={other.url}", "--workload", "mixed"),
             *("--rate", 40, "--num-requests", 12, "--video-seconds", 1, "--video-size", "64x64"),
-            *("--max-tokens", 4, "--slo-ttft", 0.09, "--rounds", 2, "--api-key", "secret-2", "--seed", 4),
+            *("--max-tokens", 4, "--slo-ttft-s", 0.09, "--rounds", 2, "--api-key", "secret-2", "--seed", 4),
             *("--json", tmp_path / "out.json", "--plot", tmp_path / "out.png"),
         )
     assert result.exit_code == 0, result.output
@@ -228,7 +228,7 @@ def test_json_alone_on_stdout(server: FakeServer) -> None:
         (("--plot", "x.txt"), ".png"),
         (("--json", "/no/such/folder/x.json"), "folder that exists"),
         (("--extra-body", "[1]"), "JSON object"),
-        (("--slo-tpot", "-1"), "tpot_s is -1"),
+        (("--slo-tpot-s", "-1"), "tpot_s is -1"),
         (("--max-tokens", "many"), "no spread"),
         (("--image-size", "12"), "WIDTHxHEIGHT"),
     ],

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from epd.cli.eval import spread_values
 from epd.cli.program import app
 from epd.eval.demo import demo_cases
 from epd.eval.verdicts import Verdict, VerdictLog
@@ -17,7 +16,7 @@ from stages.colocated import ColocatedPipeline
 from video.demo_video import write_demo_video
 
 # One video of 8 seconds and all five questions about it.
-ONE_VIDEO = ("--demo", "5", "--frames", "8", "--ttft-videos", "1", "--threads", "1")
+ONE_VIDEO = ("--demo", "5", "--frames", "8", "--ttft-videos", "1", "--num-threads", "1")
 
 
 def run(*options: str | Path) -> int:
@@ -28,7 +27,22 @@ def run(*options: str | Path) -> int:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The verdicts of one video, two methods and two retentions."""
     out = tmp_path_factory.mktemp("eval") / "verdicts.jsonl"
-    assert run(*ONE_VIDEO, "--method", "random", "uniform", "--retention", "1.0", "0.25", "--out", out) == 0
+    assert (
+        run(
+            *ONE_VIDEO,
+            "--method",
+            "random",
+            "--method",
+            "uniform",
+            "--retention",
+            "1.0",
+            "--retention",
+            "0.25",
+            "--out",
+            out,
+        )
+        == 0
+    )
     return out
 
 
@@ -70,7 +84,17 @@ def test_what_is_kept_falls_as_planned(finished: Path) -> None:
 def test_rows_are_printed_for_machines_as_asked_for(
     finished: Path, calls: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ("--retention", "1.0", "0.25", "--method", "uniform", "--out", finished, "--json")
+    options = (
+        "--retention",
+        "1.0",
+        "--retention",
+        "0.25",
+        "--method",
+        "uniform",
+        "--out",
+        finished,
+        "--json",
+    )
     assert run(*ONE_VIDEO, *options) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["method"], row["retention"]) for row in rows] == [("uniform", 1.0), ("uniform", 0.25)]
@@ -90,7 +114,7 @@ def test_a_killed_evaluation_does_only_what_is_missing(
     out = tmp_path / "verdicts.jsonl"
     lines = finished.read_bytes().splitlines(keepends=True)
     out.write_bytes(b"".join(lines[:6]) + lines[6][:40])
-    options = (*ONE_VIDEO, "--method", "random", "uniform", "--retention", "0.25", "--out", out)
+    options = (*ONE_VIDEO, "--method", "random", "--method", "uniform", "--retention", "0.25", "--out", out)
     assert run(*options, "--ttft-videos", "0") == 0
     assert calls == ["encode_media", "prefill_encoded", "prefill_encoded"]
     assert _answers(out) == _answers(finished)
@@ -137,7 +161,7 @@ def test_a_file_of_open_and_multiple_choice_questions(
     data = tmp_path / "questions.jsonl"
     data.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     out = tmp_path / "verdicts.jsonl"
-    options = ("--frames", "8", "--retention", "1.0", "--ttft-videos", "0", "--threads", "1", "--json")
+    options = ("--frames", "8", "--retention", "1.0", "--ttft-videos", "0", "--num-threads", "1", "--json")
     assert run(data, *options, "--out", out) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["num_questions"], row["num_videos"], row["ttft_s"]) == (3, 1, None)
@@ -157,8 +181,9 @@ def test_any_supported_model_can_be_asked(
         "4",
         "--retention",
         "1.0",
+        "--retention",
         "0.25",
-        "--threads",
+        "--num-threads",
         "1",
         "--ttft-videos",
         "0",
@@ -200,19 +225,3 @@ def test_what_makes_no_sense_is_refused_in_one_line_before_a_model_is_loaded(
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("args", "spread"),
-    [
-        ("--frames 32 128 --json", "--frames 32 --frames 128 --json"),
-        ("--retention 1.0 0.25 d.jsonl", "--retention 1.0 --retention 0.25 d.jsonl"),
-        ("--method a b d.jsonl --seed 3 4", "--method a --method b d.jsonl --seed 3 4"),
-        ("d.jsonl --frames 8 x 9", "d.jsonl --frames 8 x 9"),
-        ("--frames=8 9", "--frames=8 9"),
-        ("--frames --json", "--frames --json"),
-        ("--method a --method b c", "--method a --method b --method c"),
-    ],
-)
-def test_options_take_several_values(args: str, spread: str) -> None:
-    assert list(spread_values(args.split())) == spread.split()

@@ -59,7 +59,7 @@ def test_a_measured_profile_can_be_simulated_and_planned(
     )
     assert "10 requests" in capsys.readouterr().out
     app(
-        ["plan", "--profile", str(path), "--workload", "video", "--gpus", "2", "--slo-ttft", "5"],
+        ["plan", "--profile", str(path), "--workload", "video", "--gpus", "2", "--slo-ttft-s", "5"],
         standalone_mode=False,
     )
     assert capsys.readouterr().out.startswith("run ")

@@ -59,7 +59,7 @@ def test_a_port_that_is_taken_is_told_at_once() -> None:
 
 def test_it_answers_and_drains(tmp_path: Path) -> None:
     mark = secrets.token_hex(8)
-    with running(mark, tmp_path, "--topology", "1epd", "--limit", "max_media=7") as (process, url):
+    with running(mark, tmp_path, "--topology", "1epd", "--limits", "max_media=7") as (process, url):
         assert "bytes of text, 7 media, 65,536 frames" in (tmp_path / "output").read_text()
         client = httpx.Client(base_url=url, trust_env=False, timeout=60)
         body = {

@@ -42,7 +42,7 @@ def test_every_preset_can_be_simulated(workload: str, capsys: pytest.CaptureFixt
         "20",
         "--topology",
         "1e1pd",
-        "--slo-ttft",
+        "--slo-ttft-s",
         "9",
     )
     assert "20 requests" in capsys.readouterr().out

@@ -52,19 +52,19 @@ def test_one_record_for_machines(front: Front) -> None:
 
 def test_what_epd_plan_would_choose_for_the_load(run_front: Callable[..., Front]) -> None:
     front = run_front(BusyService())
-    record = json.loads(status(front, *PROFILE, "--slo-ttft", "2", "--json").stdout)
+    record = json.loads(status(front, *PROFILE, "--slo-ttft-s", "2", "--json").stdout)
     plan = record["plan"]
     assert plan["explanation"]["num_devices"] == 4  # the fake has four workers
     assert plan["objectives"]["ttft_s"] == 2
     assert plan["explanation"]["goodput_per_s"] > 0
-    assert f"plan: run {plan['topology']}" in status(front, *PROFILE, "--slo-ttft", "2").stdout
+    assert f"plan: run {plan['topology']}" in status(front, *PROFILE, "--slo-ttft-s", "2").stdout
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (("--slo-ttft", "0.0001"), "TTFT binds"),
-        (("--slo-ttft", "2", "--plan-seconds", "0"), "the search took more than 0 s"),
+        (("--slo-ttft-s", "0.0001"), "TTFT binds"),
+        (("--slo-ttft-s", "2", "--plan-seconds", "0"), "the search took more than 0 s"),
     ],
 )
 def test_why_there_is_no_plan(run_front: Callable[..., Front], options: tuple[str, ...], reason: str) -> None:
@@ -75,7 +75,7 @@ def test_why_there_is_no_plan(run_front: Callable[..., Front], options: tuple[st
 
 
 def test_few_requests_are_not_planned_for(front: Front) -> None:
-    shown = status(front, *PROFILE, "--slo-tpot", "0.1")
+    shown = status(front, *PROFILE, "--slo-tpot-s", "0.1")
     assert "plan: 2 requests are too few to plan for, 20 are needed" in shown.stdout
 
 

@@ -53,7 +53,7 @@ def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     profile = folder / "profile.json"
     profile.write_text(text.replace('"model": "qwen2.5-vl-7b"', '"model": "shapes-vl"'))
     path = folder / "plan.yaml"
-    options = ["--gpus", "2", "--workload", "images", "--slo-ttft", "2.5", "--slo-tpot", "0.05"]
+    options = ["--gpus", "2", "--workload", "images", "--slo-ttft-s", "2.5", "--slo-tpot-s", "0.05"]
     app(
         ["plan", *options, "--cpu-threads", "6", "--profile", str(profile), "--out", str(path)],
         standalone_mode=False,
@@ -96,8 +96,8 @@ def test_every_decision_reaches_its_worker(plan_path: Path, served: Served, tmp_
 
 
 def test_options_that_are_given_win(plan_path: Path, served: Served) -> None:
-    options = ("--topology", "1e1p1d", "--slo-ttft", "9", "--num-kv-tokens", "4096", "--dtype", "float32")
-    args = served.with_plan(plan_path, *options, "--video-threads", "2")
+    options = ("--topology", "1e1p1d", "--slo-ttft-s", "9", "--num-kv-tokens", "4096", "--dtype", "float32")
+    args = served.with_plan(plan_path, *options, "--num-video-threads", "2")
     assert (args.topology, args.slo_ttft_s, args.num_kv_tokens) == ("1e1p1d", 9.0, 4096)
     assert (args.dtype, args.num_video_threads) == ("float32", 2)
 
@@ -122,7 +122,7 @@ def test_a_plan_that_drops_visual_tokens_is_served_so(
 
 def test_without_a_plan_nothing_changes(served: Served) -> None:
     app(["serve"], standalone_mode=False)
-    assert served.args[-1] == AppArgs(served_hosts=served.args[-1].served_hosts).resolved()
+    assert served.args[-1] == AppArgs(allowed_hosts=served.args[-1].allowed_hosts).resolved()
 
 
 @pytest.mark.parametrize(

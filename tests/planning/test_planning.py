@@ -165,7 +165,7 @@ def run(*options: str) -> object:
 
 def test_the_verb_prints_a_plan_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.yaml"
-    options = ["--gpus", "2", "--slo-ttft", "2", "--slo-tpot", "0.05", "--workload", "images"]
+    options = ["--gpus", "2", "--slo-ttft-s", "2", "--slo-tpot-s", "0.05", "--workload", "images"]
     run(*options, "--out", str(path))
     text = capsys.readouterr().out
     plan = yaml.safe_load(path.read_text())
@@ -179,11 +179,11 @@ def test_the_verb_prints_a_plan_and_writes_it(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
-        (["--gpus", "2", "--slo-ttft", "0.001"], 3, "TTFT binds"),
+        (["--gpus", "2", "--slo-ttft-s", "0.001"], 3, "TTFT binds"),
         (["--gpus", "2"], 2, "no objective"),
-        (["--gpus", "0", "--slo-ttft", "1"], 2, "1 to 256"),
-        (["--gpus", "2", "--slo-ttft", "1", "--attainment", "1.5"], 2, "attainment"),
-        (["--gpus", "2", "--slo-ttft", "1", "--out", "/no/where/plan.yaml"], 2, "cannot write"),
+        (["--gpus", "0", "--slo-ttft-s", "1"], 2, "1 to 256"),
+        (["--gpus", "2", "--slo-ttft-s", "1", "--attainment", "1.5"], 2, "attainment"),
+        (["--gpus", "2", "--slo-ttft-s", "1", "--out", "/no/where/plan.yaml"], 2, "cannot write"),
     ],
 )
 def test_the_verb_ends_with_its_exit_code(

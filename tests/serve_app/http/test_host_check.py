@@ -45,7 +45,7 @@ def test_other_names_are_not(run_front: Callable[..., Front], host: str, path: s
     assert response.status_code == 403
     error = response.json()["error"]
     assert (error["type"], error["code"]) == ("permission_error", "host_forbidden")
-    assert "--allowed-host" in error["message"]
+    assert "--allowed-hosts" in error["message"]
 
 
 def test_a_foreign_name_asks_nothing(run_front: Callable[..., Front]) -> None:

@@ -153,5 +153,5 @@ def test_the_arguments_of_the_app() -> None:
     config = AppArgs(retention_min=0.2, slo_ttft_s=2.0).load_retention
     assert config is not None
     assert (config.slo_ttft_s, config.levels) == (2.0, (1.0, 0.5, 0.25, 0.2))
-    with pytest.raises(RequestError, match="--slo-ttft"):
+    with pytest.raises(RequestError, match="slo_ttft_s"):
         AppArgs(retention_min=0.2).resolved()

@@ -1,0 +1,94 @@
+"""The commands `epd demo` and `epd demo-video`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from epd import console
+from epd.cli.options import Seed
+from epd.shapes import Question, QuestionKind, make_scene
+from epd.types import Answer
+from video.demo_video import parse_size, write_demo_video
+
+if TYPE_CHECKING:
+    from stages.colocated import ColocatedPipeline, MediaContext
+
+_Out = Annotated[Path, typer.Option(metavar="FILE", help="Where to write the video.")]
+_OutFile = Annotated[
+    Path, typer.Argument(metavar="OUT.mp4", help="File to write; a JSON file with the truth goes beside it.")
+]
+_Seconds = Annotated[float, typer.Option(metavar="S", help="Length of the video.")]
+_Fps = Annotated[int, typer.Option(metavar="F", help="Frames per second.")]
+_Size = Annotated[str, typer.Option(metavar="WxH", help="Width and height in pixels, even.")]
+
+
+def demo_video(
+    out: _OutFile, seconds: _Seconds = 30.0, fps: _Fps = 24, size: _Size = "640x360", seed: Seed = 7
+) -> None:
+    """Draw a video whose contents are known.
+
+    Writes a scene of the shapes world as H.264, with B-frames and a keyframe every two seconds, and beside it
+    a JSON file that says what is visible when. Prints the names of the two files.
+    """
+    print(out, _write_video(out, seconds, fps, size, seed), sep="\n")
+
+
+def demo(out: _Out = Path("demo-out/demo.mp4"), seed: Seed = 7) -> None:
+    """Draw a video and check five answers about it.
+
+    Asks the embedded model five questions about a drawn video of 60 seconds and compares with the truth.
+    """
+    from epd.cli.pipelines import open_pipeline  # torch
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    questions = _questions(_write_video(out, 60.0, 24, "640x360", seed))
+    pipeline = open_pipeline([str(out)], questions[0].text, None)
+    with console.progress_bar("frames") as show:
+        context = pipeline.prefill_media([str(out)], progress=show)
+    print(f"{out}: 60 s of H.264, {context.num_frames} frames sampled\n")
+    _print_cost(context, [_answer_aloud(pipeline, context, question) for question in questions])
+
+
+def _questions(truth: Path) -> list[Question]:
+    """The first question of each of five kinds, from a truth file."""
+    entries = {entry["kind"]: entry for entry in reversed(json.loads(truth.read_text())["questions"])}
+    questions = [
+        Question(QuestionKind(kind), entry["question"], entry["answer"]) for kind, entry in entries.items()
+    ]
+    return questions[-5:]
+
+
+def _answer_aloud(pipeline: ColocatedPipeline, context: MediaContext, question: Question) -> Answer:
+    """Streams the answer, then prints the truth and whether they agree."""
+    console.stream_text(f"{question.text:<45} ")
+    answer = pipeline.answer(context, question.text, on_text=console.stream_text)
+    tick = "✓" if question.is_answered_by(answer.text) else "✗"
+    space = " " * max(1, 12 - len(answer.text))
+    print(f"{space}truth: {question.answer:<12} {tick}")
+    return answer
+
+
+def _print_cost(context: MediaContext, answers: list[Answer]) -> None:
+    """Prints how long each stage took: for the video once, and for all questions."""
+    asked = sum((answer.timings for answer in answers[1:]), answers[0].timings)
+    columns = {"video, once: s": context.timings, f"{len(answers)} questions: s": asked}
+    print()
+    console.stdout_console().print(console.stage_table(columns))
+    usage, ttft_s = answers[0].usage, median(answer.ttft_s for answer in answers)
+    print(
+        f"\n{usage.num_frames} frames, {usage.visual_tokens} visual tokens, "
+        f"{usage.prompt_tokens} prompt tokens; a question's first token after {ttft_s:.3f} s"
+    )
+
+
+def _write_video(out: Path, seconds: float, fps: int, size: str, seed: int) -> Path:
+    """Draws and writes a video; returns the file with its truth. Raises RequestError for useless options."""
+    height, width = parse_size(size)
+    scene = make_scene(seed, seconds)
+    with console.progress_bar("drawing") as show:
+        return write_demo_video(out, scene, fps=fps, height=height, width=width, progress=show)

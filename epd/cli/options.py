@@ -1,0 +1,218 @@
+"""Options that several commands share, each declared once, and the options of `epd serve`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
+
+import typer
+
+from epd.errors import RequestError
+from epd.reduction import DEFAULT_METHOD, METHODS, ReductionPolicy
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from pydantic.fields import FieldInfo
+
+_PLOT_FORMATS = (".png", ".svg", ".pdf")
+
+
+def _output(path: Path | None) -> Path | None:
+    """Raises RequestError for a file that cannot be written, before any work is done for it."""
+    if path is not None and str(path) != "-" and (path.is_dir() or not path.parent.is_dir()):
+        raise RequestError(f"cannot write {str(path)!r}; give a file name in a folder that exists")
+    return path
+
+
+def _plot(path: Path | None) -> Path | None:
+    """Raises RequestError for a file that cannot be written as a plot."""
+    if path is not None and (path.suffix.lower() not in _PLOT_FORMATS or not path.parent.is_dir()):
+        raise RequestError(
+            f"cannot plot to {str(path)!r}; name a {', '.join(_PLOT_FORMATS)} file in a folder that exists"
+        )
+    return path
+
+
+def reduction_policy(method: str | None, retention: float | None) -> ReductionPolicy:
+    """The policy of the two options, which keeps all tokens by default. Raises RequestError."""
+    return ReductionPolicy(method or DEFAULT_METHOD, 1.0 if retention is None else retention)
+
+
+# What is asked
+Model = Annotated[
+    Path | None,
+    typer.Option(
+        "--model", help="Folder of a model in Hugging Face layout; by default the embedded shapes-vl."
+    ),
+]
+Fps = Annotated[
+    float | None,
+    typer.Option(
+        "--fps", metavar="F", help="Frames to sample per second of video; by default the model's rate."
+    ),
+]
+Frames = Annotated[
+    int | None,
+    typer.Option("--frames", metavar="N", help="Frames to sample from each video, evenly; or use --fps."),
+]
+Retention = Annotated[
+    float | None,
+    typer.Option("--retention", metavar="R", help="Share of visual tokens kept, 0.05 to 1; by default 1."),
+]
+Reduction = Annotated[
+    str | None,
+    typer.Option("--reduction", metavar="METHOD", help=f"How they are chosen: {', '.join(METHODS)}."),
+]
+SkipStatic = Annotated[
+    float | None,
+    typer.Option(
+        "--skip-static",
+        metavar="TOLERANCE",
+        help="Do not encode units of frames that differ from those before by at most this; 0 for equal ones.",
+    ),
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-tokens", metavar="N", help="Longest answer, in tokens; by default the model's limit."
+    ),
+]
+NumKVTokens = Annotated[
+    int | None,
+    typer.Option("--num-kv-tokens", metavar="N", help="Tokens that the KV cache of each worker holds."),
+]
+NumThreads = Annotated[
+    int | None,
+    typer.Option(
+        "--num-threads", metavar="N", min=1, help="Threads of torch; by default OMP_NUM_THREADS or all cores."
+    ),
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option("--api-key", envvar="EPD_API_KEY", metavar="KEY", help="Key to send to the server."),
+]
+Address = Annotated[
+    str | None, typer.Option("--address", metavar="RAY", help="Address of a running Ray cluster.")
+]
+
+# Traffic, objectives and costs
+Workload = Annotated[
+    str | None,
+    typer.Option("--workload", metavar="NAME", help="text, images, video, mixed, or a YAML or JSON file."),
+]
+Rate = Annotated[
+    float | None,
+    typer.Option("--rate", metavar="R", help="Requests per second; for a trace, its mean after scaling."),
+]
+NumRequests = Annotated[int | None, typer.Option("--num-requests", metavar="N", help="Number of requests.")]
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        metavar="FILE",
+        help="CSV in the format of the Azure LMM trace, or an access log of epd serve.",
+    ),
+]
+RepeatRate = Annotated[
+    float | None,
+    typer.Option("--repeat-rate", metavar="P", help="Share of requests about media sent before; 0 is cold."),
+]
+Seed = Annotated[
+    int, typer.Option("--seed", metavar="N", help="The same seed gives the same requests or videos.")
+]
+SloTtft = Annotated[
+    float | None,
+    typer.Option("--slo-ttft-s", metavar="S", help="Objective: time to first token, in seconds."),
+]
+SloTpot = Annotated[
+    float | None,
+    typer.Option("--slo-tpot-s", metavar="S", help="Objective: time per output token after it, in seconds."),
+]
+Profile = Annotated[
+    str,
+    typer.Option(
+        "--profile", metavar="FILE", help="File of epd profile, or MODEL@DEVICE to compute the costs."
+    ),
+]
+CpuThreads = Annotated[
+    int | None,
+    typer.Option("--cpu-threads", metavar="N", min=1, help="Threads that read media."),
+]
+
+# Output
+IsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Plot = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE", callback=_plot, help="Draw a plot: png, svg or pdf."),
+]
+Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", callback=_output, help="File to write.")]
+ChromeTrace = Annotated[
+    Path | None,
+    typer.Option(
+        "--chrome-trace", metavar="FILE", callback=_output, help="Write a trace for chrome://tracing."
+    ),
+]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--json",
+        metavar="FILE",
+        callback=_output,
+        help="Write everything to this file; - prints it instead of the tables.",
+    ),
+]
+
+
+# Options from the fields of a model
+
+
+def with_fields_of(
+    model: type[BaseModel], *, arguments: Mapping[str, str], variables: Mapping[str, str]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorates a command: each field of the model is an option of the field's name, default and description.
+
+    The command gets them as keyword arguments; the model checks their values.
+    arguments: metavars of the fields that are arguments instead of options.
+    variables: names of environment variables, by field.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [
+            each
+            for each in signature(command, eval_str=True).parameters.values()
+            if each.kind is not Parameter.VAR_KEYWORD
+        ]
+        fields = [
+            _parameter(name, field, arguments.get(name), variables.get(name))
+            for name, field in model.model_fields.items()
+        ]
+        command.__signature__ = Signature([*own, *fields])  # type: ignore[attr-defined]
+        command.__annotations__ = {each.name: each.annotation for each in (*own, *fields)}
+        return command
+
+    return decorate
+
+
+def _parameter(name: str, field: FieldInfo, argument: str | None, variable: str | None) -> Parameter:
+    """Numbers, paths and switches are parsed, sets and records are lists of text, all else is text."""
+    kinds = [each for each in (get_args(field.annotation) or [field.annotation]) if each is not type(None)]
+    kind: Any = kinds[0]
+    default = field.default
+    if get_origin(kind) is frozenset or field.default_factory is not None:
+        kind, default = list[str], None
+    elif kind not in (bool, int, float, Path):
+        kind = str
+    metavar = "VALUE" if kind == list[str] else None
+    flag = f"--{name.replace('_', '-')}"
+    info: Any = typer.Option(flag, metavar=metavar, help=field.description, envvar=variable)
+    if argument is not None:
+        info = typer.Argument(metavar=argument, help=field.description)
+    kind = kind if kind is bool else kind | None
+    return Parameter(
+        name,
+        Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[kind, info],
+    )

@@ -1,0 +1,37 @@
+"""Loads models for the commands that run them in this process. Imports torch: commands import it when run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import video
+from encoders import check_question
+from encoders.reduction.static_units import check_tolerance
+from epd import console
+from epd.models import embedded_model_path
+from stages.colocated import ColocatedPipeline
+from stages.evaluation import evaluate as run_evaluation
+
+__all__ = ["load_pipeline", "open_pipeline", "run_evaluation"]
+
+
+def open_pipeline(
+    paths: Sequence[str], question: str, model: Path | None, skip_static: float | None = None
+) -> ColocatedPipeline:
+    """Checks the input, then loads a model. Raises EPDError."""
+    check_question(question)
+    check_tolerance(skip_static)
+    for path in paths:
+        video.media_kind(path)
+    return load_pipeline(model, skip_static=skip_static)
+
+
+def load_pipeline(
+    model: Path | None, num_threads: int | None = None, skip_static: float | None = None
+) -> ColocatedPipeline:
+    """Loads a model. Raises EPDError."""
+    with console.status("loading the model"):
+        return ColocatedPipeline.load(
+            model or embedded_model_path(), num_threads=num_threads, skip_static=skip_static
+        )
