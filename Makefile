@@ -3,8 +3,12 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# Tests that measure time: nothing else runs beside them.
+ALONE  := tests/bench/test_bench.py tests/serve_app/http/test_hostile.py
 export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
+# Installed modules are compiled when they are first imported, a third of them, and then kept.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo test test-topologies explore soak check fix wheel bench clean
 .DEFAULT_GOAL := help
@@ -15,14 +19,15 @@ help: ## list the commands
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, found " + sys.version.split()[0] + "; set PYTHON=/path/to/python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
 	touch $@
 
 demo: $(STAMP) ## make a 60 s video, ask five questions, print answers, truth and timings
 	$(BIN)/epd demo
 
-test: check ## lint, types and all tests (how long: CONTRIBUTING.md)
-	$(BIN)/python -m pytest
+test: check ## lint, types and all tests, in two processes (how long: CONTRIBUTING.md)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ALONE:%=--ignore=%)
+	$(BIN)/python -m pytest $(ALONE)
 
 test-topologies: $(STAMP) ## ask the app on Ray in every topology
 	EPD_TEST_TOPOLOGIES="1epd 1ep1d 1e1pd 1e1p1d 2e1p1d 2e2p2d" $(BIN)/python -m pytest tests/serve_app/ray/test_app.py

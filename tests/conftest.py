@@ -12,7 +12,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["OMP_WAIT_POLICY"] = "passive"
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Beside a second process of tests, each keeps to one core.
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +27,24 @@ if TYPE_CHECKING:
 settings.register_profile("same", derandomize=True)
 settings.load_profile("same")
 
+# Start Ray, or look at what Ray leaves in the folders of the machine: never two of them at once.
+RAY_FILES = (
+    "tests/serve_app/http/test_readme.py",
+    "tests/serve_app/http/test_slow_clients.py",
+    "tests/serve_app/ray/",
+    "tests/cli/test_serve_command.py",
+)
 SUBJECTS = ("qwen2_5_vl", "qwen3_vl", "shapes-vl")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Under `-n 2 --dist loadgroup`, a process runs whole files; one runs all that need Ray, first."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group("ray" if file.startswith(RAY_FILES) else file))
+    items.sort(key=lambda item: not item.nodeid.startswith(RAY_FILES))
 
 
 @pytest.fixture(scope="session")

@@ -112,7 +112,7 @@ def video_part(url: str) -> JSON:
     return {"type": "video_url", "video_url": {"url": url}}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ray_session() -> Iterator[RaySession]:
     """Ray and Serve, started once."""
     from tests.serve_app.ray.ray_session import ray_with_serve
