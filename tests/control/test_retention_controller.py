@@ -10,7 +10,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from epd.control.prompt_load import PromptLoadEstimator
 from epd.control.retention import (
     PromptLoad,
     RetentionConfig,
@@ -220,41 +219,6 @@ def test_levels_end_where_the_server_wants() -> None:
 def test_levels_that_are_none_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(RequestError, match="allowed"):
         RetentionConfig(2.0, **options)  # type: ignore[arg-type]
-
-
-# What is learned
-
-
-def test_a_busy_worker_is_learned_by_its_first_tokens_and_an_idle_one_by_its_prefill() -> None:
-    """0.1 s and 1 ms per token, while the worker is busy; before that 0.7 s of encoding alone."""
-    estimator, now_s = PromptLoadEstimator(), 0.0
-    estimator.arrived(0.0, 20, 480)
-    estimator.first_token(1.3, "p0", 0.0, 500, prefill_s=0.6)
-    now_s = 1.3
-    for number in range(60):
-        tokens = (500, 270, 140)[number % 3]
-        now_s += 0.1 + 0.001 * tokens
-        estimator.first_token(now_s, "p0", 0.5, tokens, prefill_s=9.0)
-    load = estimator.load(now_s, [500, 500], num_workers=1)
-    assert load.service_s(1.0) == pytest.approx(0.6, rel=0.05)
-    assert load.service_s(0.25) == pytest.approx(0.24, rel=0.1)
-    assert load.wait_s == pytest.approx(1.2, rel=0.05)
-    alone = estimator.load(now_s, [], num_workers=1)
-    assert alone.wait_s == pytest.approx(0.7)
-    assert estimator.load(now_s, [500, 500, 500, 500], num_workers=2).wait_s == pytest.approx(1.2, rel=0.05)
-
-
-def test_the_rate_of_arrivals_is_followed_and_forgotten() -> None:
-    estimator = PromptLoadEstimator()
-    for number in range(100):
-        estimator.arrived(number * 0.25, 10, 100)
-    assert estimator.load(24.75, [], num_workers=1).rate == pytest.approx(4, rel=0.1)
-    assert estimator.load(24.75, [], num_workers=2).rate == pytest.approx(2, rel=0.1)
-    assert estimator.load(60, [], num_workers=1).rate < 0.01
-
-
-def test_before_anything_is_known_nothing_is_predicted() -> None:
-    assert PromptLoadEstimator().load(0.0, [500] * 9, num_workers=1) == PromptLoad()
 
 
 def test_what_is_predicted_at_the_higher_level_counts() -> None:

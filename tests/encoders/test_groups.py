@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from encoders.adapter import Grid, MediaPlan
 from encoders.groups import cut, plan_groups
-from epd.encode.encode_batching import WaitingGroup, pick_batch
-from epd.encode.encoder_cache import GroupKey
 from epd.types import content_hash
 
 
@@ -63,31 +61,6 @@ def test_overlapping_clips_have_all_whole_groups_of_the_overlap_in_common(
     first, stop = max(starts), min(start + length for start, length in zip(starts, lengths, strict=True))
     whole = max(0, stop // group_units - -(-first // group_units))
     assert len(keys[0] & keys[1]) >= whole
-
-
-WAITING = st.builds(
-    lambda value, side, patches: WaitingGroup(
-        GroupKey(str(value), (), (0, 1), (1, 1), "m"), (side,), patches
-    ),
-    st.integers(0, 5),
-    st.integers(1, 2),
-    st.integers(1, 50),
-)
-
-
-@given(waiting=st.lists(WAITING, min_size=1, max_size=12), max_patches=st.integers(1, 120))
-def test_a_batch_has_one_shape_distinct_keys_and_the_oldest_group(
-    waiting: list[WaitingGroup], max_patches: int
-) -> None:
-    picked = [waiting[index] for index in pick_batch(waiting, max_patches)]
-    assert picked[0] is waiting[0]
-    assert {group.shape for group in picked} == {waiting[0].shape}
-    assert len({group.key for group in picked}) == len(picked)
-    assert len(picked) == 1 or sum(group.num_patches for group in picked) <= max_patches
-
-
-def test_nothing_waiting_is_no_batch() -> None:
-    assert pick_batch([], 100) == []
 
 
 def test_equal_bytes_have_one_hash_wherever_they_are(tmp_path: Path) -> None:

@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
-import random
-from collections import deque
-
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from epd.kv.block_pool import BlockPool
 from epd.kv.kv_cache import BlockCopy, KVCacheManager, KVCacheSpec
 from epd.kv.kv_identity import TokenIdentity, token_identity
 from epd.types import PlaceholderRange
@@ -412,95 +404,20 @@ def test_check_integrity_sees_damage(damage: str) -> None:
         cache.check_integrity()
 
 
-# What tokens are
-
-
-def test_rows_of_text_and_of_visual_units() -> None:
-    digest = bytes(range(240, 256))
-    identity = token_identity([5, 9, 9, 6], [(PlaceholderRange(1, 2), digest)])
-    high = int.from_bytes(digest[:8], "big", signed=True)
-    low = int.from_bytes(digest[8:], "big", signed=True)
-    assert identity.rows.tolist() == [[5, 0, 0], [-1, high, low], [-2, high, low], [6, 0, 0]]
-    assert identity.rows.dtype == np.int64
-
-
-def test_units_must_fit_and_have_whole_digests() -> None:
-    with pytest.raises(ValueError, match="digest of 3 bytes does not fit a prompt of 4 tokens"):
-        token_identity([1, 2, 3, 4], [(PlaceholderRange(0, 2), b"abc")])
-    with pytest.raises(ValueError, match="does not fit a prompt of 4 tokens"):
-        token_identity([1, 2, 3, 4], [(PlaceholderRange(3, 2), bytes(16))])
-
-
-@given(st.integers(0, 70), st.integers(0, 300))
-def test_appended_tokens_are_as_if_they_had_been_there(num_prompt: int, num_generated: int) -> None:
-    token_ids = list(range(2**40, 2**40 + num_prompt + num_generated))
-    grown = token_identity(token_ids[:num_prompt])
-    before = grown.copy()
-    for token_id in token_ids[num_prompt:]:
-        grown.append(token_id)
-    assert len(grown) == len(token_ids)
-    assert grown.rows.tolist() == [[token_id, 0, 0] for token_id in token_ids]
-    assert before.rows.tolist() == [[token_id, 0, 0] for token_id in token_ids[:num_prompt]]
-    assert pickle.loads(pickle.dumps(grown)).rows.tolist() == grown.rows.tolist()
-    assert b"".join(grown.chunks(0, len(grown), 16)) == grown.row_bytes(0, len(grown))
-
-
-def test_rows_that_are_not_known_cannot_be_read() -> None:
-    with pytest.raises(ValueError, match=r"rows \[2, 5\) asked for, \[0, 4\) are known"):
-        text(1, 2, 3, 4).row_bytes(2, 5)
-    with pytest.raises(ValueError, match=r"must be int64 \[T, 3\], got int64 \(4,\)"):
-        TokenIdentity(np.zeros(4, np.int64))
-
-
-# Block ids
-
-
-def test_a_fresh_pool_gives_ascending_runs() -> None:
-    pool = BlockPool(6)
-    assert pool.take(3) == [0, 1, 2]
-    assert pool.take(2) == [3, 4]
-    pool.release(1)
-    assert pool.take(2, after=4) == [5, 1]
-
-
-def test_a_pool_does_not_give_what_it_has_not_got() -> None:
-    pool = BlockPool(2)
-    with pytest.raises(ValueError, match="3 blocks asked for, 2 are free"):
-        pool.take(3)
-    with pytest.raises(ValueError, match="block 0 is free already"):
-        pool.release(0)
-    with pytest.raises(ValueError, match="block 0 is free and cannot be shared"):
-        pool.share(0)
-
-
-def test_a_new_run_starts_where_it_and_the_run_before_it_can_grow() -> None:
-    pool = BlockPool(12)
-    assert pool.take(2) == [0, 1]
-    assert pool.take(2) == [6, 7]
-    assert pool.take(1, after=1) == [2]
-    assert pool.take(2) == [9, 10]
-
-
-def test_blocks_that_were_held_before_are_taken_again() -> None:
-    """Of many short requests, twenty at a time: no more is ever written than they need at once."""
-    pool, touched, live = BlockPool(4096), set(range(100)), deque[list[int]]()
-    pool.take(100)
-    rng = random.Random(0)
-    for _ in range(400):
-        if len(live) == 20:
-            live.rotate(rng.randrange(20))
-            for block in live.popleft():
-                pool.release(block)
-        run = pool.take(2)
-        live.append([*run, *pool.take(1, after=run[-1])])
-        touched |= set(live[-1])
-    assert len(touched) <= 100 + 20 * 3 + 3
-
-
-def test_what_is_scattered_is_given_out_when_there_is_nothing_else() -> None:
-    pool = BlockPool(6)
-    for block in pool.take(6)[::2]:
-        pool.release(block)
-    assert pool.take(1, after=3) == [4]
-    assert pool.take(2, after=5) == [0, 2]
-    pool.check_integrity()
+def test_the_check_knows_what_has_been_written() -> None:
+    """A copy that was decided and not carried out leaves its block unwritten, whoever files it."""
+    kv = KVCacheManager(KVCacheSpec((8,), 4))
+    kv.open("a", token_identity([1] * 6), max_cached=0)
+    kv.allocate("a", 6)
+    kv.commit("a", token_identity([1] * 6), 6)
+    copies = kv.fork("a", "child")
+    assert not kv.is_written("child")
+    kv.allocate("child", 8)
+    kv.commit("child", token_identity([1] * 8), 8)
+    with pytest.raises(AssertionError, match="never written"):
+        kv.check_integrity()
+    kv.free("child")
+    kv.clear_idle()
+    kv.fork("a", "other")
+    kv.copied(copies)
+    kv.check_integrity()

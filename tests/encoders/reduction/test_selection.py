@@ -48,20 +48,6 @@ def kept_of(method: str, retention: float, rows: torch.Tensor, cuts: list[int]) 
     ]
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=30), st.integers(1, 70), st.floats(0.05, 1))
-def test_windows_keep_the_share_of_all_tokens_to_the_nearest_whole(
-    lengths: list[int], tokens_per_unit: int, retention: float
-) -> None:
-    ends = np.cumsum(lengths).tolist()
-    runs = list(zip([0, *ends[:-1]], ends, strict=True))
-    windows = plan_windows(runs, tokens_per_unit, retention)
-    wanted = round(retention * sum(lengths) * tokens_per_unit)
-    assert [(window.start, window.stop) for window in windows] == runs
-    assert all(1 <= window.num_kept <= window.num_tokens for window in windows)
-    kept = sum(window.num_kept for window in windows)
-    assert kept == wanted if all(window.num_kept > 1 for window in windows) else kept >= wanted
-
-
 @pytest.mark.parametrize("method", SELECTION_METHODS)
 @settings(max_examples=25, deadline=None)
 @given(retention=st.floats(0.05, 0.99), cuts=st.sets(st.integers(1, NUM_UNITS - 1)), seed=st.integers(0, 99))

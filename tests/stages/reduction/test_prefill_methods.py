@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 from transformers import AttentionInterface, DynamicCache
@@ -343,20 +343,6 @@ def test_questions_read_what_their_text_selects(
         theirs, view = answered_by_view(reference, pipeline, encoded, prompt, policy, len(answer.token_ids))
         assert answer.token_ids == theirs
         assert len(view.reads[-1]) < len(view.visual)
-
-
-@given(
-    num_cached=st.integers(1, 2000), share=st.floats(0.34, 1), num_layers=st.sampled_from([1, 2, 6, 28, 36])
-)
-def test_layers_read_as_many_tokens_as_wanted_on_average(
-    num_cached: int, share: float, num_layers: int
-) -> None:
-    counts = layer_counts(num_cached, share * num_cached, num_layers)
-    assert len(counts) == num_layers
-    assert list(counts) == sorted(counts, reverse=True)
-    assert counts[0] <= num_cached
-    if num_layers > 2 and num_cached > 50:
-        assert sum(counts) == pytest.approx(share * num_cached * num_layers, abs=num_layers)
 
 
 def test_a_cache_for_all_questions_and_a_choice_for_each(
