@@ -28,7 +28,7 @@ HEAVY = {"images": "1..3", "image_size": "1288x952", "output_tokens": "20..60"}
 TEXT = {"text_tokens": "200..400", "output_tokens": "100"}
 
 
-def demand(profile: Profile, slo: SLO, num: int = 60, **part: str) -> Demand:
+def demand(profile: Profile, slo: SLO, num: int = 30, **part: str) -> Demand:
     config = WorkloadConfig(rate=1.0, num_requests=num, mix=(MixPart.model_validate(part),))
     return Demand.of(list(JobMaker(profile).jobs(config.resolve().requests(0))), slo)
 
@@ -76,7 +76,7 @@ def test_many_devices_are_cells() -> None:
 )
 def test_the_search_equals_trying_everything(num_devices: int, slo: SLO, part: dict[str, str]) -> None:
     space = Space(num_devices, encode_patches=(4096,), language_seats=(64,), chunk_tokens=(512, 8192))
-    small = Planner(PROFILE, demand(PROFILE, slo, 30, **part), space, BASE)
+    small = Planner(PROFILE, demand(PROFILE, slo, 16, **part), space, BASE)
     found, truth = small.search(), small.exhaustive()
     assert found.winner.goodput >= truth.goodput / LEAST_GAIN**2
     assert found.num_simulated < found.num_candidates
@@ -159,11 +159,19 @@ def test_fewer_tokens_are_a_choice_only_where_it_is_allowed() -> None:
         assert found.winner.candidate.settings.retention == retentions[-1]
 
 
+@pytest.fixture
+def few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`epd plan` simulates 30 requests instead of 250."""
+    monkeypatch.setattr("epd.cli.plan._NUM_REQUESTS", 30)
+
+
 def run(*options: str) -> object:
     return app(["plan", *options], standalone_mode=False)
 
 
-def test_the_verb_prints_a_plan_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_prints_a_plan_and_writes_it(
+    few_requests: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "plan.yaml"
     options = ["--gpus", "2", "--slo-ttft-s", "2", "--slo-tpot-s", "0.05", "--workload", "images"]
     run(*options, "--out", str(path))
@@ -187,7 +195,7 @@ def test_the_verb_prints_a_plan_and_writes_it(tmp_path: Path, capsys: pytest.Cap
     ],
 )
 def test_the_verb_ends_with_its_exit_code(
-    options: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]
+    few_requests: None, options: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(*options) == code
     assert words in capsys.readouterr().err
