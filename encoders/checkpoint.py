@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import transformers
+
 from epd.errors import ModelError, ModelNotFoundError
 
 
@@ -53,12 +55,10 @@ def read_model_type(path: Path) -> str:
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Reads configuration and processor from local files only. Raises ModelError when they do not load."""
-    from transformers import AutoConfig, AutoProcessor
-
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
         try:
-            processor = AutoProcessor.from_pretrained(path, local_files_only=True)
+            processor = transformers.AutoProcessor.from_pretrained(path, local_files_only=True)
         except ImportError:  # the processor class wants a package; its parts do not
             processor = _processor_parts(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -77,12 +77,10 @@ class ProcessorParts:
 
 
 def _processor_parts(path: Path) -> ProcessorParts:
-    from transformers import AutoImageProcessor, AutoTokenizer, AutoVideoProcessor
-
     return ProcessorParts(
-        AutoTokenizer.from_pretrained(path, local_files_only=True),
-        AutoImageProcessor.from_pretrained(path, local_files_only=True),
-        AutoVideoProcessor.from_pretrained(path, local_files_only=True),
+        transformers.AutoTokenizer.from_pretrained(path, local_files_only=True),
+        transformers.AutoImageProcessor.from_pretrained(path, local_files_only=True),
+        transformers.AutoVideoProcessor.from_pretrained(path, local_files_only=True),
     )
 
 

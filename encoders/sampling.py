@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import transformers
+
 from encoders.adapter import FrameSampling, VideoFacts
 from epd.control.request_budget import check_num_frames
 from epd.errors import RequestError
@@ -109,7 +111,7 @@ def _num_wanted(processor: Any, video: VideoFacts, arguments: Mapping[str, float
 
 def source_metadata(video: VideoFacts) -> Any:
     """What transformers' processors are told of a video before a frame of it is decoded."""
-    from transformers.video_utils import VideoMetadata
-
     duration_s = video.num_frames / video.fps
-    return VideoMetadata(total_num_frames=video.num_frames, fps=video.fps, duration=duration_s)
+    return transformers.video_utils.VideoMetadata(
+        total_num_frames=video.num_frames, fps=video.fps, duration=duration_s
+    )

@@ -1,4 +1,4 @@
-"""What the JSON of a model folder tells of ceilings, without loading a model: for the command line."""
+"""Reads the limits of a model from the JSON files of its folder, without loading it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TEXT_CONFIGS = ("text_config", "llm_config")
 
 
 def limits_of(args: AppArgs) -> RequestLimits:
-    """The ceilings of one request as the running application has them. Raises ModelError."""
+    """The limits of one request as the running application has them. Raises ModelError."""
     context_tokens = context_tokens_of(args.model_path)
     if context_tokens is None:
         return args.limits
@@ -24,7 +24,7 @@ def limits_of(args: AppArgs) -> RequestLimits:
 
 
 def context_tokens_of(model: Path) -> int | None:
-    """How many tokens prompt and answer may have together; None where the model names no end.
+    """Tokens that prompt and answer may have together; None if the model sets no limit.
 
     Raises ModelError for a configuration that cannot be read.
     """
@@ -35,30 +35,32 @@ def context_tokens_of(model: Path) -> int | None:
 
 
 def _default_context_tokens(model: Path) -> int | None:
-    """What the class of a configuration says that says nothing itself."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()
+    """The limit of a configuration's class, for one that sets none itself."""
+    config = _loaded("AutoConfig", model).get_text_config()
     found = getattr(config, "max_position_embeddings", None)
     return int(found) if found else None
 
 
 def longest_token_bytes(model: Path) -> int:
-    """Of the longest token of the vocabulary, in UTF-8. Raises ModelError."""
+    """Bytes of the longest token of the vocabulary, in UTF-8. Raises ModelError."""
     return max(len(token.encode()) for token in _tokens(model))
 
 
 def _tokens(model: Path) -> Iterator[str]:
     path = model / "tokenizer.json"
     if not path.is_file():
-        from transformers import AutoTokenizer
-
-        yield from AutoTokenizer.from_pretrained(model, local_files_only=True).get_vocab()
+        yield from _loaded("AutoTokenizer", model).get_vocab()
         return
     tokenizer = _read(path)
     vocabulary: dict[str, int] | list[list[Any]] = tokenizer["model"]["vocab"]  # a list holds [token, score]
     yield from (one if isinstance(one, str) else str(one[0]) for one in vocabulary)
     yield from (str(added["content"]) for added in tokenizer.get("added_tokens", ()))
+
+
+def _loaded(class_name: str, model: Path) -> Any:
+    import transformers  # takes a second, and most models do not need it
+
+    return getattr(transformers, class_name).from_pretrained(model, local_files_only=True)
 
 
 def _read(path: Path) -> dict[str, Any]:

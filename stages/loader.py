@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import nn
+from transformers.utils import logging
 
 from epd.errors import ModelError
 from epd.machine import usable_cpus
@@ -17,11 +19,9 @@ from epd.machine import usable_cpus
 
 def load_model(path: Path, dtype: torch.dtype) -> nn.Module:
     """The transformers model at `path`, in eval mode, with sdpa attention. Raises ModelError."""
-    from transformers import AutoModelForImageTextToText
-
     try:
         with _quiet_transformers():
-            model, loading = AutoModelForImageTextToText.from_pretrained(
+            model, loading = transformers.AutoModelForImageTextToText.from_pretrained(
                 path,
                 dtype=dtype,
                 attn_implementation="sdpa",
@@ -47,8 +47,6 @@ def use_threads(num_threads: int | None) -> None:
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
     """No bar over the weights and no report on them: what is wrong with them is raised."""
-    from transformers.utils import logging
-
     had_bar, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -47,10 +48,8 @@ def load_role(path: Path, role: WeightSet, dtype: torch.dtype, weights: Path | N
     Raises ModelError when the files lack a tensor or cannot be read, UnsupportedModelError for attention that
     nothing here computes.
     """
-    from transformers import AutoConfig
-
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
         check_attention(config)
         model = skeleton(config, dtype)
         prune(model, role)
@@ -65,10 +64,8 @@ def load_role(path: Path, role: WeightSet, dtype: torch.dtype, weights: Path | N
 
 def skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
     """The whole model of a transformers configuration, its parameters on the meta device."""
-    from transformers import AutoModelForImageTextToText
-
     with _parameters_without_memory():
-        model: nn.Module = AutoModelForImageTextToText.from_config(
+        model: nn.Module = transformers.AutoModelForImageTextToText.from_config(
             config, dtype=dtype, attn_implementation="sdpa"
         )
     return model

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml  # type: ignore[import-untyped]  # its stubs are another package
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from epd.encode.sharding import Sharding
@@ -79,8 +80,6 @@ def _words(name: str) -> list[str]:
 
 def load_plan(path: Path) -> PlanFile:
     """What `epd plan --out` wrote. Raises RequestError for unknown fields, impossible values or no YAML."""
-    import yaml  # type: ignore[import-untyped]  # its stubs are another package
-
     try:
         record = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import yaml  # type: ignore[import-untyped]  # its stubs are another package
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from epd.errors import RequestError
@@ -221,8 +222,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _parse_yaml(text: str) -> Any:
-    import yaml  # type: ignore[import-untyped]  # its stubs are another package
-
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

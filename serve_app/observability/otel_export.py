@@ -1,20 +1,22 @@
 """Traces to an OpenTelemetry collector: a span for the request, one below it for each stage and group.
 
-OpenTelemetry is imported only where an endpoint is configured. Attributes follow its semantic conventions for
-generative AI where these have names, ours begin with `epd.`.
+The exporter, a package of its own, is imported only where an endpoint is configured. Attributes follow
+OpenTelemetry's semantic conventions for generative AI where these have names, ours begin with `epd.`.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from epd.errors import RequestError
 from serve_app.observability.record import RequestTrace
 from serve_app.service import StageSpan
-
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace.export import SpanExporter
 
 _NS_PER_S = 1_000_000_000
 _TRACES_PATH = "/v1/traces"
@@ -26,19 +28,12 @@ class OtelExport:
     """Hands spans to an exporter in batches, in the background; OTEL_TRACES_SAMPLER picks requests."""
 
     def __init__(self, exporter: SpanExporter) -> None:
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
         resource = Resource.create({"service.name": "epd"})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("epd")
 
     def write(self, trace: RequestTrace) -> None:
-        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
         parent = TraceContextTextMapPropagator().extract({"traceparent": trace.traceparent})
         root = self._tracer.start_span(
             "chat_completion",

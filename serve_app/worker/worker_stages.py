@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import transformers
 
 from encoders import Adapter, load_adapter
 from encoders.names import WeightSet
@@ -189,13 +190,11 @@ def embedding_layout(config: Any, dtype: torch.dtype) -> EmbeddingLayout:
 
 def generation_settings(path: Path, adapter: Adapter) -> GenerationSettings:
     """What the folder's generation_config.json says, without loading weights; defaults where it has none."""
-    from transformers import AutoConfig, GenerationConfig
-
     try:
-        config = GenerationConfig.from_pretrained(path, local_files_only=True)
+        config = transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
     except OSError:
-        config = GenerationConfig()
+        config = transformers.GenerationConfig()
     eos_id = adapter.tokenizer.eos_token_id
     return GenerationSettings.of(
-        config, eos_id, context_tokens(AutoConfig.from_pretrained(path, local_files_only=True))
+        config, eos_id, context_tokens(transformers.AutoConfig.from_pretrained(path, local_files_only=True))
     )

@@ -18,6 +18,7 @@ from video.children.shared_pixels import mapped
 from video.children.wire import MAX_HEADER_BYTES, ChildGoneError, Header, receive, send
 from video.containers.images import load_image
 from video.containers.look import look
+from video.decoding.pixels import exact_resize
 from video.decoding.stream import GroupStream, stream
 from video.sources.source import Media
 
@@ -28,8 +29,6 @@ _pixels: list[UInt8Array] = []
 def prepare(*, decodes_video: bool) -> None:
     """Imports what jobs need, before there are children."""
     if decodes_video:
-        from video.decoding.pixels import exact_resize
-
         exact_resize(np.zeros((8, 8, 3), np.uint8), (4, 4))
 
 

@@ -76,13 +76,12 @@ def exact_resize(pixels: UInt8Array, size: Size | None) -> UInt8Array:
     if size is None or pixels.shape[:2] == tuple(size):
         return pixels
     import torch  # only what resizes pays seconds and hundreds of megabytes for it
-    from torchvision.transforms.v2 import InterpolationMode
-    from torchvision.transforms.v2 import functional as transforms
+    from torchvision.transforms import InterpolationMode, v2
 
     if not pixels.flags.writeable:  # torch warns of memory it may not write; it only reads here
         pixels = pixels.copy()
     image = torch.from_numpy(pixels).permute(2, 0, 1).unsqueeze(0)  # uint8 [1, 3, H, W], channels last
-    resized = transforms.resize(image, list(size), interpolation=InterpolationMode.BICUBIC, antialias=True)
+    resized = v2.functional.resize(image, list(size), interpolation=InterpolationMode.BICUBIC, antialias=True)
     result: UInt8Array = resized[0].permute(1, 2, 0).numpy()
     return result
 
