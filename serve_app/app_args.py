@@ -164,24 +164,24 @@ class AppArgs(BaseModel):
 
     @property
     def reduction_policy(self) -> ReductionPolicy:
-        """Raises RequestError for a method that is not there."""
+        """Raises RequestError for an unknown method."""
         return ReductionPolicy(self.reduction, self.retention)
 
     @property
     def load_retention(self) -> RetentionConfig | None:
-        """None where retention does not follow the load. Raises RequestError where it has nothing to keep."""
+        """The retention that follows the load, None if it is fixed. Raises RequestError without an SLO."""
         if self.retention_min is None:
             return None
         if self.slo_ttft_s is None:
             raise RequestError(
-                f"received a retention_min of {self.retention_min:g} without an SLO; allowed: with the time "
-                "in which first tokens must come; set slo_ttft_s"
+                f"received a retention_min of {self.retention_min:g} without an SLO; allowed: with a target "
+                "for the time to first token; set slo_ttft_s"
             )
         return RetentionConfig(self.slo_ttft_s, levels_down_to(self.retention_min))
 
     @property
     def threads_per_worker(self) -> int:
-        """Those of torch in each stage worker. One core is left to HTTP and Ray, which serve all of them."""
+        """Threads of torch in each stage worker. One core is left to HTTP and Ray, which all workers use."""
         share = (usable_cpus() - 1) // parse_topology(self.topology).num_workers
         return self.num_threads or max(1, share)
 
@@ -193,22 +193,22 @@ class AppArgs(BaseModel):
         return sum(max(1, len(roles & _KV_ROLES)) for roles in stages)
 
     def scheduler(self, *, is_decode: bool) -> SchedulerConfig:
-        """Of workers that only decode, or of the others."""
+        """The limits of a pass, for workers that only decode or for the others."""
         seqs = (self.decode_max_num_seqs if is_decode else None) or self.max_num_seqs
         return SchedulerConfig(self.max_num_batched_tokens, seqs, self.max_chunk_tokens)
 
     def with_keys_from(self, environment: Mapping[str, str]) -> Self:
-        """With keys that only the environment holds."""
+        """Adds the keys that only the environment holds."""
         found = {name: environment.get(variable) for name, variable in KEY_VARIABLES.items()}
         missing = {name: SecretStr(key) for name, key in found.items() if key and not getattr(self, name)}
         return self.model_copy(update=missing)
 
     def resolved(self) -> Self:
-        """The same for any process of this machine. Raises EPDError for a model or topology that is none."""
+        """The same with absolute paths, checked. Raises EPDError for an invalid model, topology or key."""
         parse_topology(self.topology)
         if self.api_key and self.api_key == self.admin_api_key:
             raise RequestError(
-                "received the same admin_api_key and api_key; allowed: two; give users one of their own"
+                "received the same admin_api_key and api_key; allowed: different keys; change one of them"
             )
         _ = self.reduction_policy, self.load_retention
         least = min(self.retention, self.retention_min or 1.0)
@@ -219,6 +219,6 @@ class AppArgs(BaseModel):
 
     @property
     def workers(self) -> Mapping[str, frozenset[Stage]]:
-        """Roles by name. Raises RequestError for what is no topology."""
+        """Roles of each worker by its name. Raises RequestError for an invalid topology."""
         workers = {worker.name: worker.roles for worker in parse_topology(self.topology).workers()}
         return workers | {f"v{number}": _VIDEO for number in range(self.num_video_workers)}

@@ -1,4 +1,4 @@
-"""Documents name only things that exist: files, make targets, verbs of the program, training steps."""
+"""Documents name only things that exist: files, make targets, commands of the program, training steps."""
 
 from __future__ import annotations
 
@@ -62,36 +62,40 @@ def test_how_long_targets_take_is_written_in_one_place(texts: dict[str, str]) ->
     assert [line for line in lines if re.search(r"`make [a-z-]+`.*\d+ min", line)] == []
 
 
-def test_verbs_exist(texts: dict[str, str]) -> None:
-    verbs = set(getattr(get_command(app), "commands", {}))
+def test_commands_exist(texts: dict[str, str]) -> None:
+    commands = set(getattr(get_command(app), "commands", {}))
     named = {name for text in texts.values() for name in re.findall(r"\bepd ([a-z][a-z-]+)", _code_of(text))}
     assert {"ask", "demo-video"} <= named
-    assert named <= verbs
+    assert named <= commands
 
 
 def test_flags_exist(texts: dict[str, str]) -> None:
-    """Of each `epd VERB ...` in code, up to what the shell takes for the next command or a comment."""
+    """Of each `epd COMMAND ...` in code, up to what the shell takes for the next command or a comment."""
     program = get_command(app)
     flags = {
-        name: {flag for option in verb.params for flag in (*option.opts, *option.secondary_opts)} | {"--help"}
-        for name, verb in getattr(program, "commands", {}).items()
+        name: {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
+        | {"--help"}
+        for name, command in getattr(program, "commands", {}).items()
     }
     unknown, num_found = [], 0
     for doc, text in texts.items():
         code = _code_of(text).replace("\\\n", " ")
-        for verb, rest in re.findall(r"\bepd ([a-z][a-z-]+)([^\n`|;#]*)", code):
+        for command, rest in re.findall(r"\bepd ([a-z][a-z-]+)([^\n`|;#]*)", code):
             found = re.findall(r"(?<![\w-])--[a-z][\w-]*", rest)
             num_found += len(found)
-            unknown += [(doc, verb, flag) for flag in found if flag not in flags[verb]]
+            unknown += [(doc, command, flag) for flag in found if flag not in flags[command]]
     assert num_found > 20
     assert unknown == []
 
 
 def test_flags_that_stand_alone_exist(texts: dict[str, str]) -> None:
-    """Of any verb, or of a script of ours. Not those of other programs, nor of a log of what was tried."""
-    verbs = getattr(get_command(app), "commands", {}).values()
+    """Of any command, or of a script of ours. Not those of other programs, nor of a log of what was tried."""
+    commands = getattr(get_command(app), "commands", {}).values()
     ours = {
-        flag for verb in verbs for option in verb.params for flag in (*option.opts, *option.secondary_opts)
+        flag
+        for command in commands
+        for option in command.params
+        for flag in (*option.opts, *option.secondary_opts)
     }
     scripts = [path.read_text() for name in ("benchmarks", "training") for path in (ROOT / name).glob("*.*")]
     others = {"--help", "--shm-size"}

@@ -26,7 +26,7 @@ def _blocks() -> list[str]:
 
 def test_commands_run_in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    verbs = []
+    names = []
     for block in _blocks():
         for name, text in re.findall(r"^cat > (\S+) <<'END'\n(.*?)^END$", block, re.MULTILINE | re.DOTALL):
             Path(name).write_text(text)
@@ -36,6 +36,6 @@ def test_commands_run_in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.Mon
                 continue
             result = CliRunner().invoke(app, arguments)
             assert result.exit_code == 0, f"epd {line}\n{result.output}"
-            verbs.append(arguments[0])
-    assert verbs == ["demo-video", "ask", "ask", "batch", "ask"]
+            names.append(arguments[0])
+    assert names == ["demo-video", "ask", "ask", "batch", "ask"]
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 2

@@ -1,4 +1,4 @@
-"""The ingress of the application: the HTTP front over an orchestrator and its fleet, which it owns."""
+"""Builds the application's ingress: an HTTP server over an orchestrator and its fleet, which it owns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from video import FetchPolicy, MediaChildren
 
 
 async def create_ingress(args: AppArgs) -> FastAPI:
-    """The front over its service, which runs by now and ends with the app. Raises EPDError."""
+    """Starts the service and returns the HTTP app over it; the service ends with the app. Raises EPDError."""
     _log_requests()
     fleet = RayFleet(
         RayFleetConfig(
@@ -53,12 +53,12 @@ async def create_ingress(args: AppArgs) -> FastAPI:
     planner = RequestPlanner(args.model_path, args.model_name, limits=args.limits, reader=children)
     service = Orchestrator(fleet, planner, config)
     app = create_api(service, _settings(args, planner), children)
-    front_lifespan = app.router.lifespan_context
+    http_lifespan = app.router.lifespan_context
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
-            async with front_lifespan(app):
+            async with http_lifespan(app):
                 yield
         finally:
             await service.close()
@@ -75,7 +75,7 @@ async def create_ingress(args: AppArgs) -> FastAPI:
 
 
 def _settings(args: AppArgs, planner: RequestPlanner) -> ApiSettings:
-    """planner: whose checkpoint's repetition penalty is used where a request names none, and its limits."""
+    """planner: has the limits, and the repetition penalty for requests that set none."""
     policy = FetchPolicy(
         allowed_hosts=args.allowed_media_hosts,
         media_folder=args.allowed_media_path,
@@ -98,7 +98,7 @@ def _settings(args: AppArgs, planner: RequestPlanner) -> ApiSettings:
 
 
 def _log_requests() -> None:
-    """A line for every finished request on stderr, which Ray keeps in a file, and shows if it is asked."""
+    """Logs a line for each finished request to stderr, which Ray writes to a file."""
     logger = logging.getLogger("serve_app")
     if not logger.handlers:
         handler = logging.StreamHandler()
