@@ -32,7 +32,6 @@ from pathlib import Path
 from benchmarks.reporting import RESULTS, Row, Section, run_sections, setting
 from epd.bench.live_app import LiveApp, live_app
 from epd.bench.media import MediaLibrary
-from epd.cli.bench import _write_video
 from epd.machine import usable_cpus
 from epd.profiles import Profile, load_profile
 from epd.profiles.app_costs import Figures
@@ -41,6 +40,7 @@ from epd.simulate.calibrating import simulated_figures
 from epd.topology import parse_topology
 from epd.workload.config import load_workload
 from epd.workload.requests import Workload
+from video.demo_video import write_scene
 
 EPD = Path(sys.executable).with_name("epd")
 TOPOLOGIES = ("1epd", "1ep1d", "1e1pd", "1e1p1d")
@@ -210,7 +210,7 @@ def run_round(
 ) -> None:
     """All pairs once."""
     with tempfile.TemporaryDirectory(prefix="epd-bench-planner-") as folder:
-        library = MediaLibrary(Path(folder) / "media", _write_video)
+        library = MediaLibrary(Path(folder) / "media", write_scene)
         for topology in options.topologies:
             serve = ["--topology", topology, "--num-threads", str(profile.num_threads or 1)]
             serve += ["--num-kv-tokens", str(NUM_KV_TOKENS)]

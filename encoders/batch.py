@@ -9,7 +9,8 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from encoders.adapter import Embeddings, MediaPlan, PatchRun
-from encoders.reduction.static_units import check_tolerance, encode_moving
+from encoders.reduction.static_units import encode_moving
+from epd.reduction import check_tolerance
 
 
 class BatchEncoder(Protocol):

@@ -154,3 +154,12 @@ def layer_counts(num_cached: int, num_wanted: float, num_layers: int) -> tuple[i
 
 
 _BISECTIONS = 40
+
+
+def check_tolerance(tolerance: float | None) -> None:
+    """Raises RequestError for an invalid tolerance of skipping static frames."""
+    if tolerance is not None and not 0 <= tolerance < float("inf"):
+        raise RequestError(
+            f"received a skip_static of {tolerance:g}; allowed: 0 or more, in preprocessed values, where one "
+            "grey level is about 0.015; give 0 to skip only what is exactly equal"
+        )

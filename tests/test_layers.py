@@ -49,12 +49,12 @@ ROOMS: dict[str, dict[str, str]] = {
         "shapes": ".",
         "models": "",
         "eval": ". shapes",
-        "bench": ". profiles shapes workload",
-        "batch": ". bench transfer",
         "simulate": ". control encode kv profiles workload",
+        "bench": ". profiles shapes simulate workload",
+        "batch": ". bench transfer",
         "planning": ". encode kv profiles simulate workload",
         "published": ". encode kv planning profiles simulate workload",
-        "cli": ". batch bench eval kv models planning profiles published shapes simulate workload",
+        "cli": ". batch bench eval models planning profiles published shapes simulate workload",
     },
     "video": {
         "sources": "",
@@ -88,6 +88,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "decode.py": "engine sampling",
         "batch": ". encode engine",
         "colocated.py": ". encode engine sampling",
+        "profiling.py": ". engine",
         "evaluation.py": "colocated.py",
     },
     "serve_app": {

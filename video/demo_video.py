@@ -13,8 +13,9 @@ from typing import IO
 import av
 
 from epd.errors import RequestError
-from epd.shapes import Scene, SceneRenderer, make_questions
+from epd.shapes import Scene, SceneRenderer, make_questions, make_scene
 from epd.types import UInt8Array
+from epd.workload.requests import VideoSpec
 
 _GOP_S = 2.0
 _MIN_SIDE, _MAX_SIDE = 32, 4096
@@ -100,6 +101,19 @@ def write_demo_video(
     truth = out.with_suffix(".json")
     truth.write_text(json.dumps(_truth(scene, fps, height, width), indent=2) + "\n")
     return truth
+
+
+def write_scene(path: Path, seed: int, spec: VideoSpec, on_frame: Callable[[], None]) -> None:
+    """Draws and encodes the scene of a seed to `path`; calls on_frame after every frame."""
+    size = spec.size
+    renderer = SceneRenderer(make_scene(seed, spec.duration_s), size.height, size.width)
+
+    def frames() -> Iterable[UInt8Array]:
+        for index in range(spec.num_frames):
+            yield renderer.frame(index / spec.fps)
+            on_frame()
+
+    encode_h264(path, frames(), fps=Fraction(spec.fps), height=size.height, width=size.width)
 
 
 def _truth(scene: Scene, fps: int, height: int, width: int) -> dict[str, object]:

@@ -12,16 +12,6 @@ import torch
 from torch import Tensor
 
 from encoders.adapter import Embeddings, PatchRun
-from epd.errors import RequestError
-
-
-def check_tolerance(tolerance: float | None) -> None:
-    """Raises RequestError for a tolerance that is none."""
-    if tolerance is not None and not 0 <= tolerance < float("inf"):
-        raise RequestError(
-            f"received a skip_static of {tolerance:g}; allowed: 0 or more, in preprocessed values, where one "
-            "grey level is about 0.015; give 0 to skip only what is exactly equal"
-        )
 
 
 def static_units(run: PatchRun, tolerance: float) -> Tensor:

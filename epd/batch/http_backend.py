@@ -22,7 +22,7 @@ import httpx
 
 from epd.batch.lines import JSON, BatchLine
 from epd.batch.tasks import Answered, BackendCounts, Failed, MediaTask, Outcome
-from epd.bench.endpoint import Endpoint, parse_endpoints
+from epd.bench.endpoint import Endpoint, get, parse_endpoints
 from epd.errors import UnavailableError
 from epd.transfer.bounded_queue import BoundedQueue, QueueClosed
 
@@ -57,27 +57,10 @@ class HttpBackend:
     @classmethod
     @contextmanager
     def open(cls, url: str, api_key: str | None) -> Iterator[HttpBackend]:
-        """Raises RequestError for what is no URL, UnavailableError when nobody answers there."""
+        """Raises RequestError for an invalid URL, UnavailableError when no server answers."""
         (endpoint,) = parse_endpoints([url], api_key=api_key)
-        backend = cls(endpoint)
-        backend.check_answers()
-        yield backend
-
-    def check_answers(self) -> None:
-        try:
-            answer = httpx.get(
-                f"{self._endpoint.url}/v1/models",
-                headers=self._endpoint.headers,
-                timeout=_CONNECT_S,
-                trust_env=False,
-            )
-            found = "" if answer.status_code == HTTPStatus.OK else f"status {answer.status_code}"
-        except httpx.HTTPError as error:
-            found = type(error).__name__
-        if found:
-            raise UnavailableError(
-                f"{self._endpoint.shown_url}/v1/models gives {found}; start the server, or give its --api-key"
-            )
+        get(endpoint, "/v1/models", "start the server, or give its --api-key")
+        yield cls(endpoint)
 
     @contextmanager
     def run(self, tasks: Iterator[MediaTask]) -> Iterator[Iterator[Outcome | None]]:

@@ -1,20 +1,18 @@
-"""A picture of how busy the stages were over time."""
+"""Plots how busy the stages of a batch were over time."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+from matplotlib.figure import Figure
 
 from epd.batch.utilisation import Utilisation
 
 
 def plot_utilisation(utilisation: Utilisation, path: Path) -> None:
     """One line for each stage: the share of each stretch of time that it worked."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    axes = figure.subplots()
     steps = utilisation.steps()
     start_s = utilisation.samples[0].time_s if utilisation.samples else 0.0
     names = list(dict.fromkeys(name for _, shares in steps for name in shares))
@@ -26,4 +24,3 @@ def plot_utilisation(utilisation: Utilisation, path: Path) -> None:
     if names:
         axes.legend()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)

@@ -7,6 +7,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
 from epd import console
 
 
@@ -22,15 +31,6 @@ def batch_bar() -> Iterator[ShowBatch]:
     if not sys.stderr.isatty():
         yield lambda *_: None
         return
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
     columns = (
         TextColumn("lines"),
         BarColumn(),

@@ -1,17 +1,18 @@
-"""Where load goes: a server of the OpenAI chat API, with a name for tables."""
+"""A server of the OpenAI chat API, with a name for tables, and whether it answers."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
-from epd.errors import RequestError
+from epd.errors import EPDError, RequestError, UnavailableError
 
-_OPEN_TIMEOUT_S = 10.0
+_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +56,36 @@ def _parse(text: str, model: str, api_key: str | None) -> Endpoint:
     return Endpoint(match["name"] or host, url, model, api_key)
 
 
-async def find_model(endpoint: Endpoint) -> str:
-    """Returns the first model that a server lists. Raises RequestError when it cannot be asked or lists
-    none.
+def get(
+    endpoint: Endpoint,
+    path: str,
+    advice: str,
+    *,
+    no_answer: type[EPDError] = UnavailableError,
+    bad_answer: type[EPDError] = UnavailableError,
+) -> httpx.Response:
+    """Asks a server for a path; what it answers has the status 200.
+
+    advice: end of the message of an error.
+    no_answer, bad_answer: the errors to raise when nothing answers, and for any other status.
     """
-    url = f"{endpoint.url}/v1/models"
-    advice = "is it running, and an OpenAI server? With --model it is not asked"
+    shown = f"{endpoint.shown_url}{path}"
     try:
-        async with httpx.AsyncClient(trust_env=False, timeout=_OPEN_TIMEOUT_S) as client:
-            answer = await client.get(url, headers=endpoint.headers)
-            answer.raise_for_status()
-            listed = answer.json()["data"]
-            return str(listed[0]["id"])
-    except httpx.HTTPStatusError as error:
-        reason = f"status {error.response.status_code}"
+        answer = httpx.get(
+            f"{endpoint.url}{path}", headers=endpoint.headers, timeout=_TIMEOUT_S, trust_env=False
+        )
     except httpx.HTTPError as error:
-        reason = type(error).__name__
+        raise no_answer(f"{shown} gave {type(error).__name__}; {advice}") from None
+    if answer.status_code != HTTPStatus.OK:
+        raise bad_answer(f"{shown} gave status {answer.status_code}; {advice}")
+    return answer
+
+
+def find_model(endpoint: Endpoint) -> str:
+    """The first model that a server lists. Raises RequestError when it does not answer or lists none."""
+    advice = "start an OpenAI-compatible server there, or name the model with --model"
+    answer = get(endpoint, "/v1/models", advice, no_answer=RequestError, bad_answer=RequestError)
+    try:
+        return str(answer.json()["data"][0]["id"])
     except (ValueError, LookupError, TypeError):
-        reason = "no list of models"
-    raise RequestError(f"{endpoint.shown_url}/v1/models gave {reason}; {advice}")
+        raise RequestError(f"{endpoint.shown_url}/v1/models gave no list of models; {advice}") from None

@@ -98,7 +98,7 @@ class LiveApp:
         endpoint = Endpoint("app", self.url)
         plan = BenchPlan(
             workload,
-            (replace(endpoint, model=asyncio.run(find_model(endpoint))),),
+            (replace(endpoint, model=find_model(endpoint)),),
             warmup=0,
             seed=seed,
             max_in_flight=concurrency or 512,

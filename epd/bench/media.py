@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from PIL import Image
+
 from epd.bench.body import MediaPart
 from epd.errors import RequestError
 from epd.machine import usable_cpus
+from epd.shapes import SceneRenderer, make_scene
 from epd.workload.requests import PlannedRequest, Resolution, VideoSpec
 
 ImageFormat = Literal["png", "jpeg"]
@@ -47,10 +50,6 @@ def media_keys(request: PlannedRequest) -> list[MediaKey]:
 
 def draw_image(path: Path, seed: int, size: Resolution, image_format: ImageFormat) -> None:
     """Writes a picture of the shapes world."""
-    from PIL import Image
-
-    from epd.shapes import SceneRenderer, make_scene
-
     scene = make_scene(seed, 10.0)
     pixels = SceneRenderer(scene, size.height, size.width).frame(scene.objects[0].start_s)
     Image.fromarray(pixels).save(path, format=image_format, quality=_JPEG_QUALITY)

@@ -1,44 +1,28 @@
-"""Plots of a benchmark: how latencies are distributed, and how they went over time."""
+"""Plots the latencies of a benchmark: their distributions, and TTFT over time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from epd.bench.bench import BenchResult
-from epd.errors import RequestError
 from epd.workload.metrics import ClientRecord
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-_FORMATS = (".png", ".svg", ".pdf")
-
-
-def check_plot_path(path: Path) -> None:
-    """Raises RequestError for a file that cannot be written as a plot."""
-    if path.suffix.lower() not in _FORMATS or not path.parent.is_dir():
-        raise RequestError(
-            f"cannot plot to {str(path)!r}; name a {', '.join(_FORMATS)} file in a folder that exists"
-        )
 
 
 def plot_result(result: BenchResult, path: Path) -> None:
     """Writes one picture: three distributions, and TTFT by the time of sending."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), layout="constrained")
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    axes = figure.subplots(2, 2)
     slo = result.plan.slo
     _plot_shares(axes[0][0], result, "TTFT", lambda record: record.ttft_s, slo.ttft_s)
     _plot_shares(axes[0][1], result, "TPOT", lambda record: record.tpot_s, slo.tpot_s)
     _plot_shares(axes[1][0], result, "E2E", lambda record: record.e2e_s, slo.e2e_s)
     _plot_over_time(axes[1][1], result)
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def _plot_shares(

@@ -1,4 +1,4 @@
-"""The verb `epd config`: part of the composition root, see epd/cli/program.py."""
+"""The command `epd config`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import yaml  # type: ignore[import-untyped]  # its stubs are another package
+from pydantic import ValidationError
 
 from epd import console
+from epd.cli.options import IsJson
 from epd.errors import RequestError
+from serve_app.app_args import AppArgs
+from serve_app.model_facts import limits_of
 
 config = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -19,17 +24,16 @@ _Values = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[NAME=VALUE]...",
-        help="Arguments of the application as serve run takes them, limits.NAME for a ceiling; they win over "
-        "the file.",
+        help="Arguments of the application as serve run takes them, limits.NAME for a limit; they take "
+        "precedence over the file.",
     ),
 ]
 _File = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE", help="YAML with the arguments, or a configuration of serve deploy with them in it."
+        metavar="FILE", help="YAML file of arguments, or a configuration of serve deploy that has them."
     ),
 ]
-_IsJson = Annotated[bool, typer.Option("--json", help="Print one record instead of text.")]
 
 
 @config.callback()
@@ -38,13 +42,11 @@ def _config() -> None:
 
 
 @config.command()
-def show(values: _Values = None, file: _File = None, as_json: _IsJson = False) -> None:
-    """Show every argument of the application with the ceilings of one request, resolved for the model.
+def show(values: _Values = None, file: _File = None, as_json: IsJson = False) -> None:
+    """Show every argument of the application and the limits of one request, resolved for the model.
 
-    Nothing is started. Keys are shown as set or not.
+    Starts nothing. Keys are shown as set or not set.
     """
-    from serve_app.model_facts import limits_of
-
     args = _checked(_merged(read_args(file) if file else {}, parse_values(values or ())))
     args = args.with_keys_from(os.environ).resolved()
     record = _record(args, limits_of(args).record())
@@ -53,16 +55,12 @@ def show(values: _Values = None, file: _File = None, as_json: _IsJson = False) -
         return
     limits = record.pop("limits")
     _print_rows(record)
-    print("\nceilings of one request, lowered to what fits the model:")
+    print("\nlimits of one request, lowered to what fits the model:")
     _print_rows(limits)
 
 
-def _checked(values: Mapping[str, Any]) -> Any:
+def _checked(values: Mapping[str, Any]) -> AppArgs:
     """The application's arguments. Raises RequestError."""
-    from pydantic import ValidationError
-
-    from serve_app.app_args import AppArgs
-
     try:
         return AppArgs(**values)
     except ValidationError as error:
@@ -90,8 +88,6 @@ def read_args(path: Path) -> dict[str, Any]:
 
     Raises RequestError.
     """
-    import yaml  # type: ignore[import-untyped]  # its stubs are another package
-
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -113,7 +109,7 @@ def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
-def _record(args: Any, limits: Mapping[str, int | None]) -> dict[str, Any]:
+def _record(args: AppArgs, limits: Mapping[str, int | None]) -> dict[str, Any]:
     shown: dict[str, Any] = args.model_dump(mode="json", exclude={"limits"})
     keys = {name: "set" if shown[name] else None for name in ("api_key", "admin_api_key")}
     return shown | keys | {"num_threads": args.threads_per_worker, "limits": dict(limits)}

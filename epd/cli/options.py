@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 import typer
 
 from epd.errors import RequestError
-from epd.reduction import DEFAULT_METHOD, METHODS, ReductionPolicy
+from epd.reduction import DEFAULT_METHOD, METHODS, ReductionPolicy, check_tolerance
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -33,6 +33,17 @@ def _plot(path: Path | None) -> Path | None:
             f"cannot plot to {str(path)!r}; name a {', '.join(_PLOT_FORMATS)} file in a folder that exists"
         )
     return path
+
+
+def _tolerance(value: float | None) -> float | None:
+    check_tolerance(value)
+    return value
+
+
+def _at_least_one(value: int | None) -> int | None:
+    if value is not None and value < 1:
+        raise RequestError(f"received {value} threads; allowed: at least 1")
+    return value
 
 
 def reduction_policy(method: str | None, retention: float | None) -> ReductionPolicy:
@@ -70,6 +81,7 @@ SkipStatic = Annotated[
     typer.Option(
         "--skip-static",
         metavar="TOLERANCE",
+        callback=_tolerance,
         help="Do not encode units of frames that differ from those before by at most this; 0 for equal ones.",
     ),
 ]
@@ -138,7 +150,7 @@ Profile = Annotated[
 ]
 CpuThreads = Annotated[
     int | None,
-    typer.Option("--cpu-threads", metavar="N", min=1, help="Threads that read media."),
+    typer.Option("--cpu-threads", metavar="N", callback=_at_least_one, help="Threads that read media."),
 ]
 
 # Output

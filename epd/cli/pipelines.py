@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import video
 from encoders import check_question
-from encoders.reduction.static_units import check_tolerance
 from epd import console
 from epd.models import embedded_model_path
+from serve_app.local.batch import LocalBackend
+from serve_app.service import ModelCard
+from stages.batch.batch import BatchPipeline
 from stages.colocated import ColocatedPipeline
 from stages.evaluation import evaluate as run_evaluation
 
-__all__ = ["load_pipeline", "open_pipeline", "run_evaluation"]
+__all__ = ["load_batch_backend", "load_pipeline", "open_pipeline", "run_evaluation"]
 
 
 def open_pipeline(
@@ -21,7 +24,6 @@ def open_pipeline(
 ) -> ColocatedPipeline:
     """Checks the input, then loads a model. Raises EPDError."""
     check_question(question)
-    check_tolerance(skip_static)
     for path in paths:
         video.media_kind(path)
     return load_pipeline(model, skip_static=skip_static)
@@ -35,3 +37,10 @@ def load_pipeline(
         return ColocatedPipeline.load(
             model or embedded_model_path(), num_threads=num_threads, skip_static=skip_static
         )
+
+
+def load_batch_backend(model: Path, num_kv_tokens: int | None, skip_static: float | None) -> LocalBackend:
+    """Loads a model to answer a batch in this process. Raises EPDError."""
+    with console.status("loading the model"):
+        pipeline = BatchPipeline.load(model, num_kv_tokens=num_kv_tokens, skip_static=skip_static)
+        return LocalBackend(pipeline, ModelCard(model.name, int(time.time())))

@@ -88,12 +88,11 @@ def _app_args(options: Mapping[str, Any], host: str) -> AppArgs:
 @contextmanager
 def _served(args: AppArgs, host: str, port: int, address: str | None, verbose: bool) -> Iterator[str]:
     """The URL of the running server."""
-    from serve_app.ray.cluster import RaySettings  # Ray, which --help does not need
-    from serve_app.ray.server import HttpSettings, served_app
+    from serve_app.ray import cluster, server  # Ray
 
-    http = HttpSettings(host, port)
-    cluster = RaySettings(address=address, shows_logs=verbose)
-    with served_app(args, http, cluster, ends_with_cluster=True):
+    http = server.HttpSettings(host, port)
+    settings = cluster.RaySettings(address=address, shows_logs=verbose)
+    with server.served_app(args, http, settings, ends_with_cluster=True):
         yield http.url
 
 

@@ -1,37 +1,22 @@
-"""Plots of a simulation and of scenarios. matplotlib is imported when something is drawn."""
+"""Plots a simulation, and simulated figures beside published ones."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from epd.published.tables import Row
 from epd.simulate.clock import TICKS_PER_S
 from epd.simulate.records import SimulationResult
 
 
-def _figure(columns: int) -> tuple[Any, Any]:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot.subplots(1, columns, figsize=(5.5 * columns, 4.2), layout="constrained")
-
-
-def _save(figure: Any, path: Path) -> None:
-    from matplotlib import pyplot
-
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
 def plot_simulation(result: SimulationResult, path: Path) -> None:
-    """How TTFT and TPOT are distributed, and how TTFT went over time."""
-    figure, axes = _figure(3)
+    """Writes one picture: the distributions of TTFT and TPOT, and TTFT over time."""
+    figure = Figure(figsize=(16.5, 4.2), layout="constrained")
+    axes = figure.subplots(1, 3)
     for axis, name, values in ((axes[0], "TTFT", result.ttft_s), (axes[1], "TPOT", result.tpot_s)):
         shares = np.arange(1, len(values) + 1) / max(1, len(values))
         axis.step(np.sort(values), shares, where="post")
@@ -39,13 +24,13 @@ def plot_simulation(result: SimulationResult, path: Path) -> None:
     rows = result.rows[~result.rows["is_refused"]]
     axes[2].plot(rows["due"] / TICKS_PER_S, (rows["first_token"] - rows["due"]) / TICKS_PER_S, ".")
     axes[2].set(xlabel="arrival, s", ylabel="TTFT, s")
-    _save(figure, path)
+    figure.savefig(path, dpi=120)
 
 
 def plot_rows(rows: Sequence[Row], path: Path) -> None:
     """Simulated beside published, one pair of bars for each row; fitted ones are hatched."""
-    figure, axis = _figure(1)
-    figure.set_size_inches(1.5 + 0.45 * len(rows), 5)
+    figure = Figure(figsize=(1.5 + 0.45 * len(rows), 5), layout="constrained")
+    axis = figure.subplots()
     places = np.arange(len(rows))
     axis.bar(places - 0.2, [row.published for row in rows], 0.4, label="published")
     bars = axis.bar(places + 0.2, [row.simulated for row in rows], 0.4, label="simulated")
@@ -54,4 +39,4 @@ def plot_rows(rows: Sequence[Row], path: Path) -> None:
     labels = [f"{row.system}, {row.case}\n{row.metric}" for row in rows]
     axis.set_xticks(places, labels, rotation=60, ha="right", fontsize=7)
     axis.legend()
-    _save(figure, path)
+    figure.savefig(path, dpi=120)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 from epd.published.tables import Row, worst
 from epd.simulate.records import SimulationResult
 from epd.workload.metrics import SLO, Latency
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _STAGES = (
     ("wait for room", "due", "placed"),
@@ -25,8 +24,6 @@ _STAGES = (
 
 def print_rows(rows: Sequence[Row], console: Console) -> None:
     """Simulated beside published."""
-    from rich.table import Table
-
     table = Table("system", "case", "metric", box=None, pad_edge=False)
     for name in ("simulated", "published", "error"):
         table.add_column(name, justify="right")
@@ -72,8 +69,6 @@ def result_record(result: SimulationResult, slo: SLO) -> dict[str, Any]:
 
 
 def print_result(result: SimulationResult, slo: SLO, console: Console) -> None:
-    from rich.table import Table
-
     table = Table("seconds", box=None, pad_edge=False)
     for name in ("mean", "p50", "p90", "p99"):
         table.add_column(name, justify="right")

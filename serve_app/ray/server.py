@@ -8,15 +8,14 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from http import HTTPStatus
 
-import httpx
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import ProxyLocation
 from ray.serve.exceptions import RayServeException
 
 from epd import errors
+from epd.bench.endpoint import Endpoint, get
 from epd.errors import EPDError, RequestError, UnavailableError
 from serve_app.app import build_app
 from serve_app.app_args import AppArgs
@@ -52,16 +51,8 @@ class HttpSettings:
     def check_answers(self) -> None:
         """Raises UnavailableError when the application is not there: Serve may listen elsewhere."""
         host = _LOOPBACK.get(self.host, self.host)
-        try:
-            response = httpx.get(f"{replace(self, host=host).url}/health", trust_env=False)
-            found = "" if response.status_code == HTTPStatus.OK else str(response.status_code)
-        except httpx.HTTPError as error:
-            found = type(error).__name__
-        if found:
-            raise UnavailableError(
-                f"{self.url}/health gives {found}; Serve runs on that cluster with other options; use its "
-                "port, or have it shut down"
-            )
+        advice = "Serve runs on that cluster with other options; use its port, or shut it down"
+        get(Endpoint("app", replace(self, host=host).url), "/health", advice)
 
 
 @contextmanager

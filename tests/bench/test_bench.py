@@ -165,7 +165,7 @@ def test_media_are_drawn_once(library: MediaLibrary) -> None:
     assert len({part.base64 for part in parts.values()}) == 3 * num_new
 
 
-# The verb.
+# The command.
 
 
 def epd_bench(*arguments: object) -> Any:

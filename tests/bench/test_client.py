@@ -179,7 +179,7 @@ def test_what_is_no_endpoint_is_refused(texts: list[str]) -> None:
 
 
 def test_the_model_is_asked_for(server: FakeServer) -> None:
-    assert asyncio.run(find_model(Endpoint("it", server.url))) == "fake"
+    assert find_model(Endpoint("it", server.url)) == "fake"
     for url in (f"{server.url}/elsewhere", f"http://127.0.0.1:{free_port()}"):
         with pytest.raises(RequestError, match="/v1/models gave"):
-            asyncio.run(find_model(Endpoint("it", url)))
+            find_model(Endpoint("it", url))

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from epd.bench.app_profile import _AppLoad
 from epd.bench.live_app import LiveApp, LoadResult, ServedRequest, live_app, served_in
-from epd.cli.profile_app import _Asking
+from epd.bench.media import MediaLibrary
 from epd.errors import UnavailableError
 from epd.workload.metrics import ClientRecord
+from video.demo_video import write_scene
 
 LINE = (
     "2026-11-21 12:00:00,000 INFO serve_app.observability.record request_id=a status=200 prompt_tokens=56 "
@@ -70,7 +72,7 @@ def test_an_application_that_fails_is_told() -> None:
             return LoadResult((record(0, 0.1, "HTTP 500"),), (), 0.0, 1.0, 1.0)
 
     with pytest.raises(UnavailableError, match="HTTP 500"):
-        _Asking(Failing(), "1epd", Path("media"))
+        _AppLoad(Failing(), "1epd", MediaLibrary(Path("media"), write_scene))
 
 
 def test_cpu_time_is_that_of_a_process_and_all_it_has_started(tmp_path: Path) -> None:

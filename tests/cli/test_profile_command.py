@@ -1,4 +1,4 @@
-"""The verb `epd profile`: the embedded model measured on this machine, and used by the simulator."""
+"""The command `epd profile`: the embedded model measured on this machine, and used by the simulator."""
 
 from __future__ import annotations
 

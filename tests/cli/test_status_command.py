@@ -31,13 +31,14 @@ def test_a_table_of_workers_and_what_was_decided(front: Front) -> None:
     shown = status(front)
     assert shown.exit_code == 0, shown.output
     lines = [line.split() for line in shown.stdout.splitlines()]
-    assert shown.stdout.startswith("2e1p1d, ready; 0 requests, 2 wait for room\n")
+    assert shown.stdout.startswith("2e1p1d, ready; 0 requests, 2 waiting\n")
     assert ["p0", "p", "0", "2", "50%", "-", "3"] in lines
     assert ["e1", "e", "(lost)", "0", "0", "-", "-", "0"] in lines
     assert "switch: e1: e to d, gains 9.0 s for 1.0 s: worth it" in shown.stdout
     assert "e1: e to d, done in 0.34 s" in shown.stdout
     assert (
-        "load: 2 requests in the last ten minutes, 0.033 per second; on average 128 patches" in shown.stdout
+        "traffic: 2 requests in the last ten minutes, 0.033 per second; on average 128 patches"
+        in shown.stdout
     )
     assert "plan: give --profile and an objective" in shown.stdout
 
@@ -76,7 +77,7 @@ def test_why_there_is_no_plan(run_front: Callable[..., Front], options: tuple[st
 
 def test_few_requests_are_not_planned_for(front: Front) -> None:
     shown = status(front, *PROFILE, "--slo-tpot-s", "0.1")
-    assert "plan: 2 requests are too few to plan for, 20 are needed" in shown.stdout
+    assert "plan: received 2 requests; a plan needs at least 20" in shown.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What `epd profile --app` asks the application: part of the composition root, see epd/cli/program.py."""
+"""Measures what the application costs on this machine beside the model: `epd profile --app`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
 
+from epd.bench.live_app import LiveApp, LoadResult, live_app
+from epd.bench.media import MediaLibrary, WriteVideo
+from epd.errors import UnavailableError
 from epd.machine import usable_cpus
-
-if TYPE_CHECKING:
-    from epd.bench.live_app import LiveApp, LoadResult
-    from epd.profiles import HostCosts, Profile
-    from epd.profiles.app_costs import Figures
-    from epd.profiles.host import PromptRule
-    from epd.simulate.calibrating import Asked
-    from epd.workload.requests import Workload
+from epd.profiles import HostCosts, Profile, app_costs
+from epd.profiles.app_costs import KINDS, LAYOUTS, Figures
+from epd.profiles.host import PromptRule
+from epd.simulate.calibrating import Asked, calibrated
+from epd.workload.config import load_workload
+from epd.workload.requests import Workload
 
 _SEED, _NUM_REQUESTS = 7_000, 30
-_LOAD = 0.4  # share of the cores that questions at random times keep busy
+_LOAD = 0.4  # share of the cores that requests at random times keep busy
 _NUM_KV_TOKENS = 32_768
 _WARM_UP: tuple[Mapping[str, object], ...] = (
     {"images": 2, "output_tokens": 5},
@@ -30,34 +30,32 @@ _WARM_UP: tuple[Mapping[str, object], ...] = (
 )
 
 
-def with_app(profile: Profile, model: Path, show: Callable[[int, int], None]) -> Profile:
+def with_app(
+    profile: Profile, model: Path, write_video: WriteVideo, show: Callable[[int, int], None]
+) -> Profile:
     """The profile with what the application costs on this machine. Starts it in two layouts.
 
-    Both run at once and are asked by turns: a machine that is slow for a while is so for both. All costs are
-    those of cores as they were meanwhile: whoever is asked has them slower than one who measures alone.
+    Both run at once and get requests in turns, so that a machine that is slow for a while slows both. All
+    costs are at the speed that the cores had meanwhile, which is lower than while one stage is measured.
     """
-    from epd.bench.live_app import live_app
-    from epd.profiles.app_costs import KINDS, LAYOUTS
-    from epd.simulate.calibrating import calibrated
-
     num_steps, steps = len(LAYOUTS) + 2 + len(KINDS) * len(LAYOUTS), count(1)
     with tempfile.TemporaryDirectory(prefix="epd-profile-app-") as name, ExitStack() as stack:
-        folder, asking = Path(name), {}
+        folder, loads = Path(name), {}
         for layout in LAYOUTS:
             options = ["--topology", layout, "--num-kv-tokens", str(_NUM_KV_TOKENS)]
             options += ["--num-threads", str(profile.num_threads or 1)]
             app = stack.enter_context(live_app([str(model), *options], folder / f"{layout}.log"))
-            asking[layout] = _Asking(app, layout, folder / "media")
+            loads[layout] = _AppLoad(app, layout, MediaLibrary(folder / "media", write_video))
             show(next(steps), num_steps)
-        host, prompt = _alone(profile, asking[LAYOUTS[0]])
+        host, prompt = _alone(profile, loads[LAYOUTS[0]])
         show(next(steps), num_steps)
         asked = []
         for number, part in enumerate(KINDS):
-            for each in asking.values():
+            for each in loads.values():
                 asked.append(each.at_random(part, _SEED + number))
                 show(next(steps), num_steps)
-    # The layout that is not asked takes its idle share.
-    both = replace(host, idle_cores=sum(each.idle_cores for each in asking.values()))
+    # The layout that gets no requests takes its idle share.
+    both = replace(host, idle_cores=sum(each.idle_cores for each in loads.values()))
     found = calibrated(replace(profile, host=both, prompt=prompt), asked)
     show(next(steps), num_steps)
     assert found.host is not None
@@ -70,28 +68,23 @@ def with_app(profile: Profile, model: Path, show: Callable[[int, int], None]) ->
     return found.at_speed(fmean(each.core_speed for each in asked))
 
 
-def _alone(profile: Profile, asking: _Asking) -> tuple[HostCosts, PromptRule]:
-    """What questions one after the other tell."""
-    from epd.profiles import HostCosts, app_costs
-
-    alone = asking.in_turn(app_costs.ALONE, 10)
-    at_once = asking.in_turn(app_costs.ALONE, 16, app_costs.NUM_AT_ONCE)
-    long = asking.in_turn(app_costs.LONG, 6)
+def _alone(profile: Profile, loads: _AppLoad) -> tuple[HostCosts, PromptRule]:
+    """Costs from requests that are sent one after another."""
+    alone = loads.in_turn(app_costs.ALONE, 10)
+    at_once = loads.in_turn(app_costs.ALONE, 16, app_costs.NUM_AT_ONCE)
+    long = loads.in_turn(app_costs.LONG, 6)
     more_s = app_costs.sequence_s(alone, at_once) - profile.decode.cost.per_unit_s
-    host = HostCosts(usable_cpus(), asking.idle_cores, sequence_s=max(0.0, more_s))
+    host = HostCosts(usable_cpus(), loads.idle_cores, sequence_s=max(0.0, more_s))
     return host, app_costs.prompt_rule(alone, long)
 
 
-class _Asking:
-    """A running application that is asked. idle_cores: that it takes when it is not."""
+class _AppLoad:
+    """Sends requests to a running application. idle_cores: that it takes without any."""
 
-    def __init__(self, app: LiveApp, layout: str, media: Path) -> None:
-        from epd.bench.media import MediaLibrary
-        from epd.cli.bench import _write_video
-
+    def __init__(self, app: LiveApp, layout: str, library: MediaLibrary) -> None:
         self._app = app
         self._layout = layout
-        self._library = MediaLibrary(media, _write_video)
+        self._library = library
         self._seeds = count(_SEED - 1000)
         self.idle_cores = 0.0
         for part in _WARM_UP:
@@ -99,14 +92,12 @@ class _Asking:
         self.idle_cores = app.idle_cores()
 
     def in_turn(self, part: Mapping[str, object], num_requests: int, concurrency: int = 1) -> Figures:
-        """One after the other, or so many in flight."""
+        """Sends requests one after another, or keeps `concurrency` in flight."""
         workload = _workload(part, num_requests, arrival="closed")
         return self._load(workload, next(self._seeds), concurrency).figures(self.idle_cores)
 
     def at_random(self, part: Mapping[str, object], seed: int) -> Asked:
-        """At random times, so many a second that _LOAD of the cores is busy, as far as single ones tell."""
-        from epd.simulate.calibrating import Asked
-
+        """Sends requests at random times, at a rate that keeps about a share _LOAD of the cores busy."""
         free_cores = usable_cpus() - self.idle_cores
         rate = _LOAD * free_cores / max(self.in_turn(part, 6).cpu_s, 1e-3)
         workload = _workload(part, _NUM_REQUESTS, rate=rate)
@@ -114,8 +105,6 @@ class _Asking:
         return Asked(self._layout, workload, seed, result.figures(self.idle_cores), result.core_speed)
 
     def _load(self, workload: Workload, seed: int, concurrency: int | None = None) -> LoadResult:
-        from epd.errors import UnavailableError
-
         result = self._app.load(workload, self._library, seed=seed, concurrency=concurrency)
         failed = [record.error for record in result.records if record.error is not None]
         if failed or not result.served:
@@ -124,6 +113,4 @@ class _Asking:
 
 
 def _workload(part: Mapping[str, object], num_requests: int, **when: object) -> Workload:
-    from epd.workload.config import load_workload
-
     return load_workload(None, {"num_requests": num_requests, "mix": [part], **when}).resolve()

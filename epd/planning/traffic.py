@@ -1,0 +1,82 @@
+"""Plans from traffic: requests that a workload describes, or those that a server has received."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from epd.planning.goodput import Demand
+from epd.planning.search import Planner
+from epd.planning.space import Space
+from epd.profiles.media import MediaWork
+from epd.profiles.profile import Profile
+from epd.simulate.clock import ticks_of
+from epd.simulate.deployment import Deployment
+from epd.simulate.requests import GroupWork, Job, JobMaker
+from epd.topology import parse_topology
+from epd.workload.config import WorkloadConfig
+from epd.workload.metrics import SLO
+
+# Requests to plan for: fewer say too little, more change little.
+LEAST_REQUESTS, MOST_REQUESTS = 20, 250
+# Arrivals are simulated for this many times the longest that a request may take.
+_HORIZON = 5.0
+
+
+def planner_for(
+    profile: Profile,
+    jobs: Sequence[Job],
+    slo: SLO,
+    space: Space,
+    *,
+    attainment: float = 0.9,
+    cpu_threads: int | None = None,
+) -> Planner:
+    """A planner for requests with objectives.
+
+    slo: of a first token, a token after it, or both.
+    attainment: share of the requests that must meet it.
+    cpu_threads: that read media, by default those of `Deployment`.
+    """
+    longest_s = (slo.ttft_s or 1.0) + (slo.tpot_s or 0.05) * max(job.output_tokens for job in jobs)
+    demand = Demand.of(jobs, slo, attainment, _HORIZON * longest_s)
+    base = Deployment(parse_topology("1epd"))
+    if cpu_threads is not None:
+        base = replace(base, cpu_threads=cpu_threads)
+    return Planner(profile, demand, space, base)
+
+
+def workload_jobs(profile: Profile, config: WorkloadConfig, seed: int) -> list[Job]:
+    """Requests of a workload, at most MOST_REQUESTS, none about the same media as another."""
+    fields = {
+        "num_requests": MOST_REQUESTS,
+        "duration_s": None,
+        "rate": config.rate or 1.0,
+        "repeat_rate": 0.0,
+    }
+    requests = config.model_copy(update=fields).resolve().requests(seed)
+    return list(JobMaker(profile).jobs(requests))
+
+
+def recent_jobs(profile: Profile, recent: Sequence[Mapping[str, Any]]) -> list[Job]:
+    """The latest requests of a server, at most MOST_REQUESTS, the media of each as one group and new.
+
+    recent: oldest first, as `/v1/epd/load` reports them.
+    """
+    latest = recent[-MOST_REQUESTS:]
+    patches_per_token = profile.media.merge**2
+    return [
+        _recent_job(number, request, latest[0]["age_s"], patches_per_token)
+        for number, request in enumerate(latest)
+    ]
+
+
+def _recent_job(number: int, request: Mapping[str, Any], first_age_s: float, patches_per_token: int) -> Job:
+    patches, num_prompt = request["num_patches"], request["num_prompt_tokens"]
+    num_visual = min(patches // patches_per_token, num_prompt - 1)
+    groups = (GroupWork(MediaWork(patches, num_visual), 0),) if num_visual else ()
+    due = ticks_of(max(0.0, first_age_s - request["age_s"]))
+    num_text = num_prompt - num_visual if groups else num_prompt
+    num_output = request.get("expected_tokens") or request["max_tokens"]
+    return Job(number, due, groups, num_text, num_output, number, number)

@@ -1,0 +1,249 @@
+"""Measures what each stage costs on this machine: the measured half of `epd profile`."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+import video
+from encoders import FrameSampling, PromptPlan, VideoFacts, load_adapter
+from encoders.adapter import PatchRun
+from epd.kv.kv_identity import token_identity
+from epd.kv.scheduling import SchedulerConfig
+from epd.machine import memory_limit_bytes
+from epd.profiles import MediaRule, MemoryNeeds, Profile, StageTable, fit_table
+from epd.profiles.measuring import Action, measurement, table, timed
+from epd.profiles.speed import core_speed
+from epd.sampling_params import SamplingParams
+from epd.workload.requests import Resolution, VideoSpec
+from stages.engine.generation import GenerateRequest, GenerationSettings
+from stages.engine.model_runner import kv_layout
+from stages.engine.setup import build_engine, default_kv_tokens
+from stages.loader import load_model, use_threads
+from video.demo_video import write_scene
+
+Points = Iterator[tuple[float, float, Action]]
+
+_IMAGE_SIDES, _IMAGE_BATCHES = (56, 112, 224, 448), (1, 4)
+_PROMPT_TOKENS, _CHUNKS = 1024, (32, 128, 512)
+_DECODE_BATCHES, _DECODE_CONTEXTS = (1, 4, 16), (64, 512)
+_TRANSFER_BYTES = (2**14, 2**18, 2**22, 2**25)
+_VIDEO_SIZES, _VIDEO_FRAMES, _VIDEO_S = ((160, 96), (320, 192), (640, 384)), (2, 8), 2.0
+# Beside 2048 pixels of height: sizes are cut to whole patches, and some shape comes close to the limit.
+_WIDTHS = tuple(range(1024, 4097, 64))
+_SPEED_S = 0.3
+_PHOTO_SIDES = (256, 512, 1024)
+
+
+class Profiler:
+    """Loads a model and measures each of its stages alone."""
+
+    def __init__(self, path: Path, num_threads: int) -> None:
+        self.adapter: Any = load_adapter(path)
+        use_threads(num_threads)
+        self.clock = time.process_time if num_threads == 1 else time.perf_counter
+
+        self.model: Any = load_model(path, torch.float32)
+        settings = GenerationSettings.of(self.model.generation_config, self.adapter.tokenizer.eos_token_id)
+        self.engine: Any = build_engine(self.model, self.adapter, settings)
+        self._num_requests = 0
+
+    def profile(self, name: str, device: str, num_repeats: int, show: Callable[[int, int], None]) -> Profile:
+        """Measures all stages.
+
+        name, device: of the model and the machine, in the profile.
+        num_repeats: runs of each point.
+        show: called with the stages that are done and all stages.
+        """
+        with tempfile.TemporaryDirectory(prefix="epd-profile-") as folder, torch.inference_mode():
+            stages = (
+                ("encode", "patches", "groups", self._encode_points()),
+                ("transfer", "bytes", "transfers", _transfer_points()),
+                ("video", "source pixels", "frames", _video_points(Path(folder))),
+                ("images", "pixels", "images", _photo_points(Path(folder))),
+            )
+            tables: dict[str, StageTable] = {}
+            speeds = [core_speed(_SPEED_S)]
+            for done, (stage, units, items, points) in enumerate(stages, start=1):
+                tables[stage] = table(units, items, points, num_repeats, self.clock)
+                speeds.append(core_speed(_SPEED_S))
+                show(done, len(stages) + 2)
+            for stage, measure in (("prefill", self._prefill_table), ("decode", self._decode_table)):
+                tables[stage] = measure(num_repeats)
+                speeds.append(core_speed(_SPEED_S))
+                show(len(tables), len(stages) + 2)
+        num_threads = torch.get_num_threads()
+        return Profile(
+            name=f"{name}@{device}",
+            model=name,
+            device=device,
+            is_analytic=False,
+            media=_media_rule(self.adapter),
+            memory=self._memory(),
+            encode=tables["encode"],
+            prefill=tables["prefill"],
+            decode=tables["decode"],
+            transfer=tables["transfer"],
+            video={"h264": tables["video"]},
+            images=tables["images"],
+            assumptions=(
+                f"measured: {num_repeats} runs a point, every stage alone, float32, {num_threads} threads, "
+                f"{'CPU' if num_threads == 1 else 'wall'} time",
+                "a transfer is a copy in memory; messages between processes are not in it",
+            ),
+            dtype="float32",
+            num_threads=num_threads,
+            core_speed=sum(speeds) / len(speeds),
+        )
+
+    def _encode_points(self) -> Points:
+        """Images of several sizes, alone and together; making patches is part of it."""
+        tower = self.adapter.vision_tower(self.model)
+        for side in _IMAGE_SIDES:
+            plan = self.adapter.plan_image(side, side)
+            frames = torch.zeros((1, *plan.size, 3), dtype=torch.uint8)
+            for batch in _IMAGE_BATCHES:
+                yield plan.grid.num_patches * batch, batch, self._encoding(tower, plan, frames, batch)
+
+    def _encoding(self, tower: Any, plan: Any, frames: Any, batch: int) -> Action:
+        def encode() -> None:
+            patches = [self.adapter.preprocess(frames, plan) for _ in range(batch)]
+            runs = [PatchRun(plan.kind, values, plan.grid) for values in patches]
+            self.adapter.encode_batch(tower, runs)
+
+        return encode
+
+    def _request(self, num_tokens: int, max_tokens: int) -> Any:
+        """A prompt of text that means nothing, whose answer has no early end."""
+        self._num_requests += 1
+        token_ids = np.arange(num_tokens, dtype=np.int64) % 97 + 3
+        num_rows = len(self.adapter.plan_prompt((), "?").positions)
+        positions = np.tile(np.arange(num_tokens, dtype=np.int64), (num_rows, 1))
+        prompt = PromptPlan(token_ids, positions, num_tokens, ())
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        name = f"profile-{self._num_requests}"
+        return GenerateRequest(name, prompt, token_identity(token_ids.tolist()), sampling)
+
+    def _limit(self, num_tokens: int) -> None:
+        self.engine.scheduler.config = SchedulerConfig(num_tokens, 64, num_tokens)
+
+    def _prefill_table(self, num_repeats: int) -> StageTable:
+        """One long prompt, cut into chunks: each is a point of new tokens on past ones."""
+        seconds: dict[tuple[int, int], list[float]] = {}
+        for run in range(num_repeats + 1):
+            for chunk in _CHUNKS:
+                self._limit(chunk)
+                self.engine.add(self._request(_PROMPT_TOKENS, 1))
+                for past in range(0, _PROMPT_TOKENS, chunk):
+                    elapsed_s = timed(self.engine.step, self.clock)
+                    if run:  # the first does not count
+                        seconds.setdefault((chunk, past), []).append(elapsed_s)
+        points = [
+            measurement(chunk, chunk * past + chunk * (chunk + 1) // 2, each)
+            for (chunk, past), each in seconds.items()
+        ]
+        return fit_table("new tokens", "token pairs", points)
+
+    def _decode_table(self, num_repeats: int) -> StageTable:
+        points = []
+        self._limit(4096)
+        for batch in _DECODE_BATCHES:
+            for context in _DECODE_CONTEXTS:
+                requests = [self._request(context, num_repeats + 8) for _ in range(batch)]
+                for request in requests:
+                    self.engine.add(request)
+                while any(not each.is_decoding for each in self.engine.scheduler.running) or (
+                    self.engine.scheduler.waiting
+                ):
+                    self.engine.step()
+                self.engine.step()
+                seconds = [timed(self.engine.step, self.clock) for _ in range(num_repeats)]
+                points.append(measurement(batch, batch * (context + 2 + num_repeats / 2), seconds))
+                for request in requests:
+                    self.engine.abort(request.request_id)
+        return fit_table("sequences", "context tokens", points)
+
+    def _memory(self) -> MemoryNeeds:
+        tower = self.adapter.vision_tower(self.model)
+        vision = sum(each.numel() * each.element_size() for each in tower.parameters())
+        total = sum(each.numel() * each.element_size() for each in self.model.parameters())
+        config = self.model.config
+        layers = 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
+        kv_bytes = kv_layout(self.model).bytes_per_token
+        return MemoryNeeds(
+            device_bytes=memory_limit_bytes(),
+            vision_weight_bytes=vision,
+            language_weight_bytes=total - vision,
+            kv_bytes_per_token=kv_bytes,
+            embedding_bytes_per_token=4 * layers * config.get_text_config().hidden_size,
+            max_kv_tokens=default_kv_tokens(kv_bytes),
+        )
+
+
+def _area(size: tuple[int, int]) -> int:
+    return size[0] * size[1]
+
+
+def _media_rule(adapter: Any) -> MediaRule:
+    """What the adapter plans for a large image and a video of ten seconds, as a rule."""
+    image = adapter.plan_image(2048, 2048)
+    clip = adapter.plan_video(VideoFacts(240, 24.0, 720, 1280), FrameSampling())
+    per_unit = image.grid.h * image.grid.w
+    side = image.size[0] // image.grid.h
+    if image.num_units > 1 or image.is_joined_whole:
+        return MediaRule(
+            "tiles",
+            max(1, side),
+            tile_patches=per_unit,
+            tile_tokens=max(1, image.num_tokens // image.num_units),
+            max_tiles=max(1, image.num_units - 1),
+            video_fps=clip.num_frames / 10,
+        )
+    return MediaRule(
+        "grid",
+        side,
+        merge=round((per_unit / image.tokens_per_unit) ** 0.5),
+        max_pixels=max(_area(adapter.plan_image(2048, width).size) for width in _WIDTHS),
+        max_frame_pixels=max(
+            _area(adapter.plan_video(VideoFacts(240, 24.0, 2048, width), FrameSampling()).size)
+            for width in _WIDTHS
+        ),
+        frames_per_unit=clip.frames_per_unit,
+        video_fps=clip.num_frames / 10,
+    )
+
+
+def _transfer_points() -> Points:
+    for num_bytes in _TRANSFER_BYTES:
+        source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
+        yield num_bytes, 0, lambda source=source, target=target: np.copyto(target, source)  # type: ignore[misc]
+
+
+def _video_points(folder: Path) -> Points:
+    """Short videos of which few or more frames are wanted; one thread decodes."""
+    for width, height in _VIDEO_SIZES:
+        path = folder / f"{width}.mp4"
+        spec = VideoSpec(_VIDEO_S, 24, Resolution(width, height))
+        write_scene(path, 7, spec, lambda: None)
+        for wanted in _VIDEO_FRAMES:
+            times_s = [(index + 0.5) * _VIDEO_S / wanted for index in range(wanted)]
+
+            def read(path: Path = path, times_s: list[float] = times_s) -> None:
+                video.decode(path, times_s, workers=1)
+
+            yield spec.num_frames * width * height, wanted, read
+
+
+def _photo_points(folder: Path) -> Points:
+    for side in _PHOTO_SIDES:
+        path = folder / f"{side}.jpg"
+        noise = np.random.default_rng(0).integers(0, 256, (side // 8, side // 8, 3), dtype=np.uint8)
+        Image.fromarray(noise).resize((side, side)).save(path, quality=90)
+        yield side * side, 1, lambda path=path: video.load_image(path)  # type: ignore[misc]
