@@ -11,6 +11,7 @@ from typer.main import get_command
 
 from epd.cli.program import app
 from tests import ROOT
+from tests.modules_page import PACKAGES, PAGE, page
 
 # Folders whose files a document may name; other words with a slash are not meant as paths.
 _FOLDERS = ("epd", "video", "encoders", "stages", "serve_app", "tests", "benchmarks", "docs", "training")
@@ -38,6 +39,51 @@ def test_paths_exist(texts: dict[str, str]) -> None:
     }
     assert len(named) > 5
     assert [entry for entry in sorted(named) if not (ROOT / entry[1]).exists()] == []
+
+
+def test_symbols_are_defined_where_documents_say(texts: dict[str, str]) -> None:
+    """Of each "`Symbol` in `path.py`"; history may name what was."""
+    found = [
+        (doc, symbol, path)
+        for doc, text in texts.items()
+        if doc != "docs/log.md"
+        for symbol, path in re.findall(r"`(\w+)`\s+in\s+`([\w/]+\.py)`", text)
+    ]
+    assert len(found) > 20
+    definition = r"^\s*(?:(?:async )?def|class) {0}\b|^\s*{0}(?::.*)? = |^\s+{0}: "
+    assert [
+        entry
+        for entry in found
+        if not re.search(definition.format(entry[1]), (ROOT / entry[2]).read_text(), flags=re.MULTILINE)
+    ] == []
+
+
+CHANGES = (
+    "a model family", "a reduction method before the language model", "a reduction method inside of prefill",
+    "how requests are routed", "a scheduling policy", "eviction of the encoder cache", "a transport",
+    "an HTTP parameter", "a flag of `epd serve`", "a metric", "a wrong timestamp",
+    "the prompt's order", "audio",
+)  # fmt: skip
+
+
+def test_every_change_has_a_file_to_open(texts: dict[str, str]) -> None:
+    table = texts["ARCHITECTURE.md"].split("## To change X, open Y")[1].split("\n## ")[0]
+    rows = {row.split("|")[1].strip(): row.split("|")[2] for row in table.splitlines() if "`" in row}
+    assert set(rows) == set(CHANGES)
+    assert [change for change, first in rows.items() if not re.search(r"in `[\w/]+\.py`", first)] == []
+
+
+def test_every_room_is_on_the_map(texts: dict[str, str]) -> None:
+    table = texts["ARCHITECTURE.md"].split("## The rooms")[1].split("\n## ")[0]
+    rooms = {path.parent for package in PACKAGES for path in (ROOT / package).glob("*/__init__.py")}
+    shown = set(re.findall(r"^\| `([\w/]+)/` \|", table, flags=re.MULTILINE))
+    assert {str(room.relative_to(ROOT)) for room in rooms} <= shown
+    assert [room for room in shown if not (ROOT / room).is_dir()] == []
+
+
+def test_the_page_of_modules_is_up_to_date() -> None:
+    """It names every module, so none is found in no document."""
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m tests.modules_page"
 
 
 def test_links_lead_to_files(texts: dict[str, str]) -> None:
