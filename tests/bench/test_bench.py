@@ -172,7 +172,7 @@ def epd_bench(*arguments: object) -> Any:
     return CliRunner().invoke(app, ["bench", *map(str, arguments)])
 
 
-def test_the_verb_prints_tables_and_writes_files(server: FakeServer, tmp_path: Path) -> None:
+def test_the_command_prints_tables_and_writes_files(server: FakeServer, tmp_path: Path) -> None:
     with FakeServer(Manner(ttft_s=0.1)) as other:
         result = epd_bench(
             *("--url", f"quick={server.url}", "--url", f"slow={other.url}", "--workload", "mixed"),

@@ -162,14 +162,14 @@ def test_fewer_tokens_are_a_choice_only_where_it_is_allowed() -> None:
 @pytest.fixture
 def few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """`epd plan` simulates 30 requests instead of 250."""
-    monkeypatch.setattr("epd.cli.plan._NUM_REQUESTS", 30)
+    monkeypatch.setattr("epd.planning.traffic.MOST_REQUESTS", 30)
 
 
 def run(*options: str) -> object:
     return app(["plan", *options], standalone_mode=False)
 
 
-def test_the_verb_prints_a_plan_and_writes_it(
+def test_the_command_prints_a_plan_and_writes_it(
     few_requests: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "plan.yaml"
@@ -194,7 +194,7 @@ def test_the_verb_prints_a_plan_and_writes_it(
         (["--gpus", "2", "--slo-ttft-s", "1", "--out", "/no/where/plan.yaml"], 2, "cannot write"),
     ],
 )
-def test_the_verb_ends_with_its_exit_code(
+def test_the_command_ends_with_its_exit_code(
     few_requests: None, options: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(*options) == code
