@@ -54,10 +54,12 @@ def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     profile.write_text(text.replace('"model": "qwen2.5-vl-7b"', '"model": "shapes-vl"'))
     path = folder / "plan.yaml"
     options = ["--gpus", "2", "--workload", "images", "--slo-ttft-s", "2.5", "--slo-tpot-s", "0.05"]
-    app(
-        ["plan", *options, "--cpu-threads", "6", "--profile", str(profile), "--out", str(path)],
-        standalone_mode=False,
-    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("epd.cli.plan._NUM_REQUESTS", 30)  # rather than 250
+        app(
+            ["plan", *options, "--cpu-threads", "6", "--profile", str(profile), "--out", str(path)],
+            standalone_mode=False,
+        )
     return path
 
 

@@ -129,9 +129,13 @@ def test_what_overlap_and_sharding_of_one_video_are_worth() -> None:
     )
 
 
-def test_scenarios_print_their_rows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_scenarios_print_their_rows(
+    tables: dict[str, list[Row]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from epd.cli.program import app
 
+    assert SCENARIOS["epd-table4"] is table_4
+    monkeypatch.setitem(SCENARIOS, "epd-table4", lambda: tables["epd-table4"])  # type: ignore[misc]
     app(["simulate", "--scenario", "epd-table4", "--json"], standalone_mode=False)
     records = json.loads(capsys.readouterr().out)
     assert len(records) == 8

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import cache
 from pathlib import Path
 
 import httpx
@@ -23,8 +24,9 @@ from schemathesis.specs.openapi.checks import response_schema_conformance, statu
 from epd.control.request_budget import RequestLimits
 from epd.sampling_params import SamplingParams
 from serve_app.http.api import ApiSettings
-from tests.serve_app.conftest import QUESTION, Front
+from tests.serve_app.conftest import QUESTION, Front, running_front
 from tests.serve_app.deployments import Deployment
+from tests.serve_app.fakes import FakeService
 from tests.serve_app.server import Server, served, wait_until
 from video import FetchPolicy
 
@@ -44,15 +46,21 @@ OPERATIONS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def offline(run_front: Callable[..., Front]) -> Front:
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
     """A front that asks no host for media."""
-    return run_front(fetch=FetchPolicy(allowed_hosts=frozenset(), max_s=1.0))
+    policy = FetchPolicy(allowed_hosts=frozenset(), max_s=1.0)
+    settings = ApiSettings(spool_folder=tmp_path_factory.mktemp("spool"), fetch=policy)
+    with running_front(FakeService(), settings) as front:
+        yield front
 
 
-def operations(server: Server) -> dict[str, schemathesis.APIOperation]:
-    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
-    return {one.ok().label: one.ok() for one in schema.get_all_operations()}
+@cache
+def operations(url: str) -> dict[str, schemathesis.APIOperation]:
+    """Each operation of the server's schema, by its label."""
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    found = [one.ok() for one in schema.get_all_operations()]
+    return {operation.label: operation for operation in found}
 
 
 @pytest.mark.parametrize(
@@ -61,7 +69,7 @@ def operations(server: Server) -> dict[str, schemathesis.APIOperation]:
     + [("POST /v1/chat/completions", GenerationMode.NEGATIVE)],
 )
 def test_every_answer_is_as_promised(offline: Front, label: str, mode: GenerationMode) -> None:
-    operation = operations(offline.server)[label]
+    operation = operations(offline.server.url)[label]
     seen = set()
 
     @given(case=operation.as_strategy(generation_mode=mode))
@@ -77,7 +85,7 @@ def test_every_answer_is_as_promised(offline: Front, label: str, mode: Generatio
 
 
 def test_the_schema_names_every_operation(offline: Front) -> None:
-    assert set(operations(offline.server)) == OPERATIONS
+    assert set(operations(offline.server.url)) == OPERATIONS
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +112,7 @@ def real(checkpoints: dict[str, Path]) -> Iterator[tuple[Server, Deployment]]:
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 def test_no_request_costs_a_worker(real: tuple[Server, Deployment], mode: GenerationMode) -> None:
     server, deployment = real
-    operation = operations(server)["POST /v1/chat/completions"]
+    operation = operations(server.url)["POST /v1/chat/completions"]
     seen = set()
 
     @given(case=operation.as_strategy(generation_mode=mode))
