@@ -35,7 +35,7 @@ class BlockCopy:
     """The first `num_tokens` slots of block `source` are to be copied to block `target`.
 
     Copies are carried out in the order in which they were given, before anything else is written to the pool:
-    a source may be given out again at once. A target counts as unwritten until `copied` in_flight the copy.
+    a source may be given out again at once. A target counts as unwritten until `copied` records the copy.
     """
 
     layer_group: int

@@ -265,7 +265,7 @@ class Scheduler:
         insort(self.running, request, key=_by_order)
 
     def schedule(self) -> SchedulerOutput:
-        """Decides one step and in_flight its blocks; `advance` must follow for every chunk."""
+        """Decides one step and reserves its blocks; `advance` must follow for every chunk."""
         output = SchedulerOutput()
         budget = self._schedule_decodes(output, self.config.max_num_batched_tokens)
         self._admit(output)

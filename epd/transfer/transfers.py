@@ -1,4 +1,4 @@
-"""Both ends' in_flight about transfers: what keeps an entry alive, and what lets it go. No tensors."""
+"""Records of transfers at both ends: what holds a cache entry, and what releases it. No tensors."""
 
 from __future__ import annotations
 
