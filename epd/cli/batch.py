@@ -81,7 +81,7 @@ class _Target:
         if self.skip_static is not None and (self.url, self.address) != (None, None):
             raise RequestError(
                 f"received --skip-static {self.skip_static:g} for a running server, which has its own "
-                "value; give the option to epd serve"
+                "value; give it to epd serve"
             )
 
 

@@ -70,7 +70,7 @@ def _checked(values: Mapping[str, Any]) -> AppArgs:
 
 
 def parse_values(values: Iterable[str]) -> dict[str, Any]:
-    """Arguments from NAME=VALUE, those of ceilings under `limits`. Raises RequestError."""
+    """Parses arguments from NAME=VALUE, limits.NAME under `limits`. Raises RequestError."""
     args: dict[str, Any] = {}
     for value in values:
         name, equals, text = value.partition("=")
@@ -102,7 +102,7 @@ def read_args(path: Path) -> dict[str, Any]:
 
 
 def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, where the second wins, among the ceilings too."""
+    """Merges arguments and their limits; the second takes precedence."""
     merged = {**first, **second}
     if "limits" in merged:
         merged["limits"] = {**(first.get("limits") or {}), **(second.get("limits") or {})}

@@ -85,7 +85,7 @@ def _get(endpoint: Endpoint, path: str) -> dict[str, Any]:
 def _plan(
     profile: str, recent: Sequence[Mapping[str, Any]], num_workers: int, slo: SLO, limit_s: float
 ) -> tuple[Plan | None, str]:
-    """The plan, or why there is none. Raises RequestError for an invalid profile."""
+    """Returns a plan, or the reason that there is no plan. Raises RequestError for an invalid profile."""
     if len(recent) < LEAST_REQUESTS:
         return None, f"received {len(recent)} requests; a plan needs at least {LEAST_REQUESTS}"
     loaded = load_profile(profile)
