@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +21,29 @@ UInt8Array = NDArray[np.uint8]
 Float64Array = NDArray[np.float64]
 
 MediaKind = Literal["image", "video"]
+
+
+class RequestStatus(StrEnum):
+    """Where a request is in its life, in vLLM's words; what vLLM calls running is told apart by stage.
+
+    WAITING --placed--> PREFILLING --first token of every choice--> DECODING --> FINISHED_*
+    """
+
+    WAITING = "waiting"  # no worker has accepted it
+    PREFILLING = "prefilling"  # media are encoded, and the prompt is computed
+    DECODING = "decoding"
+    FINISHED_STOPPED = "finished_stopped"
+    FINISHED_LENGTH = "finished_length"  # a choice was cut off at its longest
+    FINISHED_ABORTED = "finished_aborted"  # taken from its workers, or lost with one
+    FINISHED_ERROR = "finished_error"
+
+    @property
+    def is_running(self) -> bool:
+        return self in (RequestStatus.PREFILLING, RequestStatus.DECODING)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.name.startswith("FINISHED_")
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,18 +98,18 @@ ROOMS: dict[str, dict[str, str]] = {
         "http": ". media observability",
         "worker": ".",
         "orchestration": ". media worker",
-        "local": ". http media observability orchestration worker",
-        "ray": ". http orchestration worker",
+        "composition.py": ". http orchestration worker",
+        "local": ". composition.py http media observability orchestration worker",
+        "ray": ". composition.py worker",
         "app.py": ". ray",
-        "ray/server.py": ". app.py ray",
-        "ray/batch_app.py": ". ray ray/server.py",
+        "ray/server.py": ". app.py http ray",
+        "ray/batch_app.py": ". http ray ray/server.py",
     },
 }
 # Arrows that go against the table until the module named in the reason has moved.
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("epd/simulate", "epd/published"): "rows of tables live beside the published figures",
     ("encoders", "encoders/prompt"): "the adapter's protocol names chat messages",
-    ("serve_app/observability", "serve_app/http"): "the record of a request fills the API's report",
 }
 
 

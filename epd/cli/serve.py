@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -21,6 +22,7 @@ from epd.errors import RequestError
 from epd.models import embedded_model_path
 from epd.planning.files import load_plan
 from serve_app.app_args import ENVIRONMENT, AppArgs
+from serve_app.http.address import HttpAddress
 from serve_app.http.host_check import names_for
 from serve_app.model_facts import limits_of
 
@@ -29,6 +31,9 @@ _Port = Annotated[int, typer.Option(metavar="N", min=1, max=65535, help="Port to
 _Plan = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="File of epd plan --out; options given beside it take precedence."),
+]
+_Local = Annotated[
+    bool, typer.Option("--local", help="Run all workers as threads of this process, without Ray.")
 ]
 _Verbose = Annotated[bool, typer.Option("--verbose", help="Show the logs, a line for each request.")]
 
@@ -40,22 +45,26 @@ def serve(
     port: _Port = 8000,
     address: Address = None,
     plan: _Plan = None,
+    local: _Local = False,
     verbose: _Verbose = False,
     **options: Any,
 ) -> None:
     """Serve a model with an OpenAI-compatible API.
 
-    Each stage runs in processes of its own. Prints a line when the server is ready. On SIGINT or SIGTERM it
-    finishes the requests in flight and exits; it exits with code 3 when Ray's processes are gone for good.
+    Each worker is a process on Ray, or with --local a thread of this process. Prints a line when the server
+    is ready. On SIGINT or SIGTERM it finishes the requests in flight and exits; it exits with code 3 when
+    Ray's processes are gone for good.
     Options that hold several values are repeated: --limits max_frames=4096 --limits max_media=8.
     """
     start_s = time.monotonic()
     args = _app_args(options | (_planned(plan, options, context) if plan else {}), host)
-    with _served(args, host, port, address, verbose) as url:
+    where = HttpAddress(host, port)
+    served = _served_locally if local else _served_on_ray
+    with served(args, where, address, verbose):
         name = args.model_name or args.model_path.name
         print(f"limits of one request: {limits_of(args).line()}; epd config show has all", file=sys.stderr)
         seconds = time.monotonic() - start_s
-        print(f"ready in {seconds:.1f} s: {url}/v1 serves {name} on {args.topology}", flush=True)
+        print(f"ready in {seconds:.1f} s: {where.url}/v1 serves {name} on {args.topology}", flush=True)
         _wait_for_signal()
         print("draining; press Ctrl-C again to stop immediately", file=sys.stderr)
 
@@ -85,15 +94,27 @@ def _app_args(options: Mapping[str, Any], host: str) -> AppArgs:
         raise RequestError(f"{place}: {first['msg']}") from None
 
 
-@contextmanager
-def _served(args: AppArgs, host: str, port: int, address: str | None, verbose: bool) -> Iterator[str]:
-    """The URL of the running server."""
+def _served_on_ray(
+    args: AppArgs, where: HttpAddress, address: str | None, verbose: bool
+) -> AbstractContextManager[None]:
     from serve_app.ray import cluster, server  # Ray
 
-    http = server.HttpSettings(host, port)
     settings = cluster.RaySettings(address=address, shows_logs=verbose)
-    with server.served_app(args, http, settings, ends_with_cluster=True):
-        yield http.url
+    return server.served_app(args, where, settings, ends_with_cluster=True)
+
+
+def _served_locally(
+    args: AppArgs, where: HttpAddress, address: str | None, verbose: bool
+) -> AbstractContextManager[None]:
+    """Raises RequestError where a cluster is named too."""
+    if address is not None:
+        raise RequestError(f"received --local and --address {address}; allowed: one of them; leave one out")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads leave the cores to others
+    from serve_app.local import server  # torch
+
+    if verbose:
+        server.log_requests()
+    return server.served_locally(args, where)
 
 
 def _wait_for_signal() -> None:

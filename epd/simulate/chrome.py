@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from typing import Any
 
 from epd.simulate.records import SimulationResult
+from epd.workload.chrome_trace import Event, complete, dumps, named
 
-_MICROSECONDS = 10**6  # ticks in one
+_TICKS_PER_US = 10**6
 _STAGES = (
     ("wait", "due", "placed"),
     ("read media", "placed", "media_read"),
@@ -20,32 +19,21 @@ _STAGES = (
 
 def chrome_trace(result: SimulationResult) -> str:
     """JSON. Process 1: a row for each worker. Process 2: a row for each request, by stage."""
-    events = [*_worker_events(result), *_request_events(result)]
-    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
+    return dumps([*_worker_events(result), *_request_events(result)])
 
 
-def _event(name: str, process: int, row: int, start: int, ticks: int) -> dict[str, Any]:
-    return {
-        "name": name,
-        "ph": "X",
-        "pid": process,
-        "tid": row,
-        "ts": start / _MICROSECONDS,
-        "dur": ticks / _MICROSECONDS,
-    }
-
-
-def _worker_events(result: SimulationResult) -> Iterator[dict[str, Any]]:
+def _worker_events(result: SimulationResult) -> Iterator[Event]:
     rows = {name: row for row, name in enumerate(dict.fromkeys(span.worker for span in result.spans))}
     for name, row in rows.items():
-        yield {"name": "thread_name", "ph": "M", "pid": 1, "tid": row, "args": {"name": name}}
+        yield named("thread_name", row, name)
     for span in result.spans:
-        yield _event(span.name, 1, rows[span.worker], span.start, span.ticks)
+        yield complete(span.name, rows[span.worker], span.start / _TICKS_PER_US, span.ticks / _TICKS_PER_US)
 
 
-def _request_events(result: SimulationResult) -> Iterator[dict[str, Any]]:
+def _request_events(result: SimulationResult) -> Iterator[Event]:
     for row in result.rows:
         for name, start, stop in _STAGES:
             if 0 <= row[start] < row[stop]:
-                index = int(row["index"])
-                yield _event(name, 2, index, int(row[start]), int(row[stop] - row[start]))
+                start_us = int(row[start]) / _TICKS_PER_US
+                duration_us = int(row[stop] - row[start]) / _TICKS_PER_US
+                yield complete(name, int(row["index"]), start_us, duration_us, process=2)

@@ -33,17 +33,14 @@ from serve_app.http.protocol import (
     LoadReport,
     ModelEntry,
     ModelList,
-    RetentionReport,
     RolesRequest,
     StatusReport,
-    SwitchReport,
-    WorkerReport,
 )
 from serve_app.http.request_parsing import describe
 from serve_app.http.server_state import ApiSettings, ServerState
 from serve_app.observability import metrics
 from serve_app.observability.record import record_of
-from serve_app.service import AnswerService, ModelCard
+from serve_app.service import AnswerService, ModelCard, RoleSwitch
 from video import MediaReader
 
 __all__ = ["ApiSettings", "create_api"]
@@ -56,18 +53,18 @@ _SCHEMA_REF = "#/components/schemas/{model}"
 def create_api(
     service: AnswerService, settings: ApiSettings | None = None, reader: MediaReader | None = None
 ) -> FastAPI:
-    """The app. Its lifespan, or whoever mounts it without one, calls `app.state.front.close()` at the end.
+    """The app. Its lifespan, or whoever mounts it without one, calls `app.state.server.close()` at the end.
 
     reader: of media that clients send; by default this process.
     """
-    front = ServerState(service, settings or ApiSettings(), reader)
+    server = ServerState(service, settings or ApiSettings(), reader)
     app = _App(title="epd", docs_url=None, redoc_url=None, lifespan=_lifespan)
-    app.state.front = front
-    hosts = HostCheck(front.settings.allowed_hosts, has_key=front.settings.api_key is not None)
-    app.add_middleware(RequestEdge, on_finished=front.finish, host_check=hosts)
+    app.state.server = server
+    hosts = HostCheck(server.settings.allowed_hosts, has_key=server.settings.api_key is not None)
+    app.add_middleware(RequestEdge, on_finished=server.finish, host_check=hosts)
     install_error_handlers(app)
     app.include_router(_open)
-    keys = KeyCheck(front.settings.api_key, front.settings.admin_api_key)
+    keys = KeyCheck(server.settings.api_key, server.settings.admin_api_key)
     app.include_router(_guarded, dependencies=[Depends(keys)])
     app.include_router(page_routes())
     return app
@@ -78,7 +75,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        app.state.front.close()
+        app.state.server.close()
 
 
 class _App(FastAPI):
@@ -98,10 +95,10 @@ _open = APIRouter()
 _guarded = APIRouter(prefix="/v1", responses=_ERRORS)
 
 
-def _front(request: Request) -> ServerState:
-    front = request.app.state.front
-    assert isinstance(front, ServerState)
-    return front
+def _server(request: Request) -> ServerState:
+    server = request.app.state.server
+    assert isinstance(server, ServerState)
+    return server
 
 
 @_guarded.post(
@@ -117,18 +114,18 @@ def _front(request: Request) -> ServerState:
 )
 async def chat_completions(request: Request) -> Response:
     """Answers a conversation about images and videos, at once or as a stream of server-sent events."""
-    front = _front(request)
-    return ChatAnswer(front, await front.read(request), record_of(request))
+    server = _server(request)
+    return ChatAnswer(server, await server.read(request), record_of(request))
 
 
 @_guarded.get("/models")
 async def list_models(request: Request) -> ModelList:
-    return ModelList(data=_entries(_front(request).service.models))
+    return ModelList(data=_entries(_server(request).service.models))
 
 
 @_guarded.get("/models/{name:path}")
 async def get_model(request: Request, name: str) -> ModelEntry:
-    entries = _entries(_front(request).service.models)
+    entries = _entries(_server(request).service.models)
     for entry in entries:
         if entry.id == name:
             return entry
@@ -145,19 +142,17 @@ def _entries(models: Sequence[ModelCard]) -> list[ModelEntry]:
 @_guarded.get("/epd/status")
 async def status(request: Request) -> StatusReport:
     """Topology, roles and queues as they are now."""
-    front = _front(request)
-    now = await front.service.status()
+    server = _server(request)
+    now = await server.service.status()
     return StatusReport(
         is_ready=now.is_ready,
         topology=now.topology,
-        num_requests=front.num_requests,
+        num_requests=server.num_requests,
         num_waiting=now.num_waiting,
-        workers=[WorkerReport(**asdict(worker)) for worker in now.workers],
-        switches=[SwitchReport(**asdict(switch)) for switch in now.switches],
-        decisions=[
-            DecisionReport(at_s=each.at_s, verdict=each.verdict, reason=each.reason) for each in now.decisions
-        ],
-        retention=RetentionReport.model_validate(asdict(now.retention)) if now.retention else None,
+        workers=now.workers,
+        switches=now.switches,
+        decisions=[DecisionReport.model_validate(decision) for decision in now.decisions],
+        retention=now.retention,
     )
 
 
@@ -165,7 +160,7 @@ async def status(request: Request) -> StatusReport:
 async def load(request: Request) -> LoadReport:
     """What was asked for in the last ten minutes."""
     now_s = time.time()
-    recent = _front(request).service.recent_load()
+    recent = _server(request).service.recent_load()
     return LoadReport(
         requests=[LoadEntry(age_s=max(0.0, now_s - at_s), **asdict(work)) for at_s, work in recent]
     )
@@ -180,25 +175,24 @@ async def load(request: Request) -> LoadReport:
         }
     },
 )
-async def switch_roles(request: Request) -> SwitchReport:
+async def switch_roles(request: Request) -> RoleSwitch:
     """Gives a worker other roles, with the admin key; answers when it has them, or is as it was."""
     check_admin(request, "a change of roles", "GET /v1/epd/status")
-    front = _front(request)
-    body = await front.bodies.read(request, _MAX_ROLES_BYTES)
+    server = _server(request)
+    body = await server.bodies.read(request, _MAX_ROLES_BYTES)
     try:
         wanted = RolesRequest.model_validate_json(body)
     except ValidationError as error:
         raise describe(error) from None
     finally:
-        front.bodies.release(record_of(request))
-    switch = await front.service.switch_roles(wanted.worker, frozenset(wanted.roles))
-    return SwitchReport(**asdict(switch))
+        server.bodies.release(record_of(request))
+    return await server.service.switch_roles(wanted.worker, frozenset(wanted.roles))
 
 
 @_open.get("/health", responses={503: {"model": Health}})
 async def health(request: Request) -> Response:
     """200 when every role that an answer needs has a worker, else 503."""
-    is_ready = (await _front(request).service.status()).is_ready
+    is_ready = (await _server(request).service.status()).is_ready
     body = Health(status="ok" if is_ready else "unavailable")
     return JSONResponse(body.model_dump(), HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE)
 
@@ -206,5 +200,5 @@ async def health(request: Request) -> Response:
 @_open.get("/metrics", response_class=Response)
 async def prometheus(request: Request) -> Response:
     """Prometheus metrics."""
-    front = _front(request)
-    return Response(front.metrics.render(await front.service.status()), media_type=metrics.CONTENT_TYPE)
+    server = _server(request)
+    return Response(server.metrics.render(await server.service.status()), media_type=metrics.CONTENT_TYPE)

@@ -11,11 +11,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from epd.errors import EPDError, http_status
-from serve_app.http.chat_request import ChatRequest
 from serve_app.http.event_stream import EventStream
 from serve_app.http.http_guard import bug_reply, error_reply
 from serve_app.http.responses import DONE, ChunkBuilder, CompletionBuilder, checked_end, event
-from serve_app.http.server_state import ServerState
+from serve_app.http.server_state import ParsedRequest, ServerState
 from serve_app.observability.record import CLIENT_GONE, RequestRecord, server_timing
 from serve_app.service import AnswerItem
 
@@ -23,14 +22,15 @@ from serve_app.service import AnswerItem
 class ChatAnswer(Response):
     """A completion or a stream of chunks. Errors before the first bytes are raised, later ones are sent."""
 
-    def __init__(self, front: ServerState, chat: ChatRequest, record: RequestRecord) -> None:
+    def __init__(self, server: ServerState, parsed: ParsedRequest, record: RequestRecord) -> None:
         super().__init__()
+        chat = parsed.chat
         self._record = record
         self._num_choices = chat.n or 1
         self._has_logprobs = bool(chat.logprobs)
         self._includes_usage = bool(chat.stream_options and chat.stream_options.include_usage)
-        self._keep_alive_s = front.settings.keep_alive_s
-        self._items = front.items(chat, record)
+        self._keep_alive_s = server.settings.keep_alive_s
+        self._items = server.items(parsed, record)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self._stream(send) if self._record.is_stream else self._complete(scope, receive, send)

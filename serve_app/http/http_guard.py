@@ -186,7 +186,7 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _on_invalid(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    return JSONResponse(_reply(HTTPStatus.BAD_REQUEST, "the request does not fit").model_dump(), 400)
+    return JSONResponse(_reply(HTTPStatus.BAD_REQUEST, "invalid request").model_dump(), 400)
 
 
 async def _on_disconnect(request: Request, _: Exception) -> Response:
@@ -201,5 +201,5 @@ def bug_response(record: RequestRecord) -> JSONResponse:
 
 def bug_reply(record: RequestRecord) -> ErrorReply:
     """What the tree of errors does not know is a bug: the client gets an id, the log gets the rest."""
-    message = f"internal error; the server's log tells more under {record.request_id}"
+    message = f"internal error; the server's log has details under {record.request_id}"
     return _reply(HTTPStatus.INTERNAL_SERVER_ERROR, message, "internal")

@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from serve_app.service import RetentionStatus, RoleSwitch, WorkerStatus
+
 
 class TopLogprob(BaseModel):
     token: str
@@ -143,66 +145,14 @@ class Health(BaseModel):
     status: Literal["ok", "unavailable"]
 
 
-class WorkerReport(BaseModel):
-    name: str
-    roles: str
-    is_alive: bool
-    num_waiting: int
-    num_running: int
-    kv_usage: float | None
-    encoder_cache_usage: float | None
-    num_role_switches: int
-    is_switching: bool
-
-
-class SwitchReport(BaseModel):
-    """A worker's change of roles. before, after: letters as in StatusReport. error: why it was rolled back.
-
-    at_s: Unix time in seconds. Seconds: of its phases; weights_s: of onload, for finding weights.
-    num_handed_on, num_moved, num_redone: work that went to others before it was begun, in its middle, or was
-    done again.
-    """
-
-    worker: str
-    before: str
-    after: str
-    at_s: float
-    offload_s: float
-    migrate_s: float
-    onload_s: float
-    announce_s: float
-    weights_s: float
-    num_handed_on: int
-    num_moved: int
-    num_redone: int
-    error: str
-
-
 class DecisionReport(BaseModel):
-    """Whether roles were to be changed by the load, and why."""
+    """Whether a change of roles was called for by the load, and why."""
+
+    model_config = ConfigDict(from_attributes=True)
 
     at_s: float
     verdict: str
     reason: str
-
-
-class LevelChangeReport(BaseModel):
-    """Of retention, by the load. ttft_s: predicted at the new level. at_s: Unix time in seconds."""
-
-    at_s: float
-    before: float
-    after: float
-    ttft_s: float
-    reason: str
-
-
-class RetentionReport(BaseModel):
-    """The share of visual tokens that the load allows. changes: the last ones, oldest first."""
-
-    level: float
-    predicted_ttft_s: float
-    num_changes: int
-    changes: list[LevelChangeReport]
 
 
 class StatusReport(BaseModel):
@@ -216,10 +166,10 @@ class StatusReport(BaseModel):
     topology: str
     num_requests: int
     num_waiting: int
-    workers: list[WorkerReport]
-    switches: list[SwitchReport]
+    workers: tuple[WorkerStatus, ...]
+    switches: tuple[RoleSwitch, ...]
     decisions: list[DecisionReport]
-    retention: RetentionReport | None
+    retention: RetentionStatus | None
 
 
 class RolesRequest(BaseModel):

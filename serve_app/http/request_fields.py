@@ -14,16 +14,16 @@ from epd.errors import RequestError
 
 # Taken, whatever they say: they change no answer here.
 NO_EFFECT: Mapping[str, str] = {
-    "include_reasoning": "no reasoning is told apart from the answer",
+    "include_reasoning": "reasoning is not separated from the answer",
     "metadata": "nothing is stored",
     "parallel_tool_calls": "there are no tool calls",
     "prompt_cache_key": "prefixes are found by their content",
     "prompt_cache_options": "prefixes are found by their content",
     "prompt_cache_retention": "prefixes stay as long as there is room",
-    "safety_identifier": "users are not told apart",
+    "safety_identifier": "users are not distinguished",
     "session_id": "prefixes are found by their content",
     "store": "nothing is stored",
-    "user": "users are not told apart",
+    "user": "users are not distinguished",
 }
 
 # Refused, but for null and these values, which ask for nothing.

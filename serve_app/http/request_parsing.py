@@ -50,19 +50,19 @@ _MAX_LISTED_ERRORS = 1000
 
 
 def describe(error: ValidationError) -> RequestError:
-    """Where and how a body is not as it should be, in one line, without what was received."""
+    """Names the invalid fields of a body in one line, without their values."""
     if error.error_count() > _MAX_LISTED_ERRORS:
-        return RequestError(f"the request does not fit in {error.error_count()} places; send a shorter one")
+        return RequestError(f"invalid request body: {error.error_count()} errors; send a shorter one")
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     deep = [one for one in errors if one["loc"][-1:] != ("str",)]  # a list of parts is no text either
     shown = [f"{_place(one['loc'])}: {_wrong(one)}" for one in deep or errors]
     more = f" and {len(shown) - _MAX_SHOWN_ERRORS} more" if len(shown) > _MAX_SHOWN_ERRORS else ""
-    return RequestError(f"the request does not fit: {'; '.join(shown[:_MAX_SHOWN_ERRORS])}{more}")
+    return RequestError(f"invalid request body: {'; '.join(shown[:_MAX_SHOWN_ERRORS])}{more}")
 
 
 def _wrong(error: ErrorDetails) -> str:
     is_unknown = error["type"] == "extra_forbidden"
-    return "not known here; leave it out" if is_unknown else error["msg"][:_MAX_SHOWN_MESSAGE]
+    return "unknown field; leave it out" if is_unknown else error["msg"][:_MAX_SHOWN_MESSAGE]
 
 
 def _place(location: tuple[int | str, ...]) -> str:
@@ -149,7 +149,7 @@ def reduction_policy(chat: ChatRequest, default: ReductionPolicy) -> ReductionPo
 def conversation(
     messages: Sequence[Message],
 ) -> tuple[tuple[ChatMessage, ...], tuple[MediaReference, ...]]:
-    """The messages, and their media in order. Raises RequestError."""
+    """Returns the messages and their media, in order. Raises RequestError."""
     chat = tuple(_message(message) for message in messages)
     check_chat(chat)
     return chat, tuple(_references(messages))

@@ -14,11 +14,15 @@ from serve_app.http.protocol import (
     ContentLogprob,
     Delta,
     EpdEvents,
+    EpdReport,
     ErrorReply,
+    PromptTokensDetails,
     ReplyMessage,
+    SpanReport,
     TopLogprob,
+    UsageReport,
 )
-from serve_app.observability.record import RequestRecord, epd_report, span_report, usage_report
+from serve_app.observability.record import AMOUNTS, RequestRecord, seconds_by_stage
 from serve_app.service import AnswerEnd, AnswerItem, FinishReason, StageSpan, TokenDelta, TokenLogprob
 
 MIN_LOGPROB = -9999.0
@@ -154,10 +158,46 @@ class ChunkBuilder:
 
 def checked_end(end: AnswerEnd | None) -> AnswerEnd:
     if end is None:
-        raise EPDError("the answer stopped without its end; this is a bug of the server, try again")
+        raise EPDError("the answer stopped without its end; this is a bug of the server; retry")
     return end
 
 
 def event(chunk: ChatChunk | ErrorReply) -> bytes:
     """A chunk or an error as a server-sent event; without what was not set."""
     return b"data: " + chunk.model_dump_json(exclude_unset=True).encode() + b"\n\n"
+
+
+def usage_report(end: AnswerEnd) -> UsageReport:
+    usage = end.usage
+    return UsageReport(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=end.cached_tokens),
+    )
+
+
+def epd_report(record: RequestRecord, end: AnswerEnd) -> EpdReport:
+    amounts = {each.name: each.value(end) for each in AMOUNTS if each.name in EpdReport.model_fields}
+    return EpdReport.model_validate(
+        {
+            **amounts,
+            "visual_tokens_before_reduction": end.usage.visual_tokens_before,
+            "retention": end.retention,
+            "ttft_s": record.ttft_s or 0.0,
+            "total_s": record.total_s,
+            "stages_s": seconds_by_stage(end.timings),
+            "queued_s": seconds_by_stage(end.queued),
+        }
+    )
+
+
+def span_report(span: StageSpan, record: RequestRecord) -> SpanReport:
+    return SpanReport(
+        stage=span.stage,
+        worker=span.worker,
+        start_s=span.start_s - record.arrival_s,
+        stop_s=span.stop_s - record.arrival_s,
+        item=span.item,
+        group=span.group,
+    )

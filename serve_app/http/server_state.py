@@ -30,8 +30,8 @@ from serve_app.http.request_parsing import (
     sampling_params,
     video_sampling,
 )
-from serve_app.media.media_spool import MediaSpool, SpoolLimits
-from serve_app.observability.metrics import FrontMetrics
+from serve_app.media.media_spool import MediaReference, MediaSpool, SpoolLimits
+from serve_app.observability.metrics import ServerMetrics
 from serve_app.observability.record import RequestRecord, record_of
 from serve_app.observability.tracing import tracing_of
 from serve_app.service import AnswerItem, AnswerRequest, AnswerService, MediaSource, StageSpan
@@ -42,7 +42,7 @@ _RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ApiSettings:
-    """Limits and policy of the HTTP front.
+    """Limits and policy of the HTTP server.
 
     api_key: None lets everybody in. admin_api_key: lets change roles and come before others; None for nobody.
     fetch: where media may come from, and how large one may be.
@@ -89,6 +89,15 @@ class _Options:
     cache_salt: str
 
 
+@dataclass(frozen=True, slots=True)
+class ParsedRequest:
+    """A checked chat request: its JSON, its conversation, and the media that the messages refer to."""
+
+    chat: ChatRequest
+    messages: tuple[ChatMessage, ...]
+    references: tuple[MediaReference, ...]
+
+
 class ServerState:
     """What all routes share."""
 
@@ -98,7 +107,7 @@ class ServerState:
         """reader: of media; by default this process."""
         self.service = service
         self.settings = settings
-        self.metrics = FrontMetrics()
+        self.metrics = ServerMetrics()
         self.tracing = tracing_of(settings.trace_dir, settings.max_traces, settings.otlp_endpoint)
         self.bodies = BodyReader(settings.bodies)
         self.num_requests = 0
@@ -113,17 +122,23 @@ class ServerState:
             reader=reader,
         )
         watch = self.metrics.watch
-        watch("held_body_bytes", "Of requests being read.", lambda: self.bodies.budget.num_taken)
-        watch("spooled_media_bytes", "Of requests being answered.", lambda: self.spool.budget.num_taken)
-        watch("media_downloads", "Under way.", lambda: self.spool.num_downloads)
-        watch("dropped_traces", "Traces not written since the start.", lambda: self.tracing.num_dropped)
+        watch(
+            "held_body_bytes", "Bytes of request bodies held in memory.", lambda: self.bodies.budget.num_taken
+        )
+        watch(
+            "spooled_media_bytes",
+            "Bytes of media files of requests in flight.",
+            lambda: self.spool.budget.num_taken,
+        )
+        watch("media_downloads", "Media downloads in flight.", lambda: self.spool.num_downloads)
+        watch("dropped_traces", "Traces dropped since the start.", lambda: self.tracing.num_dropped)
 
     def close(self) -> None:
         self.spool.close()
         self.tracing.close()
 
-    async def read(self, request: Request) -> ChatRequest:
-        """The checked JSON of a chat request. Raises EPDError."""
+    async def read(self, request: Request) -> ParsedRequest:
+        """Reads and checks the body of a chat request. Raises EPDError."""
         record = record_of(request)
         body = await self.bodies.read(request, self.settings.max_body_bytes)
         check_json_size(body, self.settings.limits)
@@ -135,23 +150,28 @@ class ServerState:
         if chat.priority is not None and chat.priority < 0:
             check_admin(request, f"a priority of {chat.priority}", "0 and above")
         model = model_card(chat, self.service.models)
+        parsed = ParsedRequest(chat, *conversation(chat.messages))
         cost = budget_of(
-            chat, *conversation(chat.messages), num_bytes=len(body), context_tokens=model.max_model_len
+            chat,
+            parsed.messages,
+            parsed.references,
+            num_bytes=len(body),
+            context_tokens=model.max_model_len,
         )
         cost.check(self.settings.limits)
         record.model = model.name
         record.is_stream = bool(chat.stream)
-        return chat
+        return parsed
 
-    async def items(self, chat: ChatRequest, record: RequestRecord) -> AsyncGenerator[AnswerItem, None]:
-        """The answer. Whenever this ends or is closed, nothing of the request is left. Raises EPDError."""
-        messages, references = conversation(chat.messages)
-        shows_spans = record.is_stream and bool(chat.epd and chat.epd.events)
-        request = partial(self._request, record, messages, self._options(chat))
-        record.num_media = len(references)
+    async def items(self, parsed: ParsedRequest, record: RequestRecord) -> AsyncGenerator[AnswerItem, None]:
+        """Yields the answer. When this ends or is closed, nothing of the request is left. Raises EPDError."""
+        options = self._options(parsed.chat)
+        shows_spans = record.is_stream and options.ours.events
+        request = partial(self._request, record, parsed.messages, options)
+        record.num_media = len(parsed.references)
         with self._admitted():
-            async with self.spool.sources(references) as media:
-                del chat, references  # they hold whole media as text, and the answer may take minutes
+            async with self.spool.sources(parsed.references) as media:
+                del parsed  # it holds whole media as text, and the answer may take minutes
                 self.bodies.release(record)
                 async with aclosing(self.service.answer(request(media))) as items:
                     async for item in items:
@@ -198,8 +218,8 @@ class ServerState:
     def _admitted(self) -> Iterator[None]:
         if self.num_requests >= self.settings.max_requests:
             raise OverloadedError(
-                f"{self.num_requests} requests are being answered; allowed {self.settings.max_requests}; "
-                "try again later",
+                f"{self.num_requests} requests are in flight; allowed {self.settings.max_requests}; "
+                "retry later",
                 _RETRY_AFTER_S,
             )
         self.num_requests += 1

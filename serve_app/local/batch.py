@@ -15,6 +15,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 import video
+from encoders.prompt.chat import ChatMessage
 from epd.batch.lines import BatchLine
 from epd.batch.media_names import local_path
 from epd.batch.tasks import Answered, BackendCounts, Failed, MediaTask, Outcome
@@ -50,10 +51,12 @@ _SEED_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A line under way, and its body as checked."""
+    """A line in flight, and its checked body."""
 
     line: BatchLine
     chat: ChatRequest
+    messages: tuple[ChatMessage, ...]
+    references: tuple[MediaReference, ...]
     record: RequestRecord
 
 
@@ -132,13 +135,12 @@ class _Work:
         if asked is None:
             return None
         try:
-            _, references = conversation(asked.chat.messages)
-            sources = [self._file(task, number, each) for number, each in enumerate(references)]
+            sources = [self._file(task, number, each) for number, each in enumerate(asked.references)]
         except EPDError as error:
             for line in chain([asked.line], task.lines):
                 self._put(Failed.of(line, error))
             return None
-        kinds = [reference.kind for reference in references]
+        kinds = [reference.kind for reference in asked.references]
         requests = self._requests(asked, task.lines)
         frame_sampling, reduction = video_sampling(asked.chat), reduction_policy(asked.chat, KEEP_ALL)
         return MediaJob(_name(task), sources, kinds, frame_sampling, requests, reduction)
@@ -149,7 +151,8 @@ class _Work:
             chat = ChatRequest.model_validate_json(json.dumps(line.body))
             check_supported(chat)
             model = model_card(chat, [self._card]).name
-            budget_of(chat, *conversation(chat.messages)).check(_LIMITS)
+            messages, references = conversation(chat.messages)
+            budget_of(chat, messages, references).check(_LIMITS)
             video_sampling(chat)
             reduction_policy(chat, KEEP_ALL)
             sampling_params(chat, self._settings.defaults)
@@ -158,7 +161,7 @@ class _Work:
         except EPDError as error:
             self._put(Failed.of(line, error))
         else:
-            return _Asked(line, chat, RequestRecord(model=model))
+            return _Asked(line, chat, messages, references, RequestRecord(model=model))
         return None
 
     def _file(self, task: MediaTask, number: int, reference: MediaReference) -> Path:
@@ -176,10 +179,9 @@ class _Work:
         for asked in chain([first], filter(None, map(self._read, lines))):
             key = asked.line.key
             self._asked[key] = asked
-            messages, _ = conversation(asked.chat.messages)
             sampling = sampling_params(asked.chat, self._settings.defaults)
             seed = _seed(key) if sampling.seed is None else sampling.seed
-            yield TextRequest(key, messages, sampling, seed)
+            yield TextRequest(key, asked.messages, sampling, seed)
 
     # The sink, for the thread of the language model
 

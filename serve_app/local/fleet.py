@@ -1,4 +1,4 @@
-"""A fleet of threads in this process: for tests, and for one machine without Ray.
+"""A fleet of threads in this process: for `epd serve --local`, and for tests.
 
 Each worker is a thread with its own stages and pools; what it shares with others are the connectors. Workers
 can be lost on purpose, with all they hold, and frozen.
@@ -203,7 +203,7 @@ class LocalFleet:
         except CancelledError as error:
             if self._infos[target] == before:
                 raise
-            raise WorkerLostError(f"worker '{target}' was lost meanwhile; ask another") from error
+            raise WorkerLostError(f"worker '{target}' was lost meanwhile; send to another worker") from error
         except EPDError:
             raise
         except Exception as error:  # as of a thread: it costs its sender alone
@@ -280,7 +280,7 @@ class LocalFleet:
             now = time.monotonic()
             for name, thread in list(self._threads.items()):
                 if self._infos[name].is_alive and now - thread.beat_s > self._config.hang_s:
-                    self._lose(name, f"no sign of life for {now - thread.beat_s:.1f} s")
+                    self._lose(name, f"no heartbeat for {now - thread.beat_s:.1f} s")
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.ensure_future(work)

@@ -32,7 +32,7 @@ class ByteBudget:
             if num_bytes > self._free:
                 raise OverloadedError(
                     f"{num_bytes} bytes of {self._what} do not fit beside those of other requests; "
-                    f"allowed {self._max} in all; try again later",
+                    f"allowed {self._max} in all; retry later",
                     _RETRY_AFTER_S,
                 )
             self._free -= num_bytes
@@ -55,7 +55,7 @@ def told_when_full() -> Iterator[None]:
         if error.errno not in _FULL:
             raise
         raise StorageFullError(
-            f"the disk for media is full ({error.strerror}); try again later, or send smaller media"
+            f"the disk for media is full ({error.strerror}); retry later, or send smaller media"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the HTTP front: what it measured itself, and what the service says of its workers."""
+"""Prometheus metrics: of finished requests, measured by the HTTP server, and of the workers behind it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from serve_app.observability.record import RequestRecord, seconds_by_stage
+from serve_app.observability.record import AMOUNTS, RequestRecord, seconds_by_stage
 from serve_app.service import RetentionStatus, ServiceStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -17,45 +17,59 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 
 
-class FrontMetrics:
-    """Counts finished requests. One for each app: no registry is shared."""
+class ServerMetrics:
+    """Counts finished requests. Each app has its own registry."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
-        self._workers = _Workers(own_counters=frozenset(_AMOUNTS))
+        self._workers = _Workers(own_counters=frozenset(each.metric for each in AMOUNTS))
         registry.register(self._workers)
         self._requests = Counter(
             "epd_requests", "Finished requests.", ["status", "stream"], registry=registry
         )
         self._errors = Counter(
-            "epd_request_errors", "Finished requests by what went wrong.", ["error"], registry=registry
+            "epd_request_errors", "Failed requests by error.", ["error"], registry=registry
         )
-        self.in_flight = Gauge("epd_requests_in_flight", "Requests being answered.", registry=registry)
+        self.in_flight = Gauge("epd_requests_in_flight", "Requests in flight.", registry=registry)
         self._ttft_s = Histogram(
-            "epd_time_to_first_token_seconds", "From arrival.", buckets=_SECONDS, registry=registry
+            "epd_time_to_first_token_seconds",
+            "Time to first token, from arrival.",
+            buckets=_SECONDS,
+            registry=registry,
         )
         self._tpot_s = Histogram(
             "epd_time_per_output_token_seconds",
-            "Mean of a request.",
+            "Mean time per output token of a request, after its first.",
             buckets=_TOKEN_SECONDS,
             registry=registry,
         )
         self._total_s = Histogram(
-            "epd_request_seconds", "Arrival to end.", buckets=_SECONDS, registry=registry
+            "epd_request_seconds",
+            "Request duration, from arrival to end.",
+            buckets=_SECONDS,
+            registry=registry,
         )
         self._stage_s = Histogram(
-            "epd_stage_seconds", "Service time of a request.", ["stage"], buckets=_SECONDS, registry=registry
+            "epd_stage_seconds",
+            "Time a stage worked on a request.",
+            ["stage"],
+            buckets=_SECONDS,
+            registry=registry,
         )
         self._queued_s = Histogram(
-            "epd_stage_queue_seconds", "Waiting of a request.", ["stage"], buckets=_SECONDS, registry=registry
+            "epd_stage_queue_seconds",
+            "Time a request waited for a stage.",
+            ["stage"],
+            buckets=_SECONDS,
+            registry=registry,
         )
         self._amounts = {
-            name: Counter(f"epd_{name}", f"{text}, of finished requests.", registry=registry)
-            for name, text in _AMOUNTS.items()
+            each: Counter(f"epd_{each.metric}", f"{each.help}, of finished requests.", registry=registry)
+            for each in AMOUNTS
         }
 
     def observe(self, record: RequestRecord) -> None:
-        """Adds a finished request."""
+        """Counts a finished request."""
         self._requests.labels(str(record.status), str(record.is_stream).lower()).inc()
         if record.error:
             self._errors.labels(record.error).inc()
@@ -69,11 +83,11 @@ class FrontMetrics:
         for histogram, timings in ((self._stage_s, record.end.timings), (self._queued_s, record.end.queued)):
             for stage, seconds in seconds_by_stage(timings).items():
                 histogram.labels(stage).observe(seconds)
-        for name, amount in _amounts_of(record).items():
-            self._amounts[name].inc(amount)
+        for amount, counter in self._amounts.items():
+            counter.inc(amount.value(record.end))
 
     def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """A gauge, asked for its value whenever it is shown."""
+        """Adds a gauge that calls `value` at every scrape."""
         Gauge(f"epd_{name}", text, registry=self._registry).set_function(value)
 
     def render(self, status: ServiceStatus) -> bytes:
@@ -82,55 +96,29 @@ class FrontMetrics:
         return generate_latest(self._registry)
 
 
-_AMOUNTS = {
-    "frames": "Frames looked at",
-    "substituted_frames": "Frames that could not be decoded and showed a neighbour",
-    "prompt_tokens": "Tokens of prompts",
-    "cached_tokens": "Tokens of prompts that were not computed again",
-    "completion_tokens": "Tokens of answers",
-    "visual_tokens": "Visual tokens in prompts",
-    "visual_tokens_dropped": "Visual tokens dropped by reduction",
-    "request_retries": "Pieces of work that were done again elsewhere",
-}
-# What workers and the orchestrator count, see `ServiceStatus.counters`; others are shown as well.
+# Counted by workers and the orchestrator, see `ServiceStatus.counters`; others are shown as well.
 SERVICE_COUNTERS = {
-    "computed_tokens": "Tokens that went through the language model.",
-    "encode_batches": "Passes through the encoder.",
-    "encoded_groups": "Groups of frames and images that were encoded.",
-    "encoded_patches": "Patches of those, also where a unit was skipped.",
-    "encoder_cache_hits": "Groups whose embeddings were there already.",
-    "encoder_cache_misses": "Groups whose embeddings were not there.",
-    "generated_tokens": "Tokens that were sampled, those that nobody got too.",
-    "preemptions": "Requests that gave their KV blocks back and were computed again.",
-    "prefix_cached_tokens": "Tokens of prompts whose keys and values were there already.",
-    "refused": "Requests that found no room in time.",
-    "retries": "Tries of requests that were lost with a worker.",
-    "units_skipped": "Units of videos that were not encoded, since they did not change.",
-    "workers_lost": "Workers that died or hung.",
-    "stalls": "Attempts at requests of which nothing came any more, and which were ended.",
-    "event_failures": "Reports of workers that a bug kept from being taken.",
-    "loop_failures": "Failures of loops that the service needs, which were started again.",
+    "computed_tokens": "Tokens computed by the language model.",
+    "encode_batches": "Encoder forward passes.",
+    "encoded_groups": "Encoded groups of frames and images.",
+    "encoded_patches": "Patches of encoded groups, including those of skipped units.",
+    "encoder_cache_hits": "Groups whose embeddings were in the encoder cache.",
+    "encoder_cache_misses": "Groups whose embeddings were not in the encoder cache.",
+    "generated_tokens": "Sampled tokens, including those discarded by retries.",
+    "preemptions": "Requests preempted: their KV blocks were freed and computed again.",
+    "prefix_cached_tokens": "Prompt tokens whose keys and values were in the prefix cache.",
+    "refused": "Requests refused because workers had no capacity in time.",
+    "retries": "Request attempts aborted because a worker was lost.",
+    "units_skipped": "Video units not encoded because they equal the unit before.",
+    "workers_lost": "Workers lost: died or hung.",
+    "stalls": "Request attempts ended because they made no progress.",
+    "event_failures": "Worker reports that could not be processed because of a bug.",
+    "loop_failures": "Background loops of the service that failed and were restarted.",
 }
-
-
-def _amounts_of(record: RequestRecord) -> dict[str, int]:
-    end = record.end
-    if end is None:
-        return {}
-    return {
-        "frames": end.usage.num_frames,
-        "substituted_frames": end.usage.num_substituted_frames,
-        "prompt_tokens": end.usage.prompt_tokens,
-        "cached_tokens": end.cached_tokens,
-        "completion_tokens": end.usage.completion_tokens,
-        "visual_tokens": end.usage.visual_tokens,
-        "visual_tokens_dropped": end.usage.visual_tokens_before - end.usage.visual_tokens,
-        "request_retries": end.num_retries,
-    }
 
 
 class _Workers(Collector):
-    """The last status of the service as metrics. own_counters: names it may not use, the front has them."""
+    """The last status of the service as metrics. own_counters: names that other metrics have."""
 
     def __init__(self, own_counters: frozenset[str]) -> None:
         self._own_counters = own_counters
@@ -138,30 +126,40 @@ class _Workers(Collector):
 
     def collect(self) -> Iterator[Metric]:
         workers = self.status.workers
-        yield GaugeMetricFamily("epd_ready", "Every role has a worker.", value=float(self.status.is_ready))
-        topology = GaugeMetricFamily("epd_topology_info", "As in 2e1p1d; always 1.", labels=["topology"])
+        yield GaugeMetricFamily(
+            "epd_ready", "1 if every role has a worker.", value=float(self.status.is_ready)
+        )
+        topology = GaugeMetricFamily(
+            "epd_topology_info", "The topology, as in 2e1p1d; always 1.", labels=["topology"]
+        )
         topology.add_metric([self.status.topology], 1)
         yield topology
-        yield self._gauge("up", "The worker lives.", [float(worker.is_alive) for worker in workers])
-        yield self._gauge("waiting", "Work queued at it.", [worker.num_waiting for worker in workers])
-        yield self._gauge("running", "Work it does.", [worker.num_running for worker in workers])
+        yield self._gauge("up", "1 if the worker is alive.", [float(worker.is_alive) for worker in workers])
+        yield self._gauge(
+            "waiting", "Requests or groups waiting at the worker.", [worker.num_waiting for worker in workers]
+        )
+        yield self._gauge(
+            "running", "Requests or groups running at the worker.", [worker.num_running for worker in workers]
+        )
         yield self._gauge("kv_usage", "Share of KV blocks in use.", [worker.kv_usage for worker in workers])
         yield self._gauge(
             "encoder_cache_usage",
-            "Share of its encoder cache in use.",
+            "Share of the encoder cache in use.",
             [worker.encoder_cache_usage for worker in workers],
         )
-        switches = CounterMetricFamily("epd_role_switches", "Since it started.", labels=["worker"])
+        switches = CounterMetricFamily(
+            "epd_role_switches", "Role changes of the worker since it started.", labels=["worker"]
+        )
         for worker in workers:
             switches.add_metric([worker.name], worker.num_role_switches)
         yield switches
         yield from _switch_metrics(self.status)
         yield from _retention_metrics(self.status.retention)
-        waiting = "Requests that no worker has taken yet."
+        waiting = "Requests waiting to be placed on a worker."
         yield GaugeMetricFamily("epd_queue_length", waiting, value=self.status.num_waiting)
         for name, total in self.status.counters.items():
             if name not in self._own_counters:
-                text = SERVICE_COUNTERS.get(name, "Told by the service.")
+                text = SERVICE_COUNTERS.get(name, "Counted by the service.")
                 yield CounterMetricFamily(f"epd_{name}", text, value=total)
 
     def _gauge(self, name: str, text: str, values: list[float | None] | list[float] | list[int]) -> Metric:
@@ -173,20 +171,22 @@ class _Workers(Collector):
 
 
 def _retention_metrics(retention: RetentionStatus | None) -> Iterator[Metric]:
-    """Nothing where it does not follow the load."""
+    """Yields nothing where retention does not follow the load."""
     if retention is not None:
-        level = "Share of the visual tokens that the load allows."
+        level = "Share of the visual tokens kept at the current load."
         yield GaugeMetricFamily("epd_retention_level", level, value=retention.level)
-        yield CounterMetricFamily("epd_retention_changes", "Of that level.", value=retention.num_changes)
+        yield CounterMetricFamily(
+            "epd_retention_changes", "Changes of the retention level.", value=retention.num_changes
+        )
 
 
 def _switch_metrics(status: ServiceStatus) -> Iterator[Metric]:
-    """Changes of roles by kind, and where their time went."""
+    """Role changes by kind, and the time of their phases."""
     total = CounterMetricFamily(
-        "epd_role_switch", "Changes of roles by kind, as in e->p.", labels=["kind", "outcome"]
+        "epd_role_switch", "Role changes by kind, as in e->p.", labels=["kind", "outcome"]
     )
     seconds = CounterMetricFamily(
-        "epd_role_switch_seconds", "Of changes of roles that worked.", labels=["kind", "phase"]
+        "epd_role_switch_seconds", "Time of successful role changes, by phase.", labels=["kind", "phase"]
     )
     for each in status.switch_totals:
         total.add_metric([each.kind, "done"], each.num_done)

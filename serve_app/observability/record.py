@@ -1,15 +1,15 @@
-"""What is known of one request while it is answered: for its report, the metrics and the line in the log."""
+"""Collects the numbers of one request while it is answered, for its metrics, trace and log line."""
 
 from __future__ import annotations
 
 import logging
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from time import perf_counter, time
 from typing import TYPE_CHECKING
 
 from epd.types import StageTimings
-from serve_app.http.protocol import EpdReport, PromptTokensDetails, SpanReport, UsageReport
 from serve_app.service import AnswerEnd, AnswerItem, StageSpan, TokenDelta
 
 if TYPE_CHECKING:
@@ -22,6 +22,76 @@ CLIENT_GONE = 499
 MAX_SPANS = 100_000
 
 Attributes = dict[str, str | int | float | bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """A number that an answer ends with, and every place that shows it.
+
+    name: in the log line, if `is_logged`, and in the answer's `epd` object, if that has it.
+    metric, help: the counter epd_<metric>_total of all finished requests.
+    attribute: of the request's span; empty for none.
+    """
+
+    name: str
+    value: Callable[[AnswerEnd], int]
+    metric: str
+    help: str
+    attribute: str = ""
+    is_logged: bool = True
+
+
+AMOUNTS = (
+    Amount("frames", lambda end: end.usage.num_frames, "frames", "Sampled frames", "epd.frames"),
+    Amount(
+        "substituted_frames",
+        lambda end: end.usage.num_substituted_frames,
+        "substituted_frames",
+        "Frames that could not be decoded, replaced by a neighbour",
+        is_logged=False,
+    ),
+    Amount(
+        "visual_tokens",
+        lambda end: end.usage.visual_tokens,
+        "visual_tokens",
+        "Visual tokens in prompts",
+        "epd.visual_tokens",
+    ),
+    Amount(
+        "dropped_tokens",
+        lambda end: end.usage.visual_tokens_before - end.usage.visual_tokens,
+        "visual_tokens_dropped",
+        "Visual tokens dropped by reduction",
+    ),
+    Amount(
+        "prompt_tokens",
+        lambda end: end.usage.prompt_tokens,
+        "prompt_tokens",
+        "Prompt tokens",
+        "gen_ai.usage.input_tokens",
+    ),
+    Amount(
+        "cached_tokens",
+        lambda end: end.cached_tokens,
+        "cached_tokens",
+        "Prompt tokens found in the prefix cache",
+        "epd.cached_tokens",
+    ),
+    Amount(
+        "completion_tokens",
+        lambda end: end.usage.completion_tokens,
+        "completion_tokens",
+        "Generated tokens",
+        "gen_ai.usage.output_tokens",
+    ),
+    Amount(
+        "retries",
+        lambda end: end.num_retries,
+        "request_retries",
+        "Repeated request attempts",
+        "epd.retries",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +190,7 @@ class RequestRecord:
             "epd.media": self.num_media,
         }
         if self.end is not None:
-            known |= {
-                "gen_ai.usage.input_tokens": self.end.usage.prompt_tokens,
-                "gen_ai.usage.output_tokens": self.end.usage.completion_tokens,
-                "epd.frames": self.end.usage.num_frames,
-                "epd.visual_tokens": self.end.usage.visual_tokens,
-                "epd.cached_tokens": self.end.cached_tokens,
-                "epd.retries": self.end.num_retries,
-            }
+            known |= {each.attribute: each.value(self.end) for each in AMOUNTS if each.attribute}
         return {name: value for name, value in known.items() if value is not None}
 
     def log(self) -> None:
@@ -139,7 +202,7 @@ class RequestRecord:
             "model": self.model or None,
             "stream": self.is_stream,
             "media": self.num_media,
-            **_amounts(self.end),
+            **{each.name: self.end and each.value(self.end) for each in AMOUNTS if each.is_logged},
             "ttft_s": _rounded(self.ttft_s),
             "tpot_s": _rounded(self.tpot_s),
             "total_s": _rounded(self.total_s),
@@ -157,34 +220,6 @@ def record_of(request: Request) -> RequestRecord:
     return record
 
 
-def _amounts(end: AnswerEnd | None) -> dict[str, int | None]:
-    """Names are there without an end too, so that every line has the same."""
-    if end is None:
-        return dict.fromkeys(_AMOUNTS)
-    usage = end.usage
-    values = (
-        usage.num_frames,
-        usage.visual_tokens,
-        usage.visual_tokens_before - usage.visual_tokens,
-        usage.prompt_tokens,
-        end.cached_tokens,
-        usage.completion_tokens,
-        end.num_retries,
-    )
-    return dict(zip(_AMOUNTS, values, strict=True))
-
-
-_AMOUNTS = (
-    "frames",
-    "visual_tokens",
-    "dropped_tokens",
-    "prompt_tokens",
-    "cached_tokens",
-    "completion_tokens",
-    "retries",
-)
-
-
 def _rounded(seconds: float | None) -> str | None:
     return None if seconds is None else f"{seconds:.4f}"
 
@@ -198,43 +233,6 @@ def _shown_seconds(timings: StageTimings) -> str | None:
 def seconds_by_stage(timings: StageTimings) -> dict[str, float]:
     """Without `total`, which is no stage."""
     return {name.removesuffix("_s"): value for name, value in asdict(timings).items() if name != "total_s"}
-
-
-def usage_report(end: AnswerEnd) -> UsageReport:
-    usage = end.usage
-    return UsageReport(
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        total_tokens=usage.prompt_tokens + usage.completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=end.cached_tokens),
-    )
-
-
-def epd_report(record: RequestRecord, end: AnswerEnd) -> EpdReport:
-    return EpdReport(
-        frames=end.usage.num_frames,
-        substituted_frames=end.usage.num_substituted_frames,
-        visual_tokens=end.usage.visual_tokens,
-        visual_tokens_before_reduction=end.usage.visual_tokens_before,
-        retention=end.retention,
-        cached_tokens=end.cached_tokens,
-        ttft_s=record.ttft_s or 0.0,
-        total_s=record.total_s,
-        stages_s=seconds_by_stage(end.timings),
-        queued_s=seconds_by_stage(end.queued),
-        retries=end.num_retries,
-    )
-
-
-def span_report(span: StageSpan, record: RequestRecord) -> SpanReport:
-    return SpanReport(
-        stage=span.stage,
-        worker=span.worker,
-        start_s=span.start_s - record.arrival_s,
-        stop_s=span.stop_s - record.arrival_s,
-        item=span.item,
-        group=span.group,
-    )
 
 
 def server_timing(end: AnswerEnd) -> str:

@@ -9,6 +9,7 @@ from enum import StrEnum
 
 from epd.control.routing import Router
 from epd.errors import EPDError
+from epd.types import RequestStatus
 from serve_app.orchestration.live_answer import LiveAnswer
 
 
@@ -76,6 +77,16 @@ class Attempt:
     @property
     def has_ended(self) -> bool:
         return self._ended.done()
+
+    @property
+    def status(self) -> RequestStatus:
+        """Where the request is in its life, as far as this attempt goes."""
+        if not self.has_ended:
+            return self.answer.status if self.is_placed else RequestStatus.WAITING
+        if self._ended.exception() is not None:
+            return RequestStatus.FINISHED_ERROR
+        is_complete = self._ended.result() is Ending.COMPLETE
+        return self.answer.status if is_complete else RequestStatus.FINISHED_ABORTED
 
     async def wait(self) -> Ending:
         """How it ended. Raises what made it end, if that cannot be mended by another try."""

@@ -99,9 +99,9 @@ class EncodeDispatcher:
     def _check_wait(self, without_s: float, full_s: float) -> None:
         """without_s: since there was an encoder. full_s: since one was done with a group."""
         if without_s > self._unavailable_s:
-            raise UnavailableError(f"no worker for encode since {without_s:.0f} s; see /health and try again")
+            raise UnavailableError(f"no worker for encode since {without_s:.0f} s; see /health and retry")
         if full_s > self._stall_s:
-            raise UnavailableError(f"no encoder was done with a group for {full_s:.0f} s; try again later")
+            raise UnavailableError(f"no encoder finished a group for {full_s:.0f} s; retry later")
 
     def encoder_with(self, group: MediaGroup) -> str | None:
         """The encoder that may have the group in its cache."""

@@ -70,7 +70,7 @@ class _ItemFrames:
     def _choose(self) -> str:
         names = [i.name for i in self._fleet.workers.values() if i.is_alive and "video" in i.roles]
         if not names:
-            raise UnavailableError("no video decoder is there; try again")
+            raise UnavailableError("no video worker is alive; retry")
         self._num_streams += 1
         self._worker = names[hash(self._stream_id) % len(names)]
         return self._worker
@@ -135,7 +135,7 @@ class GroupFeed:
         except EPDError as error:
             self._attempt.fail(error)
         except Exception as error:  # nobody else ends the attempt
-            logger.exception("the groups of an item were not fed")
+            logger.exception("dispatching the groups of an item failed")
             self._attempt.fail(InternalError.of(error))
 
     async def _serve_item(self, item: int) -> None:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from epd.types import StageTimings, Usage
+from epd.types import RequestStatus, StageTimings, Usage
 from serve_app.messages import SpanDone
 from serve_app.orchestration.request_planner import AnswerPlan
 from serve_app.orchestration.substituted_frames import SubstitutedFrames
@@ -84,9 +84,17 @@ class LiveAnswer:
         return fingerprint(self.request)
 
     @property
+    def status(self) -> RequestStatus:
+        """How far its tokens are; `Attempt.status` knows whether workers have it."""
+        reasons = {choice.finish_reason for choice in self._choices}
+        if None in reasons:
+            return RequestStatus.DECODING if self.has_begun else RequestStatus.PREFILLING
+        return RequestStatus.FINISHED_LENGTH if "length" in reasons else RequestStatus.FINISHED_STOPPED
+
+    @property
     def is_complete(self) -> bool:
         """Whether every choice has ended."""
-        return all(choice.finish_reason for choice in self._choices)
+        return self.status.is_finished
 
     @property
     def has_begun(self) -> bool:

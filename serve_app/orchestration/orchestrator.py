@@ -206,7 +206,7 @@ class Orchestrator:
         now_s = time.time()
         deadline_s = request.deadline_s or now_s + self.config.max_wait_s
         if self._is_draining:
-            raise UnavailableError("the service is going down; ask another, or again later")
+            raise UnavailableError("the server is shutting down; retry later or use another replica")
         self.queue.check(now_s, deadline_s, num_coming=self._num_planning, priority=request.priority)
         self._losses.check(request)
         request = self.retention.reduced(request)
@@ -254,10 +254,10 @@ class Orchestrator:
                 answer.num_retries += 1
                 answer.forget_early()
             raise UnavailableError(
-                f"the request was lost with {self.config.max_attempts} workers in turn; ask again"
+                f"the request was lost with {self.config.max_attempts} workers in turn; retry"
             )
         except asyncio.CancelledError:
-            answer.fail(UnavailableError("the service has been closed; ask again when it is back"))
+            answer.fail(UnavailableError("the server was shut down; retry when it is back"))
             raise
         except Exception as error:  # noqa: BLE001 - the consumer waits for it
             answer.fail(error)

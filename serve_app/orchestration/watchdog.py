@@ -1,4 +1,4 @@
-"""Ends attempts of which nothing comes any more, so that they are done again, see `stall_policy`."""
+"""Ends attempts that make no progress, so that they are retried, see `stall_policy`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_LOOK_S = 5.0  # between looks
 
 
 class Watchdog:
-    """attempts: all that are under way, by id. Stalls are counted under "stalls"."""
+    """attempts: all attempts in flight, by id. Stalls are counted under "stalls"."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Watchdog:
         self._loads: dict[str, WorkerLoad] = {}
 
     def reported(self, report: WorkerReport) -> None:
-        """A worker has got on with something if it tells of it, or if the work it has done has grown."""
+        """Notes progress of a worker: it reports an event or output, or its counters have grown."""
         done = replace(report.load, kv_usage=None, encoder_cache_usage=None, seat_usage=None)
         if report.events or report.outputs or done != self._loads.get(report.worker):
             self._progress_s[report.worker] = self._clock()
@@ -51,14 +51,13 @@ class Watchdog:
             self.look()
 
     def look(self) -> None:
-        """Ends what has stalled."""
-        watched = [self._watched(each) for each in self._attempts.values() if each.is_placed]
+        """Ends stalled attempts."""
+        watched = [self._watched(each) for each in self._attempts.values() if each.status.is_running]
         for attempt_id in stalled(watched, self._progress_s, self._clock(), self._timeout_s):
             attempt = self._attempts[attempt_id]
-            if attempt.has_ended:
-                continue
             self._counters["stalls"] += 1
-            logger.warning("attempt %s has stalled at %s", attempt_id, sorted(attempt.workers))
+            at = sorted(attempt.workers)
+            logger.warning("attempt %s made no progress while %s at %s", attempt_id, attempt.status, at)
             attempt.end(Ending.LOST)
 
     def _watched(self, attempt: Attempt) -> Watched:

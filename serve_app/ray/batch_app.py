@@ -16,8 +16,9 @@ from ray.serve.exceptions import RayServeException
 from epd.batch.http_backend import HttpBackend
 from epd.errors import UnavailableError
 from serve_app.app_args import AppArgs
+from serve_app.http.address import HttpAddress
 from serve_app.ray.cluster import RaySettings, ray_cluster
-from serve_app.ray.server import APP_NAME, HttpSettings, served_app
+from serve_app.ray.server import APP_NAME, served_app
 
 _EVERYWHERE = ("0.0.0.0", "::", None)
 
@@ -44,7 +45,7 @@ def started_backend(
         num_kv_tokens=num_kv_tokens,
         skip_static=skip_static,
     )
-    http = HttpSettings("127.0.0.1", _free_port())
+    http = HttpAddress("127.0.0.1", _free_port())
     with served_app(args.resolved(), http, RaySettings()), HttpBackend.open(http.url, key) as backend:
         yield backend
 
@@ -69,4 +70,4 @@ def url_of_app(address: str) -> str:
         )
     host = client.http_config.host
     head = address.partition("://")[2].partition(":")[0] or address.partition(":")[0]
-    return HttpSettings(head if host in _EVERYWHERE else host, client.http_config.port).url
+    return HttpAddress(head if host in _EVERYWHERE else host, client.http_config.port).url

@@ -21,7 +21,7 @@ from epd.errors import EPDError, UnavailableError
 from epd.topology import Stage
 from serve_app.fleet import Bulk, FleetBroken, FleetEvent, WorkerBack, WorkerInfo, WorkerLost
 from serve_app.messages import Message, ReplyT
-from serve_app.ray.member import Call, RayFleetConfig, RayMember, awaited, noted
+from serve_app.ray.member import RayFleetConfig, RayMember, SentMessage, awaited, noted
 from serve_app.ray.memory import PoolFiles, new_fleet_id
 from serve_app.ray.worker import Place
 from serve_app.task_group import Loops
@@ -46,7 +46,7 @@ class RayFleet:
         self._fleet_id = new_fleet_id()
         self.files = PoolFiles(self._fleet_id)
         self._members: dict[str, RayMember] = {}
-        self._outbox: asyncio.Queue[tuple[RayMember, Call]] = asyncio.Queue()
+        self._outbox: asyncio.Queue[tuple[RayMember, SentMessage]] = asyncio.Queue()
         self._events: asyncio.Queue[FleetEvent | None] = asyncio.Queue()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loops = Loops(Counter(), lambda loop: self._events.put_nowait(FleetBroken(loop)))
@@ -164,7 +164,7 @@ class RayFleet:
             member.info = replace(member.info, is_alive=True)
 
     async def _keep(self, member: RayMember) -> None:
-        """Follows a worker through its lives."""
+        """Follows a worker through its epochs."""
         while True:
             reason = await member.follow(self._events.put_nowait)
             logger.warning("worker %s is lost: %s", member.name, reason)

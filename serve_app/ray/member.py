@@ -1,4 +1,4 @@
-"""One worker of a `RayFleet` through its lives: brought up, followed, lost, brought up again.
+"""One worker of a `RayFleet` through its epochs: brought up, followed, lost, brought up again.
 
 down --bring_up--> up --dead, silent, or stuck: follow returns--> down; Ray starts the process again
 """
@@ -32,7 +32,7 @@ Spawn = Callable[[Coroutine[Any, Any, None]], None]
 class RayFleetConfig:
     """workers: roles of each, by name.
 
-    beat_s: between signs of life of an idle worker. hang_s: a worker without one for so long is lost.
+    beat_s: between heartbeats of an idle worker. hang_s: a worker without one for so long is lost.
     max_step_s: as is one that has been busy with a single step for so long. start_s: to be ready.
     restart_s: until another try to start a worker. num_threads: of torch, in each process.
     num_video_threads: groups being read at once by each worker that decodes video.
@@ -49,10 +49,10 @@ class RayFleetConfig:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
-    """A message on its way to one life of a worker. reply: its value; of a fetch, with where its bulk is."""
+class SentMessage:
+    """A message on its way to one epoch of a worker. reply: its value; of a fetch, with where its bulk is."""
 
-    life: str
+    epoch: str
     message: Message[Any]
     bulk: Bulk | None
     is_fetch: bool
@@ -71,11 +71,11 @@ class RayMember:
         self._config = config
         self._fleet_id = fleet_id
         self._home = home
-        self._life = ""
+        self._epoch = ""
         self._num_sent = 0
         self._process: WatchedProcess | None = None
         self._calls: set[asyncio.Future[Any]] = set()
-        # Set, with the reason, by whoever finds first that this life is over.
+        # Set, with the reason, by whoever finds first that this epoch is over.
         self._lost: asyncio.Future[str] | None = None
 
     @property
@@ -89,19 +89,19 @@ class RayMember:
     def peer(self) -> Peer:
         """How other workers reach it."""
         assert self.place is not None
-        return Peer(self.actor, self._life, self.place.node_id)
+        return Peer(self.actor, self._epoch, self.place.node_id)
 
-    # Life
+    # Epochs
 
     async def bring_up(self, settings: WorkerSettings) -> None:
         """Returns when the worker is loaded. Raises EPDError, RayError, TimeoutError, OSError."""
         config = self._config
         async with asyncio.timeout(config.start_s):
             place = await self._find()
-            self._life = secrets.token_hex(8)
+            self._epoch = secrets.token_hex(8)
             start = Start(
                 name=self.name,
-                life=self._life,
+                epoch=self._epoch,
                 roles=self.info.roles,
                 settings=settings,
                 fleet_id=self._fleet_id,
@@ -118,7 +118,7 @@ class RayMember:
         self.is_up = True
 
     async def _find(self) -> Place:
-        """Where the process is, as soon as one answers that is not the one of the last life."""
+        """Where the process is, as soon as one answers that is not the one of the last epoch."""
         while True:
             try:
                 place: Place = await self.actor.place.remote()
@@ -135,7 +135,7 @@ class RayMember:
         ray.kill(self.actor, no_restart=False)
 
     def fail(self, reason: str) -> None:
-        """This life is over."""
+        """This epoch is over."""
         if self._lost is not None and not self._lost.done():
             self._lost.set_result(reason)
 
@@ -144,7 +144,7 @@ class RayMember:
         assert self._lost is not None
         config = self._config
         while True:
-            beat = asyncio.ensure_future(awaited(self.actor.beat.remote(self._life, config.beat_s)))
+            beat = asyncio.ensure_future(awaited(self.actor.beat.remote(self._epoch, config.beat_s)))
             beat.add_done_callback(noted)
             await asyncio.wait({beat, self._lost}, timeout=config.hang_s, return_when=asyncio.FIRST_COMPLETED)
             if self._lost.done():
@@ -152,7 +152,7 @@ class RayMember:
                 return self._lost.result()
             if not beat.done():
                 beat.cancel()
-                return self._given_up(f"no sign of life for {config.hang_s:g} s")
+                return self._given_up(f"no heartbeat for {config.hang_s:g} s")
             if beat.exception() is not None:
                 return f"{type(beat.exception()).__name__}"
             reason = self._take(beat.result(), take)
@@ -192,33 +192,33 @@ class RayMember:
 
     # Messages
 
-    def new_call(self, message: Message[Any], bulk: Bulk | None, *, is_fetch: bool) -> Call:
+    def new_call(self, message: Message[Any], bulk: Bulk | None, *, is_fetch: bool) -> SentMessage:
         """Raises WorkerLostError while the worker is not alive."""
         if not self.info.is_alive:
             raise WorkerLostError(f"worker '{self.name}' is gone; it is being started again")
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls.add(reply)
         reply.add_done_callback(self._calls.discard)
-        return Call(self._life, message, bulk, is_fetch, reply)
+        return SentMessage(self._epoch, message, bulk, is_fetch, reply)
 
-    def post(self, call: Call, spawn: Spawn) -> None:
-        """Sends a call, unless its life is over. spawn: runs what waits for the reply."""
-        if call.life != self._life or not self.info.is_alive:
+    def post(self, call: SentMessage, spawn: Spawn) -> None:
+        """Sends a call, unless its epoch is over. spawn: runs what waits for the reply."""
+        if call.epoch != self._epoch or not self.info.is_alive:
             return
         if call.is_fetch:
-            reply, bulk = self.actor.fetch.options(num_returns=2).remote(call.life, call.message)
+            reply, bulk = self.actor.fetch.options(num_returns=2).remote(call.epoch, call.message)
             spawn(self._take_reply(call, reply, bulk))
             return
         bulk = [] if call.bulk is None else [call.bulk]
-        reply = self.actor.handle.remote(call.life, self._num_sent, call.message, bulk)
+        reply = self.actor.handle.remote(call.epoch, self._num_sent, call.message, bulk)
         self._num_sent += 1
         spawn(self._take_reply(call, reply, None))
 
-    async def _take_reply(self, call: Call, ref: Any, bulk: Any) -> None:
+    async def _take_reply(self, call: SentMessage, ref: Any, bulk: Any) -> None:
         try:
             reply: Reply = await ref
         except RayActorError as error:
-            if call.life == self._life:
+            if call.epoch == self._epoch:
                 self.fail(type(error).__name__)
             return
         except RayError as error:

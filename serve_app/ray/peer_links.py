@@ -1,7 +1,7 @@
 """A worker's messages to other workers: sent again until they have come, read in order and once.
 
 An answered call acknowledges what it brought; one that fails, or is not answered, is made again. A worker
-that was started again is another one: what its former life did not read is of no use to it.
+that was started again is another one: what its former epoch did not read is of no use to it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from serve_app.task_group import Tasks
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25  # between looks for what is to be sent again
-_MAX_LIVES = 2  # of one sender that are read from: the last of one may come after the first of the next
+_MAX_EPOCHS = 2  # of one sender that are read from: the last of one may come after the first of the next
 
 
 class PeerLike(Protocol):
-    """Another worker in one life."""
+    """Another worker in one epoch."""
 
     @property
-    def life(self) -> str: ...
+    def epoch(self) -> str: ...
 
 
 PeerT = TypeVar("PeerT", bound=PeerLike)
@@ -33,10 +33,10 @@ PeerT = TypeVar("PeerT", bound=PeerLike)
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """One message on its way. sender, life: who sent it. number: see `epd.transfer.message_channel`."""
+    """One message on its way. sender, epoch: who sent it. number: see `epd.transfer.message_channel`."""
 
     sender: str
-    life: str
+    epoch: str
     number: int
     message: Any
 
@@ -50,24 +50,24 @@ class _Link(Generic[PeerT]):
 class PeerLinks(Generic[PeerT]):
     """Used from one event loop. call: brings a delivery to a worker and returns the acknowledgement.
 
-    That is None from a worker in another life. call may raise whatever its transport does.
+    That is None from a worker in another epoch. call may raise whatever its transport does.
     """
 
     def __init__(
-        self, name: str, life: str, call: Callable[[PeerT, Delivery], Awaitable[int | None]]
+        self, name: str, epoch: str, call: Callable[[PeerT, Delivery], Awaitable[int | None]]
     ) -> None:
         self._name = name
-        self._life = life
+        self._epoch = epoch
         self._call = call
         self._links: dict[str, _Link[PeerT]] = {}
-        self._incoming: dict[str, dict[str, IncomingChannel[Any]]] = {}  # by sender and its life
+        self._incoming: dict[str, dict[str, IncomingChannel[Any]]] = {}  # by sender and its epoch
         self._tasks = Tasks()
 
     def meet(self, peers: Mapping[str, PeerT]) -> None:
-        """From now on these are the other workers, in these lives."""
+        """From now on these are the other workers, in these epochs."""
         known = {name: link for name, link in self._links.items() if name in peers}
         self._links = {
-            name: known[name] if name in known and known[name].peer.life == peer.life else _Link(peer)
+            name: known[name] if name in known and known[name].peer.epoch == peer.epoch else _Link(peer)
             for name, peer in peers.items()
         }
 
@@ -97,7 +97,7 @@ class PeerLinks(Generic[PeerT]):
 
     def _send_due(self, link: _Link[PeerT]) -> None:
         for number, message in link.channel.due(asyncio.get_running_loop().time()):
-            self._tasks.spawn(self._deliver(link, Delivery(self._name, self._life, number, message)))
+            self._tasks.spawn(self._deliver(link, Delivery(self._name, self._epoch, number, message)))
 
     async def _deliver(self, link: _Link[PeerT], delivery: Delivery) -> None:
         try:
@@ -114,8 +114,8 @@ class PeerLinks(Generic[PeerT]):
 
     def take(self, delivery: Delivery) -> tuple[list[Any], int]:
         """The messages that can be read now, and the acknowledgement."""
-        lives = self._incoming.setdefault(delivery.sender, {})
-        channel = lives.setdefault(delivery.life, IncomingChannel())
-        while len(lives) > _MAX_LIVES:
-            del lives[next(iter(lives))]
+        epochs = self._incoming.setdefault(delivery.sender, {})
+        channel = epochs.setdefault(delivery.epoch, IncomingChannel())
+        while len(epochs) > _MAX_EPOCHS:
+            del epochs[next(iter(epochs))]
         return channel.take(delivery.number, delivery.message), channel.next

@@ -8,9 +8,7 @@ from contextlib import suppress
 from epd.topology import Stage
 from serve_app.messages import WorkerReport
 from serve_app.worker.worker_stages import Transport, WorkerSettings
-from serve_app.worker.worker_thread import Call, Listener, WorkerThread
-
-__all__ = ["ActorThread", "Call"]
+from serve_app.worker.worker_thread import Listener, WorkerThread
 
 
 class ActorThread(WorkerThread):

@@ -1,10 +1,10 @@
-"""Worker processes: Ray actors that carry messages to a `WorkerCore` or a `FrameReader`, and news from it.
+"""Worker processes: Ray actors that carry messages to a `WorkerCore` or a `FrameReader`, and its reports.
 
     fleet     --handle, in numbered order-->  event loop  --inbox-->  worker thread: messages, step, report
               <--beat: reports, several per reply, at once when there are any--
     workers   --deliver: offers, receipts, again until acknowledged-->
 
-An actor that was started again is another one: each `start` gives it a new life, and calls name the life
+An actor that was started again is another one: each `start` gives it a new epoch, and calls name the epoch
 that they are meant for.
 """
 
@@ -17,14 +17,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 import torch
 
 from epd.errors import EPDError
-from epd.machine import memory_limit_bytes
 from epd.topology import Stage
 from epd.types import UInt8Array
 from serve_app.fleet import WorkerLostError
@@ -32,17 +31,16 @@ from serve_app.messages import CloseStream, Message, WorkerLoad, WorkerReport
 from serve_app.ray.connector import Envelope, RayTransport
 from serve_app.ray.memory import PoolFiles
 from serve_app.ray.peer_links import Delivery, PeerLinks
-from serve_app.ray.thread import ActorThread, Call
+from serve_app.ray.thread import ActorThread
 from serve_app.task_group import Loops
-from serve_app.worker.frame_reader import ChildOpener, FrameReader
+from serve_app.worker.frame_reader import ChildOpener, FrameReader, video_child_limits
 from serve_app.worker.worker_stages import WorkerSettings
-from serve_app.worker.worker_thread import fault_of
-from video import ChildLimits, MediaChildren
+from serve_app.worker.worker_thread import Call, fault_of
+from video import MediaChildren
 
 logger = logging.getLogger(__name__)
 
 _MAX_GAP_S = 60.0  # for a message to come whose successors are there
-_MIN_VIDEO_CHILDREN, _MAX_VIDEO_CHILDREN = 4, 32
 # Frames, or a reference to frames; in a list, so that Ray does not wait for it before the call.
 BulkArgument = Sequence[Any]
 
@@ -59,11 +57,11 @@ class Place:
 class Start:
     """What a worker is started with.
 
-    life: of this start alone. fleet_id: see `PoolFiles`. num_threads: of torch, or that read video.
+    epoch: of this start alone. fleet_id: see `PoolFiles`. num_threads: of torch, or that read video.
     """
 
     name: str
-    life: str
+    epoch: str
     roles: frozenset[Stage]
     settings: WorkerSettings
     fleet_id: str
@@ -75,7 +73,7 @@ class Peer:
     """Another worker as one reaches it. actor: its handle."""
 
     actor: Any
-    life: str
+    epoch: str
     node_id: str
 
 
@@ -89,7 +87,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A sign of life. busy_s: how long the step under way has taken. failure: why the worker does no more."""
+    """A heartbeat. busy_s: how long the step under way has taken. failure: why the worker does no more."""
 
     reports: tuple[WorkerReport, ...] = ()
     busy_s: float = 0.0
@@ -130,7 +128,7 @@ class StageActor:
     """A worker with the roles encode, prefill or decode."""
 
     def __init__(self) -> None:
-        self._life = ""
+        self._epoch = ""
         self._line = CallSequencer()
         self._thread: ActorThread | None = None
         self._transport: RayTransport | None = None
@@ -146,14 +144,14 @@ class StageActor:
         return Place(self._node_id, os.getpid())
 
     async def start(self, start: Start) -> Reply:
-        """Loads the weights. Whatever an earlier life has left on this machine is removed."""
+        """Loads the weights. Whatever an earlier epoch has left on this machine is removed."""
         torch.set_num_threads(start.num_threads)
         files = PoolFiles(start.fleet_id)
         files.hold()
         files.remove_of(start.name)
-        self._name, self._life = start.name, start.life
+        self._name, self._epoch = start.name, start.epoch
         self._loop = asyncio.get_running_loop()
-        self._links = PeerLinks(start.name, start.life, _deliver)
+        self._links = PeerLinks(start.name, start.epoch, _deliver)
         self._loops.start("messages", self._links.run)
         self._transport = RayTransport(self._post, self._can_map, files)
         self._thread = ActorThread(start.name, start.roles, start.settings, self._transport)
@@ -169,9 +167,9 @@ class StageActor:
         if self._links is not None:
             self._links.meet(peers)
 
-    async def handle(self, life: str, number: int, message: Message[Any], bulk: BulkArgument) -> Reply:
+    async def handle(self, epoch: str, number: int, message: Message[Any], bulk: BulkArgument) -> Reply:
         """Messages pass in the order of their numbers."""
-        if life != self._life or self._thread is None:
+        if epoch != self._epoch or self._thread is None:
             return Reply(error=WorkerLostError("the worker was started again meanwhile; send to another"))
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         try:
@@ -191,9 +189,9 @@ class StageActor:
         except EPDError as error:
             return Reply(error=error)
 
-    async def deliver(self, life: str, delivery: Delivery) -> int | None:
-        """From another worker. Returns the acknowledgement; None where it is meant for another life."""
-        if life != self._life or self._transport is None or self._thread is None or self._links is None:
+    async def deliver(self, epoch: str, delivery: Delivery) -> int | None:
+        """From another worker. Returns the acknowledgement; None where it is meant for another epoch."""
+        if epoch != self._epoch or self._transport is None or self._thread is None or self._links is None:
             return None
         envelopes, next_number = self._links.take(delivery)
         for envelope in envelopes:
@@ -201,9 +199,9 @@ class StageActor:
         self._thread.wake()
         return next_number
 
-    async def beat(self, life: str, wait_s: float) -> Heartbeat:
+    async def beat(self, epoch: str, wait_s: float) -> Heartbeat:
         """Returns at once when there are reports, else after `wait_s`."""
-        if life != self._life or self._thread is None:
+        if epoch != self._epoch or self._thread is None:
             return Heartbeat(failure="it was started again")
         reports = await self._thread.take_reports(wait_s)
         return Heartbeat(tuple(reports), self._thread.busy_s, self._thread.failure or self._failure)
@@ -228,7 +226,7 @@ class StageActor:
 
 
 async def _deliver(peer: Peer, delivery: Delivery) -> int | None:
-    next_number: int | None = await peer.actor.deliver.remote(peer.life, delivery)
+    next_number: int | None = await peer.actor.deliver.remote(peer.epoch, delivery)
     return next_number
 
 
@@ -241,20 +239,13 @@ async def _frames(bulk: BulkArgument) -> tuple[UInt8Array | None, EPDError | Non
         return None, WorkerLostError(f"the frames are lost: {type(error).__name__}; have them decoded again")
 
 
-def _child_limits() -> ChildLimits:
-    """As many children as a quarter of the machine's memory has room for, and some in any case."""
-    limits = ChildLimits()
-    room = memory_limit_bytes() // 4 // limits.memory_bytes
-    return replace(limits, max_children=min(max(room, _MIN_VIDEO_CHILDREN), _MAX_VIDEO_CHILDREN))
-
-
 class VideoActor:
     """A worker that decodes video: frames of one group for each call, several calls at once."""
 
     def __init__(self) -> None:
-        self._life = ""
+        self._epoch = ""
         self._name = ""
-        self._children = MediaChildren(_child_limits(), decodes_video=True)
+        self._children = MediaChildren(video_child_limits(), decodes_video=True)
         self._reader = FrameReader(ChildOpener(self._children))
         self._executor: ThreadPoolExecutor | None = None
         self._node_id = ray.get_runtime_context().get_node_id()
@@ -263,19 +254,19 @@ class VideoActor:
         return Place(self._node_id, os.getpid())
 
     async def start(self, start: Start) -> Reply:
-        self._name, self._life = start.name, start.life
+        self._name, self._epoch = start.name, start.epoch
         self._executor = ThreadPoolExecutor(start.num_threads, thread_name_prefix="video")
         self._executor.submit(self._children.server.start)  # the first frames need not wait for it
         return Reply()
 
-    async def handle(self, life: str, _number: int, message: Message[Any], _bulk: BulkArgument) -> Reply:
+    async def handle(self, epoch: str, _number: int, message: Message[Any], _bulk: BulkArgument) -> Reply:
         """Carried out at once, whatever the number: streams tell by themselves what comes after their end."""
-        reply, _ = await self.fetch(life, message)
+        reply, _ = await self.fetch(epoch, message)
         return reply
 
-    async def fetch(self, life: str, message: Message[Any]) -> tuple[Reply, UInt8Array | None]:
+    async def fetch(self, epoch: str, message: Message[Any]) -> tuple[Reply, UInt8Array | None]:
         """The frames are a return value of their own, which stays where it is."""
-        if life != self._life or self._executor is None:
+        if epoch != self._epoch or self._executor is None:
             return Reply(error=WorkerLostError("the worker was started again; send to another")), None
         loop = asyncio.get_running_loop()
         try:
@@ -290,8 +281,8 @@ class VideoActor:
             return Reply(error=fault_of(self._name, message, error)), None
         return Reply(value), frames
 
-    async def beat(self, life: str, wait_s: float) -> Heartbeat:
-        if life != self._life:
+    async def beat(self, epoch: str, wait_s: float) -> Heartbeat:
+        if epoch != self._epoch:
             return Heartbeat(failure="it was started again")
         await asyncio.sleep(wait_s)
         report = WorkerReport(self._name, load=WorkerLoad(num_running=len(self._reader)))

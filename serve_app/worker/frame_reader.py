@@ -18,11 +18,20 @@ from typing import Any, Protocol
 import video
 from encoders import MediaPlan
 from epd.errors import CancelledError
+from epd.machine import memory_limit_bytes
 from epd.types import Frames, UInt8Array
 from serve_app.messages import CloseStream, Message, ReadFrames
 
 # Names of closed streams are kept for what was sent before and is carried out after.
 _MAX_CLOSED = 4096
+_MIN_CHILDREN, _MAX_CHILDREN = 4, 32
+
+
+def video_child_limits() -> video.ChildLimits:
+    """The default limits, with as many children as fit in a quarter of the machine's memory."""
+    limits = video.ChildLimits()
+    num_children = memory_limit_bytes() // 4 // limits.memory_bytes
+    return replace(limits, max_children=min(max(num_children, _MIN_CHILDREN), _MAX_CHILDREN))
 
 
 class FrameStream(Protocol):

@@ -163,7 +163,7 @@ class PrefillRole:
         """A decode worker that did not take what it had room for: the request is done again."""
         for end in result.handovers:
             if end.outcome is not TransferOutcome.DELIVERED:
-                error = UnavailableError(f"the hand-over ended as {end.outcome}: {end.error}; ask again")
+                error = UnavailableError(f"the hand-over ended as {end.outcome}: {end.error}; retry")
                 self.abort([end.request_id], news)
                 news.events.append(RequestFailed(end.request_id, error, is_final=False))
 

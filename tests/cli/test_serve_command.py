@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -12,21 +13,27 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from openai import OpenAI
 
+from epd.shapes import make_scene
 from tests.hostile_packages import write_hostile_packages
 from tests.serve_app.server import wait_until
+from video.demo_video import write_demo_video
 
 # Inherited by every process that the command starts.
 MARK = "EPD_TEST_MARK"
 READY_S, END_S = 200.0, 60.0
+START = "from epd.cli.program import main; main()"
+WITHOUT_RAY = f"import sys; sys.modules['ray'] = None; {START}"  # any import of it raises ImportError
 
 
-def command(*options: str) -> list[str]:
+def command(*options: str, start: str = START) -> list[str]:
     """As the installed program is run: what is imported does not depend on the folder it is started in."""
-    return [sys.executable, "-P", "-c", "from epd.cli.program import main; main()", "serve", *options]
+    return [sys.executable, "-P", "-c", start, "serve", *options]
 
 
 @pytest.mark.parametrize(
@@ -57,6 +64,46 @@ def test_a_port_that_is_taken_is_told_at_once() -> None:
     assert done.stderr.startswith(f"error: cannot listen on 127.0.0.1 port {port}: ")
 
 
+def test_it_serves_from_one_process_without_ray(tmp_path: Path) -> None:
+    """What a laptop user meets first: a question about a video, then Ctrl-C."""
+    scene, clip, spool = make_scene(3, 30.0), tmp_path / "clip.mp4", tmp_path / "tmp"
+    write_demo_video(clip, scene, fps=8, height=180, width=320)
+    spool.mkdir()
+    mark, question = secrets.token_hex(8), "Which shape appears first?"
+    options = ("--local", "--topology", "1e1p1d", "--allowed-media-path", str(tmp_path), "--verbose")
+    with running(mark, tmp_path, *options, start=WITHOUT_RAY, TMPDIR=str(spool)) as (process, url):
+        with httpx.Client(trust_env=False, timeout=60) as http:
+            client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http)
+            video: Any = {"type": "video_url", "video_url": {"url": clip.as_uri()}}
+            message: Any = {"role": "user", "content": [video, {"type": "text", "text": question}]}
+            reply = client.chat.completions.create(model="shapes-vl", messages=[message], logprobs=True)
+            status = http.get(f"{url}/v1/epd/status").json()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(END_S) == 0
+    assert status["topology"] == "1e1p1d"
+    output = (tmp_path / "output").read_text()
+    assert "limits of one request: " in output
+    assert "status=200 " in output
+    assert "draining" in output
+    assert list(spool.iterdir()) == []
+    wait_until(lambda: processes_with(mark) == [])
+    asked = [sys.executable, "-P", "-c", START, "ask", str(clip), question, "--json"]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=True)
+    answer = json.loads(done.stdout)
+    assert reply.usage is not None
+    assert reply.choices[0].message.content == answer["answer"]
+    assert reply.choices[0].message.content == min(scene.objects, key=lambda item: item.start_s).shape
+    assert reply.usage.prompt_tokens == answer["usage"]["prompt_tokens"]
+    assert reply.usage.completion_tokens == answer["usage"]["completion_tokens"]
+
+
+def test_a_cluster_is_not_for_one_process() -> None:
+    options = ("--local", "--address", "10.0.0.5:6379")
+    done = subprocess.run(command(*options), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "received --local and --address 10.0.0.5:6379; allowed: one of them" in done.stderr
+
+
 def test_it_answers_and_drains(tmp_path: Path) -> None:
     mark = secrets.token_hex(8)
     with running(mark, tmp_path, "--topology", "1epd", "--limits", "max_media=7") as (process, url):
@@ -80,7 +127,9 @@ def test_it_answers_and_drains(tmp_path: Path) -> None:
 
 
 @contextmanager
-def running(mark: str, folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def running(
+    mark: str, folder: Path, *options: str, start: str = START, **environment: str
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """The command when it is ready, and its URL. It is started among packages that it must not import."""
     write_hostile_packages(folder / "here")
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -88,15 +137,15 @@ def running(mark: str, folder: Path, *options: str) -> Iterator[tuple[subprocess
     output = folder / "output"
     with output.open("wb") as stream:
         process = subprocess.Popen(
-            command("--port", str(port), *options),
+            command("--port", str(port), *options, start=start),
             cwd=folder / "here",
             stdout=stream,
             stderr=subprocess.STDOUT,
-            env={**os.environ, MARK: mark},
+            env={**os.environ, **environment, MARK: mark},
         )
     try:
         wait_until(lambda: b"ready in" in output.read_bytes() or process.poll() is not None, READY_S)
-        found = re.search(r"ready in \d+\.\d s: (http://\S+)/v1 serves shapes-vl on 1epd", output.read_text())
+        found = re.search(r"ready in \d+\.\d s: (http://\S+)/v1 serves shapes-vl on \S+", output.read_text())
         assert found, output.read_text()
         yield process, found[1]
     finally:

@@ -27,7 +27,7 @@ class Server:
 
     @property
     def front(self) -> ServerState:
-        front = self.app.state.front
+        front = self.app.state.server
         assert isinstance(front, ServerState)
         return front
 

@@ -15,8 +15,8 @@ from epd.types import StageTimings, Usage
 from epd.workload.access_log import ModelSight, parse_log
 from epd.workload.config import load_workload
 from epd.workload.requests import RequestShape, Resolution
+from serve_app.composition import log_requests
 from serve_app.observability.record import RequestRecord
-from serve_app.ray.app_ingress import _log_requests
 from serve_app.service import AnswerEnd
 
 
@@ -38,7 +38,7 @@ def lines(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     logger = logging.getLogger("serve_app")
     monkeypatch.setattr(logger, "handlers", [])
     monkeypatch.setattr(logger, "propagate", False)
-    _log_requests()
+    log_requests()
     for ended_s, took_s, status, media, ended in ends:
         monkeypatch.setattr(logging.time, "time", lambda ended_s=ended_s: 1_750_000_000 + ended_s)
         monkeypatch.setattr(logging.time, "time_ns", lambda ended_s=ended_s: round((1.75e9 + ended_s) * 1e9))

@@ -107,7 +107,7 @@ def of_parts(*parts: JSON) -> JSON:
 def test_unknown_fields_within_are_refused_by_place(front: Front, body: JSON, place: str) -> None:
     response = front.ask(body)
     assert response.status_code == 400
-    assert f"{place}: not known here; leave it out" in response.json()["error"]["message"]
+    assert f"{place}: unknown field; leave it out" in response.json()["error"]["message"]
 
 
 CALL: JSON = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"at": 3}'}}

@@ -44,7 +44,7 @@ async def asked(children: MediaChildren, folder: Path) -> AsyncIterator[tuple[De
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             yield deployment, http
         await deployment.settle()
-        app.state.front.close()
+        app.state.server.close()
 
 
 async def ask(http: httpx.AsyncClient, part: JSON) -> httpx.Response:

@@ -13,6 +13,7 @@ import pytest
 
 from epd.sampling_params import SamplingParams
 from epd.transfer.connectors import Offer
+from epd.types import RequestStatus
 from serve_app.messages import WorkerLoad, WorkerReport
 from serve_app.orchestration.attempt import Ending
 from serve_app.orchestration.watchdog import Watchdog
@@ -104,7 +105,7 @@ def test_only_work_that_was_done_counts_as_progress() -> None:
     """A usage that changes does not, nor that a worker is alive."""
     now = [0.0]
     attempt: Any = SimpleNamespace(
-        id="a", is_placed=True, has_ended=False, workers=frozenset({"p0"}), event_s=0.0, started_s=0.0
+        id="a", status=RequestStatus.DECODING, workers=frozenset({"p0"}), event_s=0.0, started_s=0.0
     )
     endings: list[Ending] = []
     attempt.end = endings.append

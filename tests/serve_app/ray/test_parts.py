@@ -21,10 +21,11 @@ from epd.errors import EPDError, ModelError, WorkerFaultError, http_status
 from serve_app.messages import Abort, CancelTickets, Redirect
 from serve_app.ray.memory import PoolFiles
 from serve_app.ray.process import WatchedProcess
-from serve_app.ray.thread import ActorThread, Call
+from serve_app.ray.thread import ActorThread
 from serve_app.ray.worker import CallSequencer
 from serve_app.worker.worker_roles import EncodeRole
 from serve_app.worker.worker_stages import WorkerSettings
+from serve_app.worker.worker_thread import Call
 from stages.encode.encoder_pool import EncoderPoolShape
 
 SOON_S = 10.0

@@ -19,7 +19,7 @@ LIMIT_S = 20.0
 
 @dataclass(frozen=True)
 class FakePeer:
-    life: str
+    epoch: str
 
 
 class Network:
@@ -28,7 +28,7 @@ class Network:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.is_harmed = True
-        self.life = "b1"
+        self.epoch = "b1"
         self.receiver: PeerLinks[FakePeer] = PeerLinks("b", "b1", self.call)
         self.read: list[Any] = []
 
@@ -39,7 +39,7 @@ class Network:
             raise ActorUnavailableError("not reached", b"0" * 16)
         if harm == "late":
             await asyncio.sleep(self.rng.uniform(0.0, 0.02))
-        if peer.life != self.life:
+        if peer.epoch != self.epoch:
             return None
         for _ in range(2 if harm == "twice" else 1):
             messages, next_number = self.receiver.take(delivery)
@@ -86,8 +86,8 @@ def test_a_worker_in_its_next_life_reads_nothing_of_the_former_one() -> None:
         links.send("b", "nobody is known yet")
         links.meet({"b": FakePeer("b1")})
         resending = asyncio.create_task(links.run())
-        network.life, network.receiver = "b2", PeerLinks("b", "b2", network.call)
-        links.send("b", "for the former life")
+        network.epoch, network.receiver = "b2", PeerLinks("b", "b2", network.call)
+        links.send("b", "for the former epoch")
         await asyncio.sleep(0.02)
         links.meet({"b": FakePeer("b2")})
         links.send("b", "first")

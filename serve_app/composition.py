@@ -1,0 +1,103 @@
+"""Builds the application from its arguments and a fleet: on Ray and in one process alike."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from epd.control.elasticity import ControllerConfig
+from epd.sampling_params import SamplingParams
+from serve_app.app_args import AppArgs
+from serve_app.fleet import Fleet
+from serve_app.http.api import ApiSettings, create_api
+from serve_app.orchestration.orchestrator import Orchestrator, OrchestratorConfig
+from serve_app.orchestration.request_planner import RequestPlanner
+from serve_app.worker.worker_stages import WorkerSettings
+from video import FetchPolicy, MediaChildren
+
+
+async def create_app(args: AppArgs, fleet: Fleet) -> FastAPI:
+    """Starts the fleet and returns the HTTP app over it. The app's lifespan closes both. Raises EPDError."""
+    children = MediaChildren()
+    planner = RequestPlanner(args.model_path, args.model_name, limits=args.limits, reader=children)
+    service = Orchestrator(fleet, planner, _orchestrator_config(args))
+    app = create_api(service, _api_settings(args, planner), children)
+    api_lifespan = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        try:
+            async with api_lifespan(app):
+                yield
+        finally:
+            await service.close()
+            children.close()
+
+    app.router.lifespan_context = lifespan
+    try:
+        await asyncio.gather(service.start(), asyncio.to_thread(children.server.start))
+    except BaseException:
+        await service.close()
+        children.close()
+        raise
+    return app
+
+
+def worker_settings(args: AppArgs) -> WorkerSettings:
+    return WorkerSettings(
+        args.model_path,
+        dtype=args.dtype,
+        num_kv_tokens=args.num_kv_tokens,
+        num_kv_pools=args.num_kv_pools,
+        scheduler=args.scheduler(is_decode=False),
+        max_batch_patches=args.max_batch_patches,
+        skip_static=args.skip_static,
+        decode_scheduler=args.scheduler(is_decode=True),
+    )
+
+
+def _orchestrator_config(args: AppArgs) -> OrchestratorConfig:
+    return OrchestratorConfig(
+        max_waiting=args.max_waiting,
+        max_wait_s=args.max_wait_s,
+        sharding=args.sharding,
+        elastic=ControllerConfig() if args.elastic else None,
+        retention=args.load_retention,
+    )
+
+
+def _api_settings(args: AppArgs, planner: RequestPlanner) -> ApiSettings:
+    """planner: supplies the checkpoint's default repetition penalty and the model's limits."""
+    policy = FetchPolicy(
+        allowed_hosts=args.allowed_media_hosts,
+        media_folder=args.allowed_media_path,
+        max_bytes=ApiSettings().fetch.max_bytes,
+    )
+    return ApiSettings(
+        api_key=args.api_key.get_secret_value() if args.api_key else None,
+        admin_api_key=args.admin_api_key.get_secret_value() if args.admin_api_key else None,
+        fetch=policy,
+        max_requests=args.max_requests,
+        limits=planner.limits,
+        default_params=SamplingParams(repetition_penalty=planner.settings.repetition_penalty),
+        default_deadline_s=args.slo_ttft_s,
+        default_reduction=args.reduction_policy,
+        allowed_hosts=args.allowed_hosts,
+        trace_dir=args.trace_dir,
+        max_traces=args.max_traces,
+        otlp_endpoint=args.otlp_endpoint,
+    )
+
+
+def log_requests() -> None:
+    """Writes a line for each finished request to stderr."""
+    logger = logging.getLogger("serve_app")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO)

@@ -1,0 +1,109 @@
+"""Serves the application in this process, without Ray: workers as threads, HTTP by uvicorn."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import closing, contextmanager, suppress
+
+import torch
+import uvicorn
+from fastapi import FastAPI
+
+from serve_app.app_args import AppArgs
+from serve_app.composition import create_app, log_requests, worker_settings
+from serve_app.http.address import HttpAddress
+from serve_app.http.socket_guard import GuardedProtocol
+from serve_app.local.fleet import LocalFleet, LocalFleetConfig
+from serve_app.worker.frame_reader import video_child_limits
+from video import MediaChildren
+
+__all__ = ["log_requests", "served_locally"]
+
+logger = logging.getLogger(__name__)
+
+# A thread shows that it is alive by its steps alone, and one step of a large model takes long.
+_MAX_STEP_S = 120.0
+_CLOSE_S, _ABORT_S = 30.0, 5.0  # for the workers to end: after the requests, or in their middle
+
+
+@contextmanager
+def served_locally(args: AppArgs, address: HttpAddress) -> Iterator[None]:
+    """Answers requests while open; at the end, requests in flight have `drain_s` to finish.
+
+    An exception in the block, or a KeyboardInterrupt while draining, stops at once.
+    Raises EPDError for what cannot be served.
+    """
+    args = args.resolved()
+    torch.set_num_threads(args.threads_per_worker)
+    started: Future[_Server] = Future()
+    with address.listen() as listener:
+        thread = threading.Thread(target=_run, args=(args, listener, started), name="http", daemon=True)
+        thread.start()
+        server = started.result()
+        try:
+            yield
+            server.should_exit = True
+            thread.join(args.drain_s + _CLOSE_S)
+        finally:
+            server.abort()
+            thread.join(_ABORT_S)
+
+
+def _run(args: AppArgs, listener: socket.socket, started: Future[_Server]) -> None:
+    """The thread of the application. started: gets the server, or what kept it from starting."""
+    try:
+        asyncio.run(_serve(args, listener, started))
+    except asyncio.CancelledError:
+        logger.warning("stopped before all requests were answered")
+    except BaseException as error:
+        if started.done():
+            raise
+        started.set_exception(error)
+
+
+async def _serve(args: AppArgs, listener: socket.socket, started: Future[_Server]) -> None:
+    with closing(MediaChildren(video_child_limits(), decodes_video=True)) as children:
+        config = LocalFleetConfig(
+            args.workers,
+            hang_s=max(args.hang_s, _MAX_STEP_S),
+            num_video_threads=args.num_video_workers * args.num_video_threads,
+            children=children,
+        )
+        app = await create_app(args, LocalFleet(config, worker_settings(args)))
+        async with app.router.lifespan_context(app):
+            await _Server(app, args.drain_s, started).serve([listener])
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn in the thread of an event loop. started: gets the server when it listens."""
+
+    def __init__(self, app: FastAPI, drain_s: float, started: Future[_Server]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=GuardedProtocol,
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=math.ceil(drain_s),
+            )
+        )
+        self._started = started
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._started.set_result(self)
+
+    def abort(self) -> None:
+        """Ends without waiting for requests. For another thread."""
+        assert self._task is not None
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._task.cancel)
