@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from serve_app.http.chat_request import ChatRequest
-from serve_app.http.server_state import ApiSettings, ServerState
+from serve_app.http.request_parsing import conversation
+from serve_app.http.server_state import ApiSettings, ParsedRequest, ServerState
 from serve_app.observability.record import RequestRecord
 from tests.serve_app.conftest import QUESTION, Front, data_url, image_part
 from tests.serve_app.fakes import FakeService
@@ -85,7 +86,9 @@ def test_an_answer_is_closed_between_two_of_its_items(tmp_path: Path) -> None:
     front = ServerState(service, ApiSettings(spool_folder=tmp_path))
 
     async def leave_early() -> None:
-        items = front.items(ChatRequest.model_validate(QUESTION), RequestRecord(model="shapes-vl"))
+        chat = ChatRequest.model_validate(QUESTION)
+        parsed = ParsedRequest(chat, *conversation(chat.messages))
+        items = front.items(parsed, RequestRecord(model="shapes-vl"))
         await anext(items)
         await items.aclose()
         assert (service.num_open, service.num_closed, front.num_requests) == (1, 1, 0)

@@ -224,7 +224,7 @@ def test_media_wait_for_room_in_a_small_cache(
     run_again.mkdir()
     summary = run(run_again, backend, [{**lines[0], "num_frames": 40}, lines[1]], max_tokens=40)
     assert (summary.tally.num_answered, summary.tally.num_failed) == (1, 1)
-    assert "invalid request body" in (run_again / "out.errors.jsonl").read_text()
+    assert "does not fit" in (run_again / "out.errors.jsonl").read_text()
 
 
 def test_what_stands_still_is_encoded_once(
