@@ -177,7 +177,7 @@ def compare(
     part = WORKLOADS[name]
     rate = rate_of(profile, topology, part, options.load)
     workload = workload_at(part, options.requests, rate)
-    result = app.load(workload, library, seed=seed)
+    result = app.send(workload, library, seed=seed)
     assert profile.core_speed is not None
     found = Round(
         result.figures(0.0),
@@ -216,7 +216,7 @@ def run_round(
             serve += ["--num-kv-tokens", str(NUM_KV_TOKENS)]
             with live_app(serve, Path(folder) / "serve.log") as app:
                 for part in WORKLOADS.values():
-                    app.load(workload_at(part, 4, 2.0), library, seed=SEED - 1)
+                    app.send(workload_at(part, 4, 2.0), library, seed=SEED - 1)
                 for name in options.workloads:
                     found = compare(profile, app, topology, name, library, options, seed_of(name, number))
                     rounds.setdefault((topology, name), []).append(found)

@@ -20,15 +20,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from encoders.prompt.chat import ChatMessage
 from epd.errors import ModelError
 from epd.reduction import ReductionPolicy, Window
-from epd.types import MediaKind, PlaceholderRange, Usage
-
-Int64Array = NDArray[np.int64]
+from epd.types import Int64Array, MediaKind, PlaceholderRange, Usage
 
 
 @dataclass(frozen=True, slots=True)

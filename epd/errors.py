@@ -1,16 +1,16 @@
-"""Every error a caller can meet, in one tree, with its exit code and HTTP status in one table.
+"""Defines every error a caller can meet, in one tree, with exit codes and HTTP statuses in one table.
 
 A message says what was received, what is allowed, and what to do next, in that order and on one line.
 
     EPDError
-    ├── InputError                    the caller can mend it
+    ├── InputError                    the caller must change the input; a retry cannot help
     │   ├── RequestError              a question or option that makes no sense
     │   │   ├── RequestLimitError     more bytes, messages or media than a request may have
     │   │   ├── RequestTimeoutError   a body that comes too slowly
     │   │   └── RequestBudgetError    more work than one request may ask for
     │   ├── PoisonedRequestError      workers were lost with it, again and again
     │   ├── AuthenticationError       no key, or not the right one
-    │   ├── AdminRightError          what the admin key alone allows
+    │   ├── AdminRightError           what only the admin key allows
     │   ├── MediaError
     │   │   ├── MediaNotFoundError
     │   │   ├── MediaForbiddenError   a source that policy does not allow to be read
@@ -21,22 +21,22 @@ A message says what was received, what is allowed, and what to do next, in that 
     │       ├── ModelNotFoundError
     │       └── UnsupportedModelError
     ├── InfeasibleError               a plan that nothing can satisfy
-    ├── OverloadedError               more work than can be done in time; trying again later may help
+    ├── OverloadedError               more work than can be done in time; retryable
     ├── UnavailableError              no worker can take it: starting, draining, or lost too often
-    │   └── StorageFullError          the disk is full; retrying later may help
+    │   └── StorageFullError          the disk is full; retryable
     ├── EncodeError                   frames that no encoder could turn into embeddings
-    ├── InternalError                 a bug that this request has met; others go on
-    │   └── WorkerFaultError          in a worker, which goes on
+    ├── InternalError                 a bug that this request has met; others continue
+    │   └── WorkerFaultError          in a worker, which continues
     └── CancelledError                the consumer went away
 """
 
 
 class EPDError(Exception):
-    """Root of the tree: whatever the pipeline raises on purpose."""
+    """Root of the tree: everything that the pipeline raises on purpose."""
 
 
 class InputError(EPDError):
-    """The input must change; trying again as it is cannot help."""
+    """The caller must change the input; a retry cannot help."""
 
 
 class RequestError(InputError):
@@ -52,11 +52,11 @@ class RequestTimeoutError(RequestError):
 
 
 class RequestBudgetError(RequestError):
-    """More work than one request may ask for: see `epd.control.request_budget`."""
+    """More work than one request may cost: see `epd.control.request_budget`."""
 
 
 class PoisonedRequestError(InputError):
-    """A request with which workers were lost too often; it is refused for a while, wherever it comes from."""
+    """A request with which workers were lost too often; it is refused for a while, from any client."""
 
 
 class AuthenticationError(InputError):
@@ -64,7 +64,7 @@ class AuthenticationError(InputError):
 
 
 class AdminRightError(InputError):
-    """What only the admin key allows: to come before others, to change roles."""
+    """What only the admin key allows: to overtake others, to change roles."""
 
 
 class MediaError(InputError):
@@ -100,7 +100,7 @@ class ModelNotFoundError(ModelError):
 
 
 class UnsupportedModelError(ModelError):
-    """A model whose family has no adapter, or with parts that nothing here computes."""
+    """A model whose family has no adapter, or with parts that are not implemented."""
 
 
 class InfeasibleError(EPDError):
@@ -108,7 +108,7 @@ class InfeasibleError(EPDError):
 
 
 class OverloadedError(EPDError):
-    """More work than can be done in time. retry_after_s: seconds after which trying again makes sense."""
+    """More work than can be done in time; retryable. retry_after_s: when to retry."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -120,7 +120,7 @@ class UnavailableError(EPDError):
 
 
 class StorageFullError(UnavailableError):
-    """The disk has no room. retry_after_s: seconds after which trying again makes sense."""
+    """The disk has no room; retryable. retry_after_s: when to retry."""
 
     def __init__(self, message: str, retry_after_s: float = 10.0) -> None:
         super().__init__(message)
@@ -136,18 +136,18 @@ class InternalError(EPDError):
 
     @classmethod
     def of(cls, error: BaseException) -> EPDError:
-        """Returns the error to end a request with; says no more of a bug than its type."""
+        """Returns the error to end a request with; of a bug it names only the type."""
         if isinstance(error, EPDError):
             return error
         return cls(f"a bug ended the request: {type(error).__name__}; the server's log has the traceback")
 
 
 class WorkerFaultError(InternalError):
-    """A worker failed on a message by a bug of its own, refused the message and goes on."""
+    """A worker failed on a message by its own bug, refused the message and continues."""
 
 
 class CancelledError(EPDError):
-    """Work that was stopped because nobody waits for its result any more."""
+    """Work that was stopped because its result is no longer wanted."""
 
 
 EXIT_BUG = 1
@@ -182,3 +182,9 @@ def exit_code(error: EPDError) -> int:
 def http_status(error: EPDError) -> int:
     """Returns the status of the HTTP answer."""
     return _outcome(error)[1]
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises AssertionError for a broken invariant: a bug, not an error that a caller can meet."""
+    if not condition:
+        raise AssertionError(message)

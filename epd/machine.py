@@ -1,4 +1,5 @@
-"""What this process may use of its machine: CPUs within its affinity, memory, both within its control groups.
+"""Says what this process may use of its machine: CPUs within its affinity, memory, both within its control
+groups.
 
 Every default that depends on the machine asks here: `os.cpu_count` and the machine's memory know nothing of a
 container's limits. Both versions of control groups are read, the process's own group and those above it.
@@ -23,7 +24,7 @@ def usable_cpus(system: Path = _SYSTEM) -> int:
 
 
 def cpu_quota(system: Path = _SYSTEM) -> float | None:
-    """CPUs that the control groups allow, None where they set no bound."""
+    """Returns the CPUs that the control groups allow, None where they set no bound."""
     new = [_ratio(*_fields(group / "cpu.max")) for group in _groups(system, "")]
     old = [
         _ratio(*_fields(group / "cpu.cfs_quota_us"), *_fields(group / "cpu.cfs_period_us"))
@@ -33,20 +34,18 @@ def cpu_quota(system: Path = _SYSTEM) -> float | None:
 
 
 def memory_limit_bytes(system: Path = _SYSTEM) -> int:
-    """Memory that this process and its neighbours in the container may have together, used or not."""
+    """Returns the memory that this process and its container may have together, used or not."""
     return min(_machine_bytes(system, "MemTotal"), *(limit for limit, _ in _memory_groups(system)))
 
 
 def available_memory_bytes(system: Path = _SYSTEM) -> int:
-    """Memory that can be taken now: available on the machine, and left by the limits of control groups."""
+    """Returns the memory that is free now: on the machine, and within the limits of control groups."""
     left = (limit - used for limit, used in _memory_groups(system))
     return max(0, min(_machine_bytes(system, "MemAvailable"), *left))
 
 
 def _memory_groups(system: Path) -> Iterator[tuple[int, int]]:
-    """Yields (limit, bytes in use that cannot be dropped) of each control group, and of one without a
-    limit.
-    """
+    """Yields (limit, bytes in use that cannot be dropped) of each control group; skips unlimited ones."""
     yield 2**63, 0
     for name, (limit, current, cache) in {
         "": ("memory.max", "memory.current", "inactive_file"),
@@ -60,10 +59,10 @@ def _memory_groups(system: Path) -> Iterator[tuple[int, int]]:
 
 
 def _groups(system: Path, controller: str) -> list[Path]:
-    """Folders of this process's control group and of those above; controller: "" for version 2.
+    """Returns the folders of this process's control group and those above; controller: "" for version 2.
 
-    Inside a container the groups may be named as the host sees them, while its root is the container's own:
-    folders that are not there have no files to read.
+    Inside a container the groups may be named as the host sees them, while its root is the container's:
+    folders that do not exist have no files to read.
     """
     root = system / "sys/fs/cgroup" / controller
     for line in _text(system / "proc/self/cgroup").splitlines():
@@ -81,7 +80,7 @@ def _machine_bytes(system: Path, name: str) -> int:
 
 
 def _named(path: Path, name: str) -> int:
-    """Returns the number behind a name that begins a line, 0 where there is none."""
+    """Returns the number behind a name that begins a line, 0 without one."""
     rows = (line.split() for line in _text(path).splitlines())
     return next((int(row[1]) for row in rows if row[:1] == [name]), 0)
 
@@ -98,7 +97,7 @@ def _text(path: Path) -> str:
 
 
 def _ratio(*fields: str) -> float | None:
-    """quota and period; None for no quota, which is "max" or -1, and for anything else than two numbers."""
+    """Returns quota / period; None for no quota, which is "max" or -1, and for anything but two numbers."""
     try:
         quota, period = map(int, fields)
         return quota / period if quota > 0 else None

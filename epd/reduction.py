@@ -1,10 +1,10 @@
-"""How many visual tokens are kept, known before a frame is decoded; which ones, others decide.
+"""Plans how many visual tokens are kept, before a frame is decoded; selection decides later which ones.
 
     units      | 0  1  2  3 | 4  5  6  7 | 8  9 |       whole units of a video, in order
     windows    [            )[           )[     )       what is chosen among at one time
     kept       [ 15         )[ 15        )[ 8   )       tokens, fixed by the retention alone
 
-The tokens of a window are chosen from its own and from what came before it, so that a video can be reduced
+The tokens of a window are chosen from the window and what came before it, so that a video can be reduced
 while it is still being decoded, and blocks for keys and values can be reserved before.
 """
 
@@ -30,7 +30,7 @@ _MERGED_SHARE = 0.76
 _MERGED_PER_READ = 3
 _DROPPING_LAYERS = tuple(layer / 32 for layer in (2, 6, 10, 14))
 LEAST_RETENTION = 0.05
-# Large enough for moving things to be told from the background, small enough for the first token not to wait.
+# Large enough to separate moving things from the background, small enough not to delay the first token.
 WINDOW_TOKENS = 256
 
 
@@ -38,7 +38,7 @@ WINDOW_TOKENS = 256
 class ReductionPolicy:
     """Which share of the visual tokens of every video and image is kept, and by which method.
 
-    retention: LEAST_RETENTION to 1; 1 keeps all, and then nothing else is done either.
+    retention: LEAST_RETENTION to 1; 1 keeps all, and then nothing is reduced.
     Raises RequestError for an unknown method or a retention out of range.
     """
 
@@ -72,7 +72,7 @@ class ReductionPolicy:
 
     @property
     def is_by_question(self) -> bool:
-        """Whether every question reads its own choice of what is in the cache."""
+        """Whether every question reads a different choice of what is in the cache."""
         return self.is_on and self.method in QUESTION_METHODS
 
     @property
@@ -95,8 +95,8 @@ KEEP_ALL = ReductionPolicy()
 class Window:
     """Units [start, stop) of an item: `num_tokens` visual tokens, of which `num_kept` are kept.
 
-    is_in_prefill: the language model computes all of them and keeps some; else it is given those kept.
-    num_extra: tokens at the end of the last window that show no part of a picture, and are kept in any case.
+    is_in_prefill: the language model computes all of them and keeps some; else it receives only those kept.
+    num_extra: tokens at the end of the last window that show no part of a picture, and are always kept.
     """
 
     start: int
@@ -114,7 +114,7 @@ class Window:
 def plan_windows(
     runs: Sequence[tuple[int, int]], tokens_per_unit: int, retention: float, *, is_in_prefill: bool = False
 ) -> tuple[Window, ...]:
-    """Windows over runs of units, in order, that keep retention * all tokens together, to the nearest whole.
+    """Returns windows over runs of units, in order; together they keep retention * all tokens, rounded.
 
     A share is carried from window to window, so that no rounding adds up. Every window keeps at least one.
     """

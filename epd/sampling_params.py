@@ -1,4 +1,4 @@
-"""How the tokens of one answer are chosen and when it ends, with the names and meanings vLLM gives them."""
+"""Chooses the tokens of one answer and its end, with the names and meanings vLLM gives the parameters."""
 
 from __future__ import annotations
 
@@ -65,16 +65,17 @@ _RANGES = {
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Options of one request, checked when it is born: RequestError names the first that makes no sense.
+    """Options of one request, checked at construction: RequestError names the first that makes no sense.
 
-    max_tokens: of the answer; None leaves it to the checkpoint. temperature: 0 is greedy.
+    max_tokens: of the answer; None leaves it to the checkpoint.
+    temperature: 0 is greedy.
     top_p, top_k, min_p: which tokens may be drawn; top_k of 0 or -1 is all of them.
     repetition_penalty: on tokens of prompt and answer.
-    presence_penalty, frequency_penalty: on tokens of the answer, for being there and for each time.
+    presence_penalty, frequency_penalty: on tokens of the answer, for occurring and for each occurrence.
     seed: of the draws; None lets the server choose one.
     stop: strings that end the answer, cut off with all that follows unless include_stop_str_in_output.
     stop_token_ids: tokens that end it, beside the checkpoint's own, which ignore_eos switches off.
-    min_tokens: until there are as many, nothing but max_tokens ends the answer.
+    min_tokens: below this length only max_tokens ends the answer.
     logprobs: how many of the most likely tokens to report with each token; 0 is the chosen one alone.
     n: independent answers to the same prompt.
     """
@@ -122,7 +123,7 @@ class SamplingParams:
             raise RequestError(f"stop_token_ids must be token ids of at least 0, got {reprlib.repr(ids)}")
 
     def with_options(self, said: Mapping[str, Any]) -> SamplingParams:
-        """These params as defaults, overruled by the options a request names. Raises RequestError."""
+        """Returns these params, as defaults, with the options a request names. Raises RequestError."""
         known = [field.name for field in fields(self)]
         unknown = sorted(said.keys() - set(known))
         if unknown:
@@ -137,7 +138,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken each time: nothing is drawn."""
+        """Whether the most likely token is taken each time, without a draw."""
         return self.temperature == 0
 
     @property

@@ -1,4 +1,4 @@
-"""Topologies: how many workers there are, and what each of them does.
+"""Describes topologies: how many workers there are, and what each of them does.
 
 2e1p1d   two workers encode, one prefills, one decodes
 1ep1d    one encodes and prefills, one decodes
@@ -63,7 +63,7 @@ class Topology:
         return sum(group.num_workers for group in self.groups)
 
     def workers(self) -> Iterator[WorkerSpec]:
-        """Yields every worker, in order, each with a name of its own."""
+        """Yields every worker, in order, with its name."""
         numbers: Counter[str] = Counter()
         for group in self.groups:
             for _ in range(group.num_workers):
@@ -75,7 +75,7 @@ class Topology:
 
 
 def role_letters(roles: Collection[Stage]) -> str:
-    """As they stand in a topology: "epd"."""
+    """Returns roles as the letters of a topology: "epd"."""
     return "".join(letter for stage, letter in ROLE_LETTERS.items() if stage in roles)
 
 
@@ -87,7 +87,7 @@ def topology_name(workers: Collection[Collection[Stage]]) -> str:
 
 
 def parse_topology(text: str, max_workers: int = MAX_WORKERS) -> Topology:
-    """Returns the topology that a text such as `2e1p1d` stands for. Raises RequestError for what is none."""
+    """Returns the topology that a text such as `2e1p1d` means. Raises RequestError for other texts."""
     parts = _PART.findall(text)
     if not parts or "".join(number + letters for number, letters in parts) != text:
         raise RequestError(

@@ -1,4 +1,4 @@
-"""The nouns of the pipeline: what crosses from one stage to the next, checked when it is born.
+"""Defines what crosses from one stage of the pipeline to the next, checked at construction.
 
 A *group* is a run of consecutive sampled frames that is decoded, encoded and prefilled together:
 
@@ -18,6 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 UInt8Array = NDArray[np.uint8]
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
 Float64Array = NDArray[np.float64]
 
 MediaKind = Literal["image", "video"]
@@ -48,7 +50,7 @@ class RequestStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """Decoded frames at target size, in the order asked for.
+    """Decoded frames at target size, in the requested order.
 
     data: uint8 [N, H, W, 3], RGB, upright.
     pts_s: float64 [N], the true presentation time of each frame, seconds from the start of the video.
@@ -75,7 +77,7 @@ class Frames:
 
 @dataclass(frozen=True, slots=True)
 class FrameGroup:
-    """One group of a video: frames [start, start + len(frames)) of those asked for."""
+    """One group of a video: the wanted frames [start, start + len(frames))."""
 
     index: int
     start: int
@@ -106,8 +108,8 @@ class PlaceholderRange:
 class StageTimings:
     """Seconds spent on each stage for one request, in the order of the pipeline.
 
-    Video is decoded by other threads while earlier groups are encoded and prefilled: `decode_video_s` is what
-    had to be waited for. Where stages run side by side, they may add up to more than `total_s`.
+    Video is decoded by other threads while earlier groups are encoded and prefilled: `decode_video_s` is only
+    the wait for it. Where stages run side by side, they may add up to more than `total_s`.
     """
 
     probe_s: float = 0.0
@@ -124,9 +126,10 @@ class StageTimings:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one request took, in frames and tokens.
+    """What one request used, in frames and tokens.
 
-    visual_tokens: in the prompt. visual_tokens_before: those that there would be without reduction.
+    visual_tokens: in the prompt.
+    visual_tokens_before: those without reduction.
     num_substituted_frames: of num_frames, those that could not be decoded and show a neighbour.
     """
 

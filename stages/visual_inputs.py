@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from encoders import Embeddings, PromptPlan, concatenated
-from encoders.adapter import Int64Array
+from epd.types import Int64Array
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,2 +1,1 @@
-"""How `shapes-vl` is made, step by step: `clips`, `vision`, `language`, `evaluate`; see
-docs/training.md."""
+"""Makes `shapes-vl`, step by step: `clips`, `vision`, `language`, `evaluate`; see docs/training.md."""

@@ -1,12 +1,13 @@
-"""Batches for the language model: one video and a dozen questions in one sequence, none seeing another.
+"""Draws batches for the language model: one video and a dozen questions in one sequence, none seeing another.
 
     tokens     [system, vision start, visual tokens) [question 1 + answer) [question 2 + answer) ...
     segment                 0                                 1                     2
     position   0 ...                                 p ...                 p ...
 
-Engines disagree on the position of the text after a video (docs/decisions/0009): transformers from 5.3 goes
-on after its height or width (and, once the answer begins, after the largest position so far), Qwen2.5-VL's
-authors and vLLM after its last instant. Both occur here, the first more often: config.json names it.
+Engines disagree on the position of the text after a video (docs/decisions/0009): transformers from 5.3
+continues after its height or width (and, once the answer begins, after the largest position so far),
+Qwen2.5-VL's authors and vLLM after its last instant. Both occur here, the first more often: config.json names
+it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ NO_TARGET = -100
 # How far apart frames lie unless a user says otherwise, and the share of clips that are shown so.
 USUAL_GAP_S = 1.0
 _USUAL_GAP_SHARE = 0.6
-# Share of videos whose text goes on after the last instant.
+# Share of videos whose text continues after the last instant.
 _AFTER_LAST_INSTANT_SHARE = 0.15
 _IMAGE_KINDS = (QuestionKind.COLOUR, QuestionKind.PRESENCE, QuestionKind.COUNT)
 # Questions of each kind put to a clip in training.
@@ -64,8 +65,11 @@ class Prompts:
 class Batch:
     """B videos of equal length with their questions, S positions.
 
-    ids int64 [B, S], visual bool [S], positions int64 [3, B, S], mask bool [B, 1, S, S] (True: may attend),
-    targets int64 [B, S] (-100 where nothing is learned), kinds: the question kind behind each target row.
+    ids: int64 [B, S].
+    visual: bool [S].
+    positions: int64 [3, B, S].
+    mask: bool [B, 1, S, S], True: may attend.
+    targets: int64 [B, S], -100 where nothing is learned.
     """
 
     ids: Tensor
@@ -79,7 +83,7 @@ class Batch:
 
 
 def visual_positions(clip: EncodedClip, start: int) -> Tensor:
-    """M-RoPE rows (time, height, width) of the visual tokens: int64 [3, P * 15]."""
+    """Returns M-RoPE rows (time, height, width) of the visual tokens: int64 [3, P * 15]."""
     step = 1.0 if clip.is_image else 2 * clip.gap_s * 2
     instants = (torch.arange(len(clip)) * step).long()
     grid = torch.meshgrid(instants, torch.arange(ROWS), torch.arange(COLUMNS), indexing="ij")
@@ -141,7 +145,7 @@ def ask(clip: EncodedClip, rng: random.Random, num_per_kind: int) -> list[Questi
 
 
 def ask_mix(clip: EncodedClip, rng: random.Random) -> list[Question]:
-    """Questions for training: more of the kinds that are learned last."""
+    """Draws questions for training, more of the kinds that are learned last."""
     asked = ask(clip, rng, max(_MIX.values()))
     return [q for kind, count in _MIX.items() for q in [q for q in asked if q.kind is kind][:count]]
 
@@ -149,7 +153,7 @@ def ask_mix(clip: EncodedClip, rng: random.Random) -> list[Question]:
 def draw_batch(
     pool: dict[int, list[EncodedClip]], prompts: Prompts, rng: random.Random, budget: int, longest: int
 ) -> Batch:
-    """Clips of one length (0: images), as many as the token budget holds; half of the time cut shorter."""
+    """Draws clips of one length (0: images), as many as the token budget holds; half are cut shorter."""
     lengths = [length for length in pool if length <= longest]
     length = rng.choices(lengths, weights=[1.0 + (length in (8, 16, 32)) for length in lengths])[0]
     kept = length if length < 4 or rng.random() < 0.5 else rng.randint(max(2, length // 4), length)
@@ -163,7 +167,7 @@ def draw_batch(
 
 
 def vary(clip: EncodedClip, first: int, stop: int, rng: random.Random) -> EncodedClip | None:
-    """Part of a clip as a video of its own, often at the usual pace; None where it would show nothing."""
+    """Returns part of a clip as a video, often at the usual pace; None where it would show nothing."""
     if clip.is_image:
         return clip
     cropped = crop(clip, first, stop)

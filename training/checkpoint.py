@@ -1,5 +1,4 @@
-"""Builds the checkpoint folder of `shapes-vl`: configuration, tokenizer, processor, chat template; weights
-untrained.
+"""Builds the checkpoint folder of `shapes-vl`: configuration, tokenizer, processor, template; untrained.
 
 python -m training.checkpoint --out runs/untrained
 """
@@ -105,9 +104,7 @@ def _corpus() -> list[str]:
 
 
 def build_tokenizer() -> Qwen2Tokenizer:
-    """Returns a byte-level BPE tokenizer of VOCAB_SIZE entries, special tokens last, that can encode any
-    text.
-    """
+    """Returns a byte-level BPE tokenizer of VOCAB_SIZE entries, special tokens last, for any text."""
     draft = Tokenizer(models.BPE())
     draft.normalizer = normalizers.NFC()
     draft.pre_tokenizer = pre_tokenizers.Sequence(

@@ -1,5 +1,4 @@
-"""Draws training clips, encodes them as real H.264, decodes them and keeps the frames at model size in
-shards.
+"""Draws training clips, encodes them as H.264, decodes them and keeps the frames at model size in shards.
 
     python -m training.clips --out runs/clips --shards 200 --first-shard 0
 
@@ -54,9 +53,7 @@ class Clip:
 
 
 def is_resolved(scene: Scene, num_frames: int) -> bool:
-    """Returns True where the sampled frames show every object, each first seen in a later frame pair than the
-    one before.
-    """
+    """Returns True if the frames show every object, each first in a later frame pair than the one before."""
     gap_s = scene.duration_s / num_frames
     first_pairs = []
     for item in scene.objects:
@@ -68,9 +65,7 @@ def is_resolved(scene: Scene, num_frames: int) -> bool:
 
 
 def draw_scene(rng: random.Random, num_frames: int) -> Scene:
-    """Returns a scene of 4 to 1024 seconds that `num_frames` frames can show; object counts are spread
-    evenly.
-    """
+    """Returns a scene of 4 to 1024 seconds for `num_frames` frames; object counts are spread evenly."""
     for _ in range(1000):
         shortest_s = max(4.0, num_frames / 2)
         duration_s = math.exp(rng.uniform(math.log(shortest_s), math.log(_LONGEST_S)))

@@ -1,4 +1,4 @@
-"""Clips as the language model sees them: the frozen tower's embeddings, made once and kept in files."""
+"""Keeps clips as the language model sees them: the frozen tower's embeddings, made once, in files."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ class EncodedClip:
 
 
 def crop(clip: EncodedClip, first: int, stop: int) -> EncodedClip | None:
-    """Returns the clip of frame pairs [first, stop) as a video of its own; None where it would show
-    nothing.
-    """
+    """Returns the clip of frame pairs [first, stop) as a video; None where it would show nothing."""
     start_s, end_s = first * 2 * clip.gap_s, stop * 2 * clip.gap_s
     frame_times = start_s + clip.gap_s * np.arange(2 * (stop - first))
     objects = tuple(

@@ -65,7 +65,7 @@ def _cell(verdicts: list[Verdict]) -> str:
 
 
 def accuracy_table(verdicts: list[Verdict], lengths: list[int]) -> str:
-    """Markdown: a row per question kind, a column per length."""
+    """Returns Markdown: a row per question kind, a column per length."""
     head = ["question kind", *(f"{length} frames" for length in lengths)]
     rows = [head, ["---"] * len(head)]
     for kind in [*QuestionKind, None]:
@@ -118,7 +118,7 @@ def _plain(verdict: Verdict) -> dict[str, object]:
 
 
 def write_into_card(card: Path, table: str) -> None:
-    """Replaces what stands between the marks `<!-- accuracy -->` and `<!-- end -->`."""
+    """Replaces what is between the marks `<!-- accuracy -->` and `<!-- end -->`."""
     before, rest = card.read_text().split("<!-- accuracy -->")
     after = rest.split("<!-- end -->")[1]
     card.write_text(f"{before}<!-- accuracy -->\n{table}\n<!-- end -->{after}")

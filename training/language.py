@@ -4,7 +4,7 @@
 
 A video's embeddings never change once the tower is frozen, so each clip is encoded once and kept
 (`training/encoded.py`); a sequence holds one video and a dozen questions (`training/batches.py`). Videos grow
-longer as training goes on. Resumes from --out when it exists.
+longer during training. Resumes from --out when it exists.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from training.encoded import EncodedPool, retime
 from training.loop import Training, base_parser, learning_rate
 from training.vision import TOKENS
 
-# (until this share of the training, at most so many frame pairs)
+# (until this share of the training, at most this number of frame pairs)
 _CURRICULUM = ((0.2, 8), (0.6, 32), (0.75, 64), (2.0, 256))
 
 
 def answer_logits(model: Qwen2_5_VLForConditionalGeneration, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Logits [T, V] and targets [T] at the positions where an answer token is predicted, row by row."""
+    """Returns logits [T, V] and targets [T] where an answer token is predicted, row by row."""
     with torch.autocast("cpu", torch.bfloat16):
         embedded = model.get_input_embeddings()(batch.ids)
         visual = batch.embeddings.to(embedded.dtype)
@@ -60,7 +60,7 @@ def right_by_kind(batch: Batch, right: Tensor) -> Iterator[tuple[QuestionKind, b
 
 @torch.inference_mode()
 def validate(model: nn.Module, pool: EncodedPool, prompts: Prompts, budget: int) -> dict[str, float]:
-    """Accuracy by length and by kind on clips never trained on."""
+    """Returns accuracy by length and by kind on clips never trained on."""
     right: Counter[str] = Counter()
     asked: Counter[str] = Counter()
     rng = random.Random(1)
@@ -80,7 +80,7 @@ def validate(model: nn.Module, pool: EncodedPool, prompts: Prompts, budget: int)
 
 
 def make_optimizers(model: Qwen2_5_VLForConditionalGeneration) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for embeddings, biases and norms; rates of one scale."""
+    """Returns Muon for the layers' matrices, AdamW for embeddings, biases and norms; rates of one scale."""
     language = model.model.language_model
     matrices = [parameter for parameter in language.layers.parameters() if parameter.ndim == 2]
     rest = [parameter for parameter in language.parameters() if parameter.ndim == 1]

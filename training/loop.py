@@ -1,4 +1,4 @@
-"""What the two training steps share: options, the rate, updates, progress, and files to resume from."""
+"""Shares among the training steps: options, the rate, updates, progress, and files to resume from."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Training:
         temporary.rename(self._path)
 
     def update(self, loss: Tensor, rate: float) -> None:
-        """One step down the gradient of `loss`; prints the mean loss and the pace now and then."""
+        """Takes one step down the gradient of `loss`; prints the mean loss and the pace now and then."""
         loss.backward()
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -65,7 +65,7 @@ class Training:
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up, then a cosine to a twentieth of the peak."""
+    """Returns a linear warm-up, then a cosine to a twentieth of the peak."""
     if step < _WARMUP_STEPS:
         return peak * (step + 1) / _WARMUP_STEPS
     share = min(1.0, (step - _WARMUP_STEPS) / max(1, steps - _WARMUP_STEPS))

@@ -2,7 +2,7 @@
 
     python -m training.vision --clips runs/clips --out runs/vision_state.pt --final runs/vision.pt
 
-Learning to see through answers alone is slow. Here every visual token has its own targets - which shapes and
+Learning to see through answers alone is slow. Here every visual token has separate targets - which shapes and
 which colours reach into its cell - read by one linear layer that is thrown away afterwards. The tower sees
 pairs of neighbouring frames, as in a video, and single frames twice, as in an image. Resumes from --out when
 it exists.
@@ -42,7 +42,7 @@ _SHOWN_NORM = 1.5
 
 
 def patchify(pairs: Tensor) -> Tensor:
-    """uint8 [B, 2, 84, 140, 3] -> float32 [B, 60, 1176], the processor's layout and normalisation."""
+    """Returns the processor's patches: uint8 [B, 2, 84, 140, 3] -> normalised float32 [B, 60, 1176]."""
     mean = torch.tensor(OPENAI_CLIP_MEAN) * 255
     std = torch.tensor(OPENAI_CLIP_STD) * 255
     pixels = (pairs.float() - mean) / std
@@ -74,7 +74,7 @@ def encode(visual: nn.Module, patches: Tensor) -> Tensor:
 
 
 def _patch_positions() -> Tensor:
-    """Row and column of every patch in merge order: int64 [60, 2] as the rotary module takes it."""
+    """Returns row and column of every patch in merge order: int64 [60, 2] as the rotary module takes it."""
     rows, columns = torch.meshgrid(torch.arange(GRID_H), torch.arange(GRID_W), indexing="ij")
     ordered = [
         axis.view(ROWS, MERGE, COLUMNS, MERGE).permute(0, 2, 1, 3).reshape(-1) for axis in (rows, columns)
@@ -83,8 +83,11 @@ def _patch_positions() -> Tensor:
 
 
 def token_targets(scene: Scene, times_s: list[float]) -> Tensor:
-    """Which names each token of one frame pair shows: float32 [15, 14], 1 where the object's square covers at
-    least a quarter of the token's cell, or most of it lies there, in either frame."""
+    """Returns which names each token of one frame pair shows: float32 [15, 14].
+
+    1 where the object's square covers at least a quarter of the token's cell, or is mostly in it, in either
+    frame.
+    """
     target = torch.zeros(ROWS, COLUMNS, len(_NAMES))
     for time_s in times_s:
         for item in scene.visible(time_s):
@@ -99,7 +102,7 @@ def token_targets(scene: Scene, times_s: list[float]) -> Tensor:
 
 
 def _overlap(centre: float, half: float, cells: int) -> Tensor:
-    """Share of each of `cells` equal cells of [0, 1) covered by [centre - half, centre + half)."""
+    """Returns the share of each of `cells` cells of [0, 1) covered by [centre - half, centre + half)."""
     edges = torch.arange(cells + 1) / cells
     covered = torch.minimum(edges[1:], torch.tensor(centre + half)) - torch.maximum(
         edges[:-1], torch.tensor(centre - half)
@@ -108,7 +111,7 @@ def _overlap(centre: float, half: float, cells: int) -> Tensor:
 
 
 def draw_batch(clips: list[Clip], rng: random.Random, size: int) -> tuple[Tensor, Tensor]:
-    """Random frame pairs and single frames: uint8 [B, 2, 84, 140, 3] and targets float32 [B, 15, 14]."""
+    """Draws frame pairs and single frames: uint8 [B, 2, 84, 140, 3] and targets float32 [B, 15, 14]."""
     pairs, targets = [], []
     while len(pairs) < size:
         clip = rng.choice(clips)
@@ -123,18 +126,19 @@ def draw_batch(clips: list[Clip], rng: random.Random, size: int) -> tuple[Tensor
 
 
 def exact_share(logits: Tensor, targets: Tensor) -> float:
-    """Share of tokens showing something whose every name is right."""
+    """Returns the share of tokens showing something whose every name is right."""
     right = ((logits > 0) == (targets > 0.5)).all(-1)
     return right[targets.any(-1)].float().mean().item()
 
 
 @torch.inference_mode()
 def whitening(visual: nn.Module, clips: list[Clip], rng: random.Random) -> tuple[Tensor, Tensor]:
-    """Matrix [C, C] and offset [C] that bring embeddings near the size of text ones, names equally strong.
+    """Returns a matrix [C, C] and an offset [C] that bring embeddings near the size of text ones.
 
-    A tower trained through a linear layer alone gives embeddings 60 long where text is 0.3, most of it a
-    common offset, and the residual stream of the language model would drown in it. Some offset must stay: the
-    model's norms would otherwise blow the noise of an empty background up to the size of an object.
+    Names become equally strong. A tower trained through a linear layer alone gives embeddings 60 long where
+    text is 0.3, most of it a common offset, and the residual stream of the language model would drown in it.
+    Some offset must stay: the model's norms would otherwise blow the noise of an empty background up to the
+    size of an object.
     """
     pairs, targets = draw_batch(clips, rng, 1024)
     embeddings = torch.cat([encode(visual, patchify(part)) for part in pairs.split(64)]).flatten(0, 1)

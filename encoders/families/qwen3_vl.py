@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
-from encoders.adapter import Int64Array, MediaItem, MediaPlan
+from encoders.adapter import MediaItem, MediaPlan
 from encoders.families.qwen_vl import QwenVLAdapter
 from encoders.prompt.mrope import VisualSpan
 from encoders.prompt.prompt import Expansion
-from epd.types import PlaceholderRange
+from epd.types import Int64Array, PlaceholderRange
 
 
 class Qwen3VLAdapter(QwenVLAdapter):

@@ -17,8 +17,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from encoders.adapter import Int64Array
-from epd.types import PlaceholderRange
+from epd.types import Int64Array, PlaceholderRange
 
 PositionLayout = Literal["authors", "transformers"]
 LAYOUTS: tuple[PositionLayout, ...] = get_args(PositionLayout)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from encoders.adapter import Int64Array, MediaItem, MediaPlan
+from encoders.adapter import MediaItem, MediaPlan
 from encoders.checkpoint import Checkpoint
 from encoders.prompt.chat import ChatMessage, check_media, moved_media, render_chat
-from epd.types import PlaceholderRange
+from epd.types import Int64Array, PlaceholderRange
 
 
 @dataclass(frozen=True, slots=True)

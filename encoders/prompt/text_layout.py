@@ -16,11 +16,11 @@ from itertools import accumulate
 
 import numpy as np
 
-from encoders.adapter import Int64Array, MediaItem, MediaPlan, PromptPlan
+from encoders.adapter import MediaItem, MediaPlan, PromptPlan
 from encoders.checkpoint import Checkpoint
 from encoders.prompt.chat import ChatMessage, check_media, moved_media, render_chat
 from epd.errors import RequestError
-from epd.types import MediaKind, PlaceholderRange
+from epd.types import Int64Array, MediaKind, PlaceholderRange
 
 
 @dataclass(frozen=True, slots=True)

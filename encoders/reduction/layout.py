@@ -12,10 +12,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from encoders.adapter import Int64Array, MediaItem, PromptPlan, PromptReduction
+from encoders.adapter import MediaItem, PromptPlan, PromptReduction
 from encoders.groups import cut
 from epd.reduction import WINDOW_TOKENS, ReductionPolicy, Window, plan_windows
-from epd.types import PlaceholderRange
+from epd.types import Int64Array, PlaceholderRange
 
 
 def reduce_prompt(prompt: PromptPlan, policy: ReductionPolicy) -> PromptPlan:

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from encoders.adapter import Embeddings, Int64Array, MediaItem, MediaPlan, concatenated
+from encoders.adapter import Embeddings, MediaItem, MediaPlan, concatenated
 from encoders.reduction.merging import MergedNeighbours
 from encoders.reduction.selection import Method, new_method
 from epd.reduction import ReductionPolicy, Window
+from epd.types import Int64Array
 
 
 @dataclass(frozen=True, slots=True)

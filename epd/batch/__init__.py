@@ -1,1 +1,1 @@
-"""Many questions about many media, from a file: policy and files of `epd batch`, without a model."""
+"""Answers files of questions about many media: policy and files of `epd batch`, without a model."""

@@ -1,8 +1,8 @@
-"""A run of `epd batch`: index, leave out what is done, order, ask, write, sum up.
+"""Drives a run of `epd batch`: index, skip finished lines, order, ask, write, sum up.
 
     IN.jsonl -> LineIndex -> groups in a good order -> Backend -> outcomes -> OUT.jsonl, OUT.errors.jsonl
 
-Only what is in work is in memory. Everything written before a kill is left out of the next run.
+Only lines in work are in memory. Everything written before a kill is left out of the next run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from epd.errors import RequestError
 _SAMPLE_S = 0.1
 _CHUNK = 256
 
-# Starts what answers, once it is known that there is something to ask.
+# Starts the backend, once there is a line to ask.
 OpenBackend = Callable[[LineIndex], AbstractContextManager[Backend]]
 # Bars, open one after the other: a terminal shows one at a time.
 IndexingBar = Callable[[], AbstractContextManager[Callable[[int, int], None]]]
@@ -66,15 +66,15 @@ def run_batch(
     bar: BatchBar = no_batch_bar,
     utilisation: Utilisation | None = None,
 ) -> Summary:
-    """Answers or explains every line that no earlier run has. utilisation: filled as the run goes.
+    """Answers or explains every line that no earlier run has. utilisation: filled during the run.
 
-    Raises EPDError for an input or output that cannot be used, and when nothing can be answered any more.
+    Raises EPDError for an unusable input or output, and when no further line can be answered.
     """
     plan.check()
     with closing(LineIndex(plan.source, plan.defaults)) as index, closing(ResultFiles(plan.out)) as files:
         with indexing_bar() as show_indexing:
             index.build(show_indexing)
-        run = _Run(index, files, utilisation or Utilisation())
+        run = _BatchRun(index, files, utilisation or Utilisation())
         run.explain_refused()
         if index.has_questions:
             with open_backend(index) as backend, bar() as show:
@@ -82,7 +82,7 @@ def run_batch(
         return run.summary(None)
 
 
-class _Run:
+class _BatchRun:
     """One run over an index that is built."""
 
     def __init__(self, index: LineIndex, files: ResultFiles, utilisation: Utilisation) -> None:
@@ -113,13 +113,13 @@ class _Run:
         return self.summary(backend)
 
     def _tasks(self, backend: Backend) -> Iterator[MediaTask]:
-        """Asked for by the backend's threads, one at a time."""
+        """Yields tasks to the backend's threads, one at a time."""
         for group in in_busy_order(self._index.groups(), self._costs):
             yield MediaTask(group.first, self._index.lines(group))
             self._note_given(group, backend)
 
     def _note_given(self, group: LineGroup, backend: Backend) -> None:
-        """What was given so far is about what was worked on."""
+        """Learns costs: what was handed out so far is about what was worked on."""
         self._num_bytes_given += group.num_bytes
         self._num_lines_given += group.num_lines
         self._costs.learn(backend.busy_s(), self._num_bytes_given, self._num_lines_given)

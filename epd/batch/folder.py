@@ -1,4 +1,4 @@
-"""A folder of videos and a file of questions as lines of our short form."""
+"""Turns a folder of videos and a file of questions into lines of our short form."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ VIDEO_SUFFIXES = frozenset(map(".{}".format, _NAMES.split()))
 
 
 def write_lines(out: Path, folder: Path, questions: Path) -> int:
-    """Returns one line for each video and question, named as in "clip.mp4#2"; returns how many.
+    """Writes one line for each video and question, named as in "clip.mp4#2"; returns how many.
 
-    Videos are the files of the folder with the suffix of one, in order of their names. Raises RequestError
+    Videos are the files of the folder with a video suffix, in order of their names. Raises RequestError
     when there are no videos or no questions.
     """
     asked = _questions(questions)

@@ -4,8 +4,8 @@
     media b         first question | the others, at once
 
 The first question brings the media into the server's caches; the others find them there. Requests that are
-refused for load, or lost with a connection, are sent again. One that is refused again and again while others
-are answered is explained as a failure of its line.
+refused for load, or lost with a connection, are retried. One that is refused repeatedly while others are
+answered counts as a failure of its line.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class HttpBackend:
     def run(self, tasks: Iterator[MediaTask]) -> Iterator[Iterator[Outcome | None]]:
         outcomes: BoundedQueue[Outcome | BaseException | None] = BoundedQueue(MAX_OUTCOMES)
         loop = asyncio.new_event_loop()
-        work = loop.create_task(_Work(self, tasks, outcomes).run())
+        work = loop.create_task(_HttpRun(self, tasks, outcomes).run())
         thread = threading.Thread(target=_worked, args=(loop, work, outcomes), name="batch-http", daemon=True)
         thread.start()
         try:
@@ -78,7 +78,7 @@ class HttpBackend:
             thread.join(_JOIN_S)
 
     def note(self, completion: JSON) -> None:
-        """Keeps what the server tells of the work for one answer."""
+        """Keeps the server's report of the work for one answer."""
         report = completion.get("epd")
         if not isinstance(report, dict):
             return
@@ -95,7 +95,7 @@ class HttpBackend:
         return dict(self._busy_s)
 
     def counts(self) -> BackendCounts:
-        """Requests for which something was encoded; the server does not tell of media."""
+        """Counts requests for which something was encoded; the server does not report media."""
         return BackendCounts(num_encoded=self._num_cold)
 
 
@@ -107,7 +107,7 @@ def _worked(
     error: BaseException | None = None
     try:
         loop.run_until_complete(work)
-    except BaseException as raised:  # noqa: BLE001 - told to whoever waits for the outcomes
+    except BaseException as raised:  # noqa: BLE001 - raised again where the outcomes are awaited
         error = raised
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
@@ -127,7 +127,7 @@ def _outcomes(outcomes: BoundedQueue[Outcome | BaseException | None]) -> Iterato
         yield outcome
 
 
-class _Work:
+class _HttpRun:
     """One batch, in one event loop."""
 
     def __init__(
@@ -149,7 +149,7 @@ class _Work:
         )
 
     async def run(self) -> None:
-        """Some tasks at once; the next one when one has ended."""
+        """Runs some tasks at once, the next one when one has ended."""
         async with self._http, asyncio.TaskGroup() as group:
             for _ in range(MAX_TASKS):
                 group.create_task(self._work())
@@ -159,7 +159,7 @@ class _Work:
             await self._answer_all(task)
 
     async def _answer_all(self, task: MediaTask) -> None:
-        """The first question alone, the others as fast as there are seats."""
+        """Asks the first question alone, then the others as fast as slots become free."""
         await self._answer(next(task.lines))
         async with asyncio.TaskGroup() as group:
             for line in task.lines:
@@ -198,7 +198,7 @@ class _Work:
             return Failed(
                 line, UnavailableError.__name__, explained, status or HTTPStatus.SERVICE_UNAVAILABLE
             )
-        raise UnavailableError(f"{shown}; when it answers, run the same command again to go on")
+        raise UnavailableError(f"{shown}; once it answers, run the same command again to continue")
 
     async def _is_well(self, num_answered: int) -> bool:
         """Returns whether the server takes other lines: it says that it is well, and it has answered some.

@@ -1,8 +1,7 @@
-"""Where the lines of an input file are, by what they have in common: a temporary database, not the lines.
+"""Indexes the lines of an input file by what they have in common, in a temporary database.
 
-The file may be longer than memory. One pass notes of each line its place, its id and its group; the database
-lies in an unnamed temporary file that is gone when the process is, however it ends. A line is read again when
-it is its turn.
+The file may be longer than memory. One pass notes the place, id and group of each line; the unnamed temporary
+file disappears with the process, however it ends. A line is read again when it is its turn.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _PROGRESS_EVERY = 1000
 
 @dataclass(frozen=True, slots=True)
 class RefusedLine:
-    """A line that nobody can be asked. line_id: None where there is none to be read."""
+    """A line that cannot be asked. line_id: None if it has no readable id."""
 
     number: int
     line_id: LineId | None
@@ -58,9 +57,11 @@ class RefusedLine:
 
 @dataclass(frozen=True, slots=True)
 class LineGroup:
-    """Lines with the same media before their questions. first: the number of its first line.
+    """Lines with the same media before their questions.
 
-    num_bytes: of the media, 0 where that is not known. has_media: whether there are any.
+    first: the number of its first line.
+    num_bytes: of the media, 0 if unknown.
+    has_media: whether there are any.
     """
 
     first: int
@@ -91,7 +92,7 @@ class LineIndex:
         self._database.close()
 
     def build(self, progress: Callable[[int, int], None] = lambda *_: None) -> None:
-        """The pass over the file. progress: told of bytes read, and of all. Raises RequestError."""
+        """Reads the whole file once. progress: called with the bytes read, and all. Raises RequestError."""
         size, start = self.source.stat().st_size, 0
         self._database.execute("BEGIN")
         for number, text in enumerate(self._file, start=1):
@@ -122,7 +123,7 @@ class LineIndex:
         self._database.execute("INSERT INTO lines VALUES (?, ?, ?, ?)", (number, key, start, family))
 
     def _family(self, line: BatchLine) -> bytes:
-        """What its group is known by."""
+        """Returns what identifies a line's group."""
         prefix = shared_prefix(line.body)
         media: list[KnownMedium] = [self.media.find(url) for url in prefix.urls]
         name = repr(([each.media for each in media], prefix.frame)).encode()
@@ -163,7 +164,7 @@ class LineIndex:
             return int(self._database.execute(query).fetchone()[0])
 
     def refused(self) -> Iterator[RefusedLine]:
-        """Lines that nobody can be asked, in order."""
+        """Yields the lines that cannot be asked, in order."""
         query = (
             "SELECT number, start, message FROM lines JOIN refused USING (number) "
             "WHERE number > ? ORDER BY number LIMIT ?"
@@ -175,7 +176,7 @@ class LineIndex:
                 yield RefusedLine(number, error.line_id, error.form, message)
 
     def groups(self) -> Iterator[LineGroup]:
-        """In order of their first lines."""
+        """Yields groups in order of their first lines."""
         with self._lock:
             self._database.executescript(
                 "CREATE TEMP TABLE IF NOT EXISTS firsts AS"
@@ -200,7 +201,7 @@ class LineIndex:
             yield self._read(start, number)
 
     def _pages(self, query: str) -> Iterator[Any]:
-        """Rows of a query whose first column goes up, some at a time: nothing stays open in between."""
+        """Yields rows of a query whose first column rises, page by page: no cursor stays open."""
         last = 0
         while True:
             with self._lock:
@@ -218,5 +219,5 @@ class LineIndex:
 
 
 def _line_key(number: int) -> str:
-    """Of a line without an id; no id is written like this."""
+    """Returns the key of a line without an id; no id is written like this."""
     return f"line {number}"

@@ -1,10 +1,10 @@
-"""One line of an input file: our short form, or OpenAI's batch form, told apart line by line.
+"""Parses a line of an input file, in our short form or OpenAI's batch form, decided line by line.
 
     {"id": 1, "video": "clip.mp4", "question": "How many shapes?", "answer": "3"}
     {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
 
-Both become the body of a chat request. Questions share what they have in common
-up to the last of their media:
+Both become the body of a chat request. Questions share what they have in common up to the last of their
+media:
 
     [system][media] | [question a]        equal prefixes: decoded, encoded and prefilled once
     [system][media] | [question b]
@@ -50,9 +50,11 @@ class LineError(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class LineDefaults:
-    """What holds for lines that do not say. folder: where the short form's relative paths begin.
+    """Defaults for lines that do not say.
 
-    retention, reduction: share of the visual tokens that is kept, and the method; None as who answers has it.
+    folder: where the short form's relative paths begin.
+    retention, reduction: share of the visual tokens that is kept, and the method; None leaves them to the
+        backend.
     """
 
     folder: Path
@@ -81,8 +83,9 @@ class BatchLine:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """What a question may have in common with others. urls: of its media, in order; none: nothing to share.
+    """What a question may have in common with others.
 
+    urls: of its media, in order; without any, nothing is shared.
     frame: JSON of everything else up to the last of the media, and of the options that change them.
     """
 
@@ -95,11 +98,11 @@ def id_key(line_id: LineId) -> str:
 
 
 def parse_line(text: bytes, number: int, defaults: LineDefaults) -> BatchLine:
-    """Raises LineError for a line that is neither form, or asks for nothing that makes sense."""
+    """Parses one line. Raises LineError for an unknown form or a request that makes no sense."""
     try:
         record = json.loads(text)
     except ValueError as error:
-        raise LineError(f"this line is no JSON: {error}; give one object on each line") from None
+        raise LineError(f"this line is not JSON: {error}; give one object on each line") from None
     if not isinstance(record, dict):
         raise LineError(f"this line is a JSON {type(record).__name__}; give an object")
     if "custom_id" in record:
@@ -158,7 +161,7 @@ def media_url(source: str, folder: Path) -> str:
     try:
         return (folder / source).absolute().as_uri()
     except ValueError as error:
-        raise RequestError(f"{source!r} is no path ({error}); give the path of a file") from None
+        raise RequestError(f"{source!r} is not a path ({error}); give the path of a file") from None
 
 
 def _parse_openai(record: JSON, number: int, defaults: LineDefaults) -> BatchLine:
@@ -191,7 +194,7 @@ def _check_keys(record: JSON, known: tuple[str, ...]) -> None:
 
 
 def _with_defaults(body: JSON, defaults: LineDefaults) -> JSON:
-    """Returns the body with the defaults where it says nothing; a rate or number of frames rules out both."""
+    """Returns the body with the defaults where it is silent; a rate or number of frames excludes both."""
     if defaults.max_tokens is not None and all(body.get(name) is None for name in _TOKEN_LIMITS):
         body = {**body, "max_tokens": defaults.max_tokens}
     places = [place for name in _SAMPLING_PLACES if isinstance(place := body.get(name), dict)]
@@ -206,7 +209,7 @@ def _with_defaults(body: JSON, defaults: LineDefaults) -> JSON:
 
 
 def shared_prefix(body: JSON) -> SharedPrefix:
-    """Of any body, also of one that no server would take: then there may be nothing to share."""
+    """Returns the prefix of any body, also of an invalid one, which may share nothing."""
     messages = body.get("messages")
     messages = messages if isinstance(messages, list) else []
     places = [place for place, message in enumerate(messages) if any(_urls(message))]
@@ -237,7 +240,7 @@ def _url_of(part: Any) -> str | None:
 
 
 def _without_urls(messages: list[Any]) -> list[Any]:
-    """Returns the same messages with a mark where each medium stands."""
+    """Returns the same messages with a mark in the place of each medium."""
     return [
         {**message, "content": [part["type"] if _url_of(part) is not None else part for part in content]}
         if isinstance(message, dict) and isinstance(content := message.get("content"), list)

@@ -1,4 +1,4 @@
-"""Which media are the same: by name first, and only where two files are of equal size by their bytes."""
+"""Finds which media are the same: by name first, and by their bytes only if two files have equal size."""
 
 from __future__ import annotations
 
@@ -42,9 +42,7 @@ class MediaNames:
         self._known: OrderedDict[str, KnownMedium] = OrderedDict()
 
     def find(self, url: str) -> KnownMedium:
-        """Returns the medium at a URL. A file that is not there is a medium of its own: who decodes it will
-        tell.
-        """
+        """Returns the medium at a URL. A missing file is a medium by itself; decoding it will fail."""
         label = url if len(url) < 512 else hashlib.blake2b(url.encode(), digest_size=16).hexdigest()
         found = self._known.get(label)
         if found is None:

@@ -1,11 +1,11 @@
-"""In which order media are worked through, so that decoding, encoding and the language model are all busy.
+"""Orders media so that decoding, encoding and the language model are all busy.
 
 Three stages, one after the other, are a flow shop: media whose questions take longer than their decoding go
 first and fill the last stage early; those that take longest to decode come when the last stage has enough to
 do; the ones with the least left for the last stage end the run.
 
 Sources: Johnson, 1954, optimal for two stages. Campbell, Dudek and Smith, 1970: three stages seen as two, in
-the two ways there are; the better one is kept.
+the two possible ways; the better one is kept.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StageSeconds:
 
 
 def busy_order(jobs: Sequence[StageSeconds]) -> list[int]:
-    """Indices of the jobs in a good order; as they are where no other is better."""
+    """Returns indices of the jobs in a good order; the given order if no other is better."""
     orders = [
         list(range(len(jobs))),
         johnson_order([(job.decode_s, job.language_s) for job in jobs]),
@@ -64,7 +64,7 @@ class CostModel:
         self._language_s_per_line = 1e-2
 
     def learn(self, busy_s: Mapping[str, float], num_bytes: int, num_lines: int) -> None:
-        """busy_s: of the stages decode, encode and language, for so many bytes and lines in all."""
+        """Learns from the stages' busy_s (decode, encode, language) for `num_bytes` and `num_lines`."""
         if num_bytes > 0:
             self._decode_s_per_byte = busy_s.get("decode", 0.0) / num_bytes
             self._encode_s_per_byte = busy_s.get("encode", 0.0) / num_bytes
@@ -80,6 +80,6 @@ class CostModel:
 
 
 def in_busy_order(groups: Iterator[LineGroup], costs: CostModel, chunk: int = _CHUNK) -> Iterator[LineGroup]:
-    """Yields the groups, some hundred at a time in a good order by what is known when their turn comes."""
+    """Yields the groups in a good order, some hundred at a time, by what is known at that time."""
     while window := list(islice(groups, chunk)):
         yield from (window[place] for place in busy_order([costs.estimate(group) for group in window]))

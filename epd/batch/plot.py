@@ -10,7 +10,7 @@ from epd.batch.utilisation import Utilisation
 
 
 def plot_utilisation(utilisation: Utilisation, path: Path) -> None:
-    """One line for each stage: the share of each stretch of time that it worked."""
+    """Draws a line for each stage: the share of each stretch of time that it worked."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     axes = figure.subplots()
     steps = utilisation.steps()

@@ -1,4 +1,4 @@
-"""The bar of a run on a terminal: lines done, lines per second, time left, how busy each stage is."""
+"""Shows a run on a terminal: lines done, lines per second, time left, how busy each stage is."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from epd import console
 
 
 class ShowBatch(Protocol):
-    """Draws where a run stands. shares: of the last seconds that each stage worked."""
+    """Draws the progress. shares: of the last seconds that each stage worked."""
 
     def __call__(self, num_done: int, num_all: int, shares: Mapping[str, float]) -> None: ...
 
 
 @contextmanager
 def batch_bar() -> Iterator[ShowBatch]:
-    """A bar on stderr, on a terminal only, that goes away when the block is left."""
+    """Yields a function that updates a bar on stderr; on a terminal only, and gone afterwards."""
     if not sys.stderr.isatty():
         yield lambda *_: None
         return

@@ -1,4 +1,4 @@
-"""What is written of a line: our short form or OpenAI's batch output, as the line itself was."""
+"""Writes the record of a line, in our short form or OpenAI's batch output, like the line itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _REFUSED_STATUS = 400
 
 
 def is_same_answer(answer: str, expected: str) -> bool:
-    """Whatever the case, surrounding space or final full stop."""
+    """Compares answers, ignoring case, surrounding space and a final full stop."""
     return _normalised(answer) == _normalised(expected)
 
 
@@ -41,18 +41,18 @@ def result_record(outcome: Answered) -> JSON:
 
 
 def _damage(report: object) -> JSON:
-    """What a line says of frames that could not be decoded; nothing where there are none, or no report."""
+    """Returns a record's fields about frames that could not be decoded; empty without any."""
     num_substituted = report.get("substituted_frames") if isinstance(report, dict) else None
     return {"substituted_frames": num_substituted} if num_substituted else {}
 
 
 def answer_text(completion: Mapping[str, Any]) -> str:
-    """Of the first choice."""
+    """Returns the text of the first choice."""
     return str(completion["choices"][0]["message"]["content"] or "")
 
 
 def error_record(outcome: Failed | RefusedLine) -> JSON:
-    """Returns one line beside the results. A line without an id is told by its number."""
+    """Returns one line beside the results. A line without an id is named by its number."""
     if isinstance(outcome, Failed):
         line = outcome.line
         return _error(line.line_id, line.number, line.form, outcome.kind, outcome.message, outcome.status)
@@ -75,7 +75,7 @@ def _openai(line_id: LineId | None, response: JSON, error: JSON | None, number: 
 
 
 def key_of(record: JSON) -> str | None:
-    """Returns the key of the line that a written record is about; None for what is no record of ours."""
+    """Returns the key of the line that a written record is about; None for foreign records."""
     line_id = record.get("custom_id") if "custom_id" in record else record.get("id")
     if line_id is not None:
         return id_key(line_id)

@@ -1,8 +1,8 @@
-"""The two files of a run, OUT.jsonl and OUT.errors.jsonl: whole lines, each line of the input once.
+"""Writes the two files of a run, OUT.jsonl and OUT.errors.jsonl: whole lines, each line of the input once.
 
-A run that is killed leaves at most a torn last line, which the next run cuts off. Lines are added to the end
-with one write, so nobody ever reads half of one. The files are locked while a run writes to them; the lock
-goes with its process.
+A run that is killed leaves at most a torn last line, which the next run cuts off. Each line is added to the
+end with one write, so readers never see half of one. The files are locked while a run writes to them; the
+lock ends with its process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from epd.batch.lines import JSON
 from epd.batch.records import key_of
 from epd.errors import RequestError
 
-# Of what is lost when the machine goes down; a process that is killed loses nothing.
+# Bounds what a machine that crashes loses; a process that is killed loses nothing.
 _SYNC_S = 1.0
 _TAIL_BYTES = 1 << 16
 # Of every record.
@@ -45,7 +45,7 @@ class Tally:
 
 
 def errors_path(out: Path) -> Path:
-    """OUT.errors.jsonl for OUT.jsonl."""
+    """Returns OUT.errors.jsonl for OUT.jsonl."""
     return out.with_name(f"{out.stem}.errors{out.suffix}")
 
 
@@ -124,7 +124,7 @@ def _open_locked(path: Path) -> IO[bytes]:
 
 
 def _cut_torn_line(file: IO[bytes]) -> None:
-    """Ends the file with its last whole line. Raises RequestError when the rest is none of ours."""
+    """Ends the file with its last whole line. Raises RequestError when the rest is not a record of ours."""
     end = stop = file.seek(0, os.SEEK_END)
     while stop:
         start = max(0, stop - _TAIL_BYTES)
@@ -137,7 +137,7 @@ def _cut_torn_line(file: IO[bytes]) -> None:
     file.seek(stop)
     rest = file.read(len(_BEGINNING))
     if not _BEGINNING.startswith(rest):
-        raise RequestError(f"'{file.name}' ends with {rest!r}, which is no result; name another file")
+        raise RequestError(f"'{file.name}' ends with {rest!r}, which is not a result; name another file")
     if stop < end:
         file.truncate(stop)
 
@@ -148,5 +148,5 @@ def _record(text: bytes, name: str) -> JSON:
     except ValueError:
         record = None
     if not isinstance(record, dict):
-        raise RequestError(f"'{name}' holds {text[:60]!r}, which is no result; name another file")
+        raise RequestError(f"'{name}' holds {text[:60]!r}, which is not a result; name another file")
     return record

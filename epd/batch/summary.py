@@ -1,4 +1,4 @@
-"""What a run came to."""
+"""Sums up a run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from epd.batch.tasks import BackendCounts
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """num_lines: of the input. num_done_before: by earlier runs. tally: of what the files hold in the end.
+    """What a run came to.
 
-    num_groups: groups of lines with the same media before their questions, of this run. wall_s: of this run,
-    from when the model was there. utilisation: share of the time from the first answer on that each stage
-    worked. peak_bytes: of this process's memory.
+    num_lines: of the input.
+    num_done_before: by earlier runs.
+    tally: of what the files hold in the end.
+    num_groups: groups of lines with the same media before their questions, of this run.
+    wall_s: of this run, from when the model was loaded.
+    utilisation: share of the time from the first answer on that each stage worked.
+    peak_bytes: of this process's memory.
     """
 
     num_lines: int
@@ -45,7 +49,7 @@ class Summary:
         return self.tally.num_right / self.tally.num_checked if self.tally.num_checked else None
 
     def record(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Returns the summary for `--json`."""
         return {
             "num_lines": self.num_lines,
             "num_done_before": self.num_done_before,
@@ -60,7 +64,7 @@ class Summary:
         }
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Returns the summary for people."""
         tally, counts = self.tally, self.counts
         before = f", {self.num_done_before} of them before" if self.num_done_before else ""
         lines = [

@@ -1,4 +1,4 @@
-"""What a backend is given, and what comes of it."""
+"""Defines what a backend takes and gives back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MediaTask:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A line and the completion it got, in the form of OpenAI's API."""
+    """A line and its completion, in the form of OpenAI's API."""
 
     line: BatchLine
     completion: JSON
@@ -46,7 +46,7 @@ Outcome = Answered | Failed
 
 @dataclass(frozen=True, slots=True)
 class BackendCounts:
-    """How often something was done, where that is known. Of each medium: decoded, encoded, prefilled.
+    """How often work was done, where that is known: media decoded, encoded, prefilled.
 
     num_units_skipped: units of videos that were not encoded, since they did not change.
     """
@@ -61,16 +61,16 @@ class Backend(Protocol):
     """Whatever answers tasks."""
 
     def run(self, tasks: Iterator[MediaTask]) -> AbstractContextManager[Iterator[Outcome | None]]:
-        """What comes of the lines of all tasks, in any order; None when nothing came for a moment.
+        """Yields the outcomes of all tasks' lines, in any order; None when none came for a moment.
 
-        A task is taken when there is room for it, so that little is held whatever their number is. Leaving
-        the block ends the work. What goes wrong with one line or its media is a `Failed`; raises EPDError
-        when nothing can be answered any more.
+        A task is taken only when there is room for it, so memory stays bounded. Leaving the block ends the
+        work. What fails with one line or its media is a `Failed`; raises EPDError when no further line can be
+        answered.
         """
         ...
 
     def busy_s(self) -> Mapping[str, float]:
-        """Seconds that each stage has worked since the start, by its name; of several workers their mean."""
+        """Returns how long each stage has worked, by name; of several workers the mean."""
         ...
 
     def counts(self) -> BackendCounts: ...

@@ -1,4 +1,4 @@
-"""How busy each stage is, over time, in few samples however long a run is."""
+"""Samples how busy each stage is, in few samples however long a run is."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Utilisation:
         self._warm: Sample | None = None
 
     def add(self, time_s: float, busy_s: Mapping[str, float]) -> None:
-        """A sample, unless the last is more recent than the gap between those that are kept."""
+        """Adds a sample, unless the last is more recent than the gap between those that are kept."""
         if self.samples and time_s - self.samples[-1].time_s < self._least_gap_s:
             return
         self.samples.append(Sample(time_s, dict(busy_s)))
@@ -36,15 +36,15 @@ class Utilisation:
             self._least_gap_s = span_s / len(self.samples)
 
     def mark_warm(self, time_s: float, busy_s: Mapping[str, float]) -> None:
-        """What came before does not count, the first time this is called."""
+        """Leaves out all time before the first call."""
         self._warm = self._warm or Sample(time_s, dict(busy_s))
 
     def shares(self, time_s: float, busy_s: Mapping[str, float]) -> dict[str, float]:
-        """Of the time since the run was warm, the share that each stage has worked; none before it was."""
+        """Returns the share of the time since the run was warm that each stage has worked; empty before."""
         return {} if self._warm is None else _shares(self._warm, Sample(time_s, busy_s))
 
     def recent(self, time_s: float, busy_s: Mapping[str, float], window_s: float = 5.0) -> dict[str, float]:
-        """Returns the same of the last seconds."""
+        """Returns the shares of the last seconds."""
         before = [sample for sample in self.samples if sample.time_s <= time_s - window_s]
         start = before[-1] if before else next(iter(self.samples), None)
         return {} if start is None else _shares(start, Sample(time_s, busy_s))

@@ -1,1 +1,1 @@
-"""An open-loop load generator for any server of the OpenAI chat API."""
+"""Sends open-loop traffic to any server of the OpenAI chat API, and measures it."""

@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from statistics import fmean
 
-from epd.bench.live_app import LiveApp, LoadResult, live_app
+from epd.bench.live_app import LiveApp, TrafficResult, live_app
 from epd.bench.media import MediaLibrary, WriteVideo
 from epd.errors import UnavailableError
 from epd.machine import usable_cpus
@@ -104,8 +104,8 @@ class _AppLoad:
         result = self._load(workload, seed)
         return Asked(self._layout, workload, seed, result.figures(self.idle_cores), result.core_speed)
 
-    def _load(self, workload: Workload, seed: int, concurrency: int | None = None) -> LoadResult:
-        result = self._app.load(workload, self._library, seed=seed, concurrency=concurrency)
+    def _load(self, workload: Workload, seed: int, concurrency: int | None = None) -> TrafficResult:
+        result = self._app.send(workload, self._library, seed=seed, concurrency=concurrency)
         failed = [record.error for record in result.records if record.error is not None]
         if failed or not result.served:
             raise UnavailableError(f"the application did not answer: {failed[:1] or 'its log is empty'}")

@@ -19,9 +19,11 @@ from epd.workload.requests import PlannedRequest, Workload
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """What to run. warmup: requests sent to each endpoint before its first round, one at a time, not counted.
+    """What to run.
 
-    extra: fields added to every request's body. max_in_flight: of one endpoint.
+    warmup: requests sent to each endpoint before its first round, one at a time, not counted.
+    extra: fields added to every request's body.
+    max_in_flight: of one endpoint.
     """
 
     workload: Workload
@@ -44,26 +46,26 @@ class BenchPlan:
             raise RequestError(f"timeout is {self.timeout_s} s, it must be above 0; try 600")
 
     def order(self, round_index: int) -> list[int]:
-        """Places of the endpoints in the order of a round: forward and backward in turn."""
+        """Returns places of the endpoints in the order of a round: forward and backward in turn."""
         places = list(range(len(self.endpoints)))
         return places if round_index % 2 == 0 else places[::-1]
 
     def requests(self, round_index: int, place: int) -> list[PlannedRequest]:
-        """What one endpoint gets in a round.
+        """Returns one endpoint's requests of a round.
 
-        Endpoints get the same requests, so that rounds compare; one that is given twice gets other content
-        the second time, for its caches would know the first.
+        Endpoints get the same requests, so that rounds compare; an endpoint that is listed twice gets other
+        content the second time, as its caches would know the first.
         """
         url = self.endpoints[place].url
         copy = sum(endpoint.url == url for endpoint in self.endpoints[:place])
         return list(self.workload.requests(self.seed, round_index, copy))
 
     def warmup_requests(self, place: int) -> list[PlannedRequest]:
-        """Of a round that is never run."""
+        """Returns requests of a round that is never run."""
         return list(islice(self.requests(self.rounds, place), self.warmup))
 
     def all_requests(self) -> Iterator[PlannedRequest]:
-        """Everything that will be sent to anyone."""
+        """Yields everything that will be sent to any endpoint."""
         for place in range(len(self.endpoints)):
             yield from self.warmup_requests(place)
             for round_index in range(self.rounds):
@@ -117,7 +119,7 @@ class BenchResult:
 
 
 class ShowPart(Protocol):
-    """Told that a round or a warm-up begins; returns what to call after each request of it."""
+    """Shows that a round or a warm-up begins; returns what to call after each request of it."""
 
     def __call__(self, title: str, num_requests: int) -> Callable[[], None]: ...
 

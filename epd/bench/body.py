@@ -1,4 +1,4 @@
-"""The bytes of a chat request: a small JSON text around media that are never copied."""
+"""Builds the bytes of a chat request: a small JSON text around media that are never copied."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Body:
 
 
 def question_text(seed: int, num_tokens: int) -> str:
-    """Words without sense, as many as tokens; another seed differs from the first words on."""
+    """Returns meaningless words, one a token; another seed differs from the first words on."""
     rng = random.Random(seed)
     return " ".join(rng.choices(_WORDS, k=num_tokens)) + "?"
 

@@ -14,7 +14,6 @@ import httpx
 
 from epd.bench.body import Body
 from epd.bench.endpoint import Endpoint
-from epd.bench.sse import SSEParser
 
 _DETAIL_CHARS = 200
 # Below what servers keep idle connections for (uvicorn: 5 s), so that none is used that is being closed.
@@ -38,8 +37,29 @@ class AnswerError(Exception):
         self.detail = " ".join(detail.split())[:_DETAIL_CHARS]
 
 
+class SSEParser:
+    """Gives the data of every complete server-sent event (HTML standard, 9.2), from bytes cut anywhere."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, piece: bytes) -> list[str]:
+        """Returns the data of the events that end within this piece, in order; ignores other fields."""
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        events = []
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                events.append(b"\n".join(self._data).decode("utf-8", "replace"))
+                self._data = []
+        return events
+
+
 @dataclass(slots=True)
-class Reply:
+class ChatReply:
     """What has come of one answer so far; seconds on the client's clock."""
 
     sent_s: float
@@ -51,7 +71,7 @@ class Reply:
     is_finished: bool = False
 
     def take(self, data: str, now_s: float) -> None:
-        """Notes one event. Raises AnswerError for an error in the stream and for what is no chat chunk."""
+        """Notes one event. Raises AnswerError for an error in the stream and for an invalid chat chunk."""
         if data == "[DONE]":
             self.is_finished = True
             return
@@ -117,12 +137,12 @@ class ChatClient:
         await self._http.aclose()
 
     def now_s(self) -> float:
-        """Seconds on a monotonic clock."""
+        """Returns seconds on a monotonic clock."""
         return time.perf_counter()
 
-    async def ask(self, body: Body) -> Reply:
+    async def ask(self, body: Body) -> ChatReply:
         """Sends a request now and reads its answer to the end, whatever goes wrong."""
-        reply = Reply(self.now_s())
+        reply = ChatReply(self.now_s())
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._stream(body, reply)
@@ -137,7 +157,7 @@ class ChatClient:
         reply.end_s = self.now_s()
         return reply
 
-    async def _stream(self, body: Body, reply: Reply) -> None:
+    async def _stream(self, body: Body, reply: ChatReply) -> None:
         url = f"{self.endpoint.url}/v1/chat/completions"
         headers = {"Content-Length": str(body.num_bytes)}
         async with self._http.stream("POST", url, content=_pieces(body), headers=headers) as answer:

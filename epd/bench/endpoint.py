@@ -36,9 +36,9 @@ class Endpoint:
 
 
 def parse_endpoints(texts: Sequence[str], *, model: str = "", api_key: str | None = None) -> list[Endpoint]:
-    """Endpoints from URLs or NAME=URL; without a name it is the host and port.
+    """Returns endpoints from URLs or NAME=URL; without a name it is the host and port.
 
-    Raises RequestError for what is no http URL, and for a name that is given twice.
+    Raises RequestError for an invalid http URL, and for a name that is used twice.
     """
     endpoints = [_parse(text, model, api_key) for text in texts]
     names = [endpoint.name for endpoint in endpoints]
@@ -51,7 +51,7 @@ def _parse(text: str, model: str, api_key: str | None) -> Endpoint:
     match = re.fullmatch(r"(?:(?P<name>[^=/:]+)=)?(?P<url>https?://\S+)", text.strip())
     host = urlsplit(match["url"]).netloc.rpartition("@")[2] if match else ""
     if match is None or not host:
-        raise RequestError(f"{text!r} is no endpoint; write http://HOST:PORT or NAME=http://HOST:PORT")
+        raise RequestError(f"{text!r} is not an endpoint; write http://HOST:PORT or NAME=http://HOST:PORT")
     url = match["url"].rstrip("/").removesuffix("/v1").rstrip("/")
     return Endpoint(match["name"] or host, url, model, api_key)
 

@@ -1,7 +1,7 @@
 """Sends requests at their times, whatever becomes of the others: an open loop.
 
-The only bound is the stated maximum in flight. A request that finds no place waits for one, in order; that
-and every other delay of the sender is its lateness, which the report shows.
+The only bound is the stated maximum in flight. A request that exceeds it waits, in order; that and every
+other delay of the sender is its lateness, which the report shows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from epd.bench.body import Body
-from epd.bench.client import Reply
+from epd.bench.client import ChatReply
 from epd.workload.metrics import ClientRecord
 
 # Time for the first request's task to exist before it is due.
@@ -24,7 +24,7 @@ class Client(Protocol):
 
     def now_s(self) -> float: ...
 
-    async def ask(self, body: Body, /) -> Reply: ...
+    async def ask(self, body: Body, /) -> ChatReply: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,9 @@ async def run_load(
 
     is_open_loop: False sends the next as soon as there is a place, with max_in_flight always under way.
     """
-    run = _Run(client, asyncio.Semaphore(max_in_flight), client.now_s() + _LEAD_S * is_open_loop, on_done)
+    run = _OpenLoop(
+        client, asyncio.Semaphore(max_in_flight), client.now_s() + _LEAD_S * is_open_loop, on_done
+    )
     tasks = []
     async with asyncio.TaskGroup() as group:
         for request in requests:
@@ -61,7 +63,7 @@ async def run_load(
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _OpenLoop:
     """One run under way. start_s: its zero on the client's clock."""
 
     client: Client
@@ -84,7 +86,7 @@ class _Run:
         return self._record(request, reply, is_due_when_sent=has_place, waited=waits)
 
     def _record(
-        self, request: Prepared, reply: Reply, *, is_due_when_sent: bool, waited: bool
+        self, request: Prepared, reply: ChatReply, *, is_due_when_sent: bool, waited: bool
     ) -> ClientRecord:
         sent_s = reply.sent_s - self.start_s
         return ClientRecord(

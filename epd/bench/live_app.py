@@ -1,4 +1,4 @@
-"""The application as a process: started, asked, its log read, the CPU time of its processes added up."""
+"""Runs the application as a process, sends it requests, reads its log and adds up its CPU time."""
 
 from __future__ import annotations
 
@@ -41,10 +41,13 @@ class ServedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadResult:
-    """Of one run. served: in the order in which they ended. cpu_s: of the application and of this process.
+class TrafficResult:
+    """What one run of traffic measured.
 
-    elapsed_s: of the whole run. core_speed: while it lasted.
+    served: in the order in which they ended.
+    cpu_s: of the application and of this process.
+    elapsed_s: of the whole run.
+    core_speed: while it lasted.
     """
 
     records: tuple[ClientRecord, ...]
@@ -54,7 +57,7 @@ class LoadResult:
     core_speed: float
 
     def figures(self, idle_cores: float) -> Figures:
-        """Of the requests that were answered. idle_cores: see `LiveApp.idle_cores`."""
+        """Summarises the answered requests. idle_cores: see `LiveApp.idle_cores`."""
         records = [record for record in self.records if record.error is None]
         steps = [
             (record.end_s - record.token_times_s[0]) / (tokens - 1)
@@ -81,19 +84,19 @@ class LiveApp:
         self._log = log
 
     def cpu_s(self) -> float:
-        """CPU seconds of all of its processes, and of this one, so far."""
+        """Returns the CPU seconds of all of its processes, and of this one, so far."""
         own = os.times()
         return own.user + own.system + sum(map(_cpu_s, _family(self._process.pid)))
 
     def idle_cores(self, seconds: float = 3.0) -> float:
-        """Cores that it takes when nothing is asked."""
+        """Measures how many cores it takes while idle."""
         before = self.cpu_s()
         time.sleep(seconds)
         return (self.cpu_s() - before) / seconds
 
-    def load(
+    def send(
         self, workload: Workload, library: MediaLibrary, *, seed: int, concurrency: int | None = None
-    ) -> LoadResult:
+    ) -> TrafficResult:
         """Sends a workload; answers have exactly the output tokens of the requests."""
         endpoint = Endpoint("app", self.url)
         plan = BenchPlan(
@@ -114,12 +117,12 @@ class LiveApp:
         with self._log.open("rb") as file:
             file.seek(offset)
             lines = file.read().decode("utf-8", "replace").splitlines()
-        return LoadResult(result.records(0)[0], served_in(lines), cpu_s, elapsed_s, sampler.core_speed)
+        return TrafficResult(result.records(0)[0], served_in(lines), cpu_s, elapsed_s, sampler.core_speed)
 
 
 @contextmanager
 def live_app(options: Sequence[str], log: Path) -> Iterator[LiveApp]:
-    """`epd serve` with these options on a free port. Raises UnavailableError when it does not start."""
+    """Runs `epd serve` with these options on a free port. Raises UnavailableError when it does not start."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
     command = [
@@ -154,7 +157,7 @@ def _wait_ready(process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def served_in(lines: Iterable[str]) -> tuple[ServedRequest, ...]:
-    """Answered requests of an access log, from lines that are whole.
+    """Returns answered requests of an access log, from lines that are whole.
 
     Ray prints what it finds of a line that is being written, and the rest as another one: neither counts.
     """
@@ -188,7 +191,7 @@ def _family(pid: int) -> list[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat after the name; empty for one that is gone."""
+    """Returns the fields of /proc/PID/stat after the name; empty for a process that has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Images and videos for requests: drawn once per seed and spec, kept as files until a round needs them."""
+"""Draws images and videos for requests: once per seed and spec, kept as files until a round needs them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def draw_image(path: Path, seed: int, size: Resolution, image_format: ImageForma
 
 
 class MediaLibrary:
-    """Media in a folder. Files that are there already are taken as they are: names tell seed and spec."""
+    """Keeps media in a folder. Existing files are used unchanged: names contain seed and spec."""
 
     def __init__(self, folder: Path, write_video: WriteVideo, *, image_format: ImageFormat = "jpeg") -> None:
         self._folder = folder
@@ -80,7 +80,7 @@ class MediaLibrary:
         return len(missing)
 
     def path(self, key: MediaKey) -> Path:
-        """Returns where a medium lies."""
+        """Returns the file of a medium."""
         spec = key.spec
         if isinstance(spec, VideoSpec):
             return self._folder / f"{key.seed}-{spec.size}-{spec.duration_s:g}s-{spec.fps}fps.mp4"

@@ -32,7 +32,7 @@ def _plot_shares(
     value_of: Callable[[ClientRecord], float | None],
     limit_s: float | None,
 ) -> None:
-    """The share of answered requests that took at most so long."""
+    """Plots the share of answered requests that took at most the time on the x axis."""
     for place, endpoint in enumerate(result.plan.endpoints):
         values_s = sorted(_values(result.records(place), value_of))
         shares = [(index + 1) / len(values_s) for index in range(len(values_s))]
@@ -52,7 +52,7 @@ def _values(
 
 
 def _plot_over_time(axes: Axes, result: BenchResult) -> None:
-    """TTFT of every answer at the time it was asked for; crosses are failures."""
+    """Plots the TTFT of every answer at the time it was sent; crosses are failures."""
     for place, endpoint in enumerate(result.plan.endpoints):
         records = [record for run in result.records(place) for record in run]
         answered = [record for record in records if record.ttft_s is not None]

@@ -1,4 +1,4 @@
-"""What a benchmark found: a table for people, one JSON object for machines."""
+"""Reports a benchmark: a table for people, one JSON object for machines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LATENCIES = {"TTFT": "ttft", "TPOT": "tpot", "ITL": "itl", "E2E": "e2e", "laten
 def result_record(
     result: BenchResult, workload: Mapping[str, Any], *, with_requests: bool = True
 ) -> dict[str, Any]:
-    """Everything as JSON values but keys and passwords. workload: how it was described, resolved."""
+    """Returns all results as JSON values, without keys and passwords. workload: its resolved description."""
     plan = result.plan
     endpoints = {
         endpoint.name: {
@@ -73,7 +73,7 @@ def _report_record(report: RunReport) -> dict[str, Any]:
 
 
 def print_result(result: BenchResult, console: Console) -> None:
-    """The tables: latencies, totals, and ratios where there is something to compare."""
+    """Prints the tables: latencies, totals, and ratios if there are endpoints to compare."""
     console.print(_headline(result.plan))
     console.print()
     endpoints = [endpoint.name for endpoint in result.plan.endpoints]
@@ -147,12 +147,12 @@ def _ratio_table(result: BenchResult) -> Table:
 
 
 def _remarks(name: str, report: RunReport, result: BenchResult) -> list[str]:
-    """What a reader must know before believing the figures."""
+    """Returns what a reader must know before believing the figures."""
     lines = []
     if report.is_late and report.lateness:
         lines.append(
             f"{name}: the generator was late (95th percentile {report.lateness.p95_s * 1000:.0f} ms): "
-            "this was not the load that was asked for"
+            "this was not the requested traffic"
         )
     if report.num_waited:
         lines.append(

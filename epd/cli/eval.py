@@ -15,7 +15,7 @@ from epd.eval.files import read_videos
 from epd.eval.items import EvalCase
 from epd.eval.plan import EvalPlan
 from epd.eval.report import print_rows
-from epd.eval.rows import Asked, eval_rows, table_rows
+from epd.eval.rows import RowSelection, eval_rows, table_rows
 from epd.eval.verdicts import DEMO, RunInfo, VerdictLog
 from epd.reduction import METHODS, ReductionPolicy
 
@@ -123,7 +123,7 @@ def evaluate(
     _check_sources(data, demo, table)
     if table is not None:
         log = VerdictLog.read(table)
-        _show(log, Asked.of(log, against), plot, as_json)
+        _show(log, RowSelection.of(log, against), plot, as_json)
         return
     asked = _asked(method, retention or _DEFAULT_RETENTIONS, frames or _DEFAULT_FRAMES, against)
     run = _run_info(data, model, max_tokens, seed, seconds, per_kind)
@@ -143,7 +143,9 @@ def _check_sources(data: Path | None, demo: int | None, table: Path | None) -> N
         )
 
 
-def _asked(methods: list[str] | None, retentions: list[float], frames: list[int], against: str) -> Asked:
+def _asked(
+    methods: list[str] | None, retentions: list[float], frames: list[int], against: str
+) -> RowSelection:
     """Raises RequestError for invalid methods, retentions and numbers of frames."""
     names = list(METHODS) if methods == ["all"] else methods or [ReductionPolicy().method]
     for name in names if against == "full" else [*names, against]:
@@ -152,7 +154,7 @@ def _asked(methods: list[str] | None, retentions: list[float], frames: list[int]
     if min(frames) < 1:
         raise RequestError(f"--frames is {min(frames)}; sample 1 frame or more")
     once = (tuple(dict.fromkeys(names)), tuple(dict.fromkeys(retentions)), tuple(dict.fromkeys(frames)))
-    return Asked(*once, against)
+    return RowSelection(*once, against)
 
 
 def _run_info(
@@ -182,7 +184,7 @@ def _run(plan: EvalPlan, log: VerdictLog, model: Path | None, num_threads: int |
         run_evaluation(pipeline, plan, log, show)
 
 
-def _show(log: VerdictLog, asked: Asked, plot: Path | None, as_json: bool) -> None:
+def _show(log: VerdictLog, asked: RowSelection, plot: Path | None, as_json: bool) -> None:
     if as_json:
         console.print_json([row.record() for row in eval_rows(log, asked)])
     else:

@@ -33,5 +33,5 @@ class ClusterWatch:
                 return f"{part} has ended"
             silence_s = now_s - alive_s
             if silence_s > self._max_silence_s[part]:
-                return f"{part} has given no sign of life for {silence_s:.0f} s"
+                return f"{part} has sent no heartbeat for {silence_s:.0f} s"
         return ""

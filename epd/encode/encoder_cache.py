@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from epd.errors import InfeasibleError
+from epd.errors import InfeasibleError, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,16 +205,11 @@ class EncoderCacheManager:
     def check_integrity(self) -> None:
         """Raises AssertionError unless every block is free or of exactly one entry, and idle means idle."""
         owned = [block for entry in self._entries.values() for block in entry.block_ids]
-        _require(sorted(owned + self._free) == list(range(self.num_blocks)), "blocks lost or owned twice")
+        require(sorted(owned + self._free) == list(range(self.num_blocks)), "blocks lost or owned twice")
         for key, entry in self._entries.items():
-            _require(len(entry.block_ids) == self.blocks_for(entry.num_embeddings), f"wrong size: {key}")
-            _require(bool(entry.holders) or entry.is_ready, f"pending and held by nobody: {key}")
-            _require((key in self._idle) == (not entry.holders), f"idle and held, or neither: {key}")
-        _require(self._idle.keys() <= self._entries.keys(), "an idle entry that does not exist")
+            require(len(entry.block_ids) == self.blocks_for(entry.num_embeddings), f"wrong size: {key}")
+            require(bool(entry.holders) or entry.is_ready, f"pending and held by nobody: {key}")
+            require((key in self._idle) == (not entry.holders), f"idle and held, or neither: {key}")
+        require(self._idle.keys() <= self._entries.keys(), "an idle entry that does not exist")
         idle = sum(len(self._entries[key].block_ids) for key in self._idle)
-        _require(idle == self._num_idle_blocks, f"{idle} blocks are idle, not {self._num_idle_blocks}")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise AssertionError(message)
+        require(idle == self._num_idle_blocks, f"{idle} blocks are idle, not {self._num_idle_blocks}")

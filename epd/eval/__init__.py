@@ -1,1 +1,1 @@
-"""What a model gets right, and what it costs to reduce its visual tokens: questions, verdicts, rows."""
+"""Measures what a model gets right, and what reducing its visual tokens costs: questions, verdicts, rows."""

@@ -1,4 +1,4 @@
-"""Fresh videos of the shapes world, and questions about them, from a seed."""
+"""Draws fresh videos of the shapes world, and questions about them, from a seed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from epd.shapes import make_questions, make_scene
 HELD_OUT_SEED = 2_000_000_000
 _SEEDS_PER_RUN = 1_000_000_000
 _SEEDS_PER_SECOND = 100_000
-# A time that is asked about lies this far from any change: twice the gap between frames at one a second.
+# A time in a question is this far from any change: twice the gap between frames at one a second.
 _TIME_MARGIN_S = 2.0
 _MAX_DURATION_S = _SEEDS_PER_RUN // _SEEDS_PER_SECOND - 1
 
@@ -26,10 +26,11 @@ def demo_cases(
     duration_s: float | None = None,
     num_per_kind: int = 1,
 ) -> list[EvalCase]:
-    """Videos with `num_questions` questions in all, for each number of frames.
+    """Returns videos with `num_questions` questions in all, for each number of frames.
 
     duration_s: of every video, which are then the same for each number of frames; by default one second for
-    each frame. num_per_kind: most questions of one kind about a video.
+        each frame.
+    num_per_kind: most questions of one kind about a video.
     Raises RequestError for numbers that make no sense.
     """
     if min(num_questions, num_per_kind) < 1 or seed < 0:
@@ -45,7 +46,7 @@ def demo_cases(
 
 
 def _videos(num_questions: int, seed: int, duration_s: float, num_per_kind: int) -> list[EvalVideo]:
-    """Questions of every kind about each video; the last video is asked what is left."""
+    """Returns videos with questions of every kind; the last video has the rest of them."""
     if not 2 <= duration_s <= _MAX_DURATION_S:
         raise RequestError(
             f"videos of {duration_s:g} s cannot be drawn; ask for 2 to {_MAX_DURATION_S}, by --seconds"
@@ -61,7 +62,7 @@ def _videos(num_questions: int, seed: int, duration_s: float, num_per_kind: int)
 
 
 def _video(seed: int, duration_s: float, num_per_kind: int, max_questions: int) -> EvalVideo:
-    """Questions that were drawn twice are asked once."""
+    """Returns one video; questions that were drawn twice are asked once."""
     scene = make_scene(seed, duration_s)
     name = f"shapes-{duration_s:g}s-{seed}"
     drawn = make_questions(scene, random.Random(seed), num_per_kind, _TIME_MARGIN_S)

@@ -1,4 +1,4 @@
-"""Question files: one JSON object a line, with a video, a question, and options or an answer.
+"""Reads question files: one JSON object a line, with a video, a question, and options or an answer.
 
     {"video": "a.mp4", "question": "What colour is the star?", "answer": "red"}
     {"videoID": "fFjv93ACGo8", "question": "Who wins?", "options": ["A. A cat.", "B. A dog."], "answer": "B"}
@@ -27,8 +27,8 @@ _LETTERED = re.compile(r"\(?([A-J])[).:]\s*(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
-    """One object of a file, and where it stands."""
+class _QuestionLine:
+    """One object of a file, and its place."""
 
     path: Path
     number: int
@@ -38,7 +38,7 @@ class _Line:
         return RequestError(f"line {self.number} of {str(self.path)!r} {problem}")
 
     def first(self, names: Sequence[str]) -> Any:
-        """Returns the value of the first of these fields that is there, None for none."""
+        """Returns the value of the first of these fields that exists, or None."""
         return next((self.fields[name] for name in names if self.fields.get(name) is not None), None)
 
 
@@ -64,7 +64,7 @@ def read_videos(path: Path, media_folder: Path | None = None) -> list[EvalVideo]
     return [EvalVideo(source, source, tuple(mine)) for source, mine in items.items()]
 
 
-def _lines(path: Path) -> list[_Line]:
+def _lines(path: Path) -> list[_QuestionLine]:
     try:
         texts = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -74,22 +74,22 @@ def _lines(path: Path) -> list[_Line]:
     return [_parsed(path, number, text) for number, text in enumerate(texts, start=1) if text.strip()]
 
 
-def _parsed(path: Path, number: int, text: str) -> _Line:
+def _parsed(path: Path, number: int, text: str) -> _QuestionLine:
     try:
         fields = json.loads(text)
     except ValueError as error:
-        raise _Line(path, number, {}).error(
+        raise _QuestionLine(path, number, {}).error(
             f"is not JSON ({error}); give one object a line, such as "
             '{"video": "a.mp4", "question": "...", "answer": "..."}'
         ) from None
     if not isinstance(fields, dict):
-        raise _Line(path, number, {}).error(
+        raise _QuestionLine(path, number, {}).error(
             f"is a JSON {type(fields).__name__}; give one object a line with video, question and answer"
         )
-    return _Line(path, number, fields)
+    return _QuestionLine(path, number, fields)
 
 
-def _source(line: _Line, folder: Path) -> str:
+def _source(line: _QuestionLine, folder: Path) -> str:
     named = line.first(_VIDEO)
     if not isinstance(named, str) or not named.strip():
         raise line.error(f"names no video, it has {_known(line)}; give it one of {', '.join(_VIDEO)}")
@@ -99,13 +99,13 @@ def _source(line: _Line, folder: Path) -> str:
     source = folder / (f"{named}.mp4" if is_id else named)
     if not source.is_file():
         raise MediaNotFoundError(
-            f"line {line.number} of {str(line.path)!r} is about {str(source)!r}, which is no file; "
+            f"line {line.number} of {str(line.path)!r} is about {str(source)!r}, which is not a file; "
             "correct it, or say with --video-dir where the videos are"
         )
     return str(source)
 
 
-def _item(line: _Line) -> EvalItem:
+def _item(line: _QuestionLine) -> EvalItem:
     question = line.fields.get("question")
     if not isinstance(question, str) or not question.strip():
         raise line.error(f"has no question, it has {_known(line)}; give it a question")
@@ -122,8 +122,8 @@ def _item(line: _Line) -> EvalItem:
     )
 
 
-def _options(line: _Line) -> tuple[str, ...]:
-    """Without their letters; () for a question with none."""
+def _options(line: _QuestionLine) -> tuple[str, ...]:
+    """Returns the options without their letters; () for a question without any."""
     given = line.first(_OPTIONS)
     if given is None:
         return ()
@@ -140,7 +140,7 @@ def _options(line: _Line) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _letter(line: _Line, options: tuple[str, ...]) -> str:
+def _letter(line: _QuestionLine, options: tuple[str, ...]) -> str:
     """Returns the right option's letter; the file may give that or the option's words."""
     letters = LETTERS[: len(options)]
     given = str(line.fields.get("answer", "")).strip()
@@ -157,12 +157,12 @@ def _letter(line: _Line, options: tuple[str, ...]) -> str:
     return same[0]
 
 
-def _words(line: _Line) -> str:
+def _words(line: _QuestionLine) -> str:
     answer = line.fields.get("answer")
     if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
         raise line.error(f"has the answer {answer!r}; give a text or a number, or options and a letter")
     return str(answer)
 
 
-def _known(line: _Line) -> str:
+def _known(line: _QuestionLine) -> str:
     return ", ".join(map(repr, line.fields)) or "nothing"

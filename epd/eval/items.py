@@ -1,4 +1,4 @@
-"""A question whose right answer is known: how it is put to a model, and how the answer is judged."""
+"""Defines a question with a known answer: how it is put to a model, and how the answer is judged."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _LONE_LETTER = re.compile(r"(?<![\w'])([A-J])(?![\w'])")
 class EvalItem:
     """One question about one video.
 
-    item_id: unique in its data set. kind: what accuracy is also told by, empty if the data set has none.
-    options: of a multiple-choice question, without their letters. answer: the right option's letter, or,
-    without options, the right words.
+    item_id: unique in its data set.
+    kind: accuracy is also reported by it; empty if the data set has none.
+    options: of a multiple-choice question, without their letters.
+    answer: the right option's letter, or, without options, the right words.
     """
 
     item_id: str
@@ -35,7 +36,7 @@ class EvalItem:
 
     @property
     def prompt(self) -> str:
-        """What the model is asked: the question, or, with options, the prompt of Video-MME's protocol."""
+        """The text for the model: the question, or, with options, the prompt of Video-MME's protocol."""
         if not self.options:
             return self.question
         letters = LETTERS[: len(self.options)]
@@ -59,10 +60,10 @@ class EvalItem:
 
 
 def chosen_letter(text: str, options: tuple[str, ...]) -> str | None:
-    """Which option an answer means, None where that cannot be told.
+    """Returns the option that an answer means, None if that is unclear.
 
     A letter at the start counts first, then one that is called the answer, then the words of exactly one
-    option, and last the only capital letter that stands alone.
+    option, and last a lone capital letter.
     """
     letters = LETTERS[: len(options)]
     text = text.strip()
@@ -84,7 +85,8 @@ def _plain(text: str) -> str:
 class EvalVideo:
     """One video and all questions about it.
 
-    source: a path or an address, or the scene that is to be drawn. name: unique in its data set.
+    source: a path or an address, or the scene that is to be drawn.
+    name: unique in its data set.
     """
 
     name: str

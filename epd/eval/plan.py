@@ -1,4 +1,4 @@
-"""What an evaluation asks, and what of that is still to be done."""
+"""Plans what an evaluation asks, and what of that is still to be done."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from epd.eval.verdicts import VerdictLog
 class EvalPlan:
     """Every case with every setting.
 
-    max_tokens: of an answer. num_cold_videos: of each number of frames, so many are also asked cold, timed.
+    max_tokens: of an answer.
+    num_cold_videos: how many videos of each number of frames are also asked cold, timed.
     Raises RequestError for numbers that make no sense.
     """
 
@@ -54,7 +55,7 @@ class Todo:
 
 
 def todos(plan: EvalPlan, log: VerdictLog) -> Iterator[Todo]:
-    """What the log does not know yet, case by case; nothing for a case of which it knows all."""
+    """Yields what the log lacks, case by case; skips complete cases."""
     cold_cases = plan.cold_cases
     for case in plan.cases:
         unjudged = tuple(each for each in plan.settings if not log.has_verdicts(case, each))
@@ -67,8 +68,6 @@ def todos(plan: EvalPlan, log: VerdictLog) -> Iterator[Todo]:
 
 
 def _turned(settings: tuple[EvalSetting, ...], number: int, num_all: int) -> tuple[EvalSetting, ...]:
-    """Returns the settings from another start for each of `num_all` videos, so that none is always timed
-    first.
-    """
+    """Returns the settings rotated by the video's number, so that none is always timed first."""
     first = number * len(settings) // num_all % len(settings)
     return settings[first:] + settings[:first]

@@ -1,4 +1,4 @@
-"""Verdicts in numbers: one row for each method, share of tokens kept, and number of frames."""
+"""Turns verdicts into numbers: one row for each method, share of tokens kept, and number of frames."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from epd.eval.verdicts import TTFTSample, Verdict, VerdictLog
 class EvalRow:
     """How well one method does at one retention and number of frames.
 
-    accuracy: of `num_questions`, with its 95 % interval. accuracy_of_full: of all tokens, on those of the
-    questions that were also asked so; relative_accuracy: the share of that which is left.
+    accuracy: of `num_questions`, with its 95 % interval.
+    accuracy_of_full: of all tokens, on those of the questions that were also asked so.
+    relative_accuracy: the share of that which is left.
     wins, losses: right only here, right only with `against`, which is all tokens ("full") or a method at the
-    same retention; p_value: of the two, exact McNemar, None where nothing was asked both ways.
+        same retention.
+    p_value: of the two, exact McNemar, None without questions asked both ways.
     visual_tokens, kv_bytes: kept for a video, on average.
-    ttft_s, prefill_s: medians over `num_cold` requests, None without any. kinds: accuracy by kind.
+    ttft_s, prefill_s: medians over `num_cold` requests, None without any.
+    kinds: accuracy by kind.
     """
 
     method: str
@@ -46,7 +49,7 @@ class EvalRow:
     kinds: tuple[KindAccuracy, ...]
 
     def record(self) -> dict[str, Any]:
-        """As `--json` prints it. Times in seconds, sizes in bytes."""
+        """Returns the row as `--json` prints it. Times in seconds, sizes in bytes."""
         fields = asdict(self)
         interval = fields.pop("interval")
         return {
@@ -67,8 +70,8 @@ class KindAccuracy:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What rows are wanted: every method at every retention and number of frames.
+class RowSelection:
+    """The wanted rows: every method at every retention and number of frames.
 
     against: what each is tested against, all tokens or another method at the same retention.
     """
@@ -79,7 +82,7 @@ class Asked:
     against: str = FULL.method
 
     @classmethod
-    def of(cls, log: VerdictLog, against: str = FULL.method) -> Asked:
+    def of(cls, log: VerdictLog, against: str = FULL.method) -> RowSelection:
         """Returns all that a log holds; where it holds only all tokens, that counts as a method."""
         settings = dict.fromkeys(verdict.setting for verdict in log.verdicts)
         methods = dict.fromkeys(setting.method for setting in settings if setting != FULL)
@@ -96,7 +99,7 @@ class Asked:
 
 
 def setting_of(method: str, retention: float) -> EvalSetting:
-    """FULL for all tokens, whatever the method."""
+    """Returns a method's setting; FULL for all tokens, whatever the method."""
     return FULL if retention == 1.0 or method == FULL.method else EvalSetting(method, retention)
 
 
@@ -104,7 +107,8 @@ def setting_of(method: str, retention: float) -> EvalSetting:
 class Pairs:
     """Questions that were asked both ways.
 
-    num_there: those that the other way got right. wins, losses: right only here, right only there.
+    num_there: those that the other way got right.
+    wins, losses: right only here, right only there.
     """
 
     num_questions: int
@@ -131,8 +135,8 @@ class Pairs:
         return 1 + (self.wins - self.losses) / self.num_there if self.num_there else None
 
 
-def eval_rows(log: VerdictLog, asked: Asked) -> list[EvalRow]:
-    """Rows by frames, then method, then retention, as asked for; what has no verdicts has no row.
+def eval_rows(log: VerdictLog, asked: RowSelection) -> list[EvalRow]:
+    """Returns rows by frames, then method, then retention, as selected; none without verdicts.
 
     With all tokens a method changes nothing: its row at retention 1.0 is that of all tokens.
     """
@@ -148,15 +152,15 @@ def eval_rows(log: VerdictLog, asked: Asked) -> list[EvalRow]:
     return rows
 
 
-def table_rows(log: VerdictLog, asked: Asked) -> list[EvalRow]:
-    """Rows for people: at each number of frames all tokens once, then the methods at less."""
+def table_rows(log: VerdictLog, asked: RowSelection) -> list[EvalRow]:
+    """Returns rows for people: at each number of frames all tokens once, then the methods at less."""
     less = tuple(kept for kept in asked.retentions if kept != 1.0)
     return [
         row
         for frames in asked.num_frames
         for row in (
-            *eval_rows(log, Asked((FULL.method,), (1.0,), (frames,))),
-            *eval_rows(log, Asked(asked.methods, less, (frames,), asked.against)),
+            *eval_rows(log, RowSelection((FULL.method,), (1.0,), (frames,))),
+            *eval_rows(log, RowSelection(asked.methods, less, (frames,), asked.against)),
         )
     ]
 
@@ -164,7 +168,7 @@ def table_rows(log: VerdictLog, asked: Asked) -> list[EvalRow]:
 def by_setting(
     records: Iterable[Verdict] | Iterable[TTFTSample],
 ) -> dict[tuple[EvalSetting, int], list[Any]]:
-    """Groups of one setting and number of frames."""
+    """Groups records by setting and number of frames."""
     groups: dict[tuple[EvalSetting, int], list[Any]] = {}
     for each in records:
         groups.setdefault((each.setting, each.num_frames), []).append(each)
@@ -179,7 +183,7 @@ def _row(
     with_other: Pairs,
     samples: Sequence[TTFTSample],
 ) -> EvalRow:
-    """verdicts: at least one, all of one retention and number of frames."""
+    """Computes a row. verdicts: at least one, all of one retention and number of frames."""
     num_right = sum(verdict.is_right for verdict in verdicts)
     videos = {verdict.video: verdict for verdict in verdicts}.values()
     return EvalRow(

@@ -1,4 +1,4 @@
-"""Intervals and tests of shares that hold for few questions as well as for many."""
+"""Computes intervals and tests of shares that hold for few questions as well as for many."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Interval:
 
 
 def wilson_interval(num_right: int, num_all: int) -> Interval:
-    """Of a share seen as `num_right` of `num_all` (Wilson 1927). Raises ValueError for none at all."""
+    """Returns the interval of the share `num_right` of `num_all` (Wilson 1927). Raises ValueError for 0."""
     if not 0 <= num_right <= num_all or num_all < 1:
         raise ValueError(
             f"a share needs 0 <= right <= all and something at all, got {num_right} of {num_all}"
@@ -31,10 +31,10 @@ def wilson_interval(num_right: int, num_all: int) -> Interval:
 
 
 def mcnemar_p(wins: int, losses: int) -> float:
-    """Two-sided exact p-value of a paired comparison (McNemar 1947), 1.0 where nothing differs.
+    """Returns the two-sided exact p-value of a paired comparison (McNemar 1947), 1.0 without differences.
 
     wins, losses: questions that only the one, or only the other of the two, answered right. If neither were
-    better, each would fall to either side like a coin.
+        better, each would fall to either side like a coin.
     """
     num_differing = wins + losses
     tail = sum(comb(num_differing, successes) for successes in range(min(wins, losses) + 1))

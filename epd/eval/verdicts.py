@@ -1,4 +1,4 @@
-"""What an evaluation has found out, kept line by line in a file, so that one that was stopped goes on.
+"""Keeps what an evaluation has found, line by line in a file, so that a stopped one can continue.
 
     {"record": "run", "data": "demo", "seed": 0, "model": "shapes-vl", ...}      first, once
     {"record": "verdict", "method": "full", "retention": 1.0, "item_id": ...}    a question and a setting
@@ -23,10 +23,11 @@ DEMO = "demo"
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What all verdicts of a file have in common. data: a question file's path, or DEMO.
+    """What all verdicts of a file have in common.
 
-    max_tokens: of an answer. seed, duration_s, num_per_kind: of a demo, where duration_s is 0 for one second
-    a frame.
+    data: a question file's path, or DEMO.
+    max_tokens: of an answer.
+    seed, duration_s, num_per_kind: of a demo, where duration_s is 0 for one second a frame.
     """
 
     data: str
@@ -41,7 +42,9 @@ class RunInfo:
 class Verdict:
     """One question, answered with visual tokens reduced by one setting.
 
-    num_frames: that were asked for. visual_tokens: that were kept. kv_bytes: of the prefilled media.
+    num_frames: requested.
+    visual_tokens: kept.
+    kv_bytes: of the prefilled media.
     """
 
     method: str
@@ -65,7 +68,8 @@ class Verdict:
 class TTFTSample:
     """One cold request: from the file to the first token, with nothing known of the video before.
 
-    ttft_s: in all. prefill_s: of it, in the language model.
+    ttft_s: in all.
+    prefill_s: of it, in the language model.
     """
 
     method: str
@@ -94,9 +98,9 @@ class VerdictLog:
     """All records of an evaluation, in memory and, with a path, in a file. The last verdict counts."""
 
     def __init__(self, run: RunInfo, path: Path | None = None) -> None:
-        """Goes on with the file at `path` if there is one.
+        """Continues the file at `path` if it exists.
 
-        Raises RequestError for a file that is of another run, or none of ours.
+        Raises RequestError for a file of another run, or of another kind.
         """
         self.run = run
         self._path = path
@@ -113,9 +117,7 @@ class VerdictLog:
 
     @classmethod
     def read(cls, path: Path) -> VerdictLog:
-        """Returns the records of a file, which is left as it is. Raises RequestError if it is none of
-        ours.
-        """
+        """Returns the records of a file without changing it. Raises RequestError for other files."""
         records = _read_records(path)
         if not records or not isinstance(records[0], RunInfo):
             raise RequestError(f"{str(path)!r} does not start with a run; give a file of epd eval --out")
@@ -186,6 +188,6 @@ def _record(path: Path, number: int, line: str) -> Record:
         return _KINDS[fields.pop("record")](**fields)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise RequestError(
-            f"line {number} of {str(path)!r} is no record of an evaluation ({error}); "
+            f"line {number} of {str(path)!r} is not a record of an evaluation ({error}); "
             "give a file of epd eval --out, or delete the line"
         ) from None

@@ -1,1 +1,1 @@
-"""What is computed next and which blocks hold its keys and values: policy without tensors."""
+"""Decides what is computed next and which blocks hold its keys and values: policy without tensors."""

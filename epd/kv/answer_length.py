@@ -1,10 +1,10 @@
-"""How long an answer may get, and how long it is taken to get while nobody knows: no tensors.
+"""Bounds how long an answer may get, and estimates how long it will be. No tensors.
 
     context   [ prompt ...... | room ............................. )
-    answer                    [ what is asked for, at most the room )
+    answer                    [ requested length, at most the room )
 
-A ceiling is not a wish: most answers end long before theirs. So memory is never set aside for it, and whoever
-plans ahead goes by `expected_tokens`.
+A ceiling is not a wish: most answers end long before theirs. So memory is never set aside for it, and
+planning ahead goes by `expected_tokens`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def held_to_context(
     context_tokens: int | None,
     checkpoint_tokens: int | None = None,
 ) -> SamplingParams:
-    """Returns the params with a number of max_tokens: what is asked for, as far as the context has room.
+    """Returns the params with a definite max_tokens: what was requested, as far as the context has room.
 
-    context_tokens: of the model, None where it has no end. checkpoint_tokens: longest answer of a request
-    that names none; without either, all the room.
+    context_tokens: of the model, None where it has no end.
+    checkpoint_tokens: longest answer of a request that names none; without either, all the room.
     Raises RequestError for a prompt that leaves no room, or min_tokens that do not fit into it.
     """
     room = MAX_INT64 if context_tokens is None else context_tokens - num_prompt_tokens
@@ -46,7 +46,7 @@ def held_to_context(
 
 
 def expected_tokens(params: SamplingParams, asked: int | None) -> int:
-    """Tokens to plan for, of all answers to a request. params: held to the context.
+    """Returns how many tokens to plan for, over all answers to a request. params: held to the context.
 
     asked: what its request, or else the checkpoint, names as the longest answer; None: neither does.
     """

@@ -1,4 +1,4 @@
-"""Ids of the KV blocks of one layer group: which are free, how many hold the others, and block tables.
+"""Keeps the KV blocks of one layer group: which are free, how many hold the others, and block tables.
 
 block table    [ 4 ][ 5 ][ 6 ][ 9 ]
 tokens         0 .... written .)| room )
@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 class BlockPool:
     """Blocks 0 to num_blocks - 1 with reference counts; one without references is free.
 
-    Tables tend to be ascending runs, which attention can read as they lie: fresh blocks continue the run they
-    are asked to follow, and a new run starts where it leaves most room to itself and to the run before it:
+    Tables tend to be ascending runs, which attention can read without gathering: fresh blocks continue the
+    run they follow, and a new run starts where it leaves most room to itself and to the run before it:
 
         [ run A ]. . . . . . . [ run B ]            [ run A ]. . . [ new ]. . . [ run B ]
 
-    Where a gap of blocks that were held before is wide enough, a new run starts there: pools take memory when
-    it is first written, and so they take no more the longer they are used.
+    A wide enough gap of blocks that were held before is preferred: pools take memory when it is first
+    written, and so they take no more the longer they are used.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -40,21 +40,21 @@ class BlockPool:
         return self._references[block]
 
     def num_written(self, block: int) -> int:
-        """Slots at the front of the block that have been written since it was taken."""
+        """Returns how many leading slots of the block have been written since it was taken."""
         return self._num_written[block]
 
     def write(self, block: int, start: int, stop: int) -> None:
-        """Books slots [start, stop) as written; they count from where all before them are."""
+        """Records slots [start, stop) as written; they count once all before them are."""
         if start <= self._num_written[block] < stop:
             self._num_written[block] = stop
 
     def take(self, count: int, after: int | None = None) -> list[int]:
-        """`count` fresh blocks, held once; they follow block `after` where those are free.
+        """Returns `count` fresh blocks, held once; they follow block `after` where those are free.
 
         Raises ValueError when fewer are free.
         """
         if count > self.num_free:
-            raise ValueError(f"{count} blocks asked for, {self.num_free} are free; release some")
+            raise ValueError(f"{count} blocks are needed, {self.num_free} are free; release some")
         taken: list[int] = []
         block = self.num_blocks if after is None else after + 1
         while len(taken) < count:
@@ -83,13 +83,13 @@ class BlockPool:
         return start + max(length - count, 0) // 2 if start else 0
 
     def share(self, block: int) -> None:
-        """One more holds the block. Raises ValueError for a free one."""
+        """Adds a holder to the block. Raises ValueError for a free one."""
         if not self._references[block]:
             raise ValueError(f"block {block} is free and cannot be shared; take it")
         self._references[block] += 1
 
     def release(self, block: int) -> None:
-        """One fewer holds the block; the last makes it free. Raises ValueError for a free one."""
+        """Takes one holder from the block; the last makes it free. Raises ValueError for a free one."""
         if not self._references[block]:
             raise ValueError(f"block {block} is free already")
         self._references[block] -= 1
@@ -117,7 +117,7 @@ def _widest_run(values: NDArray[np.bool_]) -> tuple[int, int]:
 
 
 class BlockTable:
-    """The blocks of one request in one layer group. What is still to be written is in blocks of its own."""
+    """The blocks of one request in one layer group. What is still to be written is in unshared blocks."""
 
     __slots__ = ("block_size", "blocks", "num_tokens", "pool")
 
@@ -143,7 +143,7 @@ class BlockTable:
         return self.num_tokens % self.block_size > 0
 
     def num_missing(self, added: int) -> int:
-        """Blocks without which `added` more tokens have no room."""
+        """Returns how many blocks `added` more tokens need beyond those of the table."""
         return max(-(-(self.num_tokens + added) // self.block_size) - len(self.blocks), 0)
 
     def take(self, count: int) -> None:
@@ -151,7 +151,7 @@ class BlockTable:
         self.blocks += self.pool.take(count, self.blocks[-1] if self.blocks else None)
 
     def write(self, num_tokens: int) -> None:
-        """Books the next `num_tokens` tokens as written; they must have room."""
+        """Records the next `num_tokens` tokens as written; they must have room."""
         size, start, stop = self.block_size, self.num_tokens, self.num_tokens + num_tokens
         for index in range(start // size, -(-stop // size)):
             at = index * size
@@ -181,9 +181,7 @@ class BlockTable:
         self.num_tokens += len(blocks) * self.block_size
 
     def splits_shared(self, num_tokens: int) -> bool:
-        """Returns whether a cut to `num_tokens` leaves written tokens in part of a block that has other
-        holders.
-        """
+        """Returns whether a cut to `num_tokens` keeps written tokens in part of a shared block."""
         if num_tokens >= self.num_tokens or num_tokens % self.block_size == 0:
             return False
         return self.pool.references(self.blocks[num_tokens // self.block_size]) > 1

@@ -1,26 +1,25 @@
-"""Guesses of the next tokens, to be checked by the model in one pass: where from, and how many pay.
+"""Drafts the next tokens, for the model to check in one pass, and decides how many are worth drafting.
 
-Whether a guess holds is seen by sampling at every guessed position as if nothing had been guessed: drafting
+Sampling at every drafted position as if nothing had been drafted shows whether a draft holds: drafting
 changes when tokens come, never which.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-Int64Array = NDArray[np.int64]
+from epd.types import Int64Array
 
 # Bits of a token id in the key of an n-gram: three ids fit into one int64. Larger ids would share keys, and
 # drafts be wrong more often.
 _ID_BITS = 21
 MAX_NGRAM = 63 // _ID_BITS
-# How many times as often drafts are tried while next to nothing is known of them.
+# How many times as often to probe while next to nothing is known of drafts.
 _FIRST_PROBES_FACTOR = 8
 
 
 class PromptLookup:
-    """Guesses that a sequence goes on as it did after its last tokens came before (Saxena 2023).
+    """Drafts that a sequence continues as it did where its last tokens occurred before (Saxena 2023).
 
         known    ... the red circle moves left ... the red circle | moves left ...
                      [  n-gram    ) [  draft )     [  n-gram    )   the draft
@@ -29,15 +28,15 @@ class PromptLookup:
     """
 
     def __init__(self, *, min_ngram: int = 2, max_ngram: int = MAX_NGRAM) -> None:
-        """min_ngram, max_ngram: tokens that must have come before; more of them are tried first."""
+        """Begins with nothing known. min_ngram, max_ngram: tokens that must match; more are better."""
         if not 1 <= min_ngram <= max_ngram <= MAX_NGRAM:
             raise ValueError(f"n-grams need 1 <= min <= max <= {MAX_NGRAM}, got {min_ngram} and {max_ngram}")
-        # For each n, from the key of an n-gram to where the token after its latest occurrence lies.
+        # For each n, from the key of an n-gram to the place of the token after its latest occurrence.
         self._follows: dict[int, dict[int, int]] = {n: {} for n in range(max_ngram, min_ngram - 1, -1)}
         self._num_indexed = 0
 
     def propose(self, token_ids: Int64Array, max_draft: int) -> list[int]:
-        """At most max_draft tokens that may follow token_ids, int64 [T], all that the sequence holds."""
+        """Returns at most max_draft tokens that may follow token_ids, int64 [T], the whole sequence."""
         if max_draft < 1:
             return []
         self._index(token_ids)
@@ -74,9 +73,7 @@ def _key(ngram: Int64Array) -> int:
 
 
 def _copied(token_ids: Int64Array, start: int, count: int) -> list[int]:
-    """Returns the tokens from start on; past the end the copy goes on with itself, so that a loop stays a
-    loop.
-    """
+    """Returns the tokens from start on; past the end the copy continues with itself, so a loop stays one."""
     copied: list[int] = token_ids[start : start + count].tolist()
     period = len(copied)
     return [copied[i % period] for i in range(count)]
@@ -86,7 +83,7 @@ class _StepCost:
     """Seconds of a step by the tokens scheduled in it: a straight line through the recent steps."""
 
     def __init__(self, memory: float) -> None:
-        """memory: what a step still counts one step later, below 1."""
+        """Begins without steps. memory: how much a step still counts one step later, below 1."""
         self._memory = memory
         self._moments = np.zeros(5)  # of 1, n, n * n, s, n * s
 
@@ -95,7 +92,7 @@ class _StepCost:
         self._moments = self._moments * self._memory + new
 
     def line(self) -> tuple[float, float] | None:
-        """Seconds per step and per token; None while all steps had as many tokens."""
+        """Returns seconds per step and per token; None while all steps had as many tokens."""
         weight, n, nn, s, ns = self._moments.tolist()
         spread = weight * nn - n * n
         if spread <= 1e-9 * weight * nn:
@@ -105,10 +102,10 @@ class _StepCost:
 
 
 class DraftGain:
-    """Says how many tokens to draft per sequence for most tokens per second; 0 where it does not pay.
+    """Says how many tokens to draft per sequence for most tokens per second; 0 where drafting does not pay.
 
     It learns how often the first, second, ... token of a draft holds, and what steps take. Now and then it
-    has drafts of full length tried whatever it believes, for a belief that is never tried cannot change.
+    requests full drafts against its belief, for a belief that is never tested cannot change.
     """
 
     def __init__(
@@ -120,10 +117,11 @@ class DraftGain:
         min_gain: float = 1.05,
         memory: float = 0.995,
     ) -> None:
-        """probe_interval: steps between probes; an eighth of it until num_first_drafts drafts have been seen.
+        """Begins with nothing known.
 
-        min_gain: drafting must promise as many times the tokens per second. memory: what a step or a draft
-        still counts one later, below 1.
+        probe_interval: steps between probes; an eighth of it until num_first_drafts drafts have been seen.
+        min_gain: drafting must promise this many times the tokens per second.
+        memory: how much a step or a draft still counts one later, below 1.
         """
         self.max_draft = max_draft
         self._probe_interval = probe_interval
@@ -137,7 +135,7 @@ class DraftGain:
         self._steps_since_probe = 0
 
     def num_drafts(self, num_sequences: int) -> int:
-        """Returns how many tokens to draft for each of so many sequences in the next step."""
+        """Returns how many tokens to draft for each of `num_sequences` sequences in the next step."""
         self._steps_since_probe += 1
         few = self._num_drafts < self._num_first_drafts
         if self._steps_since_probe * (_FIRST_PROBES_FACTOR if few else 1) >= self._probe_interval:
@@ -155,11 +153,11 @@ class DraftGain:
         return best if rates[best] >= self._min_gain * rates[0] else 0
 
     def record_step(self, num_tokens: int, seconds: float) -> None:
-        """A step that only decoded took so long for so many tokens, drafted ones included."""
+        """Learns from a step that only decoded: `num_tokens`, drafted ones included, took `seconds`."""
         self._cost.record(num_tokens, seconds)
 
     def record_draft(self, num_drafted: int, num_accepted: int) -> None:
-        """Of a sequence's draft of num_drafted tokens the first num_accepted held."""
+        """Learns that of a draft of num_drafted tokens the first num_accepted held."""
         if not 0 <= num_accepted <= num_drafted <= self.max_draft:
             raise ValueError(
                 f"of {num_drafted} tokens {num_accepted} cannot have held, {self.max_draft} at most"

@@ -1,4 +1,4 @@
-"""Which KV blocks each request has, shares and may reuse: the policy of the paged cache, no tensors.
+"""Decides which KV blocks each request has, shares and may reuse: the policy of the paged cache, no tensors.
 
 Blocks that are written in full are shared: with the prefix cache, with forks, with requests that begin
 alike. A block that is still to be written is held by one table only. A layer group is a run of decoder
@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from epd.errors import require
 from epd.kv.block_pool import BlockPool, BlockTable
 from epd.kv.kv_identity import TokenIdentity
 from epd.kv.kv_request import RequestBlocks, Shortage
@@ -45,7 +46,7 @@ class BlockCopy:
 
 
 class KVCacheManager:
-    """Block tables of all requests, and the prefix cache under them; idle cached blocks count as room.
+    """Keeps block tables of all requests, and the prefix cache under them; idle cached blocks count as room.
 
     Methods raise KeyError for a request that is not open.
     """
@@ -64,22 +65,22 @@ class KVCacheManager:
         return request_id in self._requests
 
     def num_cached(self, identity: TokenIdentity, max_tokens: int | None = None) -> int:
-        """Tokens that `open` would find, if there is room for a copy."""
+        """Returns how many tokens `open` would find, if there is room for a copy."""
         if not self.enable_prefix_caching:
             return 0
         match = self._cache.match(identity, len(identity) if max_tokens is None else max_tokens)
         return len(match.path) * self.block_size + match.num_partial
 
     def num_tokens(self, request_id: str, layer_group: int = 0) -> int:
-        """Tokens that are written."""
+        """Returns how many tokens are written."""
         return self._requests[request_id].tables[layer_group].num_tokens
 
     def block_table(self, request_id: str, layer_group: int = 0) -> Sequence[int]:
-        """Ids of the request's blocks, those still to be written included. Not a copy: do not keep it."""
+        """Returns the ids of the request's blocks, those still unwritten too. Not a copy: do not keep it."""
         return self._requests[request_id].tables[layer_group].blocks
 
     def num_free_blocks(self, layer_group: int = 0) -> int:
-        """Blocks that can be had: free ones, and cached ones that nobody uses."""
+        """Returns how many blocks are available: free ones, and cached ones that no request uses."""
         return self._pools[layer_group].num_free + self._cache.num_idle
 
     @property
@@ -99,13 +100,11 @@ class KVCacheManager:
         return num_tokens <= request.capacity or self._has_room(request.num_missing(num_tokens))
 
     def can_fork(self, request_id: str, num_tokens: int = 0) -> bool:
-        """Returns whether `fork`, and then `allocate` of `num_tokens` tokens for the child, would find room
-        now.
-        """
+        """Returns whether `fork`, then `allocate` of `num_tokens` for the child, would find room now."""
         return self._has_room(self._requests[request_id].num_added_by_fork(num_tokens))
 
     def shortage(self, request_id: str, num_tokens: int) -> Shortage:
-        """Why `num_tokens` tokens of an open request found no room: see `may_fit`."""
+        """Returns why `num_tokens` tokens of an open request found no room: see `may_fit`."""
         request = self._requests[request_id]
         num_shared = sum(node.num_pins > 1 for node in request.path)
         missing = zip(request.tables, request.num_missing(num_tokens), strict=True)
@@ -113,19 +112,17 @@ class KVCacheManager:
         return Shortage(blocks, self._cache.num_pinned)
 
     def may_fit(self, shortage: Shortage) -> bool:
-        """Returns whether opening the request once more could find room; asked without a look at its tokens.
+        """Returns whether opening the request again could find room; its tokens are not looked at.
 
-        Cached blocks that nobody held count as free then and now. What others have come to hold since, new
-        blocks too, may all be the request's: each counts as one less to find.
+        Cached blocks that were not held count as free then and now. Blocks that others have taken since, new
+        ones too, may all be the request's: each counts as one less to find.
         """
         found = self._cache.num_pinned - shortage.num_pinned
         pairs = zip(shortage.blocks, self._all_free(), strict=True)
         return all(needed <= num_free + found for needed, num_free in pairs)
 
     def is_written(self, request_id: str) -> bool:
-        """Returns whether all tokens of the request are in its blocks: not before its copies are carried
-        out.
-        """
+        """Returns whether all tokens of the request are in its blocks, so that no copy is pending."""
         return all(table.is_written for table in self._requests[request_id].tables)
 
     # Changes
@@ -136,8 +133,8 @@ class KVCacheManager:
         """Starts a request with what is cached of its prompt, at most `max_cached` tokens: see `num_tokens`.
 
         Whole blocks are shared; part of a block is copied, unless there is no room for the copy. With
-        is_shareable=False nothing is shared either way: for a request whose blocks will be written again,
-        since its layers are to be pruned. Raises ValueError for a request that is open already.
+        is_shareable=False nothing is shared either way: for a request whose layers will be pruned, so that
+        its blocks are written again. Raises ValueError for a request that is open already.
         """
         request = self._new_request(request_id, identity, is_shareable and self.enable_prefix_caching)
         copies: list[BlockCopy] = []
@@ -149,7 +146,7 @@ class KVCacheManager:
         return copies
 
     def allocate(self, request_id: str, num_tokens: int) -> None:
-        """Room for tokens [0, num_tokens). Evicts what it must; gives nothing back.
+        """Makes room for tokens [0, num_tokens). Evicts what it must; never shrinks.
 
         Raises ValueError, and changes nothing, when there is no room: see `can_allocate`.
         """
@@ -163,7 +160,7 @@ class KVCacheManager:
         request.refresh()
 
     def commit(self, request_id: str, identity: TokenIdentity, num_tokens: int) -> None:
-        """Tokens [0, num_tokens) are written; whole blocks become shareable.
+        """Records tokens [0, num_tokens) as written; whole blocks become shareable.
 
         identity: of these tokens, and maybe of more; it is kept, and read again by `free`.
         Raises ValueError for fewer tokens than before, or more than are known or have room.
@@ -182,7 +179,7 @@ class KVCacheManager:
             self._share_whole_blocks(request)
 
     def copied(self, copies: Sequence[BlockCopy]) -> None:
-        """Books copies that have been carried out."""
+        """Records copies that have been carried out."""
         for copy in copies:
             self._pools[copy.layer_group].write(copy.target, 0, copy.num_tokens)
 
@@ -207,10 +204,10 @@ class KVCacheManager:
         return copies
 
     def truncate(self, request_id: str, num_tokens: int, layer_group: int | None = None) -> list[BlockCopy]:
-        """Gives blocks back past `num_tokens`, of all layer groups or one; tokens past it are forgotten.
+        """Frees blocks past `num_tokens`, of all layer groups or one; tokens past it are forgotten.
 
         With `layer_group`, `num_tokens` counts that group's tokens. A request whose groups differ in length
-        is not shareable any more. A block that is cut in the middle and has other holders is copied.
+        is no longer shareable. A block that is cut in the middle and has other holders is copied.
         Raises ValueError, and changes nothing, when there is no room for such a copy or a length is negative.
         """
         request = self._requests[request_id]
@@ -231,9 +228,9 @@ class KVCacheManager:
         return copies
 
     def free(self, request_id: str) -> None:
-        """The request is over: blocks that nobody else holds are free, or idle if they are cached.
+        """Ends a request: its blocks become free unless others hold them, or idle if they are cached.
 
-        What is written of its last block stays findable too.
+        The written part of its last block can still be found too.
         """
         request = self._requests.pop(request_id)
         if request.is_shareable and all(table.has_written_partial for table in request.tables):
@@ -243,7 +240,7 @@ class KVCacheManager:
         self._unpin(request, 0)
 
     def clear_idle(self) -> None:
-        """Forgets all cached blocks that nobody uses."""
+        """Forgets all cached blocks that no request uses."""
         self._cache.evict(self._cache.num_idle)
 
     # Room
@@ -256,18 +253,17 @@ class KVCacheManager:
         return all(num <= pool.num_free + idle for num, pool in zip(needed, self._pools, strict=True))
 
     def _make_room(self, needed: Sequence[int], purpose: str) -> None:
-        """Evicts until so many blocks of each layer group are free. Raises ValueError, and evicts nothing,
-        when that cannot be."""
+        """Evicts until `needed` blocks of each layer group are free; raises ValueError if that cannot be."""
         if not self._has_room(needed):
             raise ValueError(
-                f"{purpose} takes {list(needed)} blocks, {self._all_free()} can be had; free a request first"
+                f"{purpose} needs {list(needed)} blocks, {self._all_free()} are free; free a request first"
             )
         self._cache.evict(
             max(0, *(num - pool.num_free for num, pool in zip(needed, self._pools, strict=True)))
         )
 
     def _kept(self, request: RequestBlocks, num_tokens: int, layer_group: int | None) -> list[int]:
-        """Tokens for which each layer group keeps its blocks."""
+        """Returns for how many tokens each layer group keeps its blocks."""
         if layer_group is None:
             return [length + num_tokens - request.num_tokens for length in request.lengths]
         kept = [len(table.blocks) * self.block_size for table in request.tables]
@@ -323,7 +319,7 @@ class KVCacheManager:
         """Puts the blocks that have become whole into the prefix cache.
 
         Where another request was first with the same tokens, this one keeps its own block and builds on the
-        other's node: blocks that may be being read or sent are never exchanged.
+        other's node: a block that may be being read or sent is never replaced.
         """
         size, first, stop = self.block_size, len(request.path), request.tables[0].num_whole
         node = request.path[-1] if first else self._cache.root
@@ -347,7 +343,7 @@ class KVCacheManager:
             self._check_references(group, pool)
         pins = Counter(node for request in self._requests.values() for node in request.path)
         for node in self._cache.nodes():
-            _require(node.num_pins == pins[node], f"{node.num_pins} pins are counted, {pins[node]} are held")
+            require(node.num_pins == pins[node], f"{node.num_pins} pins are counted, {pins[node]} are held")
         for request in self._requests.values():
             self._check_request(request)
 
@@ -357,7 +353,7 @@ class KVCacheManager:
         holders.update(node.blocks[group] for node in self._cache.nodes())
         for block in range(pool.num_blocks):
             counted, held = pool.references(block), holders[block]
-            _require(counted == held, f"block {block}: {counted} references are counted, {held} are held")
+            require(counted == held, f"block {block}: {counted} references are counted, {held} are held")
 
     def _check_request(self, request: RequestBlocks) -> None:
         size, parent = self.block_size, self._cache.root
@@ -365,12 +361,12 @@ class KVCacheManager:
             table.check_integrity()
         for index, node in enumerate(request.path):
             rows = request.identity.row_bytes(index * size, (index + 1) * size)
-            _require(node.parent is parent and node.key == rows, "pins on nodes of other tokens")
+            require(node.parent is parent and node.key == rows, "pins on nodes of other tokens")
             parent = node
-        _require(len(request.path) <= max(request.lengths) // size, "pins past the tokens that are written")
+        require(len(request.path) <= max(request.lengths) // size, "pins past the tokens that are written")
         derived = request.capacity, request.next_share
         request.refresh()
-        _require(derived == (request.capacity, request.next_share), f"stale, of before a change: {derived}")
+        require(derived == (request.capacity, request.next_share), f"stale, of before a change: {derived}")
 
 
 def _own_copy(group: int, table: BlockTable, source: int, num_tokens: int) -> BlockCopy:
@@ -378,8 +374,3 @@ def _own_copy(group: int, table: BlockTable, source: int, num_tokens: int) -> Bl
     table.take(1)
     table.num_tokens, num_copied = num_tokens, num_tokens - table.num_tokens
     return BlockCopy(group, source, table.blocks[-1], num_copied)
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise AssertionError(message)

@@ -1,4 +1,4 @@
-"""What every token of a request is, so that keys and values are shared only between tokens that are the same.
+"""Identifies every token of a request, so that only equal tokens share keys and values.
 
 One row of three int64 per token:
 
@@ -8,8 +8,9 @@ One row of three int64 per token:
 The first row of a prompt with a cache salt has the salt's digest beside its token: prefixes begin with it, so
 nothing is shared with prompts of another salt or none.
 
-A text row is never negative in front and a visual row always is, so the two cannot be confused. The digest
-names all that the unit's embeddings depend on: bytes of the media, times, size, grid, spans and reduction.
+A text row never begins with a negative number and a visual row always does, so the two cannot be confused.
+The digest names all that the unit's embeddings depend on: bytes of the media, times, size, grid, spans,
+reduction.
 """
 
 from __future__ import annotations
@@ -17,11 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from epd.types import PlaceholderRange
-
-Int64Array = NDArray[np.int64]
+from epd.types import Int64Array, PlaceholderRange
 
 ROW_COLUMNS = 3
 ROW_BYTES = 8 * ROW_COLUMNS
@@ -49,7 +47,7 @@ class TokenIdentity:
         return self._buffer[: self._length]
 
     def append(self, token_id: int) -> None:
-        """One more text token, in constant time."""
+        """Adds one text token, in constant time."""
         if self._length == len(self._buffer):
             self._buffer = _with_room(self._buffer)
         self._buffer[self._length, 0] = token_id
@@ -59,7 +57,7 @@ class TokenIdentity:
         """Returns the exact bytes of rows [start, stop). Raises ValueError for rows that are not there."""
         if not 0 <= start <= stop <= self._length:
             raise ValueError(
-                f"rows [{start}, {stop}) asked for, [0, {self._length}) are known; append the rest"
+                f"rows [{start}, {stop}) were requested, [0, {self._length}) are known; append the rest"
             )
         return self._buffer[start:stop].tobytes()
 
@@ -69,7 +67,7 @@ class TokenIdentity:
         return (data[at : at + size] for at in range(0, len(data), size))
 
     def copy(self) -> TokenIdentity:
-        """Returns one that grows on its own: for a forked request."""
+        """Returns a copy that grows separately, for a forked request."""
         return TokenIdentity(self.rows)
 
     def __reduce__(self) -> tuple[type[TokenIdentity], tuple[Int64Array]]:
@@ -86,9 +84,9 @@ def _with_room(rows: Int64Array) -> Int64Array:
 def token_identity(
     token_ids: Sequence[int], units: Sequence[tuple[PlaceholderRange, bytes]] = (), salt: bytes = b""
 ) -> TokenIdentity:
-    """Returns the identity of a prompt. units: where each visual unit lies, and the 16 byte digest of its
-    content.
+    """Returns the identity of a prompt.
 
+    units: the place of each visual unit, and the 16 byte digest of its content.
     salt: 16 byte digest of the cache salt, or empty.
     Raises ValueError for a digest of another length or a unit outside of the prompt.
     """

@@ -1,4 +1,4 @@
-"""What one request holds in the KV cache, and what it lacked when it did not fit: no tensors."""
+"""Keeps what one request holds in the KV cache, and what it lacked when it did not fit. No tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from epd.kv.prefix_cache import CachedBlock
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """What a request that was opened lacked room for.
+    """The room that was lacking when a request was opened.
 
     blocks: of each layer group, those it needs beside the cached ones that others held as well.
     num_pinned: of the prefix cache, at that time.
@@ -43,7 +43,7 @@ class RequestBlocks:
         return [table.num_tokens for table in self.tables]
 
     def refresh(self) -> None:
-        """What follows from tables and path, so that most tokens need one comparison."""
+        """Derives counts from tables and path, so that most tokens need one comparison."""
         self.capacity = self.num_tokens + min(table.room for table in self.tables)
         self.next_share = (len(self.path) + 1) * self.tables[0].block_size
 
@@ -52,7 +52,7 @@ class RequestBlocks:
         return [table.num_missing(added) for table in self.tables]
 
     def num_added_by_fork(self, num_tokens: int = 0) -> list[int]:
-        """Blocks, of each layer group, that a child with room for `num_tokens` tokens does not share."""
+        """Returns, for each layer group, the blocks that a child with `num_tokens` tokens does not share."""
         added = max(num_tokens - self.num_tokens, 0)
         return [-(-(t.num_tokens + added) // t.block_size) - t.num_whole for t in self.tables]
 

@@ -1,4 +1,4 @@
-"""Committed KV blocks by the tokens they hold: a trie, in which a hit is the equality of every token's row.
+"""Finds committed KV blocks by the tokens they hold: a trie, in which every row of a hit is equal.
 
     root ── [sys0 sys1 sys2 sys3] ── [vid0 vid1 vid2 vid3] ─┬─ [vid4 what is  it ]
                                                             └─ [vid4 where     ]   partial: has no children
@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from epd.errors import require
 from epd.kv.block_pool import BlockPool
 from epd.kv.kv_identity import ROW_BYTES, TokenIdentity
 
@@ -56,19 +57,19 @@ class PrefixCache:
         self.num_evictions = 0
         self.num_pinned = 0  # how often a node became pinned that was not, new ones included
         self._pools = pools
-        # In order of eviction. A plain dict would search past all that was removed from its front.
+        # In order of eviction. A plain dict would search past everything removed at its start.
         self._idle: OrderedDict[CachedBlock, None] = OrderedDict()
 
     @property
     def num_idle(self) -> int:
-        """Nodes that nobody pins; each is one block in every layer group."""
+        """Nodes without pins; each is one block in every layer group."""
         return len(self._idle)
 
     def is_idle(self, node: CachedBlock) -> bool:
         return node in self._idle
 
     def match(self, identity: TokenIdentity, max_tokens: int) -> PrefixMatch:
-        """Returns the longest cached prefix of at most `max_tokens` tokens. A question: changes nothing."""
+        """Returns the longest cached prefix of at most `max_tokens` tokens. Changes nothing."""
         node = self.root
         path: list[CachedBlock] = []
         for key in identity.chunks(0, min(max_tokens, len(identity)), self.block_size):
@@ -80,9 +81,7 @@ class PrefixCache:
         return PrefixMatch(path, None, 0)
 
     def child(self, parent: CachedBlock, key: bytes, blocks: tuple[int, ...]) -> CachedBlock:
-        """Returns the node of these rows below `parent`, made of `blocks` if there is none. It is not
-        pinned.
-        """
+        """Returns the unpinned node of these rows below `parent`, made of `blocks` if it is new."""
         node = parent.children.get(key)
         return self._insert(parent, key, blocks) if node is None else node
 
@@ -120,7 +119,7 @@ class PrefixCache:
             self._idle[node] = None
 
     def touch(self, node: CachedBlock) -> None:
-        """An idle node whose parent is pinned, or the root, was of use: it goes last."""
+        """Moves a used idle node to the end of the eviction order; its parent is pinned or the root."""
         if node in self._idle:
             self._idle.move_to_end(node)
 
@@ -139,7 +138,7 @@ class PrefixCache:
             pool.release(block)
 
     def eviction_order(self) -> Sequence[CachedBlock]:
-        """Idle nodes, the first to go first."""
+        """Returns idle nodes, the next to be evicted first."""
         return list(self._idle)
 
     def nodes(self) -> Iterator[CachedBlock]:
@@ -154,40 +153,33 @@ class PrefixCache:
         """Raises AssertionError unless idle is unpinned, leaves go first, nodes are in place and written."""
         nodes = list(self.nodes())
         order = {node: place for place, node in enumerate(self._idle)}
-        _require(order.keys() == {node for node in nodes if not node.num_pins}, "idle and pinned, or neither")
+        require(order.keys() == {node for node in nodes if not node.num_pins}, "idle and pinned, or neither")
         for node in [self.root, *nodes]:
-            _require(node.keys == sorted(node.children), "keys differ from the children's")
+            require(node.keys == sorted(node.children), "keys differ from the children's")
             nested = any(b.startswith(a) for a, b in pairwise(node.keys))
-            _require(not nested, "part of a block beside a block that begins with it")
-            _require(
+            require(not nested, "part of a block beside a block that begins with it")
+            require(
                 not node.children or node is self.root or self._is_whole(node), "children of part of a block"
             )
-            _require(self._is_whole(node) or not node.num_pins, "a pin on part of a block")
+            require(self._is_whole(node) or not node.num_pins, "a pin on part of a block")
             for pool, block in zip(self._pools, node.blocks, strict=False):  # the root has none
                 written = pool.num_written(block)
-                _require(
+                require(
                     written >= node.num_tokens,
                     f"{node.num_tokens} tokens are cached in block {block}, "
                     f"of which {node.num_tokens - written} were never written",
                 )
             for key, child in node.children.items():
-                _require(child.key == key and child.parent is node, "a child of another node")
-                _require(node is self.root or child.num_pins <= node.num_pins, "pinned below what is not")
-                _require(order.get(child, -1) < order.get(node, len(order)), "a node goes before its child")
+                require(child.key == key and child.parent is node, "a child of another node")
+                require(node is self.root or child.num_pins <= node.num_pins, "pinned below what is not")
+                require(order.get(child, -1) < order.get(node, len(order)), "a node goes before its child")
 
     def _is_whole(self, node: CachedBlock) -> bool:
         return node.num_tokens == self.block_size
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise AssertionError(message)
-
-
 def _longest_run(parent: CachedBlock, rows: bytes) -> tuple[CachedBlock | None, int]:
-    """Returns the child that begins with most of these rows, and how many: it is a neighbour among sorted
-    keys.
-    """
+    """Returns the child that begins with most of these rows, a neighbour among sorted keys, and how many."""
     at = bisect_left(parent.keys, rows)
     near = parent.keys[max(at - 1, 0) : at + 1]
     best = max(near, key=lambda key: _common_rows(key, rows), default=b"")

@@ -1,4 +1,4 @@
-"""Which tokens of which requests the language model computes next, and whose blocks give way: no tensors.
+"""Decides which tokens of which requests the language model computes next, and who is preempted. No tensors.
 
 One rule serves prefill and decode: a request knows some tokens and has computed the first of them.
 
@@ -8,26 +8,26 @@ One rule serves prefill and decode: a request knows some tokens and has computed
     known      [                                               num_tokens
 
 A *decode* is a request that has computed all but its last token; it gets that one token in every step, before
-any prefill chunk is cut, so prefills never stall it (Sarathi-Serve, section 4.2). What is left of the budget
-goes to prefill chunks of the oldest requests, several in one pass (Prepacking). A request that waits for its
-media takes nothing from the others.
+any prefill chunk is cut, so prefills never stall it (Sarathi-Serve, section 4.2). The rest of the budget goes
+to prefill chunks of the oldest requests, several in one pass (Prepacking). A request that waits for its media
+takes nothing from the others.
 
 Blocks for the whole prompt are reserved on admission, first come, first served. Output may outgrow the pool:
-then the youngest running request gives way and waits at its old place in the queue. Priority goes before age:
-the more important are admitted and prefilled first, and the less important give way to them.
+then the youngest running request is preempted and waits at its old place in the queue. Priority goes before
+age: the more important are admitted and prefilled first, and preempt the less important.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from epd.errors import InfeasibleError
 from epd.kv.kv_cache import BlockCopy, KVCacheManager
-from epd.kv.kv_identity import TokenIdentity
 from epd.kv.kv_request import Shortage
+from epd.kv.scheduled_request import ScheduledRequest
 
 PreemptionMode = Literal["recompute", "offload"]
 
@@ -36,9 +36,10 @@ PreemptionMode = Literal["recompute", "offload"]
 class SchedulerConfig:
     """Limits of one forward pass.
 
-    max_num_batched_tokens: of all requests together. max_num_seqs: answers that grow at once.
-    max_chunk_tokens: of one request's prefill in one pass. preemption: what becomes of a request's computed
-    tokens when it has to give its blocks up: computed again, or kept in host memory.
+    max_num_batched_tokens: of all requests together.
+    max_num_seqs: answers that grow at once.
+    max_chunk_tokens: of one request's prefill in one pass.
+    preemption: whether a preempted request's tokens are computed again, or kept in host memory.
     """
 
     max_num_batched_tokens: int = 2048
@@ -52,84 +53,8 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class PrunedRange:
-    """Prompt tokens [start, stop) are what stays in the cache of `num_inputs` that are computed at once.
-
-    computed   | ... kept so far | num_inputs ............. |        written behind what is kept
-    committed  | ... kept so far | start .. stop |
-    """
-
-    start: int
-    stop: int
-    num_inputs: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.start < self.stop <= self.start + self.num_inputs:
-            raise ValueError(f"a pruned range keeps 1 to all of its inputs, got {self}")
-
-
-@dataclass(slots=True, eq=False)
-class ScheduledRequest:
-    """What scheduling knows of one request.
-
-    priority: the lower, the more important, as in vLLM.
-    max_total_tokens: prompt and longest output. num_copies: answers to one prompt; room to split the last
-    block is reserved for each. parent: a held request whose tokens are the first of this one's.
-    pruned: ascending, of the prompt.
-    """
-
-    request_id: str
-    identity: TokenIdentity
-    num_prompt_tokens: int
-    max_total_tokens: int
-    num_ready: int
-    num_copies: int = 1
-    parent: str | None = None
-    pruned: tuple[PrunedRange, ...] = ()
-    num_tokens: int = 0
-    num_computed: int = 0
-    num_drafts: int = 0
-    num_offloaded: int = 0
-    arrival: int = -1
-    priority: int = 0
-
-    def __post_init__(self) -> None:
-        self.num_tokens = self.num_tokens or self.num_prompt_tokens
-
-    @property
-    def num_seqs(self) -> int:
-        """How many answers it counts for: until its prompt is computed, all that will come of it."""
-        return self.num_copies if self.num_tokens == self.num_prompt_tokens else 1
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether only the token sampled last is left to compute."""
-        return self.num_tokens > self.num_prompt_tokens and self.num_computed == self.num_tokens - 1
-
-    @property
-    def num_computable(self) -> int:
-        """Known tokens whose inputs are there and that have not been computed."""
-        limit = self.num_ready if self.num_ready < self.num_prompt_tokens else self.num_tokens
-        return limit - self.num_computed
-
-    def pruned_range(self, num_tokens: int) -> PrunedRange | None:
-        """Returns the one that token `num_tokens` is in, or the next; None past the last."""
-        at = bisect_right(self.pruned, num_tokens, key=lambda pruned: pruned.stop)
-        return self.pruned[at] if at < len(self.pruned) else None
-
-    def uncut(self, num_tokens: int) -> int:
-        """Returns the most of the first `num_tokens` tokens that do not end inside a pruned range."""
-        pruned = self.pruned_range(num_tokens)
-        return num_tokens if pruned is None else min(num_tokens, pruned.start)
-
-    def num_written(self, num_computed: int) -> int:
-        """Tokens that have to have room while the pruned ranges past `num_computed` are computed."""
-        return max((p.start + p.num_inputs for p in self.pruned if p.stop > num_computed), default=0)
-
-
-@dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens [start, stop) of a request; the last `num_drafts` of them are guesses of what comes next.
+    """Tokens [start, stop) of a request; the last `num_drafts` of them are drafts.
 
     num_pruned: tokens that are computed besides these, and do not stay.
     """
@@ -147,13 +72,13 @@ class Chunk:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the chunk ends with all that is known, so that the next token can be picked."""
+        """Whether the chunk ends with the last known token, so that the next can be sampled."""
         return self.stop - self.num_drafts == self.request.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """A request that gave way. block_tables: of each layer group, where its `num_tokens` tokens still lie."""
+    """A preempted request. block_tables: of each layer group, where its `num_tokens` tokens still are."""
 
     request: ScheduledRequest
     num_tokens: int
@@ -189,7 +114,7 @@ def _by_order(request: ScheduledRequest) -> tuple[int, int]:
 
 
 class Scheduler:
-    """The queues `waiting` and `running` of one worker, both by priority and arrival, and its KV blocks."""
+    """Keeps one worker's KV blocks and its queues `waiting` and `running`, by priority and arrival."""
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
         self.config = config
@@ -197,7 +122,7 @@ class Scheduler:
         self.waiting: list[ScheduledRequest] = []
         self.running: list[ScheduledRequest] = []
         self.num_preempted = 0
-        # A request whose blocks somebody else may be reading must not give them up.
+        # A request whose blocks may be read by others must keep them.
         self.may_preempt: Callable[[str], bool] = lambda _: True
         self._held: set[str] = set()
         self._num_arrived = 0
@@ -232,13 +157,11 @@ class Scheduler:
                 )
 
     def can_admit(self, request: ScheduledRequest) -> bool:
-        """Returns whether `request` would run at once if it were added now: none waits before it, there is
-        room.
-        """
+        """Returns whether `request` would run at once if it were added now: first in the queue, with room."""
         needed = -(-self._reserved_tokens(request) // self.kv.spec.block_size)
         has_blocks = all(self.kv.num_free_blocks(g) >= needed for g in range(len(self.kv.spec.num_blocks)))
         is_first = all(each.priority > request.priority for each in self.waiting)
-        return is_first and self._has_seat(request) and has_blocks
+        return is_first and self._has_slot(request) and has_blocks
 
     def remove(self, request: ScheduledRequest, *, hold: bool = False) -> None:
         """Takes a request out, finished or aborted. hold: its blocks stay until `release`."""
@@ -273,13 +196,11 @@ class Scheduler:
         return output
 
     def _schedule_decodes(self, output: SchedulerOutput, budget: int) -> int:
-        """Returns one token, and its drafts, for each decode, oldest first. Returns what is left of the
-        budget.
-        """
+        """Gives each decode one token and its drafts, oldest first. Returns the rest of the budget."""
         for request in [request for request in self.running if request.is_decoding]:
             if budget == 0:
                 break
-            if not request.is_decoding:  # it has just given way to an older one
+            if not request.is_decoding:  # it was just preempted for an older one
                 continue
             num_drafts = min(request.num_drafts, budget - 1)
             stop = request.num_computed + 1 + num_drafts
@@ -289,40 +210,43 @@ class Scheduler:
         return budget
 
     def _make_room(self, request: ScheduledRequest, num_tokens: int, output: SchedulerOutput) -> bool:
-        """Books blocks; the youngest give way until there are enough. False if the request itself had to."""
+        """Reserves blocks, preempting the youngest for them; False if that was `request` itself."""
         while not self.kv.can_allocate(request.request_id, num_tokens):
-            victim = next(each for each in reversed(self.running) if self._is_victim(each, request))
-            self.running.remove(victim)
-            self._preempt(victim, output)
-            if victim is request:
+            preempted = next(each for each in reversed(self.running) if self._can_preempt(each, request))
+            self.running.remove(preempted)
+            self._preempt(preempted, output)
+            if preempted is request:
                 return False
         self.kv.allocate(request.request_id, num_tokens)
         return True
 
-    def _is_victim(self, candidate: ScheduledRequest, request: ScheduledRequest) -> bool:
-        """Returns whether `candidate` may give way to `request`; in the end that gives way itself."""
+    def _can_preempt(self, candidate: ScheduledRequest, request: ScheduledRequest) -> bool:
+        """Returns whether `candidate` may be preempted for `request`; at last that is `request` itself."""
         return candidate is request or self.may_preempt(candidate.request_id)
 
-    def _preempt(self, victim: ScheduledRequest, output: SchedulerOutput) -> None:
+    def _preempt(self, preempted: ScheduledRequest, output: SchedulerOutput) -> None:
         self.num_preempted += 1
-        if self.config.preemption == "offload" and victim.num_computed:
+        if self.config.preemption == "offload" and preempted.num_computed:
             groups = range(len(self.kv.spec.num_blocks))
-            tables = tuple(tuple(self.kv.block_table(victim.request_id, group)) for group in groups)
-            output.preemptions.append(Preemption(victim, victim.num_computed, tables))
-            victim.num_offloaded = victim.num_computed
-        victim.num_computed = 0
-        self.kv.free(victim.request_id)
-        insort(self.waiting, victim, key=_by_order)
+            tables = tuple(tuple(self.kv.block_table(preempted.request_id, group)) for group in groups)
+            output.preemptions.append(Preemption(preempted, preempted.num_computed, tables))
+            preempted.num_offloaded = preempted.num_computed
+        preempted.num_computed = 0
+        self.kv.free(preempted.request_id)
+        insort(self.waiting, preempted, key=_by_order)
 
     def _admit(self, output: SchedulerOutput) -> None:
-        """Gives blocks to waiting requests in their order, as far as there is room or less important ones can
-        make some. Those come later in the queue, so none is admitted and then robbed in one step."""
+        """Gives blocks to waiting requests in order, while there is room or less important ones can make
+        some.
+
+        Those come later in the queue, so none is admitted and then preempted in one step.
+        """
         while self.waiting:
             request = self.waiting[0]
-            may_open = self._has_seat(request) and self._may_fit(request)
+            may_open = self._has_slot(request) and self._may_fit(request)
             copies = self._open(request) if may_open else None
             if copies is None:
-                if self._make_way(request, output):
+                if self._preempt_for(request, output):
                     continue
                 return
             del self.waiting[0]
@@ -334,41 +258,40 @@ class Scheduler:
             request.num_offloaded = 0
             output.admitted.append(request)
 
-    def _make_way(self, request: ScheduledRequest, output: SchedulerOutput) -> bool:
-        """Lets one less important request give way to one that waits; False where all could not make room."""
-        victims = [
+    def _preempt_for(self, request: ScheduledRequest, output: SchedulerOutput) -> bool:
+        """Preempts one less important request for one that waits; False where all could not make room."""
+        preemptible = [
             each
             for each in reversed(self.running)
             if each.priority > request.priority and self.may_preempt(each.request_id)
         ]
-        if not victims or request.parent is not None or not self._would_fit(request, victims):
+        if not preemptible or request.parent is not None or not self._would_fit(request, preemptible):
             return False
-        self.running.remove(victims[0])
-        output.chunks = [chunk for chunk in output.chunks if chunk.request is not victims[0]]
-        self._preempt(victims[0], output)
+        self.running.remove(preemptible[0])
+        output.chunks = [chunk for chunk in output.chunks if chunk.request is not preemptible[0]]
+        self._preempt(preemptible[0], output)
         return True
 
-    def _would_fit(self, request: ScheduledRequest, victims: Sequence[ScheduledRequest]) -> bool:
-        """Returns whether there would be blocks and seats for a request without these."""
-        others = sum(each.num_seqs for each in self.running if each not in victims)
-        has_seat = others + request.num_seqs <= self.config.max_num_seqs or len(victims) == len(self.running)
+    def _would_fit(self, request: ScheduledRequest, preemptible: Sequence[ScheduledRequest]) -> bool:
+        """Returns whether there would be blocks and sequence slots for a request without these."""
+        others = sum(each.num_seqs for each in self.running if each not in preemptible)
+        is_alone = len(preemptible) == len(self.running)
+        has_slot = is_alone or others + request.num_seqs <= self.config.max_num_seqs
         needed = -(-self._reserved_tokens(request) // self.kv.spec.block_size)
-        return has_seat and all(
+        return has_slot and all(
             self.kv.num_free_blocks(group)
-            + sum(len(self.kv.block_table(each.request_id, group)) for each in victims)
+            + sum(len(self.kv.block_table(each.request_id, group)) for each in preemptible)
             >= needed
             for group in range(len(self.kv.spec.num_blocks))
         )
 
-    def _has_seat(self, request: ScheduledRequest) -> bool:
+    def _has_slot(self, request: ScheduledRequest) -> bool:
         """Returns whether `max_num_seqs` allows the request; one with more answers than that runs alone."""
         num_seqs = sum(each.num_seqs for each in self.running) + request.num_seqs
         return num_seqs <= self.config.max_num_seqs or not self.running
 
     def _may_fit(self, request: ScheduledRequest) -> bool:
-        """Returns False while the request cannot fit by what was found out before: most steps need no
-        more.
-        """
+        """Returns False while the last lookup still shows that the request cannot fit: a cheap check."""
         return self._refused is None or self._refused[0] is not request or self.kv.may_fit(self._refused[1])
 
     def _open(self, request: ScheduledRequest) -> list[BlockCopy] | None:
@@ -405,8 +328,7 @@ class Scheduler:
             self.kv.free(request.request_id)
 
     def _reserved_tokens(self, request: ScheduledRequest, num_computed: int = 0) -> int:
-        """Returns all that is known, the next token, and for each further answer a block of its own to go on
-        in.
+        """Returns the known tokens, the next one, and a block for each further answer to grow in.
 
         Or what pruned ranges past `num_computed` need while they are computed, if that is more.
         """
@@ -414,7 +336,7 @@ class Scheduler:
         return max(known, request.num_written(num_computed))
 
     def _schedule_prefills(self, output: SchedulerOutput, budget: int) -> None:
-        """A pruned range larger than what is left of the budget waits, or comes before any other prefill."""
+        """Cuts prefill chunks. A pruned range larger than the rest of the budget waits, or goes first."""
         num_decodes = len(output.chunks)
         for request in self.running:
             if budget <= 0:
@@ -425,9 +347,7 @@ class Scheduler:
                 budget -= chunk.num_inputs
 
     def _next_chunk(self, request: ScheduledRequest, budget: int) -> Chunk | None:
-        """Returns a pruned range, whatever the limits; else as much as they allow, up to the next such
-        range.
-        """
+        """Returns a pruned range, whatever the limits; else what they allow, up to the next such range."""
         start, num_tokens = request.num_computed, request.num_computable
         pruned = request.pruned_range(start)
         if pruned and pruned.start == start:
@@ -440,7 +360,7 @@ class Scheduler:
         return Chunk(request, start, start + num_tokens) if num_tokens > 0 else None
 
     def advance(self, request: ScheduledRequest, num_computed: int) -> None:
-        """Books a chunk that has been run: tokens [0, num_computed) are in the cache."""
+        """Records a chunk that has been run: tokens [0, num_computed) are in the cache."""
         request.num_computed = num_computed
         request.num_ready = max(request.num_ready, num_computed)
         self.kv.commit(request.request_id, request.identity, num_computed)
@@ -466,7 +386,7 @@ class Scheduler:
         for request in self.running:
             held = self.kv.num_tokens(request.request_id)
             if not self.kv.is_written(request.request_id):
-                raise AssertionError(f"a copy for {request} was not carried out, or never booked")
+                raise AssertionError(f"a copy for {request} was not carried out, or never recorded")
             if not held <= request.num_computed <= request.num_tokens <= request.max_total_tokens + 1:
                 raise AssertionError(f"{held} tokens are in the cache of {request}")
         owners = {request.request_id for request in self.running} | self._held

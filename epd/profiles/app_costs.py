@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from epd.profiles.cost import Float64Array
 from epd.profiles.host import PromptRule
+from epd.types import Float64Array
 
 SHORT_TEXT, LONG_TEXT, NUM_STEPS, NUM_AT_ONCE = 32, 96, 32, 4
 ALONE: Mapping[str, object] = {"text_tokens": SHORT_TEXT, "output_tokens": NUM_STEPS + 1}

@@ -19,9 +19,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
-from numpy.typing import NDArray
 
-Float64Array = NDArray[np.float64]
+from epd.types import Float64Array
 
 
 @dataclass(frozen=True, slots=True)

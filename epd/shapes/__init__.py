@@ -1,4 +1,4 @@
-"""The shapes world: procedurally drawn videos with a known truth, and questions about them."""
+"""Draws the shapes world: videos with a known truth, and questions about them."""
 
 from epd.shapes.draw import SceneRenderer
 from epd.shapes.questions import Question, QuestionKind, make_questions

@@ -60,7 +60,7 @@ class _Sprite:
 
 
 def _coverage(inside: Callable[[Floats, Floats], NDArray[np.bool_]], radius: int) -> Floats:
-    """Share of each pixel of a 2r x 2r square that lies inside the shape: float32 [2r, 2r]."""
+    """Returns the share of each pixel of a 2r x 2r square that is inside the shape: float32 [2r, 2r]."""
     size = 2 * radius * _SUPERSAMPLING
     line = ((np.arange(size, dtype=np.float32) + 0.5) / size) * 2 - 1
     fine = inside(np.asarray(line[None, :], np.float32), np.asarray(line[:, None], np.float32)).astype(
@@ -99,7 +99,7 @@ _INSIDE: dict[str, Callable[[Floats, Floats], NDArray[np.bool_]]] = {
 
 
 def _draw_background(rng: np.random.Generator, height: int, width: int) -> UInt8Array:
-    """Muted blotches at two scales plus fine grain: uint8 [H, W, 3], values about 45 to 165."""
+    """Draws muted blotches at two scales plus fine grain: uint8 [H, W, 3], values about 45 to 165."""
     base = rng.uniform(75, 125) + rng.uniform(-12, 12, 3)
     coarse = _smooth_noise(rng, 3, 4, height, width) * 24
     fine = _smooth_noise(rng, 12, 20, height, width) * 9
@@ -108,16 +108,14 @@ def _draw_background(rng: np.random.Generator, height: int, width: int) -> UInt8
 
 
 def _smooth_noise(rng: np.random.Generator, rows: int, columns: int, height: int, width: int) -> Floats:
-    """Returns a coarse random grid, stretched bilinearly: float32 [H, W, 3], mostly grey, about unit
-    variance.
-    """
+    """Returns a coarse random grid, stretched: float32 [H, W, 3], mostly grey, about unit variance."""
     grid = rng.normal(0, 1, (rows + 1, columns + 1, 1)) + rng.normal(0, 0.3, (rows + 1, columns + 1, 3))
     tall = _stretch(grid, height)
     return np.asarray(_stretch(tall.swapaxes(0, 1), width).swapaxes(0, 1), np.float32)
 
 
 def _stretch(grid: NDArray[np.float64], length: int) -> NDArray[np.float64]:
-    """Linear interpolation of the first axis to `length` samples."""
+    """Interpolates the first axis linearly to `length` samples."""
     position = np.linspace(0, len(grid) - 1, length)
     low = np.minimum(position.astype(int), len(grid) - 2)
     share = (position - low)[:, None, None]

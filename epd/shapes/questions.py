@@ -1,4 +1,4 @@
-"""Questions about a scene, with answers that follow from its truth."""
+"""Draws questions about a scene, with answers that follow from its truth."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def make_questions(
 ) -> list[Question]:
     """Draws `num_per_kind` questions of every kind that the scene allows, in random order.
 
-    `time_margin_s`: a time that is asked about lies at least this far from any appearance or disappearance,
-    so that a video sampled at that gap shows what the truth says.
+    `time_margin_s`: a time in a question is at least this far from any appearance or disappearance, so that a
+    video sampled at that gap shows the truth.
     """
     questions: list[Question] = []
     for _ in range(num_per_kind):
@@ -118,9 +118,7 @@ def _colour_only(scene: Scene, rng: random.Random, present: bool) -> str:
 
 
 def _coloured_shape(scene: Scene, rng: random.Random, present: bool) -> str:
-    """Returns a true pair, or one that is wrong in one part only: colour or shape is there, the pair is
-    not.
-    """
+    """Returns a true pair, or one with only one part wrong: colour and shape exist, the pair does not."""
     item = rng.choice(scene.objects)
     if present:
         return _with_article(f"{item.colour} {item.shape}")
@@ -147,7 +145,7 @@ def _ask_after(scene: Scene, rng: random.Random) -> Question:
 
 
 def _ask_time(scene: Scene, rng: random.Random, margin_s: float) -> Question | None:
-    """Asks about a whole second at which one object, or none, is visible; None when no try finds one."""
+    """Asks about a whole second with one object, or none; None when no attempt finds one."""
     for _ in range(20):
         time_s = rng.randint(0, int(scene.duration_s))
         answer = _visible_throughout(scene, time_s - margin_s, time_s + margin_s)
@@ -158,9 +156,7 @@ def _ask_time(scene: Scene, rng: random.Random, margin_s: float) -> Question | N
 
 
 def _visible_throughout(scene: Scene, start_s: float, end_s: float) -> str | None:
-    """Returns the one shape visible during all of [start_s, end_s], NOTHING for none, None where that
-    changes.
-    """
+    """Returns the one shape visible during all of [start_s, end_s], NOTHING for none, None if it changes."""
     if start_s < 0 or end_s > scene.duration_s:
         return None
     touched = [item for item in scene.objects if item.start_s < end_s and start_s < item.end_s]

@@ -1,4 +1,4 @@
-"""What happens in a shapes-world video: which shape of which colour is visible when, and where.
+"""Draws what happens in a shapes-world video: which shape of which colour is visible when, and where.
 
 The frame has three lanes side by side; a lane shows one object at a time, so objects never overlap. Each
 object appears once, drifts along its lane and vanishes. Shapes and colours are unique within a scene, so that
@@ -59,7 +59,7 @@ class SceneObject:
         return self.start_s <= time_s < self.end_s
 
     def position(self, time_s: float) -> tuple[float, float]:
-        """Centre at `time_s` as fractions of the frame."""
+        """Returns the centre at `time_s` as fractions of the frame."""
         share = (time_s - self.start_s) / (self.end_s - self.start_s)
         (x0, y0), (x1, y1) = self.start_xy, self.end_xy
         return x0 + (x1 - x0) * share, y0 + (y1 - y0) * share
@@ -114,7 +114,7 @@ def _start_gap_s(duration_s: float) -> float:
 
 
 def _start_times(rng: random.Random, duration_s: float, count: int) -> list[float]:
-    """Increasing times, at least one gap apart, the last early enough for its object to be seen."""
+    """Returns increasing times, at least one gap apart, the last early enough for its object to be seen."""
     gap_s = _start_gap_s(duration_s)
     room_s = max(0.0, duration_s - max(_MIN_VISIBLE_S, 0.1 * duration_s) - gap_s * (count - 1))
     starts = sorted(rng.uniform(0, room_s) for _ in range(count))
@@ -126,9 +126,7 @@ def _start_times(rng: random.Random, duration_s: float, count: int) -> list[floa
 def _free_lane(
     rng: random.Random, objects: list[SceneObject], start_s: float, duration_s: float
 ) -> tuple[int, list[SceneObject]]:
-    """Returns a lane that is empty at `start_s`; when all are taken, the object that came first leaves
-    earlier.
-    """
+    """Returns a lane that is empty at `start_s`; if all are taken, the oldest object leaves earlier."""
     clear_s = start_s - max(1.0, 0.03 * duration_s)
     taken = [item for item in objects if item.end_s > clear_s]
     free = sorted(set(range(NUM_LANES)) - {item.lane for item in taken})

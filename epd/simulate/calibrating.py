@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from epd.profiles.app_costs import Figures, median
-from epd.profiles.cost import Float64Array, nonnegative_fit
+from epd.profiles.cost import nonnegative_fit
 from epd.profiles.host import HostCosts
 from epd.profiles.profile import Profile
 from epd.simulate.clock import TICKS_PER_S
@@ -22,6 +22,7 @@ from epd.simulate.deployment import Deployment
 from epd.simulate.requests import JobMaker
 from epd.simulate.simulation import Simulation
 from epd.topology import parse_topology
+from epd.types import Float64Array
 from epd.workload.requests import Workload
 
 # On the way of a request, in its workers, and beside both.

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from epd.control.elasticity import StageSample
 from epd.errors import InfeasibleError
 from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
-from epd.kv.scheduling import Chunk, ScheduledRequest, Scheduler, SchedulerConfig, SchedulerOutput
+from epd.kv.scheduled_request import ScheduledRequest
+from epd.kv.scheduling import Chunk, Scheduler, SchedulerConfig, SchedulerOutput
 from epd.profiles.profile import Profile
 from epd.simulate.clock import ticks_of
 from epd.simulate.requests import Job, RequestState

@@ -1,1 +1,1 @@
-"""How embeddings, keys and values, and messages get from one worker to another without loss."""
+"""Moves embeddings, keys and values, and messages from one worker to another without loss."""

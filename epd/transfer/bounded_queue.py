@@ -1,4 +1,4 @@
-"""A queue between two threads that holds so much and no more, by weight."""
+"""Connects two threads by a queue whose total weight is bounded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class QueueClosed(Exception):
-    """Nothing comes any more, or nobody takes it."""
+    """Says that the queue has ended, or that its reader has left."""
 
 
 class BoundedQueue(Generic[T]):
@@ -40,7 +40,7 @@ class BoundedQueue(Generic[T]):
         return not self._items or self._weight + weight <= self._max_weight
 
     def get(self, timeout_s: float | None = None) -> T | None:
-        """Returns the oldest item; None when there is none in time. Raises QueueClosed after the last one."""
+        """Returns the oldest item; None after the timeout. Raises QueueClosed after the last one."""
         with self._changed:
             self._changed.wait_for(lambda: self._items or self._is_ended or self._is_closed, timeout_s)
             if self._is_closed or (self._is_ended and not self._items):
@@ -53,7 +53,7 @@ class BoundedQueue(Generic[T]):
             return item
 
     def __iter__(self) -> Iterator[T]:
-        """Everything until the end; stops at once when the queue is closed."""
+        """Yields everything until the end; stops at once when the queue is closed."""
         while True:
             try:
                 item = self.get()
@@ -63,7 +63,7 @@ class BoundedQueue(Generic[T]):
             yield item
 
     def end(self) -> None:
-        """Nothing more will be put in; what is in can still be taken."""
+        """Ends the queue for writers; what is in it can still be taken."""
         with self._changed:
             self._is_ended = True
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""How what one worker has made gets into blocks that another has reserved: embeddings, keys and values.
+"""Defines how one worker's embeddings, keys and values get into blocks that another has reserved.
 
     receiver                      sender
     reserve blocks, ticket  --->  make it, hold it
@@ -19,17 +19,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, Protocol, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from epd.encode.encoder_cache import CachedGroup, GroupKey
 from epd.sampling_params import SamplingParams
-
-Int64Array = NDArray[np.int64]
+from epd.types import Int64Array
 
 
 class TransferOutcome(StrEnum):
-    """How a transfer ended, as both sides are told."""
+    """How a transfer ended, as both sides learn."""
 
     DELIVERED = "delivered"
     CANCELLED = "cancelled"  # the receiver did not want it any more
@@ -65,8 +61,9 @@ class Ticket:
 class KVTicket:
     """Room for the prompt of one request.
 
-    sender: who is to fill it. block_tables: of each layer group, the blocks of tokens [0, num_tokens).
-    num_cached: leading tokens that lie there already and must not be written, others may be reading them.
+    sender: the worker that is to fill it.
+    block_tables: of each layer group, the blocks of tokens [0, num_tokens).
+    num_cached: leading tokens that are there already and must not be written, as others may be reading them.
     """
 
     transfer_id: str
@@ -105,12 +102,13 @@ class FirstToken:
 class HandoverState:
     """What decode needs besides keys and values.
 
-    prompt_token_ids: int64 [T]. first_tokens: of each of the request's answers.
+    prompt_token_ids: int64 [T].
+    first_tokens: of each of the request's answers.
     next_position: of the first token of the answer, in every row of positions.
     num_position_rows: 3 for a model with multimodal positions, otherwise 1.
-    sampling: complete.
-    seed: of the draws, chosen by now if `sampling` leaves it open.
-    later_token_ids: what followed the first token, for a request moved in the middle of its only answer.
+    seed: of the draws, chosen by now if the params leave it open.
+    later_token_ids: of a request that is moved in the middle of its only answer, what followed the first
+        token.
     priority: the lower, the sooner.
     """
 
@@ -127,8 +125,9 @@ class HandoverState:
 
 @dataclass(frozen=True, slots=True)
 class KVChunk:
-    """What is offered at once. state: in the last chunk alone, which may be without spans.
+    """What is offered at once.
 
+    state: in the last chunk alone, which may be without spans.
     num_kv_tokens: with the state, what each layer group keeps of the prompt: all of it unless it was pruned.
     """
 
@@ -141,9 +140,9 @@ class KVChunk:
 class Offer(Generic[SourceT]):
     """Something for a ticket: at `source` in a pool of the sender's, or None when it could not be made.
 
-    number: tells it from the sender's other offers. pool_id: tells the sender's pool from that of another
-    sender which had the same name before, or has it now. is_lost: there is no source since the pool is gone,
-    as the receiver found; the sender, which may be gone too, did not say so.
+    number: differs among the sender's offers.
+    pool_id: differs among pools of senders that have or had the same name.
+    is_lost: the source is gone with its pool, as the receiver found; the sender did not say so.
     """
 
     transfer_id: str
@@ -166,20 +165,19 @@ class Receipt:
 
 
 class Connector(Protocol[_TicketT, SourceT]):
-    """One worker's end. Nothing blocks: `send` returns at once, copying is done by the receiver's `recv`."""
+    """One worker's end. Nothing blocks: `send` returns at once, the receiver's `recv` copies."""
 
     name: str
 
     def send(self, ticket: _TicketT, source: SourceT | None, error: str = "") -> int:
         """Offers what this worker's pool holds at `source`, which must stay until the receipt.
 
-        None instead of a source tells the receiver that there will be nothing, and why. Returns the offer's
-        number.
+        None instead of a source says that there will be nothing, and `error` why. Returns the offer's number.
         """
         ...
 
     def poll(self) -> Sequence[Receipt]:
-        """Receipts for what this end has sent, new since the last call."""
+        """Returns receipts for what this end has sent, new since the last call."""
         ...
 
     def expect(self, ticket: _TicketT) -> None:
@@ -187,14 +185,14 @@ class Connector(Protocol[_TicketT, SourceT]):
         ...
 
     def cancel(self, transfer_id: str) -> None:
-        """Closes a ticket: from now on nothing is written into its blocks. Unknown ids are ignored."""
+        """Closes a ticket: its blocks are not written any more. Unknown ids are ignored."""
         ...
 
     def recv(self) -> Sequence[Offer[SourceT]]:
-        """Copies all offers for open tickets and answers them and the rest.
+        """Copies all offers for open tickets, and answers them and the rest.
 
-        Returns the offers for open tickets: those copied, and those that failed, without a source. One that
-        comes again is ignored.
+        Returns the offers for open tickets: those copied, and those that failed, without a source. Repeated
+        ones are ignored.
         """
         ...
 

@@ -1,8 +1,8 @@
-"""How the keys and values of a prompt get from a prefill worker to a decode worker, while they are computed.
+r"""Hands the keys and values of a prompt from a prefill to a decode worker, while they are computed.
 
     decode worker, DecodeReception         prefill worker, KVOutbox
     reserve blocks, KVTicket        --->   open: tokens [num_cached, num_tokens) are to come
-                                    <---   send: tokens computed so far     \\  in chunks, each answered
+                                    <---   send: tokens computed so far     \  in chunks, each answered
                                     <---   send: the rest, HandoverState    /  by a receipt
     commit the prompt, decode
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from epd.errors import InfeasibleError
+from epd.errors import InfeasibleError, require
 from epd.kv.kv_cache import KVCacheManager
 from epd.kv.kv_identity import TokenIdentity
 from epd.transfer.connectors import (
@@ -32,9 +32,10 @@ from epd.transfer.transfers import TransferIds
 
 @dataclass(frozen=True, slots=True)
 class HandoverEnd:
-    """The end of a hand-over, as each side is told once.
+    """The end of a hand-over, reported to each side once.
 
-    state: only where it was received. is_lost: it failed since the sender's pool is gone, see `Offer`.
+    state: only where it was received.
+    is_lost: it failed since the sender's pool is gone, see `Offer`.
     """
 
     request_id: str
@@ -80,9 +81,9 @@ class KVOutbox:
         return request_id in self._current
 
     def is_settled(self, request_id: str) -> bool:
-        """Returns whether no offer of the request is unanswered: only then may its blocks be freed.
+        """Returns whether every offer of the request is answered: only then may its blocks be freed.
 
-        An open hand-over may be settled: what is committed later goes on from what was sent.
+        An open hand-over may be settled: what is committed later continues from what was sent.
         """
         return not any(
             sending.unanswered
@@ -105,7 +106,7 @@ class KVOutbox:
             self._offer(sending, KVChunk(spans))
 
     def abort(self, request_id: str, error: str) -> None:
-        """Tells the receiver that nothing more will come, and why. Does nothing if none is open."""
+        """Ends a hand-over early and sends the receiver the reason. Does nothing if none is open."""
         transfer_id = self._current.get(request_id)
         if transfer_id is not None:
             sending = self._sending[transfer_id]
@@ -113,7 +114,7 @@ class KVOutbox:
             self._end(sending)
 
     def poll(self) -> list[HandoverEnd]:
-        """Takes receipts. Returns the hand-overs that have ended by them; those aborted here are not told."""
+        """Takes receipts. Returns the hand-overs that they ended, but not those aborted here."""
         ends = []
         for receipt in self._connector.poll():
             sending = self._sending.get(receipt.transfer_id)
@@ -142,12 +143,12 @@ class KVOutbox:
         return lost
 
     def _lengths(self, ticket: KVTicket) -> tuple[int, ...]:
-        """Of each layer group, the tokens of the prompt that are written."""
+        """Returns, for each layer group, how many tokens of the prompt are written."""
         groups = range(len(ticket.block_tables))
         return tuple(min(self._cache.num_tokens(ticket.request_id, g), ticket.num_tokens) for g in groups)
 
     def _spans(self, sending: _Sending, lengths: Sequence[int]) -> tuple[KVSpan, ...]:
-        """What has not been offered yet of tokens [0, length) of each layer group; from now on it has."""
+        """Returns what was not offered yet of tokens [0, length) of each layer group; now it is offered."""
         size, spans = self._cache.block_size, []
         for group, (start, stop) in enumerate(zip(sending.num_sent, lengths, strict=True)):
             if stop > start:
@@ -171,17 +172,17 @@ class KVOutbox:
     def check_integrity(self) -> None:
         """Raises AssertionError unless unanswered offers lie in blocks that are still the request's."""
         open_now = {i: s.ticket.request_id for i, s in self._sending.items() if not s.is_ended}
-        _require(open_now == {i: r for r, i in self._current.items()}, f"open: {open_now}, {self._current}")
+        require(open_now == {i: r for r, i in self._current.items()}, f"open: {open_now}, {self._current}")
         for transfer_id, sending in self._sending.items():
-            _require(bool(sending.unanswered) or not sending.is_ended, f"'{transfer_id}' should be forgotten")
+            require(bool(sending.unanswered) or not sending.is_ended, f"'{transfer_id}' should be forgotten")
             has_spans = any(num > sending.ticket.num_cached for num in sending.num_sent)
             is_held = not (sending.unanswered and has_spans) or sending.ticket.request_id in self._cache
-            _require(is_held, f"'{transfer_id}' is sent from blocks that were freed")
+            require(is_held, f"'{transfer_id}' is sent from blocks that were freed")
 
 
 @dataclass(slots=True)
-class _Arriving:
-    """Of each layer group, arrived: the tokens that are there, in order; num_kv_tokens: how many will be."""
+class _IncomingHandover:
+    """arrived: of each layer group, the tokens that have come, in order; num_kv_tokens: how many will be."""
 
     ticket: KVTicket
     identity: TokenIdentity
@@ -201,13 +202,13 @@ class _Arriving:
 
 
 class DecodeReception:
-    """Prompts on their way to a decode worker. When one is complete its block table is the decode loop's."""
+    """Receives prompts for a decode worker. When one is complete its block table goes to the decode loop."""
 
     def __init__(self, cache: KVCacheManager, connector: KVConnector) -> None:
         self._cache = cache
         self._connector = connector
         self._ids = TransferIds(connector.name)
-        self._open: dict[str, _Arriving] = {}
+        self._open: dict[str, _IncomingHandover] = {}
 
     def __len__(self) -> int:
         return len(self._open)
@@ -221,9 +222,10 @@ class DecodeReception:
         num_output_tokens: int = 1,
         is_shareable: bool = True,
     ) -> KVTicket | None:
-        """Room for a prompt that `sender` will compute, and for the first of its output; None: no room now.
+        """Reserves room for a prompt that `sender` computes and for its first output; None: no room now.
 
-        num_output_tokens: at least 1, of all answers together. is_shareable: False if layers may be pruned.
+        num_output_tokens: at least 1, of all answers together.
+        is_shareable: False if layers may be pruned.
         Raises InfeasibleError for what would never fit, ValueError for a request that is here already.
         """
         num_tokens = len(identity)
@@ -239,7 +241,7 @@ class DecodeReception:
         cached = [(0, ticket.num_cached)] if ticket.num_cached else []
         groups = range(len(ticket.block_tables))
         lengths = tuple(num_tokens for _ in groups)
-        self._open[request_id] = _Arriving(
+        self._open[request_id] = _IncomingHandover(
             ticket, identity, [list(cached) for _ in groups], lengths, is_shareable
         )
         self._connector.expect(ticket)
@@ -273,7 +275,7 @@ class DecodeReception:
         return lost
 
     def num_missing(self, request_id: str) -> int:
-        """Tokens to come, of the layer group that lacks most. Raises KeyError for a request that is not."""
+        """Returns how many tokens the least complete layer group lacks. Raises KeyError for unknown ids."""
         arriving = self._open[request_id]
         return max(
             length - sum(stop - start for start, stop in arrived)
@@ -300,11 +302,11 @@ class DecodeReception:
             self._cache.num_tokens(request_id), num_tokens, tables,
         )  # fmt: skip
 
-    def _find(self, transfer_id: str) -> _Arriving | None:
+    def _find(self, transfer_id: str) -> _IncomingHandover | None:
         return next((a for a in self._open.values() if a.ticket.transfer_id == transfer_id), None)
 
-    def _record(self, arriving: _Arriving, offer: Offer[KVChunk]) -> HandoverEnd | None:
-        """Books an offer that was copied; the end of the request if it is complete by that, or has failed."""
+    def _record(self, arriving: _IncomingHandover, offer: Offer[KVChunk]) -> HandoverEnd | None:
+        """Records an offer that was copied; returns the request's end if it is complete or failed."""
         if offer.source is None:
             return self._fail(arriving, offer.error, is_lost=offer.is_lost)
         for span in offer.source.spans:
@@ -321,12 +323,12 @@ class DecodeReception:
         self._complete(arriving)
         return HandoverEnd(arriving.ticket.request_id, TransferOutcome.DELIVERED, arriving.state)
 
-    def _fail(self, arriving: _Arriving, error: str, *, is_lost: bool = False) -> HandoverEnd:
+    def _fail(self, arriving: _IncomingHandover, error: str, *, is_lost: bool = False) -> HandoverEnd:
         self.cancel(arriving.ticket.request_id)
         return HandoverEnd(arriving.ticket.request_id, TransferOutcome.FAILED, error=error, is_lost=is_lost)
 
-    def _complete(self, arriving: _Arriving) -> None:
-        """The prompt is written; layer groups that keep less of it give back what they do not need."""
+    def _complete(self, arriving: _IncomingHandover) -> None:
+        """Commits the prompt; layer groups that keep less of it return the blocks they do not need."""
         ticket = arriving.ticket
         del self._open[ticket.request_id]
         self._connector.cancel(ticket.transfer_id)
@@ -341,20 +343,15 @@ class DecodeReception:
         for request_id, arriving in self._open.items():
             for group, blocks in enumerate(arriving.ticket.block_tables):
                 table = tuple(self._cache.block_table(request_id, group))[: len(blocks)]
-                _require(table == blocks, f"the ticket of '{request_id}' names blocks of another")
+                require(table == blocks, f"the ticket of '{request_id}' names blocks of another")
             for arrived in arriving.arrived:
                 ends = [end for span in arrived for end in span]
-                _require(ends == sorted(set(ends)), f"spans of '{request_id}' out of order: {arrived}")
+                require(ends == sorted(set(ends)), f"spans of '{request_id}' out of order: {arrived}")
 
 
 def merged(spans: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
-    """Half-open spans in order, without overlap or touch, after [start, stop) has been added."""
+    """Returns half-open spans in order, without overlap or touch, after adding [start, stop)."""
     apart = [span for span in spans if span[1] < start or span[0] > stop]
     joined = [span for span in spans if span[1] >= start and span[0] <= stop]
     whole = (min([start, *(a for a, _ in joined)]), max([stop, *(b for _, b in joined)]))
     return sorted([*apart, whole])
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise AssertionError(message)

@@ -1,9 +1,10 @@
-"""Messages from one worker to another over a transport that may lose, repeat or reorder them. No I/O.
+"""Delivers messages between workers over a transport that may lose, repeat or reorder them. No I/O.
 
     push  ->  due: number, message  -- may be lost -->  take  ->  messages in order, each once
               kept until acknowledged  <-- may be lost --  next: all numbers below have been taken
 
-A channel is from one life of a worker to one life of another. Time is passed in, in seconds on any one clock.
+A channel connects one epoch of a worker with one epoch of another. Time is passed in, seconds on any one
+clock.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ class OutgoingChannel(Generic[T]):
     """The sender's end. Messages are numbered from 0, without gaps."""
 
     def __init__(self, *, max_in_flight: int = 64, resend_s: float = 1.0, max_resend_s: float = 8.0) -> None:
-        """max_in_flight: messages that are sent before the first of them is acknowledged.
+        """Begins empty.
 
+        max_in_flight: messages that are sent before the first of them is acknowledged.
         resend_s: until one is sent again, twice as long each time, up to max_resend_s.
         """
         self._max_in_flight = max_in_flight
@@ -39,7 +41,7 @@ class OutgoingChannel(Generic[T]):
         self._num_pushed = 0
 
     def __len__(self) -> int:
-        """Messages that are not acknowledged."""
+        """Returns how many messages are not acknowledged."""
         return len(self._kept)
 
     def push(self, message: T) -> None:
@@ -48,7 +50,7 @@ class OutgoingChannel(Generic[T]):
         self._num_pushed += 1
 
     def due(self, now_s: float) -> list[tuple[int, T]]:
-        """What is to be sent now, with its number; counts as sent."""
+        """Returns the messages to be sent now, with their numbers; they count as sent."""
         return list(self._due(now_s))
 
     def _due(self, now_s: float) -> Iterator[tuple[int, T]]:
@@ -61,7 +63,7 @@ class OutgoingChannel(Generic[T]):
                 yield number, kept.message
 
     def acknowledge(self, next_number: int) -> None:
-        """The receiver has taken all numbers below. What is said late, or again, is ignored."""
+        """Drops all numbers below, which the receiver has taken. Late or repeated calls are ignored."""
         for number in [number for number in self._kept if number < next_number]:
             del self._kept[number]
 
@@ -70,13 +72,13 @@ class IncomingChannel(Generic[T]):
     """The receiver's end. next: the acknowledgement, all numbers below have been taken."""
 
     def __init__(self, *, max_early: int = 64) -> None:
-        """max_early: messages that are kept until those before them have come."""
+        """Begins empty. max_early: messages that are kept until those before them have come."""
         self.next = 0
         self._max_early = max_early
         self._early: dict[int, T] = {}
 
     def take(self, number: int, message: T) -> list[T]:
-        """Returns the messages that can be read now, in order: none for one that is early, or comes again."""
+        """Returns the messages that can be read now, in order; early and repeated ones give none."""
         if self.next <= number < self.next + self._max_early:
             self._early.setdefault(number, message)
         taken = []

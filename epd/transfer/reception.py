@@ -1,4 +1,4 @@
-"""Groups of requests at the receiving worker: granted room in order, ready in any order, taken in order.
+"""Receives groups of requests: room is granted in order, groups are ready in any order and taken in order.
 
     groups of a request   |  0    1    2    3    4    5  |
                           [released)[ taken  )[granted    )      half-open, each pointer only moves right
@@ -29,7 +29,7 @@ class Grant:
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _ReceivedRequest:
     groups: tuple[GroupSpec, ...]
     released: int = 0
     taken: int = 0
@@ -42,7 +42,7 @@ class Reception:
     def __init__(self, cache: EncoderCacheManager, inbox: Inbox) -> None:
         self.cache = cache
         self.inbox = inbox
-        self._requests: dict[str, _Waiting] = {}
+        self._requests: dict[str, _ReceivedRequest] = {}
 
     def open(self, request_id: str, groups: Sequence[GroupSpec]) -> None:
         """Starts waiting for the groups of a request, in order.
@@ -53,10 +53,10 @@ class Reception:
             raise ValueError(f"request '{request_id}' is open already")
         for group in groups:
             self.cache.check_fits(group.num_embeddings)
-        self._requests[request_id] = _Waiting(tuple(groups))
+        self._requests[request_id] = _ReceivedRequest(tuple(groups))
 
     def grant(self) -> list[Grant]:
-        """Holds what is cached or on its way; gives out tickets for what is not, as far as there is room."""
+        """Holds what is cached or arriving; issues tickets for the rest while there is room."""
         grants: list[Grant] = []
         for request_id, waiting in self._requests.items():
             while waiting.granted < len(waiting.groups):
@@ -71,7 +71,7 @@ class Reception:
         return grants
 
     def take(self, request_id: str) -> list[tuple[int, CachedGroup]]:
-        """Groups that have become readable, in order and without gaps; each is told once."""
+        """Returns the groups that have become readable, in order and without gaps, each once."""
         waiting = self._requests[request_id]
         taken = []
         while waiting.taken < waiting.granted:
@@ -92,7 +92,7 @@ class Reception:
         self._let_go(request_id, waiting, stop)
 
     def close(self, request_id: str) -> list[Ticket]:
-        """Forgets a request, done or cancelled; withdraws and returns the tickets that nobody wants now."""
+        """Forgets a request, done or cancelled; withdraws and returns the tickets that nobody else wants."""
         waiting = self._requests.pop(request_id)
         self._let_go(request_id, waiting, waiting.granted)
         tickets = [self.inbox.unwanted(spec.key) for spec in waiting.groups[: waiting.granted]]
@@ -102,14 +102,14 @@ class Reception:
         return list(unwanted.values())
 
     def waiting_for(self, key: GroupKey) -> list[str]:
-        """Requests that have been granted this group and not taken it."""
+        """Returns the requests that have been granted this group and not taken it."""
         return [
             request_id
             for request_id, waiting in self._requests.items()
             if any(spec.key == key for spec in waiting.groups[waiting.taken : waiting.granted])
         ]
 
-    def _let_go(self, request_id: str, waiting: _Waiting, stop: int) -> None:
+    def _let_go(self, request_id: str, waiting: _ReceivedRequest, stop: int) -> None:
         for group in range(waiting.released, stop):
             self.cache.release(waiting.groups[group].key, _holder(request_id, group))
         waiting.released = max(waiting.released, stop)

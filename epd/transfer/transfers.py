@@ -55,7 +55,7 @@ class Outbox:
             if _sending(transfer_id) not in self._cache.holders(ticket.key):
                 raise AssertionError(f"transfer '{transfer_id}' does not hold its entry")
             if not self._cache.is_ready(ticket.key):
-                raise AssertionError(f"transfer '{transfer_id}' offers what is not there yet")
+                raise AssertionError(f"transfer '{transfer_id}' offers an entry that is not ready")
 
 
 class Inbox:
@@ -68,7 +68,7 @@ class Inbox:
         self._ids = TransferIds(receiver)
 
     def issue(self, key: GroupKey, num_embeddings: int) -> Ticket:
-        """Reserves room. Raises ValueError when there is none: see `EncoderCacheManager.can_reserve`."""
+        """Reserves room. Raises ValueError without room: see `EncoderCacheManager.can_reserve`."""
         transfer_id = self._ids.next()
         target = self._cache.reserve(key, num_embeddings, transfer_id)
         self._open[key] = Ticket(transfer_id, self._receiver, key, target)
@@ -87,19 +87,19 @@ class Inbox:
         return old, new
 
     def unwanted(self, key: GroupKey) -> Ticket | None:
-        """Returns the open ticket for the key, if nobody but the ticket itself still holds the entry."""
+        """Returns the open ticket for the key, if only the ticket itself still holds the entry."""
         ticket = self._open.get(key)
         if ticket and self._cache.holders(key) == {ticket.transfer_id}:
             return ticket
         return None
 
     def deliver(self, ticket: Ticket) -> None:
-        """The blocks have been written."""
+        """Records that the ticket's blocks have been written."""
         self._cache.commit(ticket.key)
         self.withdraw(ticket)
 
     def withdraw(self, ticket: Ticket) -> None:
-        """Nothing more will be written for this ticket."""
+        """Closes a ticket whose blocks will not be written."""
         del self._open[ticket.key]
         self._cache.release(ticket.key, ticket.transfer_id)
 

@@ -1,1 +1,1 @@
-"""What is asked: requests, when they arrive, where they come from, and what their users see."""
+"""Describes traffic: which requests, when they arrive, where they come from, and what their users see."""

@@ -1,11 +1,10 @@
-"""Workloads from the access log of `epd serve`: a line for each request that ended.
+"""Reads workloads from the access log of `epd serve`, which has a line for each request that ended.
 
     2026-11-21 12:38:01,250 INFO serve_app.observability.record request_id=... status=200 ... total_s=1.2
     ^ when it ended: it came total_s before
 
-The log tells how many visual tokens media became, not how large they were: sizes are chosen that become as
-many.
-Requests that ended without an answer have no sizes and are left out.
+The log gives the number of visual tokens of the media, not their size: sizes are chosen that give the same
+number. Requests that ended without an answer have no sizes and are left out.
 """
 
 from __future__ import annotations
@@ -27,8 +26,10 @@ _LEAST_SIDE, _LARGEST_SIDE = 32, 8192
 
 @dataclass(frozen=True, slots=True)
 class LogRow:
-    """One answered request. time_s: of its arrival. num_frames: of all media, an image is one.
+    """One answered request.
 
+    time_s: of its arrival.
+    num_frames: of all media, an image is one.
     visual_tokens: of all media, before any were dropped.
     """
 
@@ -47,10 +48,11 @@ class LogRow:
 
 @dataclass(frozen=True, slots=True)
 class ModelSight:
-    """How the model that wrote the log looks at media, to find sizes that become as many tokens.
+    """How the model that wrote the log looks at media, to find sizes that give the same number of tokens.
 
-    token_side: pixels, of the square that becomes one visual token. frames_per_token: of a video, that share
-    a token. frames_per_s: of a video, that are looked at.
+    token_side: pixels, of the square that becomes one visual token.
+    frames_per_token: how many frames of a video share a token.
+    frames_per_s: how many frames of a video are sampled per second.
     """
 
     token_side: int = 28
@@ -58,18 +60,18 @@ class ModelSight:
     frames_per_s: float = 2.0
 
     def size(self, num_tokens: float) -> Resolution:
-        """Of a nearly square picture with so many tokens."""
+        """Returns a nearly square size that gives `num_tokens` tokens."""
         wide = max(1, round(math.sqrt(num_tokens)))
         high = max(1, round(num_tokens / wide))
         return Resolution(self._pixels(wide), self._pixels(high))
 
     def _pixels(self, num_tokens: int) -> int:
-        """Even, and allowed for a `Resolution`."""
+        """Returns an even number of pixels that a `Resolution` allows."""
         return min(_LARGEST_SIDE, max(_LEAST_SIDE, num_tokens * self.token_side)) // 2 * 2
 
 
 def parse_log(lines: Iterable[str], max_rows: int | None = None) -> list[LogRow]:
-    """Rows in order of arrival, the first at 0 s. Raises RequestError for a line that makes no sense."""
+    """Returns rows in order of arrival, the first at 0 s. Raises RequestError for nonsense."""
     rows = sorted(_rows(lines), key=lambda row: row.time_s)[:max_rows]
     if not rows:
         raise RequestError("the access log has no answered request; at least 1 is needed")
@@ -116,7 +118,7 @@ def _row(head: str, fields: Mapping[str, str]) -> LogRow:
 
 
 def _ended_s(head: str) -> float:
-    """Of the time at the start of a line. The zone is unknown, and only differences count."""
+    """Reads the time at the start of a line. The zone is unknown, and only differences count."""
     found = _TIME.search(head)
     if not found:
         raise ValueError(f"no time such as 2026-11-21 12:38:01,250 in {head.strip()[:40]!r}")

@@ -1,4 +1,4 @@
-"""When requests arrive: processes with a mean rate, drawn from a generator that is passed in.
+"""Draws when requests arrive: processes with a mean rate, from a generator that is passed in.
 
 Each gives an endless, non-decreasing stream of seconds from the start of the run, so that a benchmark and a
 simulator cut it where they like and draw the same times from the same seed.
@@ -34,7 +34,7 @@ class Arrivals(Protocol):
     """A stream of arrival times."""
 
     def times_s(self, rng: np.random.Generator, /) -> Iterator[float]:
-        """Seconds from the start, non-decreasing; endless but for a trace."""
+        """Yields seconds from the start, non-decreasing; endless but for a trace."""
         ...
 
 
@@ -61,10 +61,10 @@ class ConstantArrivals:
 
 @dataclass(frozen=True, slots=True)
 class BurstyArrivals:
-    """Gaps from a gamma distribution of mean 1 / rate, as vLLM's benchmark defines burstiness.
+    """Draws gaps from a gamma distribution of mean 1 / rate, as vLLM's benchmark defines burstiness.
 
     burstiness: the shape of the gamma; 1 is a Poisson process, below 1 requests come in bursts, above 1 they
-    come more evenly. The coefficient of variation of the gaps is burstiness ** -0.5.
+        come more evenly. The coefficient of variation of the gaps is burstiness ** -0.5.
     """
 
     rate_per_s: float
@@ -91,7 +91,7 @@ def poisson_arrivals(rate_per_s: float) -> BurstyArrivals:
 
 @dataclass(frozen=True, slots=True)
 class RampArrivals:
-    """A Poisson process whose rate goes linearly from start to end during ramp_s, and stays there.
+    """A Poisson process whose rate rises linearly from start to end during ramp_s, and then stays.
 
     Drawn by inversion: a unit Poisson process in the expected number of requests, whose points are carried to
     the times at which that number is reached.

@@ -1,6 +1,6 @@
-"""Workloads by name or from a file: validated at the edge, frozen and resolved inside.
+"""Reads workloads by name or from a file: validated at the edge, frozen and resolved inside.
 
-A file is YAML or JSON with the fields of WorkloadConfig; sizes are spreads such as 32, 16..64 or 1|4.
+A file is YAML or JSON with the fields of WorkloadConfig; sizes are distributions such as 32, 16..64 or 1|4.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from epd.workload.arrivals import (
     RampArrivals,
     poisson_arrivals,
 )
-from epd.workload.distributions import Spread
+from epd.workload.distributions import SizeDistribution
 from epd.workload.requests import Mix, Resolution, ShapeClass, Workload
 from epd.workload.trace import TraceMedia, open_trace, trace_arrivals, trace_shapes
 
@@ -33,7 +33,7 @@ Size = Annotated[str, BeforeValidator(str)]
 
 
 class MixPart(BaseModel):
-    """One kind of requests. Sizes of frames may be lists, of which one is drawn for every medium."""
+    """One kind of requests. Sizes of frames may be lists, from which one is drawn for every medium."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -49,12 +49,12 @@ class MixPart(BaseModel):
 
     def resolve(self) -> ShapeClass:
         return ShapeClass(
-            Spread.parse(self.text_tokens),
-            Spread.parse(self.output_tokens),
-            Spread.parse(self.images),
+            SizeDistribution.parse(self.text_tokens),
+            SizeDistribution.parse(self.output_tokens),
+            SizeDistribution.parse(self.images),
             _sizes(self.image_size),
-            Spread.parse(self.videos),
-            Spread.parse(self.video_s),
+            SizeDistribution.parse(self.videos),
+            SizeDistribution.parse(self.video_s),
             self.video_fps,
             _sizes(self.video_size),
             self.weight,
@@ -66,13 +66,16 @@ def _sizes(texts: str | tuple[str, ...]) -> tuple[Resolution, ...]:
 
 
 class WorkloadConfig(BaseModel):
-    """A workload as it is written down. rate: requests per second; of a trace, its mean rate after scaling.
+    """A workload as it is written down.
 
-    burstiness: of bursty arrivals, see BurstyArrivals. ramp_from: the rate at the start of a ramp that
-    reaches `rate` after ramp_s (by default at the end of the run). tokens_per_image: what an image took of a
-    trace's ContextTokens. token_side, frames_per_s: of the model that wrote an access log, see `ModelSight`.
-    A trace takes sizes of media from the first part of the mix, and the token counts
-    given there as caps.
+    rate: requests per second; of a trace, its mean rate after scaling.
+    burstiness: of bursty arrivals, see BurstyArrivals.
+    ramp_from: the rate at the start of a ramp that reaches `rate` after ramp_s (by default at the end of the
+        run).
+    tokens_per_image: what an image took of a trace's ContextTokens.
+    token_side, frames_per_s: of the model that wrote an access log, see `ModelSight`.
+
+    A trace takes sizes of media from the first part of the mix, and the token counts given there as caps.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -93,9 +96,7 @@ class WorkloadConfig(BaseModel):
     mix: tuple[MixPart, ...] = (MixPart(),)
 
     def resolve(self) -> Workload:
-        """Returns the workload. Raises RequestError for what makes no sense, and for one that would never
-        end.
-        """
+        """Returns the workload. Raises RequestError for what makes no sense or would never end."""
         if self.arrival is ArrivalKind.TRACE or self.trace is not None:
             return self._resolve_trace()
         if self.num_requests is None and self.duration_s is None:
@@ -215,7 +216,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(text) if path.suffix == ".json" else _parse_yaml(text)
     except ValueError as error:
-        raise RequestError(f"workload {str(path)!r} is no YAML or JSON: {error}") from None
+        raise RequestError(f"workload {str(path)!r} is not YAML or JSON: {error}") from None
     if not isinstance(record, dict):
         raise RequestError(f"workload {str(path)!r} must be a mapping of fields, see docs/bench.md")
     return record

@@ -1,4 +1,4 @@
-"""How a size varies from request to request: fixed, uniform, or one of several values, with one notation."""
+"""Draws sizes that vary between requests: fixed, uniform, or one of several values, in one notation."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Range:
     def __post_init__(self) -> None:
         if not 0 <= self.low <= self.high < math.inf:
             raise RequestError(
-                f"a spread goes from {self.low} to {self.high}; it must go upward from 0 or more"
+                f"a size distribution goes from {self.low} to {self.high}; it must go upward from 0 or more"
             )
         if not 0 < self.weight < math.inf:
-            raise RequestError(f"a part of a spread has weight {self.weight}; it must be above 0")
+            raise RequestError(f"a part of a size distribution has weight {self.weight}; it must be above 0")
 
     def __str__(self) -> str:
         return f"{self.low:g}" if self.low == self.high else f"{self.low:g}..{self.high:g}"
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class SizeDistribution:
     """One of several ranges, picked by weight, then uniform within.
 
     Written `32` (fixed), `16..64` (uniform), `1|4|8` (each as likely), `1*3|4..8*1` (three to one).
@@ -47,11 +47,11 @@ class Spread:
 
     def __post_init__(self) -> None:
         if not self.ranges:
-            raise ValueError("a spread needs at least one range")
+            raise ValueError("a size distribution needs at least one range")
 
     @classmethod
     def of(cls, low: float, high: float | None = None) -> Self:
-        """Fixed, or uniform from low to high, both included."""
+        """Returns a fixed value, or a uniform range from low to high, both included."""
         return cls((Range(low, low if high is None else high),))
 
     @classmethod
@@ -59,7 +59,7 @@ class Spread:
         """Returns the notation above. Raises RequestError for anything else."""
         matches = [_RANGE.fullmatch(part.strip()) for part in str(text).split("|")]
         if not all(matches):
-            raise RequestError(f"{text!r} is no spread of sizes; write 32, 16..64, 1|4|8 or 1*3|4*1")
+            raise RequestError(f"{text!r} is not a size distribution; write 32, 16..64, 1|4|8 or 1*3|4*1")
         found = [match.groups() for match in matches if match]
         return cls(tuple(Range(float(low), float(high or low), float(lot or 1)) for low, high, lot in found))
 
@@ -77,7 +77,7 @@ class Spread:
         return float(rng.uniform(picked.low, picked.high))
 
     def draw_count(self, rng: np.random.Generator) -> int:
-        """Returns a whole number, the ends of its range as likely as what lies between."""
+        """Returns a whole number; the ends of its range are as likely as what is between them."""
         picked = self._pick(rng)
         return int(rng.integers(round(picked.low), round(picked.high), endpoint=True))
 

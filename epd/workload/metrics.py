@@ -1,4 +1,4 @@
-"""What a user of a server sees, from records of single requests: latencies, SLO attainment, goodput. No I/O.
+"""Computes what a server's user sees from single requests: latencies, SLO attainment, goodput. No I/O.
 
     due_s      sent_s        token_times_s                            end_s
       |----------|--------------|-------|-------|-------------|---------|      seconds from the start of a run
@@ -10,7 +10,7 @@ ITL   inter-token latency: gaps between such events. An event may carry several 
 TPOT  time per output token after the first: (E2E - TTFT) / (completion tokens - 1), one number per request.
 E2E   from sending to the end of the stream.
 
-A percentile p of n sorted values lies at index p / 100 * (n - 1), between two values in proportion (Hyndman
+A percentile p of n sorted values is at index p / 100 * (n - 1), between two values in proportion (Hyndman
 and Fan's type 7, numpy's default). Failed requests have no latencies; they count against SLO attainment.
 """
 
@@ -26,7 +26,7 @@ import numpy as np
 
 from epd.errors import RequestError
 
-# A sender this late, at the 95th percentile, has not made the load that was asked for.
+# A sender this late, at the 95th percentile, has fallen behind the requested traffic.
 MAX_LATENESS_S = 0.02
 MAX_LATENESS_OF_TTFT = 0.05
 
@@ -35,8 +35,8 @@ MAX_LATENESS_OF_TTFT = 0.05
 class ClientRecord:
     """One request as its client saw it; seconds from the start of the run.
 
-    error: what went wrong, in few words that can be counted; None for an answer that came to its end.
-    completion_tokens, prompt_tokens: as the server counts them, None where it does not tell.
+    error: what went wrong, in few words that can be counted; None for a complete answer.
+    completion_tokens, prompt_tokens: as the server counts them, None where it does not say.
     """
 
     index: int
@@ -102,7 +102,7 @@ class Latency:
 
     @classmethod
     def of(cls, values_s: Iterable[float | None]) -> Latency | None:
-        """Of the values that are there; None of none."""
+        """Summarises the values that are not None; None without any."""
         known = np.array([value for value in values_s if value is not None], np.float64)
         if not len(known):
             return None
@@ -112,7 +112,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class SLO:
-    """What every request is to keep; None asks for nothing. A request of one token keeps any TPOT."""
+    """Limits that every request should meet; None sets no limit. A request of one token meets any TPOT."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -142,8 +142,9 @@ def _is_within(value_s: float | None, limit_s: float | None) -> bool:
 class RunReport:
     """One run, or several pooled. Rates are per second of duration_s, which ends with the last answer.
 
-    goodput_per_s: requests per second that met the SLO. errors: how many of each kind.
-    num_waited: requests that were due while as many as allowed were in flight; they were sent later.
+    goodput_per_s: requests per second that met the SLO.
+    errors: how many of each kind.
+    num_waited: requests that were due while the maximum was in flight; they were sent later.
     lateness: how much later than due requests were sent; None in a closed loop.
     """
 
@@ -172,7 +173,7 @@ class RunReport:
 
     @property
     def is_late(self) -> bool:
-        """Whether the sender could not make the load that was asked for, so that the figures do not count."""
+        """Whether the sender fell behind the requested traffic, so that the figures do not count."""
         if self.lateness is None:
             return False
         share_s = MAX_LATENESS_OF_TTFT * (self.ttft.p50_s if self.ttft else 0.0)
@@ -180,7 +181,7 @@ class RunReport:
 
 
 def report_of(runs: Sequence[Sequence[ClientRecord]], slo: SLO, *, is_open_loop: bool = True) -> RunReport:
-    """Pools runs, each with times from its own start. ValueError when there is no request at all."""
+    """Pools runs, each with times from its own start. Raises ValueError without any request."""
     records = [record for run in runs for record in run]
     if not records:
         raise ValueError("a report needs at least one request")
@@ -229,7 +230,7 @@ _FIGURES: dict[str, Callable[[RunReport], float | None]] = {
 
 
 def ratios(name: str, baseline: str, rounds: Sequence[tuple[RunReport, RunReport]]) -> list[Ratio]:
-    """Figures of `name` over those of `baseline`; rounds: (report of name, report of baseline) of each round.
+    """Returns figures of `name` over those of `baseline`, from (report of name, report of baseline) by round.
 
     A figure that is missing or zero in a round leaves that round out; one without rounds is left out.
     """

@@ -1,10 +1,10 @@
-"""What is asked of a server and when: the nouns that the load generator and the simulator share. No I/O.
+"""Defines what is sent to a server and when, for the traffic generator and the simulator alike. No I/O.
 
     Workload = arrivals (when) x shapes (what) x repeat_rate (how much of it is known already)
 
 Everything follows from (seed, round): the same pair draws the same requests, another round the same kind of
-requests with other content. When, what and which content come from three streams, so that another rate asks
-for the same things at other times.
+requests with other content. When, what and which content come from three streams, so that another rate sends
+the same requests at other times.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import numpy as np
 
 from epd.errors import RequestError
 from epd.workload.arrivals import Arrivals, ClosedArrivals
-from epd.workload.distributions import Spread, pick_weighted
+from epd.workload.distributions import SizeDistribution, pick_weighted
 
 _NUM_REPEATABLE = 256
 _SEED_BOUND = 2**63
-_NONE = Spread.of(0)
-_SHORT_TEXT = Spread.of(16)
-_SHORT_ANSWER = Spread.of(32)
-_HALF_A_MINUTE = Spread.of(30)
+_NONE = SizeDistribution.of(0)
+_SHORT_TEXT = SizeDistribution.of(16)
+_SHORT_ANSWER = SizeDistribution.of(32)
+_HALF_A_MINUTE = SizeDistribution.of(30)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -100,11 +100,11 @@ class PlannedRequest:
     repeat_of: int | None = None
 
 
-class Shapes(Protocol):
+class RequestShapes(Protocol):
     """A stream of request shapes."""
 
     def draw(self, rng: np.random.Generator, /) -> Iterator[RequestShape]:
-        """Shapes in the order of arrival; endless but for a trace."""
+        """Yields shapes in the order of arrival; endless but for a trace."""
         ...
 
 
@@ -112,12 +112,12 @@ class Shapes(Protocol):
 class ShapeClass:
     """Requests of one kind: how many of what, each drawn anew for every request. weight: share in a mix."""
 
-    text_tokens: Spread = _SHORT_TEXT
-    output_tokens: Spread = _SHORT_ANSWER
-    images: Spread = _NONE
+    text_tokens: SizeDistribution = _SHORT_TEXT
+    output_tokens: SizeDistribution = _SHORT_ANSWER
+    images: SizeDistribution = _NONE
     image_size: tuple[Resolution, ...] = (Resolution(224, 224),)
-    videos: Spread = _NONE
-    video_s: Spread = _HALF_A_MINUTE
+    videos: SizeDistribution = _NONE
+    video_s: SizeDistribution = _HALF_A_MINUTE
     video_fps: int = 24
     video_size: tuple[Resolution, ...] = (Resolution(640, 360),)
     weight: float = 1.0
@@ -141,7 +141,7 @@ class ShapeClass:
         )
 
     def _draw_video(self, rng: np.random.Generator) -> VideoSpec:
-        # Tenths of seconds, so that the names of files read well and stand for exactly one length.
+        # Tenths of seconds, so that the names of files read well and mean exactly one length.
         return VideoSpec(round(self.video_s.draw(rng), 1), self.video_fps, _choose(rng, self.video_size))
 
 
@@ -180,12 +180,12 @@ class Workload:
     """Requests over time. Ends after num_requests, at duration_s, or with its trace, whichever comes first.
 
     repeat_rate: share of the requests that ask something new about the media of an earlier request, one of
-    the latest 256 new ones; without media the whole text is repeated.
+        the latest 256 new ones; without media the whole text is repeated.
     """
 
     name: str
     arrivals: Arrivals
-    shapes: Shapes
+    shapes: RequestShapes
     num_requests: int | None = None
     duration_s: float | None = None
     repeat_rate: float = 0.0
@@ -232,7 +232,7 @@ class _Content:
         self._earlier = {kind: deque[PlannedRequest](maxlen=_NUM_REPEATABLE) for kind in (True, False)}
 
     def fill(self, index: int, due_s: float, shape: RequestShape) -> PlannedRequest:
-        # Always as many draws, so that another repeat rate leaves the content of the others as it was.
+        # Always as many draws, so that another repeat rate does not change the content of the others.
         media_seed, text_seed = self._rng.integers(_SEED_BOUND, size=2).tolist()
         lot = float(self._rng.random())
         earlier = self._earlier[shape.has_media]
@@ -247,7 +247,7 @@ class _Content:
 def _repeated(
     first: PlannedRequest, index: int, due_s: float, shape: RequestShape, text_seed: int
 ) -> PlannedRequest:
-    """Returns a new question about the media of `first`, or its whole text where there are none."""
+    """Returns a new question about the media of `first`, or its whole text if it has none."""
     if shape.has_media:
         shape = replace(shape, images=first.shape.images, videos=first.shape.videos)
     else:

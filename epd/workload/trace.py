@@ -1,4 +1,4 @@
-"""Workloads from traces: our own access log, or CSV with the columns of the public Azure LMM inference trace.
+"""Reads workloads from traces: our own access log, or CSV with the columns of the public Azure LMM trace.
 
     TIMESTAMP                    NumImages  ContextTokens  GeneratedTokens
     2024-10-15 00:00:01.250000   2          1743           112
@@ -42,7 +42,7 @@ class TraceRow:
 
 @dataclass(frozen=True, slots=True)
 class TraceMedia:
-    """What a trace does not tell: sizes of media, and how many tokens of the context an image took.
+    """What a trace does not say: sizes of media, and how many tokens of the context an image took.
 
     max_text_tokens, max_output_tokens: longer texts and answers are cut, for models with a shorter context.
     sight: of the model that wrote an access log.
@@ -71,9 +71,7 @@ class TraceMedia:
 
 
 def open_trace(path: Path, max_rows: int | None = None) -> Sequence[TraceRow | LogRow]:
-    """Returns the first rows of a trace file, CSV or access log, plain or gzip. Raises RequestError where it
-    cannot be read.
-    """
+    """Returns the first rows of a CSV file or access log, plain or gzip. Raises RequestError."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open() as lines:
             return _parse_any(lines, max_rows)
@@ -95,7 +93,7 @@ def _parse_any(lines: Iterable[str], max_rows: int | None) -> Sequence[TraceRow 
 
 
 def parse_trace(lines: Iterable[str], max_rows: int | None = None) -> list[TraceRow]:
-    """Rows of CSV text with a header line, in order of time. Raises RequestError for what makes no sense."""
+    """Returns rows of CSV text with a header line, in order of time. Raises RequestError for nonsense."""
     reader = csv.DictReader(lines)
     names = {name.strip().lower(): name for name in reader.fieldnames or ()}
     missing = [name for name in _REQUIRED if name not in names]
@@ -133,7 +131,7 @@ def _rows(records: Iterable[Mapping[str, str]]) -> Iterator[TraceRow]:
 
 
 def _seconds(text: str) -> float:
-    """Of a number of seconds, or of a date and time, which without a zone is UTC."""
+    """Reads a number of seconds, or a date and time, which without a zone is UTC."""
     try:
         return float(text)
     except ValueError:

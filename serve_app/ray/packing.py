@@ -12,17 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from epd.encode.encoder_cache import CachedGroup
 from epd.transfer.connectors import KVChunk, KVSpan
+from epd.types import UInt8Array
 from stages.encode.encoder_pool import EncoderPool, EncoderPoolShape
 from stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape
-
-UInt8Array = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

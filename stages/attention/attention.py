@@ -16,18 +16,15 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from epd.types import Int32Array, Int64Array
 from stages.attention.device import DevicePlan
 from stages.attention.host import HostPlan
 from stages.attention.support import check_arguments
 from stages.reduction.pruning import PrunedRows
 from stages.reduction.question_views import ViewedRows
-
-Int32Array = NDArray[np.int32]
-Int64Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

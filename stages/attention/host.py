@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from epd.types import Int64Array
 from stages.attention.pieces import Attended, CausalPiece, GatheredPiece, Piece, Rows, UnmaskedPiece
-from stages.attention.runs import BoolArray, Int64Array, SharedRun, all_blocks, find_runs, loose_blocks
+from stages.attention.runs import BoolArray, SharedRun, all_blocks, find_runs, loose_blocks
 
 if TYPE_CHECKING:
     from stages.attention.attention import AttentionBatch

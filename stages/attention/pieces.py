@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stages.attention.runs import Int64Array
+from epd.types import Int64Array
 
 # What torch's scaled_dot_product_attention calls on a CPU; it also gives the logarithms of the sums.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

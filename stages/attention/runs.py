@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Int64Array = NDArray[np.int64]
+from epd.types import Int64Array
+
 BoolArray = NDArray[np.bool_]
 
 

@@ -17,12 +17,12 @@ from time import perf_counter
 import torch
 
 from encoders import Adapter, PromptPlan
-from encoders.adapter import Int64Array
 from encoders.identity import prompt_identity
 from encoders.reduction import reduce_prompt
 from epd.errors import EPDError, InfeasibleError, InternalError
 from epd.kv.answer_length import TYPICAL_TOKENS
 from epd.transfer.bounded_queue import BoundedQueue, BusyClock, QueueClosed
+from epd.types import Int64Array
 from stages.batch.jobs import (
     BatchAnswer,
     BatchSink,
@@ -112,7 +112,7 @@ class LanguageStage:
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Works until all mail has come and every request is answered or has failed, or until `stop`."""
+        """Works until all messages have come and every request is answered or has failed, or until `stop`."""
         self.clock.start()
         try:
             while not self._is_stopped and (not self._is_mail_over or self._live or self._blocked):

@@ -18,7 +18,8 @@ from torch import Tensor
 from epd.errors import RequestError
 from epd.kv.drafting import DraftGain
 from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
-from epd.kv.scheduling import Chunk, ScheduledRequest, Scheduler, SchedulerConfig, SchedulerOutput
+from epd.kv.scheduled_request import ScheduledRequest
+from epd.kv.scheduling import Chunk, Scheduler, SchedulerConfig, SchedulerOutput
 from stages.engine.block_moves import BlockMoves
 from stages.engine.chunk_sampling import ComputedChunk, sample_chunks
 from stages.engine.faults import FaultCounts, run_apart

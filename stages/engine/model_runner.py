@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from encoders import Adapter, concatenated, place
-from encoders.adapter import Int64Array
+from epd.types import Int32Array, Int64Array
 from stages.attention.attention import AttentionBatch, AttentionPlan, register
 from stages.engine.kv_pool import KVLayout, KVPools
 from stages.reduction.propagation import GoingOn, ObservedRows, cut_decoder, num_whole_layers, rows_going_on
@@ -28,7 +27,6 @@ from stages.reduction.pruning import PrunedRows
 from stages.reduction.question_views import QuestionView, ViewedRows, question_slots
 from stages.visual_inputs import PlacedEmbeddings
 
-Int32Array = NDArray[np.int32]
 _ATTENTION = "epd_paged"
 
 

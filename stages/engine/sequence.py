@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from encoders.adapter import Int64Array
 from epd.kv.drafting import PromptLookup
 from epd.kv.kv_cache import KVCacheManager
-from epd.kv.scheduling import PrunedRange, ScheduledRequest
+from epd.kv.scheduled_request import PrunedRange, ScheduledRequest
+from epd.types import Int32Array, Int64Array
 from stages.engine.generation import Extent, FinishReason, GenerateRequest, TokenOutput
-from stages.engine.model_runner import Int32Array, Segment
+from stages.engine.model_runner import Segment
 from stages.reduction.propagation import GoingOn
 from stages.reduction.pruning import WindowInputs, window_inputs
 from stages.reduction.question_views import QuestionView, view_of

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from encoders.adapter import Int64Array, PromptPlan
-from epd.kv.scheduling import PrunedRange
+from encoders.adapter import PromptPlan
+from epd.kv.scheduled_request import PrunedRange
+from epd.types import Int64Array
 from stages.visual_inputs import PlacedEmbeddings
 
 # Norms that differ by less than about one in 4000 count as equal: between tokens that look alike, rounding

@@ -6,11 +6,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from epd.sampling_params import SamplingParams
-
-Int64Array = NDArray[np.int64]
+from epd.types import Int64Array
 
 _SPARE_SLOTS = 64
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from encoders.adapter import Int64Array, PromptPlan
+from encoders.adapter import PromptPlan
+from epd.types import Int64Array
 
 _SPARE_TOKENS = 64
 

@@ -13,21 +13,23 @@ from typer.testing import CliRunner
 
 from epd.bench.bench import BenchPlan, BenchResult, run_bench
 from epd.bench.body import Body
-from epd.bench.client import Reply
+from epd.bench.client import ChatReply
 from epd.bench.endpoint import Endpoint
 from epd.bench.generator import Prepared, run_load
 from epd.bench.media import MediaLibrary
 from epd.cli.program import app
 from epd.errors import RequestError
 from epd.workload.arrivals import Arrivals, ClosedArrivals, ConstantArrivals, TraceArrivals
-from epd.workload.distributions import Spread
+from epd.workload.distributions import SizeDistribution
 from epd.workload.metrics import SLO
 from epd.workload.requests import Mix, Resolution, ShapeClass, Workload
 from tests.bench.fake_server import FakeServer, Manner
 from tests.bench.test_client import TOLERANCE_S, took
 
-SMALL = ShapeClass(output_tokens=Spread.of(5), images=Spread.of(1), image_size=(Resolution(32, 32),))
-TEXT = ShapeClass(output_tokens=Spread.of(5))
+SMALL = ShapeClass(
+    output_tokens=SizeDistribution.of(5), images=SizeDistribution.of(1), image_size=(Resolution(32, 32),)
+)
+TEXT = ShapeClass(output_tokens=SizeDistribution.of(5))
 
 
 def plan(
@@ -66,8 +68,8 @@ class SleepyClient:
     def now_s(self) -> float:
         return time.perf_counter()
 
-    async def ask(self, _body: Body, /) -> Reply:
-        reply = Reply(self.now_s())
+    async def ask(self, _body: Body, /) -> ChatReply:
+        reply = ChatReply(self.now_s())
         await asyncio.sleep(1.0)
         reply.token_times_s.append(self.now_s())
         reply.end_s = self.now_s()
@@ -153,7 +155,9 @@ def test_a_warm_up_that_fails_ends_the_run(server: FakeServer, library: MediaLib
 
 
 def test_media_are_drawn_once(library: MediaLibrary) -> None:
-    shape = ShapeClass(images=Spread.of(2), videos=Spread.of(1), video_s=Spread.of(2))
+    shape = ShapeClass(
+        images=SizeDistribution.of(2), videos=SizeDistribution.of(1), video_s=SizeDistribution.of(2)
+    )
     workload = Workload("media", ClosedArrivals(), Mix((shape,)), num_requests=3, repeat_rate=0.3)
     requests = list(workload.requests(5))
     shown: list[tuple[int, int]] = []

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd.bench.body import MediaPart, chat_body
-from epd.bench.client import AnswerError, ChatClient, Reply
+from epd.bench.client import AnswerError, ChatClient, ChatReply, SSEParser
 from epd.bench.endpoint import Endpoint, find_model, parse_endpoints
-from epd.bench.sse import SSEParser
 from epd.errors import RequestError
 from epd.workload.requests import PlannedRequest, RequestShape
 from tests.bench.fake_server import FakeServer
@@ -33,8 +32,8 @@ def request(num_tokens: int = 5) -> PlannedRequest:
     return PlannedRequest(0, 0.0, RequestShape(12, num_tokens), media_seed=1, text_seed=2)
 
 
-def ask(url: str, *, num_tokens: int = 5, timeout_s: float = 10.0, key: str | None = None) -> Reply:
-    async def run() -> Reply:
+def ask(url: str, *, num_tokens: int = 5, timeout_s: float = 10.0, key: str | None = None) -> ChatReply:
+    async def run() -> ChatReply:
         async with ChatClient(Endpoint("it", url, "fake", key), timeout_s=timeout_s) as client:
             return await client.ask(chat_body(request(num_tokens), [], "fake", {}))
 
@@ -149,7 +148,7 @@ def test_events_do_not_depend_on_how_bytes_are_cut(cuts: list[int]) -> None:
 
 
 def test_an_answer_without_text_counts_from_its_end() -> None:
-    reply = Reply(0.0)
+    reply = ChatReply(0.0)
     reply.take('{"choices": [{"delta": {"role": "assistant", "content": ""}}]}', 1.0)
     reply.take('{"choices": [{"delta": {"content": ""}, "finish_reason": "stop"}]}', 2.0)
     reply.take('{"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 1}}', 2.5)
@@ -160,7 +159,7 @@ def test_an_answer_without_text_counts_from_its_end() -> None:
 @pytest.mark.parametrize("data", ["3", '{"choices": [3]}', '{"choices": 3}', '{"usage": [1]}', "{"])
 def test_what_is_no_chunk_is_malformed(data: str) -> None:
     with pytest.raises(AnswerError, match="malformed"):
-        Reply(0.0).take(data, 1.0)
+        ChatReply(0.0).take(data, 1.0)
 
 
 # Endpoints.

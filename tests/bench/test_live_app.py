@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from epd.bench.app_profile import _AppLoad
-from epd.bench.live_app import LiveApp, LoadResult, ServedRequest, live_app, served_in
+from epd.bench.live_app import LiveApp, ServedRequest, TrafficResult, live_app, served_in
 from epd.bench.media import MediaLibrary
 from epd.errors import UnavailableError
 from epd.workload.metrics import ClientRecord
@@ -46,7 +46,7 @@ def record(index: int, ttft_s: float, error: str | None = None) -> ClientRecord:
 def test_times_are_medians_and_cpu_time_is_without_what_idling_takes() -> None:
     ttfts_s = (0.1, 0.2, 0.3, 0.4, 0.9)
     records = tuple(record(index, ttft_s) for index, ttft_s in enumerate(ttfts_s))
-    result = LoadResult(
+    result = TrafficResult(
         (*records, record(5, 0.95, "HTTP 500")),
         served_in([LINE] * 5),
         cpu_s=3.0,
@@ -60,7 +60,7 @@ def test_times_are_medians_and_cpu_time_is_without_what_idling_takes() -> None:
     assert (found.encode_s, found.prefill_s, found.new_tokens) == (0.009, 0.015, 41)
 
 
-def test_an_application_that_fails_is_told() -> None:
+def test_an_application_that_fails_is_reported() -> None:
     class Failing(LiveApp):
         def __init__(self) -> None:
             """Nothing runs."""
@@ -68,8 +68,8 @@ def test_an_application_that_fails_is_told() -> None:
         def idle_cores(self, seconds: float = 0.0) -> float:
             return seconds
 
-        def load(self, *_: object, **__: object) -> LoadResult:  # type: ignore[override]
-            return LoadResult((record(0, 0.1, "HTTP 500"),), (), 0.0, 1.0, 1.0)
+        def send(self, *_: object, **__: object) -> TrafficResult:  # type: ignore[override]
+            return TrafficResult((record(0, 0.1, "HTTP 500"),), (), 0.0, 1.0, 1.0)
 
     with pytest.raises(UnavailableError, match="HTTP 500"):
         _AppLoad(Failing(), "1epd", MediaLibrary(Path("media"), write_scene))
@@ -88,7 +88,7 @@ def test_cpu_time_is_that_of_a_process_and_all_it_has_started(tmp_path: Path) ->
         process.stdin.close()
 
 
-def test_what_does_not_start_is_told(tmp_path: Path) -> None:
+def test_what_does_not_start_is_reported(tmp_path: Path) -> None:
     with (
         pytest.raises(UnavailableError, match="no worker does decode"),
         live_app(["--topology", "1e1p"], tmp_path / "log"),

@@ -84,7 +84,7 @@ def test_few_requests_are_not_planned_for(front: Front) -> None:
     ("options", "code", "message"),
     [
         (("--url", "http://127.0.0.1:9"), 3, "gave ConnectError; start epd serve"),
-        (("--url", "nonsense"), 2, "is no endpoint"),
+        (("--url", "nonsense"), 2, "is not an endpoint"),
         (("--profile", "x@y"), 2, "no objective"),
     ],
 )

@@ -15,7 +15,7 @@ from epd.eval.items import FULL, EvalCase, EvalItem, EvalSetting, EvalVideo
 from epd.eval.plan import EvalPlan, todos
 from epd.eval.plots import plot_rows
 from epd.eval.report import print_rows
-from epd.eval.rows import Asked, eval_rows, table_rows
+from epd.eval.rows import RowSelection, eval_rows, table_rows
 from epd.eval.verdicts import RunInfo, TTFTSample, Verdict, VerdictLog
 
 RUN = RunInfo("demo", "shapes-vl", max_tokens=16, seed=1)
@@ -55,7 +55,7 @@ def judged_log(path: Path | None = None) -> VerdictLog:
 
 
 def test_a_row_says_what_counting_by_hand_says() -> None:
-    (row,) = eval_rows(judged_log(), Asked(("half",), (0.5,), (8,)))
+    (row,) = eval_rows(judged_log(), RowSelection(("half",), (0.5,), (8,)))
     assert (row.method, row.retention, row.num_frames, row.num_questions, row.num_videos) == (
         "half",
         0.5,
@@ -77,7 +77,7 @@ def test_a_row_says_what_counting_by_hand_says() -> None:
 
 
 def test_a_record_has_the_names_that_were_promised() -> None:
-    record = eval_rows(judged_log(), Asked(("half",), (0.5,), (8,)))[0].record()
+    record = eval_rows(judged_log(), RowSelection(("half",), (0.5,), (8,)))[0].record()
     promised = {
         "method",
         "retention",
@@ -100,7 +100,7 @@ def test_a_record_has_the_names_that_were_promised() -> None:
 
 
 def test_with_all_tokens_every_method_has_the_row_of_all_tokens() -> None:
-    rows = eval_rows(judged_log(), Asked(("half", "other"), (1.0, 0.5), (8, 16)))
+    rows = eval_rows(judged_log(), RowSelection(("half", "other"), (1.0, 0.5), (8, 16)))
     assert [(row.method, row.retention) for row in rows] == [("half", 1.0), ("half", 0.5), ("other", 1.0)]
     assert rows[0] == replace(rows[2], method="half")
     assert (rows[0].wins, rows[0].losses, rows[0].p_value) == (0, 0, 1.0)
@@ -108,36 +108,40 @@ def test_with_all_tokens_every_method_has_the_row_of_all_tokens() -> None:
 
 def test_a_log_is_shown_whole_with_all_tokens_once() -> None:
     log = judged_log()
-    assert Asked.of(log) == Asked(("half",), (1.0, 0.5), (8,))
-    assert Asked.of(log).settings == (FULL, HALF)
-    assert Asked(("a", "b"), (0.5,), (8,)).settings == (FULL, EvalSetting("a", 0.5), EvalSetting("b", 0.5))
-    assert [(row.method, row.retention) for row in eval_rows(log, Asked.of(log))] == [
+    assert RowSelection.of(log) == RowSelection(("half",), (1.0, 0.5), (8,))
+    assert RowSelection.of(log).settings == (FULL, HALF)
+    assert RowSelection(("a", "b"), (0.5,), (8,)).settings == (
+        FULL,
+        EvalSetting("a", 0.5),
+        EvalSetting("b", 0.5),
+    )
+    assert [(row.method, row.retention) for row in eval_rows(log, RowSelection.of(log))] == [
         ("half", 1.0),
         ("half", 0.5),
     ]
-    assert [row.method for row in table_rows(log, Asked.of(log))] == ["full", "half"]
+    assert [row.method for row in table_rows(log, RowSelection.of(log))] == ["full", "half"]
 
 
 def test_methods_can_be_tested_against_each_other() -> None:
     log = judged_log()
     log.append([verdict(EvalSetting("other", 0.5), number, number < 4) for number in range(10)])
-    half, other = eval_rows(log, Asked(("half", "other"), (0.5,), (8,), against="other"))
+    half, other = eval_rows(log, RowSelection(("half", "other"), (0.5,), (8,), against="other"))
     assert (half.against, half.wins, half.losses, half.p_value) == ("other", 3, 0, pytest.approx(0.25))
     assert (half.accuracy_of_full, half.relative_accuracy) == (pytest.approx(0.8), pytest.approx(7 / 8))
     assert (other.wins, other.losses, other.p_value) == (0, 0, 1.0)
-    assert EvalSetting("x", 0.5) in Asked(("half",), (0.5,), (8,), against="x").settings
+    assert EvalSetting("x", 0.5) in RowSelection(("half",), (0.5,), (8,), against="x").settings
 
 
 def test_pairs_are_only_questions_asked_both_ways() -> None:
     log = VerdictLog(RUN)
     log.append([verdict(FULL, number, True) for number in range(4)])
     log.append([verdict(HALF, number, False) for number in range(2, 8)])
-    row = next(row for row in table_rows(log, Asked.of(log)) if row.method == "half")
+    row = next(row for row in table_rows(log, RowSelection.of(log)) if row.method == "half")
     assert (row.num_questions, row.wins, row.losses, row.accuracy_of_full) == (6, 0, 2, 1.0)
     assert row.relative_accuracy == 0.0
     alone = VerdictLog(RUN)
     alone.append([verdict(HALF, 0, True)])
-    (row,) = table_rows(alone, Asked.of(alone))
+    (row,) = table_rows(alone, RowSelection.of(alone))
     assert (row.accuracy, row.accuracy_of_full, row.p_value, row.ttft_s) == (1.0, None, None, None)
 
 
@@ -217,7 +221,7 @@ def test_files_of_another_run_or_of_no_run_are_refused_and_left_alone(tmp_path: 
 
 def test_the_table_fits_80_columns_and_the_picture_is_drawn(tmp_path: Path) -> None:
     log = judged_log()
-    rows = table_rows(log, Asked.of(log))
+    rows = table_rows(log, RowSelection.of(log))
     assert [row.method for row in rows] == ["full", "half"]
     console = Console(file=io.StringIO(), width=80)
     print_rows(rows, console)

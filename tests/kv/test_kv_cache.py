@@ -213,7 +213,7 @@ def test_blocks_in_use_are_never_evicted() -> None:
     cache.open("second", text(9), max_cached=0)
     assert not cache.can_allocate("second", 5)
     with pytest.raises(
-        ValueError, match=r"room for 5 tokens of request 'second' takes \[2\] blocks, \[1\] can"
+        ValueError, match=r"room for 5 tokens of request 'second' needs \[2\] blocks, \[1\] are free"
     ):
         cache.allocate("second", 5)
     assert cache.can_allocate("second", 4)

@@ -111,7 +111,7 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     def must_refuse(self, change: Callable[[], object]) -> None:
         before = self.state()
-        with pytest.raises(ValueError, match="can be had"):
+        with pytest.raises(ValueError, match="are free"):
             change()
         assert self.state() == before
 

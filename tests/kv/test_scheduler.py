@@ -14,7 +14,8 @@ import pytest
 from epd.errors import InfeasibleError
 from epd.kv.kv_cache import BlockCopy, KVCacheManager, KVCacheSpec
 from epd.kv.kv_identity import token_identity
-from epd.kv.scheduling import PrunedRange, ScheduledRequest, Scheduler, SchedulerConfig, SchedulerOutput
+from epd.kv.scheduled_request import PrunedRange, ScheduledRequest
+from epd.kv.scheduling import Scheduler, SchedulerConfig, SchedulerOutput
 
 
 def scheduler(num_blocks: int = 64, **limits: Any) -> Scheduler:

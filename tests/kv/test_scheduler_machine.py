@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from epd.errors import InfeasibleError
 from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
 from epd.kv.kv_identity import token_identity
-from epd.kv.scheduling import ScheduledRequest, Scheduler, SchedulerConfig, SchedulerOutput
+from epd.kv.scheduled_request import ScheduledRequest
+from epd.kv.scheduling import Scheduler, SchedulerConfig, SchedulerOutput
 
 VOCABULARY = 3  # few tokens, so that prompts often begin alike
 
@@ -204,7 +205,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_seqs = sum(each.num_seqs for each in self.scheduler.running)
         if self.scheduler.waiting and output.admitted:
             assert max(each.priority for each in output.admitted) <= self.scheduler.waiting[0].priority
-        if self.scheduler.waiting and self.scheduler._has_seat(self.scheduler.waiting[0]):
+        if self.scheduler.waiting and self.scheduler._has_slot(self.scheduler.waiting[0]):
             assert self.scheduler._open(self.scheduler.waiting[0]) is None, "it would have fitted"
         assert num_seqs <= config.max_num_seqs or len({r.split("#")[0] for r in self.running}) == 1
         names = [chunk.request.request_id for chunk in output.chunks]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from epd.errors import RequestError
 from epd.workload.arrivals import ArrivalKind, BurstyArrivals, RampArrivals, poisson_arrivals
 from epd.workload.config import PRESETS, load_workload
-from epd.workload.distributions import Spread
+from epd.workload.distributions import SizeDistribution
 from epd.workload.requests import Mix, PlannedRequest, Resolution, ShapeClass, VideoSpec, Workload
 from epd.workload.trace import parse_trace
 
@@ -27,7 +27,7 @@ TRACE = """TIMESTAMP,NumImages,ContextTokens,GeneratedTokens
 
 
 def workload(repeat_rate: float = 0.0, rate: float = 5.0) -> Workload:
-    mix = Mix((ShapeClass(weight=1), ShapeClass(images=Spread.of(1, 3), weight=3)))
+    mix = Mix((ShapeClass(weight=1), ShapeClass(images=SizeDistribution.of(1, 3), weight=3)))
     return Workload("test", poisson_arrivals(rate), mix, num_requests=400, repeat_rate=repeat_rate)
 
 
@@ -36,27 +36,27 @@ def workload(repeat_rate: float = 0.0, rate: float = 5.0) -> Workload:
 
 @pytest.mark.parametrize("text", ["32", "16..64", "1|4|8", "1*3|4..8*1"])
 def test_a_spread_reads_what_it_writes(text: str) -> None:
-    assert str(Spread.parse(text)) == text
+    assert str(SizeDistribution.parse(text)) == text
 
 
 @pytest.mark.parametrize("text", ["", "a", "1..", "4..2", "1|", "-3", "1*0", "1...2"])
 def test_what_is_no_spread_is_refused(text: str) -> None:
     with pytest.raises(RequestError):
-        Spread.parse(text)
+        SizeDistribution.parse(text)
 
 
 @settings(deadline=None)
 @given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 2**32))
 def test_a_spread_stays_within_its_ends(low: int, more: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    spread = Spread.of(low, low + more)
+    spread = SizeDistribution.of(low, low + more)
     assert all(low <= spread.draw_count(rng) <= low + more for _ in range(20))
     assert low <= spread.draw(rng) <= low + more
 
 
 def test_a_spread_draws_by_weight() -> None:
     rng = np.random.default_rng(3)
-    spread = Spread.parse("1*3|4..5*1")
+    spread = SizeDistribution.parse("1*3|4..5*1")
     counts = Counter(spread.draw_count(rng) for _ in range(4000))
     assert spread.mean == pytest.approx(0.75 * 1 + 0.25 * 4.5)
     assert counts[1] / 4000 == pytest.approx(0.75, abs=0.03)
@@ -136,7 +136,7 @@ def test_repeating_leaves_the_others_content_as_it_was() -> None:
         lambda: Resolution(31, 64),
         lambda: Resolution.parse("640"),
         lambda: ShapeClass(weight=0.0),
-        lambda: ShapeClass(video_s=Spread.of(0)),
+        lambda: ShapeClass(video_s=SizeDistribution.of(0)),
         lambda: ShapeClass(video_fps=0),
         lambda: Mix(()),
         lambda: workload(repeat_rate=1.1),
@@ -144,7 +144,9 @@ def test_repeating_leaves_the_others_content_as_it_was() -> None:
         lambda: Workload("x", poisson_arrivals(1.0), Mix((ShapeClass(),)), duration_s=-1.0),
         lambda: next(workload().requests(-1)),
         lambda: next(
-            Workload("x", poisson_arrivals(1.0), Mix((ShapeClass(text_tokens=Spread.of(0)),)), 1).requests(0)
+            Workload(
+                "x", poisson_arrivals(1.0), Mix((ShapeClass(text_tokens=SizeDistribution.of(0)),)), 1
+            ).requests(0)
         ),
     ],
 )

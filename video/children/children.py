@@ -161,10 +161,10 @@ class MediaChildren:
         logger.warning("media process %d %s", child.pid, "gave no answer" if is_late else "ended")
         if is_late:
             return MediaLimitError(
-                f"{name} took more than {seconds:g} s to read; allowed that much; encode it again, smaller"
+                f"{name} took more than {seconds:g} s to read; allowed: up to that; encode it again, smaller"
             )
         return ChildDiedError(
-            f"{name} made the process that read it end; allowed: files within its limits of memory and "
+            f"{name} crashed the process that read it; allowed: files within its limits of memory and "
             "time; encode it again, smaller"
         )
 
@@ -179,7 +179,7 @@ class MediaChildren:
                 "allowed; encode it again, smaller"
             )
         logger.warning("media process %d failed on a file: %s", child.pid, message)
-        return CorruptMediaError(f"{name} cannot be read; allowed: sound files; encode it again")
+        return CorruptMediaError(f"{name} cannot be read; allowed: intact files; encode it again")
 
     # Children
 
@@ -208,7 +208,7 @@ class MediaChildren:
                 if not self._changed.wait(end_s - time.monotonic()):
                     raise UnavailableError(
                         f"all {self.limits.max_children} media processes have been busy for "
-                        f"{self.limits.patience_s:g} s; try again later"
+                        f"{self.limits.patience_s:g} s; retry later"
                     )
             if self._idle:
                 return self._idle.pop()
@@ -289,7 +289,7 @@ def _pixels(header: Header, payload: bytearray) -> UInt8Array:
 
 def nonsense() -> CorruptMediaError:
     """Returns the error for an answer that no reader gives unless a file has taken it over."""
-    return CorruptMediaError("the medium made its reader answer nonsense; encode it again")
+    return CorruptMediaError("the medium corrupted the process that read it; encode it again")
 
 
 def _facts(header: Mapping[str, Any]) -> MediaFacts:

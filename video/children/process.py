@@ -97,7 +97,7 @@ class ChildServer:
             except (OSError, struct.error) as error:
                 ours.close()
                 self._stop()
-                raise UnavailableError(f"no media process can be started ({error}); try later") from error
+                raise UnavailableError(f"no media process can be started ({error}); retry later") from error
 
     def _fork(self, job: socket.socket) -> int:
         control = self._control or self._start()

@@ -67,7 +67,7 @@ def receive(
     except (OSError, ValueError, RecursionError) as error:
         raise ChildGoneError(f"{type(error).__name__}: {error}") from error
     if not isinstance(header, dict):
-        raise ChildGoneError("a header that is no object")
+        raise ChildGoneError("a header that is not an object")
     return header, payload, descriptor
 
 

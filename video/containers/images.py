@@ -1,4 +1,4 @@
-"""Decodes images, and tells them from videos by content, never by the name of the file."""
+"""Decodes images, and distinguishes them from videos by content, never by the name of the file."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class DecodeRun:
                 self._fail(
                     MediaLimitError(
                         f"{self._media.name} took more than {self.options.limits.max_file_s:g} s to decode; "
-                        "allowed that much; sample fewer times or raise max_file_s"
+                        "allowed: up to that; sample fewer times or raise max_file_s"
                     )
                 )
             began = time.monotonic()
@@ -146,7 +146,7 @@ class DecodeRun:
         if self._error is not None:
             raise self._error
         if self._is_closed:
-            raise CancelledError("the stream was closed while a group was asked for; open another one")
+            raise CancelledError("the stream was closed during a read; open another one")
         group = self._ring.groups[self._ring.num_taken]
         assert group is not None
         return group.is_complete and (self._ring.can_fill(group) or self._is_stuck)

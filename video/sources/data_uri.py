@@ -26,7 +26,7 @@ def read_data_uri(uri: str, max_bytes: int, sink: Sink) -> None:
     comma = uri.find(",")
     if comma < 0:
         raise UnsupportedMediaError(
-            "received a data: URI without a comma; allowed data:TYPE;base64,DATA; send it so"
+            "received a data: URI without a comma; allowed data:TYPE;base64,DATA; use that form"
         )
     if uri[max(0, comma - len(_BASE64)) : comma].lower() == _BASE64:
         _read_base64(uri, comma + 1, max_bytes, sink)

@@ -55,7 +55,7 @@ class Download:
                 return
             url = urljoin(url, location)
         raise MediaLimitError(
-            f"more than {self._policy.max_redirects} redirects; allowed that many; give the final URL"
+            f"more than {self._policy.max_redirects} redirects; allowed: up to that; give the final URL"
         )
 
     # Time
@@ -76,7 +76,7 @@ class Download:
             return left_s
         if time.monotonic() - self._began_s >= self._policy.max_s:
             raise MediaLimitError(
-                f"the download took more than {self._policy.max_s:g} s; allowed that much; host it nearer"
+                f"the download took more than {self._policy.max_s:g} s; allowed: up to that; host it nearer"
             )
         raise MediaLimitError(
             f"the download gave {self._num_bytes} bytes in {time.monotonic() - self._began_s:.0f} s; "

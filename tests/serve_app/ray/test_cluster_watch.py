@@ -69,7 +69,7 @@ def test_a_part_may_be_silent_for_a_while_as_it_may_be_starting_again() -> None:
     cluster.alive("controller", 0.0)
     cluster.alive("raylet", 50.0)
     assert cluster.lost(60.0) == ""
-    assert cluster.lost(61.0) == "controller has given no sign of life for 61 s"
+    assert cluster.lost(61.0) == "controller has sent no heartbeat for 61 s"
     cluster.alive("controller", 62.0)
     assert cluster.lost(63.0) == ""
 

@@ -19,7 +19,8 @@ from encoders.reduction.merging import MergedNeighbours
 from epd.errors import InfeasibleError, RequestError
 from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
 from epd.kv.kv_identity import token_identity
-from epd.kv.scheduling import PrunedRange, ScheduledRequest, Scheduler, SchedulerConfig, SchedulerOutput
+from epd.kv.scheduled_request import PrunedRange, ScheduledRequest
+from epd.kv.scheduling import Scheduler, SchedulerConfig, SchedulerOutput
 from epd.models import embedded_model_path
 from epd.reduction import ReductionPolicy, layer_counts
 from epd.sampling_params import SamplingParams

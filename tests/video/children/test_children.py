@@ -178,7 +178,7 @@ def test_a_file_that_kills_its_readers_costs_itself_alone(
     monkeypatch.setattr(children, "take", lambda: taken.append(take()) or taken[-1])
     monkeypatch.setattr("video.children.children.send", deadly)
     with opened(clip("h264_b.mp4")) as file:
-        with pytest.raises(CorruptMediaError, match="poison made the process that read it end"):
+        with pytest.raises(CorruptMediaError, match="poison crashed the process that read it"):
             children.look(file, "poison")
         assert len(deaths) == 2
         assert children.look(file, "it").kind == "video"

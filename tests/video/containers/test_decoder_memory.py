@@ -58,6 +58,6 @@ def test_memory_for_one_decoder_gets_one(tmp_path: Path) -> None:
     with av.open(str(path)) as container:
         needed = decoder_bytes(container.streams.video[0].codec_context)
     with video.stream(path, [0.1, 1.2], limits=video.Limits(max_decoder_bytes=needed)) as groups:
-        assert groups._run._num_lanes == 1
+        assert groups._run._num_sessions == 1
         alone = np.concatenate([group.frames.data for group in groups])
     assert np.array_equal(alone, video.decode(path, [0.1, 1.2]).data)

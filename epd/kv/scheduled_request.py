@@ -1,0 +1,85 @@
+"""Describes a request as the scheduler sees it: what it knows, has computed and will prune. No tensors."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from epd.kv.kv_identity import TokenIdentity
+
+
+@dataclass(frozen=True, slots=True)
+class PrunedRange:
+    """Prompt tokens [start, stop) that stay in the cache out of `num_inputs` that are computed at once.
+
+    computed   | ... kept so far | num_inputs ............. |        written behind what is kept
+    committed  | ... kept so far | start .. stop |
+    """
+
+    start: int
+    stop: int
+    num_inputs: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop <= self.start + self.num_inputs:
+            raise ValueError(f"a pruned range keeps 1 to all of its inputs, got {self}")
+
+
+@dataclass(slots=True, eq=False)
+class ScheduledRequest:
+    """A request as the scheduler sees it.
+
+    priority: the lower, the more important, as in vLLM.
+    max_total_tokens: prompt and longest output.
+    num_copies: answers to one prompt; room to split the last block is reserved for each.
+    parent: a held request whose tokens are the first of this one's.
+    pruned: ascending, of the prompt.
+    """
+
+    request_id: str
+    identity: TokenIdentity
+    num_prompt_tokens: int
+    max_total_tokens: int
+    num_ready: int
+    num_copies: int = 1
+    parent: str | None = None
+    pruned: tuple[PrunedRange, ...] = ()
+    num_tokens: int = 0
+    num_computed: int = 0
+    num_drafts: int = 0
+    num_offloaded: int = 0
+    arrival: int = -1
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_tokens = self.num_tokens or self.num_prompt_tokens
+
+    @property
+    def num_seqs(self) -> int:
+        """How many answers it counts for: before its prompt is computed, all that it will have."""
+        return self.num_copies if self.num_tokens == self.num_prompt_tokens else 1
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether only the token sampled last is left to compute."""
+        return self.num_tokens > self.num_prompt_tokens and self.num_computed == self.num_tokens - 1
+
+    @property
+    def num_computable(self) -> int:
+        """Known tokens with their inputs ready that have not been computed."""
+        limit = self.num_ready if self.num_ready < self.num_prompt_tokens else self.num_tokens
+        return limit - self.num_computed
+
+    def pruned_range(self, num_tokens: int) -> PrunedRange | None:
+        """Returns the one that token `num_tokens` is in, or the next; None past the last."""
+        at = bisect_right(self.pruned, num_tokens, key=lambda pruned: pruned.stop)
+        return self.pruned[at] if at < len(self.pruned) else None
+
+    def uncut(self, num_tokens: int) -> int:
+        """Returns the most of the first `num_tokens` tokens that do not end inside a pruned range."""
+        pruned = self.pruned_range(num_tokens)
+        return num_tokens if pruned is None else min(num_tokens, pruned.start)
+
+    def num_written(self, num_computed: int) -> int:
+        """Returns how many tokens need room while the pruned ranges past `num_computed` are computed."""
+        return max((p.start + p.num_inputs for p in self.pruned if p.stop > num_computed), default=0)
