@@ -26,7 +26,7 @@ demo: $(STAMP) ## make a 60 s video, ask five questions, print answers, truth an
 	$(BIN)/epd demo
 
 test: check ## lint, types and all tests, in two processes (how long: CONTRIBUTING.md)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ALONE:%=--ignore=%)
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(ALONE:%=--ignore=%)
 	$(BIN)/python -m pytest $(ALONE)
 
 test-topologies: $(STAMP) ## ask the app on Ray in every topology
