@@ -213,5 +213,5 @@ def test_what_a_server_of_ours_reports_is_added_up(tmp_path: Path) -> None:
 
 
 def test_what_is_no_url_is_refused() -> None:
-    with pytest.raises(RequestError, match="no endpoint"), HttpBackend.open("server:8000", None):
+    with pytest.raises(RequestError, match="not an endpoint"), HttpBackend.open("server:8000", None):
         pass

@@ -122,7 +122,7 @@ def test_what_makes_no_sense_is_refused_under_its_id(record: Any, words: str, li
 
 def test_a_line_that_is_no_json_is_refused() -> None:
     for text in (b"{", b"\xff", b"nothing"):
-        with pytest.raises(LineError, match="no JSON"):
+        with pytest.raises(LineError, match="not JSON"):
             parse_line(text, 1, LineDefaults(FOLDER))
 
 

@@ -233,7 +233,7 @@ def test_json_alone_on_stdout(server: FakeServer) -> None:
         (("--json", "/no/such/folder/x.json"), "folder that exists"),
         (("--extra-body", "[1]"), "JSON object"),
         (("--slo-tpot-s", "-1"), "tpot_s is -1"),
-        (("--max-tokens", "many"), "no spread"),
+        (("--max-tokens", "many"), "not a size distribution"),
         (("--image-size", "12"), "WIDTHxHEIGHT"),
     ],
 )

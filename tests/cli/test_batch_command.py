@@ -117,7 +117,7 @@ def test_a_folder_and_questions_become_lines(tmp_path: Path) -> None:
         (["in.jsonl", "out.jsonl", "--reduction", "best"], "the reduction method 'best'; allowed: "),
         (["in.jsonl", "out.jsonl", "--plot", "x.txt"], "x.txt"),
         (["in.jsonl", "out.jsonl", "--topology", "1epd", "--url", "http://x"], "--topology and --url"),
-        (["in.jsonl", "out.jsonl", "--url", "x"], "no endpoint"),
+        (["in.jsonl", "out.jsonl", "--url", "x"], "not an endpoint"),
         (["nothing.jsonl", "out.jsonl"], "nothing.jsonl"),
         ([".", "out.jsonl"], "--questions"),
         (["in.jsonl", "out.jsonl", "--questions", "q.txt"], "no folder"),

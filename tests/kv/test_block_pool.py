@@ -22,7 +22,7 @@ def test_a_fresh_pool_gives_ascending_runs() -> None:
 
 def test_a_pool_does_not_give_what_it_has_not_got() -> None:
     pool = BlockPool(2)
-    with pytest.raises(ValueError, match="3 blocks asked for, 2 are free"):
+    with pytest.raises(ValueError, match="3 blocks are needed, 2 are free"):
         pool.take(3)
     with pytest.raises(ValueError, match="block 0 is free already"):
         pool.release(0)

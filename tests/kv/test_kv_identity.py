@@ -44,7 +44,7 @@ def test_appended_tokens_are_as_if_they_had_been_there(num_prompt: int, num_gene
 
 
 def test_rows_that_are_not_known_cannot_be_read() -> None:
-    with pytest.raises(ValueError, match=r"rows \[2, 5\) asked for, \[0, 4\) are known"):
+    with pytest.raises(ValueError, match=r"rows \[2, 5\) were requested, \[0, 4\) are known"):
         token_identity([1, 2, 3, 4]).row_bytes(2, 5)
     with pytest.raises(ValueError, match=r"must be int64 \[T, 3\], got int64 \(4,\)"):
         TokenIdentity(np.zeros(4, np.int64))

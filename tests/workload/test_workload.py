@@ -211,7 +211,7 @@ def test_a_file_in_json_or_yaml_is_a_workload(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "no YAML or JSON"),
+        ("{", "not YAML or JSON"),
         ("[]", "mapping"),
         ('{"rat": 1}', "rat is 1"),
         ('{"mix": [{"pictures": 1}]}', "mix.0.pictures"),
