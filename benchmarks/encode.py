@@ -145,8 +145,8 @@ def in_groups(adapter: Adapter, plan: MediaPlan, frames: Tensor, keep: bool) -> 
     """Preprocesses group by group; what is not kept is dropped before the next, as after encoding."""
     kept = [] if keep else None
     for start, stop in cut(plan, max(1, GROUP_TOKENS // plan.tokens_per_unit)):
-        unit = plan.frames_per_unit
-        patches = adapter.preprocess(frames[start * unit : stop * unit], plan)
+        shown = plan.frame_range(start, stop)
+        patches = adapter.preprocess(frames[shown.start : shown.stop], plan)
         if kept is not None:
             kept.append(patches)
     return kept

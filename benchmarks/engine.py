@@ -30,7 +30,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoProcessor, DynamicCache, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    DynamicCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from benchmarks.reporting import Row, Section, median_ratio, run_sections, setting
 from encoders import load_adapter
@@ -42,8 +48,8 @@ from epd.shapes import SceneRenderer, make_questions, make_scene
 from stages.engine.engine import LanguageEngine
 from stages.engine.generation import GenerateRequest, GenerationSettings
 from stages.engine.setup import build_engine
-from stages.loader import load_model
 from stages.visual_inputs import PlacedEmbeddings
+from stages.weights import load_role
 
 COUNTS = (1, 8, 32)
 MAX_TOKENS = (16, 128)  # of an answer, drawn evenly between
@@ -86,7 +92,7 @@ class Ours:
 
     def __init__(self) -> None:
         self.adapter: Adapter = load_adapter(PATH)
-        model: Any = load_model(PATH, torch.float32)
+        model: Any = load_role(PATH, "whole", torch.float32).model
         self.tower = self.adapter.vision_tower(model)
         self.engine: LanguageEngine = build_engine(
             model, self.adapter, GenerationSettings(frozenset()), num_kv_tokens=2**16
@@ -141,7 +147,9 @@ class Theirs:
     """transformers as its users run it: processor and `generate`."""
 
     def __init__(self) -> None:
-        self.model: Any = load_model(PATH, torch.float32)
+        self.model: Any = AutoModelForImageTextToText.from_pretrained(
+            PATH, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+        )
         self.processor: Any = AutoProcessor.from_pretrained(PATH, local_files_only=True)
         self.processor.tokenizer.padding_side = "left"
 

@@ -34,7 +34,7 @@ from benchmarks.reporting import Row, Section, run_sections, setting
 from encoders import FrameSampling, load_adapter
 from epd.models import embedded_model_path
 from epd.types import StageTimings
-from stages.media import plan_media, unit_runs
+from stages.media import decode_groups, plan_media
 
 EPD = Path(sys.executable).with_name("epd")
 PORT = 8731
@@ -168,7 +168,7 @@ def decode_alone_s(path: Path) -> float:
     adapter = load_adapter(embedded_model_path())
     planned = plan_media(adapter, path, FrameSampling())
     start = time.perf_counter()
-    for _ in unit_runs(planned, 256, StageTimings()):
+    for _ in decode_groups([planned], 256, StageTimings()):
         pass
     return time.perf_counter() - start
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -108,6 +108,26 @@ class MediaPlan:
     def num_tokens(self) -> int:
         """Visual tokens in the prompt."""
         return self.num_units * self.tokens_per_unit
+
+    def frame_range(self, start: int, stop: int) -> range:
+        """The frames of units [start, stop), of an image its tiles; the last unit of a video may be short."""
+        last = len(self.times_s) if self.kind == "video" else self.num_units
+        return range(start * self.frames_per_unit, min(stop * self.frames_per_unit, last))
+
+    def times_of(self, start: int, stop: int) -> tuple[float, ...]:
+        """The times of the frames of units [start, stop), seconds; none for an image."""
+        frames = self.frame_range(start, stop)
+        return self.times_s[frames.start : frames.stop]
+
+    def part(self, start: int, stop: int) -> Self:
+        """Units [start, stop) as a plan of their own: all that decoding and encoding them needs."""
+        frames = self.frame_range(start, stop)
+        return replace(
+            self,
+            grid=self.grid.cut(stop - start),
+            times_s=self.times_of(start, stop),
+            frame_indices=self.frame_indices[frames.start : frames.stop],
+        )
 
     @property
     def is_joined_whole(self) -> bool:
@@ -221,6 +241,12 @@ class PromptPlan:
             visual_tokens_before=self.num_visual_tokens_before,
         )
 
+    @property
+    def prefix(self) -> PromptPlan:
+        """The part before the question, as a prompt of its own."""
+        stop = self.prefix_length
+        return replace(self, token_ids=self.token_ids[:stop], positions=self.positions[:, :stop])
+
     def check_begins_with(self, prefix: Int64Array) -> None:
         """prefix: of a prompt with another question, int64 [n].
 
@@ -295,6 +321,10 @@ class Adapter(Protocol):
 
     def plan_prompt(self, media: Sequence[MediaPlan], question: str) -> PromptPlan:
         """Lays out one question behind the media. Raises RequestError for an unusable question."""
+        ...
+
+    def plan_prefix(self, media: Sequence[MediaPlan]) -> PromptPlan:
+        """Lays out what every question behind the media begins with: up to the last visual token."""
         ...
 
     def plan_chat(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage]) -> PromptPlan:

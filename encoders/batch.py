@@ -40,10 +40,9 @@ class FrameEncoder:
         self._encode_batch = partial(family.encode_batch, tower)
         self._skip_static = skip_static
 
-    def patches(self, frames: Tensor, plan: MediaPlan, start: int, stop: int) -> PatchRun:
-        """Units [start, stop) of an item, ready for the tower. frames: theirs, uint8 [N, h, w, 3]."""
-        values = self._family.preprocess(frames, plan)
-        return PatchRun(plan.kind, values, plan.grid.cut(stop - start))
+    def patches(self, frames: Tensor, plan: MediaPlan) -> PatchRun:
+        """Frames, uint8 [N, h, w, 3], ready for the tower. plan: of their units alone."""
+        return PatchRun(plan.kind, self._family.preprocess(frames, plan), plan.grid)
 
     def encode(self, runs: Sequence[PatchRun]) -> list[Embeddings]:
         """Of several runs of equal grid height and width, in one call of the tower."""

@@ -22,20 +22,29 @@ DEFAULT_GROUP_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class MediaGroup:
-    """Units [start, stop) of item number `item` of a request, as the encoder cache sees them."""
+    """One group of a request's media.
+
+    item: number of the item among the request's media.
+    index: number of the group among those of its item.
+    start: the first of its units among those of the item.
+    plan: of these units alone, with the times of their frames.
+    spec: the group as the encoder cache sees it.
+    """
 
     item: int
+    index: int
     start: int
-    stop: int
     plan: MediaPlan
     spec: GroupSpec
 
     @property
-    def frame_range(self) -> range:
-        """The item's frames that the group shows; an image's tiles."""
-        unit = self.plan.frames_per_unit
-        last = self.plan.num_frames if self.plan.kind == "video" else self.plan.num_units
-        return range(self.start * unit, min(self.stop * unit, last))
+    def stop(self) -> int:
+        return self.start + self.plan.num_units
+
+    @property
+    def num_frames(self) -> int:
+        """Frames of the source; all tiles of an image are one, which its first group has."""
+        return self.plan.num_frames if self.plan.kind == "video" or self.index == 0 else 0
 
 
 def plan_groups(
@@ -53,19 +62,13 @@ def plan_groups(
     """
     groups = []
     for item, (plan, mm_hash) in enumerate(zip(plans, mm_hashes, strict=True)):
-        for start, stop in cut(plan, max(1, group_tokens // plan.tokens_per_unit)):
-            key = GroupKey(
-                mm_hash,
-                _times(plan, start, stop),
-                (0, 0) if plan.kind == "video" else (start, stop),
-                plan.size,
-                model,
-                reduction,
-            )
-            spec = GroupSpec(
-                key, (stop - start) * plan.tokens_per_unit, plan.grid.cut(stop - start).num_patches
-            )
-            groups.append(MediaGroup(item, start, stop, plan, spec))
+        cuts = cut(plan, max(1, group_tokens // plan.tokens_per_unit))
+        for index, (start, stop) in enumerate(cuts):
+            part = plan.part(start, stop)
+            tiles = (0, 0) if plan.kind == "video" else (start, stop)
+            key = GroupKey(mm_hash, part.times_s, tiles, plan.size, model, reduction)
+            spec = GroupSpec(key, part.num_units * plan.tokens_per_unit, part.grid.num_patches)
+            groups.append(MediaGroup(item, index, start, part, spec))
     return groups
 
 
@@ -84,8 +87,3 @@ def _lattice_index(plan: MediaPlan) -> int:
     on top brings both to the same whole number.
     """
     return int(plan.times_s[0] / plan.unit_span_s + 0.25) if plan.kind == "video" else 0
-
-
-def _times(plan: MediaPlan, start: int, stop: int) -> tuple[float, ...]:
-    unit = plan.frames_per_unit
-    return plan.times_s[start * unit : stop * unit]

@@ -54,4 +54,4 @@ def _shown(plan: MediaPlan, start: int, stop: int) -> tuple[float, ...]:
     """What units [start, stop) show of their source: a video's frames by time, an image's tiles by number."""
     if plan.kind == "image":
         return tuple(range(start, stop))
-    return plan.times_s[start * plan.frames_per_unit : stop * plan.frames_per_unit]
+    return plan.times_of(start, stop)

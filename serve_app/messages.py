@@ -11,11 +11,10 @@ that was given up is told apart.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from encoders.adapter import MediaPlan
 from encoders.groups import MediaGroup
 from epd.control.elasticity import StageSample
 from epd.errors import EPDError
@@ -23,6 +22,7 @@ from epd.kv.kv_identity import TokenIdentity
 from epd.sampling_params import SamplingParams
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket, Ticket
+from epd.transfer.reception import Grant
 from serve_app.service import StageSpan
 from stages.engine.generation import GenerateRequest, TokenOutput
 from video import FileIdentity
@@ -45,23 +45,41 @@ class Message(Generic[ReplyT]):
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeOrder:
+    """A video and the frames of it that a stream gives, in groups.
+
+    times_s: of all frames, in order. group_sizes: frames of each group. size: (height, width) of the frames.
+    name: how errors call the source, which never show its path. identity: what the source must still be.
+    """
+
+    source: Path
+    times_s: tuple[float, ...]
+    group_sizes: tuple[int, ...]
+    size: tuple[int, int]
+    name: str = "the video"
+    identity: FileIdentity | None = None
+
+    def groups(self, start: int, stop: int | None = None) -> DecodeOrder:
+        """Groups [start, stop) of it, by default to the end."""
+        sizes = self.group_sizes[start:stop]
+        first = sum(self.group_sizes[:start])
+        return replace(self, times_s=self.times_s[first : first + sum(sizes)], group_sizes=sizes)
+
+
+@dataclass(frozen=True, slots=True)
 class ReadFrames(Message[int]):
     """Asks for the frames of one group, which is the bulk of the reply: uint8 [N, h, w, 3].
 
     The reply is the number of them that could not be decoded and show a neighbour.
 
     stream_id: one for each item of a request; asked in order, frames are decoded ahead.
-    cuts: all groups of the item that may be asked for, units [start, stop), in order. index: the one wanted.
-    name: how errors call the source, which never show its path. identity: what the source must still be.
+    index: the group that is wanted.
+    order: what the stream is; None in all messages but the first.
     """
 
     stream_id: str
-    source: Path
-    plan: MediaPlan
-    cuts: tuple[tuple[int, int], ...]
     index: int
-    name: str = "the video"
-    identity: FileIdentity | None = None
+    order: DecodeOrder | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +94,14 @@ class CloseStream(Message[None]):
 
 @dataclass(frozen=True, slots=True)
 class EncodeGroup(Message[bool]):
-    """Units [start, stop) of an item for a ticket; frames come as bulk, or not at all.
+    """Asks for a group to be encoded for a ticket; its frames come as bulk, or not at all.
 
     The reply tells whether it was taken; without frames, it is refused unless it is in the encoder's cache.
-    plan: may lack its times. item, group: for spans.
     """
 
     request_id: str
     ticket: Ticket
-    plan: MediaPlan
-    start: int
-    stop: int
-    item: int
-    group: int
+    group: MediaGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,15 +276,6 @@ class Admitted:
 
 
 @dataclass(frozen=True, slots=True)
-class Granted:
-    """Room for a group, number `group` of the request's groups: it is to be encoded for the ticket."""
-
-    request_id: str
-    group: int
-    ticket: Ticket
-
-
-@dataclass(frozen=True, slots=True)
 class GroupsArrived:
     """The groups of these tickets are at the prefill worker; their encoders are done with them."""
 
@@ -320,7 +324,7 @@ class SpanDone:
     queued_s: float = 0.0
 
 
-WorkerEvent = Admitted | Granted | GroupsArrived | GroupFailed | HandedOver | RequestFailed | SpanDone
+WorkerEvent = Admitted | Grant | GroupsArrived | GroupFailed | HandedOver | RequestFailed | SpanDone
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
     video threads   | decode g0 | decode g1 | decode g2 |
     this thread           | g0: patches, tower, prefill | g1 ... | g2 ... | question | token | token ...
 
-The first group is being prefilled while later ones are still being decoded, and only a few groups are
-held. This is the reference that every split topology must equal, token for token.
+The first group is prefilled while later ones are being decoded, and only a few groups are held. This is the
+reference that every split topology must equal, token for token.
 """
 
 from __future__ import annotations
@@ -23,40 +23,27 @@ from typing import Any, Protocol
 
 import torch
 
-from encoders import Adapter, Embeddings, FrameSampling, MediaPlan, PromptPlan, check_question, load_adapter
-from encoders.batch import FrameEncoder
-from encoders.groups import DEFAULT_GROUP_TOKENS
-from encoders.identity import prompt_identity
+from encoders import FrameSampling, MediaPlan, check_question
 from encoders.reduction import reduce_prompt
 from epd.errors import InfeasibleError
 from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.sampling_params import SamplingParams
-from epd.types import Answer, StageTimings
-from stages.encode.splicing import EmbeddingSplicer
-from stages.engine.generation import (
-    Extent,
-    GenerateRequest,
-    GenerationSettings,
-    StepResult,
-    TokenOutput,
-    context_tokens,
-)
-from stages.engine.setup import build_engine
-from stages.loader import load_model, use_threads
-from stages.media import PlannedMedia, UnitRun, plan_media, unit_runs
+from epd.types import Answer, Int64Array, StageTimings
+from stages.engine.generation import GenerateRequest, StepResult, TokenOutput
+from stages.media import EncodedGroup, PlannedMedia, decode_groups, encode_group, plan_media
+from stages.media_prefix import MediaPrefix
+from stages.pipeline import Pipeline
 from stages.sampling.detokenizer import OnText
-from stages.timing import busy
+from stages.timing import StageSeconds, busy
 
 logger = logging.getLogger(__name__)
 
 # Of a reduced video a group leaves few tokens: a pass waits for this share of what a whole group has.
 _PASS_SHARE = 0.75
-# Any question will do to lay out the part of the prompt that comes before it.
-_SOME_QUESTION = "?"
 
 
 class Progress(Protocol):
-    """Told after each group how many of all frames have been prefilled."""
+    """Called after each group with how many of all frames have been prefilled."""
 
     def __call__(self, num_done: int, num_frames: int, /) -> None: ...
 
@@ -64,44 +51,34 @@ class Progress(Protocol):
 class MediaContext:
     """Media that has been decoded, encoded and prefilled once, for any number of questions.
 
-    The engine holds the blocks of [system][media] as long as this object lives; answers share them. `timings`
-    is what it took to get there. request_id: of the held blocks, None without media. reduction: of tokens.
+    The engine holds the blocks of [system][media] as long as this object lives; answers share them.
+
+    plans: of each item.
+    reduction: which of the visual tokens are kept.
+    prefix: what all prompts begin with.
+    timings: what it took to get there.
     num_substituted_frames: those that could not be decoded and show a neighbour.
     """
 
-    def __init__(
-        self,
-        plans: tuple[MediaPlan, ...],
-        prompt: PromptPlan,
-        request_id: str | None,
-        reduction: ReductionPolicy,
-    ) -> None:
+    def __init__(self, plans: tuple[MediaPlan, ...], reduction: ReductionPolicy, prefix: MediaPrefix) -> None:
         self.plans = plans
         self.reduction = reduction
-        self.prefix_ids = prompt.token_ids[: prompt.prefix_length]
-        self.request_id = request_id
-        self.mm_hashes = [uuid.uuid4().hex for _ in plans]
+        self.prefix = prefix
         self.timings = StageTimings()
         self.num_substituted_frames = 0
 
     @property
+    def prefix_ids(self) -> Int64Array:
+        return self.prefix.token_ids
+
+    @property
+    def request_id(self) -> str | None:
+        """Of the held blocks; None without media."""
+        return self.prefix.parent
+
+    @property
     def num_frames(self) -> int:
         return sum(plan.num_frames for plan in self.plans)
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedGroup:
-    """Units [start, stop) of item `item`, encoded.
-
-    num_frames: of its source. num_substituted: of those, the ones that show a neighbour.
-    """
-
-    item: int
-    start: int
-    stop: int
-    embeddings: Embeddings
-    num_frames: int
-    num_substituted: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,68 +90,19 @@ class EncodedMedia:
     timings: StageTimings
 
 
-class ColocatedPipeline:
+class ColocatedPipeline(Pipeline):
     """One checkpoint, loaded to answer questions. Not for several threads at once."""
 
-    def __init__(
-        self,
-        model: Any,
-        adapter: Adapter,
-        *,
-        settings: GenerationSettings,
-        group_tokens: int = DEFAULT_GROUP_TOKENS,
-        num_kv_tokens: int | None = None,
-        skip_static: float | None = None,
-    ) -> None:
-        """Takes the model over: its attention function becomes ours. Options as in `load`."""
-        self.adapter = adapter
-        self.settings = settings
-        self.engine = build_engine(model, adapter, settings, num_kv_tokens=num_kv_tokens)
-        self._encoder = FrameEncoder(adapter, adapter.vision_tower(model), skip_static)
-        self._group_tokens = group_tokens
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """As in `Pipeline`."""
+        super().__init__(*args, **options)
         self._ids = count()
-        self._given_up: list[str] = []
+        self._dropped: list[str] = []  # requests that hold the blocks of contexts that are gone
 
     @property
     def num_units_skipped(self) -> int:
         """Units of frames that were not encoded, since they did not change: see `skip_static` of `load`."""
-        return self._encoder.num_skipped
-
-    @classmethod
-    def load(
-        cls,
-        model_path: str | Path,
-        *,
-        dtype: torch.dtype = torch.float32,
-        num_threads: int | None = None,
-        group_tokens: int = DEFAULT_GROUP_TOKENS,
-        num_kv_tokens: int | None = None,
-        skip_static: float | None = None,
-    ) -> ColocatedPipeline:
-        """Loads the folder `model_path`, in Hugging Face layout.
-
-        num_threads: of torch, for the whole process; by default OMP_NUM_THREADS or all cores.
-        group_tokens: about how many visual tokens are encoded and prefilled at a time.
-        num_kv_tokens: room for keys and values; by default what a quarter of the machine's memory holds, or
-        less. Memory is taken when it is first used.
-        skip_static: a unit of frames is not encoded if none of its preprocessed values differs by more than
-        this from the unit before; by default all are.
-        Raises RequestError, ModelNotFoundError, UnsupportedModelError, ModelError.
-        """
-        adapter = load_adapter(model_path)
-        use_threads(num_threads)
-        model: Any = load_model(Path(model_path), dtype)
-        settings = GenerationSettings.of(
-            model.generation_config, adapter.tokenizer.eos_token_id, context_tokens(model.config)
-        )
-        return cls(
-            model,
-            adapter,
-            settings=settings,
-            group_tokens=group_tokens,
-            num_kv_tokens=num_kv_tokens,
-            skip_static=skip_static,
-        )
+        return self.encoder.num_skipped
 
     def ask(
         self,
@@ -250,7 +178,7 @@ class ColocatedPipeline:
         with busy(timings, "total_s"):
             planned = self._planned(media, FrameSampling(fps, num_frames, start_s, end_s), timings)
             with closing(self._encoded(planned, timings)) as groups:
-                plans = [item.plan for item in planned]
+                plans = tuple(item.plan for item in planned)
                 return self._prefilled(plans, groups, reduction, timings, progress)
 
     def encode_media(
@@ -269,7 +197,7 @@ class ColocatedPipeline:
         """The second half: the same context as `prefill_media` gives. Its timings count from this call."""
         timings = StageTimings()
         with busy(timings, "total_s"):
-            return self._prefilled(encoded.plans, encoded.groups, reduction, timings, are_there=True)
+            return self._prefilled(encoded.plans, encoded.groups, reduction, timings, has_all=True)
 
     def _planned(
         self, media: Sequence[str | Path], frame_sampling: FrameSampling, timings: StageTimings
@@ -281,74 +209,63 @@ class ColocatedPipeline:
         self, planned: Sequence[PlannedMedia], timings: StageTimings
     ) -> Generator[EncodedGroup, None, None]:
         """All groups of all items, in order; later ones are being decoded meanwhile."""
-        for number, media in enumerate(planned):
-            with closing(unit_runs(media, self._group_tokens, timings)) as runs:
-                for run in runs:
-                    embeddings = self._encode(media.plan, run, timings)
-                    amounts = (run.num_frames, run.num_substituted)
-                    yield EncodedGroup(number, run.start, run.stop, embeddings, *amounts)
+        with closing(decode_groups(planned, self.group_tokens, timings)) as groups:
+            for group in groups:
+                yield encode_group(self.encoder, group, timings)
 
     def _prefilled(
         self,
-        plans: Sequence[MediaPlan],
+        plans: tuple[MediaPlan, ...],
         groups: Iterable[EncodedGroup],
         reduction: ReductionPolicy,
         timings: StageTimings,
         progress: Progress | None = None,
         *,
-        are_there: bool = False,
+        has_all: bool = False,
     ) -> MediaContext:
-        """are_there: all groups; then passes are as large as the scheduler lets them be."""
-        prompt = reduce_prompt(self.adapter.plan_prompt(plans, _SOME_QUESTION), reduction)
-        context = MediaContext(tuple(plans), prompt, self._new_id() if plans else None, reduction)
+        """has_all: all groups are encoded; then passes are as large as the scheduler lets them be."""
+        prompt = reduce_prompt(self.adapter.plan_prefix(plans), reduction)
+        mm_hashes = [uuid.uuid4().hex for _ in plans]
+        prefix = MediaPrefix(self._new_id(), prompt, mm_hashes, self.adapter, self.settings)
+        context = MediaContext(plans, reduction, prefix)
         context.timings = timings
-        if context.request_id is not None:
-            pass_tokens = math.inf if are_there else self._group_tokens * _PASS_SHARE
-            self._prefill(context, context.request_id, prompt, groups, progress, pass_tokens)
+        if plans:
+            self._prefill(context, groups, progress, math.inf if has_all else self.group_tokens * _PASS_SHARE)
         return context
 
     @torch.inference_mode()
     def _prefill(
         self,
         context: MediaContext,
-        request_id: str,
-        prompt: PromptPlan,
         groups: Iterable[EncodedGroup],
         progress: Progress | None,
         pass_tokens: float,
     ) -> None:
-        """Works through all groups of all items in order; whatever happens, nothing is left behind."""
-        identity = prompt_identity(prompt, context.mm_hashes)
-        sampling = self.settings.defaults
-        self._add(GenerateRequest(request_id, prompt, identity, sampling, extent=Extent.MEDIA))
+        """Works through all groups of all items in order; if anything fails, nothing is left behind."""
+        name = context.prefix.name
+        self._add(context.prefix.request())
         try:
-            self._prefill_groups(context, request_id, prompt, groups, progress, pass_tokens)
+            self._prefill_groups(context, groups, progress, pass_tokens)
         except BaseException:
-            self.engine.abort(request_id)
+            self.engine.abort(name)
             raise
-        weakref.finalize(context, self._given_up.append, request_id)
+        weakref.finalize(context, self._dropped.append, name)
 
     def _prefill_groups(
         self,
         context: MediaContext,
-        request_id: str,
-        prompt: PromptPlan,
         groups: Iterable[EncodedGroup],
         progress: Progress | None,
         pass_tokens: float,
     ) -> None:
         num_done = num_ready = 0
-        joiner = EmbeddingSplicer(self.adapter, prompt)
         for group in groups:
             with busy(context.timings, "prefill_s"):
-                placed = joiner.push_units(group.item, group.start, group.stop, group.embeddings)
-                if placed is not None:
-                    self.engine.add_embeddings(request_id, placed)
-                    num_ready += len(placed.indices)
+                num_ready += context.prefix.add(group, self.engine)
                 if num_ready >= pass_tokens:
                     self._run_all()
                     num_ready = 0
-            num_done += group.num_frames
+            num_done += group.group.num_frames
             context.num_substituted_frames += group.num_substituted
             if progress:
                 progress(num_done, context.num_frames)
@@ -367,15 +284,6 @@ class ColocatedPipeline:
             raise fault.cause
         return result
 
-    @torch.inference_mode()
-    def _encode(self, plan: MediaPlan, run: UnitRun, timings: StageTimings) -> Embeddings:
-        with busy(timings, "preprocess_s"):
-            patches = self._encoder.patches(run.frames, plan, run.start, run.stop)
-        with busy(timings, "encode_s"):
-            (encoded,) = self._encoder.encode([patches])
-        return encoded
-
-    @torch.inference_mode()
     def _answer(
         self,
         context: MediaContext,
@@ -388,7 +296,7 @@ class ColocatedPipeline:
         request = self._request(context, question, sampling)
         outputs: list[TokenOutput] = []
         ttft_s = 0.0
-        for output in self._outputs(request, timings):
+        for output in self._outputs([request], timings):
             ttft_s = ttft_s or perf_counter() - start
             outputs.append(output)
             if on_text and output.text:
@@ -401,14 +309,10 @@ class ColocatedPipeline:
         return answer
 
     def _request(self, context: MediaContext, question: str, sampling: SamplingParams) -> GenerateRequest:
-        """What to ask the engine for one question. Raises ModelError, see `PromptPlan.check_begins_with`."""
+        """What to ask the engine for one question. Raises RequestError, ModelError."""
         prompt = reduce_prompt(self.adapter.plan_prompt(context.plans, question), context.reduction)
-        prompt.check_begins_with(context.prefix_ids)
-        identity = prompt_identity(prompt, context.mm_hashes)
-        sampling = self.settings.completed(sampling, len(prompt))
-        return GenerateRequest(self._new_id(), prompt, identity, sampling, parent=context.request_id)
+        return context.prefix.question(self._new_id(), prompt, sampling)
 
-    @torch.inference_mode()
     def answer_all(
         self, context: MediaContext, questions: Sequence[str], *, max_tokens: int | None = None
     ) -> list[Answer]:
@@ -422,38 +326,33 @@ class ColocatedPipeline:
         ]
         outputs: dict[str, list[TokenOutput]] = {request.request_id: [] for request in requests}
         first_s: dict[str, float] = {}
-        try:
-            for request in requests:
-                self._add(request)
-            while self.engine.has_work():
-                for output in self._step():
-                    outputs[output.request_id].append(output)
-                    first_s.setdefault(output.request_id, perf_counter() - start)
-        finally:
-            for request in requests:
-                self.engine.abort(request.request_id)
+        for output in self._outputs(requests, StageTimings()):
+            outputs[output.request_id].append(output)
+            first_s.setdefault(output.request_id, perf_counter() - start)
         timings = StageTimings(total_s=perf_counter() - start)
         return [
             _as_answer(context, request, outputs[request.request_id], first_s[request.request_id], timings)
             for request in requests
         ]
 
-    def _outputs(self, request: GenerateRequest, timings: StageTimings) -> Iterator[TokenOutput]:
-        """What the request's answer gains, step by step; a consumer that goes away ends it."""
-        self._add(request)
+    @torch.inference_mode()
+    def _outputs(self, requests: Sequence[GenerateRequest], timings: StageTimings) -> Iterator[TokenOutput]:
+        """What the answers gain, step by step; if the consumer stops early, they are dropped."""
         try:
-            outputs: list[TokenOutput] = []
-            while not outputs:
-                with busy(timings, "prefill_s"):
+            for request in requests:
+                self._add(request)
+            stage: StageSeconds = "prefill_s"
+            num_open = len(requests)
+            while num_open:
+                with busy(timings, stage):
                     outputs = self._step()
-            while True:
+                if outputs:
+                    stage = "decode_s"
+                num_open -= sum(output.finish_reason is not None for output in outputs)
                 yield from outputs
-                if outputs and outputs[-1].finish_reason:
-                    return
-                with busy(timings, "decode_s"):
-                    outputs = self._step()
         finally:
-            self.engine.abort(request.request_id)
+            for request in requests:
+                self.engine.abort(request.request_id)
 
     def _step(self) -> list[TokenOutput]:
         """Raises InfeasibleError when no question finds room beside the contexts that are held."""
@@ -466,8 +365,8 @@ class ColocatedPipeline:
 
     def _add(self, request: GenerateRequest) -> None:
         """Raises InfeasibleError when the request does not fit, or not beside the contexts that are held."""
-        while self._given_up:
-            self.engine.release(self._given_up.pop())
+        while self._dropped:
+            self.engine.release(self._dropped.pop())
         if request.parent is None and not self.engine.can_admit(request):
             raise InfeasibleError(
                 f"{request.num_prompt_tokens} prompt tokens do not fit beside the contexts that are held; "

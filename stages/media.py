@@ -1,16 +1,19 @@
-"""From paths to planned media, and from planned media to runs of decoded frames in whole units."""
+"""From paths to planned media, and from planned media to decoded groups."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import video
-from encoders import Adapter, FrameSampling, MediaPlan, VideoFacts
+from encoders import Adapter, Embeddings, FrameSampling, MediaPlan, VideoFacts
+from encoders.batch import FrameEncoder
+from encoders.groups import MediaGroup, plan_groups
 from epd.errors import MediaLimitError
 from epd.types import StageTimings, UInt8Array
 from stages.timing import busy
@@ -24,19 +27,35 @@ class PlannedMedia:
     plan: MediaPlan
     image: Tensor | None = None
 
+    def pixels_of(self, group: MediaGroup) -> Tensor:
+        """An image's part that the group shows, uint8 [N, h, w, 3]."""
+        assert self.image is not None
+        return self.image[group.start : group.stop]
+
 
 @dataclass(frozen=True, slots=True)
-class UnitRun:
-    """Units [start, stop) of one item: uint8 [N, h, w, 3], made of `num_frames` frames of its source.
+class DecodedGroup:
+    """A group and its frames, uint8 [N, h, w, 3].
 
-    num_substituted: of those, the ones that could not be decoded and show a neighbour.
+    num_substituted: frames that could not be decoded and show a neighbour.
     """
 
-    start: int
-    stop: int
+    group: MediaGroup
     frames: Tensor
-    num_frames: int
     num_substituted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedGroup:
+    """A group and what the vision tower made of it. num_substituted: as decoded."""
+
+    group: MediaGroup
+    embeddings: Embeddings
+    num_substituted: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return (1 + len(self.embeddings.deepstack)) * self.embeddings.rows.nbytes
 
 
 def plan_media(adapter: Adapter, source: str | Path, frame_sampling: FrameSampling) -> PlannedMedia:
@@ -69,39 +88,42 @@ def plan_pixels(adapter: Adapter, source: str | Path, pixels: UInt8Array) -> Pla
     return PlannedMedia(source, plan, adapter.resize(torch.from_numpy(pixels), plan))
 
 
-def unit_runs(
-    media: PlannedMedia, group_tokens: int, timings: StageTimings
-) -> Generator[UnitRun, None, None]:
-    """Decoded frames, group by group in order; each group has about `group_tokens` visual tokens.
+def decode_groups(
+    media: Sequence[PlannedMedia], group_tokens: int, timings: StageTimings
+) -> Generator[DecodedGroup, None, None]:
+    """Decodes all items in order, group by group; each group has about `group_tokens` visual tokens.
 
     Frames of a video are decoded by threads of the stream while the consumer works on earlier groups. To stop
     them early, close the generator.
     """
-    plan = media.plan
-    if media.image is not None:
-        yield UnitRun(0, plan.num_units, media.image, 1)
-        return
-    cuts = cut_units(plan, group_tokens)
-    sizes = [
-        min(stop * plan.frames_per_unit, plan.num_frames) - start * plan.frames_per_unit
-        for start, stop in cuts
-    ]
+    plans = [item.plan for item in media]
+    groups = plan_groups(plans, [""] * len(plans), model="", group_tokens=group_tokens)
+    for item, its_groups in groupby(groups, lambda group: group.item):
+        if media[item].image is None:
+            yield from _decode_video(media[item], list(its_groups), timings)
+        else:
+            for group in its_groups:
+                yield DecodedGroup(group, media[item].pixels_of(group))
+
+
+def _decode_video(
+    media: PlannedMedia, groups: Sequence[MediaGroup], timings: StageTimings
+) -> Iterator[DecodedGroup]:
+    sizes = [group.num_frames for group in groups]
     with busy(timings, "decode_video_s"):
-        stream = video.stream(media.source, plan.times_s, plan.size, group_sizes=sizes)
-    with stream as groups:
-        for start, stop in cuts:
+        stream = video.stream(media.source, media.plan.times_s, media.plan.size, group_sizes=sizes)
+    with stream as decoded:
+        for group in groups:
             with busy(timings, "decode_video_s"):
-                group = next(groups)
-            frames = group.frames
-            yield UnitRun(start, stop, torch.from_numpy(frames.data), len(frames), frames.num_substituted)
+                frames = next(decoded).frames
+            yield DecodedGroup(group, torch.from_numpy(frames.data), frames.num_substituted)
 
 
-def cut_units(plan: MediaPlan, group_tokens: int) -> Sequence[tuple[int, int]]:
-    """Half-open runs of units, in order, without gaps; at least one unit each, the last perhaps short.
-
-    An item that is joined whole is not cut.
-    """
-    if plan.is_joined_whole:
-        return [(0, plan.num_units)]
-    size = max(1, group_tokens // plan.tokens_per_unit)
-    return [(start, min(start + size, plan.num_units)) for start in range(0, plan.num_units, size)]
+@torch.inference_mode()
+def encode_group(encoder: FrameEncoder, decoded: DecodedGroup, timings: StageTimings) -> EncodedGroup:
+    """Preprocesses the frames of a group and encodes them."""
+    with busy(timings, "preprocess_s"):
+        patches = encoder.patches(decoded.frames, decoded.group.plan)
+    with busy(timings, "encode_s"):
+        (embeddings,) = encoder.encode([patches])
+    return EncodedGroup(decoded.group, embeddings, decoded.num_substituted)

@@ -23,10 +23,11 @@ from epd.profiles.measuring import Action, measurement, table, timed
 from epd.profiles.speed import core_speed
 from epd.sampling_params import SamplingParams
 from epd.workload.requests import Resolution, VideoSpec
-from stages.engine.generation import GenerateRequest, GenerationSettings
+from stages.engine.generation import GenerateRequest, generation_settings
 from stages.engine.model_runner import kv_layout
 from stages.engine.setup import build_engine, default_kv_tokens
-from stages.loader import load_model, use_threads
+from stages.pipeline import use_threads
+from stages.weights import load_role
 from video.demo_video import write_scene
 
 Points = Iterator[tuple[float, float, Action]]
@@ -50,9 +51,8 @@ class Profiler:
         use_threads(num_threads)
         self.clock = time.process_time if num_threads == 1 else time.perf_counter
 
-        self.model: Any = load_model(path, torch.float32)
-        settings = GenerationSettings.of(self.model.generation_config, self.adapter.tokenizer.eos_token_id)
-        self.engine: Any = build_engine(self.model, self.adapter, settings)
+        self.model: Any = load_role(path, "whole", torch.float32).model
+        self.engine: Any = build_engine(self.model, self.adapter, generation_settings(path, self.adapter))
         self._num_requests = 0
 
     def profile(self, name: str, device: str, num_repeats: int, show: Callable[[int, int], None]) -> Profile:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 # Bytes of a file, and places in it, that tell one set of weights from another.
 _SAMPLE_BYTES, _NUM_SAMPLES = 4096, 64
+# Making a skeleton changes how the whole process registers parameters: threads take turns.
+_LOADING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +54,11 @@ def load_role(path: Path, role: WeightSet, dtype: torch.dtype, weights: Path | N
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
         check_attention(config)
-        model = skeleton(config, dtype)
-        prune(model, role)
-        stored = _stored_names(path) if weights is None else {weights: _names_in(weights)}
-        loaded = _fill(model, stored, dtype)
+        with _LOADING:
+            model = skeleton(config, dtype)
+            prune(model, role)
+            stored = _stored_names(path) if weights is None else {weights: _names_in(weights)}
+            loaded = _fill(model, stored, dtype)
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"the weights at '{path}' do not load: {reason}") from error
@@ -186,9 +190,9 @@ def _assign(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype) -> 
 
 
 def _tie(model: Any) -> None:
-    """A language-model head that is not stored is the embedding of tokens."""
+    """Makes a head that is not stored the embedding of tokens, where the checkpoint ties the two."""
     head = getattr(model, "lm_head", None)
-    if head is not None and head.weight.is_meta:
+    if head is not None and head.weight.is_meta and getattr(model.config, "tie_word_embeddings", False):
         head.weight = model.get_input_embeddings().weight
 
 

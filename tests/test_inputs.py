@@ -10,7 +10,7 @@ import torch
 import video
 from encoders import FrameSampling, PromptPlan
 from epd.types import StageTimings
-from stages.media import PlannedMedia, plan_media, unit_runs
+from stages.media import PlannedMedia, decode_groups, plan_media
 from tests.positions import adapter_like_transformers, expected_positions, positions_in_transformers
 from tests.reference import Subject, processor_inputs
 
@@ -43,8 +43,8 @@ def planned(
 
 def pixel_values(subject: Subject, item: PlannedMedia, group_tokens: int) -> torch.Tensor:
     """Patches of one item, float32 [P, D], made group by group as the pipeline makes them."""
-    runs = unit_runs(item, group_tokens, StageTimings())
-    return torch.cat([subject.pipeline.adapter.preprocess(run.frames, item.plan) for run in runs])
+    groups = decode_groups([item], group_tokens, StageTimings())
+    return torch.cat([subject.pipeline.adapter.preprocess(each.frames, each.group.plan) for each in groups])
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)

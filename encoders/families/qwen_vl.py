@@ -101,6 +101,9 @@ class QwenVLAdapter(ABC):
     def plan_prompt(self, media: Sequence[MediaPlan], question: str) -> PromptPlan:
         return self.plan_chat(media, one_turn([plan.kind for plan in media], question))
 
+    def plan_prefix(self, media: Sequence[MediaPlan]) -> PromptPlan:
+        return self.plan_prompt(media, "?").prefix  # any question will do
+
     def plan_chat(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage]) -> PromptPlan:
         layout = lay_out(self.checkpoint, media, messages, self.expand)
         spans = [span for item in layout.media for span in self.spans(item)]

@@ -214,6 +214,9 @@ class TileAdapter(ABC):
     def plan_prompt(self, media: Sequence[MediaPlan], question: str) -> PromptPlan:
         return self.plan_chat(media, one_turn([plan.kind for plan in media], question))
 
+    def plan_prefix(self, media: Sequence[MediaPlan]) -> PromptPlan:
+        return self.plan_prompt(media, "?").prefix  # any question will do
+
     def plan_chat(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage]) -> PromptPlan:
         texts = [self.item_text(plan) for plan in media if isinstance(plan, TilePlan)]
         template = self.chat_template(media)

@@ -20,11 +20,10 @@ from epd.transfer.transfers import Inbox
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Room for a group that has to be encoded, and the ticket to give to the encoder."""
+    """Room for group number `group` of a request, which has to be encoded, and the ticket for its encoder."""
 
     request_id: str
     group: int
-    spec: GroupSpec
     ticket: Ticket
 
 
@@ -65,7 +64,7 @@ class Reception:
                     if not self.cache.can_reserve(spec.num_embeddings):
                         return grants
                     ticket = self.inbox.issue(spec.key, spec.num_embeddings)
-                    grants.append(Grant(request_id, waiting.granted, spec, ticket))
+                    grants.append(Grant(request_id, waiting.granted, ticket))
                 self.cache.acquire(spec.key, _holder(request_id, waiting.granted))
                 waiting.granted += 1
         return grants

@@ -10,24 +10,21 @@ from dataclasses import dataclass
 from encoders.groups import MediaGroup
 from epd.control.routing import Router
 from epd.errors import UnavailableError
+from epd.transfer.reception import Grant
 from serve_app.fleet import Bulk, Fleet, WorkerLostError, send_surely
-from serve_app.messages import CancelTickets, EncodeGroup, Granted, Reissue
+from serve_app.messages import CancelTickets, EncodeGroup, Reissue
 
 _POLL_S = 0.5  # between looks at the clock
 Allowed = Callable[[list[str]], list[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Dealt:
-    """A ticket that an encoder has.
-
-    receiver: the prefill worker that gave it out. number: of the group in its request.
-    """
+class _Dispatched:
+    """A group that an encoder has. receiver: the prefill worker that granted it."""
 
     worker: str
     receiver: str
-    request_id: str
-    number: int
+    grant: Grant
     group: MediaGroup
 
 
@@ -50,7 +47,7 @@ class EncodeDispatcher:
         self._fleet = fleet
         self._router = router
         self._max_backlog = max_backlog_patches
-        self._dealt: dict[str, _Dealt] = {}
+        self._dispatched: dict[str, _Dispatched] = {}
         self._has_room = asyncio.Event()
         self._unavailable_s = unavailable_s
         self._stall_s = stall_s
@@ -58,15 +55,18 @@ class EncodeDispatcher:
 
     def __len__(self) -> int:
         """Tickets that encoders have."""
-        return len(self._dealt)
+        return len(self._dispatched)
 
     def groups_at(self, worker: str) -> list[tuple[str, int]]:
         """The groups that an encoder has: request and number of the group."""
-        return [(each.request_id, each.number) for each in self._dealt.values() if each.worker == worker]
+        mine = [each.grant for each in self._dispatched.values() if each.worker == worker]
+        return [(grant.request_id, grant.group) for grant in mine]
 
     def encoders_of(self, request_id: str) -> frozenset[str]:
         """The encoders that have groups of a request."""
-        return frozenset(each.worker for each in self._dealt.values() if each.request_id == request_id)
+        return frozenset(
+            each.worker for each in self._dispatched.values() if each.grant.request_id == request_id
+        )
 
     def wake(self) -> None:
         """Encoders may have come or changed."""
@@ -110,11 +110,9 @@ class EncodeDispatcher:
     def _alive(self) -> list[str]:
         return [info.name for info in self._fleet.workers.values() if info.takes("encode")]
 
-    def book(self, worker: str, receiver: str, granted: Granted, group: MediaGroup) -> None:
+    def book(self, worker: str, receiver: str, granted: Grant, group: MediaGroup) -> None:
         """The group is for this encoder; `give` follows."""
-        self._dealt[granted.ticket.transfer_id] = _Dealt(
-            worker, receiver, granted.request_id, granted.group, group
-        )
+        self._dispatched[granted.ticket.transfer_id] = _Dispatched(worker, receiver, granted, group)
         self._router.in_flight(worker).encode_patches += group.spec.num_patches
 
     async def give(self, worker: str, message: EncodeGroup, frames: Bulk | None) -> bool:
@@ -123,8 +121,8 @@ class EncodeDispatcher:
         A worker that is lost meanwhile is as good as one that took it: its tickets are issued anew.
         """
         transfer_id = message.ticket.transfer_id
-        dealt = self._dealt.get(transfer_id)
-        if dealt is None or not self._fleet.workers[dealt.receiver].is_alive:
+        dispatched = self._dispatched.get(transfer_id)
+        if dispatched is None or not self._fleet.workers[dispatched.receiver].is_alive:
             return True  # after `PeerLost` the encoder would keep what nobody takes
         try:
             is_taken = await self._fleet.send("encode", worker, message, frames)
@@ -142,17 +140,17 @@ class EncodeDispatcher:
     def arrived(self, transfer_ids: Iterable[str]) -> None:
         """The groups are where they are wanted."""
         for transfer_id in transfer_ids:
-            dealt = self._forget(transfer_id)
-            if dealt is not None:
-                self._router.remember_group(dealt.worker, dealt.group.spec.key)
+            dispatched = self._forget(transfer_id)
+            if dispatched is not None:
+                self._router.remember_group(dispatched.worker, dispatched.group.spec.key)
 
     async def drop_request(self, request_id: str) -> None:
         """Groups of a request that is over: who still wants one is granted it anew. Encoders are told."""
         by_worker: dict[str, list[str]] = {}
-        for transfer_id, dealt in list(self._dealt.items()):
-            if dealt.request_id == request_id:
+        for transfer_id, dispatched in list(self._dispatched.items()):
+            if dispatched.grant.request_id == request_id:
                 self._forget(transfer_id)
-                by_worker.setdefault(dealt.worker, []).append(transfer_id)
+                by_worker.setdefault(dispatched.worker, []).append(transfer_id)
         for worker, ids in by_worker.items():
             await send_surely(self._fleet, "encode", worker, CancelTickets(tuple(ids)))
 
@@ -167,8 +165,8 @@ class EncodeDispatcher:
         """Has groups that an encoder has, by default all, granted anew, for others. Returns how many."""
         ids = [
             transfer_id
-            for transfer_id, dealt in self._dealt.items()
-            if dealt.worker == worker and (transfer_ids is None or transfer_id in transfer_ids)
+            for transfer_id, dispatched in self._dispatched.items()
+            if dispatched.worker == worker and (transfer_ids is None or transfer_id in transfer_ids)
         ]
         if ids:
             await send_surely(self._fleet, "encode", worker, CancelTickets(tuple(ids)))
@@ -178,22 +176,24 @@ class EncodeDispatcher:
     async def _reissue_all(self, transfer_ids: Collection[str]) -> None:
         by_receiver: dict[str, list[str]] = {}
         for transfer_id in transfer_ids:
-            if transfer_id in self._dealt:
-                by_receiver.setdefault(self._dealt[transfer_id].receiver, []).append(transfer_id)
+            if transfer_id in self._dispatched:
+                by_receiver.setdefault(self._dispatched[transfer_id].receiver, []).append(transfer_id)
         for receiver, ids in by_receiver.items():
             await self.reissue(receiver, ids)
 
     async def lost(self, worker: str) -> None:
         """A worker is gone: what it should encode is granted anew, what should come to it is forgotten."""
-        for transfer_id in [i for i, dealt in self._dealt.items() if dealt.receiver == worker]:
+        for transfer_id in [i for i, dispatched in self._dispatched.items() if dispatched.receiver == worker]:
             self._forget(transfer_id)
-        await self._reissue_all([i for i, dealt in self._dealt.items() if dealt.worker == worker])
+        await self._reissue_all(
+            [i for i, dispatched in self._dispatched.items() if dispatched.worker == worker]
+        )
         self.wake()
 
-    def _forget(self, transfer_id: str) -> _Dealt | None:
-        dealt = self._dealt.pop(transfer_id, None)
-        if dealt is not None:
-            self._router.in_flight(dealt.worker).encode_patches -= dealt.group.spec.num_patches
+    def _forget(self, transfer_id: str) -> _Dispatched | None:
+        dispatched = self._dispatched.pop(transfer_id, None)
+        if dispatched is not None:
+            self._router.in_flight(dispatched.worker).encode_patches -= dispatched.group.spec.num_patches
             self._freed_s = asyncio.get_running_loop().time()
             self.wake()
-        return dealt
+        return dispatched

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from epd.control.admission import AdmissionQueue
 from epd.errors import EncodeError, InternalError
+from epd.transfer.reception import Grant
 from serve_app.fleet import Fleet, FleetBroken, FleetEvent, WorkerBack, WorkerLost
 from serve_app.messages import (
     Admitted,
-    Granted,
     GroupFailed,
     GroupsArrived,
     HandedOver,
@@ -120,13 +120,13 @@ class EventReader:
             self._take_progress(worker, self.attempts[event.request_id], event)
 
     def _take_progress(
-        self, worker: str, attempt: Attempt, event: Admitted | Granted | HandedOver | RequestFailed | SpanDone
+        self, worker: str, attempt: Attempt, event: Admitted | Grant | HandedOver | RequestFailed | SpanDone
     ) -> None:
         attempt.event_s = time.time()
         match event:
             case Admitted():
                 attempt.answer.cached_tokens = event.num_cached
-            case Granted():
+            case Grant():
                 self.feeds[attempt.id].grant(event)
             case HandedOver():
                 attempt.arrive(worker)

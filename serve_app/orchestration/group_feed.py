@@ -13,8 +13,9 @@ from typing import Any
 
 from epd.encode.sharding import Sharding
 from epd.errors import EPDError, InternalError, UnavailableError
+from epd.transfer.reception import Grant
 from serve_app.fleet import Bulk, Fleet, send_surely
-from serve_app.messages import CloseStream, EncodeGroup, Granted, ReadFrames
+from serve_app.messages import CloseStream, DecodeOrder, EncodeGroup, ReadFrames
 from serve_app.orchestration.attempt import Attempt
 from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
 from serve_app.orchestration.isolation import Isolation
@@ -38,30 +39,37 @@ class _ItemFrames:
         self._item = item
         self._worker: str | None = None
         self._num_streams = 0
+        self._is_open = False  # whether the decoder knows what the stream is
 
     async def read(self, index: int, patience_s: float) -> tuple[int, Bulk]:
         """The item's group `index`: how many of its frames are substituted, and all of them.
 
         Raises MediaError, UnavailableError where no decoder brings it.
         """
-        media = self._attempt.answer.plan.media[self._item]
-        cuts = self._attempt.answer.plan.cuts(self._item)
-        source = self._attempt.answer.request.media[self._item]
         deadline = asyncio.get_running_loop().time() + patience_s
         num_reads, pause_s = 0, _RETRY_S
         while True:
             try:
                 worker = self._worker or self._choose()
                 num_reads += 1
-                message = ReadFrames(self._stream_id, source.path, media.plan, cuts, index, source.label)
+                message = ReadFrames(self._stream_id, index, None if self._is_open else self._order())
                 with self._losses.asking(self._attempt, worker):
-                    return await self._fleet.fetch("video", worker, message)
+                    reply = await self._fleet.fetch("video", worker, message)
+                self._is_open = True
+                return reply
             except UnavailableError:  # also when that worker is lost
                 self._worker = None
                 if num_reads >= _MAX_READS or asyncio.get_running_loop().time() > deadline:
                     raise
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MAX_RETRY_S)
+
+    def _order(self) -> DecodeOrder:
+        """All groups of the item."""
+        plan, source = self._attempt.answer.plan, self._attempt.answer.request.media[self._item]
+        whole = plan.media[self._item].plan
+        sizes = tuple(group.num_frames for group in plan.groups if group.item == self._item)
+        return DecodeOrder(source.path, whole.times_s, sizes, whole.size, source.label)
 
     @property
     def _stream_id(self) -> str:
@@ -72,6 +80,7 @@ class _ItemFrames:
         if not names:
             raise UnavailableError("no video worker is alive; retry")
         self._num_streams += 1
+        self._is_open = False
         self._worker = names[hash(self._stream_id) % len(names)]
         return self._worker
 
@@ -105,11 +114,11 @@ class GroupFeed:
         self._patience_s = patience_s
         self._sharding = sharding
         self._first_encoder: str | None = None
-        self._granted: dict[int, asyncio.Queue[Granted]] = {}  # by item
+        self._granted: dict[int, asyncio.Queue[Grant]] = {}  # by item
         self._frames: dict[int, _ItemFrames] = {}
         self._tasks = Tasks()
 
-    def grant(self, granted: Granted) -> None:
+    def grant(self, granted: Grant) -> None:
         """There is room for a group."""
         item = self._attempt.answer.plan.groups[granted.group].item
         if item not in self._granted:
@@ -160,7 +169,7 @@ class GroupFeed:
             self._first_encoder = worker
         return worker
 
-    async def _from_cache(self, granted: Granted) -> bool:
+    async def _from_cache(self, granted: Grant) -> bool:
         group = self._attempt.answer.plan.groups[granted.group]
         worker = self._dispatcher.encoder_with(group)
         if worker is None or not self._isolation.allowed(self._attempt, ("encode", granted.group), [worker]):
@@ -174,15 +183,15 @@ class GroupFeed:
         if image is not None:
             return image
         start_s = self._clock()
-        item, index = plan.groups[number].item, plan.index_in_item(number)
-        num_substituted, frames = await self._frames[item].read(index, self._patience_s)
-        self._attempt.answer.substituted.note(plan.groups[number].spec.key, num_substituted)
+        group = plan.groups[number]
+        num_substituted, frames = await self._frames[group.item].read(group.index, self._patience_s)
+        self._attempt.answer.substituted.note(group.spec.key, num_substituted)
         self._attempt.answer.timings.decode_video_s += self._clock() - start_s
         self._attempt.event_s = self._clock()
-        self._attempt.answer.note_span("decode_video", "video", start_s, item=item, group=index)
+        self._attempt.answer.note_span("decode_video", "video", start_s, item=group.item, group=group.index)
         return frames
 
-    async def _give(self, worker: str, granted: Granted, frames: Bulk) -> None:
+    async def _give(self, worker: str, granted: Grant, frames: Bulk) -> None:
         """Until an encoder takes it: the role of one may just have changed."""
         group = self._attempt.answer.plan.groups[granted.group]
         while not await self._dispatcher.give(worker, self._message(granted), frames):
@@ -190,15 +199,6 @@ class GroupFeed:
             worker = await self._encoder(granted.group)
             self._dispatcher.book(worker, self._attempt.prefill_worker, granted, group)
 
-    def _message(self, granted: Granted) -> EncodeGroup:
-        plan = self._attempt.answer.plan
-        group, index = plan.groups[granted.group], plan.index_in_item(granted.group)
-        return EncodeGroup(
-            self._attempt.id,
-            granted.ticket,
-            group.plan,
-            group.start,
-            group.stop,
-            item=group.item,
-            group=index,
-        )
+    def _message(self, granted: Grant) -> EncodeGroup:
+        group = self._attempt.answer.plan.groups[granted.group]
+        return EncodeGroup(self._attempt.id, granted.ticket, group)

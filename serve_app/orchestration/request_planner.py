@@ -25,8 +25,7 @@ from epd.sampling_params import SamplingParams
 from epd.types import UInt8Array, Usage
 from serve_app.orchestration.token_text import TokenTexts
 from serve_app.service import AnswerRequest, MediaSource, ModelCard
-from serve_app.worker.worker_stages import generation_settings
-from stages.engine.generation import GenerateRequest
+from stages.engine.generation import GenerateRequest, generation_settings
 from stages.media import PlannedMedia, plan_pixels, plan_video
 from stages.weights import weights_revision
 
@@ -61,24 +60,12 @@ class AnswerPlan:
             request_id, self.prompt, self.identity, self.sampling, self.seed, priority=self.priority
         )
 
-    def cuts(self, item: int) -> tuple[tuple[int, int], ...]:
-        """The groups of one item: units [start, stop), in order."""
-        return tuple((group.start, group.stop) for group in self.groups if group.item == item)
-
-    def index_in_item(self, number: int) -> int:
-        """Which group of its item the group `number` is."""
-        item = self.groups[number].item
-        return number - next(i for i, group in enumerate(self.groups) if group.item == item)
-
     def image_of(self, number: int) -> UInt8Array | None:
         """The pixels of an image's group, uint8 [N, h, w, 3]; None for a video's."""
         group = self.groups[number]
-        image = self.media[group.item].image
-        if image is None:
+        if self.media[group.item].image is None:
             return None
-        # An image whose plan has several units is either one picture or as many tiles.
-        tiles = image if group.stop - group.start == len(image) else image[group.start : group.stop]
-        pixels: UInt8Array = tiles.numpy()
+        pixels: UInt8Array = self.media[group.item].pixels_of(group).numpy()
         return pixels
 
     @property

@@ -1,6 +1,6 @@
 """The video decoder as a worker: frames of single groups on demand, decoded ahead while asked for in order.
 
-cuts of the item     |  0  |  1  |  2  |  3  |  4  |
+groups of the item   |  0  |  1  |  2  |  3  |  4  |
 asked for               ^           ^     ^           the stream starts at the first, skips what is not asked
 asked for again         ^                             what lies behind the stream is decoded by itself
 """
@@ -16,11 +16,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import video
-from encoders import MediaPlan
-from epd.errors import CancelledError
+from epd.errors import CancelledError, UnavailableError
 from epd.machine import memory_limit_bytes
 from epd.types import Frames, UInt8Array
-from serve_app.messages import CloseStream, Message, ReadFrames
+from serve_app.messages import CloseStream, DecodeOrder, Message, ReadFrames
 
 # Names of closed streams are kept for what was sent before and is carried out after.
 _MAX_CLOSED = 4096
@@ -46,17 +45,20 @@ class FrameStream(Protocol):
         ...
 
 
-# Opens the groups of a message from the one that is wanted on. May block. Raises MediaError.
-Opener = Callable[[ReadFrames], FrameStream]
+# Begins to decode. May block. Raises MediaError.
+Opener = Callable[[DecodeOrder], FrameStream]
 
 
 @dataclass(slots=True)
 class _Stream:
-    """next_index: of the group that the stream gives next. groups: None until they are opened.
+    """One item of a request.
 
-    lock: held by the one who opens and reads.
+    order: all of its groups.
+    next_index: of the group that comes next from `groups`, which are None until they are opened.
+    lock: held by the thread that opens and reads.
     """
 
+    order: DecodeOrder
     next_index: int
     groups: FrameStream | None = None
     is_closed: bool = False
@@ -68,7 +70,7 @@ class FrameReader:
 
     def __init__(self, opener: Opener | None = None) -> None:
         """opener: by default decodes in this process."""
-        self._open = opener or open_here
+        self._open = opener or _StreamHere
         self._streams: dict[str, _Stream] = {}
         self._closed: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
@@ -103,8 +105,8 @@ class FrameReader:
         stream = self._stream_of(message)
         with stream.lock:
             if message.index < stream.next_index:
-                return self._alone(message)
-            groups = stream.groups or self._opened(stream, message)
+                return self._alone(stream.order, message.index)
+            groups = stream.groups or self._opened(stream, message.stream_id)
             while True:
                 frames = groups.read()
                 stream.next_index += 1
@@ -115,22 +117,25 @@ class FrameReader:
         with self._lock:
             if message.stream_id in self._closed:
                 raise _closed(message.stream_id)
-            return self._streams.setdefault(message.stream_id, _Stream(message.index))
+            if message.stream_id not in self._streams:
+                if message.order is None:
+                    raise UnavailableError(f"stream '{message.stream_id}' is not open here; open another")
+                self._streams[message.stream_id] = _Stream(message.order, message.index)
+            return self._streams[message.stream_id]
 
-    def _opened(self, stream: _Stream, message: ReadFrames) -> FrameStream:
+    def _opened(self, stream: _Stream, stream_id: str) -> FrameStream:
         """Opens the groups of a stream, which may be closed meanwhile."""
-        groups = self._open(message)
+        groups = self._open(stream.order.groups(stream.next_index))
         with self._lock:
             if not stream.is_closed:
                 stream.groups = groups
                 return groups
         groups.close()
-        raise _closed(message.stream_id)
+        raise _closed(stream_id)
 
-    def _alone(self, message: ReadFrames) -> Frames:
+    def _alone(self, order: DecodeOrder, index: int) -> Frames:
         """One group that lies behind the stream."""
-        cuts = (message.cuts[message.index],)
-        groups = self._open(replace(message, cuts=cuts, index=0))
+        groups = self._open(order.groups(index, index + 1))
         try:
             return groups.read()
         finally:
@@ -164,36 +169,13 @@ def _closed(stream_id: str) -> CancelledError:
     return CancelledError(f"stream '{stream_id}' is closed; open another")
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeOrder:
-    """What is decoded for a message: frames of this (height, width) at these times, in groups."""
-
-    times_s: tuple[float, ...]
-    group_sizes: tuple[int, ...]
-    size: tuple[int, int]
-
-
-def order_of(message: ReadFrames) -> DecodeOrder:
-    """The groups of a message from the one that is wanted on."""
-    plan, cuts = message.plan, message.cuts[message.index :]
-    sizes = tuple(_num_frames(plan, start, stop) for start, stop in cuts)
-    first = cuts[0][0] * plan.frames_per_unit
-    return DecodeOrder(tuple(plan.times_s[first : first + sum(sizes)]), sizes, plan.size)
-
-
-def _num_frames(plan: MediaPlan, start: int, stop: int) -> int:
-    """Frames of units [start, stop); the last unit may be short."""
-    return min(stop * plan.frames_per_unit, plan.num_frames) - start * plan.frames_per_unit
-
-
 class _StreamHere:
-    """A FrameStream of threads of this process."""
+    """Decodes in threads of this process. Raises MediaError."""
 
-    def __init__(self, message: ReadFrames) -> None:
-        order = order_of(message)
-        self._file = video.open_file(message.source, message.name, message.identity)
+    def __init__(self, order: DecodeOrder) -> None:
+        self._file = video.open_file(order.source, order.name, order.identity)
         try:
-            media = video.Media(self._file.source, message.name)
+            media = video.Media(self._file.source, order.name)
             self._groups = video.stream(media, order.times_s, order.size, group_sizes=order.group_sizes)
         except BaseException:
             self._file.close()
@@ -207,21 +189,15 @@ class _StreamHere:
         self._file.close()
 
 
-def open_here(message: ReadFrames) -> FrameStream:
-    """Decodes in threads of this process. Raises MediaError."""
-    return _StreamHere(message)
-
-
 class ChildOpener:
     """Opens streams that media children decode: see `video.MediaChildren`."""
 
     def __init__(self, children: video.MediaChildren) -> None:
         self._children = children
 
-    def __call__(self, message: ReadFrames) -> FrameStream:
+    def __call__(self, order: DecodeOrder) -> FrameStream:
         """Raises MediaError."""
-        order = order_of(message)
-        file = video.open_file(message.source, message.name, message.identity)
+        file = video.open_file(order.source, order.name, order.identity)
         return video.ChildStream(
-            self._children, file, message.name, order.times_s, order.size, order.group_sizes
+            self._children, file, order.name, order.times_s, order.size, order.group_sizes
         )

@@ -1,7 +1,7 @@
 """How the embeddings of requests come to a prefill worker: room granted, groups received, joined, passed on.
 
-    admitted, num_cached | groups that are needed: room -> Granted -> encoder -> received in order -> engine
-                                                             |  encoder gone: Reissue -> Granted anew
+    admitted, num_cached | groups that are needed: room -> Grant   -> encoder -> received in order -> engine
+                                                             |  encoder gone: Reissue -> another Grant
     computed             | room given back group by group
 
 A ticket is owned by the request it was granted to, although others may wait for the same group. When the
@@ -17,7 +17,8 @@ from encoders import Adapter
 from encoders.groups import MediaGroup
 from epd.encode.encoder_cache import GroupKey
 from epd.transfer.connectors import Ticket
-from serve_app.messages import Granted, GroupFailed, GroupsArrived
+from epd.transfer.reception import Grant
+from serve_app.messages import GroupFailed, GroupsArrived
 from serve_app.worker.worker_roles import ReportBuffer
 from stages.encode.embedding_receiver import EmbeddingReceiver
 from stages.encode.splicing import EmbeddingSplicer
@@ -44,15 +45,6 @@ class _Feed:
     num_released: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Issued:
-    """An open ticket. owner: the request it was granted to. group: which of the request's groups it is."""
-
-    ticket: Ticket
-    owner: str
-    group: int
-
-
 class MediaFeeds:
     """All requests of a prefill worker that wait for embeddings."""
 
@@ -61,7 +53,7 @@ class MediaFeeds:
         self._adapter = adapter
         self._stage = stage
         self._feeds: dict[str, _Feed] = {}
-        self._issued: dict[str, _Issued] = {}  # tickets that are open, by transfer
+        self._open: dict[str, Grant] = {}  # those whose groups have not come, by transfer
 
     def __len__(self) -> int:
         return len(self._feeds)
@@ -82,8 +74,7 @@ class MediaFeeds:
         on_fault: called with each request whose embeddings could not be passed on; it has to close it.
         """
         num_events = len(news.events)
-        failed = {group.key: group.error for group in self.receiver.poll()}
-        self._tell_failed(failed, news)
+        self._tell_failed(self.receiver.poll(), news)
         self._tell_arrived(news)
         has_fed = [self._guarded(feed, on_fault) for feed in list(self._feeds.values())]
         self._grant(news)
@@ -92,16 +83,16 @@ class MediaFeeds:
     def _tell_failed(self, failed: dict[GroupKey, str], news: ReportBuffer) -> None:
         if failed:
             news.events += [
-                GroupFailed(issued.owner, issued.group, transfer_id, failed[issued.ticket.key])
-                for transfer_id, issued in self._issued.items()
-                if issued.ticket.key in failed
+                GroupFailed(grant.request_id, grant.group, transfer_id, failed[grant.ticket.key])
+                for transfer_id, grant in self._open.items()
+                if grant.ticket.key in failed
             ]
 
     def _tell_arrived(self, news: ReportBuffer) -> None:
         is_ready = self.receiver.reception.cache.is_ready
-        arrived = tuple(i for i, issued in self._issued.items() if is_ready(issued.ticket.key))
+        arrived = tuple(i for i, grant in self._open.items() if is_ready(grant.ticket.key))
         for transfer_id in arrived:
-            del self._issued[transfer_id]
+            del self._open[transfer_id]
         if arrived:
             news.events.append(GroupsArrived(arrived))
 
@@ -130,10 +121,9 @@ class MediaFeeds:
             self._issue(feed, grant.group, grant.ticket, news)
 
     def _issue(self, feed: _Feed, index: int, ticket: Ticket, news: ReportBuffer) -> None:
-        request_id = feed.request.request_id
-        number = feed.numbers[index]
-        self._issued[ticket.transfer_id] = _Issued(ticket, request_id, number)
-        news.events.append(Granted(request_id, number, ticket))
+        grant = Grant(feed.request.request_id, feed.numbers[index], ticket)
+        self._open[ticket.transfer_id] = grant
+        news.events.append(grant)
 
     def advance(self, request_id: str, num_computed: int) -> None:
         """Prompt tokens [0, num_computed) are computed: their embeddings may go."""
@@ -157,30 +147,30 @@ class MediaFeeds:
         if request_id not in self._feeds:
             return
         self._forget(request_id)
-        orphans = [i for i, issued in self._issued.items() if issued.owner == request_id]
+        orphans = [i for i, grant in self._open.items() if grant.request_id == request_id]
         self.reissue(orphans, news)
 
     def _forget(self, request_id: str) -> None:
         del self._feeds[request_id]
         for ticket in self.receiver.close(request_id):
-            self._issued.pop(ticket.transfer_id, None)
+            self._open.pop(ticket.transfer_id, None)
 
     def reissue(self, transfer_ids: Sequence[str], news: ReportBuffer) -> None:
         """Grants groups anew, to who waits for them. Tickets that are not open are ignored."""
         for transfer_id in transfer_ids:
-            issued = self._issued.get(transfer_id)
-            if issued is None or self.receiver.reception.cache.is_ready(issued.ticket.key):
+            grant = self._open.get(transfer_id)
+            if grant is None or self.receiver.reception.cache.is_ready(grant.ticket.key):
                 continue
-            del self._issued[transfer_id]
-            ticket = self.receiver.reissue(issued.ticket.key)
+            del self._open[transfer_id]
+            ticket = self.receiver.reissue(grant.ticket.key)
             waiting = self.receiver.reception.waiting_for(ticket.key)
-            feed = self._feeds[issued.owner if issued.owner in waiting else waiting[0]]
+            feed = self._feeds[grant.request_id if grant.request_id in waiting else waiting[0]]
             self._issue(feed, _index_of(feed, ticket.key), ticket, news)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless tickets and requests agree."""
         self.receiver.check_integrity()
-        lost = [issued.owner for issued in self._issued.values() if issued.owner not in self._feeds]
+        lost = [grant.request_id for grant in self._open.values() if grant.request_id not in self._feeds]
         if lost:
             raise AssertionError(f"open tickets of requests that are gone: {lost}")
 

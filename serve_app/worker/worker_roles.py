@@ -117,11 +117,7 @@ class EncodeRole:
         if frames is None and not self.stage.cache.is_ready(message.ticket.key):
             return False
         job = _Job(message, self._clock())
-        self.stage.submit(
-            EncodeJob(
-                message.ticket, message.plan, message.start, message.stop, lambda: self._begin(job, frames)
-            )
-        )
+        self.stage.submit(EncodeJob(message.ticket, message.group.plan, lambda: self._begin(job, frames)))
         return True
 
     def _begin(self, job: _Job, frames: UInt8Array | None) -> Tensor:
@@ -153,7 +149,12 @@ class EncodeRole:
             SpanDone(
                 job.message.request_id,
                 StageSpan(
-                    "encode", self._worker, start_s, now_s, item=job.message.item, group=job.message.group
+                    "encode",
+                    self._worker,
+                    start_s,
+                    now_s,
+                    item=job.message.group.item,
+                    group=job.message.group.index,
                 ),
                 (now_s - start_s) / num_groups[job.message.request_id],
                 start_s - job.submitted_s,

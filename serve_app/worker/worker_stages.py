@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import transformers
 
 from encoders import Adapter, load_adapter
 from encoders.names import WeightSet
@@ -21,15 +19,11 @@ from stages.encode.embedding_receiver import EmbeddingReceiver
 from stages.encode.encoder import EncodeStage
 from stages.encode.encoder_pool import EmbeddingLayout, EncoderPool, EncoderPoolShape
 from stages.engine.engine import LanguageEngine
-from stages.engine.generation import GenerationSettings, context_tokens
-from stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape
-from stages.engine.model_runner import ModelRunner, kv_layout
-from stages.engine.setup import BLOCK_SIZE, default_kv_tokens
+from stages.engine.generation import generation_settings
+from stages.engine.kv_pool import KVPools, KVPoolsShape
+from stages.engine.setup import BLOCK_SIZE, build_engine, kv_shape
 from stages.prefill import PrefillStage
 from stages.weights import WholeModel, load_role
-
-# `load_role` changes how modules are made while it makes some: workers in threads take turns.
-_LOADING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,17 +126,14 @@ class StageBuilder:
 
     def _engine(self, name: str, scheduler: SchedulerConfig) -> tuple[LanguageEngine, KVConnector]:
         settings, model = self.settings, self._language_model()
-        layout = kv_layout(model)
-        num_tokens = settings.num_kv_tokens or default_kv_tokens(
-            layout.bytes_per_token, settings.num_kv_pools
-        )
-        group = KVGroupShape(num_tokens // settings.block_size, layout)
-        pools, connector = self.transport.kv(name, KVPoolsShape((group,), settings.block_size))
-        engine = LanguageEngine(
-            ModelRunner(model, self.adapter, pools),
-            self.adapter.tokenizer,
-            self.generation.eos_ids,
-            scheduler,
+        shape = kv_shape(model, settings.num_kv_tokens, settings.block_size, settings.num_kv_pools)
+        pools, connector = self.transport.kv(name, shape)
+        engine = build_engine(
+            model,
+            self.adapter,
+            self.generation,
+            pools,
+            config=scheduler,
             enable_prefix_caching=settings.enable_prefix_caching,
             max_draft=settings.max_draft,
         )
@@ -167,8 +158,7 @@ class StageBuilder:
         if self._whole is not None:
             model = self._whole.part(role)
         else:
-            with _LOADING:
-                model = load_role(self.settings.model_path, role, self.settings.torch_dtype).model
+            model = load_role(self.settings.model_path, role, self.settings.torch_dtype).model
         self.weights_s += time.perf_counter() - start_s
         return model
 
@@ -178,23 +168,10 @@ class StageBuilder:
         weights = self.transport.weights(path, dtype)
         if weights is None:
             return None
-        with _LOADING:
-            return WholeModel(path, dtype, weights)
+        return WholeModel(path, dtype, weights)
 
 
 def embedding_layout(config: Any, dtype: torch.dtype) -> EmbeddingLayout:
     """What an encoder of this transformers configuration makes of one visual token."""
     deepstack = getattr(config.vision_config, "deepstack_visual_indexes", None) or ()
     return EmbeddingLayout(config.get_text_config().hidden_size, dtype, len(deepstack))
-
-
-def generation_settings(path: Path, adapter: Adapter) -> GenerationSettings:
-    """What the folder's generation_config.json says, without loading weights; defaults where it has none."""
-    try:
-        config = transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
-    except OSError:
-        config = transformers.GenerationConfig()
-    eos_id = adapter.tokenizer.eos_token_id
-    return GenerationSettings.of(
-        config, eos_id, context_tokens(transformers.AutoConfig.from_pretrained(path, local_files_only=True))
-    )

@@ -13,21 +13,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-import torch
-
-from encoders import Adapter, load_adapter
-from encoders.groups import DEFAULT_GROUP_TOKENS
 from epd.machine import usable_cpus
 from epd.transfer.bounded_queue import QueueClosed
 from stages.batch.jobs import BatchSink, MediaJob
 from stages.batch.language import LanguageStage
 from stages.batch.media import MediaStages
-from stages.engine.engine import LanguageEngine
-from stages.engine.generation import GenerationSettings, context_tokens
-from stages.engine.setup import build_engine
-from stages.loader import load_model, use_threads
+from stages.pipeline import Pipeline
 from video.decoding.pool import shared_pool
 
 _MAX_PLANNED = 4
@@ -36,53 +29,26 @@ _MAX_EMBEDDING_BYTES = 64 << 20
 _JOIN_S = 30.0
 
 
-class BatchPipeline:
+class BatchPipeline(Pipeline):
     """One checkpoint, loaded to answer batches, one after the other."""
 
-    def __init__(
-        self,
-        model: Any,
-        adapter: Adapter,
-        *,
-        settings: GenerationSettings,
-        group_tokens: int = DEFAULT_GROUP_TOKENS,
-        num_kv_tokens: int | None = None,
-        skip_static: float | None = None,
-    ) -> None:
-        """Takes the model over: its attention function becomes ours. Options as in `load`."""
-        self.adapter = adapter
-        self.settings = settings
-        self.engine: LanguageEngine = build_engine(model, adapter, settings, num_kv_tokens=num_kv_tokens)
-        self._tower = adapter.vision_tower(model)
-        self._group_tokens = group_tokens
-        self._skip_static = skip_static
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """As in `Pipeline`."""
+        super().__init__(*args, **options)
         self._media: MediaStages | None = None
         self._language: LanguageStage | None = None
         self._pool_busy_s = 0.0
+        self._num_skipped_before = 0
 
     @classmethod
-    def load(
-        cls,
-        model_path: Path,
-        *,
-        dtype: torch.dtype = torch.float32,
-        num_threads: int | None = None,
-        num_kv_tokens: int | None = None,
-        skip_static: float | None = None,
-    ) -> BatchPipeline:
-        """Loads the folder `model_path`, in Hugging Face layout.
+    def load(cls, model_path: str | Path, *, num_threads: int | None = None, **options: Any) -> Self:
+        """As `Pipeline.load`.
 
         num_threads: of torch in each of the two stages that compute; by default OMP_NUM_THREADS or half of
-        the cores. num_kv_tokens, skip_static: see `ColocatedPipeline.load`.
-        Raises RequestError, ModelNotFoundError, UnsupportedModelError, ModelError.
+        the cores.
         """
-        adapter = load_adapter(model_path)
-        use_threads(num_threads or int(os.environ.get("OMP_NUM_THREADS") or max(1, usable_cpus() // 2)))
-        model: Any = load_model(model_path, dtype)
-        settings = GenerationSettings.of(
-            model.generation_config, adapter.tokenizer.eos_token_id, context_tokens(model.config)
-        )
-        return cls(model, adapter, settings=settings, num_kv_tokens=num_kv_tokens, skip_static=skip_static)
+        num_threads = num_threads or int(os.environ.get("OMP_NUM_THREADS") or max(1, usable_cpus() // 2))
+        return super().load(model_path, num_threads=num_threads, **options)
 
     @contextmanager
     def running(self, jobs: Iterator[MediaJob], sink: BatchSink) -> Iterator[None]:
@@ -92,17 +58,17 @@ class BatchPipeline:
         """
         media = self._media = MediaStages(
             self.adapter,
-            self._tower,
-            group_tokens=self._group_tokens,
+            self.encoder,
+            group_tokens=self.group_tokens,
             max_planned=_MAX_PLANNED,
             max_frame_bytes=_MAX_FRAME_BYTES,
             max_embedding_bytes=_MAX_EMBEDDING_BYTES,
-            skip_static=self._skip_static,
         )
         language = self._language = LanguageStage(
             self.engine, self.adapter, self.settings, media.embeddings, sink
         )
         self._pool_busy_s = shared_pool().busy_s
+        self._num_skipped_before = self.encoder.num_skipped
 
         def work(name: str, stage: Callable[[], None]) -> threading.Thread:
             thread = threading.Thread(target=_guarded, args=(stage, media, sink), name=name, daemon=True)
@@ -151,7 +117,7 @@ class BatchPipeline:
     @property
     def num_units_skipped(self) -> int:
         """Units of frames that were not encoded in the last batch, since they did not change."""
-        return self._media.num_units_skipped if self._media else 0
+        return self.encoder.num_skipped - self._num_skipped_before
 
     @property
     def num_prefilled(self) -> int:

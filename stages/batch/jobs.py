@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from encoders import Embeddings, FrameSampling
+from encoders import FrameSampling
 from encoders.prompt.chat import ChatMessage
 from epd.errors import EPDError
 from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.types import MediaKind, Usage
 from stages.engine.generation import TokenOutput
-from stages.media import PlannedMedia, UnitRun
+from stages.media import DecodedGroup, EncodedGroup, PlannedMedia
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,31 +95,6 @@ class OpenedJob:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodedRun:
-    """Frames of one of the media of a job."""
-
-    opened: OpenedJob
-    item: int
-    run: UnitRun
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedRun:
-    """What the vision tower made of units [start, stop) of one of the media of a job."""
-
-    opened: OpenedJob
-    item: int
-    start: int
-    stop: int
-    embeddings: Embeddings
-
-    @property
-    def num_bytes(self) -> int:
-        layers = 1 + len(self.embeddings.deepstack)
-        return layers * self.embeddings.rows.nbytes
-
-
-@dataclass(frozen=True, slots=True)
 class FailedJob:
     """A job that a stage has given up."""
 
@@ -127,5 +102,6 @@ class FailedJob:
     error: EPDError
 
 
-FrameMail = OpenedJob | DecodedRun | FailedJob
-EmbeddingMail = OpenedJob | EncodedRun | FailedJob
+# A job that is opened, then all of its groups, then the next job; a stage that gives a job up says so.
+FrameItem = OpenedJob | DecodedGroup | FailedJob
+EmbeddingItem = OpenedJob | EncodedGroup | FailedJob

@@ -17,25 +17,22 @@ from time import perf_counter
 import torch
 
 from encoders import Adapter, PromptPlan
-from encoders.identity import prompt_identity
 from encoders.reduction import reduce_prompt
 from epd.errors import EPDError, InfeasibleError, InternalError
 from epd.kv.answer_length import TYPICAL_TOKENS
 from epd.transfer.bounded_queue import BoundedQueue, BusyClock, QueueClosed
-from epd.types import Int64Array
 from stages.batch.jobs import (
     BatchAnswer,
     BatchSink,
-    EmbeddingMail,
-    EncodedRun,
+    EmbeddingItem,
     FailedJob,
     MediaJob,
     OpenedJob,
     TextRequest,
 )
-from stages.encode.splicing import EmbeddingSplicer
 from stages.engine.engine import LanguageEngine
-from stages.engine.generation import Extent, GenerateRequest, GenerationSettings, StepResult, TokenOutput
+from stages.engine.generation import GenerationSettings, StepResult, TokenOutput
+from stages.media_prefix import MediaPrefix
 
 logger = logging.getLogger(__name__)
 
@@ -47,30 +44,15 @@ _MAX_IDLE_TURNS = 2
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """A job at the engine. first: its first request that has a prompt. num_missing: visual tokens to come."""
+    """A job at the engine. first: its first request that has a prompt."""
 
     job: MediaJob
     opened: OpenedJob
     first: tuple[TextRequest, PromptPlan] | None
-    prompt: PromptPlan
-    joiner: EmbeddingSplicer
-    num_missing: int
+    prefix: MediaPrefix
     is_ready: bool = False
     is_exhausted: bool = False
     num_open: int = 0
-
-    @property
-    def mm_hashes(self) -> list[str]:
-        return [f"{self.job.name}/{item}" for item in range(len(self.opened.media))]
-
-    @property
-    def parent(self) -> str | None:
-        """Whose blocks the answers share."""
-        return self.job.name if self.opened.media else None
-
-    @property
-    def prefix(self) -> Int64Array:
-        return self.prompt.token_ids[: self.prompt.prefix_length]
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +74,7 @@ class LanguageStage:
         engine: LanguageEngine,
         adapter: Adapter,
         settings: GenerationSettings,
-        mail: BoundedQueue[EmbeddingMail],
+        mail: BoundedQueue[EmbeddingItem],
         sink: BatchSink,
     ) -> None:
         self.clock = BusyClock()
@@ -106,6 +88,7 @@ class LanguageStage:
         self._live: dict[str, _Live] = {}
         self._open: dict[str, _Open] = {}
         self._blocked: _Live | None = None
+        self._arriving = ""  # the job whose groups come
         self._is_mail_over = False
         self._is_stopped = False
         self._num_idle_turns = 0
@@ -156,7 +139,7 @@ class LanguageStage:
             may_wait = False
             self._take(mail)
 
-    def _next_mail(self, *, may_wait: bool) -> EmbeddingMail | None:
+    def _next_mail(self, *, may_wait: bool) -> EmbeddingItem | None:
         if may_wait:
             self.clock.stop()
         try:
@@ -168,30 +151,26 @@ class LanguageStage:
             if may_wait:
                 self.clock.start()
 
-    def _take(self, mail: EmbeddingMail) -> None:
+    def _take(self, mail: EmbeddingItem) -> None:
         if isinstance(mail, OpenedJob):
             self._start(mail)
         elif isinstance(mail, FailedJob):
             self._fail_job(mail.job, mail.error)
-        elif mail.opened.job.name in self._live:
-            self._add(self._live[mail.opened.job.name], mail)
-
-    def _add(self, live: _Live, encoded: EncodedRun) -> None:
-        placed = live.joiner.push_units(encoded.item, encoded.start, encoded.stop, encoded.embeddings)
-        if placed is not None:
-            live.num_missing -= len(placed.indices)
-            self._engine.add_embeddings(live.job.name, placed)
+        elif self._arriving in self._live:
+            self._live[self._arriving].prefix.add(mail, self._engine)
 
     # Jobs
 
     def _start(self, opened: OpenedJob) -> None:
         """Plans the first request that can be planned: its prompt begins like all others of the job."""
         job = opened.job
+        self._arriving = job.name
+        mm_hashes = [f"{job.name}/{item}" for item in range(len(opened.media))]
         for request in job.requests:
             prompt = self._prompt(request, opened)
             if prompt is not None:
-                joiner = EmbeddingSplicer(self._adapter, prompt)
-                self._begin(_Live(job, opened, (request, prompt), prompt, joiner, prompt.num_visual_tokens))
+                prefix = MediaPrefix(job.name, prompt, mm_hashes, self._adapter, self._settings)
+                self._begin(_Live(job, opened, (request, prompt), prefix))
                 return
         job.is_failed = True  # nobody asks anything about it
         self._end(job)
@@ -211,13 +190,9 @@ class LanguageStage:
             self._blocked = live
 
     def _begin_media(self, live: _Live) -> None:
-        identity = prompt_identity(live.prompt, live.mm_hashes)
-        request = GenerateRequest(
-            live.job.name, live.prompt, identity, self._settings.defaults, extent=Extent.MEDIA
-        )
         self._live[live.job.name] = live
         try:
-            self._engine.add(request)
+            self._engine.add(live.prefix.request())
         except Exception as error:  # noqa: BLE001 - logged; costs this job alone
             self._fail_job(live.job, explained(error))
 
@@ -229,10 +204,11 @@ class LanguageStage:
         engine, block_size = self._engine, self._engine.kv.spec.block_size
         if not self._live:
             return True
+        num_tokens = len(live.prefix.prompt)
         expected = TYPICAL_TOKENS
         if live.first is not None:
-            expected = self._settings.expected_tokens(live.first[0].sampling, len(live.prompt))
-        num_blocks = -(-(len(live.prompt) + expected) // block_size) + 1 + len(self._open)
+            expected = self._settings.expected_tokens(live.first[0].sampling, num_tokens)
+        num_blocks = -(-(num_tokens + expected) // block_size) + 1 + len(self._open)
         groups = range(len(engine.kv.spec.num_blocks))
         has_blocks = all(engine.kv.num_free_blocks(group) >= num_blocks for group in groups)
         return has_blocks and not engine.scheduler.waiting and len(self._live) < _MEDIA_SEATS
@@ -260,8 +236,8 @@ class LanguageStage:
             self._ask_next(live)
         if live.is_exhausted and not live.num_open:
             del self._live[live.job.name]
-            if live.parent is not None:
-                self._engine.release(live.parent)
+            if live.prefix.parent is not None:
+                self._engine.release(live.prefix.parent)
             self._end(live.job)
 
     @property
@@ -293,20 +269,15 @@ class LanguageStage:
             return None
 
     def _add_request(self, live: _Live, request: TextRequest, prompt: PromptPlan) -> None:
-        identity = prompt_identity(prompt, live.mm_hashes)
-        sampling = self._settings.completed(request.sampling, len(prompt))
-        wanted = GenerateRequest(
-            request.request_id, prompt, identity, sampling, request.seed, parent=live.parent
-        )
         try:
-            prompt.check_begins_with(live.prefix)
+            wanted = live.prefix.question(request.request_id, prompt, request.sampling, request.seed)
             self._engine.add(wanted)
         except Exception as error:  # noqa: BLE001 - logged; costs this line alone
             self._engine.abort(request.request_id)
             self._sink.failed(request.request_id, explained(error))
             return
         live.num_open += 1
-        self._open[request.request_id] = _Open(live, prompt, sampling.n)
+        self._open[request.request_id] = _Open(live, prompt, request.sampling.n)
 
     # Steps
 
@@ -334,7 +305,7 @@ class LanguageStage:
             num_substituted_frames=live.job.num_substituted_frames,
         )
         live.num_open -= 1
-        num_cached = len(live.prefix) if live.parent is not None else 0
+        num_cached = len(live.prefix.token_ids)
         outputs = sorted(opened.outputs, key=lambda output: output.choice)
         self._sink.answered(BatchAnswer(request_id, outputs, usage, num_cached, opened.first_s))
 
@@ -346,7 +317,7 @@ class LanguageStage:
         return (
             self._num_idle_turns > _MAX_IDLE_TURNS
             and bool(self._engine.scheduler.waiting)
-            and all(live.is_ready or not live.num_missing for live in self._live.values())
+            and all(live.is_ready or not live.prefix.num_missing for live in self._live.values())
         )
 
     def _give_up_first(self) -> None:

@@ -14,25 +14,14 @@ import logging
 from collections.abc import Iterator
 from contextlib import closing
 
-import torch
-from torch import nn
-
 import video
-from encoders import Adapter, Embeddings
+from encoders import Adapter
 from encoders.batch import FrameEncoder
 from epd.errors import EPDError, UnsupportedMediaError
 from epd.transfer.bounded_queue import BoundedQueue, BusyClock
 from epd.types import StageTimings
-from stages.batch.jobs import (
-    DecodedRun,
-    EmbeddingMail,
-    EncodedRun,
-    FailedJob,
-    FrameMail,
-    MediaJob,
-    OpenedJob,
-)
-from stages.media import PlannedMedia, plan_known, unit_runs
+from stages.batch.jobs import EmbeddingItem, FailedJob, FrameItem, MediaJob, OpenedJob
+from stages.media import DecodedGroup, PlannedMedia, decode_groups, encode_group, plan_known
 
 logger = logging.getLogger(__name__)
 
@@ -46,29 +35,22 @@ class MediaStages:
     def __init__(
         self,
         adapter: Adapter,
-        tower: nn.Module,
+        encoder: FrameEncoder,
         *,
         group_tokens: int,
         max_planned: int,
         max_frame_bytes: int,
         max_embedding_bytes: int,
-        skip_static: float | None = None,
     ) -> None:
-        """skip_static: see `FrameEncoder`."""
         self.num_decoded = 0
         self.num_encoded = 0
         self.encode_clock = BusyClock()
         self._adapter = adapter
-        self._encoder = FrameEncoder(adapter, tower, skip_static)
+        self._encoder = encoder
         self._group_tokens = group_tokens
         self.planned: BoundedQueue[OpenedJob | FailedJob] = BoundedQueue(max_planned)
-        self.frames: BoundedQueue[FrameMail] = BoundedQueue(max_frame_bytes)
-        self.embeddings: BoundedQueue[EmbeddingMail] = BoundedQueue(max_embedding_bytes)
-
-    @property
-    def num_units_skipped(self) -> int:
-        """Units of frames that were not encoded, since they did not change."""
-        return self._encoder.num_skipped
+        self.frames: BoundedQueue[FrameItem] = BoundedQueue(max_frame_bytes)
+        self.embeddings: BoundedQueue[EmbeddingItem] = BoundedQueue(max_embedding_bytes)
 
     def close(self) -> None:
         for queue in (self.planned, self.frames, self.embeddings):
@@ -98,58 +80,52 @@ class MediaStages:
     # Decode
 
     def decode(self) -> None:
-        for mail in self.planned:
-            if isinstance(mail, FailedJob):
-                self.frames.put(mail)
+        for item in self.planned:
+            if isinstance(item, FailedJob):
+                self.frames.put(item)
                 continue
-            self.frames.put(mail, mail.num_bytes)
+            self.frames.put(item, item.num_bytes)
             try:
-                self._decode(mail)
+                self._decode(item)
             except _BREAKS as error:
-                self.frames.put(_failed(mail.job, error))
+                self.frames.put(_failed(item.job, error))
         self.frames.end()
 
     def _decode(self, opened: OpenedJob) -> None:
-        for item, media in enumerate(opened.media):
-            self.num_decoded += 1
-            with closing(unit_runs(media, self._group_tokens, StageTimings())) as runs:
-                for run in runs:
-                    if opened.job.is_failed:
-                        return
-                    opened.job.num_substituted_frames += run.num_substituted
-                    self.frames.put(DecodedRun(opened, item, run), run.frames.nbytes)
+        job = opened.job
+        with closing(decode_groups(opened.media, self._group_tokens, StageTimings())) as groups:
+            for decoded in groups:
+                self.num_decoded += decoded.group.index == 0
+                if job.is_failed:
+                    return
+                job.num_substituted_frames += decoded.num_substituted
+                self.frames.put(decoded, decoded.frames.nbytes)
 
     # Encode
 
-    @torch.inference_mode()
     def encode(self) -> None:
-        for mail in self.frames:
-            if isinstance(mail, OpenedJob):
-                self.embeddings.put(mail, mail.num_bytes)
-            elif isinstance(mail, FailedJob):
-                self.embeddings.put(mail)
-            elif not mail.opened.job.is_failed:
-                self._encode(mail)
+        job: MediaJob | None = None
+        for item in self.frames:
+            if isinstance(item, OpenedJob):
+                job = item.job
+                self.embeddings.put(item, item.num_bytes)
+            elif isinstance(item, FailedJob):
+                self.embeddings.put(item)
+            elif job is not None and not job.is_failed:
+                self._encode(job, item)
         self.embeddings.end()
 
-    def _encode(self, decoded: DecodedRun) -> None:
-        run = decoded.run
-        self.num_encoded += run.start == 0
+    def _encode(self, job: MediaJob, decoded: DecodedGroup) -> None:
+        self.num_encoded += decoded.group.index == 0
         self.encode_clock.start()
         try:
-            embeddings = self._embeddings(decoded)
+            encoded = encode_group(self._encoder, decoded, StageTimings())
         except _BREAKS as error:
-            self.embeddings.put(_failed(decoded.opened.job, error))
+            self.embeddings.put(_failed(job, error))
             return
         finally:
             self.encode_clock.stop()
-        encoded = EncodedRun(decoded.opened, decoded.item, run.start, run.stop, embeddings)
         self.embeddings.put(encoded, encoded.num_bytes)
-
-    def _embeddings(self, decoded: DecodedRun) -> Embeddings:
-        plan, run = decoded.opened.media[decoded.item].plan, decoded.run
-        (encoded,) = self._encoder.encode([self._encoder.patches(run.frames, plan, run.start, run.stop)])
-        return encoded
 
 
 def _failed(job: MediaJob, error: Exception) -> FailedJob:

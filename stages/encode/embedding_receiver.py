@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from encoders.adapter import Embeddings
 from epd.encode.encoder_cache import EncoderCacheManager, GroupKey, GroupSpec
@@ -11,15 +10,6 @@ from epd.transfer.connectors import EncoderConnector, Ticket
 from epd.transfer.reception import Grant, Reception
 from epd.transfer.transfers import Inbox
 from stages.encode.encoder_pool import EncoderPool
-
-
-@dataclass(frozen=True, slots=True)
-class FailedGroup:
-    """A group that its encoder could not make, and the requests that wait: reissue it or close them."""
-
-    key: GroupKey
-    request_ids: tuple[str, ...]
-    error: str
 
 
 class EmbeddingReceiver:
@@ -42,9 +32,12 @@ class EmbeddingReceiver:
             self._connector.expect(grant.ticket)
         return grants
 
-    def poll(self) -> list[FailedGroup]:
-        """Takes what has arrived; returns what never will. Failed groups stay pending until reissued."""
-        failed = []
+    def poll(self) -> dict[GroupKey, str]:
+        """Takes what has arrived; returns the groups that their encoders could not make, and why.
+
+        Failed groups stay pending until they are reissued, or all requests that wait for them closed.
+        """
+        failed = {}
         for offer in self._connector.recv():
             self._connector.cancel(offer.transfer_id)  # one offer fills a ticket
             ticket = self.reception.inbox.find(offer.transfer_id)
@@ -53,8 +46,7 @@ class EmbeddingReceiver:
             if offer.source is not None:
                 self.reception.inbox.deliver(ticket)
             else:
-                waiting = tuple(self.reception.waiting_for(ticket.key))
-                failed.append(FailedGroup(ticket.key, waiting, offer.error))
+                failed[ticket.key] = offer.error
         return failed
 
     def take(self, request_id: str) -> list[tuple[int, Embeddings]]:

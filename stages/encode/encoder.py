@@ -27,20 +27,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EncodeJob:
-    """Units [start, stop) of one item, to be encoded for a ticket.
+    """One group, to be encoded for a ticket.
 
+    plan: of the group alone.
     frames: gives uint8 [N, h, w, 3] of planned size; called only if the group has to be encoded.
     """
 
     ticket: Ticket
     plan: MediaPlan
-    start: int
-    stop: int
     frames: Callable[[], Tensor]
 
     @property
     def num_patches(self) -> int:
-        return self.plan.grid.cut(self.stop - self.start).num_patches
+        return self.plan.grid.num_patches
 
     @property
     def waiting(self) -> WaitingGroup:
@@ -149,9 +148,7 @@ class EncodeStage:
     def _run(self, batch: Sequence[EncodeJob]) -> int:
         """Encodes and commits; if a batch of several fails, each alone, so that only the culprit does."""
         try:
-            results = self._encoder.encode(
-                [self._encoder.patches(job.frames(), job.plan, job.start, job.stop) for job in batch]
-            )
+            results = self._encoder.encode([self._encoder.patches(job.frames(), job.plan) for job in batch])
             places = [self.cache.get(job.ticket.key) for job in batch]
             for place, embeddings in zip(places, results, strict=True):
                 self._pool.write(place, embeddings)

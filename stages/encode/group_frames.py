@@ -26,12 +26,7 @@ def frames_from(adapter: Adapter, sources: Sequence[str | Path]) -> FramesOf:
         if group.plan.kind == "image":
             tiles = adapter.resize(torch.from_numpy(video.load_image(source)), group.plan)
             return tiles if group.stop - group.start == len(tiles) else tiles[group.start : group.stop]
-        frames = video.decode(source, times_s=_times(group), size=group.plan.size)
+        frames = video.decode(source, times_s=group.plan.times_s, size=group.plan.size)
         return torch.from_numpy(frames.data)
 
     return frames_of
-
-
-def _times(group: MediaGroup) -> tuple[float, ...]:
-    frames = group.frame_range
-    return group.plan.times_s[frames.start : frames.stop]

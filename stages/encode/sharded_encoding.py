@@ -81,14 +81,14 @@ class ShardedEncoding:
         for encoder in self._encoders:
             encoder.step()
         failed = self._receiver.poll()
-        for group in failed:
-            for request_id in group.request_ids:
-                self._requests[request_id].error = group.error
+        for key, error in failed.items():
+            for request_id in self._receiver.reception.waiting_for(key):
+                self._requests[request_id].error = error
         return bool(grants or has_work or failed)
 
     def _submit(self, grants: Sequence[Grant]) -> None:
         shards = plan_shards(
-            [grant.spec.num_patches for grant in grants],
+            [self._requests[grant.request_id].groups[grant.group].spec.num_patches for grant in grants],
             [encoder.outstanding_patches for encoder in self._encoders],
             max_run_patches=self._max_run_patches,
         )
@@ -99,7 +99,7 @@ class ShardedEncoding:
     def _job(self, grant: Grant) -> EncodeJob:
         request = self._requests[grant.request_id]
         group = request.groups[grant.group]
-        return EncodeJob(grant.ticket, group.plan, group.start, group.stop, lambda: request.frames_of(group))
+        return EncodeJob(grant.ticket, group.plan, lambda: request.frames_of(group))
 
     def _cancel(self, tickets: Sequence[Ticket]) -> None:
         for encoder in self._encoders:

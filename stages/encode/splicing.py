@@ -28,13 +28,7 @@ class EmbeddingSplicer:
 
     def push(self, group: MediaGroup, embeddings: Embeddings) -> PlacedEmbeddings | None:
         """What the next group completes; None while more has to come."""
-        return self.push_units(group.item, group.start, group.stop, embeddings)
-
-    def push_units(
-        self, number: int, start: int, stop: int, embeddings: Embeddings
-    ) -> PlacedEmbeddings | None:
-        """The same for units [start, stop) of item `number`."""
-        item = self._prompt.media[number]
+        item, start, stop = self._prompt.media[group.item], group.start, group.stop
         if not self._parts:
             self._start = start
         self._parts.append(embeddings)
@@ -43,7 +37,7 @@ class EmbeddingSplicer:
         rows = self._adapter.join(concatenated(self._parts), item.plan, self._start, stop)
         self._parts = []
         if item.windows:
-            return self._reduced(number, item, start, rows)
+            return self._reduced(group.item, item, start, rows)
         return PlacedEmbeddings(rows, item.token_indices(self._start, stop))
 
     def _reduced(self, number: int, item: MediaItem, start: int, rows: Embeddings) -> PlacedEmbeddings | None:

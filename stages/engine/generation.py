@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Literal
 
-from encoders import PromptPlan
+import transformers
+
+from encoders import Adapter, PromptPlan
 from epd.kv.answer_length import expected_tokens, held_to_context
 from epd.kv.kv_identity import TokenIdentity
 from epd.sampling_params import SamplingParams
@@ -58,6 +61,16 @@ class GenerationSettings:
         """Of all answers to a request with these params, to plan for."""
         asked = self.max_tokens if params.max_tokens is None else params.max_tokens
         return expected_tokens(self.completed(params, num_prompt_tokens), asked)
+
+
+def generation_settings(path: Path, adapter: Adapter) -> GenerationSettings:
+    """What the folder's generation_config.json says, without loading weights; defaults where it has none."""
+    try:
+        config = transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
+    except OSError:
+        config = transformers.GenerationConfig()
+    model_config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    return GenerationSettings.of(config, adapter.tokenizer.eos_token_id, context_tokens(model_config))
 
 
 def context_tokens(config: Any) -> int | None:

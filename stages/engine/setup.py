@@ -9,7 +9,7 @@ from epd.kv.scheduling import SchedulerConfig
 from epd.machine import memory_limit_bytes
 from stages.engine.engine import LanguageEngine
 from stages.engine.generation import GenerationSettings
-from stages.engine.kv_pool import KVGroupShape, KVPoolsShape
+from stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape
 from stages.engine.model_runner import ModelRunner, kv_layout
 
 BLOCK_SIZE = 16
@@ -22,6 +22,7 @@ def build_engine(
     model: Any,
     adapter: Adapter,
     settings: GenerationSettings,
+    pools: KVPools | None = None,
     *,
     config: SchedulerConfig | None = None,
     num_kv_tokens: int | None = None,
@@ -29,19 +30,24 @@ def build_engine(
     enable_prefix_caching: bool = False,
     max_draft: int = 0,
 ) -> LanguageEngine:
-    """An engine with pools of its own. num_kv_tokens: their room; by default `default_kv_tokens`."""
-    layout = kv_layout(model)
-    num_blocks = (num_kv_tokens or default_kv_tokens(layout.bytes_per_token)) // block_size
-    pools = KVPoolsShape((KVGroupShape(num_blocks, layout),), block_size).build()
-    runner = ModelRunner(model, adapter, pools)
+    """An engine over these pools, by default over its own: see `kv_shape`."""
     return LanguageEngine(
-        runner,
+        ModelRunner(model, adapter, pools or kv_shape(model, num_kv_tokens, block_size).build()),
         adapter.tokenizer,
         settings.eos_ids,
         config or SchedulerConfig(),
         enable_prefix_caching=enable_prefix_caching,
         max_draft=max_draft,
     )
+
+
+def kv_shape(
+    model: Any, num_kv_tokens: int | None = None, block_size: int = BLOCK_SIZE, num_pools: int = 1
+) -> KVPoolsShape:
+    """Pools for a model. num_kv_tokens: their room; by default `default_kv_tokens`."""
+    layout = kv_layout(model)
+    num_tokens = num_kv_tokens or default_kv_tokens(layout.bytes_per_token, num_pools)
+    return KVPoolsShape((KVGroupShape(num_tokens // block_size, layout),), block_size)
 
 
 def default_kv_tokens(bytes_per_token: int, num_pools: int = 1) -> int:

@@ -14,7 +14,7 @@ from encoders.families.qwen3_vl import Qwen3VLAdapter
 from encoders.groups import plan_groups
 from epd.errors import RequestError
 from epd.types import StageTimings
-from stages.media import plan_media, unit_runs
+from stages.media import decode_groups, plan_media
 from tests.encoders.families import QUESTION, Clip, Family
 from tests.media import write_video
 from tests.stages.encode.workers import noise
@@ -89,9 +89,9 @@ def test_frames_are_those_that_decoding_in_order_gives(
     sampling = FrameSampling(fps=10.0, start_s=start_s, end_s=end_s)
     media = plan_media(families["smolvlm"].adapter, path, sampling)
     assert media.plan.size == (56, 84)
-    runs = list(unit_runs(media, 256, StageTimings()))
+    groups = list(decode_groups([media], 256, StageTimings()))
     wanted = [shown[index - first] for index in media.plan.frame_indices]
-    assert np.array_equal(np.concatenate([run.frames.numpy() for run in runs]), np.stack(wanted))
+    assert np.array_equal(np.concatenate([each.frames.numpy() for each in groups]), np.stack(wanted))
     assert len(wanted) > len(shown) // 2
 
 

@@ -11,13 +11,15 @@ from typing import Any
 import torch
 
 from encoders import Adapter, FrameSampling
-from encoders.adapter import Embeddings, PatchRun, PromptPlan
+from encoders.adapter import Embeddings, PromptPlan
+from encoders.batch import FrameEncoder
 from encoders.identity import prompt_identity
 from epd.sampling_params import SamplingParams
 from epd.types import StageTimings, content_hash
+from stages.encode.splicing import EmbeddingSplicer
 from stages.engine.engine import LanguageEngine
 from stages.engine.generation import GenerateRequest, TokenOutput
-from stages.media import plan_media, unit_runs
+from stages.media import decode_groups, encode_group, plan_media
 from stages.visual_inputs import PlacedEmbeddings
 
 MAX_TOKENS = 12
@@ -54,13 +56,12 @@ def prompt_of(
     plan = adapter.plan_prompt([item.plan for item in planned], question)
     tower = adapter.vision_tower(model)
     groups = []
-    for item, placed in zip(planned, plan.media, strict=True):
-        for run in unit_runs(item, group_tokens, StageTimings()):
-            patches = adapter.preprocess(run.frames, item.plan)
-            grid = item.plan.grid.cut(run.stop - run.start)
-            (encoded,) = adapter.encode_batch(tower, [PatchRun(item.plan.kind, patches, grid)])
-            rows = _copied(adapter.join(encoded, item.plan, run.start, run.stop))
-            groups.append(PlacedEmbeddings(rows, placed.token_indices(run.start, run.stop)))
+    splicer, encoder = EmbeddingSplicer(adapter, plan), FrameEncoder(adapter, tower)
+    for decoded in decode_groups(planned, group_tokens, StageTimings()):
+        encoded = encode_group(encoder, decoded, StageTimings())
+        placed = splicer.push(encoded.group, _copied(encoded.embeddings))
+        if placed is not None:
+            groups.append(placed)
     hashes = tuple(content_hash(path) for path in media)
     return Prompt(plan, hashes, tuple(groups), ())
 

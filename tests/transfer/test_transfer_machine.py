@@ -54,7 +54,7 @@ class TransferMachine(RuleBasedStateMachine):
 
     def submit(self, encoder: str, ticket: Ticket, value: int) -> None:
         units = ticket.target.num_embeddings
-        job = EncodeJob(ticket, fake_plan(units), 0, units, lambda: fake_frames(value, units))
+        job = EncodeJob(ticket, fake_plan(units), lambda: fake_frames(value, units))
         self.encoders[encoder].submit(job)
         self.assigned[ticket.transfer_id] = (encoder, ticket)
 
@@ -79,7 +79,7 @@ class TransferMachine(RuleBasedStateMachine):
     def assign(self, receiver: str, encoder: str, poison: int | None) -> None:
         """Whatever has got room goes to one encoder; the frames of one value may be beyond encoding."""
         for grant in self.receivers[receiver].grant():
-            value = int(grant.spec.key.mm_hash.split()[1])
+            value = int(grant.ticket.key.mm_hash.split()[1])
             self.submit(encoder, grant.ticket, POISON if value == poison else value)
 
     @rule(encoder=ENCODERS)
@@ -88,9 +88,9 @@ class TransferMachine(RuleBasedStateMachine):
 
     @rule(receiver=st.sampled_from(RECEIVERS), encoder=ENCODERS)
     def receive(self, receiver: str, encoder: str) -> None:
-        for failed in self.receivers[receiver].poll():
-            ticket = self.receivers[receiver].reissue(failed.key)
-            self.submit(encoder, ticket, int(failed.key.mm_hash.split()[1]))
+        for key in self.receivers[receiver].poll():
+            ticket = self.receivers[receiver].reissue(key)
+            self.submit(encoder, ticket, int(key.mm_hash.split()[1]))
 
     @precondition(lambda self: self.wanted)
     @rule(data=st.data(), is_released=st.booleans())

@@ -41,7 +41,7 @@ class Story:
 
     def submit(self, encoder: str, ticket: Ticket) -> None:
         value, units = int(ticket.key.mm_hash.split()[1]), ticket.target.num_embeddings
-        job = EncodeJob(ticket, fake_plan(units), 0, units, lambda: fake_frames(value, units))
+        job = EncodeJob(ticket, fake_plan(units), lambda: fake_frames(value, units))
         self.encoders[encoder].submit(job)
 
     def taken(self, request_id: str) -> list[float]:
@@ -153,10 +153,10 @@ def test_an_offer_of_an_encoder_that_is_gone_fails_and_can_be_reissued(story: St
     story.submit("e0", ticket)
     story.encoders["e0"].step()
     story.hub.disconnect("e0")
-    (failed,) = story.receiver.poll()
-    assert (failed.key, failed.request_ids) == (ticket.key, ("a",))
-    assert "sender 'e0' is gone" in failed.error
-    story.submit("e1", story.receiver.reissue(failed.key))
+    ((key, error),) = story.receiver.poll().items()
+    assert (key, story.receiver.reception.waiting_for(key)) == (ticket.key, ["a"])
+    assert "sender 'e0' is gone" in error
+    story.submit("e1", story.receiver.reissue(key))
     story.encoders["e1"].step()
     story.receiver.poll()
     assert story.taken("a") == [1.0]
@@ -274,4 +274,4 @@ def test_a_pool_file_that_is_gone_is_a_failed_group() -> None:
         deadline = time.monotonic() + 20
         while not (failed := receiver.poll()) and time.monotonic() < deadline:
             pass
-    assert "sender 'e' is gone" in failed[0].error
+    assert "sender 'e' is gone" in next(iter(failed.values()))

@@ -41,7 +41,7 @@ def test_what_stands_still_is_encoded_once(family: Family) -> None:
     plan, frames = standing(family, SHOWN)
     _, others = standing(family, (0, 1, 1), seed=1)
     plain = FrameEncoder(family.adapter, family.tower)
-    runs = [plain.patches(frames, plan, 0, 8), plain.patches(others, plan, 0, 3)]
+    runs = [plain.patches(frames, plan.part(0, 8)), plain.patches(others, plan.part(0, 3))]
     whole = plain.encode(runs)
     seen: list[list[int]] = []
 
@@ -68,7 +68,7 @@ def test_one_grey_level_is_a_change_unless_it_is_tolerated(family: Family) -> No
     level = 1.01 / 255 / 0.26  # by the least standard deviation of the families here; the largest is 0.5
     for tolerance, num_skipped in ((0.0, 0), (level / 2, 0), (level, 1)):
         encoder = FrameEncoder(family.adapter, family.tower, tolerance)
-        (embeddings,) = encoder.encode([encoder.patches(frames, plan, 0, 2)])
+        (embeddings,) = encoder.encode([encoder.patches(frames, plan.part(0, 2))])
         assert encoder.num_skipped == num_skipped
         assert all(torch.equal(*rows) == bool(num_skipped) for rows in units(embeddings, 2))
 
@@ -89,7 +89,7 @@ def test_tiles_of_an_image_are_all_encoded(families: dict[str, Family]) -> None:
     plan = family.plan(white, SAMPLING)
     assert plan.num_units > 1
     encoder = FrameEncoder(family.adapter, family.tower, 0.0)
-    encoder.encode([encoder.patches(family.frames(white, plan), plan, 0, plan.num_units)])
+    encoder.encode([encoder.patches(family.frames(white, plan), plan)])
     assert encoder.num_skipped == 0
 
 
@@ -119,5 +119,5 @@ def test_a_tolerance_that_is_none_is_refused(tolerance: float) -> None:
 
 def test_nothing_is_skipped_unless_it_is_asked_for() -> None:
     encoder = FrameEncoder(FakeFamily(), torch.nn.Identity())
-    encoder.encode([encoder.patches(torch.zeros(3, 1, 1, 3, dtype=torch.uint8), fake_plan(3), 0, 3)])
+    encoder.encode([encoder.patches(torch.zeros(3, 1, 1, 3, dtype=torch.uint8), fake_plan(3))])
     assert encoder.num_skipped == 0

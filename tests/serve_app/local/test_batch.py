@@ -19,7 +19,9 @@ from epd.batch.tasks import Backend, MediaTask
 from epd.reduction import ReductionPolicy
 from serve_app.local.batch import LocalBackend
 from serve_app.service import ModelCard
+from stages.batch import media as media_stages
 from stages.batch.batch import BatchPipeline
+from stages.batch.jobs import MediaJob
 from stages.batch.media import MediaStages
 from stages.colocated import ColocatedPipeline
 from stages.engine.sequence import TokenSequence
@@ -93,14 +95,17 @@ def test_what_is_wrong_with_one_medium_or_line_stays_there(
 ) -> None:
     (tmp_path / "text.mp4").write_text("no video\n" * 99)
     broken = write_video(tmp_path / "broken.mp4", seed=9)
-    embeddings = MediaStages._embeddings
+    encode, encode_group = MediaStages._encode, media_stages.encode_group
 
-    def break_one(stages: MediaStages, decoded: Any) -> Any:
-        if "broken" in str(decoded.opened.media[0].source):
-            raise RuntimeError("no memory")
-        return embeddings(stages, decoded)
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no memory")
 
-    monkeypatch.setattr(MediaStages, "_embeddings", break_one)
+    def break_one(stages: MediaStages, job: MediaJob, decoded: Any) -> None:
+        is_broken = "broken" in str(job.sources[0])
+        monkeypatch.setattr(media_stages, "encode_group", fail if is_broken else encode_group)
+        encode(stages, job, decoded)
+
+    monkeypatch.setattr(MediaStages, "_encode", break_one)
     push = TokenSequence.push
 
     def break_one_answer(choice: TokenSequence, token: Any) -> Any:

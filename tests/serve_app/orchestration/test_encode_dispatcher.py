@@ -16,8 +16,9 @@ from epd.encode.encoder_cache import CachedGroup, GroupKey, GroupSpec
 from epd.errors import UnavailableError
 from epd.topology import Stage
 from epd.transfer.connectors import Ticket
+from epd.transfer.reception import Grant
 from serve_app.fleet import WorkerInfo, WorkerLostError
-from serve_app.messages import CancelTickets, EncodeGroup, Granted, Reissue
+from serve_app.messages import CancelTickets, EncodeGroup, Reissue
 from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
 
 PLAN = MediaPlan("image", (56, 56), Grid(1, 4, 4), 1, 4)
@@ -51,15 +52,15 @@ def new_desk(backlog: int = 100, **limits: float) -> tuple[EncodeDispatcher, Fak
 
 def group_of(name: str, patches: int = 16) -> MediaGroup:
     key = GroupKey(name, (), (0, 1), (56, 56), "model")
-    return MediaGroup(0, 0, 1, PLAN, GroupSpec(key, 4, patches))
+    return MediaGroup(0, 0, 0, PLAN, GroupSpec(key, 4, patches))
 
 
-def granted_for(name: str, request_id: str = "r") -> Granted:
-    return Granted(request_id, 0, Ticket(name, "p0.prefill", group_of(name).spec.key, CachedGroup(4, (0,))))
+def granted_for(name: str, request_id: str = "r") -> Grant:
+    return Grant(request_id, 0, Ticket(name, "p0.prefill", group_of(name).spec.key, CachedGroup(4, (0,))))
 
 
-def message_for(granted: Granted) -> EncodeGroup:
-    return EncodeGroup(granted.request_id, granted.ticket, PLAN, 0, 1, 0, 0)
+def message_for(granted: Grant) -> EncodeGroup:
+    return EncodeGroup(granted.request_id, granted.ticket, group_of(granted.ticket.key.mm_hash))
 
 
 async def deal(dispatcher: EncodeDispatcher, worker: str, name: str, request_id: str = "r") -> bool:

@@ -6,24 +6,29 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from encoders.adapter import Grid, MediaPlan
 from epd.errors import CancelledError, MediaNotFoundError
 from epd.types import Frames
-from serve_app.messages import CloseStream, ReadFrames
+from serve_app.messages import CloseStream, DecodeOrder, ReadFrames
 from serve_app.worker.frame_reader import FrameReader, FrameStream
 from tests.serve_app.server import wait_until
 from video import open_file
 
-PLAN = MediaPlan("video", (32, 32), Grid(2, 2, 2), 2, 1, times_s=(0.1, 0.4, 0.7, 1.0))
+TIMES_S = (0.1, 0.4, 0.7, 1.0)
+
+
+def order_of(path: Path) -> DecodeOrder:
+    """Two groups of two frames."""
+    return DecodeOrder(path, TIMES_S, (2, 2), (32, 32))
 
 
 def read(stream_id: str, path: Path = Path("x"), index: int = 0) -> ReadFrames:
-    return ReadFrames(stream_id, path, PLAN, ((0, 1), (1, 2)), index)
+    return ReadFrames(stream_id, index, order_of(path))
 
 
 class Stuck:
@@ -61,15 +66,15 @@ def test_a_stream_that_cannot_be_opened_holds_up_no_other() -> None:
         def read(self) -> Frames:
             return Frames(np.zeros((2, 32, 32, 3), np.uint8), np.zeros(2))
 
-    def opener(message: ReadFrames) -> FrameStream:
-        if message.stream_id == "stuck":
+    def opener(order: DecodeOrder) -> FrameStream:
+        if order.source == Path("stuck"):
             assert other_is_read.wait(10)
             return closed
         return Ready()
 
     reader = FrameReader(opener)
     with ThreadPoolExecutor(2) as threads:
-        waiting = threads.submit(reader.handle, read("stuck"))
+        waiting = threads.submit(reader.handle, read("stuck", Path("stuck")))
         wait_until(lambda: reader.busy_s > 0)
         assert threads.submit(reader.handle, read("other")).result(timeout=5)[1] is not None
         reader.handle(CloseStream("stuck"))
@@ -83,7 +88,7 @@ def test_a_file_that_was_replaced_is_not_read(tmp_path: Path, media: dict[str, P
     path.write_bytes(media["video"].read_bytes())
     with open_file(path, "it") as file:
         identity = file.identity
-    message = ReadFrames("a", path, PLAN, ((0, 1), (1, 2)), 0, "the clip", identity)
+    message = ReadFrames("a", 0, replace(order_of(path), name="the clip", identity=identity))
     assert FrameReader().handle(message)[1] is not None
     other = tmp_path / "other"
     other.write_bytes(media["video"].read_bytes())

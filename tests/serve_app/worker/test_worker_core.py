@@ -13,12 +13,13 @@ import pytest
 from epd.kv.scheduling import SchedulerConfig
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket
+from epd.transfer.reception import Grant
 from epd.types import UInt8Array
 from serve_app.local.fleet import LocalTransport
 from serve_app.messages import (
     Abort,
+    DecodeOrder,
     EncodeGroup,
-    Granted,
     GroupFailed,
     GroupsArrived,
     HandedOver,
@@ -100,19 +101,17 @@ class Bench:
         taken: bool = self.tell(worker, message)
         return taken
 
-    def encode(self, question: Question, plan: AnswerPlan, granted: Granted, worker: str) -> bool:
+    def encode(self, question: Question, plan: AnswerPlan, granted: Grant, worker: str) -> bool:
         """Hands a granted group to an encoder, with its frames."""
         group = plan.groups[granted.group]
-        index = plan.index_in_item(granted.group)
         frames = plan.image_of(granted.group)
         if frames is None:
             stream_id = f"{granted.request_id} {group.item}"
-            _, frames = self.reader.handle(
-                ReadFrames(stream_id, question.media[group.item], group.plan, plan.cuts(group.item), index)
-            )
-        message = EncodeGroup(
-            granted.request_id, granted.ticket, group.plan, group.start, group.stop, group.item, index
-        )
+            whole = plan.media[group.item].plan
+            sizes = tuple(each.num_frames for each in plan.groups if each.item == group.item)
+            order = DecodeOrder(question.media[group.item], whole.times_s, sizes, whole.size)
+            _, frames = self.reader.handle(ReadFrames(stream_id, group.index, order))
+        message = EncodeGroup(granted.request_id, granted.ticket, group)
         taken: bool = self.tell(worker, message, frames)
         return taken
 
@@ -131,8 +130,8 @@ class Bench:
                         self.outputs.setdefault(output.request_id, {})[output.index] = output
         return self.events[num_before:]
 
-    def granted(self, events: Iterable[tuple[str, WorkerEvent]]) -> list[Granted]:
-        return [event for _, event in events if isinstance(event, Granted)]
+    def granted(self, events: Iterable[tuple[str, WorkerEvent]]) -> list[Grant]:
+        return [event for _, event in events if isinstance(event, Grant)]
 
     def finish(self, questions: dict[str, tuple[Question, AnswerPlan]], encoder: str = "e0") -> None:
         """Serves every grant until all answers have ended."""
@@ -246,7 +245,7 @@ def test_an_encoder_without_the_group_wants_frames(bench: Bench, question: Quest
     bench.submit("r", plan)
     granted = bench.granted(bench.step(2))[0]
     group = plan.groups[granted.group]
-    bare = EncodeGroup("r", granted.ticket, group.plan, group.start, group.stop, 0, 0)
+    bare = EncodeGroup("r", granted.ticket, group)
     assert bench.tell("e0", bare) is False
     assert bench.encode(question, plan, granted, "e0")
     bench.step(2)
@@ -278,7 +277,7 @@ def test_a_group_that_cannot_be_encoded_is_told_and_may_be_granted_again(
     bench.submit("r", plan)
     first, *rest = bench.granted(bench.step(2))
     group = plan.groups[first.group]
-    message = EncodeGroup("r", first.ticket, group.plan, group.start, group.stop, 0, 0)
+    message = EncodeGroup("r", first.ticket, group)
     image = plan.image_of(len(plan.groups) - 1)
     assert image is not None
     assert bench.tell("e0", message, image[:, :-3, :-5].copy())  # of no size that the tower could take

@@ -273,7 +273,7 @@ def test_batches_mix_requests_of_one_shape_within_the_patch_budget() -> None:
     for value, grant in enumerate(receiver.grant()):
         side, units = shapes[grant.request_id]
         frames = fake_frames(value, units, side)
-        stage.submit(EncodeJob(grant.ticket, fake_plan(units, side), 0, units, lambda frames=frames: frames))
+        stage.submit(EncodeJob(grant.ticket, fake_plan(units, side), lambda frames=frames: frames))
     assert [stage.step() for _ in range(4)] == [2, 1, 1, 0]  # a and c; b of another shape; d
     assert family.batch_sizes == [2, 1, 1]
 

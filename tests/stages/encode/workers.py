@@ -73,10 +73,14 @@ class Workers:
 
     def frames(self, media: Sequence[Picture | Clip], group: MediaGroup) -> Tensor:
         self.frames_asked.append(group)
-        return self.family.frames(media[group.item], group.plan)[list(group.frame_range)]
+        item = media[group.item]
+        if isinstance(item, Clip):
+            return self.family.frames(item, group.plan)
+        tiles = self.family.frames(item, self.family.plan(item, SAMPLING))
+        return tiles[group.start : group.stop]
 
     def job(self, media: Sequence[Picture | Clip], group: MediaGroup, ticket: Ticket) -> EncodeJob:
-        return EncodeJob(ticket, group.plan, group.start, group.stop, lambda: self.frames(media, group))
+        return EncodeJob(ticket, group.plan, lambda: self.frames(media, group))
 
     def check(self) -> None:
         for worker in (*self.encoders, self.receiver):

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from encoders import load_adapter
 from epd.models import embedded_model_path
 from epd.shapes import make_questions, make_scene
 from stages.colocated import ColocatedPipeline, EncodedMedia
 from stages.engine.generation import GenerationSettings
-from stages.loader import load_model
 from tests.stages.reduction.prompts import Engines
 from tests.tiny_models import load_reference
 from video.demo_video import write_demo_video
@@ -25,7 +23,7 @@ SEED = 4_000_001
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return load_model(embedded_model_path(), torch.float32)
+    return load_reference(embedded_model_path())
 
 
 @pytest.fixture(scope="module")

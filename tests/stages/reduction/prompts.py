@@ -48,9 +48,9 @@ def prompt_of(
 def placed(
     pipeline: ColocatedPipeline, encoded: EncodedMedia, plan: PromptPlan
 ) -> Iterator[PlacedEmbeddings]:
-    joiner = EmbeddingSplicer(pipeline.adapter, plan)
+    splicer = EmbeddingSplicer(pipeline.adapter, plan)
     for group in encoded.groups:
-        part = joiner.push_units(group.item, group.start, group.stop, group.embeddings)
+        part = splicer.push(group.group, group.embeddings)
         if part is not None:
             yield part
 

@@ -34,9 +34,9 @@ def kept_inputs(
     """Embeddings [1, T, C] and positions [3, 1, T] of the prompt, with the kept tokens in their places."""
     embeds = model.get_input_embeddings()(torch.from_numpy(prompt.token_ids))
     positions = torch.from_numpy(prompt.positions.copy())
-    joiner = EmbeddingSplicer(pipeline.adapter, prompt)
+    splicer = EmbeddingSplicer(pipeline.adapter, prompt)
     for group in encoded.groups:
-        placed = joiner.push_units(group.item, group.start, group.stop, group.embeddings)
+        placed = splicer.push(group.group, group.embeddings)
         if placed is not None:
             assert placed.positions is not None
             embeds[placed.indices] = placed.embeddings.rows

@@ -1,0 +1,77 @@
+"""[system][media] of a prompt: prefilled once, group by group, for any number of questions behind it.
+
+blocks     [system][media     )                     held under the name of the prefix
+question a [      shared      )[question a][answer
+question b [      shared      )[question b][answer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from encoders import Adapter, PromptPlan
+from encoders.identity import prompt_identity
+from epd.sampling_params import SamplingParams
+from epd.types import Int64Array
+from stages.encode.splicing import EmbeddingSplicer
+from stages.engine.engine import LanguageEngine
+from stages.engine.generation import Extent, GenerateRequest, GenerationSettings
+from stages.media import EncodedGroup
+
+
+class MediaPrefix:
+    """What all questions about the same media begin with. Without media, nothing is prefilled or shared."""
+
+    def __init__(
+        self,
+        name: str,
+        prompt: PromptPlan,
+        mm_hashes: Sequence[str],
+        adapter: Adapter,
+        settings: GenerationSettings,
+    ) -> None:
+        """name: of the request that holds the blocks. prompt: any that begins with the media."""
+        self.name = name
+        self.prompt = prompt
+        self.num_missing = prompt.num_visual_tokens
+        self._mm_hashes = mm_hashes
+        self._settings = settings
+        self._splicer = EmbeddingSplicer(adapter, prompt)
+
+    @property
+    def token_ids(self) -> Int64Array:
+        """int64 [prefix_length]."""
+        return self.prompt.token_ids[: self.prompt.prefix_length]
+
+    @property
+    def parent(self) -> str | None:
+        """The request whose blocks questions share."""
+        return self.name if self.prompt.media else None
+
+    def request(self) -> GenerateRequest:
+        """Asks an engine to prefill the media as their embeddings come."""
+        identity = prompt_identity(self.prompt, self._mm_hashes)
+        return GenerateRequest(self.name, self.prompt, identity, self._settings.defaults, extent=Extent.MEDIA)
+
+    def add(self, group: EncodedGroup, engine: LanguageEngine) -> int:
+        """Gives the engine what the next group completes. Returns how many visual tokens that are."""
+        placed = self._splicer.push(group.group, group.embeddings)
+        if placed is None:
+            return 0
+        engine.add_embeddings(self.name, placed)
+        self.num_missing -= len(placed.indices)
+        return len(placed.indices)
+
+    def question(
+        self, request_id: str, prompt: PromptPlan, sampling: SamplingParams, seed: int = 0
+    ) -> GenerateRequest:
+        """Asks an engine to answer a question about the media.
+
+        prompt: the whole prompt, with the same media.
+        sampling: max_tokens may be open.
+        Raises RequestError, and ModelError if the prompt begins otherwise.
+        """
+        prompt.check_begins_with(self.token_ids)
+        identity = prompt_identity(prompt, self._mm_hashes)
+        sampling = self._settings.completed(sampling, len(prompt))
+        return GenerateRequest(request_id, prompt, identity, sampling, seed, parent=self.parent)

@@ -1,0 +1,77 @@
+"""What the pipelines of one process have in common: a checkpoint, its encoder and its engine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from encoders import Adapter, load_adapter
+from encoders.batch import FrameEncoder
+from encoders.groups import DEFAULT_GROUP_TOKENS
+from epd.machine import usable_cpus
+from stages.engine.generation import GenerationSettings, generation_settings
+from stages.engine.setup import build_engine
+from stages.weights import load_role
+
+
+class Pipeline:
+    """One checkpoint, loaded to encode media and to answer questions about them."""
+
+    def __init__(
+        self,
+        model: Any,
+        adapter: Adapter,
+        *,
+        settings: GenerationSettings,
+        group_tokens: int = DEFAULT_GROUP_TOKENS,
+        num_kv_tokens: int | None = None,
+        skip_static: float | None = None,
+    ) -> None:
+        """Takes the model over: its attention function becomes ours. Options as in `load`."""
+        self.adapter = adapter
+        self.settings = settings
+        self.engine = build_engine(model, adapter, settings, num_kv_tokens=num_kv_tokens)
+        self.encoder = FrameEncoder(adapter, adapter.vision_tower(model), skip_static)
+        self.group_tokens = group_tokens
+
+    @classmethod
+    def load(
+        cls,
+        model_path: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        num_threads: int | None = None,
+        group_tokens: int = DEFAULT_GROUP_TOKENS,
+        num_kv_tokens: int | None = None,
+        skip_static: float | None = None,
+    ) -> Self:
+        """Loads the folder `model_path`, in Hugging Face layout.
+
+        num_threads: of torch, for the whole process; by default OMP_NUM_THREADS or all cores.
+        group_tokens: about how many visual tokens are encoded and prefilled at a time.
+        num_kv_tokens: room for keys and values; by default what a quarter of the machine's memory holds, or
+        less. Memory is taken when it is first used.
+        skip_static: a unit of frames is not encoded if none of its preprocessed values differs by more than
+        this from the unit before; by default all are encoded.
+        Raises RequestError, ModelNotFoundError, UnsupportedModelError, ModelError.
+        """
+        path = Path(model_path)
+        adapter = load_adapter(path)
+        use_threads(num_threads)
+        model = load_role(path, "whole", dtype).model
+        return cls(
+            model,
+            adapter,
+            settings=generation_settings(path, adapter),
+            group_tokens=group_tokens,
+            num_kv_tokens=num_kv_tokens,
+            skip_static=skip_static,
+        )
+
+
+def use_threads(num_threads: int | None) -> None:
+    """Sets how many threads torch computes with; by default OMP_NUM_THREADS, else the cores we may use."""
+    torch.set_num_threads(num_threads or int(os.environ.get("OMP_NUM_THREADS") or usable_cpus()))
