@@ -17,6 +17,7 @@ from torchvision.transforms.v2 import functional as tvf
 
 from encoders.adapter import Grid
 from epd.errors import UnsupportedModelError
+from epd.types import ceil_div
 
 # Pillow's number of a resampling filter: torchvision's name. Those with a native uint8 kernel.
 _INTERPOLATION = {2: tvf.InterpolationMode.BILINEAR, 3: tvf.InterpolationMode.BICUBIC}
@@ -44,7 +45,7 @@ class PatchSpec:
 
     def grid(self, num_frames: int, height: int, width: int) -> Grid:
         """The patches of `num_frames` frames of `height` x `width` pixels; a last unit may be part filled."""
-        return Grid(-(-num_frames // self.frames_per_unit), height // self.side, width // self.side)
+        return Grid(ceil_div(num_frames, self.frames_per_unit), height // self.side, width // self.side)
 
     def tokens_per_unit(self, grid: Grid) -> int:
         """Visual tokens of one unit, after merging."""

@@ -12,7 +12,7 @@ import hashlib
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ Int64Array = NDArray[np.int64]
 Float64Array = NDArray[np.float64]
 
 MediaKind = Literal["image", "video"]
+_Ints = TypeVar("_Ints", int, NDArray[np.signedinteger[Any]])
 
 
 class RequestStatus(StrEnum):
@@ -155,6 +156,11 @@ class Answer:
     ttft_s: float
     timings: StageTimings
     usage: Usage
+
+
+def ceil_div(amount: _Ints, size: int) -> _Ints:
+    """How many pieces of `size` hold `amount`: the quotient, rounded up."""
+    return -(-amount // size)
 
 
 def content_hash(path: str | Path | int) -> str:

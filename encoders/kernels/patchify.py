@@ -16,6 +16,8 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from epd.types import ceil_div
+
 _BLOCK = 1024
 
 
@@ -73,7 +75,7 @@ def patchify_fused(
     visual token's edge. The arithmetic is float32, rounded as IEEE has it: equal to the twin bit by bit.
     """
     num_frames, height, width, _ = frames.shape
-    num_units = -(-num_frames // frames_per_unit)
+    num_units = ceil_div(num_frames, frames_per_unit)
     num_patches = num_units * (height // side) * (width // side)
     size = 3 * frames_per_unit * side * side
     patches = torch.empty(num_patches, size, dtype=dtype, device=frames.device)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from epd.errors import InfeasibleError, require
+from epd.types import ceil_div
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ class EncoderCacheManager:
         return key in self._entries and self._entries[key].is_ready
 
     def blocks_for(self, num_embeddings: int) -> int:
-        return -(-num_embeddings // self.block_size)
+        return ceil_div(num_embeddings, self.block_size)
 
     def can_reserve(self, num_embeddings: int) -> bool:
         """Whether `reserve` would find room now, by evicting if need be."""

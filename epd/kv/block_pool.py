@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from epd.types import ceil_div
+
 
 class BlockPool:
     """Blocks 0 to num_blocks - 1 with reference counts; one without references is free.
@@ -144,7 +146,7 @@ class BlockTable:
 
     def num_missing(self, added: int) -> int:
         """Returns how many blocks `added` more tokens need beyond those of the table."""
-        return max(-(-(self.num_tokens + added) // self.block_size) - len(self.blocks), 0)
+        return max(ceil_div(self.num_tokens + added, self.block_size) - len(self.blocks), 0)
 
     def take(self, count: int) -> None:
         """Adds fresh blocks. Raises ValueError when fewer are free."""
@@ -153,7 +155,7 @@ class BlockTable:
     def write(self, num_tokens: int) -> None:
         """Records the next `num_tokens` tokens as written; they must have room."""
         size, start, stop = self.block_size, self.num_tokens, self.num_tokens + num_tokens
-        for index in range(start // size, -(-stop // size)):
+        for index in range(start // size, ceil_div(stop, size)):
             at = index * size
             self.pool.write(self.blocks[index], max(start - at, 0), min(stop - at, size))
         self.num_tokens = stop
@@ -196,7 +198,7 @@ class BlockTable:
 
     def cut(self, num_tokens: int) -> None:
         """Releases the blocks past `num_tokens`."""
-        keep = -(-num_tokens // self.block_size)
+        keep = ceil_div(num_tokens, self.block_size)
         for block in self.blocks[keep:]:
             self.pool.release(block)
         del self.blocks[keep:]

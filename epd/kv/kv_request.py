@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from epd.kv.block_pool import BlockTable
 from epd.kv.kv_identity import TokenIdentity
 from epd.kv.prefix_cache import CachedBlock
+from epd.types import ceil_div
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class RequestBlocks:
     def num_added_by_fork(self, num_tokens: int = 0) -> list[int]:
         """Returns, for each layer group, the blocks that a child with `num_tokens` tokens does not share."""
         added = max(num_tokens - self.num_tokens, 0)
-        return [-(-(t.num_tokens + added) // t.block_size) - t.num_whole for t in self.tables]
+        return [ceil_div(t.num_tokens + added, t.block_size) - t.num_whole for t in self.tables]
 
     def blocks_at(self, index: int) -> tuple[int, ...]:
         return tuple(table.blocks[index] for table in self.tables)

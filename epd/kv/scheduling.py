@@ -28,6 +28,7 @@ from epd.errors import InfeasibleError
 from epd.kv.kv_cache import BlockCopy, KVCacheManager
 from epd.kv.kv_request import Shortage
 from epd.kv.scheduled_request import ScheduledRequest
+from epd.types import ceil_div
 
 PreemptionMode = Literal["recompute", "offload"]
 
@@ -148,7 +149,7 @@ class Scheduler:
         """Raises InfeasibleError for a request that could never run to its end."""
         needed = max(self._reserved_tokens(request), request.max_total_tokens)
         for group, num_blocks in enumerate(self.kv.spec.num_blocks):
-            if -(-needed // self.kv.spec.block_size) > num_blocks:
+            if ceil_div(needed, self.kv.spec.block_size) > num_blocks:
                 raise InfeasibleError(
                     f"a request of {request.num_prompt_tokens} prompt tokens and up to "
                     f"{request.max_total_tokens} in all does not fit into a KV cache of "
@@ -158,7 +159,7 @@ class Scheduler:
 
     def can_admit(self, request: ScheduledRequest) -> bool:
         """Returns whether `request` would run at once if it were added now: first in the queue, with room."""
-        needed = -(-self._reserved_tokens(request) // self.kv.spec.block_size)
+        needed = ceil_div(self._reserved_tokens(request), self.kv.spec.block_size)
         has_blocks = all(self.kv.num_free_blocks(g) >= needed for g in range(len(self.kv.spec.num_blocks)))
         is_first = all(each.priority > request.priority for each in self.waiting)
         return is_first and self._has_slot(request) and has_blocks
@@ -277,7 +278,7 @@ class Scheduler:
         others = sum(each.num_seqs for each in self.running if each not in preemptible)
         is_alone = len(preemptible) == len(self.running)
         has_slot = is_alone or others + request.num_seqs <= self.config.max_num_seqs
-        needed = -(-self._reserved_tokens(request) // self.kv.spec.block_size)
+        needed = ceil_div(self._reserved_tokens(request), self.kv.spec.block_size)
         return has_slot and all(
             self.kv.num_free_blocks(group)
             + sum(len(self.kv.block_table(each.request_id, group)) for each in preemptible)

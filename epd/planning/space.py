@@ -16,6 +16,7 @@ from epd.profiles.media import MediaWork
 from epd.simulate.deployment import Deployment
 from epd.simulate.requests import GroupWork, Job
 from epd.topology import MAX_WORKERS, Topology, WorkerGroup, parse_topology
+from epd.types import ceil_div
 
 # Devices that are laid out together: those of one machine. More are several such cells.
 MAX_CELL = 8
@@ -41,7 +42,7 @@ def cells_of(num_devices: int) -> tuple[int, int]:
         raise RequestError(
             f"number of devices is {num_devices}, it must be 1 to {MAX_WORKERS}; plan a part of them"
         )
-    num_cells = -(-num_devices // MAX_CELL)
+    num_cells = ceil_div(num_devices, MAX_CELL)
     return num_cells, num_devices // num_cells
 
 

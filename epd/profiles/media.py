@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from epd.types import ceil_div
 from epd.workload.requests import Resolution, VideoSpec
 
 
@@ -77,6 +78,6 @@ class MediaRule:
     def _group(self, size: Resolution, num_frames: int) -> MediaWork:
         if self.kind == "tiles":
             return MediaWork(num_frames * self.tile_patches, num_frames * self.tile_tokens, num_frames)
-        units = -(-num_frames // self.frames_per_unit)
+        units = ceil_div(num_frames, self.frames_per_unit)
         patches = units * self._grid_patches(size, self.max_frame_pixels)
         return MediaWork(patches, patches // self.merge**2, num_frames)

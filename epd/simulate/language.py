@@ -22,6 +22,7 @@ from epd.simulate.clock import ticks_of
 from epd.simulate.requests import Job, RequestState
 from epd.simulate.work_done import WorkDone
 from epd.topology import Stage
+from epd.types import ceil_div
 
 
 class PassCost:
@@ -304,7 +305,7 @@ class LanguageSide:
         """Blocks that `steps` steps take from the pool."""
         size = self.kv.block_size
         return sum(
-            max(0, -(-(each.num_computed + steps) // size) - len(self.kv.block_table(each.request_id)))
+            max(0, ceil_div(each.num_computed + steps, size) - len(self.kv.block_table(each.request_id)))
             for each in running
         )
 

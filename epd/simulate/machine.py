@@ -17,6 +17,7 @@ from typing import Literal, Protocol
 
 from epd.profiles.host import HostCosts
 from epd.simulate.clock import EventQueue, Rank, ticks_of
+from epd.types import ceil_div
 
 Then = Callable[[], None]
 OverheadName = Literal["request", "split", "image", "video", "sent", "second"]
@@ -123,7 +124,7 @@ class SharedCores:
         self._version += 1
         if self._tasks:
             left = max(0, self._tasks[0][0] - self._clock)
-            ticks = max(left, -(-left * _CORE * len(self._tasks) // self._capacity))
+            ticks = max(left, ceil_div(left * _CORE * len(self._tasks), self._capacity))
             self._events.push(self._events.now + ticks, Rank.END, partial(self._end, self._version))
 
     def _end(self, version: int) -> None:

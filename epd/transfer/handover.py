@@ -28,6 +28,7 @@ from epd.transfer.connectors import (
     TransferOutcome,
 )
 from epd.transfer.transfers import TransferIds
+from epd.types import ceil_div
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,7 @@ class KVOutbox:
         for group, (start, stop) in enumerate(zip(sending.num_sent, lengths, strict=True)):
             if stop > start:
                 table = self._cache.block_table(sending.ticket.request_id, group)
-                spans.append(KVSpan(group, start, stop, tuple(table[start // size : -(-stop // size)])))
+                spans.append(KVSpan(group, start, stop, tuple(table[start // size : ceil_div(stop, size)])))
                 sending.num_sent[group] = stop
         return tuple(spans)
 
@@ -292,7 +293,7 @@ class DecodeReception:
             )
 
     def _issue(self, request_id: str, sender: str, num_tokens: int) -> KVTicket:
-        num_blocks = -(-num_tokens // self._cache.block_size)
+        num_blocks = ceil_div(num_tokens, self._cache.block_size)
         tables = tuple(
             tuple(self._cache.block_table(request_id, group)[:num_blocks])
             for group in range(len(self._cache.spec.num_blocks))

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from epd.errors import InfeasibleError
 from epd.machine import available_memory_bytes
+from epd.types import ceil_div
 from serve_app.held_folder import (
     CLUSTER_PREFIX,
     SPOOL_PREFIX,
@@ -255,7 +256,7 @@ def _warn_of_disk(name: str, num_bytes: int, disk: Path) -> None:
         "%s takes %d MiB, which %s has no room for: it lies in %s, on a disk perhaps; give the container a "
         "larger shared memory, such as --shm-size",
         name,
-        -(-num_bytes // _MIB),
+        ceil_div(num_bytes, _MIB),
         _MEMORY_FOLDER,
         disk,
     )

@@ -10,6 +10,7 @@ from epd.control.elasticity import StageSample
 from epd.errors import InfeasibleError, UnavailableError
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket, TransferOutcome
+from epd.types import ceil_div
 from serve_app.messages import (
     Admitted,
     Prefill,
@@ -79,9 +80,9 @@ class PrefillRole:
             return False
         if not engine.has_work():
             return True
-        waiting = sum(-(-each.num_tokens // size) + 1 for each in scheduler.waiting)
+        waiting = sum(ceil_div(each.num_tokens, size) + 1 for each in scheduler.waiting)
         new_tokens = request.num_prompt_tokens - engine.kv.num_cached(request.identity)
-        return waiting + -(-new_tokens // size) + 1 <= engine.kv.num_free_blocks()
+        return waiting + ceil_div(new_tokens, size) + 1 <= engine.kv.num_free_blocks()
 
     def redirect(self, request_id: str, ticket: KVTicket) -> bool:
         """See `Redirect`."""

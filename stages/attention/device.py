@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from epd.types import ceil_div
+
 if TYPE_CHECKING:
     from stages.attention.attention import AttentionBatch
     from stages.kernels.paged_attention import PagedSegments, TileSet
@@ -84,7 +86,7 @@ def _move(
     arrays: list[np.ndarray[tuple[int, ...], np.dtype[np.int32]]], device: torch.device
 ) -> list[Tensor]:
     """int32 arrays, flat, in one transfer."""
-    room = [-(-len(array) // _ALIGNMENT) * _ALIGNMENT for array in arrays]
+    room = [ceil_div(len(array), _ALIGNMENT) * _ALIGNMENT for array in arrays]
     packed = np.zeros(sum(room), np.int32)
     starts = np.cumsum([0, *room]).tolist()
     for start, array in zip(starts, arrays, strict=False):

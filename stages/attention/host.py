@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from epd.types import Int64Array
+from epd.types import Int64Array, ceil_div
 from stages.attention.pieces import Attended, CausalPiece, GatheredPiece, Piece, Rows, UnmaskedPiece
 from stages.attention.runs import BoolArray, SharedRun, all_blocks, find_runs, loose_blocks
 
@@ -86,7 +86,7 @@ def _one_decode(batch: AttentionBatch) -> tuple[Piece, ...]:
     if len(batch.slot_mapping) != 1:
         return ()
     context, block_size = int(batch.context_lens[0]), batch.block_size
-    table = batch.block_tables[0, : -(-context // block_size)]
+    table = batch.block_tables[0, : ceil_div(context, block_size)]
     first = int(table[0])
     if int(table[-1]) - first + 1 != len(table) or (table[1:] - table[:-1] != 1).any():
         return ()
@@ -132,7 +132,7 @@ class _Cutter:
     def _cut_run(self, run: SharedRun) -> Piece:
         block_size, segments = self._batch.block_size, list(run.segments)
         stop = run.start + run.num_tokens
-        self._in_place[segments, run.start // block_size : -(-stop // block_size)] = True
+        self._in_place[segments, run.start // block_size : ceil_div(stop, block_size)] = True
         merges = bool(self._num_in_place[segments].any())
         self._num_in_place[segments] += run.num_tokens
         return UnmaskedPiece(self._rows(segments), merges, run.first_slot, run.first_slot + run.num_tokens)
@@ -148,7 +148,7 @@ class _Cutter:
         rows = Rows(slice(start, stop), stop - start)
         pieces: list[Piece] = []
         if past > self._num_in_place[segment]:
-            is_loose = ~self._in_place[segment, : -(-past // block_size)]
+            is_loose = ~self._in_place[segment, : ceil_div(past, block_size)]
             loose = np.flatnonzero(np.repeat(is_loose, block_size)[:past])
             slots = self._batch.block_tables[segment, loose // block_size].astype(np.int64) * block_size
             merges = bool(self._num_in_place[segment] > 0)
@@ -171,7 +171,7 @@ class _Cutter:
     def _gathered(self, segments: Int64Array) -> Piece:
         tables, block_size = self._batch.block_tables, self._batch.block_size
         contexts, num_each = self._contexts[segments, None], int(self._lens[segments[0]])
-        num_blocks = -(-contexts[:, 0] // block_size)
+        num_blocks = ceil_div(contexts[:, 0], block_size)
         merges = bool(self._num_in_place[segments[0]] > 0)
         if merges:
             loose = loose_blocks(tables[segments], num_blocks, self._in_place[segments], block_size)

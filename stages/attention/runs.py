@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from epd.types import Int64Array
+from epd.types import Int64Array, ceil_div
 
 BoolArray = NDArray[np.bool_]
 
@@ -65,7 +65,7 @@ def _consecutive(
     if not len(segments):
         return []
     seen = seen[segments]
-    num_blocks = -(-seen // block_size)
+    num_blocks = ceil_div(seen, block_size)
     width = int(num_blocks.max())
     tables = block_tables[segments, :width].astype(np.int64)
     is_start = np.ones(tables.shape, np.bool_)

@@ -21,6 +21,7 @@ from encoders.reduction import reduce_prompt
 from epd.errors import EPDError, InfeasibleError, InternalError
 from epd.kv.answer_length import TYPICAL_TOKENS
 from epd.transfer.bounded_queue import BoundedQueue, BusyClock, QueueClosed
+from epd.types import ceil_div
 from stages.batch.jobs import (
     BatchAnswer,
     BatchSink,
@@ -208,7 +209,7 @@ class LanguageStage:
         expected = TYPICAL_TOKENS
         if live.first is not None:
             expected = self._settings.expected_tokens(live.first[0].sampling, num_tokens)
-        num_blocks = -(-(num_tokens + expected) // block_size) + 1 + len(self._open)
+        num_blocks = ceil_div(num_tokens + expected, block_size) + 1 + len(self._open)
         groups = range(len(engine.kv.spec.num_blocks))
         has_blocks = all(engine.kv.num_free_blocks(group) >= num_blocks for group in groups)
         return has_blocks and not engine.scheduler.waiting and len(self._live) < _MEDIA_SEATS

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from epd.kv.kv_cache import BlockCopy
 from epd.transfer.connectors import KVChunk, KVSpan, KVTicket
+from epd.types import ceil_div
 from stages.engine.pool_memory import pool_memory
 
 # Copying a run of slots costs about as much as indexing a few of them: shorter runs are cheaper indexed.
@@ -48,7 +49,7 @@ def token_slots(block_table: Sequence[int], start: int, stop: int, block_size: i
             f"tokens [{start}, {stop}) are not in {len(block_table)} blocks of {block_size}; allocate first"
         )
     first_block = start // block_size
-    blocks = torch.tensor(block_table[first_block : -(-stop // block_size)], dtype=torch.int64)
+    blocks = torch.tensor(block_table[first_block : ceil_div(stop, block_size)], dtype=torch.int64)
     slots = (blocks[:, None] * block_size + torch.arange(block_size)).flatten()
     return slots[start - first_block * block_size : stop - first_block * block_size]
 

@@ -19,6 +19,8 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from epd.types import ceil_div
+
 
 @triton.jit  # type: ignore[untyped-decorator] # Triton is untyped
 def _load_keys(  # type: ignore[no-untyped-def] # arguments are pointers and numbers
@@ -219,8 +221,8 @@ def _tiling(tiles: TileSet, group: int, head_dim: int) -> _Tiling:
 
 def num_splits(num_programs: int, max_context: int, num_processors: int) -> int:
     """Into how many parts the keys are split: enough to busy the device twice, none of them tiny."""
-    wanted = -(-2 * num_processors // num_programs)
-    useful = -(-max_context // _LEAST_KEYS_PER_SPLIT)
+    wanted = ceil_div(2 * num_processors, num_programs)
+    useful = ceil_div(max_context, _LEAST_KEYS_PER_SPLIT)
     return max(1, min(wanted, useful, _MOST_SPLITS))
 
 
@@ -244,7 +246,7 @@ def attend_tiles(
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[2]
     tiling = _tiling(tiles, num_heads // num_kv_heads, head_dim)
-    tiles_each = -(-tiles.max_new // tiling.tokens)
+    tiles_each = ceil_div(tiles.max_new, tiling.tokens)
     num_tiles = len(tiles.segments) * tiles_each
     splits = num_splits(num_tiles * num_kv_heads, tiles.max_context, num_processors)
     parts, log_sums = out, out
@@ -290,7 +292,7 @@ def attend_tiles(
 
 def _merge(parts: Tensor, log_sums: Tensor, rows: Tensor, out: Tensor, block_d: int) -> None:
     splits, _, num_heads, head_dim = parts.shape
-    _merge_kernel[(len(rows), -(-num_heads // _HEADS_PER_MERGE))](
+    _merge_kernel[(len(rows), ceil_div(num_heads, _HEADS_PER_MERGE))](
         parts,
         log_sums,
         out,
