@@ -1,4 +1,4 @@
-"""A bounded mapping that forgets what was not asked for the longest."""
+"""A bounded mapping that forgets the entry that was longest unused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ V = TypeVar("V")
 
 
 class Recent(Generic[K, V]):
-    """The `max_items` entries that were set or asked for last. For any thread."""
+    """The `max_items` entries that were set or read last. For any thread."""
 
     def __init__(self, max_items: int) -> None:
         self._max_items = max_items
@@ -30,6 +30,12 @@ class Recent(Generic[K, V]):
             self._items.move_to_end(key)
             if len(self._items) > self._max_items:
                 self._items.popitem(last=False)
+
+    def drop(self, value: V) -> None:
+        """Forgets all keys of a value."""
+        with self._lock:
+            for key in [key for key, held in self._items.items() if held == value]:
+                del self._items[key]
 
     def __len__(self) -> int:
         return len(self._items)

@@ -1,21 +1,23 @@
-"""Which worker takes what: roles, loads and the choice among workers. No I/O.
+"""Chooses workers. Pure policy, the same for the server and the simulator; the caller counts what it sends.
 
-Who sends a request also counts it, in `InFlight`.
+    prefill   the worker with the fewest tokens to compute until the request is done, cached ones left out
+    decode    the worker with the fewest requests
+    encode    the worker that has the group already, else the one with the fewest outstanding patches
+    video     the worker that reads the fewest items
 
+Among a thousand workers the best is found without sorting them: each order is a heap.
 
-prefill   the worker with the least tokens to compute until the request is done, cached ones left out
-decode    the worker with the fewest requests
-encode    who has the group already, else the worker with the least outstanding patches
+    heap of (counts, name)    an entry is stale once its worker's counts have changed; a fresh one is pushed
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
+from epd.control.recent import Recent
 from epd.encode.encoder_cache import GroupKey
-from epd.encode.sharding import least_loaded
 from epd.errors import RequestError
 from epd.reduction import METHODS, QUESTION_METHODS, ReductionPolicy
 from epd.topology import Stage, topology_name
@@ -33,92 +35,171 @@ def check_reduction(policy: ReductionPolicy, workers: Collection[Collection[Stag
     )
 
 
-@dataclass(slots=True)
-class InFlight:
+class InFlight(NamedTuple):
     """What has been sent to one worker and is not done.
 
-    prefill_tokens: of prompts that are not computed yet. num_prefills, num_decodes: requests.
-    encode_patches: of groups on their way.
+    prefill_tokens: of prompts that are not computed yet
+    num_prefills, num_decodes: requests
+    encode_patches: of groups that are not encoded yet
+    num_videos: items whose frames the worker reads
     """
 
     prefill_tokens: int = 0
     num_prefills: int = 0
     num_decodes: int = 0
     encode_patches: int = 0
+    num_videos: int = 0
 
 
-class _Memory:
-    """Who had what last: a bounded table, the entry longest unused goes first."""
+_NOTHING = InFlight()
+_Key = tuple[int, ...]
+_MAX_STALE = 8  # entries of the heap for each candidate, stale ones included, before it is built anew
 
-    def __init__(self, max_entries: int) -> None:
-        self._max_entries = max_entries
-        self._entries: OrderedDict[Hashable, str] = OrderedDict()
 
-    def put(self, key: Hashable, worker: str) -> None:
-        self._entries[key] = worker
-        self._entries.move_to_end(key)
-        if len(self._entries) > self._max_entries:
-            self._entries.popitem(last=False)
+class _LeastLoaded:
+    """Candidates in order of a key of their counts, then of name, as `sorted` would have them."""
 
-    def get(self, key: Hashable) -> str | None:
-        return self._entries.get(key)
+    def __init__(self, counts: dict[str, InFlight], key_of: Callable[[InFlight], _Key]) -> None:
+        self._counts = counts
+        self._key_of = key_of
+        self._candidates: tuple[str, ...] = ()
+        self._keys: dict[str, _Key] = {}
+        self._heap: list[tuple[_Key, str]] = []
 
-    def forget(self, worker: str) -> None:
-        for key in [key for key, owner in self._entries.items() if owner == worker]:
-            del self._entries[key]
+    def choose_among(self, candidates: Collection[str]) -> None:
+        """Sets the candidates. A tuple that was given last time is recognised by its identity."""
+        candidates = tuple(candidates)
+        if candidates is not self._candidates and candidates != self._candidates:
+            self._candidates = candidates
+            self._keys = {name: self._key_of(self._counts.get(name, _NOTHING)) for name in candidates}
+            self._rebuild()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._keys
+
+    def _rebuild(self) -> None:
+        self._heap = [(key, name) for name, key in self._keys.items()]
+        heapify(self._heap)
+
+    def changed(self, name: str) -> None:
+        """The counts of a worker have changed."""
+        if name not in self._keys:
+            return
+        key = self._key_of(self._counts[name])
+        if key != self._keys[name]:
+            self._keys[name] = key
+            heappush(self._heap, (key, name))
+            if len(self._heap) > _MAX_STALE * len(self._keys):
+                self._rebuild()
+
+    def first(self) -> str:
+        """Raises IndexError if there is no candidate."""
+        while self._heap[0][0] != self._keys[self._heap[0][1]]:
+            heappop(self._heap)
+        return self._heap[0][1]
+
+    def in_order(self) -> Iterator[str]:
+        """Most often only the first is asked for: the others are sorted after it."""
+        keys = self._keys
+        if keys:
+            first = self.first()
+            yield first
+            yield from sorted(keys.keys() - {first}, key=lambda name: (keys[name], name))
 
 
 class Router:
-    """Chooses workers by what has been sent to them, and remembers who has which media."""
+    """Chooses workers by what has been sent to them, and remembers who has which media.
+
+    The orders are iterators: the workers after the first are sorted when the second is asked for.
+    """
 
     def __init__(self, *, max_remembered: int = 65_536) -> None:
         """max_remembered: groups, and prefixes of media, whose last worker is known."""
         self._in_flight: dict[str, InFlight] = {}
-        self._prefixes = _Memory(max_remembered)
-        self._groups = _Memory(max_remembered)
+        self._prefixes: Recent[Hashable, str] = Recent(max_remembered)
+        self._groups: Recent[GroupKey, str] = Recent(max_remembered)
+        self._prefill = _LeastLoaded(self._in_flight, lambda it: (it.prefill_tokens, _num_requests(it)))
+        self._decode = _LeastLoaded(self._in_flight, lambda it: (it.num_decodes,))
+        self._encode = _LeastLoaded(self._in_flight, lambda it: (it.encode_patches,))
+        self._video = _LeastLoaded(self._in_flight, lambda it: (it.num_videos,))
+
+    # Counts
 
     def in_flight(self, worker: str) -> InFlight:
-        """Of one worker; new ones are empty."""
-        return self._in_flight.setdefault(worker, InFlight())
+        """What has been sent to one worker."""
+        return self._in_flight.get(worker, _NOTHING)
+
+    def add(
+        self,
+        worker: str,
+        *,
+        prefill_tokens: int = 0,
+        num_prefills: int = 0,
+        num_decodes: int = 0,
+        encode_patches: int = 0,
+        num_videos: int = 0,
+    ) -> None:
+        """Adds to the counts of a worker; what is done is negative."""
+        before = self.in_flight(worker)
+        self._in_flight[worker] = InFlight(
+            before.prefill_tokens + prefill_tokens,
+            before.num_prefills + num_prefills,
+            before.num_decodes + num_decodes,
+            before.encode_patches + encode_patches,
+            before.num_videos + num_videos,
+        )
+        for order in (self._prefill, self._decode, self._encode, self._video):
+            order.changed(worker)
+
+    # Prefill and decode
 
     def prefill_order(
-        self, candidates: Collection[str], media: Sequence[tuple[str, int]], num_tokens: int
-    ) -> list[str]:
-        """Workers to ask, the best first. media: (mm_hash, visual tokens) of each item, in prompt order.
+        self, candidates: Collection[str], media: Sequence[tuple[str, int]] = ()
+    ) -> Iterator[str]:
+        """Workers to ask, the best first.
 
-        A worker that had the media before is taken unless others would be done sooner all the same.
+        A worker that had the media before comes first unless others would be done sooner all the same.
+        media: (mm_hash, visual tokens) of each item, in prompt order.
         """
+        order = self._prefill
+        order.choose_among(candidates)
+        cached = {worker: num for worker, num in self._cached(media).items() if worker in order}
+        if not cached:
+            yield from order.in_order()
+            return
 
         def cost(worker: str) -> tuple[int, int, str]:
-            in_flight = self.in_flight(worker)
-            tokens = in_flight.prefill_tokens + num_tokens - self._num_cached(worker, media)
-            return tokens, in_flight.num_prefills + in_flight.num_decodes, worker
+            counts = self.in_flight(worker)
+            return counts.prefill_tokens - cached.get(worker, 0), _num_requests(counts), worker
 
-        return sorted(candidates, key=cost)
+        # A worker that had nothing can only be the best if it is the least loaded.
+        best = min({order.first(), *cached}, key=cost)
+        yield best
+        yield from sorted(set(candidates) - {best}, key=cost)
 
-    def _num_cached(self, worker: str, media: Sequence[tuple[str, int]]) -> int:
-        """Visual tokens of the longest run of leading items that the worker had last."""
+    def _cached(self, media: Sequence[tuple[str, int]]) -> dict[str, int]:
+        """Visual tokens of the longest run of leading items, by the worker that had that run last."""
         hashes = tuple(mm_hash for mm_hash, _ in media)
-        for length in range(len(media), 0, -1):
-            if self._prefixes.get(hashes[:length]) == worker:
-                return sum(num_tokens for _, num_tokens in media[:length])
-        return 0
-
-    def workers_with(self, media: Sequence[tuple[str, int]]) -> set[str]:
-        """Workers that had a run of leading items last."""
-        hashes = tuple(mm_hash for mm_hash, _ in media)
-        found = (self._prefixes.get(hashes[:length]) for length in range(1, len(media) + 1))
-        return {worker for worker in found if worker is not None}
+        cached, num_tokens = dict[str, int](), 0
+        for length, (_, num_in_item) in enumerate(media, 1):
+            num_tokens += num_in_item
+            worker = self._prefixes.get(hashes[:length])
+            if worker is not None:
+                cached[worker] = num_tokens
+        return cached
 
     def remember_prefix(self, worker: str, media: Sequence[tuple[str, int]]) -> None:
         """The worker has been given a prompt that begins with these media."""
         hashes = tuple(mm_hash for mm_hash, _ in media)
         for length in range(1, len(hashes) + 1):
-            self._prefixes.put(hashes[:length], worker)
+            self._prefixes.set(hashes[:length], worker)
 
-    def decode_order(self, candidates: Collection[str]) -> list[str]:
+    def decode_order(self, candidates: Collection[str]) -> Iterator[str]:
         """Workers to ask for room, the one with the fewest requests first."""
-        return sorted(candidates, key=lambda worker: (self.in_flight(worker).num_decodes, worker))
+        self._decode.choose_among(candidates)
+        return self._decode.in_order()
+
+    # Encode and video
 
     def encoder_with(self, candidates: Collection[str], key: GroupKey) -> str | None:
         """The candidate that has encoded the group last, which may still have it."""
@@ -126,15 +207,24 @@ class Router:
         return worker if worker in candidates else None
 
     def encoder(self, candidates: Collection[str]) -> str:
-        """The candidate with the least outstanding patches, the first by name of equals."""
-        names = sorted(candidates)
-        return names[least_loaded([self.in_flight(name).encode_patches for name in names])]
+        """The candidate with the fewest outstanding patches. Raises IndexError if there is none."""
+        self._encode.choose_among(candidates)
+        return self._encode.first()
 
     def remember_group(self, worker: str, key: GroupKey) -> None:
         """The worker has encoded the group."""
-        self._groups.put(key, worker)
+        self._groups.set(key, worker)
+
+    def video(self, candidates: Collection[str]) -> str:
+        """The candidate that reads the fewest items. Raises IndexError if there is none."""
+        self._video.choose_among(candidates)
+        return self._video.first()
 
     def forget(self, worker: str) -> None:
-        """The worker is gone with all it had; what is booked on it is unbooked by who booked it."""
-        self._prefixes.forget(worker)
-        self._groups.forget(worker)
+        """The worker has lost all it had; the caller takes back what it has counted there."""
+        self._prefixes.drop(worker)
+        self._groups.drop(worker)
+
+
+def _num_requests(counts: InFlight) -> int:
+    return counts.num_prefills + counts.num_decodes

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from epd.control.routing import Router
 from epd.profiles.profile import Profile
-from epd.simulate.choosing import Chooser
 from epd.simulate.requests import RequestState
 from epd.simulate.worker import Worker
 
@@ -23,27 +23,23 @@ class Offloading:
     """Moves requests between workers; only while the one that is left is between two passes."""
 
     def __init__(
-        self, profile: Profile, workers: Mapping[str, Worker], chooser: Chooser, after_transfer: AfterTransfer
+        self, profile: Profile, workers: Mapping[str, Worker], router: Router, after_transfer: AfterTransfer
     ) -> None:
         """after_transfer: calls something when so many bytes have been sent."""
         self._kv_bytes = profile.memory.kv_bytes_per_token
         self._workers = workers
-        self._chooser = chooser
+        self._router = router
         self._after_transfer = after_transfer
 
     def move_prompts(self, worker: Worker, states: Iterable[RequestState], others: Sequence[str]) -> None:
         """To the prefill workers `others`; a merged one keeps what it has."""
         for state in states:
-            is_merged = state.decode_worker == state.prefill_worker
+            is_merged = state.placement.is_merged
             if state.prefill_worker != worker.name or state.first_token >= 0 or is_merged or not others:
                 continue
-            num_tokens = state.job.num_prompt_tokens
-            name = self._chooser.prefill(others, [], num_tokens)
-            self._chooser.book(worker.name, prefill_tokens=-num_tokens, num_prefills=-1)
-            self._chooser.book(name, prefill_tokens=num_tokens, num_prefills=1)
-            state.prefill_worker = name
+            state.placement.move_prefill(next(self._router.prefill_order(others)))
             if state.is_added:
-                self._to_prefill(worker, self._workers[name], state)
+                self._to_prefill(worker, self._workers[state.prefill_worker], state)
 
     @staticmethod
     def _to_prefill(worker: Worker, other: Worker, state: RequestState) -> None:
@@ -67,15 +63,12 @@ class Offloading:
         if num_sent is None:
             return
         before, state.num_sent = state.num_sent, num_sent
-        name = next(
-            (each for each in self._chooser.decode_order(others) if self._has_room(each, state)), None
-        )
+        order = self._router.decode_order(others)
+        name = next((each for each in order if self._has_room(each, state)), None)
         if name is None:
             state.num_sent = before
             return
-        self._chooser.book(worker.name, num_decodes=-1)
-        self._chooser.book(name, num_decodes=1)
-        state.decode_worker = name
+        state.placement.move_decode(name)
         if is_moving:
             side.withdraw(state.request_id)
             self._after_transfer(num_sent * self._kv_bytes, lambda: self._arrive(state))

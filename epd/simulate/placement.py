@@ -1,142 +1,117 @@
-"""Where a request goes: who waits, who is refused, which workers get it.
-
-See `serve_app/orchestration/placement.py`.
-"""
+"""Places simulated requests: asks simulated workers, in no time, what the live `PlacementPolicy` says."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import closing
 
 from epd.control.admission import AdmissionQueue
+from epd.control.placement import Candidates, PlacementPolicy, Step
 from epd.control.routing import Router
 from epd.errors import InfeasibleError, OverloadedError
-from epd.simulate.choosing import Chooser
 from epd.simulate.clock import EventQueue, seconds_of
 from epd.simulate.deployment import Deployment
 from epd.simulate.requests import RequestState
 from epd.simulate.worker import Worker
-from epd.topology import Stage
 
 OnRequest = Callable[[RequestState], None]
 
 
-class Placement:
-    """switching: names of workers that take nothing new.
-
-    on_placed: a request has its workers. on_refused: it has ended.
-    """
+class SimulatedPlacer:
+    """Lets requests wait in the live queue and places them, first come, first served."""
 
     def __init__(
         self,
         deployment: Deployment,
         events: EventQueue,
         workers: Mapping[str, Worker],
+        router: Router,
         on_placed: OnRequest,
         on_refused: OnRequest,
     ) -> None:
-        self.chooser = Chooser(Router(), is_plain=deployment.is_stepwise)
-        self.switching: set[str] = set()
+        """on_placed: a request has its workers. on_refused: it has ended."""
+        self.policy = PlacementPolicy(router, self.candidates)
         self._deployment = deployment
         self._events = events
         self._workers = workers
         self._on_placed = on_placed
         self._on_refused = on_refused
-        self._admission = AdmissionQueue(deployment.max_waiting)
-        self._waiting: deque[RequestState] = deque()
-        self._candidates: dict[str, list[str]] = {}
+        self._queue = AdmissionQueue(deployment.max_waiting)
+        self._waiting: dict[str, RequestState] = {}
+        self._candidates: Candidates | None = None
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    # Candidates
-
-    def with_role(self, stage: Stage) -> list[str]:
-        """Names of the workers that take new work of a stage; the same list until roles change."""
-        if stage not in self._candidates:
-            self._candidates[stage] = [
-                worker.name
-                for worker in self._workers.values()
-                if stage in worker.roles and worker.name not in self.switching
-            ]
-        return self._candidates[stage]
-
-    def decoders(self) -> list[str]:
-        """Those that go on with prompts of others: workers that prefill too decode their own."""
-        if "others" not in self._candidates:
-            self._candidates["others"] = [
-                name for name in self.with_role("decode") if "prefill" not in self._workers[name].roles
-            ]
-        return self._candidates["others"]
+    def candidates(self) -> Candidates:
+        """The workers that take new work; the same until `forget_roles`."""
+        if self._candidates is None:
+            self._candidates = Candidates(self._workers.values())
+        return self._candidates
 
     def forget_roles(self) -> None:
-        """Roles have changed, or what is in `switching`."""
-        self._candidates = {}
-
-    # Requests
+        """Roles of workers have changed, or whether they are switching."""
+        self._candidates = None
 
     def enter(self, state: RequestState) -> bool:
-        """Queues a request; False if it is refused at once."""
+        """Queues a request. Returns False if it is refused at once."""
         now_s = seconds_of(self._events.now)
         try:
-            self._admission.enter(state.request_id, now_s, now_s + self._deployment.max_wait_s)
+            self._queue.enter(state.request_id, now_s, now_s + self._deployment.max_wait_s)
         except OverloadedError:
             return False
-        self._waiting.append(state)
+        self._waiting[state.request_id] = state
         return True
 
     def place_waiting(self) -> None:
-        """Places requests, first come, first served, until one finds no room."""
+        """Places requests until one finds no room."""
         while self._waiting:
-            state = self._waiting[0]
-            now_s = seconds_of(self._events.now)
+            request_id = self._queue.first()[0]
+            state, now_s = self._waiting[request_id], seconds_of(self._events.now)
             try:
-                self._admission.check_deadline(state.request_id, now_s)
-                if not self._place(state):
+                self._queue.check_deadline(request_id, now_s)
+                if not self._is_taken(state):
                     return
-                self._admission.place(state.request_id, now_s)
-                self._waiting.popleft()
-                self._on_placed(state)
             except (OverloadedError, InfeasibleError):
-                self._admission.leave(state.request_id)
-                self._waiting.popleft()
+                self._queue.leave(request_id)
+                del self._waiting[request_id]
                 self._on_refused(state)
+            else:
+                self._queue.place(request_id, now_s)
+                del self._waiting[request_id]
+                state.placed = self._events.now
+                self._on_placed(state)
 
-    def first_token(self, worker: str, state: RequestState) -> None:
+    def first_token(self, state: RequestState) -> None:
         """The prompt is computed."""
-        self.chooser.book(worker, prefill_tokens=-state.job.num_prompt_tokens, num_prefills=-1)
-        self._admission.record_first_token(seconds_of(self._events.now - state.placed))
+        state.placement.end_prefill()
+        self._queue.record_first_token(seconds_of(self._events.now - state.placed))
 
-    def _place(self, state: RequestState) -> bool:
-        """Chooses a prefill worker and, unless that decodes too, reserves room at a decode worker."""
-        job, chooser = state.job, self.chooser
-        prefillers = self.with_role("prefill")
-        if not prefillers:
-            return False
-        media = [(str(job.media_key), job.num_visual_tokens)] if job.groups else []
-        prefill = chooser.prefill(prefillers, media, job.num_prompt_tokens)
-        language = self._workers[prefill].language
-        assert language is not None
-        language.check_fits(job)
-        decode = prefill if "decode" in self._workers[prefill].roles else self._reserve(state)
-        if decode is None:
-            return False
-        state.prefill_worker, state.decode_worker, state.placed = prefill, decode, self._events.now
-        chooser.book(prefill, prefill_tokens=job.num_prompt_tokens, num_prefills=1)
-        chooser.book(decode, num_decodes=1)
-        if self._deployment.enable_prefix_caching:
-            chooser.router.remember_prefix(prefill, media)
-        return True
+    def _is_taken(self, state: RequestState) -> bool:
+        """Asks workers once. Raises InfeasibleError if one could never take the request."""
+        job, media = state.job, []
+        if job.groups and self._deployment.enable_prefix_caching:
+            media = [(str(job.media_key), job.num_visual_tokens)]
+        with closing(self.policy.place(state.placement, media)) as steps:
+            try:
+                step = next(steps)
+                while True:
+                    step = steps.send(self._take_step(state, step))
+            except StopIteration as end:
+                return bool(end.value)
 
-    def _reserve(self, state: RequestState) -> str | None:
-        if state.job.output_tokens == 1:  # nothing to decode: any of them in name only
-            return self.decoders()[0] if self.decoders() else None
-        for name in self.chooser.decode_order(self.decoders()):
-            worker = self._workers[name]
-            assert worker.language is not None
-            worker.language.check_fits(state.job)
-            worker.wake()  # blocks of the steps under way are booked before others are
-            if worker.language.reserve(state):
-                return name
-        return None
+    def _take_step(self, state: RequestState, step: Step) -> bool:
+        """The answer of the worker: whether it has room. Prompts are always taken."""
+        if step == "submit" and not state.placement.is_merged:
+            return True
+        prefill = self._workers[state.prefill_worker].language
+        assert prefill is not None
+        prefill.check_fits(state.job)
+        if step == "submit" or state.job.output_tokens == 1:  # nothing to decode: no room is needed
+            return True
+        decoder = self._workers[state.decode_worker]
+        assert decoder.language is not None
+        decoder.language.check_fits(state.job)
+        decoder.wake()  # blocks of the steps under way are taken before others are
+        return decoder.language.reserve(state)

@@ -9,6 +9,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from epd.control.placement import Placement
 from epd.kv.kv_identity import TokenIdentity
 from epd.profiles.cost import StageCost
 from epd.profiles.media import MediaWork
@@ -111,22 +112,30 @@ class RequestState:
     """
 
     __slots__ = (
-        "adopted", "decode_worker", "encode_ticks", "encoded", "encoder", "end", "first_token", "identity",
-        "is_added", "job", "media_read", "missing", "num_sent", "placed", "prefill_ticks",
-        "prefill_worker", "request_id", "starts",
+        "adopted", "encode_ticks", "encoded", "encoder", "end", "first_token", "identity", "is_added", "job",
+        "media_read", "missing", "num_sent", "placed", "placement", "prefill_ticks", "request_id", "starts",
     )  # fmt: skip
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, placement: Placement) -> None:
         self.job = job
+        self.placement = placement
         self.request_id = str(job.index)
         self.identity = blank_identity(job)
         self.placed = self.media_read = self.encoded = self.first_token = self.adopted = self.end = -1
         self.encode_ticks = self.prefill_ticks = 0
-        self.encoder = self.prefill_worker = self.decode_worker = ""
+        self.encoder = ""
         self.is_added = False
         self.num_sent = job.num_prompt_tokens  # computed tokens that its decode worker gets from another
         self.missing: set[int] = set()
         self.starts = (0, *accumulate(group.media.num_tokens for group in job.groups))
+
+    @property
+    def prefill_worker(self) -> str:
+        return self.placement.prefill_worker
+
+    @property
+    def decode_worker(self) -> str:
+        return self.placement.decode_worker
 
     @property
     def num_ready(self) -> int:

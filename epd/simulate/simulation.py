@@ -16,6 +16,8 @@ from dataclasses import replace
 from functools import partial
 
 from epd.control.elasticity import Switch
+from epd.control.placement import Candidates, Placement
+from epd.control.routing import Router
 from epd.encode.encoder_cache import GroupKey
 from epd.encode.sharding import plan_shards
 from epd.kv.kv_cache import KVCacheSpec
@@ -26,7 +28,7 @@ from epd.simulate.encoding import EncodeSide, EncodeTask, encode_task
 from epd.simulate.language import LanguageSide, PassResult
 from epd.simulate.machine import Machine, OwnDevices, SharedCores
 from epd.simulate.offloading import Offloading
-from epd.simulate.placement import Placement
+from epd.simulate.placement import SimulatedPlacer
 from epd.simulate.records import RecordTable, SimulationResult, Span
 from epd.simulate.requests import Job, RequestState, identity_of
 from epd.simulate.retention import SimulatedRetention
@@ -64,10 +66,12 @@ class Simulation:
         self._workers = {
             spec.name: self._worker(spec.name, spec.roles) for spec in deployment.topology.workers()
         }
-        self._placement = Placement(deployment, self.events, self._workers, self._begin, self._refused)
-        self._chooser = self._placement.chooser
+        self.router = Router()
+        self._placer = SimulatedPlacer(
+            deployment, self.events, self._workers, self.router, self._begin, self._refused
+        )
         self._switcher = None if elasticity is None else RoleSwitching(profile, elasticity)
-        self._offloading = Offloading(profile, self._workers, self._chooser, self._after_transfer)
+        self._offloading = Offloading(profile, self._workers, self.router, self._after_transfer)
         self._placed: dict[str, RequestState] = {}  # requests that have workers and have not ended
         self._since_s = dict.fromkeys(self._workers, 0.0)
         self._switches: list[tuple[float, str, str]] = []
@@ -78,6 +82,10 @@ class Simulation:
     def work_s(self) -> float:
         """Seconds of all tasks of workers and readers, and of the application where that is simulated."""
         return seconds_of(self._machine.work_ticks)
+
+    @property
+    def _candidates(self) -> Candidates:
+        return self._placer.candidates()
 
     # Set-up
 
@@ -134,29 +142,30 @@ class Simulation:
 
     def _arrive(self, job: Job, source: Iterator[Job]) -> None:
         self._plan_arrival(source)
-        state = RequestState(self._kept(job))
+        job = self._kept(job)
+        state = RequestState(job, Placement(self.router, job.num_prompt_tokens))
         if self.deployment.enable_prefix_caching:
             state.identity = identity_of(job)
         self._machine.spend(
-            ("request", "split") if self._placement.decoders() else ("request",), partial(self._enter, state)
+            ("request", "split") if self._candidates.decoders() else ("request",), partial(self._enter, state)
         )
 
     def _kept(self, job: Job) -> Job:
         """What the load allows of it."""
         if self._retention is None:
             return job
-        prefillers = [self._language(name) for name in self._placement.with_role("prefill")]
+        prefillers = [self._language(name) for name in self._candidates.taking("prefill")]
         usage = max((side.kv.usage for side in prefillers), default=0.0)
-        waiting = self._placement.num_waiting
+        waiting = self._placer.num_waiting
         return self._retention.reduced(self.events.now, job, num_waiting=waiting, kv_usage=usage)
 
     def _enter(self, state: RequestState) -> None:
-        if not self._placement.enter(state):
+        if not self._placer.enter(state):
             self._refused(state)
             return
         if self._switcher is not None:
             self._switcher.arrived(seconds_of(self.events.now), state.job)
-        self._placement.place_waiting()
+        self._placer.place_waiting()
 
     def _refused(self, state: RequestState) -> None:
         self._record(state, is_refused=True)
@@ -164,6 +173,7 @@ class Simulation:
     def _record(self, state: RequestState, *, is_refused: bool = False) -> None:
         state.end = self.events.now
         self._num_open -= 1
+        state.placement.release()
         self._placed.pop(state.request_id, None)
         if self._retention is not None:
             self._retention.ended(state)
@@ -234,22 +244,22 @@ class Simulation:
             key = GroupKey(str(state.job.media_key), (), (group, group + 1), (1, 1), self.profile.model)
             worker = self._workers[encoder]
             assert worker.encoder is not None
-            self._chooser.book(encoder, encode_patches=state.job.groups[group].media.num_patches)
+            self.router.add(encoder, encode_patches=state.job.groups[group].media.num_patches)
             worker.encoder.add(encode_task(state, group, key))
             worker.wake()
 
     def _shares(self, state: RequestState, groups: Sequence[int]) -> list[tuple[str, int]]:
-        encoders = self._placement.with_role("encode")
+        encoders = self._candidates.taking("encode")
         sharding = self.deployment.sharding
         if sharding == "local":
             return [(state.prefill_worker, group) for group in groups]
         if sharding == "request" and state.encoder in encoders:
             return [(state.encoder, group) for group in groups]
         if sharding == "request" or len(groups) == 1:
-            state.encoder = self._chooser.encoder(encoders)
+            state.encoder = self.router.encoder(encoders)
             return [(state.encoder, group) for group in groups]
         patches = [state.job.groups[group].media.num_patches for group in groups]
-        loads = [self._chooser.router.in_flight(name).encode_patches for name in encoders]
+        loads = [self.router.in_flight(name).encode_patches for name in encoders]
         shards = plan_shards(patches, loads)
         return [(encoders[shard.encoder], groups[place]) for shard in shards for place in shard.groups]
 
@@ -259,7 +269,7 @@ class Simulation:
             state.encode_ticks += worker.last_ticks
         for task in tasks:
             media = task.state.job.groups[task.group].media
-            self._chooser.book(worker.name, encode_patches=-media.num_patches)
+            self.router.add(worker.name, encode_patches=-media.num_patches)
             if worker.name == task.state.prefill_worker:
                 self._embeddings_arrived(task)
                 continue
@@ -291,23 +301,21 @@ class Simulation:
         for state in result.first_tokens:
             self._first_token(worker, state)
         for state in result.finished:
-            self._chooser.book(worker.name, num_decodes=-1)
             self._record(state)
-        if worker.name in self._placement.switching:
+        if worker.is_switching:
             self._offload(worker)
         if result.finished or result.first_tokens:
-            self._placement.place_waiting()
+            self._placer.place_waiting()
 
     def _first_token(self, worker: Worker, state: RequestState) -> None:
         state.first_token = self.events.now
-        self._placement.first_token(worker.name, state)
+        self._placer.first_token(state)
         if self._retention is not None:
             self._retention.first_token(state)
         if state.decode_worker == worker.name:
             return
         if state.job.output_tokens == 1:
             self._language(worker.name).release(state.request_id)
-            self._chooser.book(state.decode_worker, num_decodes=-1)
             self._record(state)
             return
         tokens = state.job.num_prompt_tokens
@@ -337,11 +345,8 @@ class Simulation:
         assert self._switcher is not None
         for worker in self._workers.values():
             worker.wake()  # steps under way are booked as single ones would have been
-        samples = [
-            sample_of(each, self._since_s[each.name], is_switching=each.name in self._placement.switching)
-            for each in self._workers.values()
-        ]
-        switch = self._switcher.look(seconds_of(self.events.now), samples, self._placement.num_waiting)
+        samples = [sample_of(each, self._since_s[each.name]) for each in self._workers.values()]
+        switch = self._switcher.look(seconds_of(self.events.now), samples, self._placer.num_waiting)
         if switch is not None:
             self._begin_switch(switch)
         if self._num_open:
@@ -350,20 +355,20 @@ class Simulation:
     def _begin_switch(self, switch: Switch) -> None:
         """Nothing new for the worker; what waits for its encoder goes to the others."""
         worker = self._workers[switch.worker]
-        self._placement.switching.add(worker.name)
-        self._placement.forget_roles()
-        if worker.encoder is not None and self._placement.with_role("encode"):
+        worker.is_switching = True
+        self._placer.forget_roles()
+        if worker.encoder is not None and self._candidates.taking("encode"):
             tasks = worker.encoder.take_back()
             for task in tasks:
-                self._chooser.book(worker.name, encode_patches=-task.waiting.num_patches)
+                self.router.add(worker.name, encode_patches=-task.waiting.num_patches)
                 self._deal(task.state, [task.group])
         self._await_drained(worker, switch)
 
     def _offload(self, worker: Worker) -> None:
         """Hands what it has to siblings. Between two passes."""
-        states, placement = list(self._placed.values()), self._placement
-        self._offloading.move_prompts(worker, states, placement.with_role("prefill"))
-        self._offloading.move_answers(worker, states, placement.decoders())
+        states, candidates = list(self._placed.values()), self._candidates
+        self._offloading.move_prompts(worker, states, candidates.taking("prefill"))
+        self._offloading.move_answers(worker, states, candidates.decoders())
 
     def _await_drained(self, worker: Worker, switch: Switch) -> None:
         if not worker.is_busy:
@@ -376,21 +381,21 @@ class Simulation:
             self.events.push(at, Rank.POLICY, partial(self._end_switch, worker, switch))
 
     def _is_booked(self, name: str) -> bool:
-        in_flight = self._chooser.router.in_flight(name)
+        in_flight = self.router.in_flight(name)
         return bool(in_flight.num_prefills or in_flight.num_decodes or in_flight.encode_patches)
 
     def _end_switch(self, worker: Worker, switch: Switch) -> None:
         """It has its new roles; or its old ones again, if the switch fails."""
         assert self._switcher is not None
         now_s = seconds_of(self.events.now)
-        self._placement.switching.discard(worker.name)
-        self._placement.forget_roles()
+        worker.is_switching = False
+        self._placer.forget_roles()
         if self._switcher.elasticity.is_failing(switch):
             self._switcher.controller.failed(now_s, worker.name)
         else:
             self._host(worker, switch.roles)
-            self._chooser.router.forget(worker.name)
+            self.router.forget(worker.name)
             self._since_s[worker.name] = now_s
             self._switches.append((now_s, worker.name, role_letters(switch.roles)))
             self._switcher.controller.succeeded(now_s, worker.name)
-        self._placement.place_waiting()
+        self._placer.place_waiting()

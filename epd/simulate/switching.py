@@ -70,7 +70,7 @@ def known_costs(profile: Profile) -> dict[Stage, StageCost]:
     return {"encode": profile.encode.cost, "prefill": profile.prefill.cost, "decode": decode}
 
 
-def sample_of(worker: Worker, since_s: float, *, is_switching: bool) -> WorkerSample:
+def sample_of(worker: Worker, since_s: float) -> WorkerSample:
     """A simulated worker's metrics, for each stage that it has a side for."""
     stages: dict[Stage, StageSample] = {}
     kv_usage = None
@@ -80,4 +80,4 @@ def sample_of(worker: Worker, since_s: float, *, is_switching: bool) -> WorkerSa
         kv_usage = worker.language.kv.usage
         sides = worker.language.samples()
         stages |= {stage: sides[stage] for stage in sides.keys() & worker.roles}
-    return WorkerSample(worker.name, worker.roles, since_s, stages, kv_usage, is_switching)
+    return WorkerSample(worker.name, worker.roles, since_s, stages, kv_usage, worker.is_switching)

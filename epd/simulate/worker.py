@@ -19,7 +19,8 @@ OnSpan = Callable[[Span], None]
 class Worker:
     """What one device does, one thing at a time: a batch of the encoder, then a pass of the language model.
 
-    roles: what is sent to it. A role that it had before goes on until nothing is left of it.
+    roles: what is sent to it. It ends what it has of a role that it had before.
+    is_switching: it takes nothing new
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Worker:
         self.roles = roles
         self.encoder: EncodeSide | None = None
         self.language: LanguageSide | None = None
+        self.is_switching = False
         self.busy_ticks = 0
         self.last_ticks = 0  # of what it has done last
         self.encode_ticks = 0
@@ -53,6 +55,10 @@ class Worker:
     @property
     def is_busy(self) -> bool:
         return self._started >= 0
+
+    def takes(self, stage: Stage) -> bool:
+        """Whether it can be given new work of a stage."""
+        return stage in self.roles and not self.is_switching
 
     def has_work(self) -> bool:
         sides = (self.encoder, self.language)

@@ -1,4 +1,4 @@
-"""One try at answering a request: which workers have it, the groups on their way, how it ended."""
+"""One attempt at answering a request: which workers have it and how it ended."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Hashable
 from enum import StrEnum
 
+from epd.control.placement import Placement
 from epd.control.routing import Router
 from epd.errors import EPDError
 from epd.types import RequestStatus
@@ -14,32 +15,34 @@ from serve_app.orchestration.live_answer import LiveAnswer
 
 
 class Ending(StrEnum):
-    """How a try ends, if not by an error."""
+    """How an attempt ends, if not by an error."""
 
     COMPLETE = "complete"
-    LOST = "lost"  # with a worker: the request is to be done again
+    LOST = "lost"  # with a worker: the request is retried
     TAKEN_BACK = "taken back"  # from a worker that changes its roles: it is given to others
 
 
 class Attempt:
-    """A try. id: what workers know the request by.
+    """One attempt, known to the workers by its id.
 
-    prefill_worker, decode_worker: chosen, and the same one where roles are merged. touched: all workers
-    that were ever told of it. is_placed: whether both have taken it. is_handed_over: whether decode goes
-    on alone. moving_to: another decode worker that its answer is being moved to, if any. started_s: when
-    its workers were asked, Unix time. failures: of a group, how often it was not encoded. asking:
-    messages about it that a worker has not answered. lost_with: workers that were lost before they
-    answered one, until that is counted. event_s: when anything came of it last, Unix time. num_tokens:
-    that have come in this attempt. isolated_at: places at which nobody else may be put at risk by it,
-    at_risk_until: tokens after which it is at risk no more; see `epd.control.loss_policy`.
+    placement: its workers, and what it takes of them in the router's counts
+    is_placed: whether its workers have taken it
+    is_handed_over: whether decode goes on alone
+    moving_to: another decode worker that its answer is being moved to, if any
+    started_s: when its workers were asked, Unix time
+    failures: how often each group was not encoded
+    asking: messages about it that a worker has not answered
+    lost_with: workers that were lost before they answered one, until that is counted
+    event_s: when anything came of it last, Unix time
+    num_tokens: tokens that have come in this attempt
+    isolated_at: places at which nobody else may be put at risk by it
+    at_risk_until: tokens after which it is at risk no more; see `epd.control.loss_policy`
     """
 
     def __init__(self, number: int, answer: LiveAnswer, router: Router) -> None:
         self.id = f"{answer.request.request_id}#{number}"
         self.answer = answer
-        self.prefill_worker = ""
-        self.decode_worker = ""
-        self.touched: set[str] = set()
+        self.placement = Placement(router, len(answer.plan.prompt))
         self.is_placed = False
         self.is_handed_over = False
         self.moving_to = ""
@@ -51,18 +54,19 @@ class Attempt:
         self.num_tokens = 0
         self.isolated_at: frozenset[Hashable] = frozenset()
         self.at_risk_until = 0
-        self._router = router
-        self._is_prefilling = False
-        self._is_decoding = False
         self._ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
 
     @property
-    def is_merged(self) -> bool:
-        return self.prefill_worker == self.decode_worker
+    def prefill_worker(self) -> str:
+        return self.placement.prefill_worker
+
+    @property
+    def decode_worker(self) -> str:
+        return self.placement.decode_worker
 
     @property
     def workers(self) -> frozenset[str]:
-        """Those that have it, as far as they were chosen; prefill lets go of it with the hand-over."""
+        """The workers that have it, as far as they were chosen; prefill lets go of it with the hand-over."""
         return frozenset({self.decode_worker} | (set() if self.is_handed_over else {self.prefill_worker}))
 
     def is_at(self, worker: str) -> bool:
@@ -71,7 +75,7 @@ class Attempt:
 
     @property
     def is_at_risk(self) -> bool:
-        """Whether it has not got further than where it was lost before."""
+        """Whether it has not got beyond where it was lost before."""
         return self.num_tokens <= self.at_risk_until
 
     @property
@@ -89,7 +93,7 @@ class Attempt:
         return self.answer.status if is_complete else RequestStatus.FINISHED_ABORTED
 
     async def wait(self) -> Ending:
-        """How it ended. Raises what made it end, if that cannot be mended by another try."""
+        """How it ended. Raises the error that ended it, if no other attempt could do better."""
         return await self._ended
 
     def end(self, ending: Ending) -> None:
@@ -102,48 +106,9 @@ class Attempt:
             self._ended.set_exception(error)
             self._ended.exception()  # it may never be waited for
 
-    # What is booked at the router
-
-    def book(self, prefill_worker: str, decode_worker: str) -> None:
-        """Chooses workers; what was booked before is unbooked."""
-        self.unbook()
-        self.prefill_worker, self.decode_worker = prefill_worker, decode_worker
-        self.touched |= {prefill_worker, decode_worker}
-        in_flight = self._router.in_flight(prefill_worker)
-        in_flight.num_prefills += 1
-        in_flight.prefill_tokens += len(self.answer.plan.prompt)
-        self._router.in_flight(decode_worker).num_decodes += 1
-        self._is_prefilling = self._is_decoding = True
-
     def arrive(self, worker: str) -> None:
         """A decode worker has all of it."""
         self.is_handed_over = True
         if worker == self.moving_to:
             self.moving_to = ""
-            self.rebook_decode(worker)
-
-    def rebook_decode(self, worker: str) -> None:
-        """Another decode worker takes it."""
-        if self._is_decoding:
-            self._router.in_flight(self.decode_worker).num_decodes -= 1
-        self.decode_worker = worker
-        self.touched.add(worker)
-        self._router.in_flight(worker).num_decodes += 1
-        self._is_decoding = True
-
-    def unbook_prefill(self) -> bool:
-        """The prompt is computed. Returns whether that is new."""
-        if not self._is_prefilling:
-            return False
-        self._is_prefilling = False
-        in_flight = self._router.in_flight(self.prefill_worker)
-        in_flight.num_prefills -= 1
-        in_flight.prefill_tokens -= len(self.answer.plan.prompt)
-        return True
-
-    def unbook(self) -> None:
-        """Nothing of it is left at any worker."""
-        self.unbook_prefill()
-        if self._is_decoding:
-            self._is_decoding = False
-            self._router.in_flight(self.decode_worker).num_decodes -= 1
+            self.placement.move_decode(worker)

@@ -113,7 +113,7 @@ class EncodeDispatcher:
     def book(self, worker: str, receiver: str, granted: Grant, group: MediaGroup) -> None:
         """The group is for this encoder; `give` follows."""
         self._dispatched[granted.ticket.transfer_id] = _Dispatched(worker, receiver, granted, group)
-        self._router.in_flight(worker).encode_patches += group.spec.num_patches
+        self._router.add(worker, encode_patches=group.spec.num_patches)
 
     async def give(self, worker: str, message: EncodeGroup, frames: Bulk | None) -> bool:
         """Hands a booked group over. False if the encoder has no such role, or lacks it and has no frames.
@@ -193,7 +193,7 @@ class EncodeDispatcher:
     def _forget(self, transfer_id: str) -> _Dispatched | None:
         dispatched = self._dispatched.pop(transfer_id, None)
         if dispatched is not None:
-            self._router.in_flight(dispatched.worker).encode_patches -= dispatched.group.spec.num_patches
+            self._router.add(dispatched.worker, encode_patches=-dispatched.group.spec.num_patches)
             self._freed_s = asyncio.get_running_loop().time()
             self.wake()
         return dispatched

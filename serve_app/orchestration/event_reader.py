@@ -30,7 +30,7 @@ from serve_app.orchestration.attempt import Attempt, Ending
 from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
 from serve_app.orchestration.group_feed import GroupFeed
 from serve_app.orchestration.loss_counter import LossCounter
-from serve_app.orchestration.placement import Placement
+from serve_app.orchestration.placement import RequestPlacer
 from serve_app.orchestration.recovery import Recovery
 from serve_app.orchestration.retention import LoadRetention
 from serve_app.orchestration.watchdog import Watchdog
@@ -48,7 +48,7 @@ class EventReader:
 
     fleet: Fleet
     dispatcher: EncodeDispatcher
-    placement: Placement
+    placement: RequestPlacer
     recovery: Recovery
     losses: LossCounter
     watchdog: Watchdog
@@ -153,7 +153,7 @@ class EventReader:
         attempt.event_s = time.time()
         attempt.num_tokens += len(outputs)
         attempt.answer.take(outputs)
-        if attempt.answer.has_begun and attempt.unbook_prefill():
+        if attempt.answer.has_begun and attempt.placement.end_prefill():
             self.queue.record_first_token(time.time() - attempt.started_s)
             self.retention.first_token(attempt)
             self.placement.wake()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
+from epd.control.routing import Router
 from epd.encode.sharding import Sharding
 from epd.errors import EPDError, InternalError, UnavailableError
 from epd.transfer.reception import Grant
@@ -30,14 +31,18 @@ _MAX_READS = 5  # of one group, with decoders that are there
 
 
 class _ItemFrames:
-    """The frames of one item, from one decoder as long as that lives."""
+    """Reads the frames of one item, at one video worker for as long as that answers."""
 
-    def __init__(self, fleet: Fleet, losses: LossCounter, attempt: Attempt, item: int) -> None:
+    def __init__(
+        self, fleet: Fleet, router: Router, losses: LossCounter, attempt: Attempt, item: int
+    ) -> None:
         self._fleet = fleet
+        self._router = router
         self._losses = losses
         self._attempt = attempt
         self._item = item
         self._worker: str | None = None
+        self._failed: str | None = None
         self._num_streams = 0
         self._is_open = False  # whether the decoder knows what the stream is
 
@@ -58,7 +63,7 @@ class _ItemFrames:
                 self._is_open = True
                 return reply
             except UnavailableError:  # also when that worker is lost
-                self._worker = None
+                self._leave()
                 if num_reads >= _MAX_READS or asyncio.get_running_loop().time() > deadline:
                     raise
                 await asyncio.sleep(pause_s)
@@ -76,17 +81,27 @@ class _ItemFrames:
         return f"{self._attempt.id}/{self._item}/{self._num_streams}"
 
     def _choose(self) -> str:
-        names = [i.name for i in self._fleet.workers.values() if i.is_alive and "video" in i.roles]
+        """The video worker that reads the fewest items; the one that has just failed only if it is alone."""
+        names = [info.name for info in self._fleet.workers.values() if info.takes("video")]
         if not names:
             raise UnavailableError("no video worker is alive; retry")
         self._num_streams += 1
         self._is_open = False
-        self._worker = names[hash(self._stream_id) % len(names)]
+        self._worker = self._router.video([name for name in names if name != self._failed] or names)
+        self._router.add(self._worker, num_videos=1)
         return self._worker
 
+    def _leave(self) -> str | None:
+        """Lets go of the video worker. Returns which one it was, if any."""
+        self._failed, self._worker = self._worker, None
+        if self._failed is not None:
+            self._router.add(self._failed, num_videos=-1)
+        return self._failed
+
     async def close(self) -> None:
-        if self._worker is not None:
-            await send_surely(self._fleet, "video", self._worker, CloseStream(self._stream_id))
+        worker = self._leave()
+        if worker is not None:
+            await send_surely(self._fleet, "video", worker, CloseStream(self._stream_id))
 
 
 class GroupFeed:
@@ -95,6 +110,7 @@ class GroupFeed:
     def __init__(
         self,
         fleet: Fleet,
+        router: Router,
         dispatcher: EncodeDispatcher,
         losses: LossCounter,
         isolation: Isolation,
@@ -106,6 +122,7 @@ class GroupFeed:
     ) -> None:
         """patience_s: to wait for a video decoder when all are lost."""
         self._fleet = fleet
+        self._router = router
         self._dispatcher = dispatcher
         self._losses = losses
         self._isolation = isolation
@@ -123,7 +140,7 @@ class GroupFeed:
         item = self._attempt.answer.plan.groups[granted.group].item
         if item not in self._granted:
             self._granted[item] = asyncio.Queue()
-            self._frames[item] = _ItemFrames(self._fleet, self._losses, self._attempt, item)
+            self._frames[item] = _ItemFrames(self._fleet, self._router, self._losses, self._attempt, item)
             self._tasks.spawn(self._guarded(partial(self._serve_item, item)))
         self._granted[item].put_nowait(granted)
 

@@ -42,7 +42,7 @@ from serve_app.orchestration.image_loading import ImageLoader
 from serve_app.orchestration.isolation import Isolation
 from serve_app.orchestration.live_answer import LiveAnswer
 from serve_app.orchestration.loss_counter import LossCounter
-from serve_app.orchestration.placement import Placement, PlacementLimits
+from serve_app.orchestration.placement import PlacementLimits, RequestPlacer
 from serve_app.orchestration.recovery import Recovery
 from serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
 from serve_app.orchestration.retention import LoadRetention
@@ -119,7 +119,7 @@ class Orchestrator:
             max_losses=self.config.max_attempts,
         )
         self._isolation = Isolation(self._dispatcher, self._attempts, time.time)
-        self._placement = Placement(
+        self._placement = RequestPlacer(
             fleet, self.router, self.queue, limits, self._losses, self._isolation, time.time
         )
         self._feeds: dict[str, GroupFeed] = {}
@@ -265,6 +265,7 @@ class Orchestrator:
     async def _try(self, attempt: Attempt, deadline_s: float, *, is_new: bool) -> Ending:
         feed = GroupFeed(
             self._fleet,
+            self.router,
             self._dispatcher,
             self._losses,
             self._isolation,
@@ -282,13 +283,15 @@ class Orchestrator:
         finally:
             del self._attempts[attempt.id], self._feeds[attempt.id]
             feed.stop()  # before anything is forgotten, so that nothing comes after
-            attempt.unbook()
+            attempt.placement.release()
             self._tasks.spawn(self._free(attempt, feed, is_complete=ending is Ending.COMPLETE))
 
     async def _free(self, attempt: Attempt, feed: GroupFeed, *, is_complete: bool) -> None:
         """Leaves nothing of a try anywhere."""
         if not is_complete:
-            await asyncio.gather(*(self._abort(attempt, worker) for worker in sorted(attempt.touched)))
+            await asyncio.gather(
+                *(self._abort(attempt, worker) for worker in sorted(attempt.placement.touched))
+            )
             await self._dispatcher.drop_request(attempt.id)
         await feed.close()
         self._placement.wake()

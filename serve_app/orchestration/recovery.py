@@ -13,7 +13,7 @@ from serve_app.fleet import Fleet, send_surely
 from serve_app.messages import PeerLost
 from serve_app.orchestration.attempt import Attempt, Ending
 from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
-from serve_app.orchestration.placement import Placement
+from serve_app.orchestration.placement import RequestPlacer
 from serve_app.task_group import Tasks
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class Recovery:
         fleet: Fleet,
         router: Router,
         dispatcher: EncodeDispatcher,
-        placement: Placement,
+        placement: RequestPlacer,
         attempts: Mapping[str, Attempt],
     ) -> None:
         self._fleet = fleet
@@ -68,7 +68,7 @@ class Recovery:
 
     async def _save(self, attempt: Attempt, name: str, replies: _Replies) -> None:
         is_saved = False
-        if not attempt.is_merged:
+        if not attempt.placement.is_merged:
             if name == attempt.prefill_worker:
                 is_saved = await self._is_at_decode(attempt, replies)
             else:

@@ -35,7 +35,7 @@ from serve_app.messages import (
 )
 from serve_app.orchestration.attempt import Attempt, Ending
 from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
-from serve_app.orchestration.placement import Placement
+from serve_app.orchestration.placement import RequestPlacer
 from serve_app.service import RoleSwitch, SwitchTotals
 from serve_app.task_group import Tasks
 from serve_app.worker.worker_core import stages_of
@@ -71,7 +71,7 @@ class SwitchParts:
     fleet: Fleet
     router: Router
     dispatcher: EncodeDispatcher
-    placement: Placement
+    placement: RequestPlacer
     attempts: Mapping[str, Attempt]
     clock: Callable[[], float] = time.time
 
@@ -108,7 +108,7 @@ class RoleSwitcher:
 
     async def _carry_out(self, info: WorkerInfo, roles: frozenset[Stage]) -> RoleSwitch:
         try:
-            record = await _Run(self._parts, self.limits, info, roles).carry_out()
+            record = await _SwitchRun(self._parts, self.limits, info, roles).carry_out()
         finally:
             self.in_flight.discard(info.name)
         self.last.append(record)
@@ -177,7 +177,7 @@ class _Counts:
 
 
 @dataclass(slots=True)
-class _Run:
+class _SwitchRun:
     """One switch. seconds: of each phase so far. stage: under which it is sent to."""
 
     parts: SwitchParts

@@ -15,39 +15,39 @@ def key(name: str) -> GroupKey:
 
 def test_prefill_goes_where_least_is_to_be_computed() -> None:
     router = Router()
-    router.in_flight("p0").prefill_tokens = 500
-    assert router.prefill_order(["p0", "p1"], (), 100) == ["p1", "p0"]
-    router.in_flight("p1").prefill_tokens = 600
-    assert router.prefill_order(["p0", "p1"], (), 100) == ["p0", "p1"]
+    router.add("p0", prefill_tokens=500)
+    assert list(router.prefill_order(["p0", "p1"])) == ["p1", "p0"]
+    router.add("p1", prefill_tokens=600)
+    assert list(router.prefill_order(["p0", "p1"])) == ["p0", "p1"]
 
 
 def test_media_that_a_worker_has_draw_questions_to_it_unless_it_is_busy() -> None:
     router = Router()
     router.remember_prefix("p1", VIDEO)
-    assert router.prefill_order(["p0", "p1"], VIDEO, 1100) == ["p1", "p0"]
-    router.in_flight("p1").prefill_tokens = 900
-    assert router.prefill_order(["p0", "p1"], VIDEO, 1100) == ["p1", "p0"]
-    router.in_flight("p1").prefill_tokens = 1100
-    assert router.prefill_order(["p0", "p1"], VIDEO, 1100) == ["p0", "p1"]
+    assert list(router.prefill_order(["p0", "p1"], VIDEO)) == ["p1", "p0"]
+    router.add("p1", prefill_tokens=900)
+    assert list(router.prefill_order(["p0", "p1"], VIDEO)) == ["p1", "p0"]
+    router.add("p1", prefill_tokens=200)
+    assert list(router.prefill_order(["p0", "p1"], VIDEO)) == ["p0", "p1"]
 
 
 def test_only_leading_media_are_a_prefix() -> None:
     router = Router()
     router.remember_prefix("p1", (("a", 10), ("b", 1000)))
-    assert router.prefill_order(["p0", "p1"], (("a", 10), ("c", 1000)), 1010)[0] == "p1"
-    assert router.prefill_order(["p0", "p1"], (("b", 1000),), 1000)[0] == "p0"
+    assert next(router.prefill_order(["p0", "p1"], (("a", 10), ("c", 1000)))) == "p1"
+    assert next(router.prefill_order(["p0", "p1"], (("b", 1000),))) == "p0"
 
 
 def test_decode_goes_to_the_fewest_requests() -> None:
     router = Router()
-    router.in_flight("d0").num_decodes = 2
-    router.in_flight("d2").num_decodes = 1
-    assert router.decode_order(["d0", "d1", "d2"]) == ["d1", "d2", "d0"]
+    router.add("d0", num_decodes=2)
+    router.add("d2", num_decodes=1)
+    assert list(router.decode_order(["d0", "d1", "d2"])) == ["d1", "d2", "d0"]
 
 
 def test_groups_go_to_the_least_outstanding_patches_or_to_who_has_them() -> None:
     router = Router()
-    router.in_flight("e0").encode_patches = 10
+    router.add("e0", encode_patches=10)
     assert router.encoder(["e1", "e0"]) == "e1"
     assert router.encoder_with(["e0", "e1"], key("a")) is None
     router.remember_group("e0", key("a"))
@@ -61,7 +61,7 @@ def test_a_lost_worker_is_forgotten_with_what_it_had() -> None:
     router.remember_prefix("e0", VIDEO)
     router.forget("e0")
     assert router.encoder_with(["e0"], key("a")) is None
-    assert router.prefill_order(["a", "e0"], VIDEO, 1000)[0] == "a"
+    assert next(router.prefill_order(["a", "e0"], VIDEO)) == "a"
 
 
 def test_what_is_remembered_is_bounded() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from encoders import FrameSampling
 from encoders.prompt.chat import ChatMessage, ContentPart
+from epd.control.routing import InFlight
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.topology import Stage
@@ -150,11 +151,10 @@ class Deployment:
         ]
         left += ["attempts"] if self.service.num_attempts else []
         left += ["tickets"] if self.service.num_tickets else []
-        in_flight = [self.service.router.in_flight(name) for name in self.fleet.workers]
         left += [
-            f"in_flight: {each}"
-            for each in in_flight
-            if each.prefill_tokens or each.num_prefills or each.num_decodes or each.encode_patches
+            f"{name} has {self.service.router.in_flight(name)}"
+            for name in self.fleet.workers
+            if self.service.router.in_flight(name) != InFlight()
         ]
         return left
 
@@ -168,11 +168,8 @@ def num_held(core: WorkerCore) -> int:
 
 async def until_busy(deployment: Deployment, worker: str) -> None:
     """Returns when the worker is there and has something to do."""
-    in_flight = deployment.service.router.in_flight(worker)
-    while not (
-        deployment.fleet.workers[worker].is_alive
-        and (in_flight.encode_patches or in_flight.num_prefills or in_flight.num_decodes)
-    ):
+    router, workers = deployment.service.router, deployment.fleet.workers
+    while not (workers[worker].is_alive and router.in_flight(worker) != InFlight()):
         await asyncio.sleep(0.002)
 
 

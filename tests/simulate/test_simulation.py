@@ -5,12 +5,14 @@ from __future__ import annotations
 import tracemalloc
 from dataclasses import replace
 from itertools import pairwise
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from epd.control.routing import InFlight, Router
 from epd.kv.scheduling import SchedulerConfig
 from epd.profiles import Profile, StageCost, analytic_profile
 from epd.simulate import Deployment, Job, JobMaker, Simulation, SimulationResult, records
@@ -20,6 +22,7 @@ from epd.topology import parse_topology
 from epd.workload.config import MixPart, WorkloadConfig
 from epd.workload.metrics import SLO
 from epd.workload.requests import Resolution
+from tests.control.plain_router import PlainRouter
 
 PROFILE = analytic_profile("a100-80gb", "minicpm-v-2.6")
 
@@ -57,21 +60,18 @@ def jobs(profile: Profile, num: int, rate: float = 4.0, seed: int = 0, **part: s
 
 
 def simulate(profile: Profile, topology: str, work: list[Job], **settings: object) -> SimulationResult:
+    """Single steps go with the router that sorts: both are slow twins."""
     deployment = Deployment(parse_topology(topology), **settings)  # type: ignore[arg-type]
-    simulation = Simulation(profile, deployment)
+    router = PlainRouter if deployment.is_stepwise else Router
+    with mock.patch("epd.simulate.simulation.Router", router):
+        simulation = Simulation(profile, deployment)
     result = simulation.run(work)
     for worker in simulation._workers.values():
         assert not worker.has_work()
         if worker.language is not None:
             worker.language.scheduler.check_integrity()
             assert worker.language.kv.usage == 0
-        in_flight = simulation._chooser.router.in_flight(worker.name)
-        assert (
-            in_flight.prefill_tokens,
-            in_flight.num_prefills,
-            in_flight.num_decodes,
-            in_flight.encode_patches,
-        ) == (0,) * 4
+        assert simulation.router.in_flight(worker.name) == InFlight()
     return result
 
 

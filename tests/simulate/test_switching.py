@@ -170,7 +170,7 @@ def test_switches_that_fail_midway_leave_a_topology_that_works(failing: list[boo
     num_failed = sum(failing[number % len(failing)] for number in range(len(asked)))
     assert len(result.switches) == len(asked) - num_failed
     assert not result.rows["is_refused"].any()
-    assert not simulation._placement.switching
+    assert not any(worker.is_switching for worker in simulation._workers.values())
     if all(failing):
         assert [each.roles for each in simulation._workers.values()] == [
             each.roles for each in parse_topology("5e1p2d").workers()
@@ -265,10 +265,9 @@ def test_a_stale_report_sends_nobody_to_a_full_worker() -> None:
 
     def stale(state):  # type: ignore[no-untyped-def]
         begin(state)
-        simulation._chooser.router.in_flight("d0").num_decodes -= 1
-        simulation._chooser.router.in_flight("d1").num_decodes += 5
-        simulation._chooser._decode._rebuild()
+        simulation.router.add("d0", num_decodes=-1)
+        simulation.router.add("d1", num_decodes=5)
 
-    simulation._placement._on_placed = stale
+    simulation._placer._on_placed = stale
     rows = simulation.run(work).rows
     assert (rows["placed"] == rows["due"]).all()

@@ -158,7 +158,8 @@ def test_encoders_are_told_what_a_request_does_not_want_any_more() -> None:
 def test_nobody_waits_for_ever_for_an_encoder() -> None:
     async def run() -> None:
         dispatcher, fleet, router = new_desk(unavailable_s=0.1, stall_s=0.2)
-        router.in_flight("e0").encode_patches = router.in_flight("e1").encode_patches = 1000
+        for worker in ("e0", "e1"):
+            router.add(worker, encode_patches=1000)
         with pytest.raises(UnavailableError, match="no encoder finished a group"):
             await dispatcher.encoder()
         fleet.kill("e0")

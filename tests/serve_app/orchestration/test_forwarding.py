@@ -26,7 +26,7 @@ from serve_app.orchestration.attempt import Attempt
 from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
 from serve_app.orchestration.isolation import Isolation
 from serve_app.orchestration.loss_counter import LossCounter
-from serve_app.orchestration.placement import Placement, PlacementLimits
+from serve_app.orchestration.placement import PlacementLimits, RequestPlacer
 from tests.serve_app.conftest import ADMIN, QUESTION, Front
 
 ROLES: Mapping[str, Stage] = {"p": "prefill", "d": "decode"}
@@ -81,7 +81,7 @@ class Bench:
         dispatcher = EncodeDispatcher(self.fleet, self.router, max_backlog_patches=1)
         losses = LossCounter(LossLedger(), self.fleet, dispatcher, {}, clock, max_losses=5)
         isolation = Isolation(dispatcher, {}, clock)
-        self.placement = Placement(self.fleet, self.router, self.queue, limits, losses, isolation, clock)
+        self.placement = RequestPlacer(self.fleet, self.router, self.queue, limits, losses, isolation, clock)
         self._clock = clock
 
     def attempt(self, name: str, priority: int = 0) -> Attempt:
@@ -144,7 +144,7 @@ def test_choices_are_made_on_what_was_sent_not_on_what_was_reported() -> None:
         assert sorted(each.decode_worker for each in attempts) == ["d0", "d0", "d1", "d1"]
         for each in attempts:
             if each.prefill_worker == "p0":
-                each.unbook()
+                each.placement.release()
         assert (await bench.place("r4")).prefill_worker == "p0"
 
     asyncio.run(run())
