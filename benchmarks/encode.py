@@ -35,7 +35,7 @@ from encoders.adapter import FrameSampling
 from encoders.checkpoint import Checkpoint, open_checkpoint
 from encoders.groups import cut
 from encoders.names import is_wanted
-from epd.encode.sharding import imbalance, plan_shards
+from epd.published.sharding import imbalance, plan_shards
 from stages.weights import load_role, skeleton
 from tests.encoders.tiny_tiles import BUILDERS
 

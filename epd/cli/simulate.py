@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any, get_args
 
 import typer
@@ -27,10 +26,11 @@ from epd.cli.options import (
 from epd.errors import RequestError
 from epd.profiles import MediaRule, load_profile
 from epd.profiles import Profile as LoadedProfile
+from epd.published.report import print_rows
 from epd.published.scenarios import run_scenario
 from epd.simulate import Deployment, JobMaker, Sharding, Simulation, SimulationResult
 from epd.simulate.chrome import chrome_trace as trace_of
-from epd.simulate.report import print_result, print_rows, result_record
+from epd.simulate.report import print_result, result_record
 from epd.topology import parse_topology
 from epd.workload.config import WorkloadConfig, load_workload
 from epd.workload.metrics import SLO
@@ -104,7 +104,9 @@ def simulate(
     if chrome_trace is not None:
         chrome_trace.write_text(trace_of(result), encoding="utf-8")
     if plot is not None:
-        _plots().plot_simulation(result, plot)
+        from epd.simulate.plots import plot_simulation  # matplotlib
+
+        plot_simulation(result, plot)
 
 
 def _show_scenario(name: str, as_json: bool, plot: Path | None) -> None:
@@ -115,13 +117,9 @@ def _show_scenario(name: str, as_json: bool, plot: Path | None) -> None:
     else:
         print_rows(rows, console.stdout_console())
     if plot is not None:
-        _plots().plot_rows(rows, plot)
+        from epd.published.plots import plot_rows  # matplotlib
 
-
-def _plots() -> ModuleType:
-    from epd.simulate import plots  # matplotlib
-
-    return plots
+        plot_rows(rows, plot)
 
 
 def num_cpu_threads(given: int | None, profile: LoadedProfile, default: int) -> int:

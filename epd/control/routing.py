@@ -206,8 +206,13 @@ class Router:
         worker = self._groups.get(key)
         return worker if worker in candidates else None
 
-    def encoder(self, candidates: Collection[str]) -> str:
-        """The candidate with the fewest outstanding patches. Raises IndexError if there is none."""
+    def encoder(self, candidates: Collection[str], wanted: str | None = None) -> str:
+        """The wanted candidate, or the one with the fewest outstanding patches.
+
+        Raises IndexError if there is none.
+        """
+        if wanted is not None and wanted in candidates:
+            return wanted
         self._encode.choose_among(candidates)
         return self._encode.first()
 

@@ -1,152 +1,25 @@
-"""Which encoder gets which groups of one request: intra-request parallelism (EPD, section 3.2), by patches.
+"""Which encoder takes a group: the kinds of sharding of one request's groups. The same live and simulated.
 
-Groups that are all at hand are cut into one run per encoder; groups that come one after another, as a video
-is decoded, are dealt in short runs, so that the first embeddings come from all encoders at once:
-
-    groups                | 0  1  2  3  4  5  6  7 |
-    plan_shards           [ e0   )[ e1    )[  e2   )      one run each, the largest as small as can be
-    plan_shards, max_run  [ e0 )[ e1)[ e2)[ e0)[e1 )      runs to the encoder with the least outstanding
-
-`plan_shards` is for what knows all groups beforehand: stages/encode/sharded_encoding.py, and the simulator.
-The
-server gives each group, when its frames are there, to the encoder with the least outstanding: `least_loaded`.
+groups     each to the least loaded encoder: intra-request parallelism (EPD, section 3.2)
+request    all of a request to one encoder, as long as that is there
+local      to the worker that prefills them
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
-# groups: of one request over all encoders. request: all of it on one encoder. local: where it is prefilled.
 Sharding = Literal["groups", "request", "local"]
 
 
-@dataclass(frozen=True, slots=True)
-class GroupRun:
-    """Groups [start, stop) of one request, in order, with the patches of all of them together."""
+def wanted_encoder(sharding: Sharding, prefill_worker: str, last_encoder: str | None) -> str | None:
+    """The encoder that should take the next group, if it takes work; None for the least loaded.
 
-    start: int
-    stop: int
-    num_patches: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.start < self.stop:
-            raise ValueError(f"a run needs at least one group, got [{self.start}, {self.stop})")
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """What one encoder gets of one request: runs in order."""
-
-    encoder: int
-    runs: tuple[GroupRun, ...]
-
-    @property
-    def num_patches(self) -> int:
-        return sum(run.num_patches for run in self.runs)
-
-    @property
-    def groups(self) -> tuple[int, ...]:
-        return tuple(index for run in self.runs for index in range(run.start, run.stop))
-
-
-def plan_shards(
-    group_patches: Sequence[int],
-    outstanding_patches: Sequence[int],
-    *,
-    max_run_patches: int | None = None,
-) -> tuple[Shard, ...]:
-    """Gives every group to one encoder; encoders that get nothing are left out.
-
-    group_patches: of each group, in order. outstanding_patches: already waiting at each encoder.
-    max_run_patches: deal runs of at most so many patches (one group may be larger); without it, one run each.
+    last_encoder: of the group of the request that was dealt last, if any
     """
-    _check(group_patches, outstanding_patches, max_run_patches)
-    if max_run_patches is None:
-        assigned = _one_run_each(group_patches, outstanding_patches)
-    else:
-        assigned = _dealt(group_patches, outstanding_patches, max_run_patches)
-    runs: dict[int, list[GroupRun]] = {}
-    for encoder, run in assigned:
-        runs.setdefault(encoder, []).append(run)
-    return tuple(Shard(encoder, tuple(runs[encoder])) for encoder in sorted(runs))
-
-
-def imbalance(shards: Sequence[Shard], num_encoders: int) -> float:
-    """Patches of the largest shard over the mean of all encoders; 1.0 is perfect."""
-    total = sum(shard.num_patches for shard in shards)
-    return max(shard.num_patches for shard in shards) * num_encoders / total
-
-
-def least_loaded(outstanding_patches: Sequence[int]) -> int:
-    """The encoder with the least outstanding patches, the first of equals."""
-    return min(range(len(outstanding_patches)), key=outstanding_patches.__getitem__)
-
-
-def _check(patches: Sequence[int], outstanding: Sequence[int], max_run: int | None) -> None:
-    if not outstanding:
-        raise ValueError("groups cannot be planned for 0 encoders; at least 1 is needed")
-    if any(count < 1 for count in patches):
-        raise ValueError(f"every group needs at least 1 patch, got {list(patches)}")
-    if any(count < 0 for count in outstanding):
-        raise ValueError(f"outstanding patches cannot be negative, got {list(outstanding)}")
-    if max_run is not None and max_run < 1:
-        raise ValueError(f"max_run_patches must be at least 1, got {max_run}")
-
-
-def _one_run_each(patches: Sequence[int], outstanding: Sequence[int]) -> list[tuple[int, GroupRun]]:
-    """Least loaded encoders first; the lowest level that all groups fit under, by bisection."""
-    encoders = sorted(range(len(outstanding)), key=lambda encoder: (outstanding[encoder], encoder))
-    loads = [outstanding[encoder] for encoder in encoders]
-    low, high = 0, loads[0] + sum(patches)
-    while low < high:
-        level = (low + high) // 2
-        if len(_filled(patches, loads, level)) == len(patches):
-            high = level
-        else:
-            low = level + 1
-    places = _filled(patches, loads, high)
-    return [
-        (encoders[place], _run(patches, places.index(place), places.index(place) + places.count(place)))
-        for place in dict.fromkeys(places)
-    ]
-
-
-def _filled(patches: Sequence[int], loads: Sequence[int], level: int) -> list[int]:
-    """Places of the first groups, in order, when no encoder may exceed `level`; fewer than all if full."""
-    places: list[int] = []
-    place = filled = 0
-    for count in patches:
-        while place < len(loads) and loads[place] + filled + count > level:
-            place, filled = place + 1, 0
-        if place == len(loads):
-            return places
-        places.append(place)
-        filled += count
-    return places
-
-
-def _dealt(patches: Sequence[int], outstanding: Sequence[int], max_run: int) -> list[tuple[int, GroupRun]]:
-    loads = list(outstanding)
-    assigned = []
-    for run in _runs(patches, max_run):
-        encoder = least_loaded(loads)
-        loads[encoder] += run.num_patches
-        assigned.append((encoder, run))
-    return assigned
-
-
-def _runs(patches: Sequence[int], max_run: int) -> list[GroupRun]:
-    runs: list[GroupRun] = []
-    start = filled = 0
-    for index, count in enumerate(patches):
-        if index > start and filled + count > max_run:
-            runs.append(_run(patches, start, index))
-            start, filled = index, 0
-        filled += count
-    return [*runs, _run(patches, start, len(patches))] if patches else runs
-
-
-def _run(patches: Sequence[int], start: int, stop: int) -> GroupRun:
-    return GroupRun(start, stop, sum(patches[start:stop]))
+    match sharding:
+        case "local":
+            return prefill_worker
+        case "request":
+            return last_encoder
+    return None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from epd.errors import InfeasibleError
 from epd.profiles.profile import Profile
-from epd.simulate.clock import TICKS_PER_S, seconds_of
+from epd.simulate.clock import TICKS_PER_S
 from epd.simulate.deployment import Deployment
 from epd.simulate.records import SimulationResult
 from epd.simulate.requests import Job
@@ -184,7 +184,3 @@ def unloaded(profile: Profile, deployment: Deployment, demand: Demand) -> tuple[
     place = min(len(few.jobs) - 1, int(demand.attainment * len(few.jobs)))
     ttft_s, tpot_s = sorted(result.ttft_s), sorted(result.tpot_s)
     return float(ttft_s[place]), float(tpot_s[min(place, len(tpot_s) - 1)]) if tpot_s else 0.0
-
-
-def seconds_simulated(result: SimulationResult) -> float:
-    return seconds_of(int(result.rows["end"].max()))

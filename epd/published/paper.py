@@ -18,6 +18,7 @@ from epd.kv.scheduling import SchedulerConfig
 from epd.profiles.analytic import analytic_profile
 from epd.profiles.cost import StageCost
 from epd.profiles.profile import Profile
+from epd.published.sharding import one_run_each
 from epd.published.tables import TABLE_1, TABLE_4, TABLE_6, Row
 from epd.simulate.deployment import Deployment
 from epd.simulate.records import SimulationResult
@@ -92,7 +93,7 @@ def limits(batch: int) -> SchedulerConfig:
 
 
 def paper_deployment(topology: str, sharding: Sharding = "groups") -> Deployment:
-    """FCFS, batch 1 for encode and prefill, 128 for decode; stages one after another, whole requests."""
+    """FCFS, batch 1 for encode and prefill, 128 for decode; requests in shards, one stage after another."""
     parsed = parse_topology(topology)
     is_merged = any({"prefill", "decode"} <= group.roles for group in parsed.groups)
     return Deployment(
@@ -102,6 +103,7 @@ def paper_deployment(topology: str, sharding: Sharding = "groups") -> Deployment
         max_batch_patches=1,
         sharding=sharding,
         is_overlapped=False,
+        deal=one_run_each,
         cpu_threads=64,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from epd.encode.sharding import Sharding
@@ -11,17 +12,23 @@ from epd.profiles.profile import Profile
 from epd.topology import Stage, Topology
 
 _DEFAULT_LIMITS = SchedulerConfig()
+# Which encoder gets each group, by the patches of the groups and those outstanding at each encoder.
+DealGroups = Callable[[Sequence[int], Sequence[int]], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
     """A topology and all settings that change what it does.
 
-    language: limits of workers that prefill, merged roles included. decode: of those that only decode.
-    max_batch_patches: that an encoder takes together; one group is always taken. is_overlapped: groups are
-    prefilled and handed over as they come, instead of all at once. cpu_threads: that decode media, for the
-    whole machine. kv_tokens: of each worker, None for what fits the device. max_waiting, max_wait_s: before
-    requests are refused. is_stepwise: every decode step is an event of its own, the slow twin of taking many.
+    language, decode: limits of workers that prefill, merged roles included, and of those that only decode
+    max_batch_patches: that an encoder takes together; one group is always taken
+    sharding: which encoders the groups of one request go to
+    deal: how "groups" are dealt if all of a request are at hand; None: one after another, as in the server
+    is_overlapped: groups are prefilled and handed over as they come, instead of all at once
+    cpu_threads: that decode media, for the whole machine
+    kv_tokens: of each worker; None for what fits the device
+    max_waiting, max_wait_s: before requests are refused
+    is_stepwise: every decode step is an event of its own, the slow twin of taking many
     """
 
     topology: Topology
@@ -29,6 +36,7 @@ class Deployment:
     decode: SchedulerConfig = _DEFAULT_LIMITS
     max_batch_patches: int = 4096
     sharding: Sharding = "groups"
+    deal: DealGroups | None = None
     is_overlapped: bool = True
     cpu_threads: int = 16
     kv_tokens: int | None = None

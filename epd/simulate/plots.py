@@ -1,14 +1,12 @@
-"""Plots a simulation, and simulated figures beside published ones."""
+"""Plots a simulation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from epd.published.tables import Row
 from epd.simulate.clock import TICKS_PER_S
 from epd.simulate.records import SimulationResult
 
@@ -24,19 +22,4 @@ def plot_simulation(result: SimulationResult, path: Path) -> None:
     rows = result.rows[~result.rows["is_refused"]]
     axes[2].plot(rows["due"] / TICKS_PER_S, (rows["first_token"] - rows["due"]) / TICKS_PER_S, ".")
     axes[2].set(xlabel="arrival, s", ylabel="TTFT, s")
-    figure.savefig(path, dpi=120)
-
-
-def plot_rows(rows: Sequence[Row], path: Path) -> None:
-    """Simulated beside published, one pair of bars for each row; fitted ones are hatched."""
-    figure = Figure(figsize=(1.5 + 0.45 * len(rows), 5), layout="constrained")
-    axis = figure.subplots()
-    places = np.arange(len(rows))
-    axis.bar(places - 0.2, [row.published for row in rows], 0.4, label="published")
-    bars = axis.bar(places + 0.2, [row.simulated for row in rows], 0.4, label="simulated")
-    for bar, row in zip(bars, rows, strict=True):
-        bar.set_hatch("//" if row.is_fitted else "")
-    labels = [f"{row.system}, {row.case}\n{row.metric}" for row in rows]
-    axis.set_xticks(places, labels, rotation=60, ha="right", fontsize=7)
-    axis.legend()
     figure.savefig(path, dpi=120)

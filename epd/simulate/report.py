@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from epd.published.tables import Row, worst
 from epd.simulate.records import SimulationResult
 from epd.workload.metrics import SLO, Latency
 
@@ -20,23 +17,6 @@ _STAGES = (
     ("prefill, rest", "encoded", "first_token"),
     ("hand-over", "first_token", "adopted"),
 )
-
-
-def print_rows(rows: Sequence[Row], console: Console) -> None:
-    """Simulated beside published."""
-    table = Table("system", "case", "metric", box=None, pad_edge=False)
-    for name in ("simulated", "published", "error"):
-        table.add_column(name, justify="right")
-    table.add_column("fitted")
-    for row in rows:
-        figures = (f"{row.simulated:.3g}", f"{row.published:.3g}", f"{row.error:+.1%}")
-        table.add_row(row.system, row.case, row.metric, *figures, "yes" if row.is_fitted else "")
-    console.print(table)
-    if any(not row.is_fitted for row in rows):
-        far = worst(rows)
-        console.print(
-            f"largest error of a row that was not fitted: {far.error:+.1%} ({far.system}, {far.case})"
-        )
 
 
 def latencies(result: SimulationResult) -> dict[str, Latency | None]:
@@ -85,8 +65,3 @@ def print_result(result: SimulationResult, slo: SLO, console: Console) -> None:
     )
     for switch in record["switches"]:
         console.print(f"at {switch['at_s']:.1f} s {switch['worker']} became {switch['roles']}")
-
-
-def is_within(rows: Sequence[Row], share: float) -> bool:
-    """Whether every row that was not fitted is that close to what was published."""
-    return bool(np.all([abs(row.error) <= share for row in rows if not row.is_fitted]))

@@ -123,7 +123,7 @@ class RequestState:
         self.identity = blank_identity(job)
         self.placed = self.media_read = self.encoded = self.first_token = self.adopted = self.end = -1
         self.encode_ticks = self.prefill_ticks = 0
-        self.encoder = ""
+        self.encoder: str | None = None  # of the group that was dealt last
         self.is_added = False
         self.num_sent = job.num_prompt_tokens  # computed tokens that its decode worker gets from another
         self.missing: set[int] = set()

@@ -3,10 +3,10 @@
     arrive | admission: a prefill worker, room at a decode worker | media read | groups dealt to encoders
            | embeddings move | prefill, the live scheduler | keys and values move | decode | done
 
-What is the live code: Router, AdmissionQueue, pick_batch, Scheduler, KVCacheManager. What stands in for
-devices: costs of a Profile, and events in whole picoseconds. Groups that come one by one go to the least
-loaded encoder, as the server has it; where a request's media are all read first, as the paper has it,
-plan_shards cuts them.
+Live code: AdmissionQueue, PlacementPolicy, Router, wanted_encoder, pick_batch, Scheduler, KVCacheManager, and
+where they are simulated the estimators and controllers of roles and retention.
+In place of devices: costs of a Profile, and events in whole picoseconds.
+In place of the network: workers that answer in no time, so that requests are placed one after the other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from epd.control.elasticity import Switch
 from epd.control.placement import Candidates, Placement
 from epd.control.routing import Router
 from epd.encode.encoder_cache import GroupKey
-from epd.encode.sharding import plan_shards
+from epd.encode.sharding import wanted_encoder
 from epd.kv.kv_cache import KVCacheSpec
 from epd.profiles.profile import Profile
 from epd.simulate.clock import EventQueue, Rank, seconds_of, ticks_of
@@ -240,28 +240,26 @@ class Simulation:
 
     def _deal(self, state: RequestState, groups: Sequence[int]) -> None:
         """Gives groups to encoders."""
-        for encoder, group in self._shares(state, groups):
-            key = GroupKey(str(state.job.media_key), (), (group, group + 1), (1, 1), self.profile.model)
-            worker = self._workers[encoder]
-            assert worker.encoder is not None
-            self.router.add(encoder, encode_patches=state.job.groups[group].media.num_patches)
-            worker.encoder.add(encode_task(state, group, key))
-            worker.wake()
-
-    def _shares(self, state: RequestState, groups: Sequence[int]) -> list[tuple[str, int]]:
-        encoders = self._candidates.taking("encode")
-        sharding = self.deployment.sharding
-        if sharding == "local":
-            return [(state.prefill_worker, group) for group in groups]
-        if sharding == "request" and state.encoder in encoders:
-            return [(state.encoder, group) for group in groups]
-        if sharding == "request" or len(groups) == 1:
-            state.encoder = self.router.encoder(encoders)
-            return [(state.encoder, group) for group in groups]
+        encoders, deployment = self._candidates.taking("encode"), self.deployment
+        if deployment.deal is None or deployment.sharding != "groups" or len(groups) == 1:
+            for group in groups:
+                wanted = wanted_encoder(deployment.sharding, state.prefill_worker, state.encoder)
+                state.encoder = self.router.encoder(encoders, wanted)
+                self._encode(state, group, state.encoder)
+            return
         patches = [state.job.groups[group].media.num_patches for group in groups]
-        loads = [self.router.in_flight(name).encode_patches for name in encoders]
-        shards = plan_shards(patches, loads)
-        return [(encoders[shard.encoder], groups[place]) for shard in shards for place in shard.groups]
+        outstanding = [self.router.in_flight(name).encode_patches for name in encoders]
+        for encoder, group in sorted(zip(deployment.deal(patches, outstanding), groups, strict=True)):
+            self._encode(state, group, encoders[encoder])
+
+    def _encode(self, state: RequestState, group: int, encoder: str) -> None:
+        """Gives a group to an encoder."""
+        key = GroupKey(str(state.job.media_key), (), (group, group + 1), (1, 1), self.profile.model)
+        worker = self._workers[encoder]
+        assert worker.encoder is not None
+        self.router.add(encoder, encode_patches=state.job.groups[group].media.num_patches)
+        worker.encoder.add(encode_task(state, group, key))
+        worker.wake()
 
     def _encoded(self, worker: Worker, tasks: list[EncodeTask]) -> None:
         """Embeddings leave for where they are prefilled."""

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from epd.control.routing import Router
-from epd.encode.sharding import Sharding
+from epd.encode.sharding import Sharding, wanted_encoder
 from epd.errors import EPDError, InternalError, UnavailableError
 from epd.transfer.reception import Grant
 from serve_app.fleet import Bulk, Fleet, send_surely
@@ -130,7 +130,7 @@ class GroupFeed:
         self._clock = clock
         self._patience_s = patience_s
         self._sharding = sharding
-        self._first_encoder: str | None = None
+        self._last_encoder: str | None = None
         self._granted: dict[int, asyncio.Queue[Grant]] = {}  # by item
         self._frames: dict[int, _ItemFrames] = {}
         self._tasks = Tasks()
@@ -177,14 +177,11 @@ class GroupFeed:
             del frames
 
     async def _encoder(self, number: int) -> str:
-        """The one that the kind of sharding wants for a group, while it is there, or the least loaded."""
+        """The encoder that the kind of sharding wants for a group, or the least loaded."""
         allowed = partial(self._isolation.allowed, self._attempt, ("encode", number))
-        if self._sharding == "local":
-            return await self._dispatcher.encoder(self._attempt.prefill_worker, allowed)
-        worker = await self._dispatcher.encoder(self._first_encoder, allowed)
-        if self._sharding == "request":
-            self._first_encoder = worker
-        return worker
+        wanted = wanted_encoder(self._sharding, self._attempt.prefill_worker, self._last_encoder)
+        self._last_encoder = await self._dispatcher.encoder(wanted, allowed)
+        return self._last_encoder
 
     async def _from_cache(self, granted: Grant) -> bool:
         group = self._attempt.answer.plan.groups[granted.group]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from encoders.adapter import Embeddings
 from encoders.groups import MediaGroup
-from epd.encode.sharding import plan_shards
 from epd.errors import EncodeError
+from epd.published.sharding import plan_shards
 from epd.transfer.connectors import Ticket
 from epd.transfer.reception import Grant
 from stages.encode.embedding_receiver import EmbeddingReceiver

@@ -23,7 +23,9 @@ class PlainRouter(Router):
     def decode_order(self, candidates: Collection[str]) -> Iterator[str]:
         return iter(sorted(candidates, key=lambda name: (self.in_flight(name).num_decodes, name)))
 
-    def encoder(self, candidates: Collection[str]) -> str:
+    def encoder(self, candidates: Collection[str], wanted: str | None = None) -> str:
+        if wanted in candidates:
+            return wanted
         return min(candidates, key=lambda name: (self.in_flight(name).encode_patches, name))
 
     def video(self, candidates: Collection[str]) -> str:

@@ -1,7 +1,6 @@
-"""Elasticity as policy, without I/O: load is estimated, roles are switched and replicas wanted by it.
+"""Switches roles as traffic changes: pure policy, driven by the server and by the simulator.
 
 samples of workers -> LoadEstimator -> ClusterLoad -> RoleController -> Switch
-                                                   -> ReplicaAdviser -> workers of each role
 """
 
 from epd.control.elasticity.controller import ControllerConfig, Decision, RoleController, Switch
@@ -16,7 +15,6 @@ from epd.control.elasticity.load import (
     WorkerSample,
     WorkerStanding,
 )
-from epd.control.elasticity.replicas import ReplicaAdviser, ReplicaConfig
 
 __all__ = [
     "ClusterLoad",
@@ -24,8 +22,6 @@ __all__ = [
     "Decision",
     "EstimatorConfig",
     "LoadEstimator",
-    "ReplicaAdviser",
-    "ReplicaConfig",
     "RequestWork",
     "RoleController",
     "Roles",

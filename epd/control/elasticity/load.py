@@ -140,11 +140,6 @@ class StageLoad:
         """Utilisation at the end of the horizon; above 1 a queue grows."""
         return self.demand / self.num_workers if self.num_workers else math.inf if self.demand else 0.0
 
-    @property
-    def service_rate(self) -> float:
-        """Requests per second that one worker can do."""
-        return 1 / self.need.request_s if self.need.request_s > 0 else math.inf
-
 
 @dataclass(frozen=True, slots=True)
 class ClusterLoad:

@@ -12,10 +12,7 @@ from epd.control.elasticity import (
     ClusterLoad,
     EstimatorConfig,
     LoadEstimator,
-    ReplicaAdviser,
-    ReplicaConfig,
     RequestWork,
-    Roles,
     StageSample,
     WorkerSample,
 )
@@ -25,7 +22,7 @@ from epd.control.elasticity.traffic import Traffic
 from epd.control.elasticity.trend import Peak, RateTrend
 from epd.profiles.cost import StageCost
 from epd.topology import Stage
-from tests.control.elasticity.clusters import cluster, roles_of
+from tests.control.elasticity.clusters import roles_of
 
 IMAGE = RequestWork(num_patches=1000, num_prompt_tokens=300, max_tokens=100)
 TEXT = RequestWork(num_patches=0, num_prompt_tokens=100, max_tokens=100)
@@ -250,31 +247,6 @@ def test_recent_arrivals_are_kept_for_the_planner() -> None:
     for second in range(20):
         estimator.arrived(float(second), TEXT)
     assert [at_s for at_s, _ in estimator.recent(20.0)] == [float(second) for second in range(10, 20)]
-
-
-# Replicas
-
-
-def test_replicas_follow_the_load_after_a_while() -> None:
-    """4 requests/s of a second each at 70 % need six encoders; ten seconds of wanting them are asked for."""
-    encode: Roles = frozenset({"encode"})
-    adviser = ReplicaAdviser(ReplicaConfig(max_replicas=8))
-    busy, calm = (cluster(roles_of("2e1p2d"), rate=rate) for rate in (4.0, 0.5))
-    assert adviser.desired_replicas(0.0, busy)[encode] == 2
-    assert adviser.desired_replicas(9.0, busy)[encode] == 2
-    assert adviser.desired_replicas(10.0, busy)[encode] == 6
-    assert adviser.desired_replicas(11.0, calm)[encode] == 2
-    assert adviser.desired_replicas(130.0, calm)[encode] == 2
-    assert adviser.desired_replicas(131.0, calm)[encode] == 1
-    flood = cluster(roles_of("2e1p2d"), rate=100.0, requests={"encode": 1000.0})
-    adviser.desired_replicas(200.0, flood)
-    assert adviser.desired_replicas(211.0, flood)[encode] == 8
-
-
-def test_a_backlog_asks_for_replicas_though_nothing_comes() -> None:
-    adviser = ReplicaAdviser(ReplicaConfig(drain_s=10.0, upscale_delay_s=0.0))
-    load = cluster(roles_of("1e1p1d"), requests={"encode": 51.0})
-    assert adviser.desired_replicas(0.0, load)[frozenset({"encode"})] == 5
 
 
 def test_an_answer_that_may_fill_the_context_is_expected_to_be_a_typical_one() -> None:
