@@ -1,7 +1,7 @@
 """What the stages of a model cost on a device: measured, or computed and marked as such."""
 
 from epd.profiles.analytic import Efficiency, analytic_profile
-from epd.profiles.cost import Measurement, Span, StageCost, StageTable, fit_table
+from epd.profiles.cost import Measurement, StageCost, StageTable, ValidRange, fit_table
 from epd.profiles.files import dump_profile, load_profile, parse_profile
 from epd.profiles.host import HostCosts, Overhead, PromptRule
 from epd.profiles.media import MediaRule, MediaWork
@@ -17,9 +17,9 @@ __all__ = [
     "Overhead",
     "Profile",
     "PromptRule",
-    "Span",
     "StageCost",
     "StageTable",
+    "ValidRange",
     "analytic_profile",
     "dump_profile",
     "fit_table",

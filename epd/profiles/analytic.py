@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from epd.profiles.catalog import Device, ModelShape, device_named, model_named
-from epd.profiles.cost import Span, StageCost, StageTable
+from epd.profiles.cost import StageCost, StageTable, ValidRange
 from epd.profiles.profile import MemoryNeeds, Profile
 
 _BYTES_PER_VALUE = 2
@@ -77,7 +77,7 @@ def _encode(on: Device, of: ModelShape, efficiency: Efficiency) -> StageTable:
         _reading_s(on, of.vision.num_parameters, efficiency),
         of.vision.flops_per_token / (on.flops_per_s * efficiency.compute),
     )
-    return StageTable("patches", "groups", cost, Span(1, 262_144), Span(1, 256))
+    return StageTable("patches", "groups", cost, ValidRange(1, 262_144), ValidRange(1, 256))
 
 
 def _prefill(on: Device, of: ModelShape, efficiency: Efficiency) -> StageTable:
@@ -88,7 +88,9 @@ def _prefill(on: Device, of: ModelShape, efficiency: Efficiency) -> StageTable:
         of.language.flops_per_token * per_flop_s,
         of.language.flops_per_pair * per_flop_s,
     )
-    return StageTable("new tokens", "token pairs", cost, Span(1, _MAX_CONTEXT), Span(1, _MAX_CONTEXT**2))
+    return StageTable(
+        "new tokens", "token pairs", cost, ValidRange(1, _MAX_CONTEXT), ValidRange(1, _MAX_CONTEXT**2)
+    )
 
 
 def _decode(on: Device, of: ModelShape, efficiency: Efficiency) -> StageTable:
@@ -99,16 +101,20 @@ def _decode(on: Device, of: ModelShape, efficiency: Efficiency) -> StageTable:
         of.language.flops_per_token / (on.flops_per_s * efficiency.compute),
         kv_bytes / (on.memory_bytes_per_s * efficiency.memory),
     )
-    return StageTable("sequences", "context tokens", cost, Span(1, 1024), Span(1, 1024 * _MAX_CONTEXT))
+    return StageTable(
+        "sequences", "context tokens", cost, ValidRange(1, 1024), ValidRange(1, 1024 * _MAX_CONTEXT)
+    )
 
 
 def _transfer(on: Device, efficiency: Efficiency) -> StageTable:
     cost = StageCost(efficiency.transfer_s, 0.0, 1 / (on.link_bytes_per_s * efficiency.link))
-    return StageTable("bytes", "transfers", cost, Span(0, 2**36), Span(0, 1))
+    return StageTable("bytes", "transfers", cost, ValidRange(0, 2**36), ValidRange(0, 1))
 
 
 def _per_pixel(per_pixel_s: float, units: str, items: str) -> StageTable:
-    return StageTable(units, items, StageCost(per_unit_s=per_pixel_s), Span(1, 2**33), Span(0, 2**20))
+    return StageTable(
+        units, items, StageCost(per_unit_s=per_pixel_s), ValidRange(1, 2**33), ValidRange(0, 2**20)
+    )
 
 
 def _assumptions(efficiency: Efficiency) -> tuple[str, ...]:

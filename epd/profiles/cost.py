@@ -48,7 +48,7 @@ class StageCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ValidRange:
     """From low to high, both included."""
 
     low: float
@@ -56,13 +56,13 @@ class Span:
 
     def __post_init__(self) -> None:
         if not 0 <= self.low <= self.high:
-            raise ValueError(f"a span goes upward from 0 or more, got {self.low} to {self.high}")
+            raise ValueError(f"a range goes from 0 or more upward, got {self.low} to {self.high}")
 
     def holds(self, value: float) -> bool:
         return self.low <= value <= self.high
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Span:
+    def of(cls, values: Sequence[float]) -> ValidRange:
         return cls(min(values), max(values))
 
 
@@ -92,8 +92,8 @@ class StageTable:
     units: str
     items: str
     cost: StageCost
-    valid_units: Span
-    valid_items: Span
+    valid_units: ValidRange
+    valid_items: ValidRange
     error: float = 0.0
     measurements: tuple[Measurement, ...] = ()
 
@@ -118,8 +118,8 @@ def fit_table(units: str, items: str, measurements: Sequence[Measurement]) -> St
         units,
         items,
         cost,
-        Span.of([point.units for point in measurements]),
-        Span.of([point.items for point in measurements]),
+        ValidRange.of([point.units for point in measurements]),
+        ValidRange.of([point.items for point in measurements]),
         float(np.mean(errors)),
         tuple(measurements),
     )

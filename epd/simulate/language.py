@@ -63,7 +63,7 @@ class PassCost:
 
 
 @dataclass(slots=True)
-class _Run:
+class _StepRun:
     """Decode steps of the same requests, taken at once. base, context: ticks and tokens of the first."""
 
     requests: list[ScheduledRequest]
@@ -125,7 +125,7 @@ class LanguageSide:
         self._requests: dict[str, ScheduledRequest] = {}
         self._output: SchedulerOutput | None = None
         self._prefilled, self._decoded = WorkDone(), WorkDone()
-        self._run: _Run | None = None
+        self._run: _StepRun | None = None
         self._is_admission_stuck = False
 
     # Requests
@@ -266,7 +266,7 @@ class LanguageSide:
                 tokens += min(left, request.num_computable)
         return {"prefill": self._prefilled.sample(prompts, tokens), "decode": self._decoded.sample(decodes)}
 
-    def _plan_run(self) -> _Run | None:
+    def _plan_run(self) -> _StepRun | None:
         """Steps until the first answer ends, if nothing but decoding can happen and there is room for it."""
         running = self.scheduler.running
         if not running or len(running) > self.scheduler.config.max_num_batched_tokens:
@@ -281,7 +281,7 @@ class LanguageSide:
             return None
         context = sum(request.num_computed for request in decoding) + len(decoding)
         base = self._cost.decode_base(len(decoding))
-        return _Run(decoding, steps, base, context, self._cost.per_context)
+        return _StepRun(decoding, steps, base, context, self._cost.per_context)
 
     @staticmethod
     def _remaining(request: ScheduledRequest) -> int:
@@ -335,7 +335,7 @@ class LanguageSide:
             self._end_chunk(chunk, result)
         return result
 
-    def _end_run(self, run: _Run) -> PassResult:
+    def _end_run(self, run: _StepRun) -> PassResult:
         result, steps = PassResult(), run.num_steps
         self._decoded.add(steps * len(run.requests), run.ticks(steps), steps)
         for request in run.requests:

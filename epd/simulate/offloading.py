@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from epd.control.routing import Router
 from epd.profiles.profile import Profile
 from epd.simulate.requests import RequestState
-from epd.simulate.worker import Worker
+from epd.simulate.worker import SimulatedWorker
 
 AfterTransfer = Callable[[int, Callable[[], None]], None]
 
@@ -23,7 +23,11 @@ class Offloading:
     """Moves requests between workers; only while the one that is left is between two passes."""
 
     def __init__(
-        self, profile: Profile, workers: Mapping[str, Worker], router: Router, after_transfer: AfterTransfer
+        self,
+        profile: Profile,
+        workers: Mapping[str, SimulatedWorker],
+        router: Router,
+        after_transfer: AfterTransfer,
     ) -> None:
         """after_transfer: calls something when so many bytes have been sent."""
         self._kv_bytes = profile.memory.kv_bytes_per_token
@@ -31,7 +35,9 @@ class Offloading:
         self._router = router
         self._after_transfer = after_transfer
 
-    def move_prompts(self, worker: Worker, states: Iterable[RequestState], others: Sequence[str]) -> None:
+    def move_prompts(
+        self, worker: SimulatedWorker, states: Iterable[RequestState], others: Sequence[str]
+    ) -> None:
         """To the prefill workers `others`; a merged one keeps what it has."""
         for state in states:
             is_merged = state.placement.is_merged
@@ -42,20 +48,22 @@ class Offloading:
                 self._to_prefill(worker, self._workers[state.prefill_worker], state)
 
     @staticmethod
-    def _to_prefill(worker: Worker, other: Worker, state: RequestState) -> None:
+    def _to_prefill(worker: SimulatedWorker, other: SimulatedWorker, state: RequestState) -> None:
         assert worker.language is not None
         assert other.language is not None
         worker.language.withdraw(state.request_id)
         other.language.add(state)
         other.wake()
 
-    def move_answers(self, worker: Worker, states: Iterable[RequestState], others: Sequence[str]) -> None:
+    def move_answers(
+        self, worker: SimulatedWorker, states: Iterable[RequestState], others: Sequence[str]
+    ) -> None:
         """To the decode workers `others`, as far as they have room."""
         for state in states:
             if state.decode_worker == worker.name != state.prefill_worker or state.adopted >= 0:
                 self._move_answer(worker, state, others)
 
-    def _move_answer(self, worker: Worker, state: RequestState, others: Sequence[str]) -> None:
+    def _move_answer(self, worker: SimulatedWorker, state: RequestState, others: Sequence[str]) -> None:
         side, is_moving = worker.language, state.adopted >= 0
         if state.decode_worker != worker.name or side is None:
             return

@@ -12,7 +12,7 @@ from epd.errors import InfeasibleError, OverloadedError
 from epd.simulate.clock import EventQueue, seconds_of
 from epd.simulate.deployment import Deployment
 from epd.simulate.requests import RequestState
-from epd.simulate.worker import Worker
+from epd.simulate.worker import SimulatedWorker
 
 OnRequest = Callable[[RequestState], None]
 
@@ -24,7 +24,7 @@ class SimulatedPlacer:
         self,
         deployment: Deployment,
         events: EventQueue,
-        workers: Mapping[str, Worker],
+        workers: Mapping[str, SimulatedWorker],
         router: Router,
         on_placed: OnRequest,
         on_refused: OnRequest,

@@ -86,7 +86,7 @@ def _seconds(ticks: Any) -> NDArray[np.float64]:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class WorkSpan:
     """Something a worker did, for a trace. Times in ticks."""
 
     worker: str
@@ -104,7 +104,7 @@ class SimulationResult:
     num_events: int
     num_preempted: int
     switches: tuple[tuple[float, str, str], ...] = ()
-    spans: tuple[Span, ...] = ()
+    spans: tuple[WorkSpan, ...] = ()
 
     def seconds(self, start: str, stop: str) -> NDArray[np.float64]:
         """From one moment to another, of the requests for which both have come."""

@@ -29,11 +29,11 @@ from epd.simulate.language import LanguageSide, PassResult
 from epd.simulate.machine import Machine, OwnDevices, SharedCores
 from epd.simulate.offloading import Offloading
 from epd.simulate.placement import SimulatedPlacer
-from epd.simulate.records import RecordTable, SimulationResult, Span
+from epd.simulate.records import RecordTable, SimulationResult, WorkSpan
 from epd.simulate.requests import Job, RequestState, identity_of
 from epd.simulate.retention import SimulatedRetention
 from epd.simulate.switching import Elasticity, RoleSwitching, sample_of
-from epd.simulate.worker import CpuPool, Worker
+from epd.simulate.worker import CpuPool, SimulatedWorker
 from epd.topology import Stage, role_letters
 
 OnProgress = Callable[[int], None]
@@ -61,7 +61,7 @@ class Simulation:
         self.profile = profile.in_workers()
         self.deployment = deployment
         self.records = RecordTable()
-        self._spans: list[Span] | None = [] if has_spans else None
+        self._spans: list[WorkSpan] | None = [] if has_spans else None
         self._cpu = CpuPool(self._machine, deployment.cpu_threads)
         self._workers = {
             spec.name: self._worker(spec.name, spec.roles) for spec in deployment.topology.workers()
@@ -89,13 +89,15 @@ class Simulation:
 
     # Set-up
 
-    def _worker(self, name: str, roles: frozenset[Stage]) -> Worker:
+    def _worker(self, name: str, roles: frozenset[Stage]) -> SimulatedWorker:
         on_span = None if self._spans is None else self._spans.append
-        worker = Worker(name, roles, self.events, self._machine, self._encoded, self._passed, on_span)
+        worker = SimulatedWorker(
+            name, roles, self.events, self._machine, self._encoded, self._passed, on_span
+        )
         self._host(worker, roles)
         return worker
 
-    def _host(self, worker: Worker, roles: frozenset[Stage]) -> None:
+    def _host(self, worker: SimulatedWorker, roles: frozenset[Stage]) -> None:
         """Gives a worker the sides that its roles need."""
         worker.roles = roles
         deployment = self.deployment
@@ -261,7 +263,7 @@ class Simulation:
         worker.encoder.add(encode_task(state, group, key))
         worker.wake()
 
-    def _encoded(self, worker: Worker, tasks: list[EncodeTask]) -> None:
+    def _encoded(self, worker: SimulatedWorker, tasks: list[EncodeTask]) -> None:
         """Embeddings leave for where they are prefilled."""
         for state in {id(task.state): task.state for task in tasks}.values():
             state.encode_ticks += worker.last_ticks
@@ -292,7 +294,7 @@ class Simulation:
 
     # Tokens
 
-    def _passed(self, worker: Worker, result: PassResult) -> None:
+    def _passed(self, worker: SimulatedWorker, result: PassResult) -> None:
         for state in result.prefilled:
             state.prefill_ticks += worker.last_ticks
         self._machine.send_tokens(len(result.sampled))
@@ -305,7 +307,7 @@ class Simulation:
         if result.finished or result.first_tokens:
             self._placer.place_waiting()
 
-    def _first_token(self, worker: Worker, state: RequestState) -> None:
+    def _first_token(self, worker: SimulatedWorker, state: RequestState) -> None:
         state.first_token = self.events.now
         self._placer.first_token(state)
         if self._retention is not None:
@@ -323,7 +325,7 @@ class Simulation:
         arrived = partial(self._handed_over, worker, state)
         self._after_transfer(num_bytes, partial(self._machine.spend, ("second",), arrived))
 
-    def _handed_over(self, prefill: Worker, state: RequestState) -> None:
+    def _handed_over(self, prefill: SimulatedWorker, state: RequestState) -> None:
         state.adopted = self.events.now
         self._language(prefill.name).release(state.request_id)
         prefill.wake()
@@ -362,13 +364,13 @@ class Simulation:
                 self._deal(task.state, [task.group])
         self._await_drained(worker, switch)
 
-    def _offload(self, worker: Worker) -> None:
+    def _offload(self, worker: SimulatedWorker) -> None:
         """Hands what it has to siblings. Between two passes."""
         states, candidates = list(self._placed.values()), self._candidates
         self._offloading.move_prompts(worker, states, candidates.taking("prefill"))
         self._offloading.move_answers(worker, states, candidates.decoders())
 
-    def _await_drained(self, worker: Worker, switch: Switch) -> None:
+    def _await_drained(self, worker: SimulatedWorker, switch: Switch) -> None:
         if not worker.is_busy:
             self._offload(worker)
         if worker.has_work() or self._is_booked(worker.name):
@@ -382,7 +384,7 @@ class Simulation:
         in_flight = self.router.in_flight(name)
         return bool(in_flight.num_prefills or in_flight.num_decodes or in_flight.encode_patches)
 
-    def _end_switch(self, worker: Worker, switch: Switch) -> None:
+    def _end_switch(self, worker: SimulatedWorker, switch: Switch) -> None:
         """It has its new roles; or its old ones again, if the switch fails."""
         assert self._switcher is not None
         now_s = seconds_of(self.events.now)

@@ -22,7 +22,7 @@ from epd.control.elasticity import (
 from epd.profiles.cost import StageCost
 from epd.profiles.profile import Profile
 from epd.simulate.requests import Job
-from epd.simulate.worker import Worker
+from epd.simulate.worker import SimulatedWorker
 from epd.topology import Stage
 
 _MEAN_CONTEXT = 1024  # tokens a decode step is taken to read of each sequence, before any was measured
@@ -70,7 +70,7 @@ def known_costs(profile: Profile) -> dict[Stage, StageCost]:
     return {"encode": profile.encode.cost, "prefill": profile.prefill.cost, "decode": decode}
 
 
-def sample_of(worker: Worker, since_s: float) -> WorkerSample:
+def sample_of(worker: SimulatedWorker, since_s: float) -> WorkerSample:
     """A simulated worker's metrics, for each stage that it has a side for."""
     stages: dict[Stage, StageSample] = {}
     kv_usage = None

@@ -10,13 +10,13 @@ from epd.simulate.clock import EventQueue, Rank
 from epd.simulate.encoding import EncodeSide, EncodeTask
 from epd.simulate.language import LanguageSide, PassResult
 from epd.simulate.machine import Machine
-from epd.simulate.records import Span
+from epd.simulate.records import WorkSpan
 from epd.topology import Stage
 
-OnSpan = Callable[[Span], None]
+OnSpan = Callable[[WorkSpan], None]
 
 
-class Worker:
+class SimulatedWorker:
     """What one device does, one thing at a time: a batch of the encoder, then a pass of the language model.
 
     roles: what is sent to it. It ends what it has of a role that it had before.
@@ -29,8 +29,8 @@ class Worker:
         roles: frozenset[Stage],
         events: EventQueue,
         machine: Machine,
-        on_encoded: Callable[[Worker, list[EncodeTask]], None],
-        on_passed: Callable[[Worker, PassResult], None],
+        on_encoded: Callable[[SimulatedWorker, list[EncodeTask]], None],
+        on_passed: Callable[[SimulatedWorker, PassResult], None],
         on_span: OnSpan | None = None,
     ) -> None:
         self.name = name
@@ -110,7 +110,7 @@ class Worker:
         self.busy_ticks += self.last_ticks
         if self._on_span is not None:
             name = "encode" if self._is_encoding else "language"
-            self._on_span(Span(self.name, name, started, self._events.now - started))
+            self._on_span(WorkSpan(self.name, name, started, self._events.now - started))
         if self._is_encoding:
             assert self.encoder is not None
             self.encode_ticks += self._events.now - started
