@@ -1,4 +1,4 @@
-"""Where tasks are run: each on a device of its own, or all on the cores of one machine.
+"""Runs tasks: each on a device of its own, or all on the cores of one machine.
 
     own devices     a task takes as long as it takes
     shared cores    n tasks on c cores: each goes on at min(1, c / n) of its speed

@@ -1,10 +1,10 @@
-"""What a worker that changes its roles has left is handed to its siblings, so that no drain waits for others.
+"""Hands what a worker that changes its roles has left to its siblings, so that no drain waits for others.
 
     prompts that are not computed     to another prefill worker, from their beginning
     room reserved for answers         to another decode worker
     answers under way                 with their keys and values, to another decode worker
 
-Embeddings that a prompt has got go along at no cost. What no sibling has room for is brought to its end.
+Embeddings that a prompt has got go along at no cost. What no sibling has room for is completed here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Retention by load in a simulation: the live controller and estimator, fed with what simulated workers do.
+"""Drives the live controller and estimator of retention with what simulated workers do.
 
-Which tokens are kept is nothing to a simulator: every group has its share of those that its job keeps.
+A simulator need not know which tokens are kept: every group has its share of those that its job keeps.
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ from epd.simulate.requests import GroupWork, Job, RequestState
 
 
 class SimulatedRetention:
-    """Told of arrivals, first tokens and ends. levels: of each request that came, by its index.
-
-    It looks when requests come, and not between them.
-    """
+    """Sets the level when requests come, and not between them. levels: of each request, by its index."""
 
     def __init__(self, config: RetentionConfig, num_prefillers: int) -> None:
         self.controller = RetentionController(config)

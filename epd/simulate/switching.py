@@ -1,6 +1,6 @@
-"""Role switching in a simulation: the live estimator and controller, fed with what simulated workers do.
+"""Drives the live estimator and controller of roles with what simulated workers do.
 
-The order of a switch is the paper's (EPD, section 3.4): offload, the worker gets nothing new and ends what it
+A switch goes as in the paper (EPD, section 3.4): offload, the worker gets nothing new and completes what it
 has; migrate and onload, `switch_s`; then it takes its new roles.
 """
 

@@ -1,8 +1,8 @@
-"""Roles that follow the load: looks at the workers every interval, and switches one when that pays.
+"""Switches roles as traffic changes: looks at the workers every interval, and switches one when that pays.
 
     requests, reports of workers --> LoadEstimator --ClusterLoad--> RoleController --Switch--> RoleSwitcher
 
-The estimate is kept in any case, for whoever asks for it; roles are switched where a controller is wanted.
+The estimate is always kept, for the status; roles are switched only with a controller.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ _NO_LOAD = WorkerLoad()
 
 
 class Elastic:
-    """Told of every request and its end. loads: the last report of each worker, by name."""
+    """Drives `LoadEstimator` and `RoleController` with what the server knows.
+
+    loads: the last report of each worker, by name
+    """
 
     def __init__(
         self,
@@ -79,11 +82,11 @@ class Elastic:
         self.estimator.arrived(self._clock(), work)
 
     def finished(self) -> None:
-        """An answer has come to its end, whichever."""
+        """An answer has ended, completely or not."""
         self.estimator.finished(self._clock())
 
     def samples(self) -> list[WorkerSample]:
-        """The workers that live, as the estimator wants them."""
+        """The workers that are alive, as the estimator wants them."""
         infos = self._fleet.workers.values()
         return [self._sample(info) for info in infos if info.is_alive and "video" not in info.roles]
 

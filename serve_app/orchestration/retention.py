@@ -1,4 +1,4 @@
-"""Retention that follows the load: every request is planned with the level that the controller holds then.
+"""Lowers and raises retention as traffic changes: each request is planned with the level of that moment.
 
 requests, first tokens --> PromptLoadEstimator --PromptLoad--> RetentionController --> level
 """
@@ -26,9 +26,12 @@ _LOOK_S = 0.5
 
 
 class LoadRetention:
-    """attempts: tries that have not ended. loads: the last report of each worker, by name.
+    """Drives the `RetentionController` with what the server knows.
 
-    num_planning: requests that are being planned. clock: Unix time, seconds.
+    attempts: those that have not ended, by id
+    loads: the last report of each worker, by name
+    num_planning: requests that are being planned
+    clock: Unix time, seconds
     """
 
     def __init__(
@@ -88,13 +91,13 @@ class LoadRetention:
         )
 
     async def _run(self) -> None:
-        """The level rises while nothing comes, too."""
+        """Lets the level rise while no requests come, too."""
         while True:
             await asyncio.sleep(_LOOK_S)
             self._look()
 
     def _look(self) -> float:
-        """The level from now on; 1 where there is none."""
+        """The level from now on; 1 without a controller."""
         if self.controller is None:
             return 1.0
         before = self.controller.level

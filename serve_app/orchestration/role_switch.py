@@ -1,10 +1,10 @@
-"""A worker takes other roles while it runs; whatever goes wrong, it has its former ones again and goes on.
+"""Gives a worker other roles while it runs; if anything goes wrong, it gets its former roles back.
 
-offload    no new work for the roles it gives up; what it has not begun goes to others
-migrate    answers move to other decode workers with their keys and values, the rest comes to its end;
-           what has not after `drain_s` is done again elsewhere, its tokens dropped by their index
-onload     the stages of its new roles are brought up beside the old ones
-announce   it takes work of its new roles, and lets go of the old stages
+offload    the worker gets no new work for the roles it gives up; what it has not begun goes to others
+migrate    answers move to other decode workers with their keys and values, the rest is completed;
+           what is left after `drain_s` is retried elsewhere, its tokens dropped by their index
+onload     the stages of the new roles are started beside the old ones
+announce   the worker takes work of its new roles and closes the old stages
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 Phase = Literal["offload", "migrate", "onload", "announce"]
 _POLL_S = 0.005  # between looks at what a worker still has
-_RETRY_MOVE_S = 0.25  # until another try to move an answer that nobody had room for
+_RETRY_MOVE_S = 0.25  # until an answer that nobody had room for is moved again
 _MAX_AT_ONCE = 8  # requests being moved
 _MAX_KEPT = 64
 _NUM_ROLL_BACKS = 3
@@ -53,9 +53,12 @@ _SWITCHABLE: frozenset[Stage] = frozenset({"encode", "prefill", "decode"})
 
 @dataclass(frozen=True, slots=True)
 class SwitchLimits:
-    """min_workers: of each role, that stay while one is switched. max_in_flight: switches at a time.
+    """Limits of switches.
 
-    drain_s: after which what is left is done again elsewhere. limit_s: for all, then it is rolled back.
+    min_workers: of each role, that stay while one is switched
+    max_in_flight: switches at a time
+    drain_s: after which what is left is retried elsewhere
+    limit_s: for the whole switch, which is rolled back then
     """
 
     min_workers: int = 1
@@ -66,7 +69,7 @@ class SwitchLimits:
 
 @dataclass(frozen=True, slots=True)
 class SwitchParts:
-    """What a switch works with. attempts: all that are under way, by id."""
+    """What a switch works with. attempts: all that have not ended, by id."""
 
     fleet: Fleet
     router: Router
@@ -100,7 +103,7 @@ class RoleSwitcher:
         """
         info = self._checked(worker, roles)
         self.in_flight.add(worker)
-        # Whoever asked for it may go away: it is brought to its end all the same.
+        # The caller may go away: the switch is completed all the same.
         record = await asyncio.shield(self._tasks.spawn(self._carry_out(info, roles)))
         if record.error:
             raise UnavailableError(f"worker '{worker}' did not take its roles: {record.error}")
@@ -118,7 +121,7 @@ class RoleSwitcher:
         return record
 
     async def close(self) -> None:
-        """Gives up what is in flight."""
+        """Cancels what is in flight."""
         self._tasks.cancel()
         await self._tasks.wait()
 
@@ -147,7 +150,7 @@ class RoleSwitcher:
 
 
 def closed_roles(before: frozenset[Stage], after: frozenset[Stage]) -> frozenset[Stage]:
-    """Those that are given up, or done by another stage from then on: alone or merged with prefill."""
+    """The roles that are given up, or done by another stage from then on: alone or merged with prefill."""
     left = stages_of(before) - stages_of(after)
     return frozenset(role for role in before if role not in after or _stage_for(role, before) in left)
 
@@ -169,7 +172,7 @@ def check_others(fleet: Fleet, info: WorkerInfo, roles: frozenset[Stage], min_wo
 
 @dataclass(slots=True)
 class _Counts:
-    """Of requests and groups: handed on before they were begun, moved in their middle, done again."""
+    """Counts requests and groups: handed on before they were begun, moved in their middle, retried."""
 
     num_handed_on: int = 0
     num_moved: int = 0
@@ -273,10 +276,10 @@ class _SwitchRun:
         check_others(self.parts.fleet, self.info, self.roles, self.limits.min_workers)
         await self._send(SetRoles(self.roles))
         self.parts.router.forget(self.name)
-        await self._tell_others()
+        await self._report_closed()
 
-    async def _tell_others(self) -> None:
-        """What others still send to a stage that is closed would stay theirs for ever."""
+    async def _report_closed(self) -> None:
+        """Reports the closed stages to others, which would keep for ever what they still send there."""
         send, message = self.parts.fleet.send, StagesClosed(self.name, self.leaving)
         others = [
             info
@@ -306,7 +309,7 @@ class _SwitchRun:
         return await self._send(AskRemaining(self.leaving))
 
     async def _hand_on(self, left: RemainingWork) -> None:
-        """Gives to others what the worker has not begun."""
+        """Gives others what the worker has not begun."""
         for attempt in self._placed(left.waiting):
             attempt.end(Ending.TAKEN_BACK)
             self.counts.num_handed_on += 1
@@ -329,7 +332,7 @@ class _SwitchRun:
         return time.monotonic() >= self.move_after_s.get(request_id, 0.0)
 
     async def _redo(self) -> None:
-        """Has done elsewhere what the worker did not bring to its end."""
+        """Retries elsewhere what the worker has not completed."""
         for attempt in list(self.parts.attempts.values()):
             if attempt.is_placed and not attempt.has_ended and self._has(attempt):
                 attempt.end(Ending.TAKEN_BACK)
@@ -345,7 +348,7 @@ class _SwitchRun:
         return is_prompt or (attempt.decode_worker == self.name and "decode" in self.leaving)
 
     def _placed(self, request_ids: Sequence[str]) -> list[Attempt]:
-        """Of those that workers have taken, and that are not over: the others find out by themselves."""
+        """The attempts that workers have taken and that have not ended; the others find out by themselves."""
         found = [self.parts.attempts.get(request_id) for request_id in request_ids]
         return [each for each in found if each is not None and each.is_placed and not each.has_ended]
 
@@ -369,7 +372,7 @@ class _SwitchRun:
 
 
 async def _gathered(work: Sequence[Coroutine[Any, Any, bool]]) -> list[bool]:
-    """The results, a few at a time. What one raises is raised when all have ended."""
+    """Gathers results, a few at a time. What one raises is raised when all have ended."""
     gate = asyncio.Semaphore(_MAX_AT_ONCE)
 
     async def gated(one: Coroutine[Any, Any, bool]) -> bool:
