@@ -33,7 +33,7 @@ async def encode_workers(model: Path, video: Path, sharding: Sharding) -> list[s
 
         def book_more(worker: str, *others: Any) -> None:
             book(worker, *others)
-            deployment.service.router.in_flight(worker).encode_patches += 1000
+            deployment.service.router.add(worker, encode_patches=1000)
 
         dispatcher.book = book_more  # type: ignore[method-assign]
         answered = await deployment.ask(Question((video,)), wants_spans=True)
