@@ -22,11 +22,14 @@ class FakeFleet:
         self.workers = {name: WorkerInfo(name, frozenset({"video"})) for name in names}
         self.lost: set[str] = set()
         self.asked: list[str] = []
+        self.streams = {name: set[str]() for name in names}
 
     async def fetch(self, _stage: Stage, target: str, message: ReadFrames) -> tuple[int, int]:
         self.asked.append(target)
         if target in self.lost:
             raise WorkerLostError(f"{target} is gone")
+        assert message.order is not None or message.stream_id in self.streams[target]
+        self.streams[target].add(message.stream_id)
         return 0, message.index
 
     async def send(self, _stage: Stage, target: str, message: object) -> None:
@@ -41,7 +44,8 @@ class NoLosses:
 
 
 def items(fleet: FakeFleet, router: Router, num: int) -> list[_ItemFrames]:
-    plan = SimpleNamespace(media=[SimpleNamespace(plan=None)] * num, cuts=lambda _: ())
+    whole = SimpleNamespace(plan=SimpleNamespace(times_s=(0.0, 1.0), size=(56, 56)))
+    plan = SimpleNamespace(media=[whole] * num, groups=[])
     request = SimpleNamespace(media=[SimpleNamespace(path="a.mp4", label="a")] * num)
     attempt: Any = SimpleNamespace(id="r#1", answer=SimpleNamespace(plan=plan, request=request))
     anything: Any = fleet
