@@ -294,7 +294,7 @@ def test_what_breaks_a_thread_ends_the_run(
     def broken(*_: Any) -> Any:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(MediaStages, "_embeddings", broken)
+    monkeypatch.setattr(media_stages, "encode_group", broken)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         run(tmp_path, backend, [{"id": 1, "video": str(media["video"]), "question": "What?"}])
     assert (tmp_path / "out.jsonl").read_bytes() == b""
