@@ -13,6 +13,7 @@ from epd.eval.demo import demo_cases
 from epd.eval.verdicts import Verdict, VerdictLog
 from epd.shapes import Scene
 from stages.colocated import ColocatedPipeline
+from stages.pipeline import Pipeline
 from video.demo_video import write_demo_video
 
 # One video of 8 seconds and all five questions about it.
@@ -220,7 +221,7 @@ def test_what_makes_no_sense_is_refused_in_one_line_before_a_model_is_loaded(
     options: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "--model" not in options:
-        monkeypatch.delattr(ColocatedPipeline, "load")
+        monkeypatch.delattr(Pipeline, "load")
     assert run(*options) == 2
     error = capsys.readouterr().err
     assert words in error
