@@ -2,7 +2,7 @@
 
     reserve: room or a refusal | keys and values arrive chunk by chunk | complete: decodes with all the others
 
-It has no embeddings, so a request that gives way is kept in host memory, never computed again. In the middle
+It has no embeddings, so a preempted request is kept in host memory, never computed again. In the middle
 of its answer a request can be moved to another decode worker:
 
     here    pause: no more tokens | move: keys, values, tokens so far | receipt: blocks are freed
@@ -69,7 +69,7 @@ class DecodeStage:
         return ticket
 
     def _has_seats(self, num_seqs: int) -> bool:
-        """Whether so many more answers may grow here; more than there are seats do so by themselves."""
+        """Whether so many more answers may grow here; more than there are slots do so by themselves."""
         taken = self.num_seqs
         return not taken or taken + num_seqs <= self.engine.scheduler.config.max_num_seqs
 
@@ -116,19 +116,19 @@ class DecodeStage:
 
         None for one that is not here or cannot be moved now: it goes on.
         """
-        choice = self.engine.detach(request_id)
-        if choice is None:
+        sequence = self.engine.detach(request_id)
+        if sequence is None:
             return None
-        self._paused[request_id] = choice
-        return TokenIdentity(choice.scheduled.identity.rows[: choice.scheduled.num_computed])
+        self._paused[request_id] = sequence
+        return TokenIdentity(sequence.scheduled.identity.rows[: sequence.scheduled.num_computed])
 
     def move(self, request_id: str, ticket: KVTicket) -> bool:
         """Sends a paused request to where the ticket is from. False for one that is not paused here."""
-        choice = self._paused.get(request_id)
-        if choice is None or self.outbox.is_open(request_id):
+        sequence = self._paused.get(request_id)
+        if sequence is None or self.outbox.is_open(request_id):
             return False
         self.outbox.open(ticket)
-        self.outbox.send(request_id, _moved_state(choice))
+        self.outbox.send(request_id, _moved_state(sequence))
         return True
 
     def resume(self, request_id: str) -> None:
@@ -208,10 +208,10 @@ def _request(state: HandoverState, identity: TokenIdentity) -> GenerateRequest:
     )
 
 
-def _moved_state(choice: TokenSequence) -> HandoverState:
+def _moved_state(sequence: TokenSequence) -> HandoverState:
     """What another decode worker needs to go on in the middle of an answer."""
-    request, prompt = choice.request, choice.request.prompt
-    first, *later = choice.known_ids[len(prompt) :].tolist()
+    request, prompt = sequence.request, sequence.request.prompt
+    first, *later = sequence.known_ids[len(prompt) :].tolist()
     return HandoverState(
         request_id=request.request_id,
         prompt_token_ids=prompt.token_ids,

@@ -232,7 +232,7 @@ class LanguageStage:
     # Requests
 
     def _ask(self, live: _Live) -> None:
-        """Questions of a job whose media are there, as many as there are seats for."""
+        """Questions of a job whose media are there, as many as there are free slots for."""
         while live.is_ready and not live.is_exhausted and self._num_open < self._max_open:
             self._ask_next(live)
         if live.is_exhausted and not live.num_open:

@@ -2,6 +2,5 @@
 
 from stages.connectors.in_process import InProcessHub
 from stages.connectors.mailbox import MailboxConnector
-from stages.connectors.shared_memory import SharedMemoryConnector, SharedPoolFile
 
-__all__ = ["InProcessHub", "MailboxConnector", "SharedMemoryConnector", "SharedPoolFile"]
+__all__ = ["InProcessHub", "MailboxConnector"]

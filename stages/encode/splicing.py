@@ -15,7 +15,7 @@ from stages.visual_inputs import PlacedEmbeddings
 class EmbeddingSplicer:
     """Takes what was encoded for one prompt, in order; gives each at once, but for two cases.
 
-    An item that is joined whole comes at its end; of one that is reduced, what is kept of a window comes when
+    An item that is spliced whole comes at its end; of one that is reduced, what is kept of a window comes when
     the window is there.
     """
 
@@ -59,12 +59,12 @@ def _placed(item: MediaItem, kept: list[Kept], positions: np.ndarray) -> PlacedE
     return PlacedEmbeddings(embeddings, places, positions[:, indices])
 
 
-def joined(
+def spliced(
     adapter: Adapter, prompt: PromptPlan, groups: Iterable[tuple[MediaGroup, Embeddings]]
 ) -> Iterator[PlacedEmbeddings]:
     """What a `EmbeddingSplicer` makes of all groups of a prompt, in order."""
-    joiner = EmbeddingSplicer(adapter, prompt)
+    splicer = EmbeddingSplicer(adapter, prompt)
     for group, embeddings in groups:
-        placed = joiner.push(group, embeddings)
+        placed = splicer.push(group, embeddings)
         if placed is not None:
             yield placed

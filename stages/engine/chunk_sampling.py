@@ -17,8 +17,8 @@ from stages.sampling.sampling_state import SamplingRow
 class ComputedChunk:
     """A chunk that has been run.
 
-    family: the choices that its logits serve: at the end of a prompt all of the request, else one.
-    tokens: one for each of several choices, else for each row.
+    family: the sequences that its logits serve: at the end of a prompt all of the request, else one.
+    tokens: one for each of several sequences, else for each row.
     """
 
     chunk: Chunk
@@ -37,7 +37,7 @@ def sample_chunks(
     for _, family, num_logits in chunks:
         num_before = len(rows)
         if len(family) > 1:
-            rows += [SamplingRow(choice.sampling) for choice in family]
+            rows += [SamplingRow(sequence.sampling) for sequence in family]
             places += [at] * len(family)
         elif num_logits:
             drafts = family[0].drafts

@@ -65,7 +65,7 @@ class LanguageEngine:
         self.pools = runner.pools
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
-        self._choices: dict[str, TokenSequence] = {}
+        self._sequences: dict[str, TokenSequence] = {}
         self._moves = BlockMoves(self.kv, runner.pools)
         self._draft_gain = DraftGain(max_draft) if max_draft else None
         self._fault_counts = FaultCounts()
@@ -74,11 +74,11 @@ class LanguageEngine:
 
     def add(self, request: GenerateRequest) -> None:
         """Queues a request. Raises InfeasibleError if it can never fit, RequestError for an id in use."""
-        if request.request_id in self._choices or self.scheduler.is_held(request.request_id):
+        if request.request_id in self._sequences or self.scheduler.is_held(request.request_id):
             raise RequestError(f"request id '{request.request_id}' is in use; choose another")
-        choice = self._choice(request, 0, VisualInputs(request.prompt, request.num_prompt_tokens))
-        self.scheduler.add(choice.scheduled)
-        self._choices[choice.request_id] = choice
+        sequence = self._choice(request, 0, VisualInputs(request.prompt, request.num_prompt_tokens))
+        self.scheduler.add(sequence.scheduled)
+        self._sequences[sequence.request_id] = sequence
 
     def can_admit(self, request: GenerateRequest) -> bool:
         """Whether the request would get its blocks in the next step. Changes nothing."""
@@ -101,20 +101,20 @@ class LanguageEngine:
 
         Embeddings for a request that is over are ignored.
         """
-        choice = self._choices.get(request_id)
-        if choice is not None:
-            choice.visual.add(placed)
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            sequence.visual.add(placed)
             if placed.positions is not None:
-                choice.tokens.positions[:, placed.indices] = placed.positions
-            choice.scheduled.num_ready = max(choice.scheduled.num_ready, choice.visual.num_ready)
+                sequence.tokens.positions[:, placed.indices] = placed.positions
+            sequence.scheduled.num_ready = max(sequence.scheduled.num_ready, sequence.visual.num_ready)
 
     def adopt(
         self, request: GenerateRequest, first: Sequence[SampledToken], later_ids: Sequence[int] = ()
     ) -> None:
         """Goes on with a request whose tokens but the last are in this cache: blocks open under its id.
 
-        first: the first token of each of its choices, which somebody else has sampled and sent on.
-        later_ids: what followed it, of a request with one choice that is moved in the middle of its answer.
+        first: the first token of each of its sequences, which somebody else has sampled and sent on.
+        later_ids: what followed it, of a request with one sequence that is moved in the middle of its answer.
         Whatever it raises, the request and its blocks are forgotten.
         """
         try:
@@ -130,44 +130,44 @@ class LanguageEngine:
     ) -> None:
         visual = VisualInputs(request.prompt, request.num_prompt_tokens)
         visual.skip(request.num_prompt_tokens)
-        choice = self._choice(request, 0, visual)
-        choice.scheduled.num_ready = choice.scheduled.num_computed = choice.scheduled.num_prompt_tokens
-        self._choices[choice.request_id] = choice
-        self.scheduler.adopt(choice.scheduled)
-        self._begin([choice, *self._siblings(choice)], first, StepResult())
+        sequence = self._choice(request, 0, visual)
+        sequence.scheduled.num_ready = sequence.scheduled.num_computed = sequence.scheduled.num_prompt_tokens
+        self._sequences[sequence.request_id] = sequence
+        self.scheduler.adopt(sequence.scheduled)
+        self._begin([sequence, *self._siblings(sequence)], first, StepResult())
         for token_id in later_ids:
-            choice.push(SampledToken(token_id))
-        choice.scheduled.num_computed += len(later_ids)
+            sequence.push(SampledToken(token_id))
+        sequence.scheduled.num_computed += len(later_ids)
 
     def detach(self, request_id: str) -> TokenSequence | None:
         """Takes a request that decodes out of the queues; its blocks are held until `attach` or `release`.
 
-        None, and nothing is changed, for one that cannot be moved now: it has several choices, waits for
+        None, and nothing is changed, for one that cannot be moved now: it has several sequences, waits for
         room, reads by a view that only this engine knows, or its layers differ in length.
         """
-        choice = self._choices.get(request_id)
-        if choice is None or choice.request.sampling.n > 1 or not choice.scheduled.is_decoding:
+        sequence = self._sequences.get(request_id)
+        if sequence is None or sequence.request.sampling.n > 1 or not sequence.scheduled.is_decoding:
             return None
-        if choice.view is not None:
+        if sequence.view is not None:
             return None
         lengths = {self.kv.num_tokens(request_id, group) for group in range(len(self.kv.spec.num_blocks))}
         if len(lengths) > 1:
             return None
-        self._remove(choice, hold=True)
-        return choice
+        self._remove(sequence, hold=True)
+        return sequence
 
-    def attach(self, choice: TokenSequence) -> None:
+    def attach(self, sequence: TokenSequence) -> None:
         """Goes on with a request that was detached."""
-        self._choices[choice.request_id] = choice
-        self.scheduler.take_back(choice.scheduled)
+        self._sequences[sequence.request_id] = sequence
+        self.scheduler.take_back(sequence.scheduled)
 
     def abort(self, request_id: str, *, hold: bool = False) -> None:
-        """Forgets a request and all its choices, whatever state they are in; unknown ids are ignored.
+        """Forgets a request and all its sequences, whatever state they are in; unknown ids are ignored.
 
         hold: keep its blocks, if it has any, until `release`.
         """
-        for choice in self._choices_of(request_id):
-            self._remove(choice, hold=hold)
+        for sequence in self._sequences_of(request_id):
+            self._remove(sequence, hold=hold)
         if self.scheduler.is_held(request_id) and not hold:
             self.scheduler.release(request_id)
 
@@ -181,19 +181,21 @@ class LanguageEngine:
 
     def has_work(self) -> bool:
         """Whether any request is not over yet."""
-        return bool(self._choices)
+        return bool(self._sequences)
 
     @property
     def request_ids(self) -> list[str]:
         """Of all requests that are not over, in order of arrival."""
-        return list(dict.fromkeys(choice.request.request_id for choice in self._choices.values()))
+        return list(dict.fromkeys(sequence.request.request_id for sequence in self._sequences.values()))
 
     def num_computed(self, request_id: str) -> int:
         """Tokens of a running or held request that are in the cache."""
         return self.kv.num_tokens(request_id)
 
-    def _choices_of(self, request_id: str) -> list[TokenSequence]:
-        return [choice for choice in self._choices.values() if choice.request.request_id == request_id]
+    def _sequences_of(self, request_id: str) -> list[TokenSequence]:
+        return [
+            sequence for sequence in self._sequences.values() if sequence.request.request_id == request_id
+        ]
 
     # One step
 
@@ -220,28 +222,28 @@ class LanguageEngine:
         return result
 
     def _fail(self, request: ScheduledRequest, cause: Exception, result: StepResult) -> None:
-        """Forgets a request that raises, with all its choices; blocks that go elsewhere stay held."""
-        choice = self._choices.get(request.request_id)
-        if choice is None:  # it has failed before in this step
+        """Forgets a request that raises, with all its sequences; blocks that go elsewhere stay held."""
+        sequence = self._sequences.get(request.request_id)
+        if sequence is None:  # it has failed before in this step
             return
-        request_id = choice.request.request_id
+        request_id = sequence.request.request_id
         result.faults.append(self._fault_counts.failed(request_id, cause))
-        self.abort(request_id, hold=choice.request.extent is Extent.FIRST_TOKEN)
+        self.abort(request_id, hold=sequence.request.extent is Extent.FIRST_TOKEN)
 
     def _is_open(self, chunk: Chunk) -> bool:
-        return chunk.request.request_id in self._choices
+        return chunk.request.request_id in self._sequences
 
     def _draft(self, result: StepResult) -> None:
         """Guesses how the decodes go on, as many tokens as have paid so far."""
         if self._draft_gain is None:
             return
-        decoding = [self._choices[each.request_id] for each in self.scheduler.running if each.is_decoding]
+        decoding = [self._sequences[each.request_id] for each in self.scheduler.running if each.is_decoding]
         num_drafts = self._draft_gain.num_drafts(len(decoding)) if decoding else 0
-        for choice in decoding:
+        for sequence in decoding:
             try:
-                choice.draft(num_drafts)
+                sequence.draft(num_drafts)
             except Exception as error:  # noqa: BLE001 - costs its request alone
-                self._fail(choice.scheduled, error, result)
+                self._fail(sequence.scheduled, error, result)
 
     def _admit(self, output: SchedulerOutput, result: StepResult) -> None:
         for scheduled in output.admitted:
@@ -251,11 +253,11 @@ class LanguageEngine:
                 self._fail(scheduled, error, result)
 
     def _admit_one(self, scheduled: ScheduledRequest, result: StepResult) -> None:
-        choice = self._choices[scheduled.request_id]
-        choice.forget_tables()
-        choice.visual.skip(scheduled.num_computed)
-        scheduled.num_ready = max(scheduled.num_ready, choice.visual.num_ready)
-        if choice.num_generated == 0:
+        sequence = self._sequences[scheduled.request_id]
+        sequence.forget_tables()
+        sequence.visual.skip(scheduled.num_computed)
+        scheduled.num_ready = max(scheduled.num_ready, sequence.visual.num_ready)
+        if sequence.num_generated == 0:
             self.counts.num_cached_tokens += scheduled.num_computed
             result.admissions.append(Admission(scheduled.request_id, scheduled.num_computed))
 
@@ -272,7 +274,7 @@ class LanguageEngine:
         """Logits [R, V] of the sampled rows: the last of a chunk, and one before it for each draft."""
         return self._runner.run(
             [
-                self._choices[chunk.request.request_id].segment(
+                self._sequences[chunk.request.request_id].segment(
                     chunk.start, chunk.stop, self._num_rows(chunk), self.kv
                 )
                 for chunk in chunks
@@ -280,7 +282,7 @@ class LanguageEngine:
         )
 
     def _num_rows(self, chunk: Chunk) -> int:
-        wanted = self._choices[chunk.request.request_id].request.extent is not Extent.MEDIA
+        wanted = self._sequences[chunk.request.request_id].request.extent is not Extent.MEDIA
         return 1 + chunk.num_drafts if chunk.is_sampled and wanted else 0
 
     def _compute(self, chunks: Sequence[Chunk], result: StepResult) -> None:
@@ -305,87 +307,87 @@ class LanguageEngine:
                 self._fail(each.chunk.request, error, result)
 
     def _family(self, chunk: Chunk) -> list[TokenSequence]:
-        """The choices that the chunk's logits serve: at the end of a prompt, all of the request."""
-        choice = self._choices[chunk.request.request_id]
-        if choice.num_generated or not self._num_rows(chunk):
-            return [choice]
-        return [choice, *self._siblings(choice)]
+        """The sequences that the chunk's logits serve: at the end of a prompt, all of the request."""
+        sequence = self._sequences[chunk.request.request_id]
+        if sequence.num_generated or not self._num_rows(chunk):
+            return [sequence]
+        return [sequence, *self._siblings(sequence)]
 
-    def _siblings(self, choice: TokenSequence) -> list[TokenSequence]:
+    def _siblings(self, sequence: TokenSequence) -> list[TokenSequence]:
         siblings = [
-            self._choice(choice.request, index, choice.visual, choice.ends)
-            for index in range(1, choice.request.sampling.n)
+            self._choice(sequence.request, index, sequence.visual, sequence.ends)
+            for index in range(1, sequence.request.sampling.n)
         ]
         for each in siblings:
-            each.view = choice.view
+            each.view = sequence.view
         return siblings
 
     def _book(
         self, chunk: Chunk, family: list[TokenSequence], tokens: list[SampledToken], result: StepResult
     ) -> None:
-        choice = family[0]
-        result.computed.append(choice.request.request_id)
-        if tokens and choice.num_generated:
-            self._continue(chunk, choice, tokens, result)
+        sequence = family[0]
+        result.computed.append(sequence.request.request_id)
+        if tokens and sequence.num_generated:
+            self._continue(chunk, sequence, tokens, result)
             return
         self.scheduler.advance(chunk.request, chunk.stop)
-        self._drop_embeddings(choice)
+        self._drop_embeddings(sequence)
         if tokens:
             self._begin(family, tokens, result)
-        elif choice.request.extent is Extent.MEDIA and chunk.stop == choice.scheduled.num_prompt_tokens:
-            self._hold(choice, result)
+        elif sequence.request.extent is Extent.MEDIA and chunk.stop == sequence.scheduled.num_prompt_tokens:
+            self._hold(sequence, result)
 
     def _continue(
-        self, chunk: Chunk, choice: TokenSequence, tokens: list[SampledToken], result: StepResult
+        self, chunk: Chunk, sequence: TokenSequence, tokens: list[SampledToken], result: StepResult
     ) -> None:
         """Takes the sampled token, and those after it for which the draft before was right."""
-        drafts = choice.drafts[: chunk.num_drafts]
+        drafts = sequence.drafts[: chunk.num_drafts]
         num_right = next((i for i, draft in enumerate(drafts) if draft != tokens[i].token_id), len(drafts))
         num_kept = 0
-        while choice.finish_reason is None and num_kept <= num_right:
-            result.outputs.append(choice.push(tokens[num_kept]))
+        while sequence.finish_reason is None and num_kept <= num_right:
+            result.outputs.append(sequence.push(tokens[num_kept]))
             num_kept += 1
         if self._draft_gain and drafts:
             self._draft_gain.record_draft(len(drafts), num_right)
         self.counts.num_drafted_tokens += len(drafts)
         self.counts.num_accepted_tokens += num_kept - 1
         self.scheduler.advance(chunk.request, chunk.stop - chunk.num_drafts + num_kept - 1)
-        if choice.finish_reason is not None:
-            self._remove(choice)
+        if sequence.finish_reason is not None:
+            self._remove(sequence)
 
     def _begin(
         self, family: Sequence[TokenSequence], first: Sequence[SampledToken], result: StepResult
     ) -> None:
-        """Gives every choice its first token; those that go on share the prompt's blocks."""
-        choice = family[0]
+        """Gives every sequence its first token; those that go on share the prompt's blocks."""
+        sequence = family[0]
         result.outputs += [each.push(token) for each, token in zip(family, first, strict=True)]
-        if choice.request.extent is Extent.FIRST_TOKEN:
-            self._hold(choice, result)
+        if sequence.request.extent is Extent.FIRST_TOKEN:
+            self._hold(sequence, result)
             return
         for each in family[1:]:
             if each.finish_reason is None:
-                copies = self.scheduler.fork(choice.scheduled, each.scheduled)
-                self._choices[each.request_id] = each
+                copies = self.scheduler.fork(sequence.scheduled, each.scheduled)
+                self._sequences[each.request_id] = each
                 self._moves.copy(copies)
-        choice.forget_tables()
-        if choice.finish_reason is not None:
-            self._remove(choice)
+        sequence.forget_tables()
+        if sequence.finish_reason is not None:
+            self._remove(sequence)
 
-    def _hold(self, choice: TokenSequence, result: StepResult) -> None:
+    def _hold(self, sequence: TokenSequence, result: StepResult) -> None:
         """The request is prefilled: it leaves the queues, its blocks stay."""
-        del self._choices[choice.request_id]
-        self.scheduler.remove(choice.scheduled, hold=True)
-        result.prefilled.append(choice.request.request_id)
+        del self._sequences[sequence.request_id]
+        self.scheduler.remove(sequence.scheduled, hold=True)
+        result.prefilled.append(sequence.request.request_id)
 
-    def _remove(self, choice: TokenSequence, *, hold: bool = False) -> None:
-        del self._choices[choice.request_id]
-        self._moves.forget(choice.request_id)
-        self.scheduler.remove(choice.scheduled, hold=hold)
+    def _remove(self, sequence: TokenSequence, *, hold: bool = False) -> None:
+        del self._sequences[sequence.request_id]
+        self._moves.forget(sequence.request_id)
+        self.scheduler.remove(sequence.scheduled, hold=hold)
 
-    def _drop_embeddings(self, choice: TokenSequence) -> None:
+    def _drop_embeddings(self, sequence: TokenSequence) -> None:
         """Embeddings are needed once, unless computed tokens may have to be computed again."""
         if self.scheduler.config.preemption == "offload":
-            choice.visual.drop(choice.scheduled.num_computed)
+            sequence.visual.drop(sequence.scheduled.num_computed)
 
     def _count(self, output: SchedulerOutput, result: StepResult) -> None:
         result.num_tokens = output.num_tokens
@@ -397,5 +399,5 @@ class LanguageEngine:
         """Raises AssertionError unless scheduler, cache and requests agree."""
         self.scheduler.check_integrity()
         queued = {each.request_id for each in (*self.scheduler.waiting, *self.scheduler.running)}
-        if queued != self._choices.keys() or not self._moves.offloaded <= queued:
-            raise AssertionError(f"choices {set(self._choices)} are not those queued, {queued}")
+        if queued != self._sequences.keys() or not self._moves.offloaded <= queued:
+            raise AssertionError(f"sequences {set(self._sequences)} are not those queued, {queued}")

@@ -45,7 +45,7 @@ class TokenSequence:
         self.view = None if request.extent is Extent.MEDIA else view_of(request.prompt)
         self._windows = {window.pruned.start: window for window in windows}
         self.scheduled = ScheduledRequest(
-            request_id=choice_id(request.request_id, index),
+            request_id=sequence_id(request.request_id, index),
             identity=request.identity.copy(),
             num_prompt_tokens=num_prompt,
             max_total_tokens=min(num_prompt + _longest_answer(request), capacity),
@@ -172,7 +172,7 @@ def _uncut_ranges(
         yield PrunedRange(view.start, num_prompt, num_prompt - view.start)
 
 
-def choice_id(request_id: str, index: int) -> str:
+def sequence_id(request_id: str, index: int) -> str:
     return request_id if index == 0 else f"{request_id}#{index}"
 
 

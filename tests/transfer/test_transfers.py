@@ -12,13 +12,13 @@ from torch import nn
 
 from epd.encode.encoder_cache import CachedGroup, EncoderCacheManager, GroupSpec
 from epd.transfer.connectors import Ticket
-from stages.connectors import InProcessHub, SharedMemoryConnector, SharedPoolFile
+from stages.connectors import InProcessHub
 from stages.connectors.mailbox import MailboxConnector
-from stages.connectors.shared_memory import MessageQueue
 from stages.encode.embedding_receiver import EmbeddingReceiver
 from stages.encode.encoder import EncodeJob, EncodeStage
 from stages.encode.encoder_pool import EmbeddingLayout, EncoderPool, EncoderPoolShape
 from tests.encoders.fakes import NUM_CHANNELS, FakeFamily, fake_frames, fake_key, fake_plan
+from tests.stages.connectors.shared_memory import MessageQueue, SharedMemoryConnector, SharedPoolFile
 
 LAYOUT = EmbeddingLayout(NUM_CHANNELS, torch.float32)
 NUM_BLOCKS, BLOCK_SIZE = 4, 2

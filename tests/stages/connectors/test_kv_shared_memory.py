@@ -10,8 +10,7 @@ from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
 
 from epd.transfer.connectors import KVTicket, TransferOutcome
-from stages.connectors import SharedMemoryConnector, SharedPoolFile
-from stages.connectors.shared_memory import MessageQueue
+from tests.stages.connectors.shared_memory import MessageQueue, SharedMemoryConnector, SharedPoolFile
 from tests.stages.handover_workers import DecodeWorker, PrefillWorker, pools_shape
 
 SPAWN: SpawnContext = multiprocessing.get_context("spawn")

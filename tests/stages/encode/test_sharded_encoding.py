@@ -22,12 +22,12 @@ from stages.connectors import InProcessHub
 from stages.encode.embedding_receiver import EmbeddingReceiver
 from stages.encode.encoder import EncodeJob, EncodeStage
 from stages.encode.encoder_pool import EmbeddingLayout, EncoderPool
-from stages.encode.group_frames import frames_from
-from stages.encode.sharded_encoding import ShardedEncoding
 from tests.encoders.fakes import FakeFamily, fake_frames, fake_key, fake_plan
 from tests.encoders.families import Family, Picture
 from tests.encoders.tolerances import assert_same_but_for_batching
 from tests.media import write_image, write_video
+from tests.stages.encode.group_frames import frames_from
+from tests.stages.encode.sharded_encoding import ShardedEncoding
 from tests.stages.encode.workers import SAMPLING, Workers, clip_of, merged, noise, plan_all
 
 NUM_ENCODERS = (1, 2, 3, 5, 8)

@@ -10,13 +10,13 @@ import torch
 from encoders.groups import plan_groups
 from encoders.identity import prompt_identity
 from epd.sampling_params import SamplingParams
-from stages.encode.sharded_encoding import ShardedEncoding
-from stages.encode.splicing import joined
+from stages.encode.splicing import spliced
 from stages.engine.generation import GenerateRequest, GenerationSettings
 from stages.engine.setup import build_engine
 from stages.weights import load_role
 from tests.encoders.families import QUESTION, Family, Media, Picture
 from tests.positions import trained_positions_in
+from tests.stages.encode.sharded_encoding import ShardedEncoding
 from tests.stages.encode.workers import SAMPLING, Workers, clip_of, noise
 
 NUM_TOKENS = 8
@@ -44,7 +44,7 @@ def answer(family: Family, media: list[Media], num_encoders: int) -> list[int]:
         "r", groups, lambda group: workers.frames(media, group)
     )
     outputs = []
-    for placed in joined(family.adapter, prompt, encoded):
+    for placed in spliced(family.adapter, prompt, encoded):
         engine.add_embeddings("r", placed)
         outputs += engine.step().outputs
     while engine.has_work():

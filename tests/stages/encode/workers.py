@@ -16,8 +16,8 @@ from stages.connectors import InProcessHub
 from stages.encode.embedding_receiver import EmbeddingReceiver
 from stages.encode.encoder import EncodeJob, EncodeStage
 from stages.encode.encoder_pool import EmbeddingLayout, EncoderPool
-from stages.encode.sharded_encoding import ShardedEncoding
 from tests.encoders.families import Clip, Family, Picture
+from tests.stages.encode.sharded_encoding import ShardedEncoding
 
 SAMPLING = FrameSampling(num_frames=16)
 

@@ -19,7 +19,7 @@ from epd.transfer.connectors import Ticket
 from epd.transfer.reception import Grant
 from stages.encode.embedding_receiver import EmbeddingReceiver
 from stages.encode.encoder import EncodeJob, EncodeStage
-from stages.encode.group_frames import FramesOf
+from tests.stages.encode.group_frames import FramesOf
 
 
 @dataclass(slots=True)
