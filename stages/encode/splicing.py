@@ -15,8 +15,8 @@ from stages.visual_inputs import PlacedEmbeddings
 class EmbeddingSplicer:
     """Takes what was encoded for one prompt, in order; gives each at once, but for two cases.
 
-    An item that is spliced whole comes at its end; of one that is reduced, what is kept of a window comes when
-    the window is there.
+    An item that is spliced whole comes at its end; of a reduced one, what is kept of a window comes when the
+    window is there.
     """
 
     def __init__(self, adapter: Adapter, prompt: PromptPlan) -> None:
