@@ -40,7 +40,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
         found.args.append(args)
         yield "http://nowhere"
 
-    monkeypatch.setattr(cli_serve, "_served", note)
+    monkeypatch.setattr(cli_serve, "_served_on_ray", note)
     monkeypatch.setattr(cli_serve, "_wait_for_signal", lambda: None)
     return found
 
@@ -55,7 +55,7 @@ def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = folder / "plan.yaml"
     options = ["--gpus", "2", "--workload", "images", "--slo-ttft-s", "2.5", "--slo-tpot-s", "0.05"]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("epd.cli.plan._NUM_REQUESTS", 30)  # rather than 250
+        patched.setattr("epd.planning.traffic.MOST_REQUESTS", 30)  # rather than 250
         app(
             ["plan", *options, "--cpu-threads", "6", "--profile", str(profile), "--out", str(path)],
             standalone_mode=False,

@@ -21,7 +21,7 @@ class _Answer(LiveAnswer):
 
     def __init__(self) -> None:
         request: Any = SimpleNamespace(request_id="q", wants_spans=False)
-        plan: Any = SimpleNamespace(plan_s=0.0, sampling=SimpleNamespace(n=2, logprobs=None))
+        plan: Any = SimpleNamespace(plan_s=0.0, prompt=(1, 2), sampling=SimpleNamespace(n=2, logprobs=None))
         super().__init__(request, plan, Any, lambda: 1.0, Any)  # type: ignore[arg-type]
 
     def push(self, choice: int, index: int, finish_reason: Any = None) -> None:
