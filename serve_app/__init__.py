@@ -1,1 +1,1 @@
-"""The pipeline on Ray Serve: the only package that imports Ray. Nothing here yet."""
+"""Serves the pipeline, on Ray Serve or in one process; the only package that imports Ray."""

@@ -1,9 +1,8 @@
-"""The whole service as a Ray Serve application: HTTP front, orchestrator, a fleet of worker processes.
+"""Defines the service as a Ray Serve application: HTTP server, orchestrator, a fleet of worker processes.
 
     serve run serve_app.app:build_app topology=2e1p1d        or with a file: serve run serve_config.yaml
 
-One replica is the ingress: it answers HTTP, plans, and owns the fleet. It comes with its workers and goes
-with them.
+One replica is the ingress: it answers HTTP, plans, and owns the fleet. It starts and ends with its workers.
 """
 
 # No `from __future__ import annotations`: Serve reads the builder's annotation as a class.
@@ -15,21 +14,21 @@ from ray import serve
 
 from serve_app.app_args import AppArgs
 
-# Requests that Serve passes on at once: those being answered, those whose bodies are being read, and as many
-# as are refused meanwhile. Health and metrics are among them, so that nothing can take their place.
+# Requests that Serve passes on concurrently: those being answered, those whose bodies are being read, and as
+# many being refused. Health and metrics requests are included, so that nothing can take their place.
 _MAX_ONGOING = 8192
-# Beyond those, requests that wait in the proxy; more are refused by Serve with 503.
+# Additional requests that wait in the proxy; Serve refuses more with 503.
 _MAX_QUEUED = 1024
 
 
 def build_app(args: AppArgs) -> serve.Application:
-    """The application, not running yet. Raises EPDError for a model or topology that cannot be."""
+    """Builds the application without running it. Raises EPDError for an invalid model or topology."""
     args = args.with_keys_from(os.environ).resolved()
 
     made: list[FastAPI] = []
 
     class Ingress:
-        """Made before Serve asks for the HTTP app: what fails here is told to who deploys."""
+        """Created before Serve asks for the HTTP app, so that a failure here is reported to the deployer."""
 
         async def __init__(self) -> None:  # type: ignore[misc] # Serve awaits it
             from serve_app.ray.app_ingress import create_ingress  # torch, which only the replica needs

@@ -1,4 +1,4 @@
-"""What the application on Ray is made of, checked before anything slow is imported."""
+"""Defines the application's arguments, checked before anything slow is imported."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _VIDEO: frozenset[Stage] = frozenset({"video"})
 _KV_ROLES: frozenset[Stage] = frozenset({"prefill", "decode"})
 
 
-# Environment variables that hold keys the arguments leave out.
+# Environment variables for keys that the arguments leave out.
 KEY_VARIABLES = {"api_key": "EPD_API_KEY", "admin_api_key": "EPD_ADMIN_API_KEY"}
-# Those that `epd serve` reads where a flag is not given.
+# Those that `epd serve` reads if a flag is not given.
 ENVIRONMENT = {**KEY_VARIABLES, "otlp_endpoint": "OTEL_EXPORTER_OTLP_ENDPOINT"}
 
 
@@ -153,7 +153,7 @@ class AppArgs(BaseModel):
 
     @property
     def model_path(self) -> Path:
-        """Raises ModelNotFoundError when there is no model."""
+        """Returns the model's folder. Raises ModelNotFoundError if it does not exist."""
         path = self.model or embedded_model_path()
         if not (path / "config.json").is_file():
             raise ModelNotFoundError(
@@ -164,12 +164,12 @@ class AppArgs(BaseModel):
 
     @property
     def reduction_policy(self) -> ReductionPolicy:
-        """Raises RequestError for an unknown method."""
+        """Returns the default reduction. Raises RequestError for an unknown method."""
         return ReductionPolicy(self.reduction, self.retention)
 
     @property
     def load_retention(self) -> RetentionConfig | None:
-        """The retention that follows the load, None if it is fixed. Raises RequestError without an SLO."""
+        """Returns the retention that follows the load, None if fixed. Raises RequestError without an SLO."""
         if self.retention_min is None:
             return None
         if self.slo_ttft_s is None:
@@ -181,30 +181,30 @@ class AppArgs(BaseModel):
 
     @property
     def threads_per_worker(self) -> int:
-        """Threads of torch in each stage worker. One core is left to HTTP and Ray, which all workers use."""
+        """Returns torch threads per stage worker. One core is left to HTTP and Ray; workers share it."""
         share = (usable_cpus() - 1) // parse_topology(self.topology).num_workers
         return self.num_threads or max(1, share)
 
     @property
     def num_kv_pools(self) -> int:
-        """Pools of keys and values that the workers may have at once: one for each role that needs one, and
-        one for each other worker, which may be given such a role."""
+        """Returns how many KV pools workers may have at once: one for each role that needs one, and one for
+        each other worker, which may be given such a role."""
         stages = [roles for roles in self.workers.values() if roles != _VIDEO]
         return sum(max(1, len(roles & _KV_ROLES)) for roles in stages)
 
     def scheduler(self, *, is_decode: bool) -> SchedulerConfig:
-        """The limits of a pass, for workers that only decode or for the others."""
+        """Returns the limits of a pass, for workers that only decode or for the others."""
         seqs = (self.decode_max_num_seqs if is_decode else None) or self.max_num_seqs
         return SchedulerConfig(self.max_num_batched_tokens, seqs, self.max_chunk_tokens)
 
     def with_keys_from(self, environment: Mapping[str, str]) -> Self:
-        """Adds the keys that only the environment holds."""
+        """Returns a copy with the keys that only the environment holds."""
         found = {name: environment.get(variable) for name, variable in KEY_VARIABLES.items()}
         missing = {name: SecretStr(key) for name, key in found.items() if key and not getattr(self, name)}
         return self.model_copy(update=missing)
 
     def resolved(self) -> Self:
-        """The same with absolute paths, checked. Raises EPDError for an invalid model, topology or key."""
+        """Returns a checked copy with absolute paths. Raises EPDError for a bad model, topology or key."""
         parse_topology(self.topology)
         if self.api_key and self.api_key == self.admin_api_key:
             raise RequestError(
@@ -219,6 +219,6 @@ class AppArgs(BaseModel):
 
     @property
     def workers(self) -> Mapping[str, frozenset[Stage]]:
-        """Roles of each worker by its name. Raises RequestError for an invalid topology."""
+        """Returns the roles of each worker by name. Raises RequestError for an invalid topology."""
         workers = {worker.name: worker.roles for worker in parse_topology(self.topology).workers()}
         return workers | {f"v{number}": _VIDEO for number in range(self.num_video_workers)}

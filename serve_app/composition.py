@@ -1,4 +1,4 @@
-"""Builds the application from its arguments and a fleet: on Ray and in one process alike."""
+"""Builds the application from its arguments and a fleet, both on Ray and in one process."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ def _orchestrator_config(args: AppArgs) -> OrchestratorConfig:
 
 
 def _api_settings(args: AppArgs, planner: RequestPlanner) -> ApiSettings:
-    """planner: supplies the checkpoint's default repetition penalty and the model's limits."""
+    """Returns the settings of the HTTP server.
+
+    planner: supplies the checkpoint's default repetition penalty and the model's limits
+    """
     policy = FetchPolicy(
         allowed_hosts=args.allowed_media_hosts,
         media_folder=args.allowed_media_path,

@@ -1,7 +1,7 @@
-"""The workers as the orchestrator sees them: names, roles, messages to one of them, news from all of them.
+"""Defines the workers as the orchestrator sees them: names, roles, messages to one, reports from all.
 
-A fleet starts its workers, tells when one is lost - dead, or silent for too long, then it is killed - and
-starts it again under its old name with all its state gone.
+A fleet starts its workers, reports when one is lost - dead, or killed after being silent for too long - and
+restarts it under its old name without any of its state.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ logger = logging.getLogger(__name__)
 
 _NUM_SURE_TRIES = 3
 _SURE_PAUSE_S = 0.1
-# A NumPy array, or a fleet's own handle on one that lies elsewhere. The orchestrator only passes it on.
+# A NumPy array, or a fleet's own handle to one elsewhere. The orchestrator only passes it on.
 Bulk = object
 
 
 class WorkerLostError(UnavailableError):
-    """The worker is gone, or was when the message came: nobody knows whether it was acted upon."""
+    """Raised when a worker is lost, or was when the message arrived: the message may have been handled."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """A worker as it is now. incarnation: how often it has been started, from 1.
+    """Describes the current state of a worker. incarnation: number of times it was started, from 1.
 
-    closed: roles that it gives up, or takes up anew, and gets no work for meanwhile.
+    closed: roles that it is giving up or taking on, for which it gets no work meanwhile
     """
 
     name: str
@@ -42,11 +42,11 @@ class WorkerInfo:
     closed: frozenset[Stage] = frozenset()
 
     def takes(self, stage: Stage) -> bool:
-        """Whether it can be given work for the role."""
+        """Returns whether it can be given work for the role."""
         return self.is_alive and stage in self.roles and stage not in self.closed
 
     def told(self, message: Message[Any]) -> WorkerInfo:
-        """What it is once it has been sent the message: the next one will find it so."""
+        """Returns its state after it has been sent the message, as the next message will find it."""
         match message:
             case Offload():
                 return replace(self, closed=self.roles - message.roles)
@@ -57,7 +57,7 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """All state of the worker is gone. No report of that incarnation comes after this."""
+    """Reports that all state of the worker is lost. No report of that incarnation follows."""
 
     name: str
     reason: str
@@ -65,14 +65,14 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class WorkerBack:
-    """The worker is there, empty, with the roles that it had."""
+    """Reports that the worker is alive again, without state, with the roles that it had."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class FleetBroken:
-    """A loop of the fleet has ended for good, by a bug: it does not look after its workers any more."""
+    """Reports that a bug has ended a loop of the fleet for good: its workers are no longer watched."""
 
     loop: str
 
@@ -81,15 +81,15 @@ FleetEvent = WorkerReport | WorkerLost | WorkerBack | FleetBroken
 
 
 class Fleet(Protocol):
-    """Used from one event loop. Messages to one worker are handled in the order in which they are sent."""
+    """Runs workers. Used from one event loop. A worker handles messages in the order they are sent."""
 
     @property
     def workers(self) -> Mapping[str, WorkerInfo]:
-        """All workers by name, lost ones too."""
+        """Returns all workers by name, including lost ones."""
         ...
 
     async def start(self) -> None:
-        """Returns when every worker is ready. Raises EPDError when one cannot start."""
+        """Starts every worker and returns when all are ready. Raises EPDError if one cannot start."""
         ...
 
     async def close(self) -> None:
@@ -107,24 +107,24 @@ class Fleet(Protocol):
         ...
 
     async def fetch(self, stage: Stage, target: str, message: Message[ReplyT]) -> tuple[ReplyT, Bulk]:
-        """As `send`, for a message whose reply has bulk: returns when both are there, the bulk unmoved."""
+        """Sends as `send`, for a reply with bulk: returns when both are complete, the bulk left in place."""
         ...
 
     def events(self) -> AsyncIterator[FleetEvent]:
-        """Reports from workers, each worker's in order. For one consumer; ends when the fleet is closed."""
+        """Yields reports, each worker's in order. For one consumer; ends when the fleet is closed."""
         ...
 
 
 async def send_surely(fleet: Fleet, stage: Stage, target: str, message: Message[ReplyT]) -> ReplyT | None:
-    """Sends what must not be left undone, a few times if a bug keeps the worker from it.
+    """Sends a message that must take effect, a few times if a bug makes the worker fail.
 
-    Returns None when the worker is gone, has no such role, or fails each time, which is logged.
+    Returns None if the worker is lost, has no such role, or fails each time, which is logged.
     """
     for _ in range(_NUM_SURE_TRIES):
         try:
             return await fleet.send(stage, target, message)
         except UnavailableError:
-            return None  # it is gone, and all it had with it
+            return None  # it is lost, with all its state
         except EPDError:
             logger.exception("worker %s failed on a %s", target, type(message).__name__)
             await asyncio.sleep(_SURE_PAUSE_S)

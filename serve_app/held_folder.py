@@ -1,8 +1,8 @@
-"""Folders that belong to living processes, whatever ends these and whichever container they run in.
+"""Manages folders owned by live processes, however these end and in whichever container they run.
 
-Every process that uses such a folder holds a shared lock on a file in it, which the kernel lets go of when
-the process ends. A folder whose lock can be had for oneself is nobody's. Process ids do not tell: containers
-that share a folder such as /dev/shm each count their own.
+Every process that uses such a folder holds a shared lock on a file in it, which the kernel releases when the
+process ends. A folder whose lock can be taken exclusively is abandoned. Process ids do not suffice:
+containers that share a folder such as /dev/shm have separate ones.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# Of the folders that media of requests lie in, and of those that clusters are started in.
+# Prefixes of the folders that hold media of requests, and of those that clusters are started in.
 SPOOL_PREFIX, CLUSTER_PREFIX = "epd-media-", "epd-ray-"
 _LOCK = ".held"
 _own: list[HeldFolder] = []
 
 
 class HeldFolder:
-    """A folder that this process holds from now on, made if it is not there. Raises OSError."""
+    """Holds a folder for this process, creating it if needed. Raises OSError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -30,20 +30,20 @@ class HeldFolder:
         _own.append(self)
 
     def release(self) -> None:
-        """Lets go of the folder, which stays for others that hold it, or for `remove_abandoned`."""
+        """Releases the folder, which remains for others that hold it, or for `remove_abandoned`."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
             _own.remove(self)
 
     def remove(self) -> None:
-        """Removes the folder with everything in it, whoever else holds it."""
+        """Removes the folder with everything in it, even if other processes hold it."""
         remove_held(self.path)
         self.release()
 
 
 def _locked(path: Path) -> int:
-    """A descriptor with a shared lock on the folder's lock file, which may be removed until we have it."""
+    """Returns a descriptor with a shared lock on the folder's lock file, which may vanish until then."""
     while True:
         path.mkdir(mode=0o700, exist_ok=True)
         try:
@@ -57,20 +57,20 @@ def _locked(path: Path) -> int:
 
 
 def _is_named(path: Path, descriptor: int) -> bool:
-    """Whether a path still names the open file."""
+    """Returns whether a path still names the open file."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     return False
 
 
 def remove_own() -> None:
-    """Removes all folders that this process holds, for one that is about to end without a clean-up."""
+    """Removes all folders that this process holds, when it is about to end without a clean-up."""
     for folder in _own.copy():
         folder.remove()
 
 
 def remove_held(path: Path) -> None:
-    """Removes a folder, its lock last: until then nobody takes it for one that is not in use."""
+    """Removes a folder, its lock last: until then no process considers it abandoned."""
     with contextlib.suppress(OSError):
         for entry in path.iterdir():
             if entry.name == _LOCK:
@@ -83,7 +83,7 @@ def remove_held(path: Path) -> None:
 
 
 def abandoned(parent: Path, prefix: str) -> list[Path]:
-    """Folders below `parent` with such names that no process holds; ones never held are not ours to judge."""
+    """Returns folders below `parent` with that prefix that were once held and that no process holds now."""
     found = []
     for path in _folders(parent, prefix):
         with _alone_in(path) as is_abandoned:
@@ -93,7 +93,7 @@ def abandoned(parent: Path, prefix: str) -> list[Path]:
 
 
 def remove_abandoned(parent: Path, prefix: str) -> None:
-    """Removes those folders: what processes left behind that were killed."""
+    """Removes the folders that killed processes left behind."""
     for path in _folders(parent, prefix):
         with _alone_in(path) as is_abandoned:
             if is_abandoned:
@@ -108,7 +108,7 @@ def _folders(parent: Path, prefix: str) -> list[Path]:
 
 @contextmanager
 def _alone_in(path: Path) -> Iterator[bool]:
-    """Whether nobody holds the folder; while this is open, nobody who comes can."""
+    """Yields whether no process holds the folder; while the block runs, none can start to."""
     try:
         descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
     except OSError:  # never held, gone meanwhile, or another user's

@@ -1,11 +1,11 @@
-"""What the orchestrator and the workers say to each other. Everything here can be pickled.
+"""Defines the messages between the orchestrator and the workers. Everything here can be pickled.
 
     orchestrator --Message-->  worker   answered by a reply of the type that the message names
-                 <--WorkerReport--      tokens and events, several per report, whenever there are any
+                 <--WorkerReport--      tokens and events, several per report, as soon as any exist
 
-Bulk data, uint8 frames, travels beside a message as a NumPy array or as a fleet's handle on one.
-A request is known to workers by an id of its own for each attempt, so that what comes late of an attempt
-that was given up is told apart.
+Bulk data, uint8 frames, travels beside a message as a NumPy array or as a fleet's handle to one.
+Workers know a request by a separate id for each attempt, so that late results of an abandoned attempt can be
+recognised.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ ReplyT = TypeVar("ReplyT")
 
 
 def endpoint(worker: str, stage: Stage) -> str:
-    """The name of a worker's end of a transport: each of its roles has its own."""
+    """Returns the name of a worker's end of a transport: each of its roles has its own."""
     return f"{worker}.{stage}"
 
 
 class Message(Generic[ReplyT]):
-    """Something for a worker, answered by a ReplyT, or by an EPDError that is raised at the sender."""
+    """A message to a worker, answered by a ReplyT, or by an EPDError that is raised at the sender."""
 
     __slots__ = ()
 
@@ -48,8 +48,11 @@ class Message(Generic[ReplyT]):
 class DecodeOrder:
     """A video and the frames of it that a stream gives, in groups.
 
-    times_s: of all frames, in order. group_sizes: frames of each group. size: (height, width) of the frames.
-    name: how errors call the source, which never show its path. identity: what the source must still be.
+    times_s: of all frames, in order
+    group_sizes: frames of each group
+    size: (height, width) of the frames
+    name: name of the source in errors, which never show its path
+    identity: of the source, which must not have changed
     """
 
     source: Path
@@ -60,7 +63,7 @@ class DecodeOrder:
     identity: FileIdentity | None = None
 
     def groups(self, start: int, stop: int | None = None) -> DecodeOrder:
-        """Groups [start, stop) of it, by default to the end."""
+        """Returns an order for groups [start, stop), by default to the end."""
         sizes = self.group_sizes[start:stop]
         first = sum(self.group_sizes[:start])
         return replace(self, times_s=self.times_s[first : first + sum(sizes)], group_sizes=sizes)
@@ -84,7 +87,7 @@ class ReadFrames(Message[int]):
 
 @dataclass(frozen=True, slots=True)
 class CloseStream(Message[None]):
-    """No more frames are wanted. Unknown streams are ignored."""
+    """Closes a stream whose frames are no longer needed. Unknown streams are ignored."""
 
     stream_id: str
 
@@ -96,7 +99,7 @@ class CloseStream(Message[None]):
 class EncodeGroup(Message[bool]):
     """Asks for a group to be encoded for a ticket; its frames come as bulk, or not at all.
 
-    The reply tells whether it was taken; without frames, it is refused unless it is in the encoder's cache.
+    The reply is whether it was taken; without frames, it is refused unless it is in the encoder's cache.
     """
 
     request_id: str
@@ -106,7 +109,7 @@ class EncodeGroup(Message[bool]):
 
 @dataclass(frozen=True, slots=True)
 class CancelTickets(Message[None]):
-    """Nobody wants these any more."""
+    """Cancels tickets that are no longer needed."""
 
     transfer_ids: tuple[str, ...]
 
@@ -116,9 +119,9 @@ class CancelTickets(Message[None]):
 
 @dataclass(frozen=True, slots=True)
 class Prefill(Message[bool]):
-    """A request with the groups of all its media. The reply tells whether there was room for it.
+    """Submits a request with the groups of all its media. The reply is whether there was room for it.
 
-    ticket: at the decode worker that goes on with it; None where the roles are merged.
+    ticket: at the decode worker that continues it; None if the roles are merged
     """
 
     request: GenerateRequest
@@ -128,7 +131,7 @@ class Prefill(Message[bool]):
 
 @dataclass(frozen=True, slots=True)
 class Redirect(Message[bool]):
-    """Hands a request over to another decode worker. False: it is not there any more, prefill it again."""
+    """Hands a request over to another decode worker. Reply False: it is gone and must be prefilled again."""
 
     request_id: str
     ticket: KVTicket
@@ -136,7 +139,7 @@ class Redirect(Message[bool]):
 
 @dataclass(frozen=True, slots=True)
 class Reissue(Message[None]):
-    """The encoder of these tickets is gone or has failed: groups still wanted are granted anew."""
+    """Grants groups that are still needed again, as the encoder of these tickets is lost or has failed."""
 
     transfer_ids: tuple[str, ...]
 
@@ -146,7 +149,7 @@ class Reissue(Message[None]):
 
 @dataclass(frozen=True, slots=True)
 class Reserve(Message[KVTicket | None]):
-    """Room for a request that the end point `sender` will send; None when there is none now."""
+    """Reserves room for a request that the end point `sender` will send. Reply None: no room now."""
 
     request_id: str
     sender: str
@@ -159,17 +162,17 @@ class Reserve(Message[KVTicket | None]):
 
 @dataclass(frozen=True, slots=True)
 class Abort(Message[None]):
-    """Forgets requests, whatever state they are in. Unknown ids are ignored."""
+    """Drops requests in any state. Unknown ids are ignored."""
 
     request_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLost(Message[tuple[str, ...]]):
-    """The worker `name` is gone with all its state: nothing more comes from it or is taken by it.
+    """Announces that worker `name` is lost with all its state: it sends and takes nothing more.
 
-    The reply names requests that are lost by that here: at a prefill worker those it can hand over to
-    another (`Redirect`), at a decode worker those that had not arrived whole, which it has forgotten.
+    The reply names requests that this loses here: at a prefill worker those it can hand over to another
+    (`Redirect`), at a decode worker those that had not arrived completely, which it has dropped.
     """
 
     name: str
@@ -177,7 +180,7 @@ class PeerLost(Message[tuple[str, ...]]):
 
 @dataclass(frozen=True, slots=True)
 class StagesClosed(Message[None]):
-    """The worker `name` has none of these stages any more: what is on its way to them is taken by nobody."""
+    """Announces that worker `name` has closed these stages: data in transit to them will not be taken."""
 
     name: str
     stages: frozenset[Stage]
@@ -185,7 +188,7 @@ class StagesClosed(Message[None]):
 
 @dataclass(frozen=True, slots=True)
 class SetRoles(Message[None]):
-    """From now on the worker takes work of these roles only; what it has is brought to its end."""
+    """Restricts new work to these roles; the worker completes what it has."""
 
     roles: frozenset[Stage]
 
@@ -195,17 +198,19 @@ class SetRoles(Message[None]):
 
 @dataclass(frozen=True, slots=True)
 class Offload(Message[None]):
-    """Until `SetRoles` it takes work of these roles only, and lets go of no stage."""
+    """Restricts new work to these roles until `SetRoles`, without closing any stage."""
 
     roles: frozenset[Stage]
 
 
 @dataclass(frozen=True, slots=True)
 class RemainingWork:
-    """What stages still have. is_over: nothing, and nobody reads their memory.
+    """The work that stages still have.
 
-    waiting: not begun: requests at a prefill stage, transfers at an encode stage. arriving: requests reserved
-    at a decode stage. running: all others, but for those that are on their way to another decode worker.
+    is_over: no work is left, and their memory is not being read
+    waiting: not begun: requests at a prefill stage, transfers at an encode stage
+    arriving: requests reserved at a decode stage
+    running: all others, except those in transit to another decode worker
     """
 
     is_over: bool
@@ -216,16 +221,16 @@ class RemainingWork:
 
 @dataclass(frozen=True, slots=True)
 class AskRemaining(Message[RemainingWork]):
-    """What these stages still have."""
+    """Asks for the work that these stages still have."""
 
     stages: frozenset[Stage]
 
 
 @dataclass(frozen=True, slots=True)
 class Pause(Message[TokenIdentity | None]):
-    """Stops an answer, to be moved to another decode worker. The reply: its tokens that are to be sent.
+    """Pauses an answer, to move it to another decode worker. The reply: its tokens to be sent.
 
-    None: it is not here, or cannot be moved now, and goes on.
+    None: it is not here, or cannot be moved now and continues.
     """
 
     request_id: str
@@ -233,9 +238,9 @@ class Pause(Message[TokenIdentity | None]):
 
 @dataclass(frozen=True, slots=True)
 class Move(Message[bool]):
-    """Sends a paused request to where there is room for it. If that does not take it, it goes on here.
+    """Sends a paused request to reserved room. If it is not taken there, it continues here.
 
-    False: it is not here any more.
+    Reply False: it is no longer here.
     """
 
     request_id: str
@@ -244,14 +249,14 @@ class Move(Message[bool]):
 
 @dataclass(frozen=True, slots=True)
 class Resume(Message[None]):
-    """Goes on with a paused request that nobody else has room for. Unknown ids are ignored."""
+    """Continues a paused request that no other worker has room for. Unknown ids are ignored."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class OnloadTimes:
-    """Seconds of bringing up stages: weights_s of finding their weights, the rest is pools and queues."""
+    """Seconds spent starting stages: weights_s on loading their weights, the rest on pools and queues."""
 
     weights_s: float
     total_s: float
@@ -259,7 +264,7 @@ class OnloadTimes:
 
 @dataclass(frozen=True, slots=True)
 class Onload(Message[OnloadTimes]):
-    """Brings up the stages of these roles beside those it has; takes no work for them before `SetRoles`."""
+    """Starts the stages of these roles beside the present ones, without taking work before `SetRoles`."""
 
     roles: frozenset[Stage]
 
@@ -269,7 +274,7 @@ class Onload(Message[OnloadTimes]):
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A request has its blocks at the prefill worker. num_cached: prompt tokens that were there already."""
+    """Reports that a request has its blocks at the prefill worker. num_cached: prompt tokens found cached."""
 
     request_id: str
     num_cached: int
@@ -277,14 +282,14 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class GroupsArrived:
-    """The groups of these tickets are at the prefill worker; their encoders are done with them."""
+    """Reports that the groups of these tickets are at the prefill worker and have left their encoders."""
 
     transfer_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFailed:
-    """An encoder could not make a group of a request: `Reissue` its ticket or abort the request."""
+    """Reports that an encoder failed on a group: `Reissue` its ticket or abort the request."""
 
     request_id: str
     group: int
@@ -294,16 +299,16 @@ class GroupFailed:
 
 @dataclass(frozen=True, slots=True)
 class HandedOver:
-    """A decode worker has the whole prompt and goes on with it alone."""
+    """Reports that a decode worker has the whole prompt and continues alone."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """The worker cannot go on with a request, and has forgotten it.
+    """Reports that the worker cannot continue a request and has dropped it.
 
-    is_final: whether another worker could not either.
+    is_final: whether other workers could not continue it either
     """
 
     request_id: str
@@ -315,7 +320,7 @@ class RequestFailed:
 class SpanDone:
     """A piece of work on a request, for its timeline.
 
-    service_s: seconds of work on it since its last span there. queued_s: how long it had waited for it.
+    service_s: seconds of work on it since its last span there. queued_s: seconds it had waited before.
     """
 
     request_id: str
@@ -329,11 +334,11 @@ WorkerEvent = Admitted | Grant | GroupsArrived | GroupFailed | HandedOver | Requ
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """How a worker is. Usages: shares of its memory in use, None where it has none.
+    """The load of a worker. Usages: shares of its memory in use, None if it has no such memory.
 
-    seat_usage: share of the answers that it makes at once at most. counters: totals since its start, under
-    names as in `ServiceStatus.counters`. stages: what its load is
-    estimated from, for each role that it does.
+    seat_usage: answers it is generating, as a share of the most it can generate at once
+    counters: totals since its start, under names as in `ServiceStatus.counters`
+    stages: samples from which its load is estimated, for each of its roles
     """
 
     num_waiting: int = 0
@@ -348,7 +353,7 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """What has come of a worker's last steps: events in order, then tokens in order."""
+    """The results of a worker's last steps: events in order, then tokens in order."""
 
     worker: str
     events: tuple[WorkerEvent, ...] = ()

@@ -11,12 +11,12 @@ from epd.control.request_budget import RequestLimits
 from epd.errors import ModelError
 from serve_app.app_args import AppArgs
 
-# Where configurations keep what concerns the language model; themselves, in older ones.
+# Keys under which configurations describe the language model; older ones do so at the top level.
 _TEXT_CONFIGS = ("text_config", "llm_config")
 
 
 def limits_of(args: AppArgs) -> RequestLimits:
-    """The limits of one request as the running application has them. Raises ModelError."""
+    """Returns the limits of one request in the running application. Raises ModelError."""
     context_tokens = context_tokens_of(args.model_path)
     if context_tokens is None:
         return args.limits
@@ -24,7 +24,7 @@ def limits_of(args: AppArgs) -> RequestLimits:
 
 
 def context_tokens_of(model: Path) -> int | None:
-    """Tokens that prompt and answer may have together; None if the model sets no limit.
+    """Returns the maximum tokens of prompt and answer together; None if the model sets no limit.
 
     Raises ModelError for a configuration that cannot be read.
     """
@@ -35,14 +35,14 @@ def context_tokens_of(model: Path) -> int | None:
 
 
 def _default_context_tokens(model: Path) -> int | None:
-    """The limit of a configuration's class, for one that sets none itself."""
+    """Returns the default limit of a configuration's class."""
     config = _loaded("AutoConfig", model).get_text_config()
     found = getattr(config, "max_position_embeddings", None)
     return int(found) if found else None
 
 
 def longest_token_bytes(model: Path) -> int:
-    """Bytes of the longest token of the vocabulary, in UTF-8. Raises ModelError."""
+    """Returns the UTF-8 bytes of the longest token of the vocabulary. Raises ModelError."""
     return max(len(token.encode()) for token in _tokens(model))
 
 

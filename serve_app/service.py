@@ -1,10 +1,10 @@
-"""What stands behind the HTTP front: one protocol for whatever answers, and the nouns that cross it.
+"""Defines the protocol between the HTTP server and the service that answers, and the types it uses.
 
-    HTTP front  --AnswerRequest-->  AnswerService  (an engine in this process, or workers elsewhere)
-                <--StageSpan, TokenDelta, ..., AnswerEnd--
+    HTTP server  --AnswerRequest-->  AnswerService  (an engine in this process, or workers elsewhere)
+                 <--StageSpan, TokenDelta, ..., AnswerEnd--
 
-Everything here can be pickled. Media are local files of the front's machine, deleted when the iterator of the
-answer ends: a service on other machines moves their bytes itself.
+Everything here can be pickled. Media are local files of the server's machine, deleted when the iterator of
+the answer ends: a service on other machines moves their bytes itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from epd.types import MediaKind, StageTimings, Usage
 from video import FileIdentity, MediaFacts
 
 FinishReason = Literal["stop", "length"]
-# The steps of a request that are timed. A worker with several roles does several of them.
+# The steps of a request that are timed. A worker with several roles performs several of them.
 StageName = Literal["probe", "decode_video", "preprocess", "encode", "transfer", "prefill", "decode"]
 
 
@@ -33,8 +33,10 @@ StageName = Literal["probe", "decode_video", "preprocess", "encode", "transfer",
 class MediaSource:
     """One image or video of a request: its bytes are in a local file, within the limits, and hashed.
 
-    mm_hash: `epd.types.content_hash` of the file. facts: None where nobody has looked at it yet.
-    label: how messages call it, which never show our paths. identity: what the file must still be.
+    mm_hash: `epd.types.content_hash` of the file
+    facts: None if it has not been probed yet
+    label: its name in messages, which never show local paths
+    identity: of the file, which must not have changed
     """
 
     kind: MediaKind
@@ -50,14 +52,14 @@ class MediaSource:
 class AnswerRequest:
     """A checked request.
 
-    messages: the conversation; each part that is a medium has a place for one.
+    messages: the conversation; each part that is a medium is a placeholder.
     media: the sources of those parts, in order.
     sampling: which token comes next.
     frame_sampling: which frames of each video are used.
     priority: the lower, the sooner, as in vLLM; above 0 is batch work that no user waits for.
     reduction: which visual tokens are kept.
     retention_min: the least share of them that may be kept, None for any.
-    arrival_s, deadline_s: Unix time in seconds; a service that sees that the first token cannot come by the
+    arrival_s, deadline_s: Unix time in seconds; a service that finds that the first token cannot meet the
     deadline raises OverloadedError.
     wants_spans: whether the service yields a span for each stage.
     cache_salt: cached content is shared only with requests of the same salt; may be empty.
@@ -89,8 +91,9 @@ class AnswerRequest:
 class TokenLogprob:
     """A token and the logarithm of its probability before sampling options.
 
-    text: of the token alone. data: its bytes, perhaps part of a character; empty for a special token.
-    alternatives: the most likely tokens in its place, the likeliest first, without alternatives of their own.
+    text: of the token alone
+    data: its bytes, possibly part of a character; empty for a special token
+    alternatives: the most likely tokens in its place, likeliest first, without alternatives of their own
     """
 
     token_id: int
@@ -104,8 +107,10 @@ class TokenLogprob:
 class TokenDelta:
     """The next piece of one choice.
 
-    text: whole characters that became certain with these tokens; may be empty. token_ids: of this piece.
-    logprobs: one for each token id if they were asked for, else none. finish_reason: set on the last piece.
+    text: whole characters completed by these tokens; may be empty
+    token_ids: of this piece
+    logprobs: one for each token id if requested, else empty
+    finish_reason: set on the last piece
     """
 
     index: int
@@ -117,10 +122,11 @@ class TokenDelta:
 
 @dataclass(frozen=True, slots=True)
 class StageSpan:
-    """A piece of work on a request that is done, for timelines.
+    """A completed piece of work on a request, for timelines.
 
-    worker: a name as in ServiceStatus. item, group: which of the media, and which group of it; None for work
-    on no media. start_s, stop_s: Unix time in seconds.
+    worker: a name as in ServiceStatus
+    item, group: indices of the medium and of its group; None for work without media
+    start_s, stop_s: Unix time in seconds
     """
 
     stage: StageName
@@ -133,12 +139,14 @@ class StageSpan:
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnd:
-    """The last item of every answer: what it took.
+    """The last item of every answer, with its cost.
 
-    usage: visual and prompt tokens as prefilled; completion tokens of all choices.
-    cached_tokens: of the prompt, those whose keys and values were there already.
-    retention: share of the visual tokens that was to be kept. timings: service time of each stage.
-    queued: time spent waiting for each stage. num_retries: pieces of work that were done again elsewhere.
+    usage: visual and prompt tokens as prefilled; completion tokens of all choices
+    cached_tokens: prompt tokens whose keys and values were cached
+    retention: share of the visual tokens that was to be kept
+    timings: service time of each stage
+    queued: time spent waiting for each stage
+    num_retries: pieces of work that were retried elsewhere
     """
 
     usage: Usage
@@ -163,12 +171,13 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """One worker as it is now.
+    """The current state of one worker.
 
-    roles: what it does, one letter each: v video decoding, e encode, p prefill, d decode.
-    num_waiting, num_running: requests or groups queued at it, and in work.
-    kv_usage, encoder_cache_usage: shares of its memory in use, None where it has none.
-    num_role_switches: since it started. is_switching: it is giving up roles, and takes no work for them.
+    roles: one letter each: v video decoding, e encode, p prefill, d decode
+    num_waiting, num_running: requests or groups queued and running there
+    kv_usage, encoder_cache_usage: shares of its memory in use, None if it has no such memory
+    num_role_switches: since it started
+    is_switching: whether it is giving up roles, and takes no work for them
     """
 
     name: str
@@ -184,12 +193,16 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True)
 class RoleSwitch:
-    """How a worker's change of roles went. before, after: letters of its roles.
+    """The result of a worker's change of roles.
 
-    at_s: when it began, Unix time. Seconds: of the phases, see `role_switch`; weights_s: of onload,
-    spent on finding weights. num_handed_on: requests and groups that went to others before they were begun,
-    num_moved: answers that did in their middle, num_redone: requests and groups done again.
-    error: why it has its former roles; empty if it has the new ones.
+    before, after: letters of its roles
+    at_s: its start, Unix time
+    offload_s to announce_s: seconds of the phases, see `role_switch`
+    weights_s: the part of onload spent on loading weights
+    num_handed_on: requests and groups passed to other workers before they were begun
+    num_moved: answers moved while running
+    num_redone: requests and groups that were retried
+    error: why it kept its former roles; empty if it has the new ones
     """
 
     worker: str
@@ -208,7 +221,7 @@ class RoleSwitch:
 
     @property
     def kind(self) -> str:
-        """As in e->p."""
+        """Returns the kind of switch, as in e->p."""
         return f"{self.before}->{self.after}"
 
     @property
@@ -216,7 +229,7 @@ class RoleSwitch:
         return self.offload_s + self.migrate_s + self.onload_s + self.announce_s
 
     def line(self) -> str:
-        """For a log."""
+        """Formats the switch as a line for a log."""
         return (
             f"worker={self.worker} switch={self.kind} total_s={self.total_s:.3f} "
             f"offload_s={self.offload_s:.3f} migrate_s={self.migrate_s:.3f} onload_s={self.onload_s:.3f} "
@@ -227,7 +240,7 @@ class RoleSwitch:
 
 @dataclass(frozen=True, slots=True)
 class SwitchTotals:
-    """All switches of one kind, since the start. Seconds: of those that worked, all together."""
+    """Totals of all switches of one kind since the start. Seconds: sums over the successful ones."""
 
     kind: str
     num_done: int = 0
@@ -238,7 +251,7 @@ class SwitchTotals:
     announce_s: float = 0.0
 
     def plus(self, switch: RoleSwitch) -> SwitchTotals:
-        """With one more."""
+        """Returns the totals including one more switch."""
         if switch.error:
             return replace(self, num_failed=self.num_failed + 1)
         return SwitchTotals(
@@ -256,8 +269,9 @@ class SwitchTotals:
 class RetentionStatus:
     """The share of visual tokens that the load allows now.
 
-    predicted_ttft_s: of a prompt that came at the last look. num_changes: since the start; changes: the last
-    ones, oldest first, at Unix times.
+    predicted_ttft_s: of a prompt arriving at the last update
+    num_changes: since the start
+    changes: the last ones, oldest first, at Unix times
     """
 
     level: float
@@ -268,14 +282,17 @@ class RetentionStatus:
 
 @dataclass(frozen=True, slots=True)
 class ServiceStatus:
-    """The service as it is now.
+    """The current state of the service.
 
-    is_ready: whether every role that an answer needs has a worker. topology: as in `2e1p1d`.
-    counters: totals since the start that only the service knows, under Prometheus names without prefix,
-    such as encoder_cache_hits; each is shown as epd_<name>_total. switches: the last changes of roles, oldest
-    first; switch_totals: of all of them, by kind. num_waiting: requests that no worker has taken yet.
-    decisions: whether roles were to be changed by the load, and why; the last ones, oldest first.
-    retention: None where it does not follow the load.
+    is_ready: whether every role that an answer needs has a worker
+    topology: as in `2e1p1d`
+    counters: totals since the start, under Prometheus names without prefix, such as encoder_cache_hits;
+    each is exported as epd_<name>_total
+    switches: the last changes of roles, oldest first
+    switch_totals: of all of them, by kind
+    num_waiting: requests that no worker has taken yet
+    decisions: whether the load required a change of roles, and why; the last ones, oldest first
+    retention: None if it does not follow the load
     """
 
     is_ready: bool
@@ -290,34 +307,34 @@ class ServiceStatus:
 
 
 class AnswerService(Protocol):
-    """Whatever answers requests. May be asked for many answers at once, from one event loop."""
+    """Answers requests, many at a time, from one event loop."""
 
     @property
     def models(self) -> Sequence[ModelCard]:
-        """The models that can be asked for, the default first; at least one."""
+        """Returns the available models, the default first; at least one."""
         ...
 
     def answer(self, request: AnswerRequest) -> AsyncGenerator[AnswerItem, None]:
-        """Starts when it is first awaited: pieces of all choices as they come, and one AnswerEnd at the end.
+        """Yields pieces of all choices as they come, then one AnswerEnd; starts when it is first awaited.
 
         Closing or cancelling the iterator, at any await, frees everything the request holds in all stages.
-        Raises EPDError, before the first item or later: OverloadedError or UnavailableError where it could
-        not be taken in, InputError for what cannot be answered. Every choice has had its finish_reason when
-        AnswerEnd comes.
+        Raises EPDError, before the first item or later: OverloadedError or UnavailableError if the request
+        was not accepted, InputError if it cannot be answered. AnswerEnd comes after the finish_reason of
+        every choice.
         """
         ...
 
     async def status(self) -> ServiceStatus:
-        """Cheap enough to be asked several times a second."""
+        """Returns the current status; cheap enough for several calls per second."""
         ...
 
     async def switch_roles(self, worker: str, roles: frozenset[Stage]) -> RoleSwitch:
-        """Returns when the worker has these roles; what it had to do is done by others or by it.
+        """Switches a worker, and returns when it has these roles; its remaining work is completed.
 
-        Raises RequestError, InfeasibleError, UnavailableError: then the worker has the roles that it had.
+        Raises RequestError, InfeasibleError, UnavailableError: the worker then keeps its former roles.
         """
         ...
 
     def recent_load(self) -> Sequence[tuple[float, RequestWork]]:
-        """Requests of the last ten minutes: when they came, Unix time, and what they take; oldest first."""
+        """Returns the requests of the last ten minutes: arrival, Unix time, and work; oldest first."""
         ...

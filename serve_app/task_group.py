@@ -1,4 +1,4 @@
-"""Background tasks that are neither lost nor left behind."""
+"""Manages background tasks so that none is lost or left behind."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
 _MAX_FAILURES = 8  # in a row, about 20 s
-_GOOD_S = 60.0  # a loop that ran for so long starts counting anew
+_GOOD_S = 60.0  # a loop that ran this long has its failure count reset
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class Tasks:
-    """Tasks of one owner. Those that fail are logged: nobody waits for them."""
+    """Runs the tasks of one owner. Failures are logged, as tasks are not awaited."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -39,20 +39,20 @@ class Tasks:
             task.cancel()
 
     async def wait(self) -> None:
-        """Until all have ended, also those that they start."""
+        """Waits until all tasks have ended, including those they start."""
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 class Loops:
-    """Loops that everything depends on. One that raises is started again, after pauses that grow.
+    """Runs essential loops. A loop that raises is restarted, after increasing pauses.
 
-    gone: those that failed too often in a row and are not started any more. Failures are counted under
+    gone: loops that failed too often in a row and are no longer restarted. Failures are counted under
     "loop_failures".
     """
 
     def __init__(self, counters: Counter[str], on_gone: Callable[[str], None] | None = None) -> None:
-        """on_gone: called with the name of a loop that is not started any more."""
+        """Starts without loops. on_gone: called with the name of a loop that is no longer restarted."""
         self.gone: list[str] = []
         self._counters = counters
         self._on_gone = on_gone
@@ -63,7 +63,7 @@ class Loops:
     ) -> None:
         """Runs a loop until it returns, or `close`. work: makes a new run of it.
 
-        is_vital: whether the service cannot go on without it, so that it is to be found in `gone`.
+        is_vital: whether the service depends on it, so that it is listed in `gone`
         """
         self._tasks.spawn(self._keep(name, work, is_vital=is_vital))
 
@@ -79,7 +79,7 @@ class Loops:
             start_s = time.monotonic()
             try:
                 await work()
-            except Exception:  # a bug in one round is no reason to do nothing any more
+            except Exception:  # a bug in one round must not stop all later ones
                 logger.exception("the loop '%s' failed; it is started again", name)
                 self._counters["loop_failures"] += 1
             else:

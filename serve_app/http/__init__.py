@@ -1,1 +1,1 @@
-"""The HTTP server: requests are parsed and checked, responses are built and streamed."""
+"""Parses and checks HTTP requests, and builds and streams responses."""

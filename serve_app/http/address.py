@@ -1,4 +1,4 @@
-"""The address that the server listens on."""
+"""Defines the address that the server listens on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class HttpAddress:
         return f"http://{host}:{self.port}"
 
     def listen(self) -> socket.socket:
-        """Raises RequestError when the address cannot be listened on."""
+        """Opens a listening socket. Raises RequestError if that is impossible at the address."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             return socket.create_server((self.host, self.port), family=family, backlog=_BACKLOG)

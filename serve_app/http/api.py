@@ -1,4 +1,4 @@
-"""The HTTP app: OpenAI's chat completions over an AnswerService, health, metrics, and the page."""
+"""Builds the HTTP app: OpenAI's chat completions over an AnswerService, health, metrics, and the page."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ _SCHEMA_REF = "#/components/schemas/{model}"
 def create_api(
     service: AnswerService, settings: ApiSettings | None = None, reader: MediaReader | None = None
 ) -> FastAPI:
-    """The app. Its lifespan, or whoever mounts it without one, calls `app.state.server.close()` at the end.
+    """Creates the app. Its lifespan calls `app.state.server.close()`; without one the caller must do so.
 
-    reader: of media that clients send; by default this process.
+    reader: reads media that clients send; by default this process
     """
     server = ServerState(service, settings or ApiSettings(), reader)
     app = _App(title="epd", docs_url=None, redoc_url=None, lifespan=_lifespan)
@@ -79,7 +79,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 class _App(FastAPI):
-    """With the body of chat requests in its OpenAPI schema, which the route reads by itself."""
+    """Adds the body of chat requests, which the route reads itself, to the OpenAPI schema."""
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
@@ -141,7 +141,7 @@ def _entries(models: Sequence[ModelCard]) -> list[ModelEntry]:
 
 @_guarded.get("/epd/status")
 async def status(request: Request) -> StatusReport:
-    """Topology, roles and queues as they are now."""
+    """Returns the current topology, roles and queues."""
     server = _server(request)
     now = await server.service.status()
     return StatusReport(
@@ -158,7 +158,7 @@ async def status(request: Request) -> StatusReport:
 
 @_guarded.get("/epd/load")
 async def load(request: Request) -> LoadReport:
-    """What was asked for in the last ten minutes."""
+    """Returns the requests of the last ten minutes."""
     now_s = time.time()
     recent = _server(request).service.recent_load()
     return LoadReport(
@@ -176,7 +176,7 @@ async def load(request: Request) -> LoadReport:
     },
 )
 async def switch_roles(request: Request) -> RoleSwitch:
-    """Gives a worker other roles, with the admin key; answers when it has them, or is as it was."""
+    """Gives a worker other roles, with the admin key; responds when it has them, or has kept its own."""
     check_admin(request, "a change of roles", "GET /v1/epd/status")
     server = _server(request)
     body = await server.bodies.read(request, _MAX_ROLES_BYTES)
@@ -191,7 +191,7 @@ async def switch_roles(request: Request) -> RoleSwitch:
 
 @_open.get("/health", responses={503: {"model": Health}})
 async def health(request: Request) -> Response:
-    """200 when every role that an answer needs has a worker, else 503."""
+    """Returns 200 when every role that an answer needs has a worker, else 503."""
     is_ready = (await _server(request).service.status()).is_ready
     body = Health(status="ok" if is_ready else "unavailable")
     return JSONResponse(body.model_dump(), HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE)
@@ -199,6 +199,6 @@ async def health(request: Request) -> Response:
 
 @_open.get("/metrics", response_class=Response)
 async def prometheus(request: Request) -> Response:
-    """Prometheus metrics."""
+    """Returns Prometheus metrics."""
     server = _server(request)
     return Response(server.metrics.render(await server.service.status()), media_type=metrics.CONTENT_TYPE)

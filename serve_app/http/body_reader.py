@@ -1,8 +1,8 @@
-"""Reads the bodies of requests within limits of size, rate and memory that no client can exhaust for others.
+"""Reads request bodies within limits of size, rate and memory that no client can exhaust for others.
 
-small bodies   need no share of the memory that large ones compete for
-slow bodies    are refused once they fall behind the least rate
-many at once   the oldest unfinished body makes room for a new one
+small bodies   use none of the memory that large ones compete for
+slow bodies    are refused once they fall below the minimum rate
+many at once   the oldest unfinished body is refused to make room for a new one
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BodyLimits:
 
 
 class BodyReader:
-    """Reads bodies of JSON. Used from one event loop."""
+    """Reads JSON bodies. Used from one event loop."""
 
     def __init__(self, limits: BodyLimits | None = None) -> None:
         self.limits = limits or BodyLimits()
@@ -50,10 +50,10 @@ class BodyReader:
         return len(self._unfinished)
 
     async def read(self, request: Request, max_bytes: int) -> bytearray:
-        """Returns the body. What it takes of the budget is noted in the request's record.
+        """Returns the body. Its share of the budget is noted in the request's record.
 
-        Only `application/json`, which no browser sends to another site unasked; no type at all only from what
-        is no browser.
+        Accepts only `application/json`, which no browser sends to another site without asking it first; a
+        missing type is accepted only from clients other than browsers.
         Raises RequestError, RequestLimitError, RequestTimeoutError, OverloadedError.
         """
         _check_type(request)
@@ -83,20 +83,20 @@ class BodyReader:
         return body
 
     def _hold(self, record: RequestRecord, num_bytes: int) -> None:
-        """Raises OverloadedError when all large bodies together are too large."""
+        """Takes bytes from the budget. Raises OverloadedError if large bodies together exceed it."""
         more = num_bytes - self.limits.small_bytes - record.held_bytes
         if more > 0:
             self.budget.take(more)
             record.held_bytes += more
 
     def release(self, record: RequestRecord) -> None:
-        """The body is needed no more."""
+        """Releases a body that is no longer needed."""
         self.budget.give_back(record.held_bytes)
         record.held_bytes = 0
 
     @contextmanager
     def _reading(self, timeout: asyncio.Timeout) -> Iterator[None]:
-        """Counts an unfinished body. Too many: the oldest is refused, so that a new one never waits."""
+        """Counts an unfinished body. Refuses the oldest of too many, so that a new one never waits."""
         if len(self._unfinished) >= self.limits.max_reading:
             oldest = next(iter(self._unfinished))
             del self._unfinished[oldest]

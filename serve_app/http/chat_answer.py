@@ -1,4 +1,4 @@
-"""The ASGI response of a chat request: runs the answer, and stops it when the client goes away."""
+"""Runs the answer to a chat request as an ASGI response, and stops it when the client disconnects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from serve_app.service import AnswerItem
 
 
 class ChatAnswer(Response):
-    """A completion or a stream of chunks. Errors before the first bytes are raised, later ones are sent."""
+    """Sends a completion or a stream of chunks. Errors before the first bytes are raised."""
 
     def __init__(self, server: ServerState, parsed: ParsedRequest, record: RequestRecord) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class ChatAnswer(Response):
             await stream.end()
 
     async def _relay(self, items: AsyncIterator[AnswerItem], stream: EventStream) -> None:
-        """Before the first bytes an error is raised; after them it is the last event."""
+        """Relays all items. Errors are raised before the first bytes; after them, sent as the last event."""
         try:
             await self._send_events(items, stream)
         except EPDError as error:
@@ -75,7 +75,7 @@ class ChatAnswer(Response):
             raise
 
     async def _send_events(self, items: AsyncIterator[AnswerItem], stream: EventStream) -> None:
-        """All chunks of an item in one write."""
+        """Sends all chunks of an item in one write."""
         builder = ChunkBuilder(
             self._record, includes_usage=self._includes_usage, has_logprobs=self._has_logprobs
         )
@@ -86,7 +86,7 @@ class ChatAnswer(Response):
 
 
 async def _until_disconnect(work: Coroutine[Any, Any, None], receive: Receive) -> bool:
-    """Whether the work ended before the client went away, which cancels it. Raises what the work raises."""
+    """Runs work until the client disconnects. Returns whether it completed; raises its errors."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(receive))
     try:

@@ -1,7 +1,7 @@
-"""The JSON of a chat request: OpenAI's chat completions, vLLM's names for what that lacks, ours in `epd`.
+"""Defines the JSON of chat requests: OpenAI's fields, vLLM's names for what these lack, ours in `epd`.
 
-Types are strict, as OpenAI's are: "1" is no number. No field is ignored silently: those that are not here are
-in `request_fields`, or refused as unknown. Lists end at their first wrong element, for the sake of time.
+Types are strict, as OpenAI's are: "1" is not a number. No field is ignored silently: those not defined here
+are in `request_fields`, or refused as unknown. Validation of a list stops at the first error, to save time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_SALT_CHARS = 1024
 _T = TypeVar("_T")
 Int64 = Annotated[int, Field(ge=-MAX_INT64 - 1, le=MAX_INT64)]
 Count = Annotated[int, Field(ge=1, le=MAX_INT64)]
-# Lists that end at their first wrong element, one element at least and any number.
+# Lists whose validation stops at the first wrong element: with at least one element, and with any number.
 Filled = Annotated[list[_T], Field(min_length=1, fail_fast=True)]
 Listed = Annotated[list[_T], Field(fail_fast=True)]
 
@@ -34,14 +34,14 @@ class TextPart(_Received):
 
 
 class RefusalPart(_Received):
-    """What a model said instead of an answer: a text like others."""
+    """A model's refusal to answer, treated as ordinary text."""
 
     type: Literal["refusal"]
     refusal: str
 
 
 class MediaUrl(_Received):
-    """url: http(s), data: with base64, or file: within the folder that the server allows."""
+    """A medium's URL: http(s), data: with base64, or file: within the folder that the server allows."""
 
     url: str
     detail: Literal["auto", "low", "high", "original"] | None = Field(
@@ -64,7 +64,7 @@ AssistantPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 
 
 class FunctionText(_Received):
-    """arguments: JSON, as a text."""
+    """A called function. arguments: JSON, as a text."""
 
     name: str
     arguments: str
@@ -92,7 +92,7 @@ class UserMessage(_Received):
 
 
 class AssistantMessage(_Received):
-    """As clients send back what they got. refusal: stands for a content of null."""
+    """An answer as clients send it back. refusal: replaces a content of null."""
 
     role: Literal["assistant"]
     content: str | Filled[AssistantPart] | None = None
@@ -132,7 +132,7 @@ class StreamOptions(_Received):
 
 
 class ResponseFormat(BaseModel):
-    """Only `text`; the others are known so that they are refused in words."""
+    """The format of the answer: only `text`; others are defined so that they are refused clearly."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -140,14 +140,18 @@ class ResponseFormat(BaseModel):
 
 
 class ProcessorOptions(_Received):
-    """vLLM's `mm_processor_kwargs`, as far as it says which frames of a video to take."""
+    """vLLM's `mm_processor_kwargs`, as far as they select the frames of a video."""
 
     fps: Annotated[float, Field(gt=0)] | None = None
     num_frames: Count | None = None
 
 
 class EpdOptions(_Received):
-    """Ours. deadline_s: of the first token, seconds from arrival. events: stream what stages do, too."""
+    """This server's own options.
+
+    deadline_s: of the first token, in seconds from arrival
+    events: also stream what the stages do
+    """
 
     fps: Annotated[float, Field(gt=0)] | None = Field(default=None, description="Frames per second of video.")
     num_frames: Count | None = Field(default=None, description="Frames of each video, evenly spread.")
@@ -175,7 +179,7 @@ class EpdOptions(_Received):
 
 
 class ChatRequest(_Received):
-    """A chat completion. What is left out is as the server's defaults have it; temperature 0 is greedy."""
+    """A chat completion. Omitted fields take the server's defaults; temperature 0 is greedy."""
 
     model_config = ConfigDict(extra="allow", json_schema_extra=schema_of_other_fields)
 

@@ -1,4 +1,4 @@
-"""A response of server-sent events that is never silent for long."""
+"""Sends a response of server-sent events that is never silent for long."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _HEADERS = [
 
 
 class EventStream:
-    """Sends the status with the first bytes, so that what goes wrong before them has a status of its own.
+    """Sends the status with the first bytes, so that an error before them has a status of its own.
 
-    After keep_alive_s seconds without an event it sends a comment, which clients pass over: proxies cut
-    connections that say nothing while a long video is looked at. Everything goes out in whole events.
+    After keep_alive_s seconds without an event it sends a comment, which clients ignore: proxies cut
+    connections that are silent while a long video is processed. Only whole events are written.
     """
 
     def __init__(self, send: Send, keep_alive_s: float) -> None:
@@ -53,7 +53,7 @@ class EventStream:
         self._wrote_s = asyncio.get_running_loop().time()
 
     async def end(self) -> None:
-        """The last of it; nothing is awaited after, when the server says that the client is gone."""
+        """Ends the stream; nothing is awaited afterwards, when the server reports that the client is gone."""
         async with self._lock:  # no comment is cut off
             await self._stop()
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,8 +1,8 @@
-"""Which Host headers are answered: DNS rebinding asks a server on loopback under a name of the attacker's.
+"""Checks Host headers against DNS rebinding, which reaches a loopback server under an attacker's name.
 
-A page at http://evil.example whose name suddenly leads to 127.0.0.1 may read answers of a server there as
-its own. Its requests still say `Host: evil.example`, so a server that knows its names can tell. An address
-cannot be rebound, and is always let in.
+A page at http://evil.example whose name suddenly resolves to 127.0.0.1 may read answers of a server there as
+its own. Its requests still carry `Host: evil.example`, so a server that knows its names can detect them. An
+address cannot be rebound, and is always allowed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class HostCheck:
     """Decides whether a request may be answered under the name it calls the server by."""
 
     def __init__(self, names: Iterable[str] | None = None, *, has_key: bool = False) -> None:
-        """names: that clients may use, beside localhost and addresses; ".NAME" is every host below NAME.
+        """Takes names that clients may use, beside localhost and addresses; ".NAME" is any host below NAME.
 
         Without names, a request over a loopback address must use localhost or an address, unless a key
-        protects the server; one over another address may use any name: this machine's are not known here.
-        Raises RequestError for what is no host name.
+        protects the server; one over another address may use any name, as this machine's are not known here.
+        Raises RequestError for an invalid host name.
         """
         self._names = None if names is None else checked_hosts(names)
         self._has_key = has_key
@@ -35,14 +35,14 @@ class HostCheck:
 
 
 def checked_hosts(names: Iterable[str]) -> frozenset[str]:
-    """The names in lower case. Raises RequestError for what is no host name."""
+    """Returns the names in lower case. Raises RequestError for an invalid host name."""
     return frozenset(_checked(name) for name in names)
 
 
 def names_for(host: str, allowed: Collection[str], *, has_key: bool) -> frozenset[str] | None:
-    """The names that a server bound to host answers to, host included. Raises RequestError.
+    """Returns the names that a server bound to host answers to, including host. Raises RequestError.
 
-    None: it depends on the address that a request comes to, see `HostCheck`.
+    Returns None if they depend on the address that a request comes to, see `HostCheck`.
     """
     if allowed or not (has_key or is_address(host)):
         return checked_hosts(allowed) | {host.lower()}
@@ -59,7 +59,7 @@ def _checked(name: str) -> str:
 
 
 def _has_allowed_host(scope: Scope, allowed: frozenset[str]) -> bool:
-    """Whether every Host header is allowed. One without any is no browser's."""
+    """Returns whether every Host header is allowed. A request without any is not from a browser."""
     values = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
     return all(_is_allowed(_name_of(value), allowed) for value in values)
 
@@ -71,7 +71,7 @@ def _is_allowed(name: str, allowed: frozenset[str]) -> bool:
 
 
 def _name_of(value: str) -> str:
-    """Without the port, and without the brackets of an IPv6 address."""
+    """Returns the host name without the port, and without the brackets of an IPv6 address."""
     if value.startswith("["):
         return value[1:].partition("]")[0]
     return value.partition(":")[0].lower().removesuffix(".")
@@ -86,6 +86,6 @@ def is_address(name: str) -> bool:
 
 
 def _is_over_loopback(scope: Scope) -> bool:
-    """Whether the connection came to a loopback address of this machine. On a Unix socket there is none."""
+    """Returns whether the connection is to a loopback address of this machine; False for a Unix socket."""
     address = (scope.get("server") or ("", 0))[0]
     return is_address(address) and ipaddress.ip_address(address).is_loopback

@@ -1,4 +1,4 @@
-"""What every route passes: request ids, the Host check, the key, and errors in OpenAI's shape."""
+"""Guards every route: request ids, the Host check, the key, and errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _ERROR_TYPES = {
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
 }
 ANSWER_ROUTE = ("POST", "/v1/chat/completions")
-# After these the rest of the body is not read.
+# After these errors the rest of the body is not read.
 _CLOSING = (RequestLimitError, RequestTimeoutError)
 
 
 class RequestEdge:
-    """Gives every HTTP request a record, its id to every answer, and every bug an answer."""
+    """Gives every HTTP request a record, every answer its request's id, and every bug an error response."""
 
     def __init__(
         self,
@@ -101,10 +101,10 @@ def _foreign_host_response() -> JSONResponse:
 
 
 class KeyCheck:
-    """A dependency of routes: `Authorization: Bearer KEY`, compared in constant time.
+    """Checks `Authorization: Bearer KEY` in constant time, as a dependency of routes.
 
-    api_key: None lets everybody in. admin_api_key: lets in, too, and gives the rights that `check_admin` asks
-    for; None gives them to nobody.
+    api_key: None allows every client
+    admin_api_key: a second valid key, with the rights that `check_admin` requires; None: no client has them
     """
 
     def __init__(self, api_key: str | None, admin_api_key: str | None = None) -> None:
@@ -112,7 +112,7 @@ class KeyCheck:
         self._admin_api_key = admin_api_key
 
     async def __call__(self, request: Request) -> None:
-        """Raises AuthenticationError."""
+        """Checks the key of a request. Raises AuthenticationError."""
         sent = _bearer(request)
         request.state.is_admin = _is_key(sent, self._admin_api_key)
         if self._api_key is None or request.state.is_admin:
@@ -125,7 +125,7 @@ class KeyCheck:
 
 
 def _bearer(request: Request) -> bytes | None:
-    """The key that was sent, if there is one."""
+    """Returns the key that was sent, if any."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip().encode("latin-1") if scheme.lower() == "bearer" else None
 
@@ -135,7 +135,7 @@ def _is_key(sent: bytes | None, key: str | None) -> bool:
 
 
 def check_admin(request: Request, received: str, allowed: str) -> None:
-    """Refuses what came without the admin key. received, allowed: for the message. Raises AdminRightError."""
+    """Raises AdminRightError for a request without the admin key. received, allowed: for the message."""
     if not request.state.is_admin:
         raise AdminRightError(
             f"received {received}; allowed: {allowed}, and this with the admin key; start the server with "
@@ -158,7 +158,7 @@ _KNOWN_STATUS = {status.value for status in HTTPStatus}
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Errors of every origin in OpenAI's shape, with the status of `epd.errors`."""
+    """Installs handlers that report all errors in OpenAI's format, with the status of `epd.errors`."""
     app.add_exception_handler(EPDError, _on_epd_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
@@ -190,7 +190,7 @@ async def _on_invalid(_: Request, error: Exception) -> JSONResponse:
 
 
 async def _on_disconnect(request: Request, _: Exception) -> Response:
-    """The client left while it sent its body: nobody reads the answer."""
+    """Responds after the client left while sending its body: the response is never read."""
     record_of(request).error = "disconnected"
     return Response(status_code=CLIENT_GONE)
 
@@ -200,6 +200,6 @@ def bug_response(record: RequestRecord) -> JSONResponse:
 
 
 def bug_reply(record: RequestRecord) -> ErrorReply:
-    """What the tree of errors does not know is a bug: the client gets an id, the log gets the rest."""
+    """Reports an error outside the tree of errors as a bug: the client gets an id, the log the rest."""
     message = f"internal error; the server's log has details under {record.request_id}"
     return _reply(HTTPStatus.INTERNAL_SERVER_ERROR, message, "internal")

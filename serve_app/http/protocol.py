@@ -1,4 +1,4 @@
-"""The JSON that the HTTP interface sends, and that of its smaller routes. See `chat_request` for requests."""
+"""Defines the JSON that the HTTP interface sends, and its smaller requests. See `chat_request` for chats."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class UsageReport(BaseModel):
 
 
 class SpanReport(BaseModel):
-    """Work on a request that is done; seconds count from its arrival."""
+    """Completed work on a request; seconds count from its arrival."""
 
     stage: str
     worker: str
@@ -47,10 +47,10 @@ class SpanReport(BaseModel):
 
 
 class EpdReport(BaseModel):
-    """What the request took. Seconds by stage, of service and of waiting; stages overlap.
+    """The cost of the request. Seconds by stage, of service and of waiting; stages overlap.
 
-    retention: share of the visual tokens that was to be kept.
-    substituted_frames: of the frames, those that could not be decoded and show a neighbour.
+    retention: share of the visual tokens that was to be kept
+    substituted_frames: number of frames that could not be decoded and show a neighbour
     """
 
     frames: int
@@ -106,7 +106,7 @@ class ChunkChoice(BaseModel):
 
 
 class ChatChunk(BaseModel):
-    """One event of a stream. usage: in the last, if asked for. epd: spans; at the end, the report."""
+    """One event of a stream. usage: in the last event, if requested. epd: spans; in the end, the report."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -146,7 +146,7 @@ class Health(BaseModel):
 
 
 class DecisionReport(BaseModel):
-    """Whether a change of roles was called for by the load, and why."""
+    """A decision whether the load requires a change of roles, with its reason."""
 
     model_config = ConfigDict(from_attributes=True)
 
@@ -156,10 +156,12 @@ class DecisionReport(BaseModel):
 
 
 class StatusReport(BaseModel):
-    """The service as it is now. roles: one letter each, v video decoding, e encode, p prefill, d decode.
+    """The current state of the service.
 
-    num_waiting: requests that no worker has taken yet. switches, decisions: the last ones, oldest first;
-    decisions of an elastic service alone. retention: null where it does not follow the load.
+    roles: one letter each, v video decoding, e encode, p prefill, d decode
+    num_waiting: requests that no worker has taken yet
+    switches, decisions: the last ones, oldest first; decisions only of an elastic service
+    retention: null if it does not follow the load
     """
 
     is_ready: bool
@@ -173,7 +175,7 @@ class StatusReport(BaseModel):
 
 
 class RolesRequest(BaseModel):
-    """A worker, and the roles that it is to have."""
+    """A worker, and its requested roles."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -182,9 +184,11 @@ class RolesRequest(BaseModel):
 
 
 class LoadEntry(BaseModel):
-    """A request of the last ten minutes, as planned. age_s: since it came. max_tokens: of its answers.
+    """A request of the last ten minutes, as planned.
 
-    expected_tokens: of its answers, where max_tokens is what the context has room for; else the same.
+    age_s: since its arrival
+    max_tokens: of its answers
+    expected_tokens: of its answers, if max_tokens is only limited by the context; else the same
     """
 
     age_s: float
@@ -195,6 +199,6 @@ class LoadEntry(BaseModel):
 
 
 class LoadReport(BaseModel):
-    """What was asked for in the last ten minutes, oldest first."""
+    """The requests of the last ten minutes, oldest first."""
 
     requests: list[LoadEntry]

@@ -1,4 +1,4 @@
-"""What a chat request asks for, counted in its JSON before anything is done for it."""
+"""Computes what a chat request asks for, from its JSON, before any work is done for it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ def budget_of(
     num_bytes: int = 0,
     context_tokens: int | None = None,
 ) -> RequestBudget:
-    """The amounts of a request. messages, references: its conversation. num_bytes: of its body.
+    """Returns the amounts of a request.
 
-    context_tokens: of the model, beyond which no answer is longer.
+    messages, references: its conversation
+    num_bytes: of its body
+    context_tokens: of the model, the limit of any answer
     """
     stops = [chat.stop] if isinstance(chat.stop, str) else chat.stop or []
     return RequestBudget(
@@ -44,7 +46,7 @@ def _num_bytes(message: ChatMessage) -> int:
 
 
 def _num_frames(chat: ChatRequest) -> int:
-    """Asked for by number, of each video."""
+    """Returns the number of frames requested per video; 0 if not given."""
     given = (chat.epd, chat.mm_processor_kwargs)
     return max((options.num_frames or 0 for options in given if options), default=0)
 

@@ -1,7 +1,7 @@
-"""Fields of other servers that a chat request may bring and that nobody here does: harmless, or refused.
+"""Lists fields of other servers that are not implemented here, as either harmless or refused.
 
-No field is ignored silently. One that would change the answer is refused by its name, unless it has a value
-that asks for nothing, which clients send as their default. Unknown names are refused too: most are misspelt.
+No field is ignored silently. A field that would change the answer is refused by name, unless its value asks
+for nothing, as clients' defaults do. Unknown names are refused too: most are misspelt.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from epd.errors import RequestError
 
-# Taken, whatever they say: they change no answer here.
+# Accepted with any value: they do not change answers here.
 NO_EFFECT: Mapping[str, str] = {
     "include_reasoning": "reasoning is not separated from the answer",
     "metadata": "nothing is stored",
@@ -26,7 +26,7 @@ NO_EFFECT: Mapping[str, str] = {
     "user": "users are not distinguished",
 }
 
-# Refused, but for null and these values, which ask for nothing.
+# Refused, except for null and these values, which ask for nothing.
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
@@ -87,7 +87,7 @@ _MAX_SHOWN_CHARS = 60
 def check_other_fields(received: Mapping[str, Any], known: Collection[str]) -> None:
     """Checks the fields that are not in the model of a request. known: names of those that are.
 
-    Raises RequestError for the first that asks for something which is not done here, or is unknown.
+    Raises RequestError for the first that is unknown or asks for something not implemented here.
     """
     for name, value in received.items():
         if name in REFUSED:

@@ -1,4 +1,4 @@
-"""From the JSON of a request to the nouns of the pipeline, refusing what cannot be done."""
+"""Converts the JSON of a request to the types of the pipeline, refusing what is not supported."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _SAME_NAME = (
 _MAX_SHOWN_ERRORS = 3
 _MAX_SHOWN_NAME = 60  # characters of a field that a client may have made up
 _MAX_SHOWN_MESSAGE = 200  # of a message that may quote it
-# More are not even listed: a request may be wrong in as many places as it has values.
+# Errors beyond this number are not listed: a request may have an error in each of its values.
 _MAX_LISTED_ERRORS = 1000
 
 
@@ -54,7 +54,7 @@ def describe(error: ValidationError) -> RequestError:
     if error.error_count() > _MAX_LISTED_ERRORS:
         return RequestError(f"invalid request body: {error.error_count()} errors; send a shorter one")
     errors = error.errors(include_url=False, include_context=False, include_input=False)
-    deep = [one for one in errors if one["loc"][-1:] != ("str",)]  # a list of parts is no text either
+    deep = [one for one in errors if one["loc"][-1:] != ("str",)]  # a list of parts is also not a text
     shown = [f"{_place(one['loc'])}: {_wrong(one)}" for one in deep or errors]
     more = f" and {len(shown) - _MAX_SHOWN_ERRORS} more" if len(shown) > _MAX_SHOWN_ERRORS else ""
     return RequestError(f"invalid request body: {'; '.join(shown[:_MAX_SHOWN_ERRORS])}{more}")
@@ -66,7 +66,7 @@ def _wrong(error: ErrorDetails) -> str:
 
 
 def _place(location: tuple[int | str, ...]) -> str:
-    """As in messages[0].content[1].text: without the names of a union's members, which follow an index."""
+    """Formats as in messages[0].content[1].text: without names of union members, which follow an index."""
     shown = ""
     for before, one in pairwise(("", *location)):
         is_member = isinstance(one, str) and (isinstance(before, int) or one == "str" or "[" in one)
@@ -76,7 +76,7 @@ def _place(location: tuple[int | str, ...]) -> str:
 
 
 def check_supported(chat: ChatRequest) -> None:
-    """Raises RequestError for what OpenAI's interface has and this server has not."""
+    """Raises RequestError for features of OpenAI's interface that this server lacks."""
     check_other_fields(chat.model_extra or {}, ChatRequest.model_fields)
     if chat.response_format and chat.response_format.type != "text":
         raise RequestError(
@@ -94,7 +94,7 @@ def check_supported(chat: ChatRequest) -> None:
 
 
 def model_card(chat: ChatRequest, models: Sequence[ModelCard]) -> ModelCard:
-    """The model asked for, or the default. Raises ModelNotFoundError."""
+    """Returns the requested model, or the default. Raises ModelNotFoundError."""
     if chat.model is None:
         return models[0]
     cards = {card.name: card for card in models}
@@ -105,7 +105,7 @@ def model_card(chat: ChatRequest, models: Sequence[ModelCard]) -> ModelCard:
 
 
 def sampling_params(chat: ChatRequest, defaults: SamplingParams) -> SamplingParams:
-    """Raises RequestError as SamplingParams does."""
+    """Returns the sampling options of a request. Raises RequestError as SamplingParams does."""
     said: dict[str, Any] = {name: getattr(chat, name) for name in _SAME_NAME}
     said["max_tokens"] = chat.max_completion_tokens or chat.max_tokens
     said["stop_token_ids"] = None if chat.stop_token_ids is None else tuple(chat.stop_token_ids)
@@ -117,9 +117,9 @@ def sampling_params(chat: ChatRequest, defaults: SamplingParams) -> SamplingPara
 
 
 def video_sampling(chat: ChatRequest) -> FrameSampling:
-    """Which frames of each video.
+    """Returns which frames of each video are used.
 
-    Raises RequestError where two places, or a rate and a number, disagree, and for an empty part of a video.
+    Raises RequestError if two places, or a rate and a number, disagree, and for an empty part of a video.
     """
     given = [options for options in (chat.epd, chat.mm_processor_kwargs) if options]
     rates = {options.fps for options in given} - {None}
@@ -138,7 +138,7 @@ def video_sampling(chat: ChatRequest) -> FrameSampling:
 
 
 def reduction_policy(chat: ChatRequest, default: ReductionPolicy) -> ReductionPolicy:
-    """Which visual tokens are kept. Raises RequestError as ReductionPolicy does."""
+    """Returns which visual tokens are kept. Raises RequestError as ReductionPolicy does."""
     ours = chat.epd or EpdOptions()
     return ReductionPolicy(
         method=default.method if ours.reduction is None else ours.reduction,

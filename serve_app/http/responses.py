@@ -1,4 +1,4 @@
-"""From the items of an answer to OpenAI's JSON: one completion, or the chunks of a stream."""
+"""Converts the items of an answer to OpenAI's JSON: one completion, or the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _logprob(token: TokenLogprob) -> ContentLogprob:
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity: a token that could not be drawn has the least that clients expect."""
+    """Clips a log probability, as JSON has no infinity: an impossible token gets the least clients expect."""
     return max(logprob, MIN_LOGPROB)
 
 
@@ -71,7 +71,7 @@ class CompletionBuilder:
             self._end = item
 
     def build(self) -> ChatCompletion:
-        """Raises EPDError when the answer stopped without its end."""
+        """Returns the completion. Raises EPDError if the answer stopped without its end."""
         end = checked_end(self._end)
         return ChatCompletion(
             id=self._record.request_id,
@@ -92,9 +92,9 @@ class CompletionBuilder:
 
 
 class ChunkBuilder:
-    """Turns items into chunks. The last chunk with a choice waits for the answer's end and tells its report.
+    """Turns items into chunks. The last chunk with a choice waits for the answer's end and has its report.
 
-    So no chunk without a choice is sent but those that were asked for: usage, and the events of stages.
+    So the only chunks without a choice are those that were requested: usage, and the events of stages.
     """
 
     def __init__(self, record: RequestRecord, *, includes_usage: bool, has_logprobs: bool) -> None:
@@ -114,7 +114,7 @@ class ChunkBuilder:
             self._end = item
 
     def last_chunks(self) -> Iterator[ChatChunk]:
-        """Raises EPDError when the answer stopped without its end."""
+        """Yields the last chunks. Raises EPDError if the answer stopped without its end."""
         end = checked_end(self._end)
         report = epd_report(self._record, end)
         if self._held:
@@ -163,7 +163,7 @@ def checked_end(end: AnswerEnd | None) -> AnswerEnd:
 
 
 def event(chunk: ChatChunk | ErrorReply) -> bytes:
-    """A chunk or an error as a server-sent event; without what was not set."""
+    """Formats a chunk or an error as a server-sent event, without unset fields."""
     return b"data: " + chunk.model_dump_json(exclude_unset=True).encode() + b"\n\n"
 
 

@@ -1,4 +1,4 @@
-"""One request from its JSON to the items of its answer: admission, media, service, and what is kept of it."""
+"""Takes a request from its JSON to the items of its answer: admission, media, service, and records."""
 
 from __future__ import annotations
 
@@ -44,18 +44,23 @@ _RETRY_AFTER_S = 1.0
 class ApiSettings:
     """Limits and policy of the HTTP server.
 
-    api_key: None lets everybody in. admin_api_key: lets change roles and come before others; None for nobody.
-    fetch: where media may come from, and how large one may be.
-    max_body_bytes: of one body. bodies: of all that are being read.
-    max_spooled_bytes: of the media of all requests. spool_folder: None is the system's temporary folder.
-    max_requests: being answered at once. limits: of what one may ask for. num_downloads: at once.
-    max_fetch_s: until all media of a request are there.
-    default_params, default_reduction: where a request says nothing. default_deadline_s: of the first token,
-    from arrival.
-    keep_alive_s: of silence in a stream, then a comment is sent.
-    allowed_hosts: names that clients may call the server by, see `HostCheck`.
-    trace_dir: a Chrome trace of each request is written there, the latest `max_traces` are kept.
-    otlp_endpoint: base URL of a collector that gets OpenTelemetry traces.
+    api_key: None allows every client
+    admin_api_key: required to change roles and to come before others; None allows no client
+    fetch: allowed origins of media, and the maximum size of one
+    max_body_bytes: of one body
+    bodies: limits of all bodies being read
+    max_spooled_bytes: of the media of all requests
+    spool_folder: None is the system's temporary folder
+    max_requests: requests answered at once
+    limits: of what one request may ask for
+    num_downloads: downloads at once
+    max_fetch_s: until all media of a request are fetched
+    default_params, default_reduction: for requests without their own
+    default_deadline_s: of the first token, from arrival
+    keep_alive_s: seconds of silence in a stream before a comment is sent
+    allowed_hosts: names that clients may use for the server, see `HostCheck`
+    trace_dir: folder for a Chrome trace of each request, of which the latest `max_traces` are kept
+    otlp_endpoint: base URL of a collector that gets OpenTelemetry traces
     """
 
     api_key: str | None = field(default=None, repr=False)
@@ -99,12 +104,12 @@ class ParsedRequest:
 
 
 class ServerState:
-    """What all routes share."""
+    """Holds the state that all routes share."""
 
     def __init__(
         self, service: AnswerService, settings: ApiSettings, reader: MediaReader | None = None
     ) -> None:
-        """reader: of media; by default this process."""
+        """Starts serving. reader: reads media; by default this process."""
         self.service = service
         self.settings = settings
         self.metrics = ServerMetrics()
@@ -145,7 +150,7 @@ class ServerState:
         try:
             chat = ChatRequest.model_validate_json(body)
         except ValidationError as error:
-            raise describe(error) from None  # what pydantic says holds the input, which logs must not
+            raise describe(error) from None  # pydantic's message contains the input, which must not be logged
         check_supported(chat)
         if chat.priority is not None and chat.priority < 0:
             check_admin(request, f"a priority of {chat.priority}", "0 and above")
@@ -164,7 +169,7 @@ class ServerState:
         return parsed
 
     async def items(self, parsed: ParsedRequest, record: RequestRecord) -> AsyncGenerator[AnswerItem, None]:
-        """Yields the answer. When this ends or is closed, nothing of the request is left. Raises EPDError."""
+        """Yields the answer; ending or closing it frees all resources of the request. Raises EPDError."""
         options = self._options(parsed.chat)
         shows_spans = record.is_stream and options.ours.events
         request = partial(self._request, record, parsed.messages, options)
@@ -180,7 +185,7 @@ class ServerState:
                             yield item
 
     def _options(self, chat: ChatRequest) -> _Options:
-        """Raises RequestError for options that make no sense."""
+        """Returns the options of a request. Raises RequestError for inconsistent ones."""
         return _Options(
             chat.priority or 0,
             sampling_params(chat, self.settings.default_params),
@@ -231,7 +236,7 @@ class ServerState:
             self.metrics.in_flight.set(self.num_requests)
 
     def finish(self, record: RequestRecord) -> None:
-        """Called once for every HTTP request, however it ended."""
+        """Records a finished HTTP request. Called once for each, however it ended."""
         self.bodies.release(record)
         if record.is_answer:
             self.metrics.observe(record)

@@ -1,8 +1,8 @@
-"""Limits of connections to the HTTP proxy: headers by size and time, bodies by size and rate, their number.
+"""Limits connections to the HTTP proxy: headers by size and time, bodies by size and rate, and their number.
 
-Uvicorn, which Serve's proxy uses, bounds none of these. `install` is called in the proxy's process: Serve
-imports what RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names, which must be set where Ray is started.
-`epd serve` does that; `BodyReader` holds where it is not set.
+Uvicorn, which Serve's proxy uses, limits none of these. `install` is called in the proxy's process: Serve
+imports it from RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, which must be set when Ray is started.
+`epd serve` does that; `BodyReader` applies even if it is not set.
 
     connected, or answered --first byte--> headers --> body --> answer
     '---- waiting: closed when sockets run out ----'
@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-# Of the files that the process may open, for what is not a client's connection.
+# Open files reserved for purposes other than client connections.
 _SPARE_FILES = 256
 _TOO_LARGE = b"431 Request Header Fields Too Large"
 _TOO_SLOW = b"408 Request Timeout"
@@ -27,13 +27,13 @@ _TOO_MANY = b"503 Service Unavailable"
 
 @dataclass(frozen=True, slots=True)
 class SocketLimits:
-    """What one connection, and all together, may take.
+    """Limits of one connection, and of all together.
 
-    max_header_bytes: of the request line and the headers, give or take what is read from a socket at once.
-    header_s: for the headers, from the connection or the first byte after an answer.
-    max_body_bytes: of one body; a little more than the application takes, which refuses in words.
-    body_s, min_bytes_per_s: a body has `body_s`, and a second more for each `min_bytes_per_s` received.
-    max_connections: at most as many as the process may have open files.
+    max_header_bytes: of the request line and the headers, give or take one read from the socket
+    header_s: for the headers, from the connection or the first byte after an answer
+    max_body_bytes: of one body; slightly above the application's limit, which gives a clear message
+    body_s, min_bytes_per_s: a body has `body_s`, plus a second for each `min_bytes_per_s` received
+    max_connections: at most as many as the process may have open files
     """
 
     max_header_bytes: int = 64 << 10
@@ -50,7 +50,7 @@ class SocketLimits:
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """A connection that is closed as soon as it is larger or slower than the limits."""
+    """Closes a connection as soon as it is larger or slower than the limits."""
 
     limits: ClassVar[SocketLimits] = SocketLimits()
     _waiting: ClassVar[dict[GuardedProtocol, None]] = {}  # for a request; the oldest first
@@ -141,7 +141,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _check_rate(self, start_s: float, grace_s: float) -> None:
-        """Refuses what is late, unless more of a body came meanwhile, or it is not the client that waits."""
+        """Refuses a late request, unless more of its body has arrived or the client is not to blame."""
         now_s = self.loop.time()
         end_s = start_s + grace_s + self._num_body_bytes / self.limits.min_bytes_per_s
         if self.flow.read_paused:
@@ -153,7 +153,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(_TOO_SLOW)
 
     def _refuse(self, status: bytes) -> None:
-        """Closes the connection, with a status where no answer has begun and something was asked."""
+        """Closes the connection, with a status unless an answer has begun."""
         cycle = self.cycle
         has_begun = cycle is not None and cycle.response_started and not cycle.response_complete
         if not has_begun and not self.transport.is_closing():
@@ -163,6 +163,6 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 def install() -> list[Any]:
-    """Has uvicorn use guarded connections in this process. Returns no middlewares, as Serve wants a list."""
+    """Makes uvicorn use guarded connections in this process. Returns no middlewares, as a list for Serve."""
     HTTP_PROTOCOLS["auto"] = "serve_app.http.socket_guard:GuardedProtocol"
     return []

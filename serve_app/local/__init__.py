@@ -1,1 +1,1 @@
-"""The application in one process, without Ray: workers as threads."""
+"""Runs the application in one process, without Ray: workers as threads."""

@@ -1,4 +1,4 @@
-"""Answers `epd batch` in this process, without Ray. Bodies of lines pass the HTTP app's own checks."""
+"""Answers `epd batch` in this process, without Ray. Bodies of lines pass the checks of the HTTP app."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """error: what ended the work before its time."""
+    """Marks the end of the work. error: the error that ended it early."""
 
     error: BaseException | None
 
 
 class LocalBackend:
-    """A `Backend` over a pipeline of this process."""
+    """Implements `Backend` with a pipeline of this process."""
 
     def __init__(self, pipeline: BatchPipeline, card: ModelCard) -> None:
         self._pipeline = pipeline
@@ -95,7 +95,7 @@ class LocalBackend:
 
 
 class _Work:
-    """One batch: jobs for the pipeline, and a sink for what becomes of them."""
+    """Runs one batch: makes jobs for the pipeline, and is a sink for their outcomes."""
 
     def __init__(
         self, pipeline: BatchPipeline, card: ModelCard, folder: Path, tasks: Iterator[MediaTask]
@@ -130,7 +130,7 @@ class _Work:
                 yield job
 
     def _job(self, task: MediaTask) -> MediaJob | None:
-        """None when none of the lines can be asked, or their media are nowhere."""
+        """Makes the job of a task; None if no line is valid, or the media cannot be found."""
         asked = next((asked for line in task.lines if (asked := self._read(line)) is not None), None)
         if asked is None:
             return None
@@ -146,7 +146,7 @@ class _Work:
         return MediaJob(_name(task), sources, kinds, frame_sampling, requests, reduction)
 
     def _read(self, line: BatchLine) -> _Asked | None:
-        """A line's body, checked; None for one that is refused, which is told."""
+        """Checks a line's body; None for one that is refused, which is reported."""
         try:
             chat = ChatRequest.model_validate_json(json.dumps(line.body))
             check_supported(chat)
@@ -165,7 +165,7 @@ class _Work:
         return None
 
     def _file(self, task: MediaTask, number: int, reference: MediaReference) -> Path:
-        """The medium as a file; what is no file yet becomes one until its job is done."""
+        """Returns the medium as a file; one that is not a file is written to one until its job is done."""
         path = local_path(reference.url)
         if path is not None:
             return path
@@ -175,7 +175,7 @@ class _Work:
         return path
 
     def _requests(self, first: _Asked, lines: Iterator[BatchLine]) -> Iterator[TextRequest]:
-        """Taken by the thread of the language model."""
+        """Yields requests, to the thread of the language model."""
         for asked in chain([first], filter(None, map(self._read, lines))):
             key = asked.line.key
             self._asked[key] = asked
@@ -209,7 +209,7 @@ class _Work:
         self._put(_End(error))
 
     def _put(self, outcome: Outcome | _End) -> None:
-        """Waits when nobody takes what is there. Raises QueueClosed when nobody will."""
+        """Passes an outcome on, waiting while the queue is full. Raises QueueClosed if nothing reads it."""
         self._outcomes.put(outcome, 1)
 
 
@@ -218,5 +218,5 @@ def _name(task: MediaTask) -> str:
 
 
 def _seed(key: str) -> int:
-    """The same whenever the line is asked again."""
+    """Returns a seed that is the same whenever the line is repeated."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=_SEED_BYTES).digest()) >> 1

@@ -1,7 +1,7 @@
-"""A fleet of threads in this process: for `epd serve --local`, and for tests.
+"""Implements a fleet of threads in this process: for `epd serve --local`, and for tests.
 
-Each worker is a thread with its own stages and pools; what it shares with others are the connectors. Workers
-can be lost on purpose, with all they hold, and frozen.
+Each worker is a thread with its own stages and pools; it shares only the connectors with others. Workers can
+be killed on purpose, with all they hold, and frozen.
 """
 
 from __future__ import annotations
@@ -37,16 +37,19 @@ from video import MediaChildren
 
 logger = logging.getLogger(__name__)
 
-_FROZEN_S = 0.1  # between looks of a frozen worker whether it has ended
+_FROZEN_S = 0.1  # between a frozen worker's checks whether it has ended
 _JOIN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class LocalFleetConfig:
-    """workers: roles of each, by name. hang_s: a worker without a sign of life for so long is lost.
+    """Configures a fleet of threads.
 
-    restart_s: until a lost worker is started again. num_video_threads: frames being read at once.
-    children: that decode video; None for threads of this process.
+    workers: roles of each, by name
+    hang_s: a worker without a heartbeat for this time is lost
+    restart_s: until a lost worker is restarted
+    num_video_threads: groups of frames read at once
+    children: processes that decode video; None for threads of this process
     """
 
     workers: Mapping[str, frozenset[Stage]]
@@ -58,7 +61,7 @@ class LocalFleetConfig:
 
 @dataclass(slots=True)
 class Hubs:
-    """Of all workers: one for embeddings, one for keys and values."""
+    """Holds the hubs of all workers: one for embeddings, one for keys and values."""
 
     embeddings: InProcessHub = field(default_factory=InProcessHub)
     kv: InProcessHub = field(default_factory=InProcessHub)
@@ -70,7 +73,7 @@ class Hubs:
 
 @dataclass(slots=True)
 class LocalTransport:
-    """A worker's way into the hubs. wake: tells its thread that there is mail."""
+    """Connects a worker to the hubs. wake: notifies its thread of new messages."""
 
     hubs: Hubs = field(default_factory=Hubs)
     wake: Callable[[], None] | None = None
@@ -91,7 +94,7 @@ class LocalTransport:
 
 
 class _LocalWorker(WorkerThread):
-    """One incarnation of a worker. calls: replies that are waited for. is_frozen: it hangs."""
+    """Runs one incarnation of a worker. calls: awaited replies. is_frozen: whether it hangs."""
 
     def __init__(self, info: WorkerInfo, settings: WorkerSettings, hubs: Hubs, listener: Listener) -> None:
         transport = LocalTransport(hubs)
@@ -108,7 +111,7 @@ class _LocalWorker(WorkerThread):
 
 
 class LocalFleet:
-    """Threads as workers. A worker with the role "video" has no other; frames are arrays of this process."""
+    """Runs workers as threads. A "video" worker has no other role; frames are arrays of this process."""
 
     def __init__(self, config: LocalFleetConfig, settings: WorkerSettings) -> None:
         self._config = config
@@ -129,7 +132,7 @@ class LocalFleet:
         return self._infos
 
     def core(self, name: str) -> WorkerCore:
-        """The stages of a worker, for tests: look at them only while nothing runs."""
+        """Returns the stages of a worker, for tests: to be inspected only while nothing runs."""
         core = self._threads[name].core
         assert core is not None
         return core
@@ -206,7 +209,7 @@ class LocalFleet:
             raise WorkerLostError(f"worker '{target}' was lost meanwhile; send to another worker") from error
         except EPDError:
             raise
-        except Exception as error:  # as of a thread: it costs its sender alone
+        except Exception as error:  # as in a thread: it fails its sender alone
             logger.exception("worker %s failed on a message", target)
             raise fault_of(target, message, error) from error
 
@@ -218,18 +221,18 @@ class LocalFleet:
             yield event
 
     def _take(self, report: WorkerReport) -> None:
-        """What a thread reports; nothing of one that is gone counts."""
+        """Takes the report of a thread, and ignores those of lost workers."""
         if self._infos[report.worker].is_alive:
             self._events.put_nowait(report)
 
     # Loss
 
     def kill(self, name: str) -> None:
-        """The worker is lost with all it holds, and started again after `restart_s`."""
+        """Kills the worker with all it holds; it is restarted after `restart_s`."""
         self._lose(name, "it was killed")
 
     def freeze(self, name: str) -> None:
-        """The worker does nothing any more, and says nothing, until it is found to hang."""
+        """Freezes the worker: it does and reports nothing until it is found to hang."""
         self._threads[name].is_frozen = True
 
     def _lose(self, name: str, reason: str) -> None:

@@ -27,17 +27,17 @@ __all__ = ["log_requests", "served_locally"]
 
 logger = logging.getLogger(__name__)
 
-# A thread shows that it is alive by its steps alone, and one step of a large model takes long.
+# The steps of a thread are its only heartbeat, and one step of a large model can take long.
 _MAX_STEP_S = 120.0
-_CLOSE_S, _ABORT_S = 30.0, 5.0  # for the workers to end: after the requests, or in their middle
+_CLOSE_S, _ABORT_S = 30.0, 5.0  # for the workers to end: after the requests, or during them
 
 
 @contextmanager
 def served_locally(args: AppArgs, address: HttpAddress) -> Iterator[None]:
-    """Answers requests while open; at the end, requests in flight have `drain_s` to finish.
+    """Answers requests while open; at the end, requests in flight have `drain_s` to complete.
 
     An exception in the block, or a KeyboardInterrupt while draining, stops at once.
-    Raises EPDError for what cannot be served.
+    Raises EPDError for arguments that cannot be served.
     """
     args = args.resolved()
     torch.set_num_threads(args.threads_per_worker)
@@ -56,7 +56,7 @@ def served_locally(args: AppArgs, address: HttpAddress) -> Iterator[None]:
 
 
 def _run(args: AppArgs, listener: socket.socket, started: Future[_Server]) -> None:
-    """The thread of the application. started: gets the server, or what kept it from starting."""
+    """Runs the application's thread. started: gets the server, or the error that prevented its start."""
     try:
         asyncio.run(_serve(args, listener, started))
     except asyncio.CancelledError:
@@ -81,7 +81,7 @@ async def _serve(args: AppArgs, listener: socket.socket, started: Future[_Server
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn in the thread of an event loop. started: gets the server when it listens."""
+    """Runs uvicorn in the thread of an event loop. started: gets the server when it listens."""
 
     def __init__(self, app: FastAPI, drain_s: float, started: Future[_Server]) -> None:
         super().__init__(
@@ -103,7 +103,7 @@ class _Server(uvicorn.Server):
         self._started.set_result(self)
 
     def abort(self) -> None:
-        """Ends without waiting for requests. For another thread."""
+        """Ends the server without waiting for requests. For other threads."""
         assert self._task is not None
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._task.cancel)

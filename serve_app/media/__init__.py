@@ -1,1 +1,1 @@
-"""Media of requests: fetched or decoded from the body, and kept as files within limits."""
+"""Fetches media of requests, or decodes them from the body, and keeps them as files within limits."""

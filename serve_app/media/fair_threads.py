@@ -1,4 +1,4 @@
-"""Threads for blocking work that requests share fairly, and work that is cancelled when its request ends."""
+"""Runs blocking work in threads that requests share fairly; it is cancelled when its request ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Turn:
 
 
 class FairThreads:
-    """Used from one event loop. Each owner has at most `max_per_owner` of the threads."""
+    """Runs work of each owner in at most `max_per_owner` threads. Used from one event loop."""
 
     def __init__(self, name: str, num_threads: int, max_per_owner: int) -> None:
         self._share: FairShare[object, _Turn] = FairShare(num_threads, max_per_owner)
@@ -33,7 +33,7 @@ class FairThreads:
         """Runs `work` in a thread once it is the owner's turn. Returns its result, or raises what it raises.
 
         cancel: makes the work end early, from another thread; called if the caller is cancelled. The thread
-        counts as taken until the work has ended all the same.
+        still counts as busy until the work has ended.
         """
         await self._turn(owner)
         done = asyncio.wrap_future(self._threads.submit(work))
@@ -61,7 +61,7 @@ class FairThreads:
 
     def _ended(self, owner: object, done: asyncio.Future[ResultT]) -> None:
         if not done.cancelled():
-            done.exception()  # of work whose caller has left, which nobody else looks at
+            done.exception()  # of work whose caller was cancelled, which is not read otherwise
         self._release(owner)
 
     def _release(self, owner: object) -> None:
@@ -78,7 +78,7 @@ class FairThreads:
 
     @property
     def num_busy(self) -> int:
-        """Threads that are taken."""
+        """Returns the number of busy threads."""
         return self._share.num_held
 
     def close(self) -> None:

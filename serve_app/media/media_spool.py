@@ -1,8 +1,8 @@
-"""Media of requests as local files: fetched within limits, hashed, and deleted when their request ends.
+"""Makes media of requests local files: fetched within limits, hashed, and deleted when the request ends.
 
-    file:       in threads of its own, read where it lies         \
-    data:       in threads of its own, decoded into the spool      |  each request has a share of each kind
-    http(s):    in threads of its own, downloaded into the spool  /
+    file:       in separate threads, read in place               \
+    data:       in separate threads, decoded into the spool       |  each request has a share of each kind
+    http(s):    in separate threads, downloaded into the spool   /
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from serve_app.service import MediaSource
 from video import FetchPolicy, FileIdentity
 
 SCHEMES = ("http", "https", "data", "file")
-# Hashes of files that clients name by path are remembered for as many files.
+# Number of files named by path whose hashes are remembered.
 _MAX_KNOWN_FILES = 4096
-# What was seen of media, by content: a second question about one opens nothing.
+# Number of media whose facts are remembered, by content: a second question about one opens no file.
 _MAX_KNOWN_FACTS = 4096
-# Of the spool, that one request may fill; it may always have one medium as large as allowed.
+# Share of the spool that one request may fill; one medium of the maximum size is always allowed.
 _REQUEST_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class MediaReference:
-    """A medium as a request names it. label: how to call it in answers, which never show our paths."""
+    """A medium as a request names it. label: its name in responses, which never show local paths."""
 
     kind: MediaKind
     url: str
@@ -46,10 +46,13 @@ class MediaReference:
 
 @dataclass(frozen=True, slots=True)
 class SpoolLimits:
-    """max_spooled_bytes: of the media of all requests. max_s: until all media of a request are there.
+    """Limits of a spool.
 
-    num_downloads: at once, of all requests. max_downloads: of these, for one request.
-    num_threads: for local files, and as many for data: URLs; a request has half of each.
+    max_spooled_bytes: of the media of all requests
+    max_s: until all media of a request are fetched
+    num_downloads: at once, of all requests
+    max_downloads: of these, for one request
+    num_threads: for local files, and as many for data: URLs; a request has half of each
     """
 
     max_spooled_bytes: int = 8 << 30
@@ -60,7 +63,7 @@ class SpoolLimits:
 
 
 class KnownFiles:
-    """Hashes of local files, by what changes when they do: a second question about a file reads nothing."""
+    """Remembers hashes of local files by their identity: a second question about a file reads nothing."""
 
     def __init__(self) -> None:
         self._hashes: Recent[FileIdentity, str] = Recent(_MAX_KNOWN_FILES)
@@ -72,7 +75,7 @@ class KnownFiles:
 
 
 class MediaSpool:
-    """A folder of its own below `parent`, where each request has one for as long as it lasts."""
+    """Manages a new folder below `parent`, with a subfolder for each request until it ends."""
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ class MediaSpool:
         limits: SpoolLimits | None = None,
         reader: video.MediaReader | None = None,
     ) -> None:
-        """reader: of media; by default this process."""
+        """Makes the folder. reader: reads media; by default this process."""
         self._policy = policy
         self._reader = reader or video.OwnReader()
         self._limits = limits or SpoolLimits()
@@ -101,20 +104,20 @@ class MediaSpool:
 
     @property
     def num_downloads(self) -> int:
-        """Under way, those that are being cancelled too."""
+        """Returns the number of downloads in progress, including those being cancelled."""
         return self._remote.num_busy
 
     def close(self) -> None:
-        """Deletes everything; requests must have ended."""
+        """Deletes all files; requests must have ended."""
         for threads in (self._local, self._data, self._remote):
             threads.close()
         self._held.remove()
 
     @asynccontextmanager
     async def sources(self, references: Sequence[MediaReference]) -> AsyncIterator[tuple[MediaSource, ...]]:
-        """The media of one request as files, in order, until the block is left.
+        """Yields the media of one request as files, in order, until the block is left.
 
-        Raises MediaError, RequestError for a URL of no known kind, OverloadedError when the spool is full,
+        Raises MediaError, RequestError for a URL of an unknown kind, OverloadedError when the spool is full,
         StorageFullError when the disk is.
         """
         most = max(self._policy.max_bytes, self._limits.max_spooled_bytes // _REQUEST_SHARE)
@@ -127,7 +130,7 @@ class MediaSpool:
             folder.close()
 
     async def _all(self, work: list[Coroutine[None, None, MediaSource]]) -> tuple[MediaSource, ...]:
-        """The results in order. The first error, or the end of the request, ends the others."""
+        """Returns the results in order. The first error, or the end of the request, cancels the others."""
         tasks = [asyncio.ensure_future(one) for one in work]
         work.clear()
         try:
@@ -144,7 +147,7 @@ class MediaSpool:
 
     async def _source(self, reference: MediaReference, folder: RequestFolder) -> MediaSource:
         scheme = _scheme(reference.url)
-        if scheme == "file":  # used where it lies, so that nothing of it is copied
+        if scheme == "file":  # used in place, without a copy
             return await self._local.run(folder, partial(self._from_file, reference))
         if scheme == "data":
             return await self._data.run(folder, partial(self._from_data, reference, folder))

@@ -1,4 +1,4 @@
-"""Files of one request's media: written piece by piece within budgets, and deleted together."""
+"""Manages the files of one request's media: written in pieces within budgets, and deleted together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class ByteBudget:
-    """How many bytes all requests together may hold. For any thread."""
+    """Limits the bytes that all requests together may hold. Thread-safe."""
 
     def __init__(self, max_bytes: int, what: str) -> None:
         self._free = self._max = max_bytes
@@ -27,7 +27,7 @@ class ByteBudget:
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> None:
-        """Raises OverloadedError when that many are not free."""
+        """Takes bytes from the budget. Raises OverloadedError if too few are free."""
         with self._lock:
             if num_bytes > self._free:
                 raise OverloadedError(
@@ -60,21 +60,21 @@ def told_when_full() -> Iterator[None]:
 
 
 class RequestFolder:
-    """The spooled media of one request. Threads that are late find it closed and leave nothing behind."""
+    """Holds the spooled media of one request. Late threads find it closed and leave nothing behind."""
 
     def __init__(self, parent: Path, budget: ByteBudget, max_bytes: int) -> None:
-        """max_bytes: of this request alone. Raises StorageFullError."""
+        """Starts without files. max_bytes: of this request alone. Raises StorageFullError."""
         self._budget = budget
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._num_bytes = 0
         self._num_files = 0
         self._is_open = True
-        self._path: Path | None = None  # made with the first file: most requests have none
+        self._path: Path | None = None  # created with the first file: most requests have none
         self._parent = parent
 
     def new_file(self) -> SpooledFile:
-        """An empty file. Raises StorageFullError, CancelledError once the request has ended."""
+        """Creates an empty file. Raises StorageFullError, CancelledError once the request has ended."""
         with self._lock, told_when_full():
             self._check_open()
             if self._path is None:
@@ -83,7 +83,7 @@ class RequestFolder:
             return SpooledFile(self, self._path / f"{self._num_files}")
 
     def take(self, num_bytes: int) -> None:
-        """Sets bytes aside. Raises OverloadedError for a full spool, MediaLimitError, CancelledError."""
+        """Reserves bytes. Raises OverloadedError for a full spool, MediaLimitError, CancelledError."""
         with self._lock:
             self._check_open()
             if self._num_bytes + num_bytes > self._max_bytes:
@@ -108,21 +108,21 @@ class RequestFolder:
 
 
 class SpooledFile:
-    """A `video.Sink` into a file. Bytes are set aside before they are written, all at once if announced."""
+    """Writes to a file as a `video.Sink`. Reserves bytes before writing, all at once if announced."""
 
     def __init__(self, folder: RequestFolder, path: Path) -> None:
         self.path = path
         self._folder = folder
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self._num_free = 0  # set aside and not written yet
+        self._num_free = 0  # reserved and not written yet
 
     def expect(self, num_bytes: int) -> None:
-        """Raises OverloadedError, MediaLimitError."""
+        """Reserves the announced bytes. Raises OverloadedError, MediaLimitError."""
         self._folder.take(num_bytes)
         self._num_free += num_bytes
 
     def write(self, chunk: bytes) -> None:
-        """Raises OverloadedError, MediaLimitError, StorageFullError."""
+        """Writes a chunk. Raises OverloadedError, MediaLimitError, StorageFullError."""
         missing = len(chunk) - self._num_free
         if missing > 0:
             self.expect(missing)

@@ -1,1 +1,1 @@
-"""Metrics, traces and one line for each request."""
+"""Records metrics, traces and one log line for each request."""

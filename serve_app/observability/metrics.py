@@ -1,4 +1,4 @@
-"""Prometheus metrics: of finished requests, measured by the HTTP server, and of the workers behind it."""
+"""Exports Prometheus metrics: of finished requests, measured by the HTTP server, and of the workers."""
 
 from __future__ import annotations
 
@@ -91,12 +91,12 @@ class ServerMetrics:
         Gauge(f"epd_{name}", text, registry=self._registry).set_function(value)
 
     def render(self, status: ServiceStatus) -> bytes:
-        """The text that Prometheus scrapes."""
+        """Returns the text that Prometheus scrapes."""
         self._workers.status = status
         return generate_latest(self._registry)
 
 
-# Counted by workers and the orchestrator, see `ServiceStatus.counters`; others are shown as well.
+# Counted by workers and the orchestrator, see `ServiceStatus.counters`; other counters are exported too.
 SERVICE_COUNTERS = {
     "computed_tokens": "Tokens computed by the language model.",
     "encode_batches": "Encoder forward passes.",
@@ -118,7 +118,7 @@ SERVICE_COUNTERS = {
 
 
 class _Workers(Collector):
-    """The last status of the service as metrics. own_counters: names that other metrics have."""
+    """Exports the last status of the service as metrics. own_counters: names that other metrics use."""
 
     def __init__(self, own_counters: frozenset[str]) -> None:
         self._own_counters = own_counters
@@ -171,7 +171,7 @@ class _Workers(Collector):
 
 
 def _retention_metrics(retention: RetentionStatus | None) -> Iterator[Metric]:
-    """Yields nothing where retention does not follow the load."""
+    """Yields metrics of retention, none if it does not follow the load."""
     if retention is not None:
         level = "Share of the visual tokens kept at the current load."
         yield GaugeMetricFamily("epd_retention_level", level, value=retention.level)
@@ -181,7 +181,7 @@ def _retention_metrics(retention: RetentionStatus | None) -> Iterator[Metric]:
 
 
 def _switch_metrics(status: ServiceStatus) -> Iterator[Metric]:
-    """Role changes by kind, and the time of their phases."""
+    """Yields metrics of role changes by kind, and of the time of their phases."""
     total = CounterMetricFamily(
         "epd_role_switch", "Role changes by kind, as in e->p.", labels=["kind", "outcome"]
     )

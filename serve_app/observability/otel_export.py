@@ -1,7 +1,7 @@
-"""Traces to an OpenTelemetry collector: a span for the request, one below it for each stage and group.
+"""Sends traces to an OpenTelemetry collector: a span per request, with a child per stage and group.
 
-The exporter, a package of its own, is imported only where an endpoint is configured. Attributes follow
-OpenTelemetry's semantic conventions for generative AI where these have names, ours begin with `epd.`.
+The exporter, a separate package, is imported only if an endpoint is configured. Attributes follow
+OpenTelemetry's semantic conventions for generative AI where these define names; others begin with `epd.`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 
 
 class OtelExport:
-    """Hands spans to an exporter in batches, in the background; OTEL_TRACES_SAMPLER picks requests."""
+    """Passes spans to an exporter in batches, in the background; OTEL_TRACES_SAMPLER selects requests."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         resource = Resource.create({"service.name": "epd"})
@@ -55,14 +55,14 @@ class OtelExport:
         root.end(_ns(trace.stop_s))
 
     def close(self) -> None:
-        """Sends what is left."""
+        """Sends the remaining spans."""
         self._provider.shutdown()
 
 
 def otlp_export(endpoint: str) -> OtelExport:
-    """To the OTLP/HTTP collector at a base URL, as in http://localhost:4318.
+    """Returns an export to the OTLP/HTTP collector at a base URL, as in http://localhost:4318.
 
-    Raises RequestError when the packages for it are not installed.
+    Raises RequestError if the required packages are not installed.
     """
     try:
         module = importlib.import_module(_EXPORTER)

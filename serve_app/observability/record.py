@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLIENT_GONE = 499
-# More spans of one request are not kept: a day of video has 20,000 groups.
+# The maximum number of spans kept per request: a day of video has 20,000 groups.
 MAX_SPANS = 100_000
 
 Attributes = dict[str, str | int | float | bool]
@@ -26,11 +26,11 @@ Attributes = dict[str, str | int | float | bool]
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """A number that an answer ends with, and every place that shows it.
+    """A number reported at the end of an answer, with all places that show it.
 
-    name: in the log line, if `is_logged`, and in the answer's `epd` object, if that has it.
-    metric, help: the counter epd_<metric>_total of all finished requests.
-    attribute: of the request's span; empty for none.
+    name: in the log line, if `is_logged`, and in the answer's `epd` object, if defined there
+    metric, help: the counter epd_<metric>_total of all finished requests
+    attribute: of the request's span; empty for none
     """
 
     name: str
@@ -96,10 +96,11 @@ AMOUNTS = (
 
 @dataclass(frozen=True, slots=True)
 class RequestTrace:
-    """A finished request for a trace. Times are Unix time in seconds.
+    """A finished request, for a trace. Times are Unix time in seconds.
 
-    traceparent: of W3C Trace Context, as the client sent it. error: as in `RequestRecord`.
-    attributes: under OpenTelemetry's names.
+    traceparent: of W3C Trace Context, as the client sent it
+    error: as in `RequestRecord`
+    attributes: under OpenTelemetry's names
     """
 
     request_id: str
@@ -114,10 +115,12 @@ class RequestTrace:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Times are seconds of `perf_counter`, but arrival_s, which is Unix time. status: of HTTP, None before.
+    """Collects one request. Times are seconds of `perf_counter`, except arrival_s, which is Unix time.
 
-    is_answer: whether a question is answered, and not a page or a status shown. held_bytes: of its body, as
-    taken from the budget of `BodyReader`. error: the class of what ended it, or what else did.
+    status: HTTP status, None before the response
+    is_answer: whether it is a chat request, and not one for a page or a status
+    held_bytes: bytes of its body, taken from the budget of `BodyReader`
+    error: the class of the error that ended it, or another reason
     """
 
     request_id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
@@ -154,19 +157,19 @@ class RequestRecord:
 
     @property
     def ttft_s(self) -> float | None:
-        """Seconds from arrival to the first piece of text, None before it."""
+        """Returns seconds from arrival to the first piece of text, None before it."""
         return None if self.first is None else self.first - self.start
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean seconds between tokens of a choice after its first, None where there is no second."""
+        """Returns mean seconds between tokens of a choice after its first, None without a second token."""
         if self.end is None or self.first is None or self.last is None:
             return None
         gaps = self.end.usage.completion_tokens - 1
         return (self.last - self.first) / gaps if gaps > 0 else None
 
     def trace(self) -> RequestTrace:
-        """Of a finished request: no prompt, no media, no URL, no key."""
+        """Returns the trace of a finished request: no prompt, no media, no URL, no key."""
         return RequestTrace(
             request_id=self.request_id,
             start_s=self.arrival_s,
@@ -194,7 +197,7 @@ class RequestRecord:
         return {name: value for name, value in known.items() if value is not None}
 
     def log(self) -> None:
-        """One line for a finished request: no prompt, no media, no URL, no key."""
+        """Logs one line for a finished request: no prompt, no media, no URL, no key."""
         fields: dict[str, object] = {
             "request_id": self.request_id,
             "status": self.status,
@@ -225,17 +228,17 @@ def _rounded(seconds: float | None) -> str | None:
 
 
 def _shown_seconds(timings: StageTimings) -> str | None:
-    """As in probe:0.010,encode:0.300: the stages that took time."""
+    """Formats the stages that took time, as in probe:0.010,encode:0.300."""
     parts = [f"{name}:{seconds:.3f}" for name, seconds in seconds_by_stage(timings).items() if seconds > 0]
     return ",".join(parts) or None
 
 
 def seconds_by_stage(timings: StageTimings) -> dict[str, float]:
-    """Without `total`, which is no stage."""
+    """Returns the seconds of each stage, without `total`, which is not a stage."""
     return {name.removesuffix("_s"): value for name, value in asdict(timings).items() if name != "total_s"}
 
 
 def server_timing(end: AnswerEnd) -> str:
-    """The value of the standard header Server-Timing: milliseconds of each stage that did something."""
+    """Returns the value of the Server-Timing header: milliseconds of each stage that took time."""
     stages = seconds_by_stage(end.timings).items()
     return ", ".join(f"{name};dur={seconds * 1000:.1f}" for name, seconds in stages if seconds > 0)

@@ -1,4 +1,4 @@
-"""Traces of finished requests, written by a thread of their own so that no answer waits for a disk."""
+"""Writes traces of finished requests in a separate thread, so that no answer waits for a disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_WAITING = 64
 
 
 class TraceSink(Protocol):
-    """Where traces go. Called from one thread."""
+    """Receives traces. Called from one thread."""
 
     def write(self, trace: RequestTrace) -> None: ...
 
@@ -27,7 +27,7 @@ class TraceSink(Protocol):
 
 
 class Tracing:
-    """Passes traces on to all sinks. num_dropped: traces that came faster than sinks took them, or failed."""
+    """Passes traces to all sinks. num_dropped: traces that failed or came faster than sinks took them."""
 
     def __init__(self, sinks: Sequence[TraceSink]) -> None:
         self._sinks = sinks
@@ -40,7 +40,7 @@ class Tracing:
         return bool(self._sinks)
 
     def add(self, trace: RequestTrace) -> None:
-        """Never waits."""
+        """Queues a trace without waiting."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
             self._thread.start()
@@ -50,7 +50,7 @@ class Tracing:
             self.num_dropped += 1
 
     def close(self) -> None:
-        """Writes what waits."""
+        """Writes the queued traces."""
         if self._thread is not None:
             self._waiting.put(None)
             self._thread.join()
@@ -65,13 +65,13 @@ class Tracing:
     def _write(self, sink: TraceSink, trace: RequestTrace) -> None:
         try:
             sink.write(trace)
-        except Exception:  # the edge of a thread: a trace that is lost ends nothing else
+        except Exception:  # the edge of a thread: a lost trace must not end anything else
             self.num_dropped += 1
             logger.warning("request_id=%s: its trace is lost", trace.request_id, exc_info=True)
 
 
 def tracing_of(folder: Path | None, max_files: int, otlp_endpoint: str | None) -> Tracing:
-    """Raises RequestError when the packages for an endpoint are not installed, or for a bad folder."""
+    """Creates the tracing. Raises RequestError if an endpoint's packages are missing, or for a bad folder."""
     sinks: list[TraceSink] = []
     if folder is not None:
         sinks.append(TraceFolder(folder, max_files))

@@ -1,1 +1,1 @@
-"""A request on its way through the stages: planning, placement, retries, roles."""
+"""Takes requests through the stages: planning, placement, retries, roles."""

@@ -15,28 +15,28 @@ from serve_app.orchestration.live_answer import LiveAnswer
 
 
 class Ending(StrEnum):
-    """How an attempt ends, if not by an error."""
+    """Lists how an attempt can end without an error."""
 
     COMPLETE = "complete"
     LOST = "lost"  # with a worker: the request is retried
-    TAKEN_BACK = "taken back"  # from a worker that changes its roles: it is given to others
+    TAKEN_BACK = "taken back"  # from a worker that changes its roles: others get it
 
 
 class Attempt:
-    """One attempt, known to the workers by its id.
+    """Represents one attempt, known to the workers by its id.
 
-    placement: its workers, and what it takes of them in the router's counts
+    placement: its workers, and what it uses of them in the router's counts
     is_placed: whether its workers have taken it
-    is_handed_over: whether decode goes on alone
+    is_handed_over: whether decode continues alone
     moving_to: another decode worker that its answer is being moved to, if any
     started_s: when its workers were asked, Unix time
     failures: how often each group was not encoded
     asking: messages about it that a worker has not answered
     lost_with: workers that were lost before they answered one, until that is counted
-    event_s: when anything came of it last, Unix time
+    event_s: when it last made progress, Unix time
     num_tokens: tokens that have come in this attempt
-    isolated_at: places at which nobody else may be put at risk by it
-    at_risk_until: tokens after which it is at risk no more; see `epd.control.loss_policy`
+    isolated_at: places at which it may put no other request at risk
+    at_risk_until: tokens after which it is no longer at risk; see `epd.control.loss_policy`
     """
 
     def __init__(self, number: int, answer: LiveAnswer, router: Router) -> None:
@@ -66,16 +66,16 @@ class Attempt:
 
     @property
     def workers(self) -> frozenset[str]:
-        """The workers that have it, as far as they were chosen; prefill lets go of it with the hand-over."""
+        """Returns the workers that have it, as far as chosen; prefill releases it at the hand-over."""
         return frozenset({self.decode_worker} | (set() if self.is_handed_over else {self.prefill_worker}))
 
     def is_at(self, worker: str) -> bool:
-        """Whether a worker has it, or is being asked to take it."""
+        """Returns whether a worker has it, or is being asked to take it."""
         return self.asking[worker] > 0 or (self.is_placed and worker in self.workers)
 
     @property
     def is_at_risk(self) -> bool:
-        """Whether it has not got beyond where it was lost before."""
+        """Returns whether it has not yet passed the point where it was lost before."""
         return self.num_tokens <= self.at_risk_until
 
     @property
@@ -84,7 +84,7 @@ class Attempt:
 
     @property
     def status(self) -> RequestStatus:
-        """Where the request is in its life, as far as this attempt goes."""
+        """Returns the status of the request, as far as this attempt goes."""
         if not self.has_ended:
             return self.answer.status if self.is_placed else RequestStatus.WAITING
         if self._ended.exception() is not None:
@@ -93,11 +93,11 @@ class Attempt:
         return self.answer.status if is_complete else RequestStatus.FINISHED_ABORTED
 
     async def wait(self) -> Ending:
-        """How it ended. Raises the error that ended it, if no other attempt could do better."""
+        """Returns how it ended. Raises the error that ended it, if a retry could not help."""
         return await self._ended
 
     def end(self, ending: Ending) -> None:
-        """The first ending counts."""
+        """Ends the attempt, unless it has already ended."""
         if not self._ended.done():
             self._ended.set_result(ending)
 
@@ -107,7 +107,7 @@ class Attempt:
             self._ended.exception()  # it may never be waited for
 
     def arrive(self, worker: str) -> None:
-        """A decode worker has all of it."""
+        """Notes that a decode worker has received all of it."""
         self.is_handed_over = True
         if worker == self.moving_to:
             self.moving_to = ""

@@ -50,7 +50,7 @@ class Elastic:
         config: ControllerConfig | None,
         clock: Callable[[], float],
     ) -> None:
-        """config: None for no switches. clock: Unix time, seconds."""
+        """Starts without an estimate. config: None for no switches. clock: Unix time, seconds."""
         self.estimator = LoadEstimator()
         self.controller = None if config is None else RoleController(config)
         self._fleet = fleet
@@ -63,7 +63,7 @@ class Elastic:
 
     @property
     def decisions(self) -> Sequence[Decision]:
-        """The last ones, oldest first."""
+        """Returns the last decisions, oldest first."""
         return () if self.controller is None else self.controller.decisions
 
     def start(self, loops: Loops) -> None:
@@ -75,18 +75,18 @@ class Elastic:
         await self._tasks.wait()
 
     def arrived(self, plan: AnswerPlan) -> None:
-        """A request was planned, and not refused."""
+        """Counts a request that was planned and not refused."""
         num_patches = sum(group.spec.num_patches for group in plan.groups)
         max_tokens = plan.sampling.n * (plan.sampling.max_tokens or 1)
         work = RequestWork(num_patches, len(plan.prompt), max_tokens, plan.expected_tokens)
         self.estimator.arrived(self._clock(), work)
 
     def finished(self) -> None:
-        """An answer has ended, completely or not."""
+        """Counts an answer that has ended, completely or not."""
         self.estimator.finished(self._clock())
 
     def samples(self) -> list[WorkerSample]:
-        """The workers that are alive, as the estimator wants them."""
+        """Returns the live workers in the estimator's form."""
         infos = self._fleet.workers.values()
         return [self._sample(info) for info in infos if info.is_alive and "video" not in info.roles]
 
@@ -97,7 +97,7 @@ class Elastic:
             since_s = self._clock()
             self._since[info.name] = info.roles, since_s
         is_switching = info.name in self._switcher.in_flight
-        # Whichever runs out first limits how many answers it can make at once.
+        # The resource that runs out first limits how many answers a worker can generate at once.
         usages = [usage for usage in (load.kv_usage, load.seat_usage) if usage is not None]
         usage = max(usages, default=None)
         return WorkerSample(info.name, info.roles, since_s, load.stages, usage, is_switching)

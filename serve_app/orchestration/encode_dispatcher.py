@@ -1,4 +1,4 @@
-"""Groups on their way to encoders: who has which ticket, and who takes the next one."""
+"""Dispatches groups to encoders: tracks which encoder has which ticket, and chooses the next one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from epd.transfer.reception import Grant
 from serve_app.fleet import Bulk, Fleet, WorkerLostError, send_surely
 from serve_app.messages import CancelTickets, EncodeGroup, Reissue
 
-_POLL_S = 0.5  # between looks at the clock
+_POLL_S = 0.5  # between checks of the time
 Allowed = Callable[[list[str]], list[str]]
 
 
@@ -29,7 +29,7 @@ class _Dispatched:
 
 
 class EncodeDispatcher:
-    """Shared by all requests of one orchestrator."""
+    """Dispatches the groups of all requests of one orchestrator."""
 
     def __init__(
         self,
@@ -40,9 +40,11 @@ class EncodeDispatcher:
         unavailable_s: float = 60.0,
         stall_s: float = 180.0,
     ) -> None:
-        """max_backlog_patches: an encoder with more than that outstanding is given nothing more.
+        """Starts without groups in flight.
 
-        unavailable_s, stall_s: to wait where there is no encoder, and where all of them do nothing.
+        max_backlog_patches: an encoder with more outstanding patches gets no more groups
+        unavailable_s: how long to wait while no encoder is alive
+        stall_s: how long to wait while no encoder completes a group
         """
         self._fleet = fleet
         self._router = router
@@ -51,32 +53,32 @@ class EncodeDispatcher:
         self._has_room = asyncio.Event()
         self._unavailable_s = unavailable_s
         self._stall_s = stall_s
-        self._freed_s = float("-inf")  # when an encoder was done with a group, in the event loop's time
+        self._freed_s = float("-inf")  # when an encoder last completed a group, in the event loop's time
 
     def __len__(self) -> int:
-        """Tickets that encoders have."""
+        """Returns the number of tickets that encoders have."""
         return len(self._dispatched)
 
     def groups_at(self, worker: str) -> list[tuple[str, int]]:
-        """The groups that an encoder has: request and number of the group."""
+        """Returns the groups that an encoder has: request and number of the group."""
         mine = [each.grant for each in self._dispatched.values() if each.worker == worker]
         return [(grant.request_id, grant.group) for grant in mine]
 
     def encoders_of(self, request_id: str) -> frozenset[str]:
-        """The encoders that have groups of a request."""
+        """Returns the encoders that have groups of a request."""
         return frozenset(
             each.worker for each in self._dispatched.values() if each.grant.request_id == request_id
         )
 
     def wake(self) -> None:
-        """Encoders may have come or changed."""
+        """Rechecks the encoders, which may have been added or changed."""
         self._has_room.set()
 
     async def encoder(self, wanted: str | None = None, allowed: Allowed = list) -> str:
-        """The encoder that takes the next group; waits until there is one with room.
+        """Returns the encoder that takes the next group; waits until one has room.
 
-        wanted: the one that should take it, as long as it is there. allowed: those of some encoders that may.
-        Raises UnavailableError when there is no encoder for too long, or none gets done with anything.
+        wanted: the encoder that should take it, while it is alive. allowed: filters encoders that may.
+        Raises UnavailableError if no encoder is alive, or completes anything, for too long.
         """
         clock = asyncio.get_running_loop().time
         start_s = alive_s = clock()
@@ -97,33 +99,33 @@ class EncodeDispatcher:
                     await self._has_room.wait()
 
     def _check_wait(self, without_s: float, full_s: float) -> None:
-        """without_s: since there was an encoder. full_s: since one was done with a group."""
+        """Checks waiting times. without_s: since an encoder existed. full_s: since one completed a group."""
         if without_s > self._unavailable_s:
             raise UnavailableError(f"no worker for encode since {without_s:.0f} s; see /health and retry")
         if full_s > self._stall_s:
             raise UnavailableError(f"no encoder finished a group for {full_s:.0f} s; retry later")
 
     def encoder_with(self, group: MediaGroup) -> str | None:
-        """The encoder that may have the group in its cache."""
+        """Returns the encoder that may have the group in its cache."""
         return self._router.encoder_with(self._alive(), group.spec.key)
 
     def _alive(self) -> list[str]:
         return [info.name for info in self._fleet.workers.values() if info.takes("encode")]
 
     def book(self, worker: str, receiver: str, granted: Grant, group: MediaGroup) -> None:
-        """The group is for this encoder; `give` follows."""
+        """Reserves this encoder for the group; `give` follows."""
         self._dispatched[granted.ticket.transfer_id] = _Dispatched(worker, receiver, granted, group)
         self._router.add(worker, encode_patches=group.spec.num_patches)
 
     async def give(self, worker: str, message: EncodeGroup, frames: Bulk | None) -> bool:
-        """Hands a booked group over. False if the encoder has no such role, or lacks it and has no frames.
+        """Sends a reserved group. Returns False if the encoder lacks the role, or both group and frames.
 
-        A worker that is lost meanwhile is as good as one that took it: its tickets are issued anew.
+        A worker that is lost meanwhile counts as having taken it: its tickets are reissued.
         """
         transfer_id = message.ticket.transfer_id
         dispatched = self._dispatched.get(transfer_id)
         if dispatched is None or not self._fleet.workers[dispatched.receiver].is_alive:
-            return True  # after `PeerLost` the encoder would keep what nobody takes
+            return True  # after `PeerLost` the encoder would keep what is never fetched
         try:
             is_taken = await self._fleet.send("encode", worker, message, frames)
         except WorkerLostError:
@@ -138,14 +140,14 @@ class EncodeDispatcher:
         return is_taken
 
     def arrived(self, transfer_ids: Iterable[str]) -> None:
-        """The groups are where they are wanted."""
+        """Notes that the groups are at their receivers."""
         for transfer_id in transfer_ids:
             dispatched = self._forget(transfer_id)
             if dispatched is not None:
                 self._router.remember_group(dispatched.worker, dispatched.group.spec.key)
 
     async def drop_request(self, request_id: str) -> None:
-        """Groups of a request that is over: who still wants one is granted it anew. Encoders are told."""
+        """Drops the groups of an ended request, notifies encoders, and regrants groups others still want."""
         by_worker: dict[str, list[str]] = {}
         for transfer_id, dispatched in list(self._dispatched.items()):
             if dispatched.grant.request_id == request_id:
@@ -155,14 +157,14 @@ class EncodeDispatcher:
             await send_surely(self._fleet, "encode", worker, CancelTickets(tuple(ids)))
 
     async def reissue(self, receiver: str, ticket_ids: Iterable[str]) -> None:
-        """Asks for the groups of these tickets to be granted anew."""
+        """Asks receivers to grant the groups of these tickets again."""
         ids = tuple(ticket_ids)
         for transfer_id in ids:
             self._forget(transfer_id)
         await send_surely(self._fleet, "prefill", receiver, Reissue(ids))
 
     async def take_back(self, worker: str, transfer_ids: Collection[str] | None = None) -> int:
-        """Has groups that an encoder has, by default all, granted anew, for others. Returns how many."""
+        """Regrants an encoder's groups, by default all, to other encoders. Returns their number."""
         ids = [
             transfer_id
             for transfer_id, dispatched in self._dispatched.items()
@@ -182,7 +184,7 @@ class EncodeDispatcher:
             await self.reissue(receiver, ids)
 
     async def lost(self, worker: str) -> None:
-        """A worker is gone: what it should encode is granted anew, what should come to it is forgotten."""
+        """Handles a lost worker: groups it should encode are regranted, groups bound for it are dropped."""
         for transfer_id in [i for i, dispatched in self._dispatched.items() if dispatched.receiver == worker]:
             self._forget(transfer_id)
         await self._reissue_all(

@@ -1,6 +1,6 @@
-"""Reads what workers report and gives it to the attempts it is about: the one reader of a fleet's events.
+"""Reads the reports of workers and passes them to the attempts concerned: the only reader of fleet events.
 
-An event that cannot be taken costs the attempt that it is about, and no other.
+An event that cannot be handled fails the attempt that it is about, and no other.
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ _MAX_GROUP_FAILURES = 3
 
 @dataclass(frozen=True, slots=True)
 class EventReader:
-    """attempts, feeds: of all that are under way, by id. loads: of each worker, as reported last."""
+    """Reads the events of a fleet.
+
+    attempts, feeds: all in flight, by id
+    loads: the last report of each worker
+    """
 
     fleet: Fleet
     dispatcher: EncodeDispatcher
@@ -62,7 +66,7 @@ class EventReader:
     tasks: Tasks
 
     async def follow(self) -> None:
-        """Returns when the fleet is closed."""
+        """Handles events until the fleet is closed."""
         async for event in self.fleet.events():
             try:
                 self._take(event)
@@ -76,7 +80,7 @@ class EventReader:
             case WorkerLost():
                 self.counters["workers_lost"] += 1
                 self.loads.pop(event.name, None)
-                # In any case those that are lost are done again, also if they could not be counted.
+                # Lost attempts are retried in any case, even if they could not be counted.
                 try:
                     self.losses.lose(event.name)
                 finally:
@@ -102,7 +106,7 @@ class EventReader:
     def _guarded(self, request_id: str, take: Callable[..., None], *arguments: object) -> None:
         try:
             take(*arguments)
-        except Exception as error:  # noqa: BLE001 - logged; costs this attempt alone
+        except Exception as error:  # noqa: BLE001 - logged; fails this attempt alone
             self._failed(arguments[-1])
             if request_id in self.attempts:
                 self.attempts[request_id].fail(InternalError.of(error))

@@ -1,4 +1,4 @@
-"""The groups of one try, from the room that is granted to an encoder; frames are fetched in order, by item.
+"""Brings the groups of one attempt to encoders as room is granted; frames are fetched in order, by item.
 
 granted  ->  an encoder has it cached?  ->  frames: from the image, or from a video decoder  ->  encoder
 """
@@ -26,12 +26,12 @@ from serve_app.worker.worker_roles import Clock
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S, _MAX_RETRY_S = 0.05, 1.0  # between tries, twice as long after each
-_MAX_READS = 5  # of one group, with decoders that are there
+_RETRY_S, _MAX_RETRY_S = 0.05, 1.0  # between attempts, doubled after each
+_MAX_READS = 5  # of one group, with decoders that are alive
 
 
 class _ItemFrames:
-    """Reads the frames of one item, at one video worker for as long as that answers."""
+    """Reads the frames of one item, from one video worker for as long as that answers."""
 
     def __init__(
         self, fleet: Fleet, router: Router, losses: LossCounter, attempt: Attempt, item: int
@@ -44,12 +44,12 @@ class _ItemFrames:
         self._worker: str | None = None
         self._failed: str | None = None
         self._num_streams = 0
-        self._is_open = False  # whether the decoder knows what the stream is
+        self._is_open = False  # whether the decoder has received the stream's order
 
     async def read(self, index: int, patience_s: float) -> tuple[int, Bulk]:
-        """The item's group `index`: how many of its frames are substituted, and all of them.
+        """Reads the item's group `index`. Returns the number of substituted frames, and all frames.
 
-        Raises MediaError, UnavailableError where no decoder brings it.
+        Raises MediaError, and UnavailableError if no decoder delivers it.
         """
         deadline = asyncio.get_running_loop().time() + patience_s
         num_reads, pause_s = 0, _RETRY_S
@@ -70,7 +70,7 @@ class _ItemFrames:
                 pause_s = min(2 * pause_s, _MAX_RETRY_S)
 
     def _order(self) -> DecodeOrder:
-        """All groups of the item."""
+        """Returns the order for all groups of the item."""
         plan, source = self._attempt.answer.plan, self._attempt.answer.request.media[self._item]
         whole = plan.media[self._item].plan
         sizes = tuple(group.num_frames for group in plan.groups if group.item == self._item)
@@ -81,7 +81,7 @@ class _ItemFrames:
         return f"{self._attempt.id}/{self._item}/{self._num_streams}"
 
     def _choose(self) -> str:
-        """The video worker that reads the fewest items; the one that has just failed only if it is alone."""
+        """Returns the video worker that reads the fewest items; one that just failed only if it is alone."""
         names = [info.name for info in self._fleet.workers.values() if info.takes("video")]
         if not names:
             raise UnavailableError("no video worker is alive; retry")
@@ -92,7 +92,7 @@ class _ItemFrames:
         return self._worker
 
     def _leave(self) -> str | None:
-        """Lets go of the video worker. Returns which one it was, if any."""
+        """Releases the video worker. Returns its name, if there was one."""
         self._failed, self._worker = self._worker, None
         if self._failed is not None:
             self._router.add(self._failed, num_videos=-1)
@@ -105,7 +105,7 @@ class _ItemFrames:
 
 
 class GroupFeed:
-    """Brings every group that is granted to an encoder; a group may be granted again."""
+    """Brings every granted group to an encoder; a group may be granted again."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class GroupFeed:
         patience_s: float,
         sharding: Sharding = "groups",
     ) -> None:
-        """patience_s: to wait for a video decoder when all are lost."""
+        """Starts with nothing granted. patience_s: how long to wait for a video decoder when all are lost."""
         self._fleet = fleet
         self._router = router
         self._dispatcher = dispatcher
@@ -136,7 +136,7 @@ class GroupFeed:
         self._tasks = Tasks()
 
     def grant(self, granted: Grant) -> None:
-        """There is room for a group."""
+        """Notes that there is room for a group."""
         item = self._attempt.answer.plan.groups[granted.group].item
         if item not in self._granted:
             self._granted[item] = asyncio.Queue()
@@ -145,22 +145,22 @@ class GroupFeed:
         self._granted[item].put_nowait(granted)
 
     def stop(self) -> None:
-        """Nothing more goes out."""
+        """Stops sending groups."""
         self._tasks.cancel()
 
     async def close(self) -> None:
-        """Ends what was stopped, and lets go of the decoders."""
+        """Ends what was stopped, and releases the decoders."""
         await self._tasks.wait()
         for frames in self._frames.values():
             await frames.close()
 
     async def _guarded(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """What goes wrong for good ends the try."""
+        """Runs work; an error that is not recovered ends the attempt."""
         try:
             await work()
         except EPDError as error:
             self._attempt.fail(error)
-        except Exception as error:  # nobody else ends the attempt
+        except Exception as error:  # nothing else ends the attempt
             logger.exception("dispatching the groups of an item failed")
             self._attempt.fail(InternalError.of(error))
 
@@ -177,7 +177,7 @@ class GroupFeed:
             del frames
 
     async def _encoder(self, number: int) -> str:
-        """The encoder that the kind of sharding wants for a group, or the least loaded."""
+        """Returns the encoder that the sharding mode selects for a group, or the least loaded one."""
         allowed = partial(self._isolation.allowed, self._attempt, ("encode", number))
         wanted = wanted_encoder(self._sharding, self._attempt.prefill_worker, self._last_encoder)
         self._last_encoder = await self._dispatcher.encoder(wanted, allowed)
@@ -206,7 +206,7 @@ class GroupFeed:
         return frames
 
     async def _give(self, worker: str, granted: Grant, frames: Bulk) -> None:
-        """Until an encoder takes it: the role of one may just have changed."""
+        """Sends the group until an encoder takes it: an encoder's role may just have changed."""
         group = self._attempt.answer.plan.groups[granted.group]
         while not await self._dispatcher.give(worker, self._message(granted), frames):
             await asyncio.sleep(_RETRY_S)

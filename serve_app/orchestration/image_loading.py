@@ -1,4 +1,4 @@
-"""Images of requests, decoded before they are planned: in turn, in threads that requests share fairly."""
+"""Decodes the images of requests before planning: one after another, in threads shared fairly."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from serve_app.orchestration.request_planner import RequestPlanner
 from serve_app.service import AnswerRequest
 from stages.media import PlannedMedia
 
-# Of all requests: what images have become at their planned sizes, until the request ends.
+# For all requests: images resized to their planned sizes, held until the request ends.
 _MAX_PIXEL_BYTES = 2 << 30
 
 
 class ImageLoader:
-    """Used from one event loop. A request has one image decoded at a time."""
+    """Decodes one image of a request at a time. Used from one event loop."""
 
     def __init__(self, planner: RequestPlanner, num_threads: int) -> None:
         self._planner = planner
@@ -27,7 +27,7 @@ class ImageLoader:
 
     @asynccontextmanager
     async def loaded(self, request: AnswerRequest) -> AsyncIterator[Mapping[int, PlannedMedia]]:
-        """The images of a request by their place among its media, held until the block is left.
+        """Yields the images of a request by their place among its media, held until the block is left.
 
         Raises MediaError, RequestError, OverloadedError.
         """

@@ -1,7 +1,7 @@
 """Keeps requests that may be to blame for lost workers apart from others, see `epd.control.loss_policy`.
 
-A suspect goes to a worker where nobody else is at risk, and nobody else comes there until it has got further
-than where it was lost before, or for some time. It claims one worker, so that all others take new work.
+A suspect goes to a worker where no other request is at risk. No other request is placed there until the
+suspect gets further than where it was lost, or some time has passed. It claims only that one worker.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from serve_app.orchestration.attempt import Attempt
 from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
 
-_MAX_CLAIM_S = 30.0  # for which others are kept away from a worker, at most
+_MAX_CLAIM_S = 30.0  # the longest that other requests are kept away from a worker
 
 
 @dataclass(slots=True)
 class _Claim:
-    """A worker that is kept for one suspect. is_used: whether it was told that it may go there."""
+    """A worker that is kept for one suspect. is_used: whether the suspect was allowed to go there."""
 
     attempt: Attempt
     place: Hashable
@@ -26,7 +26,7 @@ class _Claim:
 
 
 class Isolation:
-    """attempts: all that are under way, by id."""
+    """Decides where attempts may be placed. attempts: all in flight, by id."""
 
     def __init__(
         self, dispatcher: EncodeDispatcher, attempts: Mapping[str, Attempt], clock: Callable[[], float]
@@ -37,7 +37,7 @@ class Isolation:
         self._claims: dict[str, _Claim] = {}
 
     def allowed(self, attempt: Attempt, place: Hashable, workers: Sequence[str]) -> list[str]:
-        """Those of the workers that an attempt may go to, in their order. place: see `loss_policy`."""
+        """Returns the workers that an attempt may go to, in their order. place: see `loss_policy`."""
         now_s = self._clock()
         for worker in [worker for worker in self._claims if self._is_over(worker, now_s)]:
             del self._claims[worker]
@@ -69,7 +69,7 @@ class Isolation:
         return not attempt.is_at_risk
 
     def _has_others(self, attempt: Attempt, place: Hashable, worker: str) -> bool:
-        """Whether another request is at risk at a worker."""
+        """Returns whether another request is at risk at a worker."""
         if _is_group(place):
             return bool(self._having_groups(worker) - {attempt.id})
         others = (each for each in self._attempts.values() if each is not attempt)

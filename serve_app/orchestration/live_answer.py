@@ -1,7 +1,7 @@
-"""One answer while it is being made: tokens in order, each once, however often and by whom they are computed.
+"""Assembles an answer while it is generated: tokens in order, each once, even if computed repeatedly.
 
-tokens of a choice   0 1 2 3 | 4     6        passed on | comes next, waits for 5
-done again           0 1 2 3 4 5 6            0 to 3 are dropped by their index
+tokens of a choice   0 1 2 3 | 4     6        passed on | 4 is next, 6 waits for 5
+retried              0 1 2 3 4 5 6            0 to 3 are dropped by their index
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from stages.engine.generation import TokenOutput
 
 @dataclass(slots=True)
 class _Choice:
-    """num_passed: tokens that were passed on. early: tokens by index that wait for those before them."""
+    """Holds one choice. num_passed: tokens passed on. early: tokens, by index, that wait for earlier ones."""
 
     num_passed: int = 0
     early: dict[int, TokenOutput] = field(default_factory=dict)
@@ -39,9 +39,9 @@ class _Choice:
 
 
 class LiveAnswer:
-    """What one consumer reads and the orchestrator fills.
+    """Passes an answer from the orchestrator to its one consumer.
 
-    num_losses: workers that were lost with it, and attempts that were lost otherwise.
+    num_losses: workers that were lost with it, and attempts lost for other reasons
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class LiveAnswer:
         clock: Callable[[], float],
         substituted: SubstitutedFrames,
     ) -> None:
-        """substituted: of all answers."""
+        """Starts without tokens. substituted: substituted frames of all answers."""
         self.request = request
         self.plan = plan
         self.substituted = substituted
@@ -69,7 +69,7 @@ class LiveAnswer:
         self._items: asyncio.Queue[AnswerItem | Exception | None] = asyncio.Queue()
 
     async def items(self) -> AsyncIterator[AnswerItem]:
-        """Everything in order, up to AnswerEnd. Raises what the answer failed with."""
+        """Yields everything in order, up to AnswerEnd. Raises the error that the answer failed with."""
         while True:
             item = await self._items.get()
             if item is None:
@@ -80,12 +80,12 @@ class LiveAnswer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """What is asked, see `fingerprint` below."""
+        """Returns the fingerprint of the request, see `fingerprint` below."""
         return fingerprint(self.request)
 
     @property
     def status(self) -> RequestStatus:
-        """How far its tokens are; `Attempt.status` knows whether workers have it."""
+        """Returns the progress of its tokens; `Attempt.status` knows whether workers have it."""
         reasons = {choice.finish_reason for choice in self._choices}
         if None in reasons:
             return RequestStatus.DECODING if self.has_begun else RequestStatus.PREFILLING
@@ -93,16 +93,16 @@ class LiveAnswer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every choice has ended."""
+        """Returns whether every choice has ended."""
         return self.status.is_finished
 
     @property
     def has_begun(self) -> bool:
-        """Whether every choice has its first token."""
+        """Returns whether every choice has its first token."""
         return all(choice.num_passed for choice in self._choices)
 
     def take(self, outputs: Sequence[TokenOutput]) -> None:
-        """Tokens of this request from any worker, in any order between workers."""
+        """Takes tokens of this request from any worker, in any order between workers."""
         for output in outputs:
             choice = self._choices[output.choice]
             if output.index >= choice.num_passed:
@@ -112,7 +112,7 @@ class LiveAnswer:
                 self._pass_on(index, choice)
 
     def _pass_on(self, index: int, choice: _Choice) -> None:
-        """All that is next of one choice, as one piece."""
+        """Passes on all tokens that come next in one choice, as one piece."""
         outputs = []
         while choice.num_passed in choice.early:
             outputs.append(choice.early.pop(choice.num_passed))
@@ -133,12 +133,12 @@ class LiveAnswer:
         )
 
     def forget_early(self) -> None:
-        """The request is done again from the start: tokens that never became next come once more."""
+        """Drops early tokens: the request is retried from the start, so they will come again."""
         for choice in self._choices:
             choice.early.clear()
 
     def note(self, done: SpanDone) -> None:
-        """A piece of work that a worker has told of."""
+        """Records a piece of work that a worker has reported."""
         stage = done.span.stage
         if stage == "encode":
             self.timings.encode_s += done.service_s
@@ -149,7 +149,7 @@ class LiveAnswer:
         self._tell(done.span)
 
     def note_span(self, stage: StageName, worker: str, start_s: float, **place: int) -> None:
-        """A piece of work that ends now. place: item and group."""
+        """Records a piece of work that ends now. place: item and group."""
         self._tell(StageSpan(stage, worker, start_s, self._clock(), **place))
 
     def _tell(self, span: StageSpan) -> None:
@@ -157,7 +157,7 @@ class LiveAnswer:
             self._items.put_nowait(span)
 
     def finish(self, decode_worker: str) -> None:
-        """Every choice has ended."""
+        """Ends the answer after every choice has ended."""
         now_s = self._clock()
         first_s = self.first_token_s or now_s
         self.timings.decode_s = now_s - first_s
@@ -185,7 +185,7 @@ class LiveAnswer:
 
 
 def fingerprint(request: AnswerRequest) -> str:
-    """The same for requests that ask the same of the same media with the same options."""
+    """Returns a hash that is equal for requests with the same question, media and options."""
     media = [source.mm_hash for source in request.media]
     asked = (request.model, request.messages, media, request.sampling, request.frame_sampling)
     return hashlib.sha256(repr(asked).encode("utf-8", "surrogatepass")).hexdigest()

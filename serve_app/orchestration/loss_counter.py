@@ -1,9 +1,9 @@
 """Counts lost workers against the requests that were at them, and ends those that are to blame.
 
-    a worker is lost -> who was at risk there -> LossLedger -> the requests to blame end, the others go on
+    worker lost -> requests at risk there -> LossLedger -> requests to blame end, the others continue
 
-A request is at risk until it has got further than any attempt at it that was lost: by default, until its
-first token. Those that were only there, in the middle of their answers, are suspects if nobody was at risk.
+A request is at risk until it gets further than any of its lost attempts: by default, until its first token.
+Requests that were merely present, in the middle of their answers, are suspects if no request was at risk.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ class _AtRisk:
 
 
 class LossCounter:
-    """attempts: all that are under way, by id. max_losses: of one request, in any role and for any reason."""
+    """Counts the workers lost with each request.
+
+    attempts: all attempts in flight, by id
+    max_losses: the limit for one request, over all roles and reasons
+    """
 
     def __init__(
         self,
@@ -52,19 +56,19 @@ class LossCounter:
         self._num_lost: Counter[str] = Counter()
 
     def check(self, request: AnswerRequest) -> None:
-        """Raises PoisonedRequestError for a request that is refused for what it did to workers before."""
+        """Raises PoisonedRequestError for a request that is refused because of earlier lost workers."""
         if len(self._ledger):
             self._ledger.check(fingerprint(request), self._clock())
 
     def begin(self, attempt: Attempt) -> None:
-        """Tells an attempt what is known of earlier ones."""
+        """Gives an attempt what is known from earlier attempts at its request."""
         if len(self._ledger):
             asked, now_s = attempt.answer.fingerprint, self._clock()
             attempt.isolated_at = self._ledger.suspected_at(asked, now_s)
             attempt.at_risk_until = self._ledger.furthest(asked, now_s)
 
     def answered(self, attempt: Attempt) -> None:
-        """The request was answered to its end."""
+        """Notes that the request was answered completely."""
         if len(self._ledger):
             self._ledger.forget(attempt.answer.fingerprint)
 
@@ -72,7 +76,7 @@ class LossCounter:
 
     @contextmanager
     def asking(self, attempt: Attempt, worker: str) -> Iterator[None]:
-        """Open while a worker has a message about an attempt: if it is lost meanwhile, that counts."""
+        """Marks the time in which a worker has a message about an attempt, so that its loss is counted."""
         num_lost, was_alive = self._num_lost[worker], self._fleet.workers[worker].is_alive
         attempt.asking[worker] += was_alive
         try:
@@ -85,7 +89,7 @@ class LossCounter:
             attempt.asking[worker] -= was_alive
 
     def lose(self, worker: str) -> None:
-        """A worker is gone: ends requests that are to blame, and attempts of those lost too often."""
+        """Ends the requests to blame for a lost worker, and attempts at requests that were lost too often."""
         self._num_lost[worker] += 1
         there = list(self._there(worker))
         for attempt in {id(each.attempt): each.attempt for each in there}.values():
@@ -96,10 +100,10 @@ class LossCounter:
         for each in there:
             self.begin(each.attempt)
             if each.attempt.answer.num_losses >= self._max_losses:
-                each.attempt.end(Ending.LOST)  # and not tried again
+                each.attempt.end(Ending.LOST)  # without a retry
 
     def _there(self, worker: str) -> Iterable[_AtRisk]:
-        """What was at a worker, or on its way to it."""
+        """Returns what was at a worker, or on its way to it."""
         for attempt_id, group in self._dispatcher.groups_at(worker):
             if attempt_id in self._attempts:
                 attempt = self._attempts[attempt_id]
@@ -112,7 +116,7 @@ class LossCounter:
                 yield _AtRisk(attempt, suspect, attempt.is_at_risk)
 
     def _stage_at(self, attempt: Attempt, worker: str) -> Stage | None:
-        """The stage for which a worker has an attempt, or is being asked to take it."""
+        """Returns the stage for which a worker has an attempt, or is being asked to take it."""
         if worker not in attempt.lost_with and not attempt.is_at(worker):
             return None
         if "video" in self._fleet.workers[worker].roles:

@@ -1,12 +1,12 @@
-"""Answers requests with a fleet of workers: plans, places, follows, and does again what was lost.
+"""Answers requests with a fleet of workers: plans, places, follows, and retries what was lost.
 
-    answer():  plan (in a thread) -> try: place, feed groups, tokens come -> complete
+    answer():  plan (in a thread) -> attempt: place, feed groups, receive tokens -> complete
                                        ^ lost with a worker: at most `max_attempts` times
-    events:    reports of workers -> the tries they speak of;  a lost worker -> recovery of what it had
+    events:    reports of workers -> the attempts concerned;  a lost worker -> recovery of what it had
 
-What a loss costs: an encoder, its groups on their way; a prefill worker, the prompts it had not handed over,
-their embeddings come from the encoders' caches; a decode worker, the prompts that are not at a prefill worker
-any more. Tokens that were passed on are dropped by their index when they come again.
+These are recomputed after a loss: of an encoder, its groups in transit; of a prefill worker, the prompts it
+had not handed over, with embeddings from the encoders' caches; of a decode worker, the prompts that have left
+their prefill worker. Tokens that were already passed on are dropped by their index when they come again.
 """
 
 from __future__ import annotations
@@ -65,14 +65,19 @@ _DRAIN_POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class OrchestratorConfig:
-    """max_waiting: requests in the queue for room. max_wait_s: there, where a request has no deadline.
-    max_attempts: losses of one request, of workers of any role. losses: which requests are to blame for
-    them, and refused for a while. max_prefills, unavailable_s: see `PlacementLimits`. stall_timeout_s:
-    after which an attempt of which nothing comes is lost, see `stall_policy`; more than one step of
-    a worker may take. max_backlog_patches: see `EncodeDispatcher`. num_planning_threads: that probe media and
-    tokenise. sharding: of one request's groups over the encoders. switching: limits of changes of
-    roles. elastic, retention: how roles, and the share of visual tokens, follow the load; None where
-    they do not.
+    """Configures an `Orchestrator`.
+
+    max_waiting: requests in the queue for room
+    max_wait_s: time in that queue for a request without a deadline
+    max_attempts: losses of one request, of workers of any role
+    losses: which requests are to blame for losses, and refused for a while
+    max_prefills, unavailable_s: see `PlacementLimits`
+    stall_timeout_s: after which a silent attempt is lost, see `stall_policy`; longer than a worker's step
+    max_backlog_patches: see `EncodeDispatcher`
+    num_planning_threads: threads that probe media and tokenise
+    sharding: of one request's groups over the encoders
+    switching: limits of role switches
+    elastic, retention: how roles, and the share of visual tokens, follow the load; None if they do not
     """
 
     max_waiting: int = 256
@@ -91,7 +96,7 @@ class OrchestratorConfig:
 
 
 class Orchestrator:
-    """An AnswerService. Used from one event loop, which nothing here blocks."""
+    """Implements AnswerService. Used from one event loop, which it never blocks."""
 
     def __init__(
         self, fleet: Fleet, planner: RequestPlanner, config: OrchestratorConfig | None = None
@@ -181,7 +186,7 @@ class Orchestrator:
         )
 
     async def drain(self, timeout_s: float) -> bool:
-        """Takes nothing new and waits for what runs. Returns whether all of it has ended in time."""
+        """Refuses new requests and waits for those in flight. Returns whether all of them ended in time."""
         self._is_draining = True
         end_s = time.monotonic() + timeout_s
         while self.num_attempts and time.monotonic() < end_s:
@@ -189,7 +194,7 @@ class Orchestrator:
         return self.num_attempts == 0
 
     async def close(self) -> None:
-        """Ends the fleet and whatever runs: answers under way raise UnavailableError."""
+        """Ends the fleet and all requests: answers in flight raise UnavailableError."""
         self._tasks.cancel()
         await self._tasks.wait()
         await self._loops.close()
@@ -225,7 +230,7 @@ class Orchestrator:
                 running.cancel()
 
     async def _plan(self, request: AnswerRequest, held: AsyncExitStack) -> AnswerPlan:
-        """held: keeps the images of the plan as long as it is open."""
+        """Plans a request. held: keeps the images of the plan while it is open."""
         self._num_planning += 1
         try:
             loop = asyncio.get_running_loop()
@@ -235,7 +240,7 @@ class Orchestrator:
             self._num_planning -= 1
 
     async def _run(self, answer: LiveAnswer, deadline_s: float) -> None:
-        """All tries of a request. What ends it reaches the consumer through the answer."""
+        """Runs all attempts at a request. The error that ends it reaches the consumer through the answer."""
         try:
             is_new = True
             while answer.num_losses < self.config.max_attempts:
@@ -282,12 +287,12 @@ class Orchestrator:
             return ending
         finally:
             del self._attempts[attempt.id], self._feeds[attempt.id]
-            feed.stop()  # before anything is forgotten, so that nothing comes after
+            feed.stop()  # before anything is freed, so that nothing is sent afterwards
             attempt.placement.release()
             self._tasks.spawn(self._free(attempt, feed, is_complete=ending is Ending.COMPLETE))
 
     async def _free(self, attempt: Attempt, feed: GroupFeed, *, is_complete: bool) -> None:
-        """Leaves nothing of a try anywhere."""
+        """Frees everything that an attempt holds anywhere."""
         if not is_complete:
             await asyncio.gather(
                 *(self._abort(attempt, worker) for worker in sorted(attempt.placement.touched))
@@ -302,22 +307,22 @@ class Orchestrator:
 
     @property
     def attempts(self) -> Mapping[str, Attempt]:
-        """Tries that have not ended, by id: for looking at."""
+        """Returns a view of the attempts that have not ended, by id."""
         return self._attempts
 
     @property
     def _is_open(self) -> bool:
-        """Whether requests are taken, and the loops that they need run."""
+        """Returns whether requests are accepted and the loops that they need are running."""
         return not self._is_draining and not self._loops.gone
 
     @property
     def num_attempts(self) -> int:
-        """Requests that have not ended."""
+        """Returns the number of requests that have not ended."""
         return len(self._attempts) + self._num_planning
 
     @property
     def num_tickets(self) -> int:
-        """Groups that encoders have."""
+        """Returns the number of groups that encoders have."""
         return len(self._dispatcher)
 
     # Roles

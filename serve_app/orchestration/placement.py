@@ -1,4 +1,4 @@
-"""Places requests at workers: asks them what `PlacementPolicy` says, and lets wait what found no room."""
+"""Places requests at the workers that `PlacementPolicy` selects; requests that find no room wait."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from serve_app.orchestration.attempt import Attempt, Ending
 from serve_app.orchestration.isolation import Isolation
 from serve_app.orchestration.loss_counter import LossCounter
 
-_NUM_FIRST = 8  # requests that look for room side by side
+_NUM_FIRST = 8  # requests that look for room concurrently
 _POLL_S = 0.5
 _Seen = list[tuple[bool, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementLimits:
-    """Limits of what workers are given.
+    """Limits the work that workers are given.
 
     max_prefills: requests whose prompt one worker computes at a time
     unavailable_s: how long a request waits for a role that no worker has
@@ -50,7 +50,7 @@ class PlacementLimits:
 
 
 class _Round:
-    """One round of questions about an attempt.
+    """One round of messages to workers about an attempt.
 
     ticket: of the room that was reserved last
     seen: the workers of the attempt as they were when they were chosen
@@ -62,7 +62,7 @@ class _Round:
 
 
 class RequestPlacer:
-    """Gives attempts to workers. clock: Unix time, seconds."""
+    """Places attempts at workers. clock: Unix time, seconds."""
 
     def __init__(
         self,
@@ -87,12 +87,12 @@ class RequestPlacer:
         self._redirecting: set[str] = set()
 
     def wake(self) -> None:
-        """Lets the first requests of the queue look again: there may be room now where there was none."""
+        """Lets the first requests of the queue look for room again, as some may have been freed."""
         for attempt_id in (*self._queue.first(_NUM_FIRST), *self._redirecting):
             self._waiting[attempt_id].set()
 
     async def place(self, attempt: Attempt, deadline_s: float, *, is_new: bool) -> None:
-        """Returns when workers have taken it, or it has ended. Raises EPDError when none can."""
+        """Returns once workers have taken the attempt or it has ended. Raises EPDError if none can."""
         priority = attempt.answer.request.priority
         self._queue.enter(attempt.id, self._clock(), deadline_s, is_new=is_new, priority=priority)
         start_s = self._clock()
@@ -147,12 +147,12 @@ class RequestPlacer:
                 await self._abort(attempt, attempt.decode_worker)
         return True
 
-    # Away from a decode worker that is lost
+    # Leaving a lost decode worker
 
     async def redirect(self, attempt: Attempt) -> bool:
         """Finds another decode worker for a request that its prefill worker still has.
 
-        Returns False if there is none: the request must be retried.
+        Returns False if none has room: the request must be retried.
         """
         self._redirecting.add(attempt.id)
         self._waiting[attempt.id] = asyncio.Event()
@@ -174,12 +174,12 @@ class RequestPlacer:
             await self._changed(attempt)
         return False
 
-    # Away from a decode worker that takes nothing more
+    # Leaving a decode worker that takes no more work
 
     async def redirect_once(self, attempt: Attempt) -> bool:
         """Has the prefill worker hand a request over to another decode worker.
 
-        What had arrived at the former one is forgotten there. Returns False if nothing has changed.
+        The former decode worker discards what had arrived. Returns False if nothing has changed.
         """
         former, prefiller, plan = attempt.decode_worker, attempt.prefill_worker, attempt.answer.plan
         message = Reserve(attempt.id, endpoint(prefiller, "prefill"), plan.identity, plan.sampling)
@@ -196,9 +196,9 @@ class RequestPlacer:
         return False
 
     async def move(self, attempt: Attempt) -> bool:
-        """Begins to move an answer in its middle to another decode worker. Must not be cancelled.
+        """Begins to move a running answer to another decode worker. Must not be cancelled.
 
-        It has moved when that worker reports it: see `Attempt.arrive`. Returns False if it stays where it is.
+        The move is complete when that worker reports it: see `Attempt.arrive`. Returns False if it stays.
         """
         former = attempt.decode_worker
         is_moving = False
@@ -224,7 +224,7 @@ class RequestPlacer:
         return False
 
     async def _other_decoder(self, attempt: Attempt, message: Reserve) -> tuple[str, KVTicket] | None:
-        """A decode worker that takes new work and has room for what another one has."""
+        """Finds a decode worker that takes new work and has room for what another one has."""
         for worker in list(self._policy.router.decode_order(self._policy.candidates().decoders())):
             attempt.placement.touched.add(worker)
             ticket = await self._ask(attempt, "decode", worker, message)
@@ -235,7 +235,7 @@ class RequestPlacer:
     async def _ask_or_redo(
         self, attempt: Attempt, stage: Stage, worker: str, message: Message[bool]
     ) -> bool | None:
-        """As `_ask`. If nobody knows whether the message was acted upon, the request is retried elsewhere."""
+        """Asks as `_ask` does. If it is unknown whether the message was handled, the request is retried."""
         try:
             return await self._ask(attempt, stage, worker, message)
         except EPDError:
@@ -245,10 +245,10 @@ class RequestPlacer:
     # Messages
 
     async def _give(self, attempt: Attempt, message: Prefill | Redirect, seen: _Seen) -> bool:
-        """Hands an attempt to its prefill worker, unless one of its workers is not the one that was seen.
+        """Hands an attempt to its prefill worker, unless one of its workers has been lost or restarted.
 
-        A message that names a lost decode worker must not come after `PeerLost`, which would clean up after
-        it; and nobody else would notice a loss while the message is on its way.
+        A message that names a lost decode worker must not come after `PeerLost`, which cleans up for that
+        worker; and nothing else would detect a loss while the message is in transit.
         """
         if self._seen(attempt) != seen:
             return False
@@ -267,7 +267,7 @@ class RequestPlacer:
     async def _ask(
         self, attempt: Attempt, stage: Stage, worker: str, message: Message[ReplyT]
     ) -> ReplyT | None:
-        """The reply; None from a worker that is gone."""
+        """Returns a worker's reply; None from a lost worker."""
         self._policy.asking[worker] += 1
         try:
             with self._losses.asking(attempt, worker):
@@ -284,12 +284,12 @@ class RequestPlacer:
             return
 
     def _seen(self, attempt: Attempt) -> _Seen:
-        """Whether each of its two workers is alive, and which incarnation it is."""
+        """Returns whether each of its two workers is alive, and their incarnations."""
         infos = [self._fleet.workers[name] for name in (attempt.prefill_worker, attempt.decode_worker)]
         return [(info.is_alive, info.incarnation) for info in infos]
 
     async def _changed(self, attempt: Attempt) -> None:
-        """Waits until there is reason to look again, or to look at the clock."""
+        """Waits until there is reason to look for room again, or to check the time."""
         change = self._waiting[attempt.id]
         try:
             async with asyncio.timeout(_POLL_S):  # wait_for may swallow a cancellation

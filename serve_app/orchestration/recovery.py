@@ -1,4 +1,4 @@
-"""What becomes of the tries that a lost worker had: redirected where that is enough, else done again."""
+"""Recovers the attempts of a lost worker: they are redirected where that is enough, else retried."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from serve_app.task_group import Tasks
 
 logger = logging.getLogger(__name__)
 
-# What a worker says is lost with a peer, once it has answered; None when it is gone too.
+# The requests that a worker reports as lost with a peer, once it has answered; None if it is lost too.
 _Replies = Mapping[str, "asyncio.Task[frozenset[str] | None]"]
 
 
 class Recovery:
-    """Told of every loss. attempts: all that are under way, by id."""
+    """Handles every loss of a worker. attempts: all attempts in flight, by id."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Recovery:
         self.tasks = Tasks()
 
     def lose(self, name: str) -> None:
-        """A worker is gone. Each try goes on as soon as the one worker that matters to it has answered."""
+        """Handles a lost worker. Each attempt continues once the worker that matters to it has answered."""
         self._router.forget(name)
         replies = {
             info.name: asyncio.create_task(self._tell(info.name, info.roles, name))
@@ -50,7 +50,7 @@ class Recovery:
         }
         self.tasks.spawn(self._dispatcher.lost(name))
         for attempt in list(self._attempts.values()):
-            # Those that are being placed find out by themselves.
+            # Attempts that are being placed detect the loss themselves.
             if attempt.is_placed and name in (attempt.prefill_worker, attempt.decode_worker):
                 self.tasks.spawn(self._recover(attempt, name, replies))
 
@@ -62,7 +62,7 @@ class Recovery:
     async def _recover(self, attempt: Attempt, name: str, replies: _Replies) -> None:
         try:
             await self._save(attempt, name, replies)
-        except Exception as error:  # whatever it is, nobody else ends the attempt
+        except Exception as error:  # any error: nothing else ends the attempt
             logger.exception("an attempt was not saved from a loss")
             attempt.fail(InternalError.of(error))
 
@@ -77,12 +77,12 @@ class Recovery:
             attempt.end(Ending.LOST)
 
     async def _is_at_decode(self, attempt: Attempt, replies: _Replies) -> bool:
-        """Whether the decode worker has all of it, and the first tokens came before the loss."""
+        """Returns whether the decode worker has all of it and the first tokens came before the loss."""
         lost = await _reply(attempt.decode_worker, replies)
         return lost is not None and attempt.id not in lost and attempt.answer.has_begun
 
     async def _is_redirected(self, attempt: Attempt, replies: _Replies) -> bool:
-        """Whether the prefill worker still had it, and another decode worker takes it."""
+        """Returns whether the prefill worker still had it and another decode worker takes it."""
         lost = await _reply(attempt.prefill_worker, replies)
         if lost is None or attempt.id not in lost:
             return False

@@ -1,4 +1,4 @@
-"""From a checked request to everything that workers have to be told of it, before a frame is decoded."""
+"""Turns a checked request into everything that workers need to know, before a frame is decoded."""
 
 from __future__ import annotations
 
@@ -30,18 +30,21 @@ from stages.media import PlannedMedia, plan_pixels, plan_video
 from stages.weights import weights_revision
 
 _MAX_SEED = 2**31
-# Plans of videos that are kept, by content: a second question about one lists no frames anew.
+# Number of video plans kept, by content: a second question about a video does not list its frames again.
 _MAX_KNOWN_PLANS = 256
-# Content and frame sampling; the model is the planner's.
+# Content and frame sampling; the model is fixed for a planner.
 _PlanKey = tuple[str, FrameSampling]
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """A planned request. sampling: complete. seed: the same however often the request is done again.
+    """A planned request.
 
-    media: of each item its source and plan, and the pixels of an image. groups: of all items, in order.
-    plan_s: seconds that planning took. expected_tokens: of all answers, to plan for.
+    sampling: complete, with a seed that stays the same in every retry
+    media: source and plan of each item, and the pixels of an image
+    groups: of all items, in order
+    plan_s: seconds that planning took
+    expected_tokens: of all answers, to plan for
     """
 
     prompt: PromptPlan
@@ -61,7 +64,7 @@ class AnswerPlan:
         )
 
     def image_of(self, number: int) -> UInt8Array | None:
-        """The pixels of an image's group, uint8 [N, h, w, 3]; None for a video's."""
+        """Returns the pixels of an image's group, uint8 [N, h, w, 3]; None for a video's group."""
         group = self.groups[number]
         if self.media[group.item].image is None:
             return None
@@ -70,7 +73,7 @@ class AnswerPlan:
 
     @property
     def visual_tokens(self) -> tuple[tuple[str, int], ...]:
-        """(content and what is kept of it, visual tokens) of each item, as the router wants them."""
+        """Returns (content and what is kept of it, visual tokens) of each item, for the router."""
         return tuple(
             (mm_hash + self.prompt.reduction_key, item.num_tokens)
             for mm_hash, item in zip(self.mm_hashes, self.prompt.media, strict=True)
@@ -81,12 +84,12 @@ class AnswerPlan:
 
     @property
     def retention(self) -> float:
-        """Share of the visual tokens that is to be kept."""
+        """Returns the share of the visual tokens that is kept."""
         return self.prompt.reduction.policy.retention if self.prompt.reduction else 1.0
 
 
 class _Adapters:
-    """One adapter for each thread that tokenises: a fast tokenizer can be borrowed by one only."""
+    """Holds one adapter per tokenising thread: a fast tokenizer can be borrowed by one thread at a time."""
 
     def __init__(self, model_path: Path, first: Adapter) -> None:
         self._model_path = model_path
@@ -94,7 +97,7 @@ class _Adapters:
 
     @contextmanager
     def borrowed(self) -> Iterator[Adapter]:
-        """One that nobody else has until the block is left, opened if need be."""
+        """Lends an adapter exclusively until the block is left, opening one if needed."""
         try:
             adapter = self._idle.pop()
         except IndexError:
@@ -106,7 +109,7 @@ class _Adapters:
 
 
 class RequestPlanner:
-    """Plans requests to one model, without its weights. Blocks: to be used in threads, by several at once."""
+    """Plans requests to one model, without its weights. Methods block; several threads may call them."""
 
     def __init__(
         self,
@@ -117,9 +120,11 @@ class RequestPlanner:
         limits: RequestLimits | None = None,
         reader: video.MediaReader | None = None,
     ) -> None:
-        """name: under which the model is asked for; by default the folder's. limits: see `self.limits`.
+        """Opens the model's folder. Raises ModelError.
 
-        reader: of media; by default this process. Raises ModelError.
+        name: requests use it for the model; by default the folder's name
+        limits: see `self.limits`
+        reader: reads media; by default this process
         """
         self._reader = reader or video.OwnReader()
         self.adapter = load_adapter(model_path)
@@ -134,7 +139,7 @@ class RequestPlanner:
         self.limits = _limits_of(self.card.max_model_len, self.adapter.tokenizer, limits or RequestLimits())
 
     def plan(self, request: AnswerRequest, images: Mapping[int, PlannedMedia] | None = None) -> AnswerPlan:
-        """images: those that are loaded already, by place. Raises MediaError, RequestError."""
+        """Plans a request. images: already loaded ones, by place. Raises MediaError, RequestError."""
         start = time.perf_counter()
         media = self._planned_media(request, images or {})
         plans = [item.plan for item in media]
@@ -159,11 +164,11 @@ class RequestPlanner:
         )
 
     def check_images(self, request: AnswerRequest) -> None:
-        """To be asked before `image`. Raises RequestBudgetError for too many pixels in all."""
+        """Raises RequestBudgetError for too many pixels in total. To be called before `image`."""
         check_num_pixels(sum(map(_image_pixels, request.media)), self.limits)
 
     def image(self, source: MediaSource) -> PlannedMedia:
-        """An image decoded and brought to its planned size. Raises MediaError."""
+        """Decodes an image and resizes it to its planned size. Raises MediaError."""
         with _opened(source) as file:
             pixels = self._reader.load_image(file, source.label)
         with _labelled(source):
@@ -172,7 +177,7 @@ class RequestPlanner:
     def _planned_media(
         self, request: AnswerRequest, images: Mapping[int, PlannedMedia]
     ) -> tuple[PlannedMedia, ...]:
-        """The media. What can never fit is refused before it is decoded, listed or laid out as a prompt."""
+        """Plans the media. What can never fit is refused before it is decoded, listed or put in a prompt."""
         sources = [replace(each, facts=each.facts or self._look(each)) for each in request.media]
         check_num_pixels(sum(map(_image_pixels, sources)), self.limits)
         planned: list[PlannedMedia] = []
@@ -187,7 +192,7 @@ class RequestPlanner:
         return tuple(planned)
 
     def _planned(self, source: MediaSource, frame_sampling: FrameSampling) -> PlannedMedia:
-        """Raises MediaError, RequestError."""
+        """Plans one item. Raises MediaError, RequestError."""
         facts = source.facts or self._look(source)
         if facts.kind == "image":
             return self.image(source)
@@ -207,13 +212,13 @@ class RequestPlanner:
 
 
 def _opened(source: MediaSource) -> video.OpenFile:
-    """The very file that was checked. Raises MediaError."""
+    """Opens the exact file that was checked. Raises MediaError."""
     return video.open_file(source.path, source.label, source.identity)
 
 
 @contextmanager
 def _labelled(source: MediaSource) -> Iterator[None]:
-    """Puts the name of the source before errors about it."""
+    """Prefixes errors about the source with its name."""
     try:
         yield
     except MediaError as error:
@@ -221,7 +226,7 @@ def _labelled(source: MediaSource) -> Iterator[None]:
 
 
 def _image_pixels(source: MediaSource) -> int:
-    """0 for a video."""
+    """Returns the number of pixels; 0 for a video."""
     return source.facts.height * source.facts.width if source.facts and source.kind == "image" else 0
 
 

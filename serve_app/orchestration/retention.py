@@ -1,4 +1,4 @@
-"""Lowers and raises retention as traffic changes: each request is planned with the level of that moment.
+"""Lowers and raises retention as traffic changes: each request is planned with the current level.
 
 requests, first tokens --> PromptLoadEstimator --PromptLoad--> RetentionController --> level
 """
@@ -44,7 +44,7 @@ class LoadRetention:
         num_planning: Callable[[], int],
         clock: Callable[[], float],
     ) -> None:
-        """config: None keeps what requests ask for."""
+        """Starts without load. config: None keeps what requests ask for."""
         self.controller = None if config is None else RetentionController(config)
         self.estimator = PromptLoadEstimator()
         self._fleet = fleet
@@ -59,7 +59,7 @@ class LoadRetention:
             loops.start("retention", self._run, is_vital=False)
 
     def reduced(self, request: AnswerRequest) -> AnswerRequest:
-        """The request with the share of its visual tokens that it gets now."""
+        """Returns the request with the share of visual tokens that the load allows now."""
         level = self._look()
         share = kept_share(level, request.reduction.retention, request.retention_min or 0.0)
         return replace(request, reduction=replace(request.reduction, retention=share))
@@ -70,7 +70,7 @@ class LoadRetention:
         self.estimator.arrived(self._clock(), num_text_tokens, prompt.num_visual_tokens_before)
 
     def first_token(self, attempt: Attempt) -> None:
-        """Its prompt is computed."""
+        """Notes that an attempt's prompt is computed."""
         answer = attempt.answer
         self.estimator.first_token(
             self._clock(),
@@ -82,7 +82,7 @@ class LoadRetention:
 
     @property
     def status(self) -> RetentionStatus | None:
-        """None where retention does not follow the load."""
+        """Returns the current level; None if retention does not follow the load."""
         if self.controller is None:
             return None
         controller = self.controller
@@ -91,13 +91,13 @@ class LoadRetention:
         )
 
     async def _run(self) -> None:
-        """Lets the level rise while no requests come, too."""
+        """Updates the level periodically, so that it also rises while no requests come."""
         while True:
             await asyncio.sleep(_LOOK_S)
             self._look()
 
     def _look(self) -> float:
-        """The level from now on; 1 without a controller."""
+        """Updates and returns the level; 1 without a controller."""
         if self.controller is None:
             return 1.0
         before = self.controller.level

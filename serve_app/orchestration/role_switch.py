@@ -1,9 +1,9 @@
 """Gives a worker other roles while it runs; if anything goes wrong, it gets its former roles back.
 
-offload    the worker gets no new work for the roles it gives up; what it has not begun goes to others
+offload    the worker gets no new work for the roles it gives up; work it has not begun goes to others
 migrate    answers move to other decode workers with their keys and values, the rest is completed;
-           what is left after `drain_s` is retried elsewhere, its tokens dropped by their index
-onload     the stages of the new roles are started beside the old ones
+           work left after `drain_s` is retried elsewhere, its repeated tokens dropped by their index
+onload     the stages of the new roles are started alongside the old ones
 announce   the worker takes work of its new roles and closes the old stages
 """
 
@@ -43,9 +43,9 @@ from serve_app.worker.worker_core import stages_of
 logger = logging.getLogger(__name__)
 
 Phase = Literal["offload", "migrate", "onload", "announce"]
-_POLL_S = 0.005  # between looks at what a worker still has
-_RETRY_MOVE_S = 0.25  # until an answer that nobody had room for is moved again
-_MAX_AT_ONCE = 8  # requests being moved
+_POLL_S = 0.005  # between checks of what a worker still has
+_RETRY_MOVE_S = 0.25  # until another attempt to move an answer that no worker had room for
+_MAX_AT_ONCE = 8  # requests moved at a time
 _MAX_KEPT = 64
 _NUM_ROLL_BACKS = 3
 _SWITCHABLE: frozenset[Stage] = frozenset({"encode", "prefill", "decode"})
@@ -55,10 +55,10 @@ _SWITCHABLE: frozenset[Stage] = frozenset({"encode", "prefill", "decode"})
 class SwitchLimits:
     """Limits of switches.
 
-    min_workers: of each role, that stay while one is switched
+    min_workers: workers of each role that must remain during a switch
     max_in_flight: switches at a time
-    drain_s: after which what is left is retried elsewhere
-    limit_s: for the whole switch, which is rolled back then
+    drain_s: seconds after which remaining work is retried elsewhere
+    limit_s: seconds after which the whole switch is rolled back
     """
 
     min_workers: int = 1
@@ -69,7 +69,7 @@ class SwitchLimits:
 
 @dataclass(frozen=True, slots=True)
 class SwitchParts:
-    """What a switch works with. attempts: all that have not ended, by id."""
+    """Holds what a switch works with. attempts: all that have not ended, by id."""
 
     fleet: Fleet
     router: Router
@@ -80,7 +80,7 @@ class SwitchParts:
 
 
 class RoleSwitcher:
-    """Switches workers, and remembers how that went. last: the latest switches, oldest first."""
+    """Switches workers and records the results. last: the latest switches, oldest first."""
 
     def __init__(self, parts: SwitchParts, limits: SwitchLimits | None = None) -> None:
         self.limits = limits or SwitchLimits()
@@ -92,18 +92,18 @@ class RoleSwitcher:
 
     @property
     def totals(self) -> tuple[SwitchTotals, ...]:
-        """By kind."""
+        """Returns the totals of each kind of switch."""
         return tuple(self._totals[kind] for kind in sorted(self._totals))
 
     async def switch(self, worker: str, roles: frozenset[Stage]) -> RoleSwitch:
-        """Returns when the worker has these roles.
+        """Switches a worker, and returns when it has these roles.
 
-        Raises RequestError for a worker or roles that cannot be, InfeasibleError where too few others would
-        be left, UnavailableError when it did not work: then the worker is as it was, or started again.
+        Raises RequestError for an invalid worker or roles, InfeasibleError if too few other workers would
+        be left, UnavailableError if the switch failed: the worker is then unchanged, or restarted.
         """
         info = self._checked(worker, roles)
         self.in_flight.add(worker)
-        # The caller may go away: the switch is completed all the same.
+        # The caller may be cancelled: the switch is completed anyway.
         record = await asyncio.shield(self._tasks.spawn(self._carry_out(info, roles)))
         if record.error:
             raise UnavailableError(f"worker '{worker}' did not take its roles: {record.error}")
@@ -121,7 +121,7 @@ class RoleSwitcher:
         return record
 
     async def close(self) -> None:
-        """Cancels what is in flight."""
+        """Cancels the switches in flight."""
         self._tasks.cancel()
         await self._tasks.wait()
 
@@ -150,7 +150,7 @@ class RoleSwitcher:
 
 
 def closed_roles(before: frozenset[Stage], after: frozenset[Stage]) -> frozenset[Stage]:
-    """The roles that are given up, or done by another stage from then on: alone or merged with prefill."""
+    """Returns the roles given up, or run by another stage from then on: alone or merged with prefill."""
     left = stages_of(before) - stages_of(after)
     return frozenset(role for role in before if role not in after or _stage_for(role, before) in left)
 
@@ -160,7 +160,7 @@ def _stage_for(role: Stage, roles: frozenset[Stage]) -> Stage:
 
 
 def check_others(fleet: Fleet, info: WorkerInfo, roles: frozenset[Stage], min_workers: int) -> None:
-    """Raises InfeasibleError unless enough other workers do what this one gives up."""
+    """Raises InfeasibleError unless enough other workers have the roles that this one gives up."""
     for stage in sorted(closed_roles(info.roles, roles)):
         others = [each for each in fleet.workers.values() if each.name != info.name and each.takes(stage)]
         if len(others) < min_workers:
@@ -172,7 +172,7 @@ def check_others(fleet: Fleet, info: WorkerInfo, roles: frozenset[Stage], min_wo
 
 @dataclass(slots=True)
 class _Counts:
-    """Counts requests and groups: handed on before they were begun, moved in their middle, retried."""
+    """Counts requests and groups: handed on before they were begun, moved while running, retried."""
 
     num_handed_on: int = 0
     num_moved: int = 0
@@ -181,7 +181,7 @@ class _Counts:
 
 @dataclass(slots=True)
 class _SwitchRun:
-    """One switch. seconds: of each phase so far. stage: under which it is sent to."""
+    """Runs one switch. seconds: of each phase so far. stage: the stage that messages to it are sent to."""
 
     parts: SwitchParts
     limits: SwitchLimits
@@ -200,7 +200,7 @@ class _SwitchRun:
 
     @property
     def leaving(self) -> frozenset[Stage]:
-        """The stages that it gives up."""
+        """Returns the stages that it gives up."""
         return stages_of(self.info.roles) - stages_of(self.roles)
 
     async def carry_out(self) -> RoleSwitch:
@@ -217,7 +217,7 @@ class _SwitchRun:
         except EPDError as reason:
             error = f"{self.phase}: {reason}"
             await self._roll_back()
-        except Exception as bug:  # whatever it is, the worker must not stay closed
+        except Exception as bug:  # any error: the worker must not stay closed
             logger.exception("the switch of worker %s failed", self.name)
             error = f"{self.phase}: {InternalError.of(bug)}"
             await self._roll_back()
@@ -279,7 +279,7 @@ class _SwitchRun:
         await self._report_closed()
 
     async def _report_closed(self) -> None:
-        """Reports the closed stages to others, which would keep for ever what they still send there."""
+        """Notifies the other workers of the closed stages; they would keep data sent there forever."""
         send, message = self.parts.fleet.send, StagesClosed(self.name, self.leaving)
         others = [
             info
@@ -291,7 +291,7 @@ class _SwitchRun:
         )
 
     async def _roll_back(self) -> None:
-        """The worker has its former roles, unless it is lost: then it is started with them."""
+        """Gives the worker its former roles; a lost worker is restarted with them."""
         for _ in range(_NUM_ROLL_BACKS):
             try:
                 await self.parts.fleet.send(self._address, self.name, SetRoles(self.info.roles))
@@ -303,13 +303,13 @@ class _SwitchRun:
             else:
                 return
 
-    # What it still has
+    # Remaining work
 
     async def _remaining(self) -> RemainingWork:
         return await self._send(AskRemaining(self.leaving))
 
     async def _hand_on(self, left: RemainingWork) -> None:
-        """Gives others what the worker has not begun."""
+        """Gives other workers what this one has not begun."""
         for attempt in self._placed(left.waiting):
             attempt.end(Ending.TAKEN_BACK)
             self.counts.num_handed_on += 1
@@ -341,14 +341,14 @@ class _SwitchRun:
             self.counts.num_redone += await self.parts.dispatcher.take_back(self.name)
 
     def _has(self, attempt: Attempt) -> bool:
-        """Whether a stage that the worker gives up has the request."""
+        """Returns whether a stage that the worker gives up has the request."""
         if attempt.is_handed_over:
             return "decode" in self.leaving and attempt.decode_worker == self.name
         is_prompt = attempt.prefill_worker == self.name and "prefill" in self.leaving
         return is_prompt or (attempt.decode_worker == self.name and "decode" in self.leaving)
 
     def _placed(self, request_ids: Sequence[str]) -> list[Attempt]:
-        """The attempts that workers have taken and that have not ended; the others find out by themselves."""
+        """Returns attempts that workers have taken and that have not ended; the others detect the change."""
         found = [self.parts.attempts.get(request_id) for request_id in request_ids]
         return [each for each in found if each is not None and each.is_placed and not each.has_ended]
 
@@ -359,7 +359,7 @@ class _SwitchRun:
         return min(self.info.roles)
 
     async def _send(self, message: Message[ReplyT]) -> ReplyT:
-        """Raises UnavailableError when the time is up, or the worker is not the one that was begun with."""
+        """Sends a message. Raises UnavailableError at the time limit, or if the worker was restarted."""
         now = self.parts.fleet.workers[self.name]
         if not now.is_alive or now.incarnation != self.info.incarnation:
             raise WorkerLostError(f"worker '{self.name}' was lost; it is started with its former roles")
@@ -372,7 +372,7 @@ class _SwitchRun:
 
 
 async def _gathered(work: Sequence[Coroutine[Any, Any, bool]]) -> list[bool]:
-    """Gathers results, a few at a time. What one raises is raised when all have ended."""
+    """Gathers results, a few at a time. An error is raised once all have ended."""
     gate = asyncio.Semaphore(_MAX_AT_ONCE)
 
     async def gated(one: Coroutine[Any, Any, bool]) -> bool:

@@ -1,4 +1,4 @@
-"""Frames that could not be decoded, by group, so that answers from a cache report them as well."""
+"""Remembers frames that could not be decoded, by group, so that answers from a cache report them too."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 from epd.encode.encoder_cache import GroupKey
 
-# Groups of damaged videos that are remembered; a busy day of them stays below 20 MB.
+# Groups of damaged videos to remember; even after a busy day they take less than 20 MB.
 MAX_GROUPS = 1 << 14
 
 
 class SubstitutedFrames:
-    """How many frames of each group show a neighbour, as the group was decoded last.
+    """Counts the frames of each group that show a neighbour, as of its last decoding.
 
     Caches share groups by their key, so what was found when a group was decoded holds for each answer that
     gets it without decoding. Beyond `max_groups` the groups noted longest ago are forgotten.
@@ -23,7 +23,7 @@ class SubstitutedFrames:
         self._max_groups = max_groups
 
     def note(self, group: GroupKey, num_substituted: int) -> None:
-        """Take what decoding a group has found."""
+        """Notes the result of decoding a group."""
         self._num_by_group.pop(group, None)
         if num_substituted:
             self._num_by_group[group] = num_substituted
@@ -31,5 +31,5 @@ class SubstitutedFrames:
             self._num_by_group.popitem(last=False)
 
     def total(self, groups: Iterable[GroupKey]) -> int:
-        """The number of substituted frames in these groups."""
+        """Returns the number of substituted frames in these groups."""
         return sum(self._num_by_group.get(group, 0) for group in groups)

@@ -1,4 +1,4 @@
-"""Single tokens as text and bytes, as log probabilities are reported."""
+"""Converts single tokens to text and bytes, for reports of log probabilities."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stages.sampling.sampler import SampledToken
 
 
 class TokenTexts:
-    """Of one tokenizer of transformers."""
+    """Converts the tokens of one tokenizer of transformers."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -21,7 +21,7 @@ class TokenTexts:
         self._bytes = TokenBytes(backend) if is_byte_level else None
 
     def logprob(self, token: SampledToken) -> TokenLogprob:
-        """A token as the front reports it, with its alternatives."""
+        """Returns a token as the server reports it, with its alternatives."""
         alternatives = tuple(self._logprob(token_id, logprob) for token_id, logprob in token.top_logprobs)
         return self._logprob(token.token_id, token.logprob or 0.0, alternatives)
 

@@ -19,7 +19,10 @@ _MAX_LOOK_S = 5.0  # between looks
 
 
 class Watchdog:
-    """attempts: all attempts in flight, by id. Stalls are counted under "stalls"."""
+    """Ends stalled attempts and counts them under "stalls".
+
+    attempts: all attempts in flight, by id
+    """
 
     def __init__(
         self,
@@ -39,7 +42,7 @@ class Watchdog:
         self._loads: dict[str, WorkerLoad] = {}
 
     def reported(self, report: WorkerReport) -> None:
-        """Notes progress of a worker: it reports an event or output, or its counters have grown."""
+        """Notes the progress of a worker: an event or output it reports, or counters that have grown."""
         done = replace(report.load, kv_usage=None, encoder_cache_usage=None, seat_usage=None)
         if report.events or report.outputs or done != self._loads.get(report.worker):
             self._progress_s[report.worker] = self._clock()

@@ -1,1 +1,1 @@
-"""The application on Ray: workers as actors, Ray Serve in front."""
+"""Runs the application on Ray: workers as actors behind Ray Serve."""

@@ -1,4 +1,4 @@
-"""The ingress replica of the application on Ray: the HTTP app over a fleet of worker processes."""
+"""Defines the ingress replica of the application on Ray: the HTTP app over a fleet of worker processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serve_app.ray.fleet import RayFleet, RayFleetConfig
 
 
 async def create_ingress(args: AppArgs) -> FastAPI:
-    """The app over its workers, which run by now and end with it. Raises EPDError."""
+    """Creates the app with its workers, which are then running and end with it. Raises EPDError."""
     log_requests()  # Ray keeps stderr in a file, and shows it on request
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     config = RayFleetConfig(

@@ -1,4 +1,4 @@
-"""The application on Ray as the backend of `epd batch`: started for it, or found on a cluster."""
+"""Provides the application on Ray as a backend of `epd batch`: newly started, or found on a cluster."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def started_backend(
     num_kv_tokens: int | None,
     skip_static: float | None = None,
 ) -> Iterator[HttpBackend]:
-    """The application with workers of its own on this machine, for nobody else: it has a key.
+    """Starts a private application on this machine, protected by a key, with its own workers.
 
     media_folder: the folder that files are read from. skip_static: see `AppArgs`.
-    Raises EPDError for what cannot be served.
+    Raises EPDError if it cannot be served.
     """
     key = secrets.token_hex(16)
     args = AppArgs(
@@ -57,7 +57,7 @@ def _free_port() -> int:
 
 
 def url_of_app(address: str) -> str:
-    """Where the application on a Ray cluster listens. Raises UnavailableError when there is none."""
+    """Returns the URL of the application on a Ray cluster. Raises UnavailableError if it is not running."""
     with ray_cluster(RaySettings(address=address)):
         try:
             is_there = APP_NAME in serve.status().applications

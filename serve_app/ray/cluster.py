@@ -1,7 +1,7 @@
-"""Starting and ending Ray: a cluster of this process's own, or a connection to one that runs already.
+"""Starts and ends Ray: a cluster owned by this process, or a connection to a running one.
 
-A cluster of one's own is for one machine: its addresses are loopback as far as Ray allows, there is no
-dashboard, and what still listens elsewhere asks for a token. See docs/deployment.md.
+An owned cluster is for one machine: its addresses are loopback as far as Ray allows, it has no dashboard, and
+anything that still listens elsewhere requires a token. See docs/deployment.md.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from epd.errors import UnavailableError
 from epd.machine import usable_cpus
 from serve_app.held_folder import CLUSTER_PREFIX, HeldFolder
 
-# Threads of torch that wait by spinning would take the cores from other workers, and more than one for each
-# worker would have them compete; a worker never downloads anything.
+# Torch threads that wait by spinning would take cores from other workers, and more than one per worker would
+# make them compete; a worker never downloads anything.
 WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "passive",
@@ -32,18 +32,19 @@ WORKER_ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1",
 }
 LOOPBACK = "127.0.0.1"
-# Serve's proxy calls it when it starts: it bounds what one connection may take.
+# Serve's proxy calls it when it starts: it limits what one connection may use.
 _PROXY_CALLBACK = ("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "serve_app.http.socket_guard.install")
-# Of Ray's accounting alone. Workers of this app ask for none, but what else runs in the cluster may.
+# For Ray's accounting only. Workers of this app request none, but others in the cluster may.
 _LEAST_CPUS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class RaySettings:
-    """address: of a running cluster; None starts one, with num_cpus and object_store_bytes.
+    """Configures Ray.
 
-    object_store_bytes: memory for frames on their way and, between machines, embeddings, keys and values.
-    shows_logs: whether what its processes log comes to stderr.
+    address: of a running cluster; None starts one, with num_cpus and object_store_bytes
+    object_store_bytes: memory for frames in transit and, between machines, embeddings, keys and values
+    shows_logs: whether the logs of its processes are written to stderr
     """
 
     address: str | None = None
@@ -55,9 +56,9 @@ class RaySettings:
 
 @contextmanager
 def ray_cluster(settings: RaySettings | None = None) -> Iterator[None]:
-    """While this is open the process is connected to Ray. A cluster that was started for it ends with it.
+    """Connects the process to Ray while open. A cluster that was started for this ends with it.
 
-    Raises UnavailableError when the cluster does not start or is not there.
+    Raises UnavailableError if the cluster does not start or cannot be reached.
     """
     settings = settings or RaySettings()
     with _folder_for_imports() as folder:
@@ -74,10 +75,10 @@ def ray_cluster(settings: RaySettings | None = None) -> Iterator[None]:
 
 @contextmanager
 def _folder_for_imports() -> Iterator[Path]:
-    """The folder to start Ray in: it stands first on the import path of all workers.
+    """Yields the folder to start Ray in, which is first on the import path of all workers.
 
-    The current one where this process imports from it too, and an empty one otherwise: packages that lie
-    where `epd serve` happens to be started would be imported instead of ours.
+    This is the current folder if this process imports from it too, and an empty one otherwise: packages in
+    the folder where `epd serve` happens to be started would shadow ours.
     """
     here = Path.cwd()
     if any(Path(entry).resolve() == here for entry in sys.path):
@@ -91,15 +92,15 @@ def _folder_for_imports() -> Iterator[Path]:
 
 
 def _start(settings: RaySettings) -> None:
-    """A new cluster, even where another runs on this machine. Its processes inherit the environment."""
+    """Starts a new cluster, even if another runs on this machine. Its processes inherit the environment."""
     os.environ |= {name: value for name, value in WORKER_ENVIRONMENT.items() if name not in os.environ}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray's own default is 15: whatever else the machine runs would come before all that answers requests.
+    # Ray's default is 15, which would give other processes of the machine precedence over all workers.
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault(*_PROXY_CALLBACK)
-    # By default the only proxy is looked at every 10 s, and started again when it was dead three times.
+    # By default the only proxy is checked every 10 s, and restarted after being found dead three times.
     os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "0.2")
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # who has it may run code as this user
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # its owner may run code as this user
     try:
         ray.init(
             address="local",
@@ -116,7 +117,7 @@ def _start(settings: RaySettings) -> None:
 
 
 def _connect(settings: RaySettings) -> None:
-    """Workers are given their environment, since the cluster's processes run in another."""
+    """Connects to a cluster, and passes workers the environment, since its processes have another one."""
     try:
         ray.init(
             address=settings.address,

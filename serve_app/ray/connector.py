@@ -1,7 +1,7 @@
-"""Transport between worker processes: offers and receipts are actor calls, bulk data goes past them.
+"""Moves data between worker processes: offers and receipts are actor calls, bulk data bypasses them.
 
-Workers of one machine map each other's pools. To other machines what is offered
-travels in the message, through Ray's object store.
+Workers of one machine map each other's pools. To other machines, offered data travels in the message,
+through Ray's object store.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from stages.weights import num_weight_bytes, write_weights
 
 logger = logging.getLogger(__name__)
 
-# An end point may have an end of each kind.
+# An end point may have one end of each kind.
 Kind = Literal["embeddings", "kv"]
 AnyShape = EncoderPoolShape | KVPoolsShape
 AnyPool = EncoderPool | KVPools
-_LOOK_EVERY_S = 2.0  # between looks for mapped pools that are gone
+_LOOK_EVERY_S = 2.0  # between checks for mapped pools that are gone
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
     """A message for an end of a transport.
 
-    shape: of the pool that an offer speaks of, for who maps it. packed: what is offered, for who cannot.
+    shape: of the pool of an offer, for receivers that map it. packed: the offered data, for others.
     """
 
     receiver: str
@@ -50,10 +50,11 @@ class Envelope:
 
 
 class RayTransport:
-    """The ends of one worker. Only `deliver` may be called from other threads.
+    """Holds the ends of one worker. Only `deliver` may be called from other threads.
 
-    post: gives an envelope to a worker by name, without waiting. can_map: whether that worker is on this
-    machine and can map files of it. files: makes those of the pools.
+    post: passes an envelope to a worker by name, without waiting
+    can_map: whether that worker is on this machine and can map its files
+    files: creates the files of pools
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class RayTransport:
         return end.pool, end
 
     def weights(self, path: Path, dtype: torch.dtype) -> Path | None:
-        """Written by the first worker of the machine; None when there is no room for it."""
+        """Returns the file of weights, written by the machine's first worker; None without room for it."""
         num_bytes = num_weight_bytes(path, dtype)
         try:
             return self._files.shared(f"weights-{dtype}", num_bytes, partial(write_weights, path, dtype))
@@ -88,7 +89,7 @@ class RayTransport:
             self._files.remove(Path(self._ends.pop(key).pool_id))
 
     def deliver(self, envelope: Envelope) -> None:
-        """Mail for one of the ends; for one that is not there any more it is lost, as is its pool."""
+        """Delivers a message to one of the ends; it is dropped if that end, and so its pool, is closed."""
         end = self._ends.get((envelope.receiver, envelope.kind))
         if end is not None:
             end.mail.append(envelope)
@@ -101,7 +102,7 @@ class RayTransport:
 
 
 class RayConnector(MailboxConnector[Any, Any]):
-    """Made by `RayTransport`."""
+    """Connects one end of a worker. Created by `RayTransport`."""
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class RayConnector(MailboxConnector[Any, Any]):
         self._shape = shape
         self._post = post
         self._can_map = can_map
-        # What offers speak of that have come and are not answered yet; pools by sender, with their ids.
+        # Shapes and contents of received, unanswered offers; pools by sender, with their ids.
         self._shapes: dict[str, AnyShape] = {}
         self._packed: dict[tuple[str, int], Packed] = {}
         self._mapped: dict[str, tuple[str, AnyPool]] = {}
@@ -148,14 +149,14 @@ class RayConnector(MailboxConnector[Any, Any]):
 
     def recv(self) -> Sequence[Offer[Any]]:
         taken = super().recv()
-        # Those that nobody waited for were answered without a look at what they offer.
+        # Offers that were not expected have been answered without reading what they offer.
         self._packed.clear()
         self._shapes.clear()
         self._forget_gone()
         return taken
 
     def _forget_gone(self) -> None:
-        """Lets go of the memory of pools whose worker is gone, or has given up the role they were for."""
+        """Unmaps pools whose worker is gone, or has given up the role they were for."""
         now_s = time.monotonic()
         if now_s < self._look_s:
             return
@@ -177,7 +178,7 @@ class RayConnector(MailboxConnector[Any, Any]):
 
 
 def map_pool(path: Path, shape: AnyShape) -> AnyPool | None:
-    """The pool that another process has made; None when it is gone."""
+    """Maps the pool that another process has created; None if it is gone."""
     descriptor = open_pool(path)
     if descriptor is None:
         return None

@@ -1,4 +1,4 @@
-"""A fleet of processes: every worker is a Ray actor, watched, and started again when it is lost.
+"""Implements a fleet of processes: every worker is a Ray actor, watched, and restarted when it is lost.
 
 The process of the fleet owns the actors: when it ends, so do they.
 """
@@ -35,9 +35,9 @@ _REMOVE_S = 5.0  # for files on other machines to be removed
 
 
 class RayFleet:
-    """Needs a connection to Ray. Workers are spread over its machines; those of video stay on this one.
+    """Runs workers as actors on all machines of the connected Ray; video workers stay on this machine.
 
-    files: in memory, of the workers on this machine.
+    files: in memory, of the workers on this machine
     """
 
     def __init__(self, config: RayFleetConfig, settings: WorkerSettings) -> None:
@@ -58,7 +58,7 @@ class RayFleet:
         return {name: member.info for name, member in self._members.items()}
 
     def place(self, name: str) -> Place | None:
-        """Where the process of a worker is, or was last."""
+        """Returns the place of a worker's process, or its last one."""
         return self._members[name].place
 
     async def start(self) -> None:
@@ -92,14 +92,14 @@ class RayFleet:
         self._events.put_nowait(None)
 
     async def _remove_elsewhere(self) -> None:
-        """Files of pools on other machines where workers have been."""
+        """Removes files of pools on other machines that have run workers."""
         nodes = {each.place.node_id for each in self._members.values() if each.place} - {self._node_id}
         removing = []
         for node in nodes:
             there = NodeAffinitySchedulingStrategy(node, soft=False)
             task = ray.remote(_remove_files).options(num_cpus=0, scheduling_strategy=there)
             removing.append(asyncio.ensure_future(awaited(task.remote(self._fleet_id))))
-        if removing:  # one that is gone has none any more
+        if removing:  # machines that are gone have none left
             await asyncio.wait(removing, timeout=_REMOVE_S)
             for each in removing:
                 each.add_done_callback(noted)
@@ -133,7 +133,7 @@ class RayFleet:
         return cast(ReplyT, reply), bulk
 
     async def _send_all(self) -> None:
-        """Sends from a task of the fleet's own: Ray cancels what a task that is cancelled has begun."""
+        """Sends from a task of the fleet: Ray would cancel calls begun by a task that is cancelled."""
         while True:
             member, call = await self._outbox.get()
             try:
@@ -149,16 +149,16 @@ class RayFleet:
                 return
             yield event
 
-    # Lives of workers
+    # Epochs of workers
 
     async def _introduce(self, new: list[RayMember]) -> None:
-        """Tells all workers about all; then the new ones are alive: nothing is sent past those who know."""
+        """Introduces all workers to each other, then marks new ones as alive: no message precedes this."""
         known = [member for member in self._members.values() if member.is_up and not member.is_video]
         peers = {member.name: member.peer() for member in known}
         told = [asyncio.ensure_future(awaited(member.actor.meet.remote(peers))) for member in known]
         for task in told:
             task.add_done_callback(noted)
-        if told:  # one that hangs, or dies meanwhile, need not know
+        if told:  # a worker that hangs or dies meanwhile need not be notified
             await asyncio.wait(told, timeout=self._config.hang_s)
         for member in new:
             member.info = replace(member.info, is_alive=True)

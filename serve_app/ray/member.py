@@ -1,6 +1,6 @@
-"""One worker of a `RayFleet` through its epochs: brought up, followed, lost, brought up again.
+"""Manages one worker of a `RayFleet` through its epochs: started, followed, lost, restarted.
 
-down --bring_up--> up --dead, silent, or stuck: follow returns--> down; Ray starts the process again
+down --bring_up--> up --dead, silent, or stuck: follow returns--> down; Ray restarts the process
 """
 
 from __future__ import annotations
@@ -24,18 +24,22 @@ from serve_app.ray.worker import Heartbeat, Peer, Place, Reply, StageActor, Star
 from serve_app.worker.worker_stages import WorkerSettings
 
 _MAX_CALLS = 10_000  # of one actor at once, most of which wait
-_RETRY_S = 0.05  # between questions whether a process is there
+_RETRY_S = 0.05  # between checks whether a process is there
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class RayFleetConfig:
-    """workers: roles of each, by name.
+    """Configures a `RayFleet`.
 
-    beat_s: between heartbeats of an idle worker. hang_s: a worker without one for so long is lost.
-    max_step_s: as is one that has been busy with a single step for so long. start_s: to be ready.
-    restart_s: until another try to start a worker. num_threads: of torch, in each process.
-    num_video_threads: groups being read at once by each worker that decodes video.
+    workers: roles of each, by name
+    beat_s: between heartbeats of an idle worker
+    hang_s: a worker without a heartbeat for this time is lost
+    max_step_s: a worker that is busy with a single step for this time is lost
+    start_s: time limit for a worker to be ready
+    restart_s: until another attempt to start a worker
+    num_threads: of torch, in each process
+    num_video_threads: groups read at once by each worker that decodes video
     """
 
     workers: Mapping[str, frozenset[Stage]]
@@ -50,7 +54,7 @@ class RayFleetConfig:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SentMessage:
-    """A message on its way to one epoch of a worker. reply: its value; of a fetch, with where its bulk is."""
+    """A message in transit to one epoch of a worker. reply: its value; for a fetch, also its bulk's place."""
 
     epoch: str
     message: Message[Any]
@@ -60,10 +64,10 @@ class SentMessage:
 
 
 class RayMember:
-    """info: alive is what may be sent to. place: of its process now, or the last one."""
+    """Manages one worker. info: messages may be sent while alive. place: of its current or last process."""
 
     def __init__(self, info: WorkerInfo, config: RayFleetConfig, fleet_id: str, home: str) -> None:
-        """home: the node that the fleet is on."""
+        """Starts without a process. home: the node that the fleet is on."""
         self.info = info
         self.place: Place | None = None
         self.is_up = False
@@ -75,7 +79,7 @@ class RayMember:
         self._num_sent = 0
         self._process: WatchedProcess | None = None
         self._calls: set[asyncio.Future[Any]] = set()
-        # Set, with the reason, by whoever finds first that this epoch is over.
+        # Set with the reason when this epoch is first found to be over.
         self._lost: asyncio.Future[str] | None = None
 
     @property
@@ -87,14 +91,14 @@ class RayMember:
         return "video" in self.info.roles
 
     def peer(self) -> Peer:
-        """How other workers reach it."""
+        """Returns how other workers reach it."""
         assert self.place is not None
         return Peer(self.actor, self._epoch, self.place.node_id)
 
     # Epochs
 
     async def bring_up(self, settings: WorkerSettings) -> None:
-        """Returns when the worker is loaded. Raises EPDError, RayError, TimeoutError, OSError."""
+        """Starts the worker; returns once it is loaded. Raises EPDError, RayError, TimeoutError, OSError."""
         config = self._config
         async with asyncio.timeout(config.start_s):
             place = await self._find()
@@ -118,7 +122,7 @@ class RayMember:
         self.is_up = True
 
     async def _find(self) -> Place:
-        """Where the process is, as soon as one answers that is not the one of the last epoch."""
+        """Returns the place of the process, once one answers that is not that of the last epoch."""
         while True:
             try:
                 place: Place = await self.actor.place.remote()
@@ -131,16 +135,16 @@ class RayMember:
             await asyncio.sleep(_RETRY_S)
 
     def restart(self) -> None:
-        """Has Ray end the process, in some seconds if it hangs, and start another."""
+        """Makes Ray end the process, within some seconds if it hangs, and start another."""
         ray.kill(self.actor, no_restart=False)
 
     def fail(self, reason: str) -> None:
-        """This epoch is over."""
+        """Ends this epoch."""
         if self._lost is not None and not self._lost.done():
             self._lost.set_result(reason)
 
     async def follow(self, take: Callable[[WorkerReport], None]) -> str:
-        """Hands out its reports until it is lost. Returns why it is."""
+        """Passes on its reports until it is lost. Returns the reason."""
         assert self._lost is not None
         config = self._config
         while True:
@@ -160,7 +164,7 @@ class RayMember:
                 return self._given_up(reason)
 
     def _take(self, beat: Heartbeat, take: Callable[[WorkerReport], None]) -> str:
-        """Hands out the reports of a beat. Returns why the worker is to be given up, if it is."""
+        """Passes on the reports of a beat. Returns why the worker must be given up, if so."""
         for report in beat.reports:
             take(report)
         if beat.busy_s > self._config.max_step_s:
@@ -168,13 +172,13 @@ class RayMember:
         return beat.failure
 
     def _given_up(self, reason: str) -> str:
-        """For a process that may still be there; one of this machine is ended by `lose`."""
+        """Gives up a process that may still run; `lose` ends one of this machine."""
         if self._process is None:
             self.restart()
         return reason
 
     def lose(self, reason: str) -> None:
-        """Ends the process, whatever it does, and fails what was sent to it."""
+        """Ends the process in any state, and fails the messages sent to it."""
         incarnation = self.info.incarnation + 1
         self.info = replace(self.info, is_alive=False, incarnation=incarnation, closed=frozenset())
         self.is_up = False
@@ -193,7 +197,7 @@ class RayMember:
     # Messages
 
     def new_call(self, message: Message[Any], bulk: Bulk | None, *, is_fetch: bool) -> SentMessage:
-        """Raises WorkerLostError while the worker is not alive."""
+        """Creates a call. Raises WorkerLostError while the worker is not alive."""
         if not self.info.is_alive:
             raise WorkerLostError(f"worker '{self.name}' is gone; it is being started again")
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -202,7 +206,7 @@ class RayMember:
         return SentMessage(self._epoch, message, bulk, is_fetch, reply)
 
     def post(self, call: SentMessage, spawn: Spawn) -> None:
-        """Sends a call, unless its epoch is over. spawn: runs what waits for the reply."""
+        """Sends a call, unless its epoch is over. spawn: runs the task that waits for the reply."""
         if call.epoch != self._epoch or not self.info.is_alive:
             return
         if call.is_fetch:
@@ -255,6 +259,6 @@ async def awaited(ref: Any) -> Any:
 
 
 def noted(task: asyncio.Task[Any]) -> None:
-    """An error that comes after the worker was given up is no news."""
+    """Marks an error as read, as it occurred after the worker was given up."""
     if not task.cancelled():
         task.exception()

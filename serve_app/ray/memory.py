@@ -1,8 +1,8 @@
-"""Memory of the workers of one machine that they share: pools, and weights, named in a folder of the fleet.
+"""Manages memory shared by the workers of one machine: pools, and weights, named in a fleet's folder.
 
-A pool is memory without a file system: it takes memory page by page as it is written, is bound by no limit of
-/dev/shm, cannot be cut short under those who have mapped it, and is gone with the last of them. Its name in
-the folder is a link to it, which its process removes with it.
+A pool is memory without a file system: it is allocated page by page as it is written, has no limit from
+/dev/shm, cannot be truncated under processes that have mapped it, and is freed with the last of them. Its
+name in the folder is a link to it, which its process removes with it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """What a pool may take, and what it has taken, in bytes."""
+    """The maximum size of a pool, and its allocated memory, in bytes."""
 
     path: Path
     num_bytes: int
@@ -51,15 +51,15 @@ class _Claim:
 
 
 class PoolFiles:
-    """Makes and removes what one fleet shares on this machine. fleet_id: one that no other fleet has."""
+    """Creates and removes what one fleet shares on this machine. fleet_id: unique to the fleet."""
 
     def __init__(self, fleet_id: str) -> None:
         self._name = f"{_PREFIX}{fleet_id}"
         self._held: dict[Path, HeldFolder] = {}
-        self._pools: dict[Path, int] = {}  # descriptors of this process's own, by name
+        self._pools: dict[Path, int] = {}  # descriptors of this process's pools, by name
 
     def hold(self) -> None:
-        """From now on, for as long as this process lives, the fleet's files are not those of a dead one.
+        """Marks the fleet's files as in use for as long as this process lives.
 
         Files of dead fleets are removed.
         """
@@ -67,10 +67,10 @@ class PoolFiles:
         self._folder(_memory_folder())
 
     def create(self, name: str, num_bytes: int) -> Path:
-        """A new pool, zeros, which takes memory as it is written.
+        """Creates a pool of zeros, which is allocated as it is written.
 
-        Raises InfeasibleError when there is no memory for all of it beside what other pools of this machine
-        may take yet.
+        Raises InfeasibleError if there is not enough memory for all of it beside what other pools of this
+        machine may still allocate.
         """
         folder = self._folder(_memory_folder())
         path = folder / f"{name}-{secrets.token_hex(4)}"
@@ -80,7 +80,7 @@ class PoolFiles:
         return path
 
     def shared(self, name: str, num_bytes: int, write: Callable[[Path], None]) -> Path:
-        """A file that all workers of the fleet have on this machine, written by the first that wants it.
+        """Returns a file shared by the fleet's workers on this machine, written by the first that needs it.
 
         Raises OSError, and what `write` raises.
         """
@@ -101,7 +101,7 @@ class PoolFiles:
         return found[0] if found else path
 
     def remove(self, path: Path) -> None:
-        """Removes the name; who has mapped it keeps the memory."""
+        """Removes the name; processes that have mapped it keep the memory."""
         path.unlink(missing_ok=True)
         descriptor = self._pools.pop(path, None)
         if descriptor is not None:
@@ -113,7 +113,7 @@ class PoolFiles:
             self.remove(path)
 
     def remove_all(self) -> None:
-        """Removes the fleet's folders: when it ends."""
+        """Removes the fleet's folders, at its end."""
         for path in list(self._pools):
             self.remove(path)
         for parent in _parents():
@@ -123,7 +123,7 @@ class PoolFiles:
         self._held.clear()
 
     def paths(self, name: str = "") -> list[Path]:
-        """Pools and shared files whose names start with `name`."""
+        """Returns pools and shared files whose names start with `name`."""
         found: list[Path] = []
         for parent in _parents():
             with contextlib.suppress(OSError):
@@ -131,7 +131,7 @@ class PoolFiles:
         return sorted(path for path in found if not path.name.startswith((".", "lock-")))
 
     def _folder(self, parent: Path) -> Path:
-        """The fleet's folder there, held."""
+        """Returns the fleet's folder there, held."""
         path = parent / self._name
         if path not in self._held:
             self._held[path] = HeldFolder(path)
@@ -139,13 +139,13 @@ class PoolFiles:
 
 
 def new_fleet_id() -> str:
-    """A name for the folder of a fleet; host and process are for people who look at it."""
+    """Returns a name for the folder of a fleet; host and process are included for human readers."""
     host = hashlib.blake2b(socket.gethostname().encode(), digest_size=4).hexdigest()
     return f"{host}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def remove_orphans() -> None:
-    """Removes files of fleets that have no process on this machine any more, and other folders so left."""
+    """Removes files of fleets that no longer have a process on this machine, and other abandoned folders."""
     for parent in _parents():
         remove_abandoned(parent, _PREFIX)
     for prefix in (SPOOL_PREFIX, CLUSTER_PREFIX):
@@ -153,24 +153,24 @@ def remove_orphans() -> None:
 
 
 def orphans() -> list[Path]:
-    """Folders of such fleets."""
+    """Returns the folders of such fleets."""
     return [path for parent in _parents() for path in abandoned(parent, _PREFIX)]
 
 
 def open_pool(path: Path) -> int | None:
-    """A descriptor of a pool that any process of this machine has made; None when it is gone."""
+    """Returns a descriptor of a pool created by any process of this machine; None if it is gone."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return None
     if _is_pool(path, f"/proc/self/fd/{descriptor}"):
         return descriptor
-    os.close(descriptor)  # its process is gone, and another one has its number
+    os.close(descriptor)  # its process is gone, and another one has its id
     return None
 
 
 def _new_memory(path: Path, num_bytes: int) -> int:
-    """Memory of a fixed size under a name: a link into this process, which goes with it."""
+    """Creates memory of a fixed size under a name: a link into this process, which ends with it."""
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     descriptor = os.memfd_create(_memory_name(path), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -184,19 +184,19 @@ def _new_memory(path: Path, num_bytes: int) -> int:
 
 
 def _memory_name(path: Path) -> str:
-    """What maps and descriptors of a pool show: the fleet's folder and the pool's name there."""
+    """Returns the name shown in maps and descriptors of a pool: the fleet's folder and the pool's name."""
     return f"{path.parent.name}-{path.name}"
 
 
 def _is_pool(path: Path, target: str) -> bool:
-    """Whether the file that /proc shows at `target` is the pool which was made under that name."""
+    """Returns whether the file that /proc shows at `target` is the pool created under that name."""
     with contextlib.suppress(OSError):
         return os.readlink(target) == f"/memfd:{_memory_name(path)} (deleted)"
     return False
 
 
 def _check_room(name: str, num_bytes: int) -> None:
-    """Raises InfeasibleError when a pool would find no memory once it and all others are full."""
+    """Raises InfeasibleError if memory would not suffice once this pool and all others are full."""
     claims = list(_claims())
     promised = sum(max(0, claim.num_bytes - claim.num_taken) for claim in claims)
     available = available_memory_bytes()
@@ -209,7 +209,7 @@ def _check_room(name: str, num_bytes: int) -> None:
 
 
 def _claims() -> Iterator[_Claim]:
-    """Of all pools of all fleets on this machine, as far as this container sees them."""
+    """Yields the claims of all pools of all fleets on this machine, as far as this container sees them."""
     with contextlib.suppress(OSError):
         for path in _memory_folder().glob(f"{_PREFIX}*/*"):
             with contextlib.suppress(OSError):
@@ -220,26 +220,26 @@ def _claims() -> Iterator[_Claim]:
 
 @contextmanager
 def _one_at_a_time(lock: Path) -> Iterator[None]:
-    """While this is open, no other process is inside with the same file."""
+    """Excludes other processes that use the same file while this is open."""
     with lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         yield
 
 
 def _parents() -> list[Path]:
-    """Where folders of fleets may be."""
+    """Returns the folders that may contain folders of fleets."""
     return list(dict.fromkeys([_MEMORY_FOLDER, Path(tempfile.gettempdir())]))
 
 
 def _memory_folder() -> Path:
-    """In memory, if the machine has such a folder: names take next to none."""
+    """Returns a folder in memory, if the machine has one: names need almost no memory."""
     return _MEMORY_FOLDER if os.access(_MEMORY_FOLDER, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def _roomy_folder(name: str, num_bytes: int) -> Path:
-    """Where a file of that size fits: in memory if there is room, so that nothing is written to a disk.
+    """Returns a folder where a file of that size fits: in memory if possible, to avoid writing to a disk.
 
-    Raises OSError when there is no room on the disk either.
+    Raises OSError if the disk lacks room too.
     """
     disk = Path(tempfile.gettempdir())
     for parent in (_memory_folder(), disk):

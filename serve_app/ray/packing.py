@@ -1,6 +1,6 @@
-"""What a transfer offers, taken out of its pool to travel as bytes, for receivers that cannot map the pool.
+"""Packs the offer of a transfer, copied from its pool as bytes, for receivers that cannot map the pool.
 
-Blocks named by the offer go into a pool of just their number, and the offer names them anew:
+Offered blocks are copied to a pool of exactly their number, and renumbered in the offer:
 
     pool of the sender   | . | a | . | b |      source: blocks (1, 3)
     packed               | a | b |              source: blocks (0, 1)
@@ -24,14 +24,14 @@ from stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """A small pool on its way. contents: uint8, of each of its storages, their last dimension in bytes."""
+    """A small pool in transit. contents: uint8, of each of its storages, their last dimension in bytes."""
 
     shape: EncoderPoolShape | KVPoolsShape
     contents: tuple[UInt8Array, ...]
 
 
 def pack(pool: Any, source: Any) -> tuple[Packed, Any]:
-    """What lies at `source` in an EncoderPool or in KVPools, copied, and where it lies in the copy."""
+    """Copies the blocks at `source` in an EncoderPool or KVPools. Returns the copy and their place in it."""
     if isinstance(pool, EncoderPool) and isinstance(source, CachedGroup):
         return _pack_embeddings(pool, source)
     if isinstance(pool, KVPools) and isinstance(source, KVChunk):
@@ -40,7 +40,7 @@ def pack(pool: Any, source: Any) -> tuple[Packed, Any]:
 
 
 def unpack(packed: Packed) -> EncoderPool | KVPools:
-    """The pool that was packed, in memory of its own."""
+    """Returns the packed pool, in new memory."""
     pool = packed.shape.build()
     for storage, content in zip(_storages(pool), packed.contents, strict=True):
         _as_bytes(storage)[...] = content
@@ -76,5 +76,5 @@ def _storages(pool: EncoderPool | KVPools) -> Sequence[Tensor]:
 
 
 def _as_bytes(values: Tensor) -> UInt8Array:
-    """The same memory as uint8, where it is the CPU's; a copy from another device."""
+    """Returns a view of the same memory as uint8 on the CPU; a copy from another device."""
     return values.cpu().contiguous().view(torch.uint8).numpy()

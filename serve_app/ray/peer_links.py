@@ -1,7 +1,7 @@
-"""A worker's messages to other workers: sent again until they have come, read in order and once.
+"""Sends a worker's messages to other workers: resent until they arrive, read in order and once.
 
-An answered call acknowledges what it brought; one that fails, or is not answered, is made again. A worker
-that was started again is another one: what its former epoch did not read is of no use to it.
+An answered call acknowledges its messages; one that fails, or is not answered, is repeated. A restarted
+worker counts as another one: messages that its former epoch did not read are useless to it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from serve_app.task_group import Tasks
 
 logger = logging.getLogger(__name__)
 
-_TICK_S = 0.25  # between looks for what is to be sent again
-_MAX_EPOCHS = 2  # of one sender that are read from: the last of one may come after the first of the next
+_TICK_S = 0.25  # between checks for messages to resend
+_MAX_EPOCHS = 2  # of one sender that are read: the last message of one may come after the first of the next
 
 
 class PeerLike(Protocol):
-    """Another worker in one epoch."""
+    """Identifies another worker in one epoch."""
 
     @property
     def epoch(self) -> str: ...
@@ -33,7 +33,7 @@ PeerT = TypeVar("PeerT", bound=PeerLike)
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """One message on its way. sender, epoch: who sent it. number: see `epd.transfer.message_channel`."""
+    """A message in transit. sender, epoch: its sender. number: see `epd.transfer.message_channel`."""
 
     sender: str
     epoch: str
@@ -48,9 +48,10 @@ class _Link(Generic[PeerT]):
 
 
 class PeerLinks(Generic[PeerT]):
-    """Used from one event loop. call: brings a delivery to a worker and returns the acknowledgement.
+    """Links a worker to its peers. Used from one event loop.
 
-    That is None from a worker in another epoch. call may raise whatever its transport does.
+    call: brings a delivery to a worker and returns the acknowledgement, None from a worker in another epoch;
+    may raise any error of its transport
     """
 
     def __init__(
@@ -64,24 +65,24 @@ class PeerLinks(Generic[PeerT]):
         self._tasks = Tasks()
 
     def meet(self, peers: Mapping[str, PeerT]) -> None:
-        """From now on these are the other workers, in these epochs."""
+        """Replaces the other workers, with their epochs."""
         known = {name: link for name, link in self._links.items() if name in peers}
         self._links = {
             name: known[name] if name in known and known[name].peer.epoch == peer.epoch else _Link(peer)
             for name, peer in peers.items()
         }
 
-    # Out
+    # Outgoing
 
     def send(self, worker: str, message: Any) -> None:
-        """For a worker that is gone, or not known yet, there is nobody to read it."""
+        """Sends a message; drops it if the worker is gone or not known yet."""
         link = self._links.get(worker)
         if link is not None:
             link.channel.push(message)
             self._send_due(link)
 
     async def run(self) -> None:
-        """Sends again what was not acknowledged; to be run as long as messages are sent."""
+        """Resends what was not acknowledged; to be run as long as messages are sent."""
         while True:
             await asyncio.sleep(_TICK_S)
             for link in list(self._links.values()):
@@ -92,7 +93,7 @@ class PeerLinks(Generic[PeerT]):
         await self._tasks.wait()
 
     def num_unread(self) -> int:
-        """Messages that are not acknowledged."""
+        """Returns the number of messages that are not acknowledged."""
         return sum(len(link.channel) for link in self._links.values())
 
     def _send_due(self, link: _Link[PeerT]) -> None:
@@ -102,7 +103,7 @@ class PeerLinks(Generic[PeerT]):
     async def _deliver(self, link: _Link[PeerT], delivery: Delivery) -> None:
         try:
             next_number = await self._call(link.peer, delivery)
-        except Exception:  # the transport's: it is made again when it is due
+        except Exception:  # an error of the transport: the call is repeated when due
             logger.warning("message %d was not delivered", delivery.number, exc_info=True)
             return
         if next_number is None:
@@ -110,10 +111,10 @@ class PeerLinks(Generic[PeerT]):
         link.channel.acknowledge(next_number)
         self._send_due(link)
 
-    # In
+    # Incoming
 
     def take(self, delivery: Delivery) -> tuple[list[Any], int]:
-        """The messages that can be read now, and the acknowledgement."""
+        """Takes a delivery. Returns the messages that can be read now, and the acknowledgement."""
         epochs = self._incoming.setdefault(delivery.sender, {})
         channel = epochs.setdefault(delivery.epoch, IncomingChannel())
         while len(epochs) > _MAX_EPOCHS:

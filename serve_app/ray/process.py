@@ -1,4 +1,4 @@
-"""Processes of this machine that are not our children: told at once when they end, and ended for certain."""
+"""Watches processes of this machine that are not our children: reports their end at once, and kills them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 
 class WatchedProcess:
-    """A process of this machine, by its id. on_end: called once, in the event loop that is running now.
+    """Watches a process of this machine, by its id. Raises ProcessLookupError if it no longer exists.
 
-    Raises ProcessLookupError for one that is not there any more.
+    on_end: called once, in the event loop that is currently running
     """
 
     def __init__(self, pid: int, on_end: Callable[[str], None]) -> None:
@@ -22,14 +22,14 @@ class WatchedProcess:
         self._loop.add_reader(self._descriptor, self._ended)
 
     def kill(self) -> None:
-        """Ends it with SIGKILL, which even one that is stopped cannot put off. It is not watched any more."""
+        """Ends it with SIGKILL, which works even on a stopped process, and stops watching it."""
         if self._descriptor >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
         self.forget()
 
     def forget(self) -> None:
-        """It is not watched any more. May be called again."""
+        """Stops watching it. May be called again."""
         if self._descriptor >= 0:
             self._loop.remove_reader(self._descriptor)
             os.close(self._descriptor)

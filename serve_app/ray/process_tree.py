@@ -1,4 +1,4 @@
-"""The processes below this one: found by their parents, and ended with everything that they have started."""
+"""Finds the processes below this one by their parents, and ends them with everything they have started."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _LOOK_AGAIN_S = 0.02
 
 
 def adopt_orphans() -> None:
-    """From now on, processes below this one whose parent ends become its children: none gets out of sight."""
+    """Makes processes below this one its children when their parent ends, so that none is lost track of."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def children(pid: int) -> dict[int, str]:
-    """Names of the processes that another one is the parent of, by their ids; not of ones that have ended."""
+    """Returns the names of a process's live children, by their ids."""
     found = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -42,11 +42,11 @@ def end_descendants(within_s: float) -> None:
                 os.kill(pid, signal.SIGKILL)
         if _reap():
             return
-        time.sleep(_LOOK_AGAIN_S)  # then their children are ours
+        time.sleep(_LOOK_AGAIN_S)  # then their children are adopted
 
 
 def _reap() -> bool:
-    """Forgets children that have ended with all their threads. Returns whether none is left."""
+    """Reaps children that have ended with all their threads. Returns whether none is left."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             continue

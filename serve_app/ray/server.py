@@ -1,4 +1,4 @@
-"""Serves the application on this machine: Ray and Serve are started, and ended when it is over."""
+"""Serves the application on this machine: starts Ray and Serve, and ends them afterwards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from serve_app.ray.cluster import RaySettings, ray_cluster
 from serve_app.ray.supervisor import supervised
 
 APP_NAME = "epd"
-# Where a server that listens on every interface is asked.
+# The address for requests to a server that listens on every interface.
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _RAISED = re.compile(r"^epd\.errors\.(\w+): (.+)", re.MULTILINE)
 
@@ -31,11 +31,11 @@ _RAISED = re.compile(r"^epd\.errors\.(\w+): (.+)", re.MULTILINE)
 def served_app(
     args: AppArgs, http: HttpAddress, cluster: RaySettings, *, ends_with_cluster: bool = False
 ) -> Iterator[None]:
-    """While this is open, requests are answered; those under way at the end have `drain_s` to come to theirs.
+    """Answers requests while open; at the end, requests in flight have `drain_s` to complete.
 
-    ends_with_cluster: this process ends at once, with exit code 3, when the cluster is gone for good.
+    ends_with_cluster: whether this process ends at once, with exit code 3, when the cluster is lost for good
 
-    Raises EPDError for what cannot be served.
+    Raises EPDError for arguments that cannot be served.
     """
     app = build_app(args)
     if cluster.address is None:
@@ -60,14 +60,14 @@ def served_app(
 
 
 def _check_answers(address: HttpAddress) -> None:
-    """Raises UnavailableError when the application does not answer there: Serve may listen elsewhere."""
+    """Raises UnavailableError if the application does not answer there: Serve may listen elsewhere."""
     host = _LOOPBACK.get(address.host, address.host)
     advice = "Serve runs on that cluster with other options; use its port, or shut it down"
     get(Endpoint("app", HttpAddress(host, address.port).url), "/health", advice)
 
 
 def _start_error(error: Exception) -> EPDError:
-    """What the ingress raised while it started, if that was it: Serve tells it as the text of a traceback."""
+    """Returns the ingress's start error, if that was the cause: Serve reports it as a traceback text."""
     with suppress(RayServeException, RayError, KeyError):
         message = serve.status().applications[APP_NAME].deployments["ingress"].message
         for name, text in reversed(_RAISED.findall(message)):

@@ -1,7 +1,7 @@
-"""Ends `epd serve` when the Ray cluster under it is gone for good, and then leaves neither process nor file.
+"""Ends `epd serve` when its Ray cluster is lost for good, and leaves neither processes nor files behind.
 
-What happens otherwise: without its raylet the application hangs and never ends; without its GCS everything
-ends, in disorder, after a minute. Serve's controller is started again by Ray, which takes seconds.
+Without this, an application whose raylet is lost hangs and never ends, and one whose GCS is lost ends, in
+disorder, after a minute. Serve's controller is restarted by Ray, which takes seconds.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from serve_app.ray.memory import remove_orphans
 from serve_app.ray.process_tree import adopt_orphans, children, end_descendants
 
 _RAYLET, _GCS, _CONTROLLER = "Ray's raylet", "Ray's GCS", "the controller of Ray Serve"
-# In a cluster of our own, children of this process, which nothing starts again.
+# In an owned cluster, children of this process, which are never restarted.
 _PROCESSES = {"raylet": _RAYLET, "gcs_server": _GCS}
-# A controller is started again by Ray; so may the GCS be, and the raylet be heard of again, in a cluster that
-# others run.
+# Ray restarts a controller; in a cluster run by others, the GCS may be restarted too, and the raylet may
+# reconnect.
 _MAX_SILENCE_S = {_RAYLET: 30.0, _GCS: 30.0, _CONTROLLER: 60.0}
 _LOOK_EVERY_S, _ASK_EVERY_S, _ANSWER_S, _END_S = 0.2, 1.0, 5.0, 5.0
-_NUM_DEAD_ANSWERS = 3  # a call that was under way when the controller died gets the same answer
+_NUM_DEAD_ANSWERS = 3  # a call in flight when the controller died gets the same answer
 
 
 @contextmanager
 def supervised(*, owns_cluster: bool, end: Callable[[str], None] | None = None) -> Iterator[None]:
-    """While this is open, `end` is called with the reason if the cluster that Ray is connected to is lost.
+    """Calls `end` with the reason if the connected Ray cluster is lost while this is open.
 
-    By default it ends this process and all that it has started. owns_cluster: this process has started it.
+    By default `end` ends this process and all that it has started. owns_cluster: whether it started Ray.
     """
     supervisor = _Supervisor(owns_cluster, end or end_at_once)
     supervisor.start()
@@ -49,7 +49,7 @@ def supervised(*, owns_cluster: bool, end: Callable[[str], None] | None = None) 
 
 
 def end_at_once(reason: str) -> None:
-    """Ends this process with exit code 3, and every process below it: none can be asked to close any more."""
+    """Ends this process with exit code 3, and every process below it, as none can be closed gracefully."""
     error = UnavailableError(f"{reason}: the server cannot go on; start it again")
     print(f"error: {error}", file=sys.stderr, flush=True)
     end_descendants(_END_S)
@@ -59,7 +59,7 @@ def end_at_once(reason: str) -> None:
 
 
 class _Supervisor:
-    """One thread looks and decides; another asks, since answers of a lost cluster may never come."""
+    """Checks and decides in one thread; queries in another, as a lost cluster may never answer."""
 
     def __init__(self, owns_cluster: bool, end: Callable[[str], None]) -> None:
         self._owns_cluster = owns_cluster
@@ -76,7 +76,7 @@ class _Supervisor:
         self._asking.start()
 
     def stop(self) -> None:
-        """Returns when `end` will not be called any more."""
+        """Stops; when it returns, `end` will no longer be called."""
         self._stopped.set()
         self._looking.join()
 
@@ -96,7 +96,7 @@ class _Supervisor:
             os.close(descriptor)
 
     def _own_processes(self) -> dict[str, int]:
-        """Descriptors, by part, that can be read when the process has ended."""
+        """Returns descriptors, by part, that become readable when the process has ended."""
         if not self._owns_cluster:
             return {}
         adopt_orphans()
@@ -118,14 +118,14 @@ class _Supervisor:
             self._num_dead_answers += 1
             if self._num_dead_answers >= _NUM_DEAD_ANSWERS:
                 self._watch.ended(_CONTROLLER)
-        except (RayError, ValueError):  # it is being started, or started again
+        except (RayError, ValueError):  # it is being started or restarted
             self._num_dead_answers = 0
         else:
             self._num_dead_answers = 0
             self._watch.alive(_CONTROLLER, time.monotonic())
 
     def _ask_gcs(self) -> None:
-        """Also what it says of this machine's raylet."""
+        """Queries the GCS, also for the state of this machine's raylet."""
         try:
             here = ray.get_runtime_context().get_node_id()
             nodes = ray.nodes()  # type: ignore[no-untyped-call]

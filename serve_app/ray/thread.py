@@ -1,4 +1,4 @@
-"""The worker thread of a Ray actor: its reports are kept until the fleet fetches them with a heartbeat."""
+"""Runs the worker thread of a Ray actor, whose reports are kept until fetched with a heartbeat."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serve_app.worker.worker_thread import Listener, WorkerThread
 
 
 class ActorThread(WorkerThread):
-    """failure: why the worker has ended, if it has."""
+    """Keeps reports for the fleet. failure: the reason why the worker has ended, if it has."""
 
     def __init__(
         self, name: str, roles: frozenset[Stage], settings: WorkerSettings, transport: Transport
@@ -23,7 +23,7 @@ class ActorThread(WorkerThread):
         self._has_reports = asyncio.Event()
 
     async def take_reports(self, wait_s: float) -> list[WorkerReport]:
-        """Those since the last time: at once if there are any, else what has come after `wait_s`."""
+        """Returns new reports: at once if there are any, else those that arrive within `wait_s`."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._has_reports.wait(), wait_s)
         self._has_reports.clear()

@@ -1,11 +1,11 @@
-"""Worker processes: Ray actors that carry messages to a `WorkerCore` or a `FrameReader`, and its reports.
+"""Defines worker processes: Ray actors that carry messages to a `WorkerCore` or `FrameReader`, and reports.
 
     fleet     --handle, in numbered order-->  event loop  --inbox-->  worker thread: messages, step, report
               <--beat: reports, several per reply, at once when there are any--
-    workers   --deliver: offers, receipts, again until acknowledged-->
+    workers   --deliver: offers, receipts, repeated until acknowledged-->
 
-An actor that was started again is another one: each `start` gives it a new epoch, and calls name the epoch
-that they are meant for.
+A restarted actor counts as another one: each `start` gives it a new epoch, and calls name the epoch that they
+are meant for.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from video import MediaChildren
 
 logger = logging.getLogger(__name__)
 
-_MAX_GAP_S = 60.0  # for a message to come whose successors are there
+_MAX_GAP_S = 60.0  # for a message to arrive whose successors are already there
 # Frames, or a reference to frames; in a list, so that Ray does not wait for it before the call.
 BulkArgument = Sequence[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a worker process is."""
+    """The location of a worker process."""
 
     node_id: str
     pid: int
@@ -55,9 +55,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a worker is started with.
+    """The arguments that a worker is started with.
 
-    epoch: of this start alone. fleet_id: see `PoolFiles`. num_threads: of torch, or that read video.
+    epoch: unique to this start
+    fleet_id: see `PoolFiles`
+    num_threads: of torch, or that read video
     """
 
     name: str
@@ -70,7 +72,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Another worker as one reaches it. actor: its handle."""
+    """The contact data of another worker. actor: its handle."""
 
     actor: Any
     epoch: str
@@ -79,7 +81,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came of a message: its reply, or the error to be raised at the sender."""
+    """The result of a message: its reply, or the error to be raised at the sender."""
 
     value: Any = None
     error: EPDError | None = None
@@ -87,7 +89,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A heartbeat. busy_s: how long the step under way has taken. failure: why the worker does no more."""
+    """A heartbeat. busy_s: duration of the current step so far. failure: why the worker has stopped."""
 
     reports: tuple[WorkerReport, ...] = ()
     busy_s: float = 0.0
@@ -95,9 +97,9 @@ class Heartbeat:
 
 
 class CallSequencer:
-    """Lets calls pass in the order of their numbers, from 0, whatever the order in which they come.
+    """Lets calls pass in the order of their numbers, from 0, whatever their order of arrival.
 
-    A call has passed when it says so, also one that gave up before its turn: it leaves no gap.
+    A call has passed when it calls `passed`, also if it gave up before its turn, so that it leaves no gap.
     """
 
     def __init__(self) -> None:
@@ -106,14 +108,14 @@ class CallSequencer:
         self._passed: set[int] = set()
 
     async def wait(self, number: int, limit_s: float | None = None) -> None:
-        """Returns when all before have passed. Raises TimeoutError when one of them does not come."""
+        """Returns when all earlier calls have passed. Raises TimeoutError if one of them does not arrive."""
         if number != self._next:
             event = self._waiting[number] = asyncio.Event()
             async with asyncio.timeout(limit_s):
                 await event.wait()
 
     def passed(self, number: int) -> None:
-        """The call with this number is through, whether it waited for its turn or not."""
+        """Notes that the call with this number is complete, whether it waited for its turn or not."""
         self._waiting.pop(number, None)
         self._passed.add(number)
         while self._next in self._passed:
@@ -125,7 +127,7 @@ class CallSequencer:
 
 
 class StageActor:
-    """A worker with the roles encode, prefill or decode."""
+    """Runs a worker with the roles encode, prefill or decode."""
 
     def __init__(self) -> None:
         self._epoch = ""
@@ -144,7 +146,7 @@ class StageActor:
         return Place(self._node_id, os.getpid())
 
     async def start(self, start: Start) -> Reply:
-        """Loads the weights. Whatever an earlier epoch has left on this machine is removed."""
+        """Loads the weights. Removes whatever an earlier epoch has left on this machine."""
         torch.set_num_threads(start.num_threads)
         files = PoolFiles(start.fleet_id)
         files.hold()
@@ -162,13 +164,13 @@ class StageActor:
         return Reply()
 
     async def meet(self, peers: Mapping[str, Peer]) -> None:
-        """From now on these are the other workers."""
+        """Replaces the known other workers."""
         self._peers = peers
         if self._links is not None:
             self._links.meet(peers)
 
     async def handle(self, epoch: str, number: int, message: Message[Any], bulk: BulkArgument) -> Reply:
-        """Messages pass in the order of their numbers."""
+        """Handles a message; messages pass in the order of their numbers."""
         if epoch != self._epoch or self._thread is None:
             return Reply(error=WorkerLostError("the worker was started again meanwhile; send to another"))
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -190,7 +192,7 @@ class StageActor:
             return Reply(error=error)
 
     async def deliver(self, epoch: str, delivery: Delivery) -> int | None:
-        """From another worker. Returns the acknowledgement; None where it is meant for another epoch."""
+        """Takes a delivery from another worker. Returns the acknowledgement; None if for another epoch."""
         if epoch != self._epoch or self._transport is None or self._thread is None or self._links is None:
             return None
         envelopes, next_number = self._links.take(delivery)
@@ -207,7 +209,7 @@ class StageActor:
         return Heartbeat(tuple(reports), self._thread.busy_s, self._thread.failure or self._failure)
 
     def _post(self, worker: str, envelope: Envelope) -> None:
-        """From the worker thread. A worker that is gone, or not known yet, never reads it."""
+        """Posts from the worker thread. A worker that is gone, or not known yet, never reads the message."""
         assert self._transport is not None
         assert self._links is not None
         assert self._loop is not None
@@ -240,7 +242,7 @@ async def _frames(bulk: BulkArgument) -> tuple[UInt8Array | None, EPDError | Non
 
 
 class VideoActor:
-    """A worker that decodes video: frames of one group for each call, several calls at once."""
+    """Runs a worker that decodes video: frames of one group for each call, several calls at once."""
 
     def __init__(self) -> None:
         self._epoch = ""
@@ -260,12 +262,12 @@ class VideoActor:
         return Reply()
 
     async def handle(self, epoch: str, _number: int, message: Message[Any], _bulk: BulkArgument) -> Reply:
-        """Carried out at once, whatever the number: streams tell by themselves what comes after their end."""
+        """Handles a message at once, whatever its number: streams detect messages after their end."""
         reply, _ = await self.fetch(epoch, message)
         return reply
 
     async def fetch(self, epoch: str, message: Message[Any]) -> tuple[Reply, UInt8Array | None]:
-        """The frames are a return value of their own, which stays where it is."""
+        """Returns the reply, and frames as a separate value, which stays where it is."""
         if epoch != self._epoch or self._executor is None:
             return Reply(error=WorkerLostError("the worker was started again; send to another")), None
         loop = asyncio.get_running_loop()
@@ -276,7 +278,7 @@ class VideoActor:
                 value, frames = await loop.run_in_executor(self._executor, self._reader.handle, message)
         except EPDError as error:
             return Reply(error=error), None
-        except Exception as error:  # a group that the code cannot read costs its request alone
+        except Exception as error:  # a group that cannot be read fails its request alone
             logger.exception("worker %s failed on a message", self._name)
             return Reply(error=fault_of(self._name, message, error)), None
         return Reply(value), frames

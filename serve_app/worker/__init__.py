@@ -1,1 +1,1 @@
-"""One worker: its stages behind messages, whatever carries them."""
+"""Runs one worker: its stages behind messages, independent of their transport."""

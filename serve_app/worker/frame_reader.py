@@ -1,8 +1,8 @@
-"""The video decoder as a worker: frames of single groups on demand, decoded ahead while asked for in order.
+"""Runs the video decoder as a worker: frames of single groups on demand, decoded ahead of ordered requests.
 
 groups of the item   |  0  |  1  |  2  |  3  |  4  |
-asked for               ^           ^     ^           the stream starts at the first, skips what is not asked
-asked for again         ^                             what lies behind the stream is decoded by itself
+requested               ^           ^     ^           the stream starts at the first and skips the others
+requested again         ^                             groups behind the stream are decoded separately
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from epd.machine import memory_limit_bytes
 from epd.types import Frames, UInt8Array
 from serve_app.messages import CloseStream, DecodeOrder, Message, ReadFrames
 
-# Names of closed streams are kept for what was sent before and is carried out after.
+# Names of closed streams are kept for reads that were sent before the close and run after it.
 _MAX_CLOSED = 4096
 _MIN_CHILDREN, _MAX_CHILDREN = 4, 32
 
 
 def video_child_limits() -> video.ChildLimits:
-    """The default limits, with as many children as fit in a quarter of the machine's memory."""
+    """Returns the default limits, with as many children as fit in a quarter of the machine's memory."""
     limits = video.ChildLimits()
     num_children = memory_limit_bytes() // 4 // limits.memory_bytes
     return replace(limits, max_children=min(max(num_children, _MIN_CHILDREN), _MAX_CHILDREN))
 
 
 class FrameStream(Protocol):
-    """Decoded groups of one video, in order."""
+    """Provides the decoded groups of one video, in order."""
 
     def read(self) -> Frames:
-        """The next group. Blocks until it is there. Raises MediaError, CancelledError."""
+        """Returns the next group. Blocks until it is decoded. Raises MediaError, CancelledError."""
         ...
 
     def close(self) -> None:
-        """Stops decoding, and a `read` that waits. Does not block."""
+        """Stops decoding, and any waiting `read`. Does not block."""
         ...
 
 
-# Begins to decode. May block. Raises MediaError.
+# Starts decoding. May block. Raises MediaError.
 Opener = Callable[[DecodeOrder], FrameStream]
 
 
@@ -53,9 +53,9 @@ Opener = Callable[[DecodeOrder], FrameStream]
 class _Stream:
     """One item of a request.
 
-    order: all of its groups.
-    next_index: of the group that comes next from `groups`, which are None until they are opened.
-    lock: held by the thread that opens and reads.
+    order: of all groups
+    next_index: of the group that comes next from `groups`, which is None until opened
+    lock: held by the thread that opens and reads
     """
 
     order: DecodeOrder
@@ -66,18 +66,18 @@ class _Stream:
 
 
 class FrameReader:
-    """Streams of any number of items, each asked for one group at a time. May be used by several threads."""
+    """Reads streams of any number of items, each one group at a time. May be used by several threads."""
 
     def __init__(self, opener: Opener | None = None) -> None:
-        """opener: by default decodes in this process."""
+        """Starts without streams. opener: by default decodes in this process."""
         self._open = opener or _StreamHere
         self._streams: dict[str, _Stream] = {}
         self._closed: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
-        self._began_s: dict[int, float] = {}  # of reads under way, by thread
+        self._began_s: dict[int, float] = {}  # of reads in progress, by thread
 
     def handle(self, message: Message[Any]) -> tuple[int | None, UInt8Array | None]:
-        """The reply, and its bulk for ReadFrames. Blocks until frames are there. Raises MediaError."""
+        """Returns the reply, and its bulk for ReadFrames. Blocks until decoded. Raises MediaError."""
         match message:
             case ReadFrames():
                 frames = self._timed(message)
@@ -98,7 +98,7 @@ class FrameReader:
 
     @property
     def busy_s(self) -> float:
-        """How long the oldest read under way has taken, seconds; 0 if there is none."""
+        """Returns seconds that the oldest read in progress has taken; 0 without any."""
         return max(0.0, time.monotonic() - min(list(self._began_s.values()), default=math.inf))
 
     def _read(self, message: ReadFrames) -> Frames:
@@ -134,7 +134,7 @@ class FrameReader:
         raise _closed(stream_id)
 
     def _alone(self, order: DecodeOrder, index: int) -> Frames:
-        """One group that lies behind the stream."""
+        """Decodes one group that is behind the stream."""
         groups = self._open(order.groups(index, index + 1))
         try:
             return groups.read()
@@ -142,7 +142,7 @@ class FrameReader:
             groups.close()
 
     def close_stream(self, stream_id: str) -> None:
-        """Does not block, whatever the threads that read do."""
+        """Closes a stream without blocking on the threads that read."""
         with self._lock:
             stream = self._streams.pop(stream_id, None)
             self._closed[stream_id] = None
@@ -161,7 +161,7 @@ class FrameReader:
             self.close_stream(stream_id)
 
     def __len__(self) -> int:
-        """Streams that are open."""
+        """Returns the number of open streams."""
         return len(self._streams)
 
 
@@ -196,7 +196,7 @@ class ChildOpener:
         self._children = children
 
     def __call__(self, order: DecodeOrder) -> FrameStream:
-        """Raises MediaError."""
+        """Opens a stream. Raises MediaError."""
         file = video.open_file(order.source, order.name, order.identity)
         return video.ChildStream(
             self._children, file, order.name, order.times_s, order.size, order.group_sizes

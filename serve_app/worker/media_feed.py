@@ -1,11 +1,11 @@
-"""How the embeddings of requests come to a prefill worker: room granted, groups received, joined, passed on.
+"""Brings embeddings of requests to a prefill worker: grants room, receives groups, joins and passes them on.
 
-    admitted, num_cached | groups that are needed: room -> Grant   -> encoder -> received in order -> engine
-                                                             |  encoder gone: Reissue -> another Grant
-    computed             | room given back group by group
+    admitted, num_cached | needed groups: room -> Grant -> encoder -> received in order -> engine
+                                                    |  encoder lost: Reissue -> another Grant
+    computed             | room released group by group
 
 A ticket is owned by the request it was granted to, although others may wait for the same group. When the
-owner goes, the group is granted anew to one of them, since whoever fetched its frames may have gone too.
+owner ends, the group is granted to one of the others, since the fetching of its frames may have ended too.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ OnFault = Callable[[RequestFault], None]
 
 @dataclass(slots=True)
 class _Feed:
-    """A request that waits for groups. numbers: of those it needs, among the request's groups, in order.
+    """A request that waits for groups. numbers: of needed groups, among the request's groups, in order.
 
-    ends: of each needed group, the prompt tokens [0, end) that have to be computed until it can go.
+    ends: of each needed group, the prompt tokens [0, end) that must be computed before it can be freed
     """
 
     request: GenerateRequest
@@ -46,20 +46,20 @@ class _Feed:
 
 
 class MediaFeeds:
-    """All requests of a prefill worker that wait for embeddings."""
+    """Tracks all requests of a prefill worker that wait for embeddings."""
 
     def __init__(self, adapter: Adapter, stage: PrefillStage, receiver: EmbeddingReceiver) -> None:
         self.receiver = receiver
         self._adapter = adapter
         self._stage = stage
         self._feeds: dict[str, _Feed] = {}
-        self._open: dict[str, Grant] = {}  # those whose groups have not come, by transfer
+        self._open: dict[str, Grant] = {}  # grants whose groups have not arrived, by transfer
 
     def __len__(self) -> int:
         return len(self._feeds)
 
     def open(self, request: GenerateRequest, groups: tuple[MediaGroup, ...], num_cached: int) -> None:
-        """Starts waiting for what is not cached. Raises InfeasibleError for a group that never fits."""
+        """Starts waiting for groups that are not cached. Raises InfeasibleError if one can never fit."""
         numbers = needed_groups(request, groups, num_cached)
         if not numbers:
             return
@@ -71,7 +71,7 @@ class MediaFeeds:
     def step(self, news: ReportBuffer, on_fault: OnFault) -> bool:
         """Takes what has arrived and grants what there is room for. Returns whether anything has moved.
 
-        on_fault: called with each request whose embeddings could not be passed on; it has to close it.
+        on_fault: called with each request whose embeddings could not be passed on; it must close it
         """
         num_events = len(news.events)
         self._tell_failed(self.receiver.poll(), news)
@@ -99,12 +99,12 @@ class MediaFeeds:
     def _guarded(self, feed: _Feed, on_fault: OnFault) -> bool:
         try:
             return self._feed(feed)
-        except Exception as error:  # noqa: BLE001 - costs its request alone
+        except Exception as error:  # noqa: BLE001 - fails its request alone
             on_fault(logged_fault(feed.request.request_id, error))
             return True
 
     def _feed(self, feed: _Feed) -> bool:
-        """Passes on the groups that are next. Returns whether there were any."""
+        """Passes on the next groups. Returns whether there were any."""
         taken = self.receiver.take(feed.request.request_id)
         for index, embeddings in taken:
             feed.num_taken = index + 1
@@ -126,7 +126,7 @@ class MediaFeeds:
         news.events.append(grant)
 
     def advance(self, request_id: str, num_computed: int) -> None:
-        """Prompt tokens [0, num_computed) are computed: their embeddings may go."""
+        """Frees embeddings of prompt tokens [0, num_computed), which are computed."""
         feed = self._feeds.get(request_id)
         if feed is None:
             return
@@ -143,7 +143,7 @@ class MediaFeeds:
             self.receiver.release(feed.request.request_id, stop)
 
     def close(self, request_id: str, news: ReportBuffer) -> None:
-        """Ends a request, whatever it still waits for. Unknown ids are ignored."""
+        """Ends a request, even if it still waits for groups. Unknown ids are ignored."""
         if request_id not in self._feeds:
             return
         self._forget(request_id)
@@ -156,7 +156,7 @@ class MediaFeeds:
             self._open.pop(ticket.transfer_id, None)
 
     def reissue(self, transfer_ids: Sequence[str], news: ReportBuffer) -> None:
-        """Grants groups anew, to who waits for them. Tickets that are not open are ignored."""
+        """Grants groups again, to requests that wait for them. Tickets that are not open are ignored."""
         for transfer_id in transfer_ids:
             grant = self._open.get(transfer_id)
             if grant is None or self.receiver.reception.cache.is_ready(grant.ticket.key):
@@ -176,9 +176,9 @@ class MediaFeeds:
 
 
 def needed_groups(request: GenerateRequest, groups: Sequence[MediaGroup], num_cached: int) -> tuple[int, ...]:
-    """Numbers of the groups whose tokens are not all among the first `num_cached` of the prompt.
+    """Returns numbers of the groups whose tokens are not all among the first `num_cached` of the prompt.
 
-    Of a reduced item none or all: what is kept of the rest depends on what came before.
+    A reduced item needs none or all: the tokens kept of later groups depend on earlier ones.
     """
     items = request.prompt.media
     ends = [
@@ -189,7 +189,7 @@ def needed_groups(request: GenerateRequest, groups: Sequence[MediaGroup], num_ca
 
 
 def group_end(request: GenerateRequest, group: MediaGroup) -> int:
-    """Prompt tokens [0, end) end with the last that depends on the group."""
+    """Returns the end of prompt tokens [0, end), of which the last depends on the group."""
     return request.prompt.media[group.item].range_of(group.stop - 1).stop
 
 

@@ -1,4 +1,4 @@
-"""Prefill as a worker runs it: requests and their embeddings in, keys and values handed over, tokens out."""
+"""Runs prefill in a worker: takes requests and embeddings, hands over keys and values, returns tokens."""
 
 from __future__ import annotations
 
@@ -30,10 +30,13 @@ from stages.prefill import PrefillStage
 
 @dataclass(slots=True)
 class _Progress:
-    """A prompt on its way through the engine. ends: of each group, its last token and one.
+    """A prompt in the engine.
 
-    submitted_s: Unix time. num_spanned: leading groups that were cached, or whose span has been told.
-    queued_s: until it was admitted. service_s: of the steps since the last span.
+    ends: of each group, the index after its last token
+    submitted_s: Unix time
+    num_spanned: leading groups that were cached, or whose span has been reported
+    queued_s: until it was admitted
+    service_s: of the steps since the last span
     """
 
     message: Prefill
@@ -46,7 +49,7 @@ class _Progress:
 
 
 class PrefillRole:
-    """One prefill worker, or one with merged roles."""
+    """Runs one prefill worker, or one with merged roles."""
 
     def __init__(self, worker: str, stage: PrefillStage, feeds: MediaFeeds, clock: Clock) -> None:
         self.stage = stage
@@ -57,7 +60,7 @@ class PrefillRole:
         self._prefills, self._decodes = Rounds(), Rounds()
 
     def submit(self, message: Prefill) -> bool:
-        """See `Prefill`. Raises InfeasibleError, RequestError."""
+        """Submits a request, see `Prefill`. Raises InfeasibleError, RequestError."""
         num_seqs = message.request.sampling.n if message.ticket is None else 1
         if not self._has_room(message.request, num_seqs):
             return False
@@ -67,9 +70,9 @@ class PrefillRole:
         return True
 
     def _has_room(self, request: GenerateRequest, num_seqs: int) -> bool:
-        """Whether blocks for the prompt are free, beside those that wait; True for what never fits.
+        """Returns whether blocks for the prompt are free, beside those that wait; True if it can never fit.
 
-        num_seqs: answers to it that are to grow here.
+        num_seqs: answers to it that will grow here
         """
         engine = self.stage.engine
         scheduler, size = engine.scheduler, engine.kv.block_size
@@ -85,7 +88,7 @@ class PrefillRole:
         return waiting + ceil_div(new_tokens, size) + 1 <= engine.kv.num_free_blocks()
 
     def redirect(self, request_id: str, ticket: KVTicket) -> bool:
-        """See `Redirect`."""
+        """Redirects a request, see `Redirect`."""
         try:
             self.stage.redirect(request_id, ticket)
         except KeyError:
@@ -105,7 +108,7 @@ class PrefillRole:
         return has_fed or bool(result.num_tokens or result.admissions or result.handovers)
 
     def _count(self, result: StepResult, seconds: float) -> None:
-        """A pass with a prompt in it counts for prefill, whatever else rides along."""
+        """Counts a pass; one with any prompt counts for prefill."""
         num_decoded = sum(request_id not in self._prompts for request_id in result.computed)
         if num_decoded < len(result.computed):
             self._prefills.add(result.num_tokens - num_decoded, seconds)
@@ -113,7 +116,7 @@ class PrefillRole:
             self._decodes.add(result.num_tokens, seconds)
 
     def _take_faults(self, faults: Sequence[RequestFault], news: ReportBuffer) -> None:
-        """Requests that raised where others did not."""
+        """Handles requests that raised errors while others did not."""
         for fault in faults:
             self.abort([fault.request_id], news)
             news.events.append(RequestFailed(fault.request_id, fault.error, is_final=True))
@@ -121,7 +124,7 @@ class PrefillRole:
     def _take_admissions(self, result: StepResult, news: ReportBuffer) -> None:
         for admission in result.admissions:
             prompt = self._prompts.get(admission.request_id)
-            if prompt is None or prompt.is_admitted:  # one that decodes, or comes back from host memory
+            if prompt is None or prompt.is_admitted:  # one that decodes, or returns from host memory
                 continue
             prompt.is_admitted = True
             prompt.queued_s = self._clock() - prompt.submitted_s
@@ -147,7 +150,7 @@ class PrefillRole:
                 del self._prompts[request_id]
 
     def _tell_spans(self, prompt: _Progress, start_s: float, num_computed: int, news: ReportBuffer) -> None:
-        """A span for each group that the step has ended, and one for a question that ends after them."""
+        """Reports a span for each group that the step ended, and one for a question that ends after them."""
         request = prompt.message.request
         done = [n for n in range(prompt.num_spanned, len(prompt.ends)) if prompt.ends[n] <= num_computed]
         prompt.num_spanned += len(done)
@@ -161,7 +164,7 @@ class PrefillRole:
             prompt.service_s = prompt.queued_s = 0.0
 
     def _take_handovers(self, result: StepResult, news: ReportBuffer) -> None:
-        """A decode worker that did not take what it had room for: the request is done again."""
+        """Reports hand-overs; a request is retried if its decode worker did not take it despite room."""
         for end in result.handovers:
             if end.outcome is not TransferOutcome.DELIVERED:
                 error = UnavailableError(f"the hand-over ended as {end.outcome}: {end.error}; retry")
@@ -178,7 +181,7 @@ class PrefillRole:
             self.stage.abort(request_id)
 
     def drop_peer(self, worker: str) -> tuple[str, ...]:
-        """The requests on their way to a decode worker that is gone: redirect or abort them."""
+        """Returns the requests in transit to a lost decode worker: redirect or abort them."""
         return tuple(self.stage.drop_receiver(endpoint(worker, "decode")))
 
     def drop_stages(self, worker: str, stages: frozenset[Stage]) -> None:
@@ -192,7 +195,7 @@ class PrefillRole:
         return RemainingWork(not self.has_work(), tuple(sorted(unbegun)), running=tuple(sorted(running)))
 
     def _waiting_sample(self) -> StageSample:
-        """Prompts with tokens that could be computed now: those whose media are missing wait for others."""
+        """Samples prompts with tokens computable now: those with missing media wait for other workers."""
         scheduler = self.stage.engine.scheduler
         left = [
             min(each.num_computable, each.num_prompt_tokens - each.num_computed)
@@ -222,7 +225,7 @@ class PrefillRole:
         )
 
     def _samples(self) -> dict[Stage, StageSample]:
-        """Of decode too, where this worker answers requests to their end."""
+        """Returns load samples, also of decode if this worker completes answers."""
         num_decodes = sum(each.is_decoding for each in self.stage.engine.scheduler.running)
         samples: dict[Stage, StageSample] = {"prefill": self._waiting_sample()}
         if num_decodes or self._decodes.num_rounds:
@@ -235,6 +238,6 @@ class PrefillRole:
 
 
 def _place(groups: Sequence[MediaGroup], number: int) -> tuple[int, int]:
-    """The item of a group, and which group of the item it is."""
+    """Returns the item of a group, and its index in the item."""
     item = groups[number].item
     return item, sum(group.item == item for group in groups[:number])

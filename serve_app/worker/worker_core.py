@@ -1,10 +1,10 @@
-"""One worker's stages behind messages: whatever runs it - a thread, a Ray actor - only carries those about.
+"""Runs one worker's stages behind messages, which a thread or a Ray actor merely carries.
 
     handle(message) -> reply     at once, nothing is computed
-    step()                       every role moves on by one step
-    take_report()                tokens and events since the last time
+    step()                       every role advances by one step
+    take_report()                tokens and events since the last call
 
-Not for several threads at once. Roles can change while it runs: what a role still has is brought to its end.
+Not thread-safe. Roles can change while it runs: the remaining work of a role is completed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from serve_app.worker.worker_stages import StageBuilder, Transport, WorkerSettin
 
 
 class WorkerCore:
-    """A worker named `name`. With the roles prefill and decode, both are done by one engine."""
+    """Runs a worker named `name`. One engine runs both roles of a worker with prefill and decode."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class WorkerCore:
         self._builder = StageBuilder(settings, transport)
         self._clock = clock
         self._news = ReportBuffer()
-        # What runs: beside its roles those that are not wanted any more, until they have nothing left.
+        # Running roles: its own, and those being given up, until they have no work left.
         self.hosted: dict[Stage, Role] = {}
         self._num_switches = 0
         self._is_switching = False
@@ -74,7 +74,7 @@ class WorkerCore:
         self._set_roles(roles)
 
     def handle(self, message: Message[Any], bulk: UInt8Array | None = None) -> Any:
-        """Acts upon a message and returns its reply. bulk: frames, uint8 [N, h, w, 3]. Raises EPDError."""
+        """Handles a message and returns its reply. bulk: frames, uint8 [N, h, w, 3]. Raises EPDError."""
         self._is_load_untold = True
         match message:
             case EncodeGroup():
@@ -99,7 +99,7 @@ class WorkerCore:
         return None
 
     def _handle_switch(self, message: Message[Any]) -> Any:
-        """Messages of a change of roles."""
+        """Handles messages of a role switch."""
         match message:
             case SetRoles():
                 self._switch(message.roles)
@@ -144,7 +144,7 @@ class WorkerCore:
         return role
 
     def _submit(self, message: Prefill) -> bool:
-        """Refuses what it has no role for: only with merged roles it can do without a decode worker."""
+        """Submits a request, unless the role is missing: only merged roles work without a decode worker."""
         has_role = "prefill" in self.roles and (message.ticket is not None or "decode" in self.roles)
         return has_role and self._prefilling.submit(message)
 
@@ -168,7 +168,7 @@ class WorkerCore:
         self._num_switches += roles != self._settled_roles
         self._is_switching = False
         self._set_roles(roles)
-        if "decode" in self.hosted:  # what was stopped to be moved, and nobody else has taken
+        if "decode" in self.hosted:  # answers that were paused to be moved and not taken elsewhere
             self._decoding.stage.resume_all()
 
     def _set_roles(self, roles: frozenset[Stage]) -> None:
@@ -180,7 +180,7 @@ class WorkerCore:
             self.hosted[stage] = self._build(stage)
 
     def _onload(self, roles: frozenset[Stage]) -> OnloadTimes:
-        """Raises ModelError."""
+        """Starts the stages of roles. Raises ModelError."""
         start_s, before_s = time.perf_counter(), self._builder.weights_s
         self._bring_up(roles)
         return OnloadTimes(self._builder.weights_s - before_s, time.perf_counter() - start_s)
@@ -205,7 +205,7 @@ class WorkerCore:
         return PrefillRole(self.name, prefill, feeds, self._clock)
 
     def _drop_drained(self) -> None:
-        """Lets go of stages that are not wanted any more and have nothing left to do."""
+        """Drops stages that are no longer needed and have no work left."""
         wanted = stages_of(self.roles)
         for stage in [stage for stage in self.hosted if stage not in wanted]:
             if not self.hosted[stage].has_work():
@@ -217,7 +217,7 @@ class WorkerCore:
     # Work
 
     def step(self) -> bool:
-        """Moves every role on by one step. Returns whether anything has moved."""
+        """Advances every role by one step. Returns whether there was any progress."""
         has_moved = [role.step(self._news) for role in self.hosted.values()]
         if not self._is_switching and self.hosted.keys() != stages_of(self.roles):
             self._drop_drained()
@@ -226,11 +226,11 @@ class WorkerCore:
         return self._has_moved
 
     def has_work(self) -> bool:
-        """Whether anything is not over: then what comes from other workers may need a step."""
+        """Returns whether any work is left: then messages from other workers may need a step."""
         return any(role.has_work() for role in self.hosted.values())
 
     def take_report(self) -> WorkerReport | None:
-        """What there is to tell; None if there is nothing. When it comes to rest, its load alone."""
+        """Returns a new report; None if there is none. A worker that becomes idle reports just its load."""
         news = self._news
         is_at_rest = self._is_load_untold and not self._has_moved
         if not (news.events or news.outputs or is_at_rest):
@@ -239,7 +239,7 @@ class WorkerCore:
         return WorkerReport(self.name, tuple(news.events), tuple(news.outputs), self.load())
 
     def load(self) -> WorkerLoad:
-        """All roles together."""
+        """Returns the load of all roles together."""
         loads = [role.load() for role in self.hosted.values()]
         return WorkerLoad(
             num_waiting=sum(load.num_waiting for load in loads),
@@ -259,7 +259,7 @@ class WorkerCore:
 
 
 def stages_of(roles: frozenset[Stage]) -> frozenset[Stage]:
-    """The stages that a worker of these roles needs: prefill decodes too where the roles are merged."""
+    """Returns the stages that a worker of these roles needs: prefill decodes too if they are merged."""
     return roles - {"decode"} if "prefill" in roles else roles
 
 

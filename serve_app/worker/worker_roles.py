@@ -1,4 +1,4 @@
-"""Encode and decode as a worker runs them: a stage, the messages it takes, the news it gives."""
+"""Runs encode and decode in a worker: each a stage, the messages it takes, the reports it makes."""
 
 from __future__ import annotations
 
@@ -36,37 +36,37 @@ Clock = Callable[[], float]
 
 @dataclass(slots=True)
 class ReportBuffer:
-    """What the next report will tell."""
+    """Collects the contents of the next report."""
 
     events: list[WorkerEvent] = field(default_factory=list)
     outputs: list[TokenOutput] = field(default_factory=list)
 
 
 class Role(Protocol):
-    """One role of a worker."""
+    """Runs one role of a worker."""
 
     def step(self, news: ReportBuffer) -> bool:
-        """Moves everything on by one step. Returns whether anything has moved."""
+        """Advances all work by one step. Returns whether there was any progress."""
         ...
 
     def has_work(self) -> bool:
-        """Whether there is anything that is not over."""
+        """Returns whether any work is left."""
         ...
 
     def abort(self, request_ids: Sequence[str], news: ReportBuffer) -> None:
-        """Forgets requests. Unknown ids are ignored."""
+        """Drops requests. Unknown ids are ignored."""
         ...
 
     def drop_peer(self, worker: str) -> tuple[str, ...]:
-        """Another worker is gone: see `serve_app.messages.PeerLost`."""
+        """Handles the loss of another worker: see `serve_app.messages.PeerLost`."""
         ...
 
     def drop_stages(self, worker: str, stages: frozenset[Stage]) -> None:
-        """Another worker has closed stages, which are over: nothing that goes to them is answered."""
+        """Drops transfers to stages that another worker has closed, as they will never be answered."""
         ...
 
     def remaining(self) -> RemainingWork:
-        """What is not over: see `serve_app.messages.RemainingWork`."""
+        """Returns the remaining work: see `serve_app.messages.RemainingWork`."""
         ...
 
     def load(self) -> WorkerLoad: ...
@@ -85,14 +85,14 @@ class _Job:
 
 @dataclass(slots=True)
 class Rounds:
-    """Totals of one kind of pass, as `epd.control.elasticity` wants them: units done, passes, seconds."""
+    """Totals of one kind of pass, for `epd.control.elasticity`: units done, passes, seconds."""
 
     done_units: float = 0.0
     num_rounds: int = 0
     busy_s: float = 0.0
 
     def add(self, num_units: float, seconds: float) -> None:
-        """A pass, if anything was done in it."""
+        """Adds a pass, if any unit was done in it."""
         if num_units:
             self.done_units += num_units
             self.num_rounds += 1
@@ -103,7 +103,7 @@ class Rounds:
 
 
 class EncodeRole:
-    """Groups in, offers of embeddings out."""
+    """Takes groups, and offers their embeddings."""
 
     def __init__(self, worker: str, stage: EncodeStage, clock: Clock) -> None:
         self.stage = stage
@@ -113,7 +113,7 @@ class EncodeRole:
         self._busy_s = 0.0
 
     def submit(self, message: EncodeGroup, frames: UInt8Array | None) -> bool:
-        """See `EncodeGroup`. Raises InfeasibleError."""
+        """Submits a group, see `EncodeGroup`. Raises InfeasibleError."""
         if frames is None and not self.stage.cache.is_ready(message.ticket.key):
             return False
         job = _Job(message, self._clock())
@@ -142,7 +142,7 @@ class EncodeRole:
         return was_busy
 
     def _spans(self, batch: Sequence[_Job]) -> list[SpanDone]:
-        """The groups of a request share the seconds of the batch that they were in."""
+        """Returns spans; the groups of a request share the seconds of their batch."""
         now_s, start_s = self._clock(), batch[0].started_s
         num_groups = Counter(job.message.request_id for job in batch)
         return [
@@ -166,7 +166,7 @@ class EncodeRole:
         return self.stage.has_work()
 
     def abort(self, request_ids: Sequence[str], news: ReportBuffer) -> None:
-        """Nothing: the receiver tells which tickets are not wanted any more."""
+        """Does nothing: the receiver reports which tickets are no longer needed."""
 
     def drop_peer(self, worker: str) -> tuple[str, ...]:
         self.stage.drop_receiver(endpoint(worker, "prefill"))
@@ -207,7 +207,7 @@ class EncodeRole:
 
 
 class DecodeRole:
-    """Reserved requests in, tokens out."""
+    """Takes reserved requests, and returns tokens."""
 
     def __init__(self, stage: DecodeStage, clock: Clock) -> None:
         self.stage = stage
@@ -215,7 +215,7 @@ class DecodeRole:
         self._rounds = Rounds()
 
     def reserve(self, message: Reserve) -> KVTicket | None:
-        """See `Reserve`. Raises InfeasibleError."""
+        """Reserves room, see `Reserve`. Raises InfeasibleError."""
         return self.stage.reserve(message.request_id, message.sender, message.identity, message.sampling)
 
     def step(self, news: ReportBuffer) -> bool:
@@ -223,7 +223,7 @@ class DecodeRole:
         result = self.stage.step()
         self._rounds.add(len(result.computed), self._clock() - start_s)
         news.outputs += result.outputs
-        # Those that failed are told by the prefill worker, which knows whether that matters.
+        # Failed transfers are reported by the prefill worker, which knows whether they matter.
         news.events += [
             HandedOver(end.request_id) for end in result.handovers if end.outcome is TransferOutcome.DELIVERED
         ]
@@ -233,7 +233,7 @@ class DecodeRole:
     def has_work(self) -> bool:
         return self.stage.has_work()
 
-    def abort(self, request_ids: Sequence[str], news: ReportBuffer) -> None:  # noqa: ARG002 - has nothing to tell
+    def abort(self, request_ids: Sequence[str], news: ReportBuffer) -> None:  # noqa: ARG002 - has nothing to report
         for request_id in request_ids:
             self.stage.abort(request_id)
 
@@ -272,10 +272,10 @@ class DecodeRole:
 
 
 def _tensor(frames: UInt8Array) -> Tensor:
-    """uint8 [N, h, w, 3]. Copied if it is a view of memory that may not be written, which torch warns of."""
+    """Returns a tensor, uint8 [N, h, w, 3]; a copy of read-only memory, of which torch would warn."""
     return torch.from_numpy(frames if frames.flags.writeable else frames.copy())
 
 
 def lost_stage(stage: str) -> UnavailableError:
-    """For a message to a role that the worker does not have."""
+    """Returns the error for a message to a role that the worker does not have."""
     return UnavailableError(f"the worker has no role '{stage}' now; send to another")

@@ -1,4 +1,4 @@
-"""The stages of one worker, each made from the checkpoint with the weights of its role alone."""
+"""Builds the stages of one worker, each from the checkpoint with only the weights of its role."""
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ from stages.weights import WholeModel, load_role
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What all workers of a model have in common.
+    """Settings that all workers of a model share.
 
-    dtype: a name in torch. num_kv_tokens: room for keys and values, None as `ColocatedPipeline.load` has it.
-    max_draft: see `LanguageEngine`. num_embeddings: room for embeddings, at an encoder and at its receivers.
-    max_batch_patches: that an encoder takes together. skip_static: see `encoders.batch.FrameEncoder`; what is
-    encoded depends on it, so it is the same for all workers that share embeddings. decode_scheduler: of
-    workers that only decode, None for `scheduler`. num_kv_pools: that share the machine's memory where
-    num_kv_tokens is not set.
+    dtype: a name in torch
+    num_kv_tokens: room for keys and values, None as in `ColocatedPipeline.load`
+    max_draft: see `LanguageEngine`
+    num_embeddings: room for embeddings, at an encoder and at its receivers
+    max_batch_patches: that an encoder batches
+    skip_static: see `encoders.batch.FrameEncoder`; affects embeddings, so workers that share them must agree
+    decode_scheduler: of workers that only decode, None for `scheduler`
+    num_kv_pools: that share the machine's memory if num_kv_tokens is not set
     """
 
     model_path: Path
@@ -63,27 +65,27 @@ class Transport(Protocol):
     """Gives a worker its ends of the connectors; names are those of `serve_app.messages.endpoint`."""
 
     def embeddings(self, name: str, shape: EncoderPoolShape) -> tuple[EncoderPool, EncoderConnector]:
-        """A new pool, in memory that others can reach, and the end that moves embeddings to and from it."""
+        """Creates a pool, in memory that others can reach, and the end that moves its embeddings."""
         ...
 
     def kv(self, name: str, shape: KVPoolsShape) -> tuple[KVPools, KVConnector]:
-        """The same for keys and values."""
+        """Creates the same for keys and values."""
         ...
 
     def weights(self, path: Path, dtype: torch.dtype) -> Path | None:
-        """A file of the model's weights in memory that the workers of a machine share; None for none.
+        """Returns a file of the model's weights in memory shared by a machine's workers; None if not shared.
 
         Raises ModelError.
         """
         ...
 
     def close(self, name: str) -> None:
-        """The ends of that name are not used any more. Unknown names are ignored."""
+        """Closes the ends of that name. Unknown names are ignored."""
         ...
 
 
 class StageBuilder:
-    """Makes stages for one worker; weights that two of them share are loaded once."""
+    """Builds stages for one worker; weights that two of them share are loaded once."""
 
     def __init__(self, settings: WorkerSettings, transport: Transport) -> None:
         self.settings = settings
@@ -121,7 +123,7 @@ class StageBuilder:
         return DecodeStage(engine, connector)
 
     def drop_language_model(self) -> None:
-        """Lets go of the weights that neither prefill nor decode needs now."""
+        """Frees the weights that neither prefill nor decode needs now."""
         self._language = None
 
     def _engine(self, name: str, scheduler: SchedulerConfig) -> tuple[LanguageEngine, KVConnector]:
@@ -163,7 +165,7 @@ class StageBuilder:
         return model
 
     def _mapped(self) -> WholeModel | None:
-        """The whole model, where workers share its weights: a part that nobody runs takes no memory."""
+        """Returns the whole model if workers share its weights: parts that are not run take no memory."""
         path, dtype = self.settings.model_path, self.settings.torch_dtype
         weights = self.transport.weights(path, dtype)
         if weights is None:
@@ -172,6 +174,6 @@ class StageBuilder:
 
 
 def embedding_layout(config: Any, dtype: torch.dtype) -> EmbeddingLayout:
-    """What an encoder of this transformers configuration makes of one visual token."""
+    """Returns the layout of one visual token from an encoder of this transformers configuration."""
     deepstack = getattr(config.vision_config, "deepstack_visual_indexes", None) or ()
     return EmbeddingLayout(config.get_text_config().hidden_size, dtype, len(deepstack))

@@ -1,4 +1,4 @@
-"""The thread that runs one worker's stages, beside the event loop that sends it messages.
+"""Runs one worker's stages in a thread, beside the event loop that sends it messages.
 
     event loop  --put-->  inbox  -->  thread: messages, step, report  --on_report, on_failure-->  event loop
 
@@ -28,13 +28,13 @@ from serve_app.worker.worker_stages import Transport, WorkerSettings
 logger = logging.getLogger(__name__)
 
 IDLE_S = 0.5  # between steps of a worker with nothing to do
-_MAX_SILENCE_S = 1.0  # of a worker that computes without an event: then it reports its load
-_POLL_S = 0.01  # between steps of one that waits for others, should it not be woken
+_MAX_SILENCE_S = 1.0  # of a worker that computes without an event, before it reports its load
+_POLL_S = 0.01  # between steps of a worker that waits for others, in case it is not woken
 
 
 @dataclass(slots=True)
 class Call:
-    """A message whose reply is wanted. reply: of the event loop."""
+    """A message that awaits a reply. reply: of the event loop."""
 
     message: Message[Any]
     bulk: UInt8Array | None
@@ -43,16 +43,16 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Called in the event loop. on_failure: with the reason, when a worker that was ready breaks."""
+    """Callbacks in the event loop. on_failure: gets the reason when a worker that was ready breaks."""
 
     on_report: Callable[[WorkerReport], None]
     on_failure: Callable[[str], None]
 
 
 class WorkerThread:
-    """Made, started and asked by one event loop; the stages live in the thread alone.
+    """Runs the stages in a thread; created, started and called by one event loop.
 
-    beat_s: when the last turn began, on the monotonic clock. core: the stages, once they are loaded.
+    beat_s: start of the last turn, on the monotonic clock. core: the stages, once loaded.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class WorkerThread:
         self._ready: asyncio.Future[None] = self._loop.create_future()
 
     async def start(self) -> None:
-        """Returns when the weights are loaded. Raises EPDError when they do not load."""
+        """Starts the thread; returns once the weights are loaded. Raises EPDError if they cannot be."""
         self._thread.start()
         await self._ready
 
@@ -87,11 +87,11 @@ class WorkerThread:
         self._wake.set()
 
     def wake(self) -> None:
-        """Something has come for the stages. From any thread."""
+        """Wakes the thread, as something has arrived for the stages. Thread-safe."""
         self._wake.set()
 
     def stop(self) -> None:
-        """The thread ends after the step under way, and reports nothing from now on."""
+        """Ends the thread after the current step; it reports nothing from now on."""
         self.is_stopped = True
         self._wake.set()
 
@@ -100,7 +100,7 @@ class WorkerThread:
 
     @property
     def busy_s(self) -> float:
-        """How long the turn under way has taken so far."""
+        """Returns seconds that the current turn has taken so far."""
         return time.monotonic() - self.beat_s if self._is_busy else 0.0
 
     def _run(self) -> None:
@@ -117,14 +117,14 @@ class WorkerThread:
             self._end(UnavailableError(reason), reason)
 
     def _end(self, error: EPDError, reason: str) -> None:
-        """Whoever waits for the start gets the error, the listener the reason."""
+        """Ends the worker: the caller of `start` gets the error, the listener the reason."""
         if self.core is None:
             self._post(_fail, self._ready, error)
         elif not self.is_stopped:
             self._post(self._listener.on_failure, reason)
 
     def turn(self, core: WorkerCore) -> None:
-        """Handles what has come, moves the stages on by one step and reports."""
+        """Handles messages, advances the stages by one step and reports."""
         self._wake.clear()
         self.beat_s, self._is_busy = time.monotonic(), True
         has_mail = bool(self._inbox)
@@ -141,12 +141,12 @@ class WorkerThread:
             self._wake.wait(_POLL_S if core.has_work() else IDLE_S)
 
     def _changed_load(self, core: WorkerCore) -> WorkerReport | None:
-        """A report of nothing but the load, when that has changed without an event: by a receipt, say."""
+        """Returns a report of only the load, if it has changed without an event, such as by a receipt."""
         load = core.load()
         return WorkerReport(core.name, load=load) if load != self._reported_load else None
 
     def _answer(self, core: WorkerCore, call: Call) -> None:
-        """Raises AssertionError when a message that failed has left the state of the stages inconsistent."""
+        """Answers a call. Raises AssertionError if a failed message left the stages inconsistent."""
         try:
             value = core.handle(call.message, call.bulk)
         except EPDError as error:
@@ -159,13 +159,13 @@ class WorkerThread:
             self._post(_resolve, call.reply, value)
 
     def _post(self, function: Callable[..., object], *arguments: object) -> None:
-        """Calls something in the event loop; does nothing when that has ended, and with it the process."""
+        """Calls a function in the event loop; does nothing if that has ended, and the process with it."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)
 
 
 def fault_of(worker: str, message: object, error: Exception) -> WorkerFaultError:
-    """What the sender gets for a message on which a worker failed. Says nothing of the error but its type."""
+    """Returns the sender's error for a message on which a worker failed. Contains only the error's type."""
     return WorkerFaultError(
         f"worker '{worker}' failed on a {type(message).__name__} with {type(error).__name__}; "
         "the request was refused; the server's log has the traceback, report it"

@@ -1,4 +1,4 @@
-"""The page at `/`: four files as they lie here, without a build step and without anything from elsewhere."""
+"""Contains the page at `/`: four files, served as they are, with no build step and nothing external."""
 
 from __future__ import annotations
 
