@@ -1,4 +1,4 @@
-"""Frames to embeddings: one adapter per model family behind one protocol."""
+"""Turns frames into embeddings: one adapter per model family behind one protocol."""
 
 from encoders.adapter import (
     Adapter,

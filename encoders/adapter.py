@@ -1,11 +1,11 @@
-"""What every model family must tell the pipeline, and the nouns it tells it in.
+"""Defines the protocol that every model family implements, and the types it uses.
 
 A *unit* is the least run of frames that the vision tower attends within, so cutting between units changes no
 number: a temporal patch (two frames) for the Qwen families. Groups are runs of whole units.
 
     frames         | 0  1 | 2  3 | 4  5 | 6 (6) |        the last frame is repeated to fill its unit
     unit           [  0  )[  1  )[  2  )[   3   )
-    prompt   ..text[range )[range)...             one PlaceholderRange per unit; text may stand between them
+    prompt   ..text[range )[range)...             one PlaceholderRange per unit; text may lie between them
 
 Shapes: N frames, H x W pixels, P patches, D values of a patch, V visual tokens, C channels of the language
 model, T prompt tokens.
@@ -30,7 +30,7 @@ from epd.types import Int64Array, MediaKind, PlaceholderRange, Usage
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """How many patches one image or video has in time, height and width."""
+    """Counts the patches of one image or video in time, height and width."""
 
     t: int
     h: int
@@ -45,13 +45,13 @@ class Grid:
         return self.t * self.h * self.w
 
     def cut(self, num_units: int) -> Grid:
-        """The grid of `num_units` units of this item."""
+        """Returns the grid of `num_units` units of this item."""
         return Grid(num_units, self.h, self.w)
 
 
 @dataclass(frozen=True, slots=True)
 class VideoFacts:
-    """What planning needs to know of a video. fps: mean frames per second; height, width: pixels, upright."""
+    """Describes a video for planning. fps: mean frames per second; height, width: pixels, upright."""
 
     num_frames: int
     fps: float
@@ -61,7 +61,7 @@ class VideoFacts:
 
 @dataclass(frozen=True, slots=True)
 class FrameSampling:
-    """Which frames of a video are wanted; with neither rate nor number, those that the processor would take.
+    """Selects frames of a video; with neither rate nor number, those that the processor would take.
 
     start_s, end_s: only of the part [start_s, end_s) of the video, None for its end.
     max_frames: a video of which more are wanted is refused before they are listed; None for any number.
@@ -76,13 +76,13 @@ class FrameSampling:
 
 @dataclass(frozen=True, slots=True)
 class MediaPlan:
-    """What one image or video becomes in the prompt, known before a frame of it is decoded.
+    """Describes the units and tokens of one image or video before any of its frames is decoded.
 
     size: (height, width) of the frames to decode, pixels. An image is decoded whole and resized to it.
-    times_s: the middle of each wanted frame's time on screen, seconds; empty for an image.
+    times_s: middle of each wanted frame's time on screen, seconds; empty for an image.
     frame_indices: the same frames as the Hugging Face processor numbers them; empty for an image.
     source_fps: frames per second of the source, 0 for an image.
-    unit_span_s: seconds of video that one unit stands for, 0 for an image.
+    unit_span_s: seconds of video in one unit, 0 for an image.
     """
 
     kind: MediaKind
@@ -101,26 +101,26 @@ class MediaPlan:
 
     @property
     def num_frames(self) -> int:
-        """Frames to decode: those wanted of a video, one for an image."""
+        """Counts the frames to decode: those wanted of a video, one for an image."""
         return len(self.times_s) if self.kind == "video" else 1
 
     @property
     def num_tokens(self) -> int:
-        """Visual tokens in the prompt."""
+        """Counts the visual tokens in the prompt."""
         return self.num_units * self.tokens_per_unit
 
     def frame_range(self, start: int, stop: int) -> range:
-        """The frames of units [start, stop), of an image its tiles; the last unit of a video may be short."""
+        """Returns the frames or tiles of units [start, stop); the last unit of a video may be short."""
         last = len(self.times_s) if self.kind == "video" else self.num_units
         return range(start * self.frames_per_unit, min(stop * self.frames_per_unit, last))
 
     def times_of(self, start: int, stop: int) -> tuple[float, ...]:
-        """The times of the frames of units [start, stop), seconds; none for an image."""
+        """Returns the times of the frames of units [start, stop), in seconds; empty for an image."""
         frames = self.frame_range(start, stop)
         return self.times_s[frames.start : frames.stop]
 
     def part(self, start: int, stop: int) -> Self:
-        """Units [start, stop) as a plan of their own: all that decoding and encoding them needs."""
+        """Returns a plan of units [start, stop) alone, sufficient to decode and encode them."""
         frames = self.frame_range(start, stop)
         return replace(
             self,
@@ -131,16 +131,17 @@ class MediaPlan:
 
     @property
     def is_joined_whole(self) -> bool:
-        """Whether the tokens are known only from all units together: see `Adapter.join`."""
+        """Reports whether the tokens are known only from all units together: see `Adapter.join`."""
         return False
 
 
 @dataclass(frozen=True, slots=True)
 class MediaItem:
-    """One image or video placed in a prompt: where its units go, in order.
+    """Places one image or video in a prompt: its units, in order.
 
     units: a range for each; a single one for an item that is joined whole; one for each window if only some
-    of the tokens are kept. windows: of a reduced item, else none.
+        of the tokens are kept.
+    windows: of a reduced item, else empty.
     """
 
     plan: MediaPlan
@@ -154,25 +155,26 @@ class MediaItem:
 
     @property
     def num_tokens(self) -> int:
-        """Visual tokens in the prompt."""
+        """Counts the visual tokens in the prompt."""
         return sum(unit.length for unit in self.units)
 
     def unit_run(self, index: int) -> tuple[int, int]:
-        """Units [start, stop) whose tokens stand in range `index`."""
+        """Returns the units [start, stop) whose tokens are in range `index`."""
         if self.windows:
             return self.windows[index].start, self.windows[index].stop
         return (0, self.plan.num_units) if self.plan.is_joined_whole else (index, index + 1)
 
     def range_of(self, unit: int) -> PlaceholderRange:
-        """Where the tokens of a unit stand, perhaps among those of others."""
+        """Returns the range of a unit's tokens, which it may share with other units."""
         if self.windows:
             return self.units[bisect_right(self.windows, unit, key=lambda window: window.start) - 1]
         return self.units[0 if self.plan.is_joined_whole else unit]
 
     def token_indices(self, start: int, stop: int) -> Int64Array:
-        """int64 [V]: prompt positions of the visual tokens in ranges [start, stop), in order.
+        """Returns the prompt positions of the visual tokens in ranges [start, stop), in order: int64 [V].
 
-        Of a window that is reduced in prefill those of all its tokens, which stand where it starts.
+        For a window that is reduced in prefill, returns those of all its tokens, which are placed at its
+        start.
         """
         units, windows = self.units[start:stop], self.windows[start:stop]
         if windows and windows[0].is_in_prefill:
@@ -182,7 +184,7 @@ class MediaItem:
 
 @dataclass(frozen=True, slots=True)
 class PromptReduction:
-    """Which tokens of a prompt are kept is decided by `policy` when they are there.
+    """Names the `policy` that decides, once the tokens are there, which of them are kept.
 
     positions: of each item the M-RoPE or plain positions of all its visual tokens, int64 [rows, V]; kept
     tokens keep theirs. Empty for an item that is not reduced.
@@ -194,13 +196,14 @@ class PromptReduction:
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """A whole prompt in canonical order [system][media][question].
+    """Describes a whole prompt in canonical order [system][media][question].
 
     token_ids: int64 [T], placeholders included.
     positions: int64 [3, T], M-RoPE rows time, height, width, where text repeats in all three; else [1, T].
     next_position: the position of the first generated token; each further token is one later.
-    media: items in order of appearance. reduction: when only some of the visual tokens are kept; then their
-    positions are known only with them, and stand here as those of the first ones.
+    media: items in order of appearance.
+    reduction: when only some of the visual tokens are kept; then their positions are known only with them,
+        and are here those of the first ones.
     """
 
     token_ids: Int64Array
@@ -214,7 +217,7 @@ class PromptPlan:
 
     @property
     def prefix_length(self) -> int:
-        """Tokens [0, prefix_length) do not depend on the question: they end with the last visual token."""
+        """Returns the length of the part independent of the question: up to the last visual token."""
         return self.media[-1].units[-1].stop if self.media else 0
 
     @property
@@ -223,16 +226,16 @@ class PromptPlan:
 
     @property
     def reduction_key(self) -> str:
-        """See `ReductionPolicy.key`."""
+        """Returns `ReductionPolicy.key`."""
         return self.reduction.policy.key if self.reduction else ""
 
     @property
     def num_visual_tokens_before(self) -> int:
-        """Those that there would be without reduction."""
+        """Counts the visual tokens that there would be without reduction."""
         return sum(item.plan.num_tokens for item in self.media)
 
     def usage(self, num_completion_tokens: int) -> Usage:
-        """What an answer to it has used."""
+        """Counts the frames and tokens that an answer to the prompt has used."""
         return Usage(
             num_frames=sum(item.plan.num_frames for item in self.media),
             visual_tokens=self.num_visual_tokens,
@@ -243,12 +246,12 @@ class PromptPlan:
 
     @property
     def prefix(self) -> PromptPlan:
-        """The part before the question, as a prompt of its own."""
+        """Returns the part before the question as a prompt of its own."""
         stop = self.prefix_length
         return replace(self, token_ids=self.token_ids[:stop], positions=self.positions[:, :stop])
 
     def check_begins_with(self, prefix: Int64Array) -> None:
-        """prefix: of a prompt with another question, int64 [n].
+        """Checks that the prompt begins with the prefix of a prompt with another question, int64 [n].
 
         Raises ModelError if the question changes what comes before it.
         """
@@ -258,9 +261,9 @@ class PromptPlan:
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """Visual tokens as the language model takes them.
+    """Holds visual tokens as the language model takes them.
 
-    rows: [V, C], to stand in for the token embeddings of the placeholders.
+    rows: [V, C], to replace the token embeddings of the placeholders.
     deepstack: one [V, C] for each of the first decoder layers, added to their output (Qwen3-VL); else empty.
     """
 
@@ -275,16 +278,16 @@ class Embeddings:
         return len(self.rows)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Embeddings:
-        """The rows, and those of each deepstack layer, changed alike."""
+        """Applies a function to the rows and to those of each deepstack layer."""
         return Embeddings(change(self.rows), tuple(map(change, self.deepstack)))
 
     def cut(self, start: int, stop: int) -> Embeddings:
-        """Visual tokens [start, stop)."""
+        """Returns visual tokens [start, stop)."""
         return self if (start, stop) == (0, len(self)) else self.mapped(lambda rows: rows[start:stop])
 
 
 def concatenated(parts: Sequence[Embeddings]) -> Embeddings:
-    """One after another; a single part is given back as it is."""
+    """Concatenates embeddings in order; a single part is returned as it is."""
     if len(parts) == 1:
         return parts[0]
     layers = zip(*(part.deepstack for part in parts), strict=True)
@@ -293,9 +296,11 @@ def concatenated(parts: Sequence[Embeddings]) -> Embeddings:
 
 @dataclass(frozen=True, slots=True)
 class PatchRun:
-    """Whole units of one item, ready for the vision tower.
+    """Holds whole units of one item, ready for the vision tower.
 
-    kind: of the item. values: what `Adapter.preprocess` made of their frames. grid: of these units alone.
+    kind: of the item.
+    values: what `Adapter.preprocess` made of their frames.
+    grid: of these units alone.
     """
 
     kind: MediaKind
@@ -304,27 +309,27 @@ class PatchRun:
 
 
 class Adapter(Protocol):
-    """One model family. Holds no weights, so that planning needs no model."""
+    """Adapts one model family. Holds no weights, so that planning needs no model."""
 
     @property
     def tokenizer(self) -> Any:
-        """The checkpoint's `PreTrainedTokenizer`."""
+        """Returns the checkpoint's `PreTrainedTokenizer`."""
         ...
 
     def plan_image(self, height: int, width: int) -> MediaPlan:
-        """Plans an image of `height` x `width` pixels. Raises MediaLimitError for a hopeless shape."""
+        """Plans an image of `height` x `width` pixels. Raises MediaLimitError for an impossible shape."""
         ...
 
     def plan_video(self, video: VideoFacts, frame_sampling: FrameSampling) -> MediaPlan:
-        """Plans a video. Raises RequestError for a sampling that makes no sense, MediaLimitError as above."""
+        """Plans a video. Raises RequestError for an invalid sampling, MediaLimitError as above."""
         ...
 
     def plan_prompt(self, media: Sequence[MediaPlan], question: str) -> PromptPlan:
-        """Lays out one question behind the media. Raises RequestError for an unusable question."""
+        """Lays out one question after the media. Raises RequestError for an unusable question."""
         ...
 
     def plan_prefix(self, media: Sequence[MediaPlan]) -> PromptPlan:
-        """Lays out what every question behind the media begins with: up to the last visual token."""
+        """Lays out the common beginning of all questions about the media: up to the last visual token."""
         ...
 
     def plan_chat(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage]) -> PromptPlan:
@@ -346,7 +351,7 @@ class Adapter(Protocol):
         ...
 
     def vision_tower(self, model: nn.Module) -> nn.Module:
-        """The part of the whole model that `encode_batch` needs."""
+        """Returns the part of the whole model that `encode_batch` needs."""
         ...
 
     def encode_batch(self, tower: nn.Module, runs: Sequence[PatchRun]) -> list[Embeddings]:
@@ -354,21 +359,22 @@ class Adapter(Protocol):
         ...
 
     def join(self, embeddings: Embeddings, plan: MediaPlan, start: int, stop: int) -> Embeddings:
-        """From what was encoded of units [start, stop) to the rows that stand at their places in the prompt.
+        """Converts the encoded units [start, stop) to the rows at their places in the prompt.
 
-        The same thing for most families. An item that is joined whole can be joined only from all its units.
+        Most families return them unchanged. An item that is joined whole can be joined only from all its
+        units.
         """
         ...
 
     def decoder_kwargs(self, visual_mask: Tensor, embeddings: Embeddings) -> dict[str, Any]:
-        """What the family's decoder takes beyond embeddings and positions.
+        """Returns the arguments that the family's decoder takes besides embeddings and positions.
 
-        visual_mask: bool [1, T of the chunk], true where a row of `embeddings` stands.
+        visual_mask: bool [1, T of the chunk], true where a row of `embeddings` belongs.
         """
         ...
 
 
 def place(token_embeddings: Tensor, visual_mask: Tensor, embeddings: Embeddings) -> Tensor:
-    """[1, T, C]: the token embeddings, with the rows of `embeddings` where `visual_mask` [1, T] is true."""
+    """Puts the rows of `embeddings` where `visual_mask` [1, T] is true among token embeddings: [1, T, C]."""
     rows = embeddings.rows.to(token_embeddings.dtype)
     return token_embeddings.masked_scatter(visual_mask[..., None], rows)

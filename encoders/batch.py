@@ -1,4 +1,4 @@
-"""What encodes batches: what it asks of a model family, and how frames become embeddings by it."""
+"""Encodes batches: its interface to a model family, and the path from frames to embeddings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from epd.reduction import check_tolerance
 
 
 class BatchEncoder(Protocol):
-    """The part of an `Adapter` that runs on an encode worker."""
+    """Declares the part of an `Adapter` that runs on an encode worker."""
 
     def preprocess(self, frames: Tensor, plan: MediaPlan) -> Tensor:
         """Turns frames of planned size, uint8 [N, h, w, 3], into what the vision tower takes."""
@@ -26,14 +26,15 @@ class BatchEncoder(Protocol):
 
 
 class FrameEncoder:
-    """A family and its tower, for every stage that encodes. num_skipped: units so far that were not encoded.
+    """Encodes frames with a family's tower, for every stage that encodes.
 
+    num_skipped: units so far that were not encoded.
     skip_static: the tolerance within which a unit of a video looks like the one before it, and is not
     encoded; None to encode all. See `encoders.reduction.static_units`.
     """
 
     def __init__(self, family: BatchEncoder, tower: nn.Module, skip_static: float | None = None) -> None:
-        """Raises RequestError for a tolerance that is none."""
+        """Raises RequestError for an invalid tolerance."""
         check_tolerance(skip_static)
         self.num_skipped = 0
         self._family = family
@@ -41,11 +42,11 @@ class FrameEncoder:
         self._skip_static = skip_static
 
     def patches(self, frames: Tensor, plan: MediaPlan) -> PatchRun:
-        """Frames, uint8 [N, h, w, 3], ready for the tower. plan: of their units alone."""
+        """Prepares frames, uint8 [N, h, w, 3], for the tower. plan: of their units alone."""
         return PatchRun(plan.kind, self._family.preprocess(frames, plan), plan.grid)
 
     def encode(self, runs: Sequence[PatchRun]) -> list[Embeddings]:
-        """Of several runs of equal grid height and width, in one call of the tower."""
+        """Encodes several runs of equal grid height and width in one call of the tower."""
         embeddings, num_skipped = encode_moving(self._encode_batch, runs, self._skip_static)
         self.num_skipped += num_skipped
         return embeddings

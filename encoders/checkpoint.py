@@ -1,4 +1,4 @@
-"""A checkpoint folder opened without its weights: configuration, processor and tokenizer."""
+"""Opens a checkpoint folder without its weights: configuration, processor and tokenizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from epd.errors import ModelError, ModelNotFoundError
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model folder in Hugging Face layout; `config` and `processor` are transformers' own objects."""
+    """Holds a model folder in Hugging Face layout; `config` and `processor` are transformers' own objects."""
 
     path: Path
     config: Any
@@ -33,7 +33,10 @@ class Checkpoint:
 
 
 def read_model_type(path: Path) -> str:
-    """`model_type` of the folder's config.json. Raises ModelNotFoundError, or ModelError if it is broken."""
+    """Reads `model_type` of the folder's config.json.
+
+    Raises ModelNotFoundError, or ModelError if it is broken.
+    """
     config_path = path / "config.json"
     if not path.is_dir():
         raise ModelNotFoundError(
@@ -68,7 +71,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class ProcessorParts:
-    """What is used of a processor, for classes that cannot be made here (SmolVLM's wants num2words)."""
+    """Replaces a processor whose class cannot be created here (SmolVLM's needs num2words)."""
 
     tokenizer: Any
     image_processor: Any

@@ -1,4 +1,4 @@
-"""How an item is cut into groups, and what each is called in the encoder cache.
+"""Cuts an item into groups, and names each for the encoder cache.
 
 A video is cut on a lattice of its own time, not where a clip of it happens to begin, so that overlapping
 clips have groups in common:
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from encoders.adapter import MediaPlan
 from epd.encode.encoder_cache import GroupKey, GroupSpec
 
-# About how many visual tokens are encoded and prefilled at a time.
+# Encode and prefill about this many visual tokens at a time.
 DEFAULT_GROUP_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class MediaGroup:
-    """One group of a request's media.
+    """Describes one group of a request's media.
 
     item: number of the item among the request's media.
     index: number of the group among those of its item.
@@ -43,7 +43,7 @@ class MediaGroup:
 
     @property
     def num_frames(self) -> int:
-        """Frames of the source; all tiles of an image are one, which its first group has."""
+        """Counts the frames of the source; all tiles of an image count as one, in its first group."""
         return self.plan.num_frames if self.plan.kind == "video" or self.index == 0 else 0
 
 
@@ -55,10 +55,11 @@ def plan_groups(
     group_tokens: int,
     reduction: str = "",
 ) -> list[MediaGroup]:
-    """All groups of a request in order, of about `group_tokens` embeddings and at least one unit each.
+    """Plans all groups of a request in order, of about `group_tokens` embeddings and at least one unit each.
 
-    mm_hashes: of each item's bytes. model: name and revision of the weights. reduction: of what is encoded;
-    not of what is kept of it, so that requests that keep different shares share an encoding.
+    mm_hashes: of each item's bytes.
+    model: name and revision of the weights.
+    reduction: of what is encoded, not of what is kept: requests that keep different shares share encodings.
     """
     groups = []
     for item, (plan, mm_hash) in enumerate(zip(plans, mm_hashes, strict=True)):
@@ -73,7 +74,7 @@ def plan_groups(
 
 
 def cut(plan: MediaPlan, group_units: int) -> list[tuple[int, int]]:
-    """Half-open runs of units, in order, without gaps, of at most about `group_units` and at least one."""
+    """Cuts units into half-open runs, without gaps, of at most about `group_units` and at least one."""
     first = _lattice_index(plan)
     cells = [(first + unit) // group_units for unit in range(plan.num_units)]
     starts = [unit for unit in range(plan.num_units) if unit == 0 or cells[unit] != cells[unit - 1]]
@@ -81,7 +82,7 @@ def cut(plan: MediaPlan, group_units: int) -> list[tuple[int, int]]:
 
 
 def _lattice_index(plan: MediaPlan) -> int:
-    """Which unit of the whole source the first one is, counted from the start of the source.
+    """Returns the index of the first unit, counted from the start of the whole source.
 
     Processors take the first or the middle frame of each span, give or take a rounding: a quarter of a span
     on top brings both to the same whole number.

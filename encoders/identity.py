@@ -1,4 +1,4 @@
-"""What the visual tokens of a prompt are, so that keys and values are shared between equal ones only."""
+"""Identifies the visual tokens of a prompt, so that keys and values are shared between equal ones only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from epd.types import PlaceholderRange
 
 
 def salted(mm_hash: str, cache_salt: str) -> str:
-    """A name of media of their own for requests of one salt; the same name without a salt."""
+    """Returns a name of media private to requests of one salt; the same name without a salt."""
     if not cache_salt:
         return mm_hash
     return hashlib.blake2b(
@@ -24,7 +24,9 @@ def _salt_digest(cache_salt: str) -> bytes:
 
 
 def prompt_identity(prompt: PromptPlan, mm_hashes: Sequence[str], cache_salt: str = "") -> TokenIdentity:
-    """Of every token of the prompt. mm_hashes: of each item's bytes. cache_salt: shares with the same alone.
+    """Identifies every token of the prompt.
+
+    mm_hashes: of each item's bytes. cache_salt: tokens are shared only with requests of the same salt.
 
     A unit of a video is known by its own frames, so a longer look at the same video begins with equal tokens.
     What is kept of a window depends on all that came before it, too: the prefix cache compares that anyway.
@@ -51,7 +53,7 @@ def _units(item: MediaItem, mm_hash: str, reduction: str) -> Iterator[tuple[Plac
 
 
 def _shown(plan: MediaPlan, start: int, stop: int) -> tuple[float, ...]:
-    """What units [start, stop) show of their source: a video's frames by time, an image's tiles by number."""
+    """Identifies what units [start, stop) show of their source: frames by time, tiles by number."""
     if plan.kind == "image":
         return tuple(range(start, stop))
     return plan.times_of(start, stop)

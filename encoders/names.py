@@ -1,4 +1,4 @@
-"""Names of weights: in the files of a checkpoint, in the model, and which stage wants them."""
+"""Maps names of weights: in the files of a checkpoint, in the model, and by the stage that needs them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NESTED, _FLAT = "vision_tower.vision_model.", "vision_tower."
 
 
 def is_wanted(name: str, role: WeightSet) -> bool:
-    """Whether a worker of this role loads the model's parameter, or runs the model's module, `name`."""
+    """Reports whether a worker of this role loads the parameter, or runs the module, `name` of the model."""
     if role == "whole":
         return True
     return _is_of_encoder(name) == (role == "encode")
@@ -39,7 +39,7 @@ def _is_of_encoder(name: str) -> bool:
 
 
 def name_in_model(stored: str, known: Collection[str]) -> str | None:
-    """The model's name of a stored tensor, one of `known`; None for what the model has no place for."""
+    """Returns the model's name of a stored tensor, one of `known`; None if the model has no place for it."""
     if stored in known:
         return stored
     renamed = stored

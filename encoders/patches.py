@@ -1,4 +1,4 @@
-"""uint8 frames to the patches of the Qwen vision towers, in one pass over the bytes.
+"""Converts uint8 frames to the patches of the Qwen vision towers, in one pass over the bytes.
 
 A patch is `frames_per_unit` x `side` x `side` pixels of three channels. Patches are ordered so that the
 `merge` x `merge` neighbours that become one visual token follow each other:
@@ -25,9 +25,10 @@ _INTERPOLATION = {2: tvf.InterpolationMode.BILINEAR, 3: tvf.InterpolationMode.BI
 
 @dataclass(frozen=True, slots=True)
 class PatchSpec:
-    """Geometry and normalisation of one processor, image or video.
+    """Describes the geometry and normalisation of one processor, image or video.
 
-    side: pixels of a patch's edge. merge: patches of a visual token's edge.
+    side: pixels of a patch's edge.
+    merge: patches of a visual token's edge.
     mean, std: of the channels, on the 0..255 scale.
     """
 
@@ -40,20 +41,20 @@ class PatchSpec:
 
     @property
     def factor(self) -> int:
-        """Frames must be a multiple of this many pixels high and wide."""
+        """Returns the number of pixels that frame height and width must be multiples of."""
         return self.side * self.merge
 
     def grid(self, num_frames: int, height: int, width: int) -> Grid:
-        """The patches of `num_frames` frames of `height` x `width` pixels; a last unit may be part filled."""
+        """Returns the grid of `num_frames` frames of `height` x `width` pixels; a last unit may be short."""
         return Grid(ceil_div(num_frames, self.frames_per_unit), height // self.side, width // self.side)
 
     def tokens_per_unit(self, grid: Grid) -> int:
-        """Visual tokens of one unit, after merging."""
+        """Counts the visual tokens of one unit, after merging."""
         return grid.h * grid.w // self.merge**2
 
 
 def patch_spec(processor: Any) -> PatchSpec:
-    """Reads a transformers image or video processor. UnsupportedModelError for steps we do not take."""
+    """Reads a transformers image or video processor. Raises UnsupportedModelError for unsupported steps."""
     settings = {name: getattr(processor, name, None) for name in ("do_resize", "do_rescale", "do_normalize")}
     resample = int(getattr(processor, "resample", 3))
     if not all(settings.values()) or resample not in _INTERPOLATION:
@@ -73,7 +74,7 @@ def patch_spec(processor: Any) -> PatchSpec:
 
 
 def resize_image(image: Tensor, size: tuple[int, int], spec: PatchSpec) -> Tensor:
-    """uint8 [H, W, 3] to uint8 [1, h, w, 3], with the processor's filter.
+    """Resizes uint8 [H, W, 3] to uint8 [1, h, w, 3], with the processor's filter.
 
     The bytes stay channels last, as they came: the same numbers as channels first, three times as fast.
     """
@@ -88,7 +89,7 @@ def resize_image(image: Tensor, size: tuple[int, int], spec: PatchSpec) -> Tenso
 
 
 def patchify(frames: Tensor, spec: PatchSpec) -> Tensor:
-    """Frames uint8 [N, H, W, 3] to normalised patches float32 [P, 3 * frames_per_unit * side * side].
+    """Turns frames uint8 [N, H, W, 3] into patches, float32 [P, 3 * frames_per_unit * side * side].
 
     The last frame is repeated to fill the last unit. Equal to the Hugging Face processors bit for bit.
     """
@@ -107,7 +108,7 @@ def patchify(frames: Tensor, spec: PatchSpec) -> Tensor:
 
 
 def patchify_plain(frames: Tensor, spec: PatchSpec) -> Tensor:
-    """`patchify` on any device, in plain torch.
+    """Implements `patchify` on any device, in plain torch.
 
     Bytes are put in order first, at a quarter of the traffic, then normalised by the two float32 operations
     of the processors. A unit of one frame is put in order once and repeated on the way to floats.

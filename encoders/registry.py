@@ -1,4 +1,4 @@
-"""From a model folder to the adapter of its family."""
+"""Opens a model folder with the adapter of its family."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ADAPTERS: dict[str, Callable[[Checkpoint], Adapter]] = {
 def load_adapter(path: str | Path, *, positions: PositionLayout | None = None) -> Adapter:
     """Opens the model folder at `path` without its weights.
 
-    positions: where text behind a video stands, for models with M-RoPE; by default as its config.json says in
+    positions: where text after a video is, for models with M-RoPE; by default as its config.json says in
     `position_layout`, and as the authors of Qwen2.5-VL place it when that is not there (docs/decisions/0009).
     Raises ModelNotFoundError, UnsupportedModelError naming what is supported, ModelError for a broken folder.
     """

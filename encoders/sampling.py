@@ -1,4 +1,4 @@
-"""Which frames of a video a model sees: the Hugging Face processor's own rule, made total."""
+"""Samples the frames of a video by the Hugging Face processor's own rule, made total."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _ROUNDING = 1e-6
 
 
 def part_of(video: VideoFacts, frame_sampling: FrameSampling) -> tuple[int, VideoFacts]:
-    """(index of the first frame, facts) of the frames that begin within the part that is wanted.
+    """Returns (index of the first frame, facts) of the frames that begin within the wanted part.
 
-    A processor is told of these alone, as if they were a video of their own; what it chooses has numbers and
-    times of the whole one:
+    A processor receives only these, as if they were a video of their own; its frames are then numbered and
+    timed within the whole video:
 
         start_s = 0.25, end_s = 0.6, 10 fps    | 0 | 1 | 2 [ 3 | 4 | 5 ) 6 | 7 |
 
@@ -44,7 +44,7 @@ def part_of(video: VideoFacts, frame_sampling: FrameSampling) -> tuple[int, Vide
 
 
 def _first_frame_from(time_s: float, video: VideoFacts) -> int:
-    """Index of the first frame that begins at a time or later; `num_frames` for a time past the end."""
+    """Returns the first frame that begins at a time or later; `num_frames` for a time past the end."""
     index = time_s * video.fps - _ROUNDING  # of a time that a client chose: it may be infinite
     return video.num_frames if index >= video.num_frames else math.ceil(index)
 
@@ -56,7 +56,7 @@ def check_wanted(frame_sampling: FrameSampling, num_frames: float) -> None:
 
 
 def sample_indices(processor: Any, video: VideoFacts, frame_sampling: FrameSampling) -> tuple[int, ...]:
-    """Indices of the wanted source frames, ascending, at least one.
+    """Returns the indices of the wanted source frames, ascending, at least one.
 
     `processor` is a transformers video processor: its `fps`, `num_frames`, `min_frames` and `max_frames` hold
     where `frame_sampling`, which `part_of` has checked, says nothing. When more frames are wanted than there
@@ -102,7 +102,7 @@ def _arguments(
 
 
 def _num_wanted(processor: Any, video: VideoFacts, arguments: Mapping[str, float | int]) -> float:
-    """How many frames `sample_frames` would list for these arguments, or somewhat more."""
+    """Estimates how many frames `sample_frames` would list for these arguments, or somewhat more."""
     if "num_frames" in arguments:
         return arguments["num_frames"]
     at_rate = max(video.num_frames / video.fps * arguments["fps"], float(processor.min_frames))
@@ -110,7 +110,7 @@ def _num_wanted(processor: Any, video: VideoFacts, arguments: Mapping[str, float
 
 
 def source_metadata(video: VideoFacts) -> Any:
-    """What transformers' processors are told of a video before a frame of it is decoded."""
+    """Describes a video to transformers' processors before any of its frames is decoded."""
     duration_s = video.num_frames / video.fps
     return transformers.video_utils.VideoMetadata(
         total_num_frames=video.num_frames, fps=video.fps, duration=duration_s

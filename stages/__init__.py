@@ -1,1 +1,1 @@
-"""Encode, prefill and decode as plain classes, and the colocated pipeline: all three in one process."""
+"""Implements encode, prefill and decode as plain classes, and the pipeline with all three in one process."""

@@ -1,4 +1,4 @@
-"""All stages in one process: from media and a question to streamed tokens, group by group.
+"""Runs all stages in one process: from media and a question to streamed tokens, group by group.
 
     video threads   | decode g0 | decode g1 | decode g2 |
     this thread           | g0: patches, tower, prefill | g1 ... | g2 ... | question | token | token ...
@@ -43,13 +43,13 @@ _PASS_SHARE = 0.75
 
 
 class Progress(Protocol):
-    """Called after each group with how many of all frames have been prefilled."""
+    """Reports after each group how many of all frames have been prefilled."""
 
     def __call__(self, num_done: int, num_frames: int, /) -> None: ...
 
 
 class MediaContext:
-    """Media that has been decoded, encoded and prefilled once, for any number of questions.
+    """Holds media that has been decoded, encoded and prefilled once, for any number of questions.
 
     The engine holds the blocks of [system][media] as long as this object lives; answers share them.
 
@@ -73,7 +73,7 @@ class MediaContext:
 
     @property
     def request_id(self) -> str | None:
-        """Of the held blocks; None without media."""
+        """Returns the request id of the held blocks; None without media."""
         return self.prefix.parent
 
     @property
@@ -83,7 +83,7 @@ class MediaContext:
 
 @dataclass(frozen=True, slots=True)
 class EncodedMedia:
-    """Media that has been decoded and encoded once, to be prefilled any number of times. Holds it all."""
+    """Holds media that has been decoded and encoded once, to be prefilled any number of times."""
 
     plans: tuple[MediaPlan, ...]
     groups: tuple[EncodedGroup, ...]
@@ -91,17 +91,17 @@ class EncodedMedia:
 
 
 class ColocatedPipeline(Pipeline):
-    """One checkpoint, loaded to answer questions. Not for several threads at once."""
+    """Answers questions with one loaded checkpoint. Not thread-safe."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """As in `Pipeline`."""
+        """Takes the same arguments as `Pipeline`."""
         super().__init__(*args, **options)
         self._ids = count()
         self._dropped: list[str] = []  # requests that hold the blocks of contexts that are gone
 
     @property
     def num_units_skipped(self) -> int:
-        """Units of frames that were not encoded, since they did not change: see `skip_static` of `load`."""
+        """Counts the units of frames not encoded, since they did not change: see `skip_static` of `load`."""
         return self.encoder.num_skipped
 
     def ask(
@@ -151,7 +151,7 @@ class ColocatedPipeline(Pipeline):
         return self._answer(context, question, sampling, on_text, start, StageTimings())
 
     def _sampling(self, question: str, max_tokens: int | None) -> SamplingParams:
-        """As the checkpoint wants it. Raises RequestError for a request that makes no sense."""
+        """Completes params as the checkpoint wants them. Raises RequestError for an invalid request."""
         check_question(question)
         said = {} if max_tokens is None else {"max_tokens": max_tokens}
         return self.settings.defaults.with_options(said)
@@ -184,7 +184,7 @@ class ColocatedPipeline(Pipeline):
     def encode_media(
         self, media: Sequence[str | Path], *, fps: float | None = None, num_frames: int | None = None
     ) -> EncodedMedia:
-        """The first half of `prefill_media`: decodes and encodes, and holds all embeddings."""
+        """Decodes and encodes as the first half of `prefill_media`, and holds all embeddings."""
         timings = StageTimings()
         with busy(timings, "total_s"):
             planned = self._planned(media, FrameSampling(fps, num_frames), timings)
@@ -194,7 +194,7 @@ class ColocatedPipeline(Pipeline):
     def prefill_encoded(
         self, encoded: EncodedMedia, *, reduction: ReductionPolicy = KEEP_ALL
     ) -> MediaContext:
-        """The second half: the same context as `prefill_media` gives. Its timings count from this call."""
+        """Prefills to the same context as `prefill_media`. Its timings count from this call."""
         timings = StageTimings()
         with busy(timings, "total_s"):
             return self._prefilled(encoded.plans, encoded.groups, reduction, timings, has_all=True)
@@ -208,7 +208,7 @@ class ColocatedPipeline(Pipeline):
     def _encoded(
         self, planned: Sequence[PlannedMedia], timings: StageTimings
     ) -> Generator[EncodedGroup, None, None]:
-        """All groups of all items, in order; later ones are being decoded meanwhile."""
+        """Encodes all groups of all items, in order; later ones are being decoded meanwhile."""
         with closing(decode_groups(planned, self.group_tokens, timings)) as groups:
             for group in groups:
                 yield encode_group(self.encoder, group, timings)
@@ -223,7 +223,7 @@ class ColocatedPipeline(Pipeline):
         *,
         has_all: bool = False,
     ) -> MediaContext:
-        """has_all: all groups are encoded; then passes are as large as the scheduler lets them be."""
+        """Prefills groups. has_all: all are encoded; then passes are as large as the scheduler allows."""
         prompt = reduce_prompt(self.adapter.plan_prefix(plans), reduction)
         mm_hashes = [uuid.uuid4().hex for _ in plans]
         prefix = MediaPrefix(self._new_id(), prompt, mm_hashes, self.adapter, self.settings)
@@ -273,12 +273,12 @@ class ColocatedPipeline(Pipeline):
             self._run_all()
 
     def _run_all(self) -> None:
-        """Computes whatever can be."""
+        """Computes everything that can be computed."""
         while self._stepped().num_tokens:
             pass
 
     def _stepped(self) -> StepResult:
-        """One step of the engine. Raises what a request has failed with."""
+        """Runs one step of the engine. Raises what a request has failed with."""
         result = self.engine.step()
         for fault in result.faults:
             raise fault.cause
@@ -309,7 +309,7 @@ class ColocatedPipeline(Pipeline):
         return answer
 
     def _request(self, context: MediaContext, question: str, sampling: SamplingParams) -> GenerateRequest:
-        """What to ask the engine for one question. Raises RequestError, ModelError."""
+        """Builds the engine's request for one question. Raises RequestError, ModelError."""
         prompt = reduce_prompt(self.adapter.plan_prompt(context.plans, question), context.reduction)
         return context.prefix.question(self._new_id(), prompt, sampling)
 
@@ -337,7 +337,7 @@ class ColocatedPipeline(Pipeline):
 
     @torch.inference_mode()
     def _outputs(self, requests: Sequence[GenerateRequest], timings: StageTimings) -> Iterator[TokenOutput]:
-        """What the answers gain, step by step; if the consumer stops early, they are dropped."""
+        """Yields what the answers gain, step by step; if the consumer stops early, they are dropped."""
         try:
             for request in requests:
                 self._add(request)
@@ -355,7 +355,7 @@ class ColocatedPipeline(Pipeline):
                 self.engine.abort(request.request_id)
 
     def _step(self) -> list[TokenOutput]:
-        """Raises InfeasibleError when no question finds room beside the contexts that are held."""
+        """Runs a step; raises InfeasibleError when no question finds room beside the held contexts."""
         result = self._stepped()
         if not (result.num_tokens or result.admissions):
             raise InfeasibleError(
@@ -364,7 +364,7 @@ class ColocatedPipeline(Pipeline):
         return result.outputs
 
     def _add(self, request: GenerateRequest) -> None:
-        """Raises InfeasibleError when the request does not fit, or not beside the contexts that are held."""
+        """Adds a request; raises InfeasibleError when it does not fit, or not beside the held contexts."""
         while self._dropped:
             self.engine.release(self._dropped.pop())
         if request.parent is None and not self.engine.can_admit(request):
@@ -385,7 +385,7 @@ def _as_answer(
     ttft_s: float,
     timings: StageTimings,
 ) -> Answer:
-    """An answer that is complete, from its outputs in order."""
+    """Assembles a complete answer from its outputs in order."""
     token_ids = tuple(output.token.token_id for output in outputs)
     usage = replace(
         request.prompt.usage(len(token_ids)), num_substituted_frames=context.num_substituted_frames

@@ -1,4 +1,4 @@
-"""The decode stage: prompts that others have prefilled, answered by continuous batching.
+"""Implements the decode stage: prompts that others have prefilled, answered by continuous batching.
 
     reserve: room or a refusal | keys and values arrive chunk by chunk | complete: decodes with all the others
 
@@ -6,7 +6,7 @@ It has no embeddings, so a preempted request is kept in host memory, never compu
 of its answer a request can be moved to another decode worker:
 
     here    pause: no more tokens | move: keys, values, tokens so far | receipt: blocks are freed
-                                                                      | failed, or the other is lost: goes on
+                                                                      | failed, or the other lost: continues
     there                         reserve                             | decodes from the next token
 """
 
@@ -30,7 +30,7 @@ from stages.sampling.sampler import SampledToken
 
 @dataclass(frozen=True, slots=True)
 class _Arriving:
-    """A request that has room and is not there yet. num_seqs: answers to it."""
+    """Holds a request that has room and has not arrived. num_seqs: answers to it."""
 
     identity: TokenIdentity
     sender: str
@@ -38,7 +38,7 @@ class _Arriving:
 
 
 class DecodeStage:
-    """One decode worker. Not for several threads at once."""
+    """Runs one decode worker. Not thread-safe."""
 
     def __init__(self, engine: LanguageEngine, connector: KVConnector) -> None:
         if engine.scheduler.config.preemption != "offload":
@@ -54,7 +54,7 @@ class DecodeStage:
     def reserve(
         self, request_id: str, sender: str, identity: TokenIdentity, sampling: SamplingParams
     ) -> KVTicket | None:
-        """Room for a request that the prefill worker `sender` will send; None when there is none now.
+        """Reserves room for a request that the prefill worker `sender` will send; None without room now.
 
         Nothing is queued: a refused request is for another worker, or for later. Raises InfeasibleError when
         it could never fit, ValueError for a request that is here already.
@@ -69,20 +69,20 @@ class DecodeStage:
         return ticket
 
     def _has_seats(self, num_seqs: int) -> bool:
-        """Whether so many more answers may grow here; more than there are slots do so by themselves."""
+        """Reports whether this many more answers may grow here; more than the slots grow alone."""
         taken = self.num_seqs
         return not taken or taken + num_seqs <= self.engine.scheduler.config.max_num_seqs
 
     @property
     def num_seqs(self) -> int:
-        """Answers that grow, wait for room to go on, are still arriving or being moved."""
+        """Counts the answers that grow, wait for room to continue, are still arriving or being moved."""
         scheduler = self.engine.scheduler
         num_arriving = sum(each.num_seqs for each in self._arriving.values())
         return len(scheduler.running) + len(scheduler.waiting) + num_arriving + len(self._paused)
 
     @property
     def arriving(self) -> tuple[str, ...]:
-        """Requests that have room and are not there yet."""
+        """Lists the requests that have room and have not arrived."""
         return tuple(self._arriving)
 
     def abort(self, request_id: str) -> None:
@@ -97,9 +97,9 @@ class DecodeStage:
             self.engine.abort(request_id)
 
     def fail_sender(self, sender: str) -> list[str]:
-        """A prefill worker is gone. Returns the requests that had not arrived whole; they are forgotten.
+        """Returns the requests of a lost prefill worker that had not arrived whole; they are forgotten.
 
-        Also those whose hand-over has failed by that before: nobody else can tell of them any more.
+        Includes those whose hand-over has failed before: there is no one else to report them.
         """
         lost = self.reception.fail_sender(sender)
         for request_id in lost:
@@ -112,9 +112,9 @@ class DecodeStage:
     # Moving to another decode worker
 
     def pause(self, request_id: str) -> TokenIdentity | None:
-        """Stops a request that decodes, so that it can be moved; the tokens whose keys and values are there.
+        """Stops a request that decodes, so that it can be moved; returns the tokens with keys and values.
 
-        None for one that is not here or cannot be moved now: it goes on.
+        Returns None for one that is not here or cannot be moved now: it continues.
         """
         sequence = self.engine.detach(request_id)
         if sequence is None:
@@ -123,7 +123,10 @@ class DecodeStage:
         return TokenIdentity(sequence.scheduled.identity.rows[: sequence.scheduled.num_computed])
 
     def move(self, request_id: str, ticket: KVTicket) -> bool:
-        """Sends a paused request to where the ticket is from. False for one that is not paused here."""
+        """Sends a paused request to the worker of the ticket.
+
+        Returns False for one that is not paused here.
+        """
         sequence = self._paused.get(request_id)
         if sequence is None or self.outbox.is_open(request_id):
             return False
@@ -132,27 +135,27 @@ class DecodeStage:
         return True
 
     def resume(self, request_id: str) -> None:
-        """Goes on with a paused request that is not being moved. Unknown ids are ignored."""
+        """Resumes a paused request that is not being moved. Unknown ids are ignored."""
         if request_id in self._paused and not self.outbox.is_open(request_id):
             self.engine.attach(self._paused.pop(request_id))
 
     def resume_all(self) -> None:
-        """Goes on with all paused requests that are not being moved."""
+        """Resumes all paused requests that are not being moved."""
         for request_id in list(self._paused):
             self.resume(request_id)
 
     def drop_receiver(self, receiver: str) -> None:
-        """Another decode worker is gone: what was moved to it goes on here."""
+        """Resumes what was moved to another decode worker that is gone."""
         for request_id in self.outbox.drop_receiver(receiver):
             self.resume(request_id)
 
     def has_work(self) -> bool:
-        """Whether a request decodes, is still to arrive or not gone yet."""
+        """Reports whether a request decodes, is still to arrive or is not gone yet."""
         is_moving = bool(self._paused) or bool(self._leaving)
         return self.engine.has_work() or len(self.reception) > 0 or is_moving
 
     def step(self) -> StepResult:
-        """Takes what has arrived, lets go of what has left, then one step of the engine."""
+        """Takes what has arrived, releases what has left, then runs one step of the engine."""
         self._take_receipts()
         ends = self.reception.poll()
         faults: list[RequestFault] = []
@@ -197,7 +200,7 @@ class DecodeStage:
 
 
 def _request(state: HandoverState, identity: TokenIdentity) -> GenerateRequest:
-    """The request as decode sees it: media are tokens like others, their positions are behind it."""
+    """Builds the request as decode sees it: media are tokens like others, with positions already known."""
     num_tokens = len(state.prompt_token_ids)
     positions = np.zeros((state.num_position_rows, num_tokens), dtype=np.int64)
     prompt = PromptPlan(state.prompt_token_ids, positions, state.next_position, ())
@@ -209,7 +212,7 @@ def _request(state: HandoverState, identity: TokenIdentity) -> GenerateRequest:
 
 
 def _moved_state(sequence: TokenSequence) -> HandoverState:
-    """What another decode worker needs to go on in the middle of an answer."""
+    """Collects what another decode worker needs to continue in the middle of an answer."""
     request, prompt = sequence.request, sequence.request.prompt
     first, *later = sequence.known_ids[len(prompt) :].tolist()
     return HandoverState(

@@ -4,7 +4,7 @@
           |                | cold request | cold request | ...                            first few videos
 
 Questions about one video are answered side by side. Everything found out goes to the log at once, and what
-the log knows already is not done again.
+the log already contains is not repeated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEMO_HEIGHT, DEMO_WIDTH, DEMO_FPS = 360, 640, 2
 
 
 def policy_of(setting: EvalSetting) -> ReductionPolicy:
-    """Raises RequestError for a method that does not exist or a retention that none can have."""
+    """Returns the policy. Raises RequestError for an unknown method or an invalid retention."""
     return ReductionPolicy() if setting == FULL else ReductionPolicy(setting.method, setting.retention)
 
 
@@ -36,7 +36,7 @@ def evaluate(
     log: VerdictLog,
     progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> None:
-    """Adds to the log what it does not know yet. progress: called with settings done, of all.
+    """Adds the missing results to the log. progress: called with settings done, of all.
 
     Raises MediaError for a video that cannot be read; what was found out before is in the log.
     """
@@ -57,7 +57,7 @@ def evaluate(
 
 @contextmanager
 def _video_file(video: EvalVideo) -> Iterator[str]:
-    """Where the video is; one of the shapes world is drawn, encoded, and removed afterwards."""
+    """Locates the video; one of the shapes world is drawn, encoded, and removed afterwards."""
     if isinstance(video.source, str):
         yield video.source
         return
@@ -82,7 +82,7 @@ def _judge(
 def _ask(
     pipeline: ColocatedPipeline, plan: EvalPlan, case: EvalCase, encoded: EncodedMedia, setting: EvalSetting
 ) -> list[Verdict]:
-    """All questions about one video with one setting; its blocks are given back afterwards."""
+    """Asks all questions about one video with one setting; its blocks are released afterwards."""
     context = pipeline.prefill_encoded(encoded, reduction=policy_of(setting))
     prompts = [item.prompt for item in case.video.items]
     answers = pipeline.answer_all(context, prompts, max_tokens=plan.max_tokens)
@@ -111,7 +111,7 @@ def _verdicts(
 
 
 def _kv_bytes(pipeline: ColocatedPipeline, context: MediaContext) -> int:
-    """Of the keys and values that the context holds, whole blocks."""
+    """Counts the bytes of the context's keys and values, in whole blocks."""
     if context.request_id is None:
         return 0
     engine = pipeline.engine
@@ -122,7 +122,7 @@ def _kv_bytes(pipeline: ColocatedPipeline, context: MediaContext) -> int:
 
 
 def _time_cold(pipeline: ColocatedPipeline, case: EvalCase, source: str, setting: EvalSetting) -> TTFTSample:
-    """One request as a user would send it first: decode, encode, prefill, first token."""
+    """Times a user's first request: decode, encode, prefill, first token."""
     context = pipeline.prefill_media([source], num_frames=case.num_frames, reduction=policy_of(setting))
     answer = pipeline.answer(context, case.video.items[0].prompt, max_tokens=1)
     return TTFTSample(

@@ -1,4 +1,4 @@
-"""From paths to planned media, and from planned media to decoded groups."""
+"""Plans media from paths, and decodes planned media group by group."""
 
 from __future__ import annotations
 
@@ -21,21 +21,24 @@ from stages.timing import busy
 
 @dataclass(frozen=True, slots=True)
 class PlannedMedia:
-    """A source and what it becomes. image: its units at planned size, uint8 [N, h, w, 3]; not for a video."""
+    """Holds a source and its plan.
+
+    image: its units at planned size, uint8 [N, h, w, 3]; not for a video.
+    """
 
     source: str | Path
     plan: MediaPlan
     image: Tensor | None = None
 
     def pixels_of(self, group: MediaGroup) -> Tensor:
-        """An image's part that the group shows, uint8 [N, h, w, 3]."""
+        """Returns an image's part that the group shows, uint8 [N, h, w, 3]."""
         assert self.image is not None
         return self.image[group.start : group.stop]
 
 
 @dataclass(frozen=True, slots=True)
 class DecodedGroup:
-    """A group and its frames, uint8 [N, h, w, 3].
+    """Holds a group and its frames, uint8 [N, h, w, 3].
 
     num_substituted: frames that could not be decoded and show a neighbour.
     """
@@ -47,7 +50,7 @@ class DecodedGroup:
 
 @dataclass(frozen=True, slots=True)
 class EncodedGroup:
-    """A group and what the vision tower made of it. num_substituted: as decoded."""
+    """Holds a group and its embeddings. num_substituted: as decoded."""
 
     group: MediaGroup
     embeddings: Embeddings
@@ -59,14 +62,14 @@ class EncodedGroup:
 
 
 def plan_media(adapter: Adapter, source: str | Path, frame_sampling: FrameSampling) -> PlannedMedia:
-    """Looks at one source and plans it. Raises MediaError, and RequestError for a useless frame_sampling."""
+    """Inspects and plans one source. Raises MediaError, and RequestError for a useless frame_sampling."""
     return plan_known(adapter, source, video.look(source), frame_sampling)
 
 
 def plan_known(
     adapter: Adapter, source: str | Path, facts: video.MediaFacts, frame_sampling: FrameSampling
 ) -> PlannedMedia:
-    """Plans a source that was looked at. Raises as `plan_media`."""
+    """Plans a source that was inspected. Raises as `plan_media`."""
     pixels = video.load_image(source) if facts.kind == "image" else None
     try:
         if pixels is not None:
@@ -77,13 +80,13 @@ def plan_known(
 
 
 def plan_video(adapter: Adapter, facts: video.MediaFacts, frame_sampling: FrameSampling) -> MediaPlan:
-    """Plans a video that was looked at. Raises MediaLimitError, RequestError."""
+    """Plans a video that was inspected. Raises MediaLimitError, RequestError."""
     known = VideoFacts(facts.num_frames, facts.fps, facts.height, facts.width)
     return adapter.plan_video(known, frame_sampling)
 
 
 def plan_pixels(adapter: Adapter, source: str | Path, pixels: UInt8Array) -> PlannedMedia:
-    """Plans a decoded image, uint8 [H, W, 3], and brings it to its planned size. Raises MediaLimitError."""
+    """Plans a decoded image, uint8 [H, W, 3], and resizes it to its planned size. Raises MediaLimitError."""
     plan = adapter.plan_image(pixels.shape[0], pixels.shape[1])
     return PlannedMedia(source, plan, adapter.resize(torch.from_numpy(pixels), plan))
 

@@ -1,4 +1,4 @@
-"""[system][media] of a prompt: prefilled once, group by group, for any number of questions behind it.
+"""Prefills [system][media] of a prompt once, group by group, for any number of questions after it.
 
 blocks     [system][media     )                     held under the name of the prefix
 question a [      shared      )[question a][answer
@@ -20,7 +20,7 @@ from stages.media import EncodedGroup
 
 
 class MediaPrefix:
-    """What all questions about the same media begin with. Without media, nothing is prefilled or shared."""
+    """Holds the common beginning of questions about the same media; empty without media."""
 
     def __init__(
         self,
@@ -30,7 +30,10 @@ class MediaPrefix:
         adapter: Adapter,
         settings: GenerationSettings,
     ) -> None:
-        """name: of the request that holds the blocks. prompt: any that begins with the media."""
+        """Starts a prefix.
+
+        name: of the request that holds the blocks. prompt: any that begins with the media.
+        """
         self.name = name
         self.prompt = prompt
         self.num_missing = prompt.num_visual_tokens
@@ -40,21 +43,21 @@ class MediaPrefix:
 
     @property
     def token_ids(self) -> Int64Array:
-        """int64 [prefix_length]."""
+        """Returns int64 [prefix_length]."""
         return self.prompt.token_ids[: self.prompt.prefix_length]
 
     @property
     def parent(self) -> str | None:
-        """The request whose blocks questions share."""
+        """Returns the request whose blocks questions share."""
         return self.name if self.prompt.media else None
 
     def request(self) -> GenerateRequest:
-        """Asks an engine to prefill the media as their embeddings come."""
+        """Creates the request to prefill the media as their embeddings come."""
         identity = prompt_identity(self.prompt, self._mm_hashes)
         return GenerateRequest(self.name, self.prompt, identity, self._settings.defaults, extent=Extent.MEDIA)
 
     def add(self, group: EncodedGroup, engine: LanguageEngine) -> int:
-        """Gives the engine what the next group completes. Returns how many visual tokens that are."""
+        """Adds what the next group completes to the engine. Returns the number of visual tokens."""
         placed = self._splicer.push(group.group, group.embeddings)
         if placed is None:
             return 0
@@ -65,7 +68,7 @@ class MediaPrefix:
     def question(
         self, request_id: str, prompt: PromptPlan, sampling: SamplingParams, seed: int = 0
     ) -> GenerateRequest:
-        """Asks an engine to answer a question about the media.
+        """Creates the request to answer a question about the media.
 
         prompt: the whole prompt, with the same media.
         sampling: max_tokens may be open.

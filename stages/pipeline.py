@@ -1,4 +1,4 @@
-"""What the pipelines of one process have in common: a checkpoint, its encoder and its engine."""
+"""Holds the common parts of the pipelines of one process: a checkpoint, its encoder and its engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stages.weights import load_role
 
 
 class Pipeline:
-    """One checkpoint, loaded to encode media and to answer questions about them."""
+    """Loads one checkpoint to encode media and to answer questions about them."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Pipeline:
         num_kv_tokens: int | None = None,
         skip_static: float | None = None,
     ) -> None:
-        """Takes the model over: its attention function becomes ours. Options as in `load`."""
+        """Takes ownership of the model: its attention function becomes ours. Options as in `load`."""
         self.adapter = adapter
         self.settings = settings
         self.engine = build_engine(model, adapter, settings, num_kv_tokens=num_kv_tokens)
@@ -73,5 +73,5 @@ class Pipeline:
 
 
 def use_threads(num_threads: int | None) -> None:
-    """Sets how many threads torch computes with; by default OMP_NUM_THREADS, else the cores we may use."""
+    """Sets torch's number of threads; by default OMP_NUM_THREADS, else the cores we may use."""
     torch.set_num_threads(num_threads or int(os.environ.get("OMP_NUM_THREADS") or usable_cpus()))

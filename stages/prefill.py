@@ -1,7 +1,7 @@
-"""The prefill stage: prompts in, chunk by chunk as their media arrive, keys and values on to a decode worker.
+"""Implements the prefill stage: prompts in by chunks as media arrive, keys and values on to a decode worker.
 
     submit(request, ticket)   prefill chunk | chunk | last chunk, first token
-    to the decode worker      [ tokens      )[      )[           ) + what decode needs to go on
+    to the decode worker      [ tokens      )[      )[           ) + what decode needs to continue
 
 Without a ticket the roles are merged: the same engine decodes the request to its end, and its decodes ride
 along with the prefill chunks of others. Blocks of a request are kept until the decode worker has all of them,
@@ -22,17 +22,20 @@ from stages.visual_inputs import PlacedEmbeddings
 
 @dataclass(slots=True)
 class _Handover:
-    """A request for another worker to go on with. state: what that needs to know, once it is prefilled."""
+    """Holds a request for another worker to continue.
+
+    state: what that needs to know, once it is prefilled.
+    """
 
     request: GenerateRequest
     state: HandoverState | None = None
 
 
 class PrefillStage:
-    """One prefill worker, or one with merged roles. Not for several threads at once."""
+    """Runs one prefill worker, or one with merged roles. Not thread-safe."""
 
     def __init__(self, engine: LanguageEngine, connector: KVConnector | None = None) -> None:
-        """connector: to decode workers; without one, only merged roles are possible."""
+        """Creates a stage. connector: to decode workers; without one, only merged roles are possible."""
         self.engine = engine
         self.outbox = KVOutbox(engine.kv, connector) if connector is not None else None
         if self.outbox is not None:
@@ -41,11 +44,11 @@ class PrefillStage:
         self._leaving: set[str] = set()  # over, but for blocks that may still be read
 
     def can_admit(self, request: GenerateRequest) -> bool:
-        """Whether the request would be admitted at once; if not, forward it elsewhere."""
+        """Reports whether the request would be admitted at once; if not, forward it elsewhere."""
         return self.engine.can_admit(request)
 
     def submit(self, request: GenerateRequest, ticket: KVTicket | None = None) -> None:
-        """Queues a request. ticket: room at the decode worker that is to go on with it.
+        """Queues a request. ticket: room at the decode worker that is to continue it.
 
         Raises InfeasibleError when it can never fit, RequestError for an id in use or a reduction that decode
         workers do not know.
@@ -59,7 +62,7 @@ class PrefillStage:
         self._outbox.open(ticket)
 
     def add_embeddings(self, request_id: str, placed: PlacedEmbeddings) -> None:
-        """The next visual tokens of a request, in order."""
+        """Adds the next visual tokens of a request, in order."""
         self.engine.add_embeddings(request_id, placed)
 
     def redirect(self, request_id: str, ticket: KVTicket) -> None:
@@ -74,11 +77,11 @@ class PrefillStage:
             self._outbox.send(request_id, handover.state)
 
     def drop_receiver(self, receiver: str) -> list[str]:
-        """A decode worker is gone. Returns the requests on their way to it: redirect or abort them."""
+        """Returns the requests on their way to a lost decode worker: redirect or abort them."""
         return self._outbox.drop_receiver(receiver)
 
     def abort(self, request_id: str) -> None:
-        """Forgets a request; its blocks stay until nobody reads them. Unknown ids are ignored."""
+        """Forgets a request; its blocks stay until they are no longer read. Unknown ids are ignored."""
         if request_id in self._handovers:
             self._outbox.abort(request_id, "the request was aborted")
             self.engine.abort(request_id, hold=True)
@@ -88,15 +91,15 @@ class PrefillStage:
 
     @property
     def request_ids(self) -> set[str]:
-        """Requests that are not over, those that are being handed over too."""
+        """Lists the requests that are not over, including those that are being handed over."""
         return {*self.engine.request_ids, *self._handovers}
 
     def has_work(self) -> bool:
-        """Whether a request is not over, or somebody may still read the blocks of one."""
+        """Reports whether a request is not over, or its blocks may still be read."""
         return self.engine.has_work() or bool(self._handovers) or bool(self._leaving)
 
     def step(self) -> StepResult:
-        """One step of the engine, and of the hand-overs that depend on it."""
+        """Runs one step of the engine, and of the hand-overs that depend on it."""
         result = self.engine.step()
         for fault in result.faults:
             self.abort(fault.request_id)
@@ -112,7 +115,7 @@ class PrefillStage:
         return self.outbox
 
     def _send(self, result: StepResult) -> None:
-        """What has been computed in this step, and for complete prompts what decode needs to go on."""
+        """Sends what was computed in this step, and for complete prompts what decode needs to continue."""
         for request_id in result.computed:
             if self._outbox.is_open(request_id) and request_id not in result.prefilled:
                 self._outbox.send(request_id)
@@ -121,7 +124,7 @@ class PrefillStage:
                 self._finish(request_id, [out for out in result.outputs if out.request_id == request_id])
 
     def _finish(self, request_id: str, first: list[TokenOutput]) -> None:
-        """The prompt is computed. Answers of one token need no decode worker."""
+        """Finishes a computed prompt. Answers of one token need no decode worker."""
         if all(output.finish_reason for output in first):
             self._outbox.abort(request_id, "the request ended with its first token")
             self._leave(request_id)

@@ -104,7 +104,7 @@ class Profiler:
         )
 
     def _encode_points(self) -> Points:
-        """Images of several sizes, alone and together; making patches is part of it."""
+        """Measures images of several sizes, alone and together; making patches is part of it."""
         tower = self.adapter.vision_tower(self.model)
         for side in _IMAGE_SIDES:
             plan = self.adapter.plan_image(side, side)
@@ -121,7 +121,7 @@ class Profiler:
         return encode
 
     def _request(self, num_tokens: int, max_tokens: int) -> Any:
-        """A prompt of text that means nothing, whose answer has no early end."""
+        """Creates a prompt of arbitrary text, whose answer has no early end."""
         self._num_requests += 1
         token_ids = np.arange(num_tokens, dtype=np.int64) % 97 + 3
         num_rows = len(self.adapter.plan_prompt((), "?").positions)
@@ -135,7 +135,7 @@ class Profiler:
         self.engine.scheduler.config = SchedulerConfig(num_tokens, 64, num_tokens)
 
     def _prefill_table(self, num_repeats: int) -> StageTable:
-        """One long prompt, cut into chunks: each is a point of new tokens on past ones."""
+        """Measures one long prompt in chunks: each is a point of new tokens on past ones."""
         seconds: dict[tuple[int, int], list[float]] = {}
         for run in range(num_repeats + 1):
             for chunk in _CHUNKS:
@@ -192,7 +192,7 @@ def _area(size: tuple[int, int]) -> int:
 
 
 def _media_rule(adapter: Any) -> MediaRule:
-    """What the adapter plans for a large image and a video of ten seconds, as a rule."""
+    """Describes what the adapter plans for a large image and a video of ten seconds, as a rule."""
     image = adapter.plan_image(2048, 2048)
     clip = adapter.plan_video(VideoFacts(240, 24.0, 720, 1280), FrameSampling())
     per_unit = image.grid.h * image.grid.w
@@ -227,7 +227,7 @@ def _transfer_points() -> Points:
 
 
 def _video_points(folder: Path) -> Points:
-    """Short videos of which few or more frames are wanted; one thread decodes."""
+    """Measures short videos of which few or more frames are wanted; one thread decodes."""
     for width, height in _VIDEO_SIZES:
         path = folder / f"{width}.mp4"
         spec = VideoSpec(_VIDEO_S, 24, Resolution(width, height))

@@ -1,4 +1,4 @@
-"""Adds up how long each stage was busy."""
+"""Measures how long each stage was busy."""
 
 from __future__ import annotations
 

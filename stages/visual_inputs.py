@@ -1,4 +1,4 @@
-"""The visual tokens of one prompt as they arrive, group by group, and as chunks of any size need them.
+"""Collects one prompt's visual tokens, group by group, and serves them to chunks of any size.
 
 visual tokens      0        10        20        30        40
 arrived groups     [   g0   )[   g1   )[   g2   )
@@ -18,9 +18,9 @@ from epd.types import Int64Array
 
 @dataclass(frozen=True, slots=True)
 class PlacedEmbeddings:
-    """Visual tokens and the places in the prompt, int64 [V], that they stand at: see `token_indices`.
+    """Holds visual tokens and their places in the prompt, int64 [V]: see `token_indices`.
 
-    positions: int64 [rows, V], where only these tokens tell them: see `PromptPlan.reduction`.
+    positions: int64 [rows, V], if only these tokens determine them: see `PromptPlan.reduction`.
     """
 
     embeddings: Embeddings
@@ -35,13 +35,13 @@ class PlacedEmbeddings:
 
 
 class VisualInputs:
-    """What one prompt needs of visual tokens. indices: int64 [V], prompt positions of all, ascending.
+    """Tracks one prompt's visual tokens. indices: int64 [V], prompt positions of all, ascending.
 
-    All tokens of a window that is reduced in prefill stand at its start, and come to a chunk together.
+    All tokens of a window that is reduced in prefill are at its start, and come to a chunk together.
     """
 
     def __init__(self, prompt: PromptPlan, num_prompt_tokens: int) -> None:
-        """num_prompt_tokens: how much of the prompt is wanted at all."""
+        """Takes the plan. num_prompt_tokens: how much of the prompt is wanted at all."""
         self._num_prompt_tokens = num_prompt_tokens
         ranges = [item.token_indices(0, len(item.units)) for item in prompt.media]
         indices = np.concatenate(ranges) if ranges else np.empty(0, dtype=np.int64)
@@ -51,7 +51,7 @@ class VisualInputs:
         self._num_arrived = 0
 
     def skip(self, num_tokens: int) -> None:
-        """Prompt tokens [0, num_tokens) are computed already: their visual tokens need not arrive."""
+        """Skips prompt tokens [0, num_tokens), already computed: their visual tokens need not arrive."""
         self._num_arrived = max(self._num_arrived, self._count(num_tokens))
 
     def add(self, placed: PlacedEmbeddings) -> None:
@@ -72,13 +72,13 @@ class VisualInputs:
 
     @property
     def num_ready(self) -> int:
-        """Prompt tokens [0, num_ready) have all they need."""
+        """Returns the end of prompt tokens [0, num_ready) that have all they need."""
         if self._num_arrived >= len(self.indices):
             return self._num_prompt_tokens
         return int(self.indices[self._num_arrived])
 
     def part(self, start: int, stop: int) -> PlacedEmbeddings | None:
-        """The visual tokens among prompt tokens [start, stop), if any; indices counted from `start`."""
+        """Returns the visual tokens among prompt tokens [start, stop), if any; indices count from `start`."""
         first, last = self._count(start), self._count(stop)
         if first == last:
             return None
@@ -94,11 +94,11 @@ class VisualInputs:
         )
 
     def drop(self, num_tokens: int) -> None:
-        """Lets go of embeddings that only prompt tokens [0, num_tokens) needed."""
+        """Drops embeddings that only prompt tokens [0, num_tokens) needed."""
         first = self._count(num_tokens)
         while self._parts and self._starts[0] + len(self._parts[0]) <= first:
             del self._parts[0], self._starts[0]
 
     def _count(self, num_tokens: int) -> int:
-        """Visual tokens among prompt tokens [0, num_tokens)."""
+        """Counts the visual tokens among prompt tokens [0, num_tokens)."""
         return int(np.searchsorted(self.indices, num_tokens))

@@ -29,7 +29,7 @@ from stages.attention.support import check_attention
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-# Bytes of a file, and places in it, that tell one set of weights from another.
+# Bytes of a file, and places in it, that distinguish one set of weights from another.
 _SAMPLE_BYTES, _NUM_SAMPLES = 4096, 64
 # Making a skeleton changes how the whole process registers parameters: threads take turns.
 _LOADING = threading.Lock()
@@ -37,7 +37,10 @@ _LOADING = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model for one role. tensor_names: what was read, as the files name it. num_bytes: its size there."""
+    """Holds a model for one role.
+
+    tensor_names: what was read, as the files name it. num_bytes: its size there.
+    """
 
     model: nn.Module
     tensor_names: tuple[str, ...]
@@ -45,7 +48,7 @@ class LoadedModel:
 
 
 def load_role(path: Path, role: WeightSet, dtype: torch.dtype, weights: Path | None = None) -> LoadedModel:
-    """The part of the model at `path` that a worker of this role runs, in eval mode, with sdpa attention.
+    """Loads the part of the model at `path` for a worker of this role, in eval mode, with sdpa attention.
 
     weights: what `write_weights` has made of it, to be mapped instead of being read.
     Raises ModelError when the files lack a tensor or cannot be read, UnsupportedModelError for attention that
@@ -67,7 +70,7 @@ def load_role(path: Path, role: WeightSet, dtype: torch.dtype, weights: Path | N
 
 
 def skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
-    """The whole model of a transformers configuration, its parameters on the meta device."""
+    """Creates the model of a transformers configuration, with its parameters on the meta device."""
     with _parameters_without_memory():
         model: nn.Module = transformers.AutoModelForImageTextToText.from_config(
             config, dtype=dtype, attn_implementation="sdpa"
@@ -76,7 +79,7 @@ def skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
 
 
 def prune(model: nn.Module, role: WeightSet) -> None:
-    """Takes out of a model what a worker of this role does not run."""
+    """Removes from a model what a worker of this role does not run."""
     for prefix, parent in (("", model), ("model.", model.get_submodule("model"))):
         for name in [name for name, _ in parent.named_children() if f"{prefix}{name}" != "model"]:
             if not is_wanted(f"{prefix}{name}", role):
@@ -109,7 +112,7 @@ def _fill(model: nn.Module, stored_names: Mapping[Path, list[str]], dtype: torch
 
 
 def write_weights(path: Path, dtype: torch.dtype, target: Path) -> None:
-    """All tensors of the model at `path` as one file, floating-point ones in `dtype`: see `load_role`.
+    """Writes all tensors of the model at `path` to one file, floating-point ones in `dtype`: see `load_role`.
 
     Raises OSError, ModelError.
     """
@@ -124,7 +127,7 @@ def write_weights(path: Path, dtype: torch.dtype, target: Path) -> None:
 
 
 def num_weight_bytes(path: Path, dtype: torch.dtype) -> int:
-    """What `write_weights` makes takes so many bytes, and a few for names."""
+    """Counts the bytes of the tensors that `write_weights` writes; names take a few more."""
     size = 0
     for file, names in _stored_names(path).items():
         with safe_open(file, framework="pt") as stored:
@@ -137,14 +140,14 @@ def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class WholeModel:
-    """A model whose weights are mapped: whatever part of it is asked for is there at once."""
+    """Maps a model's weights: whatever part of it is requested is there at once."""
 
     def __init__(self, path: Path, dtype: torch.dtype, weights: Path) -> None:
-        """weights: as in `load_role`. Raises ModelError."""
+        """Maps weights as in `load_role`. Raises ModelError."""
         self._model = load_role(path, "whole", dtype, weights).model
 
     def part(self, role: WeightSet) -> nn.Module:
-        """What a worker of this role runs: other modules are left out, weights are the same memory."""
+        """Returns what a worker of this role runs: other modules are left out, weights share memory."""
         part = _shallow(self._model)
         part.model = _shallow(part.get_submodule("model"))
         prune(part, role)
@@ -152,7 +155,7 @@ class WholeModel:
 
 
 def _shallow(module: nn.Module) -> nn.Module:
-    """A module with the same children and parameters; what is taken out of one stays in the other."""
+    """Copies a module with the same children and parameters; removals from one leave the other intact."""
     copy: nn.Module = module.__class__.__new__(module.__class__)
     copy.__dict__ = dict(module.__dict__)
     for held in ("_modules", "_parameters", "_buffers"):
@@ -161,7 +164,7 @@ def _shallow(module: nn.Module) -> nn.Module:
 
 
 def _stored_names(path: Path) -> Mapping[Path, list[str]]:
-    """The tensors in each of the folder's files; only headers are read."""
+    """Lists the tensors in each of the folder's files; only headers are read."""
     if (path / _INDEX).is_file():
         index: dict[str, str] = json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"]
         files = [path / file for file in sorted(set(index.values()))]
@@ -190,7 +193,7 @@ def _assign(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype) -> 
 
 
 def _tie(model: Any) -> None:
-    """Makes a head that is not stored the embedding of tokens, where the checkpoint ties the two."""
+    """Ties a head that is not stored to the embedding of tokens, where the checkpoint ties the two."""
     head = getattr(model, "lm_head", None)
     if head is not None and head.weight.is_meta and getattr(model.config, "tie_word_embeddings", False):
         head.weight = model.get_input_embeddings().weight
@@ -198,7 +201,7 @@ def _tie(model: Any) -> None:
 
 @contextmanager
 def _parameters_without_memory() -> Iterator[None]:
-    """While this is open, modules are made with parameters on the meta device, and with real buffers.
+    """Creates modules with parameters on the meta device, and real buffers, while this is open.
 
     It holds for the whole process: no other thread may make modules meanwhile.
     """
@@ -217,7 +220,7 @@ def _parameters_without_memory() -> Iterator[None]:
 
 
 def weights_revision(path: Path) -> str:
-    """A short name of what a model folder holds: other weights, or another configuration, have another one.
+    """Names what a model folder holds: other weights, or another configuration, have another name.
 
     Configuration and headers are hashed whole, the weights at `_NUM_SAMPLES` places of each file.
     """

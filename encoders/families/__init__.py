@@ -1,1 +1,1 @@
-"""One file for each model family."""
+"""Contains one file for each model family."""

@@ -1,4 +1,4 @@
-"""InternVL: an image is as many tiles as suit its shape, then itself as one tile; a video a tile a frame."""
+"""Adapts InternVL: an image is as many tiles as suit its shape, then itself; a video is a tile a frame."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from epd.types import MediaKind
 
 
 class InternVLAdapter(TileAdapter):
-    """Adapter of `model_type` internvl."""
+    """Adapts `model_type` internvl."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)

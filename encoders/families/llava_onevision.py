@@ -1,4 +1,4 @@
-"""LLaVA-OneVision: an image is itself as one tile, then a canvas of tiles; a video one square a frame.
+"""Adapts LLaVA-OneVision: an image is itself as a tile, then a canvas of tiles; a video is a square a frame.
 
 The tiles' embeddings are laid out as one picture, its padding is cut off, it is shrunk if it is large, and
 every row of it ends with the model's newline. So an image's tokens are known from all its tiles together:
@@ -33,7 +33,7 @@ _SHRINK_ABOVE = 1.1
 
 @dataclass(frozen=True, slots=True)
 class LlavaPlan(TilePlan):
-    """joined_tokens: rows that `join` gives for all units."""
+    """Adds joined_tokens, the number of rows that `join` gives for all units."""
 
     joined_tokens: int = 0
 
@@ -48,7 +48,7 @@ class LlavaPlan(TilePlan):
 
 @dataclass(frozen=True, slots=True)
 class _Canvas:
-    """The picture of embeddings: rows and columns, those kept without padding, and what it is shrunk to."""
+    """Describes a picture of embeddings: rows and columns, those without padding, and the final size."""
 
     rows: slice
     columns: slice
@@ -57,12 +57,12 @@ class _Canvas:
 
     @property
     def num_tokens(self) -> int:
-        """With a newline after each row."""
+        """Counts the tokens, with a newline after each row."""
         return self.height * (self.width + 1)
 
 
 class LlavaOnevisionAdapter(TileAdapter):
-    """Adapter of `model_type` llava_onevision. Every image is tiled, as the processor does a flat list."""
+    """Adapts `model_type` llava_onevision. Every image is tiled, as the processor does for a flat list."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
@@ -100,7 +100,7 @@ class LlavaOnevisionAdapter(TileAdapter):
         return _llava_plan(plan, plan.num_units * self._pooled_side**2 + 1)
 
     def _picture(self, plan: TilePlan) -> _Canvas:
-        """What of the canvas shows the image, and the size that it is brought to."""
+        """Returns the part of the canvas that shows the image, and the size it is resized to."""
         side = self.patches_per_side
         rows, columns = _unpadded(plan.rows * side, plan.columns * side, *plan.source_size)
         height, width = rows.stop - rows.start, columns.stop - columns.start
@@ -110,7 +110,7 @@ class LlavaOnevisionAdapter(TileAdapter):
         return _Canvas(rows, columns, height, width)
 
     def tiles(self, image: Tensor) -> Tensor:
-        """The overview, then the tiles of the image resized into its canvas, centred on black."""
+        """Cuts the overview, then the tiles of the image resized into its canvas, centred on black."""
         spec, side = self.image_spec, self.image_spec.side
         rows, columns = self.canvas(image.shape[1], image.shape[2])
         target = (rows * side, columns * side)
@@ -147,7 +147,7 @@ class LlavaOnevisionAdapter(TileAdapter):
         return Embeddings(torch.cat([rows.flatten(0, 1), *end]))
 
     def _joined_canvas(self, tiles: Tensor, newline: Tensor, plan: TilePlan) -> Tensor:
-        """[V, C]: tiles [rows * columns, tokens, C] as one picture, each row ended by the newline [C]."""
+        """Joins tiles [rows * columns, tokens, C] to a picture [V, C], each row ended by the newline [C]."""
         side = self.patches_per_side
         picture = self._picture(plan)
         canvas = tiles.reshape(plan.rows, plan.columns, side, side, -1).transpose(1, 2)
@@ -174,7 +174,7 @@ def _llava_plan(plan: TilePlan, joined_tokens: int) -> LlavaPlan:
 
 
 def _unpadded(rows: int, columns: int, height: int, width: int) -> tuple[slice, slice]:
-    """Rows and columns of a canvas that an image of `height` x `width` pixels fills when centred in it."""
+    """Returns the rows and columns of a canvas that a centred image of `height` x `width` pixels fills."""
     if width / height > columns / rows:
         kept = int(round(height * (columns / width), 7))
         padding = (rows - kept) // 2
@@ -185,6 +185,6 @@ def _unpadded(rows: int, columns: int, height: int, width: int) -> tuple[slice, 
 
 
 def _interpolated(pictures: Tensor, height: int, width: int) -> Tensor:
-    """[N, H, W, C] to [N, height, width, C], bilinear."""
+    """Resizes [N, H, W, C] to [N, height, width, C], bilinearly."""
     channels_first = pictures.permute(0, 3, 1, 2).contiguous()
     return nn.functional.interpolate(channels_first, (height, width), mode="bilinear").permute(0, 2, 3, 1)

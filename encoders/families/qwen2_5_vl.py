@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: one run of visual tokens per item; M-RoPE says how much time lies between its frames."""
+"""Adapts Qwen2.5-VL: one run of visual tokens per item; M-RoPE encodes the time between its frames."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from epd.types import PlaceholderRange
 
 
 class Qwen2_5VLAdapter(QwenVLAdapter):
-    """Adapter of `model_type` qwen2_5_vl."""
+    """Adapts `model_type` qwen2_5_vl."""
 
     def video_size(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
         size = smart_resize(
@@ -28,7 +28,7 @@ class Qwen2_5VLAdapter(QwenVLAdapter):
         return int(size[0]), int(size[1])
 
     def _max_pixels(self, num_frames: int) -> int:
-        """Of one frame: the processor's cap, or an even share of a whole video's budget where it says so."""
+        """Returns a frame's limit: the processor's cap, or an even share of a video's budget if set."""
         processor = self.checkpoint.processor.video_processor
         cap, floor = int(processor.size["longest_edge"]), int(processor.size["shortest_edge"] * 1.05)
         if not getattr(processor, "cap_pixels_per_frame", None):

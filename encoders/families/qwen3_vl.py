@@ -1,4 +1,4 @@
-"""Qwen3-VL: each temporal patch of a video stands alone behind its time in words; deepstack features.
+"""Adapts Qwen3-VL: each temporal patch of a video follows its time in words; deepstack features.
 
 <|vision_start|> <0.2 seconds> <|vision_start|> pads <|vision_end|> <1.2 seconds> <|vision_start|> pads ...
 """
@@ -19,7 +19,7 @@ from epd.types import Int64Array, PlaceholderRange
 
 
 class Qwen3VLAdapter(QwenVLAdapter):
-    """Adapter of `model_type` qwen3_vl."""
+    """Adapts `model_type` qwen3_vl."""
 
     def video_size(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
         unit = self.video_spec.frames_per_unit
@@ -35,7 +35,7 @@ class Qwen3VLAdapter(QwenVLAdapter):
         return int(size[0]), int(size[1])
 
     def _max_pixels(self, num_frames: int) -> int:
-        """Of all frames together: the processor's budget, where it says so with a cap on each frame."""
+        """Returns the limit of all frames together: the processor's budget, if set with a cap per frame."""
         processor = self.checkpoint.processor.video_processor
         budget, floor = int(processor.size["longest_edge"]), int(processor.size["shortest_edge"] * 1.05)
         if not getattr(processor, "cap_pixels_per_frame", None):
@@ -60,7 +60,7 @@ class Qwen3VLAdapter(QwenVLAdapter):
         return Expansion(np.concatenate(pieces).astype(np.int64), tuple(units))
 
     def _time_ids(self, plan: MediaPlan) -> list[Int64Array]:
-        """The ids of `<12.3 seconds>` for each unit, at the middle of its first and last frame."""
+        """Returns the ids of `<12.3 seconds>` for each unit, at the middle of its first and last frame."""
         unit = plan.frames_per_unit
         times = [index / plan.source_fps for index in plan.frame_indices]
         times += [times[-1]] * (-len(times) % unit)

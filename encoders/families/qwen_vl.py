@@ -1,4 +1,4 @@
-"""What the Qwen-VL families share: sampling, smart resize, temporal patches, M-RoPE, calling the tower."""
+"""Implements the Qwen-VL families' common sampling, smart resize, temporal patches, M-RoPE and tower call."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from epd.errors import MediaLimitError, ModelError
 
 
 class QwenVLAdapter(ABC):
-    """An `Adapter`; a family says how big its frames are, what a pad expands to, and where spans stand."""
+    """Implements `Adapter`; a family defines the size of frames, the expansion of a pad, and the spans."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        """Raises ModelError for a layout of positions that there is not."""
+        """Raises ModelError for an unknown layout of positions."""
         self.checkpoint = checkpoint
         self._positions = _layout_of(checkpoint)
         self.image_spec = patch_spec(checkpoint.processor.image_processor)
@@ -44,18 +44,24 @@ class QwenVLAdapter(ABC):
 
     @abstractmethod
     def video_size(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
-        """(height, width) of each of `num_frames` decoded frames, pixels. ValueError for a hopeless shape."""
+        """Returns (height, width) of each of `num_frames` decoded frames, pixels.
+
+        Raises ValueError for an impossible shape.
+        """
 
     @abstractmethod
     def expand(self, plan: MediaPlan) -> Expansion:
-        """The ids that replace the item's pad token."""
+        """Returns the ids that replace the item's pad token."""
 
     @abstractmethod
     def spans(self, item: MediaItem) -> Sequence[VisualSpan]:
-        """The item's visual tokens as runs without text in between."""
+        """Returns the item's visual tokens as runs without text in between."""
 
     def image_size(self, height: int, width: int) -> tuple[int, int]:
-        """(height, width) that an image is resized to, pixels. ValueError for a hopeless shape."""
+        """Returns (height, width) that an image is resized to, pixels.
+
+        Raises ValueError for an impossible shape.
+        """
         limits = self.checkpoint.processor.image_processor.size
         return _pixels(
             smart_resize(
@@ -139,7 +145,7 @@ class QwenVLAdapter(ABC):
 
 
 def _layout_of(checkpoint: Checkpoint) -> PositionLayout:
-    """The layout of training: `position_layout` of config.json, or the authors' way."""
+    """Returns the layout of training: `position_layout` of config.json, or the authors' layout."""
     named = getattr(checkpoint.config, "position_layout", "authors")
     if named not in LAYOUTS:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""SmolVLM: an image is its tiles, each behind its row and column, then itself; a video one square a frame."""
+"""Adapts SmolVLM: an image is its tiles, each after its place, then itself; a video is a square a frame."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MAX_SIDE = 4096  # pixels; the processors resize to no more
 
 
 class SmolVLMAdapter(TileAdapter):
-    """Adapter of `model_type` smolvlm."""
+    """Adapts `model_type` smolvlm."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
@@ -50,14 +50,14 @@ class SmolVLMAdapter(TileAdapter):
         self.markers = Markers({"image": self._pad, "video": video}, {"image": self._pad, "video": self._pad})
 
     def chat_template(self, media: Sequence[MediaPlan]) -> str:
-        """With a video, the processor's own default stands in for the checkpoint's template."""
+        """Returns the checkpoint's template; with a video, the processor's own default replaces it."""
         has_video = any(plan.kind == "video" for plan in media)
         return DEFAULT_CHAT_TEMPLATE if has_video else self.checkpoint.chat_template
 
     def frame_indices(
         self, processor: Any, video: VideoFacts, frame_sampling: FrameSampling
     ) -> tuple[int, ...]:
-        """The processor's rule: a rate and a cap together; a long video loses its first and last second."""
+        """Applies the processor's rule: a rate and a cap; long videos lose their first and last second."""
         most = frame_sampling.num_frames or processor.num_frames or video.num_frames
         rate = min(frame_sampling.fps or processor.fps or DEFAULT_FPS, MAX_FPS)
         check_wanted(frame_sampling, min(most, video.num_frames / video.fps * rate))
@@ -65,7 +65,7 @@ class SmolVLMAdapter(TileAdapter):
         return tuple(int(index) for index in indices)
 
     def video_size(self, height: int, width: int) -> tuple[int, int]:
-        """Frames are decoded as they are: the processor resizes them twice, and so do we."""
+        """Returns the source size: the processor resizes frames twice, and so do we."""
         return height, width
 
     def canvas(self, height: int, width: int) -> tuple[int, int]:
@@ -75,7 +75,7 @@ class SmolVLMAdapter(TileAdapter):
         return self._tiled(height, width)
 
     def _tiled(self, height: int, width: int) -> tuple[int, int]:
-        """Whole tiles along the longer side, then as many along the other as keep the shape."""
+        """Returns whole tiles along the longer side, and as many along the other as keep the shape."""
         side = self.image_spec.side
         aspect = width / height
         if width >= height:
@@ -86,7 +86,7 @@ class SmolVLMAdapter(TileAdapter):
 
     @staticmethod
     def _resized(height: int, width: int, size: Any) -> tuple[int, int]:
-        """The first resizing of both processors: the longer side to `longest_edge`, the other even."""
+        """Applies both processors' first resizing: the longer side to `longest_edge`, the other even."""
         longest = min(int(size["longest_edge"]), _MAX_SIDE)
         aspect = width / height
         if width >= height:
@@ -132,7 +132,7 @@ class SmolVLMAdapter(TileAdapter):
         return "".join(f"{self._fake}{name}{self._pad}" for name in names) + "\n"
 
     def _video_text(self, plan: TilePlan) -> str:
-        """Every frame behind its time; the length of the video is told in whole seconds."""
+        """Writes every frame after its time; the length of the video is given in whole seconds."""
         words = number_in_words(plan.num_units)
         intro = DEFAULT_VIDEO_INTRO.format(
             frame_count=words, video_duration=str(timedelta(seconds=int(plan.source_duration_s)))

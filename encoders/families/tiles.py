@@ -1,4 +1,4 @@
-"""What the families share that look at fixed squares: images cut into tiles, videos one square a frame.
+"""Serves the families that look at fixed squares: images cut into tiles, videos as one square a frame.
 
 A unit is one tile or one frame; the tower sees each by itself, so it may be cut anywhere:
 
@@ -45,10 +45,11 @@ _INTERPOLATION = {
 
 @dataclass(frozen=True, slots=True)
 class TilePlan(MediaPlan):
-    """A `MediaPlan` in tiles.
+    """Describes a `MediaPlan` in tiles.
 
     rows, columns: of an image's tiles, without the one that shows all of it; 1 and 1 for a video.
-    source_size: (height, width) of the image or video, pixels. source_duration_s: of the video, seconds.
+    source_size: (height, width) of the image or video, pixels.
+    source_duration_s: of the video, seconds.
     """
 
     rows: int = 1
@@ -59,9 +60,10 @@ class TilePlan(MediaPlan):
 
 @dataclass(frozen=True, slots=True)
 class TileSpec:
-    """Geometry and normalisation of one processor, image or video.
+    """Describes the geometry and normalisation of one processor, image or video.
 
-    side: pixels of a tile's edge. mean, std: of the channels, on the 0..255 scale.
+    side: pixels of a tile's edge.
+    mean, std: of the channels, on the 0..255 scale.
     resample: Pillow's number of the filter.
     """
 
@@ -71,7 +73,7 @@ class TileSpec:
     resample: int
 
     def resize(self, pixels: Tensor, height: int, width: int) -> Tensor:
-        """uint8 [N, H, W, 3] to uint8 [N, height, width, 3], with the processor's filter, channels last."""
+        """Resizes uint8 [N, H, W, 3] to uint8 [N, height, width, 3] by the processor's filter."""
         resized: Tensor = tvf.resize(
             pixels.permute(0, 3, 1, 2),
             [height, width],
@@ -81,7 +83,7 @@ class TileSpec:
         return resized.permute(0, 2, 3, 1)
 
     def normalise(self, tiles: Tensor) -> Tensor:
-        """uint8 [N, S, S, 3] to float32 [N, 3, S, S]: on a GPU, each tile is one patch of the kernel's."""
+        """Normalises uint8 [N, S, S, 3] to float32 [N, 3, S, S]; on a GPU, each tile is a kernel patch."""
         if tiles.is_cuda:
             spec = PatchSpec(tiles.shape[1], 1, 1, self.mean, self.std, self.resample)
             return patchify(tiles, spec).reshape(-1, 3, *tiles.shape[1:3])
@@ -91,7 +93,7 @@ class TileSpec:
 
 
 def tile_spec(processor: Any, side: int) -> TileSpec:
-    """Reads a transformers image or video processor. UnsupportedModelError for steps we do not take."""
+    """Reads a transformers image or video processor. Raises UnsupportedModelError for unsupported steps."""
     settings = {name: getattr(processor, name, None) for name in ("do_resize", "do_rescale", "do_normalize")}
     resample = int(processor.resample)
     if not all(settings.values()) or resample not in _INTERPOLATION or processor.do_center_crop:
@@ -110,14 +112,14 @@ def tile_spec(processor: Any, side: int) -> TileSpec:
 
 
 def cut_tiles(canvas: Tensor, side: int) -> Tensor:
-    """uint8 [1, rows * S, columns * S, 3] to its tiles uint8 [rows * columns, S, S, 3], row by row."""
+    """Cuts uint8 [1, rows * S, columns * S, 3] into tiles uint8 [rows * columns, S, S, 3], row by row."""
     rows, columns = canvas.shape[1] // side, canvas.shape[2] // side
     blocks = canvas.reshape(rows, side, columns, side, 3)
     return blocks.permute(0, 2, 1, 3, 4).reshape(rows * columns, side, side, 3)
 
 
 class TileAdapter(ABC):
-    """An `Adapter`; a family says how images are tiled, what stands between tiles, how to call its tower.
+    """Implements `Adapter`; a family defines an image's tiles, the text between tiles, and the tower's call.
 
     tokens_per_tile: embeddings that one tile of an image gives. tokens_per_frame: the same of a video.
     """
@@ -138,10 +140,10 @@ class TileAdapter(ABC):
 
     @abstractmethod
     def canvas(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of tiles that an image of `height` x `width` pixels is cut into."""
+        """Returns the rows and columns of tiles that an image of `height` x `width` pixels is cut into."""
 
     def num_tiles(self, rows: int, columns: int) -> int:
-        """Tiles in all: with one that shows the whole image, unless the only tile does."""
+        """Counts all tiles, including one that shows the whole image, unless the only tile does."""
         return rows * columns + (rows * columns > 1)
 
     @abstractmethod
@@ -150,20 +152,20 @@ class TileAdapter(ABC):
 
     @abstractmethod
     def item_text(self, plan: TilePlan) -> ItemText:
-        """The words around the item's units."""
+        """Returns the words around the item's units."""
 
     @abstractmethod
     def encode_tiles(self, tower: Any, pixels: Tensor, kind: MediaKind) -> Tensor:
-        """Embeddings [N, tokens_per_tile or tokens_per_frame, C] of tiles or frames [N, 3, S, S]."""
+        """Encodes tiles or frames [N, 3, S, S] to [N, tokens_per_tile or tokens_per_frame, C]."""
 
     def video_size(self, height: int, width: int) -> tuple[int, int]:  # noqa: ARG002 # for a family's use
-        """(height, width) that frames are decoded at, pixels."""
+        """Returns (height, width) that frames are decoded at, pixels."""
         return self.video_spec.side, self.video_spec.side
 
     def frame_indices(
         self, processor: Any, video: VideoFacts, frame_sampling: FrameSampling
     ) -> tuple[int, ...]:
-        """The processor's own rule for a number of frames, at least one and no more than there are."""
+        """Applies the processor's rule for a number of frames, at least one and no more than there are."""
         rate = frame_sampling.fps or processor.fps or DEFAULT_FPS
         at_rate = int(min(video.num_frames / video.fps * rate, video.num_frames))
         default = processor.num_frames if frame_sampling.fps is None else None

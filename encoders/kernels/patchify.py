@@ -1,4 +1,4 @@
-"""Frames to normalised patches in one pass, on a GPU. Its twin is `encoders.patches.patchify_plain`.
+"""Converts frames to normalised patches in one pass on a GPU. Its twin is `encoders.patches.patchify_plain`.
 
 One program makes one patch. Value i of a patch is [channel, frame, y, x] flattened, and the patches of one
 visual token follow each other:
@@ -69,7 +69,9 @@ def patchify_fused(
     merge: int,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Frames uint8 [N, H, W, 3] to patches [P, 3 * frames_per_unit * side * side] of `dtype`, same device.
+    """Converts frames uint8 [N, H, W, 3] to patches [P, 3 * frames_per_unit * side * side] of `dtype`.
+
+    The patches are on the same device.
 
     mean, std: of the channels, on the 0..255 scale. side: pixels of a patch's edge. merge: patches of a
     visual token's edge. The arithmetic is float32, rounded as IEEE has it: equal to the twin bit by bit.

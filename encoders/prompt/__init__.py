@@ -1,1 +1,1 @@
-"""Messages to tokens and positions."""
+"""Converts messages to tokens and positions."""

@@ -1,4 +1,4 @@
-"""A conversation as the chat templates of checkpoints take it: messages of parts, media where they were sent.
+"""Represents a conversation as chat templates take it: messages of parts, media where they were sent.
 
 Parts keep their order. Media before the text of the first user message give the canonical order
 [system][media][question], in which every further question about the same media finds its prefix computed.
@@ -23,7 +23,7 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 @dataclass(frozen=True, slots=True)
 class ContentPart:
-    """A text, or the place of one image or video. text: empty for media."""
+    """Holds a text, or the place of one image or video. text: empty for media."""
 
     kind: Literal["text"] | MediaKind
     text: str = ""
@@ -35,9 +35,11 @@ class ContentPart:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """What one side said. Raises RequestError for no parts at all, and for media that are not the user's.
+    """Holds one message. Raises RequestError for an empty one, and for media that are not the user's.
 
-    tool_calls: of the assistant. tool_call_id: of the call that a tool answers. name: of who said it.
+    tool_calls: of the assistant.
+    tool_call_id: of the call that a tool answers.
+    name: of the speaker.
     """
 
     role: Role
@@ -57,44 +59,44 @@ class ChatMessage:
 
     @property
     def media_kinds(self) -> tuple[MediaKind, ...]:
-        """Of the media in it, in order."""
+        """Lists the kinds of the message's media, in order."""
         return tuple(part.kind for part in self.parts if part.kind != "text")
 
     @property
     def text(self) -> str:
-        """All of its texts."""
+        """Concatenates all of its texts."""
         return "".join(part.text for part in self.parts)
 
     @property
     def is_blank(self) -> bool:
-        """Whether there is neither a medium nor a character to read in it."""
+        """Reports whether the message has neither a medium nor a visible character."""
         return not self.media_kinds and not self.text.strip()
 
 
 def text_message(role: Role, text: str) -> ChatMessage:
-    """A message of one text."""
+    """Creates a message of one text."""
     return ChatMessage(role, (ContentPart("text", text),))
 
 
 def one_turn(kinds: Sequence[MediaKind], question: str) -> tuple[ChatMessage, ...]:
-    """The conversation of one question about media, all of them before it. Raises RequestError if empty."""
+    """Creates the conversation of one question after its media. Raises RequestError if it is empty."""
     check_question(question)
     return (ChatMessage("user", (*(ContentPart(kind) for kind in kinds), ContentPart("text", question))),)
 
 
 def check_question(question: str) -> None:
-    """Raises RequestError for a question with nothing in it."""
+    """Raises RequestError for an empty question."""
     if not question.strip():
         raise RequestError("the question is empty; ask something about the media")
 
 
 def media_kinds(messages: Sequence[ChatMessage]) -> tuple[MediaKind, ...]:
-    """Of all media in a conversation, in order."""
+    """Lists the kinds of all media in a conversation, in order."""
     return tuple(kind for message in messages for kind in message.media_kinds)
 
 
 def check_chat(messages: Sequence[ChatMessage]) -> None:
-    """Raises RequestError for a conversation that leaves nothing to answer."""
+    """Raises RequestError for a conversation without anything to answer."""
     if not any(message.role == "user" for message in messages):
         raise RequestError(f"{len(messages)} messages, none of the user; ask something in a user message")
     last = messages[-1]
@@ -109,9 +111,9 @@ def check_chat(messages: Sequence[ChatMessage]) -> None:
 def render_chat(
     checkpoint: Checkpoint, template: str, messages: Sequence[ChatMessage], reserved: Sequence[str]
 ) -> str:
-    """The prompt as text, by a chat template, up to where the answer begins.
+    """Renders the prompt as text, by a chat template, up to where the answer begins.
 
-    reserved: strings that stand for media, which no text may contain.
+    reserved: strings that represent media, which no text may contain.
     Raises RequestError for those, as `check_chat` does, and where the template refuses the messages.
     """
     check_chat(messages)
@@ -136,7 +138,7 @@ def render_chat(
 
 
 def without_tools(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
-    """The same with calls of tools as texts of the assistant, and what tools said as messages of the user.
+    """Rewrites tool calls as texts of the assistant, and tool responses as messages of the user.
 
     Messages of tools that follow each other become one.
     """
@@ -158,7 +160,7 @@ def _with_calls_as_text(message: ChatMessage) -> ChatMessage:
 
 
 def check_media(messages: Sequence[ChatMessage], kinds: Sequence[MediaKind]) -> None:
-    """Raises ValueError for planned media that are not those the messages have places for."""
+    """Raises ValueError if the planned media do not match the places in the messages."""
     if media_kinds(messages) != tuple(kinds):
         raise ValueError(
             f"the messages have places for {media_kinds(messages)}, the media are {tuple(kinds)}"
@@ -166,7 +168,7 @@ def check_media(messages: Sequence[ChatMessage], kinds: Sequence[MediaKind]) -> 
 
 
 def moved_media(num_placed: int, num_media: int) -> RequestError:
-    """For a template that drops media, or shows them in another order than they were sent in."""
+    """Creates the error for a template that drops media, or shows them in an order other than sent."""
     return RequestError(
         f"the model's chat template placed {num_placed} of {num_media} media, or in another order; "
         "send the images of a message before its videos"

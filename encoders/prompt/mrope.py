@@ -1,7 +1,7 @@
-"""M-RoPE positions (Qwen2-VL, section 2.1): text counts on; visual tokens have a time, a row and a column.
+"""Computes M-RoPE (Qwen2-VL, section 2.1): text advances by one; visual tokens have time, row, column.
 
 text  text | frame 0      frame 1      frame 2      | text
-t  0    1  |  2  2  2  2   4  4  4  4   6  6  6  6  |  7 ...      authors: text goes on behind the largest
+t  0    1  |  2  2  2  2   4  4  4  4   6  6  6  6  |  7 ...      authors: text continues after the largest
 h  0    1  |  2  2  3  3   2  2  3  3   2  2  3  3  |  7 ...      position of the span, on any axis
 w  0    1  |  2  3  2  3   2  3  2  3   2  3  2  3  |  7 ...
                                                        4 ...      transformers: behind its rows and columns
@@ -25,7 +25,7 @@ LAYOUTS: tuple[PositionLayout, ...] = get_args(PositionLayout)
 
 @dataclass(frozen=True, slots=True)
 class VisualSpan:
-    """A run of `frames` x `rows` x `columns` visual tokens.
+    """Describes a run of `frames` x `rows` x `columns` visual tokens.
 
     frame_span_s: seconds of video from one frame to the next. positions_per_second: of the time axis.
     """
@@ -45,9 +45,9 @@ class VisualSpan:
 def mrope_positions(
     num_tokens: int, spans: Sequence[VisualSpan], layout: PositionLayout = "authors"
 ) -> tuple[Int64Array, int]:
-    """Positions int64 [3, num_tokens] of a prompt with these spans, and the position that comes next.
+    """Computes positions int64 [3, num_tokens] of a prompt with these spans, and the next position.
 
-    layout: where text behind a span stands: as the authors' code and vLLM place it, or as transformers does
+    layout: where text behind a span is placed: as by the authors' code and vLLM, or as transformers does
     from 5.3 on.
     """
     pieces = list(_pieces(num_tokens, spans, layout))
@@ -78,7 +78,7 @@ def _visual(span: VisualSpan, start: int, layout: PositionLayout) -> Int64Array:
 
 
 def _times(span: VisualSpan, layout: PositionLayout) -> Int64Array:
-    """Position of each frame after the first, int64 [frames].
+    """Computes the position of each frame after the first, int64 [frames].
 
     float32, multiplied in the reference's order, then cut off: a last bit may decide an integer.
     """

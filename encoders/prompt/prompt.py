@@ -1,4 +1,4 @@
-"""The prompt of a checkpoint's own chat template, with each placeholder expanded to its visual tokens.
+"""Lays out the prompt of a checkpoint's chat template, with each placeholder expanded to its visual tokens.
 
 The template is tokenised with one pad token per item and the ids are expanded: the same ids as tokenising
 thousands of pads, without doing so.
@@ -19,7 +19,7 @@ from epd.types import Int64Array, PlaceholderRange
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """What replaces one pad token: its ids, and where in them the visual tokens of each unit stand."""
+    """Holds what replaces one pad token: its ids, and the places of each unit's visual tokens among them."""
 
     token_ids: Int64Array
     units: tuple[PlaceholderRange, ...]
@@ -27,7 +27,7 @@ class Expansion:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """An expanded prompt: ids int64 [T] and the items placed in it."""
+    """Holds an expanded prompt: ids int64 [T] and the items placed in it."""
 
     token_ids: Int64Array
     media: tuple[MediaItem, ...]
@@ -67,7 +67,7 @@ def _pad_id(checkpoint: Checkpoint, kind: str) -> int:
 
 
 def _offsets(pads: Int64Array, expansions: Sequence[Expansion]) -> Iterator[int]:
-    """Where each expansion starts in the expanded prompt."""
+    """Computes the start of each expansion in the expanded prompt."""
     grown = 0
     for pad, expansion in zip(pads, expansions, strict=True):
         yield int(pad) + grown

@@ -1,4 +1,4 @@
-"""Prompts of the families whose media stand between words: expanded as text first, then by token.
+"""Lays out prompts of the families whose media are between words: expanded as text first, then by token.
 
 An item becomes its words with one pad token per unit; the whole is tokenised, so that words join as they
 do in the processor; then each pad is repeated as often as its unit has tokens:
@@ -25,7 +25,7 @@ from epd.types import Int64Array, MediaKind, PlaceholderRange
 
 @dataclass(frozen=True, slots=True)
 class ItemText:
-    """What one item is in words. pad_lengths: visual tokens that each pad token in `text` stands for."""
+    """Holds the words of one item. pad_lengths: visual tokens that each pad token in `text` represents."""
 
     text: str
     pad_lengths: tuple[int, ...]
@@ -33,7 +33,10 @@ class ItemText:
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """How a family names media. in_template: what its chat template writes. pads: the tokens repeated."""
+    """Names media as a family does.
+
+    in_template: as its chat template writes them. pads: the repeated tokens.
+    """
 
     in_template: Mapping[MediaKind, str]
     pads: Mapping[MediaKind, str]
@@ -47,7 +50,7 @@ def plan_text_prompt(
     texts: Sequence[ItemText],
     messages: Sequence[ChatMessage],
 ) -> PromptPlan:
-    """Lays out a conversation with positions counting on through all tokens.
+    """Lays out a conversation with positions that count all tokens.
 
     media: of the places in the messages, in order; ValueError for others. texts: of the media.
     Raises RequestError as `render_chat` does, and where the template moves or drops media.
@@ -74,7 +77,7 @@ def plan_text_prompt(
 def _substituted(
     rendered: str, markers: Markers, media: Sequence[MediaPlan], texts: Sequence[ItemText]
 ) -> str:
-    """The rendered template with each marker, in order, replaced by the words of its item."""
+    """Replaces each marker of the rendered template, in order, with the words of its item."""
     names = dict.fromkeys(markers.in_template.values())
     pieces = re.split(f"({'|'.join(map(re.escape, names))})", rendered)
     if pieces[1::2] != [markers.in_template[plan.kind] for plan in media]:
@@ -93,7 +96,7 @@ def _pad_positions(checkpoint: Checkpoint, markers: Markers, token_ids: Int64Arr
 
 
 def _growth(lengths: Sequence[int]) -> list[int]:
-    """By how much the prompt has grown before each pad."""
+    """Computes by how much the prompt has grown before each pad."""
     return [0, *accumulate(length - 1 for length in lengths)][: len(lengths)]
 
 

@@ -1,4 +1,4 @@
-"""Whole numbers in English words, as some prompts spell them."""
+"""Spells whole numbers in English words, as some prompts do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fewer visual tokens than the vision tower gives: how the prompt is laid out, and which ones are kept."""
+"""Reduces visual tokens: lays out the shorter prompt, and selects the tokens that are kept."""
 
 from encoders.reduction.layout import reduce_prompt
 from encoders.reduction.reducer import Kept, TokenReducer

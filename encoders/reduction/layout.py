@@ -1,4 +1,4 @@
-"""A prompt with room for the visual tokens that will be kept, before it is known which ones.
+"""Lays out a prompt with room for the kept visual tokens, before they are known.
 
 all visual tokens   text | 0 1 2 3 4 5 6 7 | 8 9 ... | text
 kept                text | 1 2 5 | 8 ... | text          a range for each window
@@ -19,9 +19,9 @@ from epd.types import Int64Array, PlaceholderRange
 
 
 def reduce_prompt(prompt: PromptPlan, policy: ReductionPolicy) -> PromptPlan:
-    """The prompt with only as many visual tokens of each item as the policy keeps.
+    """Plans the prompt with only as many visual tokens of each item as the policy keeps.
 
-    Text keeps its positions, and so do kept tokens. Where text stands between units, each unit is a window of
+    Text keeps its positions, and so do kept tokens. Where text lies between units, each unit is a window of
     its own. Items that are joined whole stay as they are. A policy that keeps all gives the same prompt.
     """
     if not policy.is_on:

@@ -1,9 +1,9 @@
-"""MustDrop's first stage: neighbours that look alike become one token.
+"""Implements MustDrop's first stage: neighbours that look alike become one token.
 
 Source: Liu et al. 2024, section 3.2 (arXiv 2411.10803), which merges 3 x 3 patches whose mean pairwise cosine
 is .8 or more, in an early layer of the tower, and never drops a key set. Under a hard budget the blocks most
 alike are merged first, and as many as the budget needs. Here it is done behind the tower, so that groups are
-encoded as ever; without a CLS token to tell the key set, it is what is least like its frame.
+encoded as ever; without a CLS token to identify the key set, it is what is least like its frame.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _DROPPED = -1
 
 
 class MergedNeighbours:
-    """One way to choose: see `encoders.reduction.selection.Method`. Remembers nothing of earlier windows."""
+    """Merges neighbours: see `encoders.reduction.selection.Method`. Keeps no state of earlier windows."""
 
     def __init__(self, height: int, width: int) -> None:
-        """Tokens of a unit each way, in raster order."""
+        """Takes the number of tokens of a unit each way, in raster order."""
         self._height, self._width = height, width
         self._owners = torch.empty(0, dtype=torch.int64)
 
@@ -53,13 +53,13 @@ class MergedNeighbours:
 
 
 def means(rows: Tensor, owners: Tensor, num_owners: int) -> Tensor:
-    """[num_owners, C]: of the rows [n, C] that each owns. owners: int64 [n]; everyone owns some."""
+    """Averages the rows [n, C] of each owner: [num_owners, C]. owners: int64 [n]; each owns at least one."""
     sums = torch.zeros(num_owners, rows.shape[1], dtype=rows.dtype).index_add_(0, owners, rows)
     return sums / torch.bincount(owners, minlength=num_owners)[:, None]
 
 
 def _key_sets(tokens: Tensor) -> Tensor:
-    """bool [U, S]: of tokens [U, S, C] those least like the mean of their unit."""
+    """Marks the tokens of [U, S, C] that are least like the mean of their unit: bool [U, S]."""
     likeness = (tokens * normalize(tokens.mean(1, keepdim=True), dim=-1)).sum(-1)
     count = max(1, round(_KEY_SHARE * tokens.shape[1]))
     return torch.zeros(likeness.shape, dtype=torch.bool).scatter_(
@@ -68,13 +68,13 @@ def _key_sets(tokens: Tensor) -> Tensor:
 
 
 def _likeness(block: Tensor) -> Tensor:
-    """The mean cosine of all pairs of block [n, C]; 1 for one alone."""
+    """Computes the mean cosine of all pairs of block [n, C]; 1 for a single row."""
     count = len(block)
     return ((block @ block.T).sum() - count) / (count * (count - 1)) if count > 1 else torch.tensor(1.0)
 
 
 def _merge(blocks: list[Tensor], num_tokens: int, num_kept: int) -> Tensor:
-    """int64 [num_tokens]: the token that each becomes part of, perhaps itself; the most alike come first."""
+    """Assigns each token an owner, perhaps itself, int64 [num_tokens]; the most alike are merged first."""
     owners = torch.arange(num_tokens)
     left = num_tokens - num_kept
     for block in blocks:

@@ -1,4 +1,4 @@
-"""The visual tokens of one item in, unit by unit; those that are kept out, window by window."""
+"""Reduces the visual tokens of one item: units go in, and the kept tokens come out window by window."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from epd.types import Int64Array
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What the language model is given of one window: the k tokens kept, or all where it chooses itself.
+    """Holds the language model's input of one window: the k kept tokens, or all where it chooses itself.
 
     indices: int64 [k], ascending, of the tokens of the whole item.
     """
@@ -29,10 +29,10 @@ class Kept:
 
 
 class TokenReducer:
-    """Holds what it needs to know of the past of one item, which must come in order and without gaps."""
+    """Holds the state of one item, whose units must arrive in order and without gaps."""
 
     def __init__(self, policy: ReductionPolicy, item: MediaItem) -> None:
-        """item: of a reduced prompt."""
+        """Takes an item of a reduced prompt."""
         self._method: Method | None = None if policy.is_in_prefill else _new_method(policy, item.plan)
         self._windows = item.windows
         self._next = 0  # window
@@ -40,7 +40,7 @@ class TokenReducer:
         self._rest: Embeddings | None = None  # what has come of it
 
     def push(self, embeddings: Embeddings) -> Iterator[Kept]:
-        """The tokens of the next units, whole ones; gives what is kept of the windows that they complete."""
+        """Takes the tokens of the next whole units; returns what is kept of the windows they complete."""
         if self._rest is not None:
             embeddings = concatenated([self._rest, embeddings])
         start = 0
@@ -79,7 +79,7 @@ def _new_method(policy: ReductionPolicy, plan: MediaPlan) -> Method:
 
 
 def _token_grid(plan: MediaPlan) -> tuple[int, int]:
-    """Tokens of a unit each way, shaped like its patches; in one row where they do not make such a grid."""
+    """Returns the tokens of a unit each way, shaped like its patches; one row if they make no such grid."""
     height = round((plan.tokens_per_unit * plan.grid.h / plan.grid.w) ** 0.5)
     width = plan.tokens_per_unit // max(height, 1)
     return (height, width) if height * width == plan.tokens_per_unit else (1, plan.tokens_per_unit)

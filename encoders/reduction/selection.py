@@ -1,4 +1,4 @@
-"""Which visual tokens of a window are kept, from the window and the past of its item alone.
+"""Selects the visual tokens of a window to keep, from the window and the past of its item alone.
 
 Shapes: U units of the window, S tokens of a unit, in raster order, C channels, k tokens to keep.
 No method sees a question or an attention map, so what is kept serves every question, and fast kernels stay.
@@ -29,26 +29,26 @@ _REPETITION, _TURN_UNITS = 0.7, 8.0
 
 
 class Method(Protocol):
-    """One way to choose, with what it remembers of one item."""
+    """Selects tokens, with a state of one item."""
 
     def choose(self, units: Tensor, num_kept: int) -> Tensor:
-        """int64 [k], ascending, of the window's tokens. units: [U, S, C], of the next window."""
+        """Returns int64 [k], ascending, of the window's tokens. units: [U, S, C], of the next window."""
         ...
 
     def merge(self, rows: Tensor, chosen: Tensor) -> Tensor:
-        """[k, C]: what stands for the window's rows [U * S, C] in the places of the chosen ones."""
+        """Returns the rows [k, C] that replace the window's rows [U * S, C] at the chosen places."""
         ...
 
 
 class _Dropping:
-    """What is not chosen is gone."""
+    """Drops the tokens that are not chosen."""
 
     def merge(self, rows: Tensor, chosen: Tensor) -> Tensor:
         return rows[chosen]
 
 
 class RandomTokens(_Dropping):
-    """A control: any token is as good as another. The same ones every time."""
+    """Selects random tokens as a control, the same ones every time."""
 
     def __init__(self) -> None:
         self._generator = torch.Generator().manual_seed(0)
@@ -59,10 +59,10 @@ class RandomTokens(_Dropping):
 
 
 class UniformPooling:
-    """A control: runs of neighbours in raster and time order, of equal length, become their mean."""
+    """Averages runs of neighbours in raster and time order, of equal length, as a control."""
 
     def choose(self, units: Tensor, num_kept: int) -> Tensor:
-        """The middle of each run."""
+        """Chooses the middle of each run."""
         edges = _edges(units.shape[0] * units.shape[1], num_kept)
         return (edges[:-1] + edges[1:] - 1) // 2
 
@@ -73,7 +73,7 @@ class UniformPooling:
 
 
 class EVS(_Dropping):
-    """What differs most from the same place one unit earlier (Efficient Video FrameSampling, as in vLLM).
+    """Keeps what changes most since one unit earlier at its place (Efficient Video FrameSampling, in vLLM).
 
     The first unit of an item is kept before anything else.
     """
@@ -92,7 +92,7 @@ class EVS(_Dropping):
 
 
 class VidCom2(_Dropping):
-    """Frames that are unlike the video get more tokens; in a frame, those unlike frame and video.
+    """Gives frames that are unlike the video more tokens; in a frame, those unlike frame and video.
 
     Source: Liu et al. 2025, "Video Compression Commander", sections 3.2 and 3.3. The mean of the video is of
     what has been seen so far.
@@ -117,7 +117,7 @@ class VidCom2(_Dropping):
 
 
 class Novelty(_Dropping):
-    """What is new at its place, one from each direction: in the manner of GleanVID.
+    """Keeps what is new at its place, one token from each direction, in the manner of GleanVID.
 
     A token is as novel as it is unlike everything lately seen at its place. Units share the budget by how
     unevenly novelty is spread in them (Gini), so that a unit in which little happens gets little. Within a
@@ -139,7 +139,7 @@ class Novelty(_Dropping):
         return torch.cat(kept)
 
     def _novelty(self, tokens: Tensor) -> Tensor:
-        """[U, S]: 1 - the largest cosine with the last units at the same place."""
+        """Computes 1 - the largest cosine with the last units at the same place: [U, S]."""
         past = tokens[:0] if self._past is None else self._past
         line = torch.cat([past, tokens])
         self._past = line[-_MEMORY_UNITS:]
@@ -153,12 +153,12 @@ class Novelty(_Dropping):
 
 
 class Balanced(_Dropping):
-    """Every unit keeps about as many: what stands out from the background, in turns.
+    """Keeps about as many tokens of every unit: those that differ from the background, in turns.
 
-    A token stands out by how unlike it is to the usual token at its place - the mean over the window,
-    averaged with those of earlier windows - and, half as much, to the last one there; every token does a
+    A token is scored by how unlike it is to the usual token at its place - the mean over the window,
+    averaged with those of earlier windows - and, half as much, to the last one there; every token scores a
     little. It counts for less if it looks like the one that was kept last at its place, and the less the
-    shorter ago that was. So what is kept takes turns, and what stands still is told again from time to time,
+    shorter ago that was. So what is kept takes turns, and what does not move is repeated from time to time,
     although it has become background.
     """
 
@@ -179,7 +179,7 @@ class Balanced(_Dropping):
         return torch.from_numpy(is_kept.ravel().nonzero()[0])
 
     def _in_turns(self, tokens: Tensor, values: Tensor, budgets: Tensor) -> NDArray[np.bool_]:
-        """bool [U, S]: as many of each unit as its budget, int64 [U], of the highest values [U, S]."""
+        """Marks as many of each unit as its budget, int64 [U], of the highest values [U, S]: bool [U, S]."""
         num_units, num_tokens = values.shape
         if self._kept is None:
             self._kept, self._kept_at = torch.zeros_like(tokens[0]), np.full(num_tokens, -np.inf)
@@ -196,7 +196,7 @@ class Balanced(_Dropping):
         return is_kept
 
     def _update_background(self, tokens: Tensor) -> Tensor:
-        """[S, C]: the usual token at each place; of a single unit, at all of its places."""
+        """Returns the usual token at each place, [S, C]; of a single unit, at all of its places."""
         usual = tokens.mean(0) if len(tokens) > 1 else tokens.mean(1).expand(tokens.shape[1], -1)
         usual = normalize(usual, dim=-1)
         mixed = usual if self._background is None else normalize(usual + self._background, dim=-1)
@@ -205,27 +205,27 @@ class Balanced(_Dropping):
 
 
 def _edges(num_tokens: int, num_runs: int) -> Tensor:
-    """int64 [num_runs + 1]: of runs that are as equal as can be."""
+    """Computes the edges of runs that are as equal as possible: int64 [num_runs + 1]."""
     return torch.arange(num_runs + 1) * num_tokens // num_runs
 
 
 def _best(scores: Tensor, num_kept: int) -> Tensor:
-    """int64 [k], ascending: where the highest scores [n] are."""
+    """Returns the places of the highest scores [n]: int64 [k], ascending."""
     return scores.topk(num_kept).indices.sort().values
 
 
 def _best_per_unit(scores: Tensor, budgets: Tensor) -> Tensor:
-    """int64 [k], ascending, among scores [U, S]: of each unit as many as its budget, int64 [U], says."""
+    """Returns the best of scores [U, S], int64 [k] ascending: of each unit its budget, int64 [U]."""
     return (_ranks(-scores) < budgets[:, None]).flatten().nonzero()[:, 0]
 
 
 def _ranks(keys: Tensor) -> Tensor:
-    """int64 [U, S]: 0 for the smallest key of a row, and so on."""
+    """Ranks the keys of each row, 0 for the smallest: int64 [U, S]."""
     return keys.argsort(stable=True, dim=1).argsort(dim=1)
 
 
 def _budgets(weights: Tensor, num_kept: int, most: int) -> Tensor:
-    """int64 [U], num_kept in all, in proportion to weights [U] >= 0 but at most `most` each."""
+    """Shares num_kept in proportion to weights [U] >= 0 but at most `most` each: int64 [U]."""
     budgets = torch.zeros(len(weights), dtype=torch.int64)
     left = num_kept
     while left:
@@ -244,7 +244,7 @@ def _budgets(weights: Tensor, num_kept: int, most: int) -> Tensor:
 
 
 def _even_budgets(scores: Tensor, num_kept: int) -> Tensor:
-    """int64 [U]: the same for each unit, and one more where the next best token has the highest score."""
+    """Shares the budget evenly, int64 [U]; the rest goes to units whose next best token scores highest."""
     num_units, num_tokens = scores.shape
     each, rest = divmod(num_kept, num_units)
     budgets = torch.full((num_units,), each)
@@ -255,7 +255,7 @@ def _even_budgets(scores: Tensor, num_kept: int) -> Tensor:
 
 
 def _gini(values: Tensor) -> Tensor:
-    """[U]: 0 where all of a row [U, S] are alike, towards 1 where one has it all."""
+    """Computes the Gini index [U]: 0 where all of a row [U, S] are alike, towards 1 where one has it all."""
     ordered = values.clamp_min(_TINY).sort(1).values
     count = values.shape[1]
     places = torch.arange(1, count + 1)
@@ -263,7 +263,7 @@ def _gini(values: Tensor) -> Tensor:
 
 
 def _complementary(tokens: Tensor, scores: Tensor, num_kept: int) -> Tensor:
-    """int64 [k], ascending: of tokens [S, C] the best by score times what lies outside the others' span."""
+    """Returns int64 [k], ascending: the best of tokens [S, C] by score times what is outside others' span."""
     rest = tokens.clone()
     chosen: list[int] = []
     for _ in range(num_kept):
@@ -288,5 +288,5 @@ assert set(_METHODS) == set(SELECTION_METHODS)
 
 
 def new_method(name: str) -> Method:
-    """One that has seen nothing yet. name: one of SELECTION_METHODS."""
+    """Creates a method without state. name: one of SELECTION_METHODS."""
     return _METHODS[name]()

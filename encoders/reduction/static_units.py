@@ -1,4 +1,4 @@
-"""Units of a video that show what the unit before them showed are not encoded: their embeddings are known.
+"""Skips encoding units of a video that look like the unit before: their embeddings are known.
 
 A tower attends within a unit only, so equal pixels give equal embeddings: with tolerance 0 nothing is lost.
 """
@@ -15,7 +15,7 @@ from encoders.adapter import Embeddings, PatchRun
 
 
 def static_units(run: PatchRun, tolerance: float) -> Tensor:
-    """int64 [units]: of each unit the number, among those to encode, of the one it looks like.
+    """Maps each unit to the number, among those to encode, of the unit it looks like: int64 [units].
 
     A unit is compared with the last one that is encoded, so that slow changes add up; it looks like it if no
     preprocessed value differs by more than `tolerance`. The tiles of an image are all encoded.
@@ -36,7 +36,7 @@ def encode_moving(
     runs: Sequence[PatchRun],
     tolerance: float | None,
 ) -> tuple[list[Embeddings], int]:
-    """The embeddings of all units of some runs, of which only those that move are encoded; how many are not.
+    """Encodes some runs, of which only units that change are encoded; returns also how many are not.
 
     encode_batch: called once. tolerance: see `static_units`; None to encode all units. Each run is looked at
     by itself, so what comes of it does not depend on the others.
@@ -54,7 +54,7 @@ def _num_encoded(owners: Tensor) -> int:
 
 
 def _moving(run: PatchRun, owners: Tensor) -> PatchRun:
-    """The units to encode: the first of each owner's."""
+    """Returns the units to encode: the first of each owner's."""
     num_encoded = _num_encoded(owners)
     if num_encoded == len(owners):
         return run
@@ -64,7 +64,7 @@ def _moving(run: PatchRun, owners: Tensor) -> PatchRun:
 
 
 def _repeated(encoded: Embeddings, owners: Tensor) -> Embeddings:
-    """Of all units, from those that were encoded."""
+    """Returns the embeddings of all units, from those that were encoded."""
     num_encoded = _num_encoded(owners)
     if num_encoded == len(owners):
         return encoded
@@ -72,5 +72,5 @@ def _repeated(encoded: Embeddings, owners: Tensor) -> Embeddings:
 
 
 def _by_unit(rows: Tensor, num_units: int) -> Tensor:
-    """[units, rows of each, ...] of [rows, ...]."""
+    """Reshapes [rows, ...] to [units, rows of each, ...]."""
     return rows.reshape(num_units, -1, *rows.shape[1:])

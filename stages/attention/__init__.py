@@ -1,1 +1,1 @@
-"""Attention over paged keys and values, on the host and on a GPU."""
+"""Computes attention over paged keys and values, on the host and on a GPU."""

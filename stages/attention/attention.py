@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache, for a packed pass: the chunks of several requests, one after another.
+"""Computes attention over a paged KV cache for a packed pass: the chunks of several requests in sequence.
 
     T new tokens of the pass, S segments (one per request), Hq / Hkv query and KV heads, D head_dim
 
@@ -29,7 +29,7 @@ from stages.reduction.question_views import ViewedRows
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """One forward pass over one layer group, on the host.
+    """Describes one forward pass over one layer group, on the host.
 
     query_starts: int32 [S + 1], segment s has the packed rows [query_starts[s], query_starts[s + 1]).
     context_lens: int32 [S], keys of each segment in all, the new ones included.
@@ -69,14 +69,14 @@ class AttentionBatch:
 
 
 class Attention(Protocol):
-    """How the segments of one pass attend: on the host in pieces, on a GPU by kernels."""
+    """Attends the segments of one pass: on the host in pieces, on a GPU by kernels."""
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """What every layer of a pass shares. slot_mapping: int64 [T], on the device.
+    """Holds what every layer of a pass shares. slot_mapping: int64 [T], on the device.
 
     pruned, viewed: rows that do not keep or do not read everything.
     """
@@ -92,7 +92,7 @@ class AttentionPlan:
         batch: AttentionBatch,
         device: torch.device | str = "cpu",
     ) -> AttentionPlan:
-        """device: the caches'; on a GPU the kernels attend, on a CPU their plain twin."""
+        """Builds a plan. device: the caches'; on a GPU the kernels attend, on a CPU their plain twin."""
         device = torch.device(device)
         if device.type == "cuda":
             on_device = DevicePlan.build(batch, device)
@@ -103,7 +103,7 @@ class AttentionPlan:
 def write_kv(
     keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    """Puts keys and values [T, Hkv, D] at slots, int64 [T], of caches [num_blocks, block_size, Hkv, D]."""
+    """Writes keys and values [T, Hkv, D] to slots, int64 [T], of caches [num_blocks, block_size, Hkv, D]."""
     if keys.is_cuda:
         from stages.kernels.kv_slots import write_slots
 
@@ -116,15 +116,15 @@ def write_kv(
 def attend(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scale: float
 ) -> Tensor:
-    """query [T, Hq, D] over caches [num_blocks, block_size, Hkv, D] that hold the new tokens: [T, Hq, D]."""
+    """Attends query [T, Hq, D] over caches [num_blocks, block_size, Hkv, D] with new tokens: [T, Hq, D]."""
     return plan.attention.attend(query, key_cache, value_cache, scale)
 
 
 class PagedLayers(Protocol):
-    """What a forward pass hands to `epd_paged` as `paged`."""
+    """Declares what a forward pass hands to `epd_paged` as `paged`."""
 
     def layer(self, index: int) -> tuple[Tensor, Tensor, AttentionPlan]:
-        """Key cache, value cache [num_blocks, block_size, Hkv, D] and the plan of decoder layer `index`."""
+        """Returns key and value cache [num_blocks, block_size, Hkv, D] and plan of decoder layer `index`."""
 
 
 def epd_paged(
@@ -138,9 +138,9 @@ def epd_paged(
     paged: PagedLayers,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: writes key and value [1, Hkv, T, D], attends query [1, Hq, T, D].
+    """Implements transformers' attention: writes key and value [1, Hkv, T, D], attends query [1, Hq, T, D].
 
-    Gives [1, T, Hq, D]. Raises UnsupportedModelError for an argument that would change the result.
+    Returns [1, T, Hq, D]. Raises UnsupportedModelError for an argument that would change the result.
     """
     check_arguments(module, arguments)
     key_cache, value_cache, plan = paged.layer(int(module.layer_idx))  # type: ignore[arg-type]
@@ -159,5 +159,5 @@ def epd_paged(
 
 
 def register(name: str = "epd_paged") -> None:
-    """Makes `epd_paged` known to transformers; a model takes it by `set_attn_implementation(name)`."""
+    """Registers `epd_paged` with transformers; a model selects it by `set_attn_implementation(name)`."""
     AttentionInterface.register(name, epd_paged)

@@ -1,4 +1,4 @@
-"""Attention over a paged cache on a GPU: what the kernels of a pass share, moved there at once."""
+"""Computes attention over a paged cache on a GPU: the kernels' shared inputs, moved there at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from stages.attention.attention import AttentionBatch
     from stages.kernels.paged_attention import PagedSegments, TileSet
 
-# Segments of up to so many new tokens are tiled apart from chunks, whose tiles would be mostly padding.
+# Segments of at most this many new tokens are tiled apart from chunks, whose tiles would be mostly padding.
 _MOST_SHORT = 8
 # Every array starts at 16 bytes, or Triton compiles each kernel anew for other alignments.
 _ALIGNMENT = 4
@@ -24,7 +24,11 @@ _ALIGNMENT = 4
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """slot_mapping: int64 [T]. tile_sets: short segments, chunks; only those that there are."""
+    """Holds the kernels' inputs of a pass.
+
+    slot_mapping: int64 [T].
+    tile_sets: short segments and chunks; only those that exist.
+    """
 
     slot_mapping: Tensor
     segments: PagedSegments
@@ -58,7 +62,7 @@ class DevicePlan:
         return cls(slots.view(torch.int64), segments, tile_sets, _num_processors(device))
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
-        """As `stages.attention.attention.attend`."""
+        """Attends as `stages.attention.attention.attend` does."""
         from stages.kernels.paged_attention import attend_tiles
 
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -78,14 +82,14 @@ class DevicePlan:
 
 @cache
 def _num_processors(device: torch.device) -> int:
-    """Of a device that runs kernels; 1 where they are interpreted."""
+    """Returns the number of processors of a device that runs kernels; 1 where they are interpreted."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
 
 
 def _move(
     arrays: list[np.ndarray[tuple[int, ...], np.dtype[np.int32]]], device: torch.device
 ) -> list[Tensor]:
-    """int32 arrays, flat, in one transfer."""
+    """Moves int32 arrays, flattened, in one transfer."""
     room = [ceil_div(len(array), _ALIGNMENT) * _ALIGNMENT for array in arrays]
     packed = np.zeros(sum(room), np.int32)
     starts = np.cumsum([0, *room]).tolist()

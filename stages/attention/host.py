@@ -1,4 +1,4 @@
-"""Attention over a paged cache on a CPU: the plain twin of the kernels, made of few large operations.
+"""Computes attention over a paged cache on a CPU: the kernels' plain twin, made of few large operations.
 
 A pass is cut once into *pieces* that every layer computes; where a row has several, they are merged by the
 logarithms of their sums (Dao et al. 2022, "FlashAttention"; Juravsky et al. 2024, "Hydragen"):
@@ -26,13 +26,13 @@ from stages.attention.runs import BoolArray, SharedRun, all_blocks, find_runs, l
 if TYPE_CHECKING:
     from stages.attention.attention import AttentionBatch
 
-# Segments of up to so many new tokens are gathered side by side; longer ones are taken one by one.
+# Segments of at most this many new tokens are gathered side by side; longer ones are taken one by one.
 _MOST_TOGETHER = 8
 # Tokens of a run from which on reading in place is cheaper than gathering. Each call on one segment wakes
 # every thread, which a padded batch of segments does once.
 _LEAST_ALONE_PER_THREAD = 512
 _LEAST_SHARED = 64
-# Passes of so few segments read all runs in place: there is nothing to lay side by side.
+# Passes of at most this many segments read all runs in place: there is nothing to lay side by side.
 _FEW = 2
 # A batch of gathered segments costs about as much as this many padded tokens.
 _BATCH_COST_TOKENS = 256
@@ -40,7 +40,7 @@ _BATCH_COST_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class HostPlan:
-    """The pieces of a pass, in the order in which they are merged."""
+    """Holds the pieces of a pass, in the order in which they are merged."""
 
     pieces: tuple[Piece, ...]
 
@@ -49,7 +49,7 @@ class HostPlan:
         return cls(_one_decode(batch) or tuple(_Cutter(batch).cut()))
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
-        """As `stages.attention.attention.attend`."""
+        """Attends as `stages.attention.attention.attend` does."""
         num_rows, num_query_heads, dim = query.shape
         num_heads = key_cache.shape[2]
         query = query.reshape(num_rows, num_heads, num_query_heads // num_heads, dim)
@@ -79,7 +79,7 @@ def _put(out: Tensor, log_sums: Tensor | None, piece: Piece, new: Attended) -> N
 
 
 def _one_decode(batch: AttentionBatch) -> tuple[Piece, ...]:
-    """The whole plan of one token of one request whose blocks follow each other; empty for other passes.
+    """Plans one token of one request whose blocks follow each other; empty for other passes.
 
     The cutter would find the same, for a tenth of such a step.
     """
@@ -94,7 +94,7 @@ def _one_decode(batch: AttentionBatch) -> tuple[Piece, ...]:
 
 
 class _Cutter:
-    """Cuts one pass into pieces; thrown away when that is done."""
+    """Cuts one pass into pieces; discarded when that is done."""
 
     def __init__(self, batch: AttentionBatch) -> None:
         self._batch = batch
@@ -116,7 +116,7 @@ class _Cutter:
         return pieces
 
     def _cut_runs(self, is_chunk: BoolArray) -> list[Piece]:
-        """Keys that all new tokens of a segment attend, read in place."""
+        """Cuts the keys that all new tokens of a segment attend, read in place."""
         tables, block_size = self._batch.block_tables, self._batch.block_size
         seen = np.where(self._lens == 1, self._contexts, self._past)
         # Blocks that are gathered are gathered whole.
@@ -142,7 +142,7 @@ class _Cutter:
         return Rows.of(np.concatenate([np.arange(start, stop) for start, stop in bounds]))
 
     def _cut_chunk(self, segment: int) -> list[Piece]:
-        """What is not in place of a longer segment: its past, then the new tokens among themselves."""
+        """Cuts what is not in place of a longer segment: its past, then the new tokens among themselves."""
         start, stop = self._starts[segment : segment + 2].tolist()
         past, block_size = int(self._past[segment]), self._batch.block_size
         rows = Rows(slice(start, stop), stop - start)
@@ -157,7 +157,7 @@ class _Cutter:
         return pieces
 
     def _cut_alike(self, segments: Int64Array) -> list[Piece]:
-        """What is not in place of segments with as many new tokens each, and all with runs or all without."""
+        """Cuts what is not in place of segments with equally many new tokens, all or none with runs."""
         num_loose = (self._contexts - self._num_in_place)[segments]
         segments, num_loose = segments[num_loose > 0], num_loose[num_loose > 0]
         if not len(segments):
@@ -200,14 +200,14 @@ _ZERO, _MINUS_INFINITY = np.float32(0), np.float32(-np.inf)
 
 
 def _place(slots: Int64Array) -> tuple[int, int, Tensor | None]:
-    """first, stop, None of slots that follow each other; else 0, 0 and the slots."""
+    """Returns first, stop, None of slots that follow each other; else 0, 0 and the slots."""
     if int(slots[-1] - slots[0]) + 1 == len(slots) and (np.diff(slots) == 1).all():
         return int(slots[0]), int(slots[-1]) + 1, None
     return 0, 0, torch.from_numpy(np.ascontiguousarray(slots))
 
 
 def _batches(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """Half-open ranges of counts, which descend, that are worth padding to their first."""
+    """Returns half-open ranges of counts, which descend, that are worth padding to their first."""
     bounds, waste = [0], 0
     for index, count in enumerate(counts):
         waste += counts[bounds[-1]] - count

@@ -1,4 +1,4 @@
-"""Parts of a pass's attention on a CPU: some keys for some rows, each a few large operations.
+"""Computes parts of a pass's attention on a CPU: some keys for some rows, each in a few large operations.
 
 Shapes: as in `stages.attention`; G = Hq / Hkv query heads to a KV head. Queries of several rows and of the G
 heads that share a KV head are folded into one matrix, so keys are never repeated.
@@ -22,7 +22,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Packed rows of some segments; index: int64 [N], or a slice where they follow each other."""
+    """Selects packed rows of some segments; index: int64 [N], or a slice where they follow each other."""
 
     index: Tensor | slice
     num_rows: int
@@ -37,14 +37,14 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """A piece's result. out: [N, Hkv, G, D], weighted values; log_sums: float32 [N, Hkv, G]."""
+    """Holds a piece's result. out: [N, Hkv, G, D], weighted values; log_sums: float32 [N, Hkv, G]."""
 
     out: Tensor
     log_sums: Tensor
 
 
 class Piece(Protocol):
-    """Some keys for some rows. merges: the rows have results of earlier pieces."""
+    """Attends some keys for some rows. merges: the rows have results of earlier pieces."""
 
     @property
     def rows(self) -> Rows: ...
@@ -52,12 +52,15 @@ class Piece(Protocol):
     def merges(self) -> bool: ...
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
-        """query: [N, Hkv, G, D], the piece's rows. keys, values: caches [num_blocks, block_size, Hkv, D]."""
+        """Attends query: [N, Hkv, G, D], the piece's rows.
+
+        keys, values: caches [num_blocks, block_size, Hkv, D].
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class UnmaskedPiece:
-    """All rows attend all of the keys in slots [first, stop), or in `slots`, int64 [K], if given."""
+    """Lets all rows attend all of the keys in slots [first, stop), or in `slots`, int64 [K], if given."""
 
     rows: Rows
     merges: bool
@@ -76,7 +79,7 @@ class UnmaskedPiece:
 
 @dataclass(frozen=True, slots=True)
 class CausalPiece:
-    """Row i attends the keys up to its own: as many keys as rows, one after another as in UnmaskedPiece."""
+    """Lets row i attend the keys up to its own: as many keys as rows, in sequence as in UnmaskedPiece."""
 
     rows: Rows
     merges: bool
@@ -99,7 +102,7 @@ class CausalPiece:
 
 @dataclass(frozen=True, slots=True)
 class GatheredPiece:
-    """S segments of Q rows each, their blocks side by side.
+    """Gathers the blocks of S segments of Q rows each, side by side.
 
     blocks: int64 [S * blocks of each], padded.
     unwritten: int64 [U], of the gathered keys followed by the gathered values, token by token, those that may
@@ -135,7 +138,7 @@ class GatheredPiece:
         return Attended(out.permute(0, 3, 1, 2, 4).flatten(0, 1), log_sums.permute(0, 3, 1, 2).flatten(0, 1))
 
     def _gather(self, keys: Tensor, values: Tensor) -> Tensor:
-        """[2 * S * keys of each, Hkv, D], keys before values."""
+        """Gathers [2 * S * keys of each, Hkv, D], keys before values."""
         num_blocks = len(self.blocks)
         gathered = _scratch.take(2 * num_blocks, keys)
         torch.index_select(keys, 0, self.blocks, out=gathered[:num_blocks])
@@ -145,7 +148,7 @@ class GatheredPiece:
 
 
 class _Scratch(threading.local):
-    """Memory for gathered keys and values, kept from layer to layer and from pass to pass.
+    """Keeps memory for gathered keys and values, from layer to layer and from pass to pass.
 
     Large pieces of fresh memory cost more in page faults than the gathering itself.
     """
@@ -154,7 +157,7 @@ class _Scratch(threading.local):
         self._held: dict[torch.dtype, Tensor] = {}
 
     def take(self, num_rows: int, like: Tensor) -> Tensor:
-        """[num_rows, *like.shape[1:]], uninitialised, valid until the next `take`."""
+        """Returns [num_rows, *like.shape[1:]], uninitialised, valid until the next `take`."""
         num_values = num_rows * like[0].numel()
         held = self._held.get(like.dtype)
         if held is None or held.numel() < num_values:
@@ -168,7 +171,7 @@ _scratch = _Scratch()
 
 
 def _read(piece: UnmaskedPiece | CausalPiece, cache: Tensor) -> Tensor:
-    """[Hkv, K, D]: a view of the cache, or gathered."""
+    """Reads [Hkv, K, D]: a view of the cache, or gathered."""
     if piece.slots is not None:
         return cache.flatten(0, 1).index_select(0, piece.slots).transpose(0, 1)
     _, slot, head, channel = cache.stride()

@@ -1,4 +1,4 @@
-"""Where the keys of a pass lie: which runs of a cache can be read in place, and what must be gathered.
+"""Locates the keys of a pass: which runs of a cache can be read in place, and what must be gathered.
 
 Blocks that follow each other in a block table and in memory make a run. A long run is read where it is, once
 for all segments whose tables lead through it; the rest of a segment's blocks is *loose*.
@@ -22,7 +22,7 @@ BoolArray = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class SharedRun:
-    """`num_tokens` tokens from token `start` of each of `segments`, in slots from `first_slot` on."""
+    """Holds `num_tokens` tokens from token `start` of each of `segments`, in slots from `first_slot` on."""
 
     segments: tuple[int, ...]
     start: int
@@ -33,7 +33,7 @@ class SharedRun:
 def find_runs(
     block_tables: NDArray[np.int32], seen: Int64Array, block_size: int, *, least_alone: int, least_shared: int
 ) -> list[SharedRun]:
-    """The runs worth reading in place.
+    """Finds the runs worth reading in place.
 
     block_tables: [S, max_blocks]. seen: [S], tokens of each segment that may be read in place.
     least_alone, least_shared: tokens of a run that is worth it for one segment, for several together.
@@ -51,7 +51,7 @@ def find_runs(
             length -= length % block_size
         if length >= (least_alone if len(members) == 1 else least_shared):
             found.append(SharedRun(tuple(segment for _, segment in members), start, length, slot))
-        for stop, segment in members:  # those that go on where the shortest ends
+        for stop, segment in members:  # those that continue where the shortest ends
             if stop - start - length >= least_shared:
                 open_runs[start + length, slot + length].append((stop, segment))
     return sorted(found, key=lambda run: (run.start, run.segments))
@@ -60,7 +60,7 @@ def find_runs(
 def _consecutive(
     block_tables: NDArray[np.int32], seen: Int64Array, block_size: int, least: int
 ) -> list[tuple[int, int, int, int]]:
-    """(segment, first token, token after the last, first slot) of each run of `least` tokens or more."""
+    """Returns (segment, first token, token after the last, first slot) of runs of `least` tokens or more."""
     segments = np.flatnonzero(seen >= least)
     if not len(segments):
         return []
@@ -83,10 +83,10 @@ def _consecutive(
 
 @dataclass(frozen=True, slots=True)
 class LooseBlocks:
-    """Blocks of N segments that are gathered, side by side and padded to the most.
+    """Lists blocks of N segments that are gathered, side by side and padded to the longest.
 
     blocks: int64 [N, width]; padding repeats a segment's first block.
-    positions: int64 [N or 1, width * block_size], which token lies at each place; padding has higher ones
+    positions: int64 [N or 1, width * block_size], the token at each place; padding has higher ones
     than the segment's blocks reach.
     """
 
@@ -95,7 +95,7 @@ class LooseBlocks:
 
 
 def all_blocks(block_tables: NDArray[np.int32], num_blocks: Int64Array, block_size: int) -> LooseBlocks:
-    """The first `num_blocks` [N] of each table."""
+    """Lists the first `num_blocks` [N] of each table."""
     width = int(num_blocks.max())
     is_held = np.arange(width) < num_blocks[:, None]
     blocks = np.where(is_held, block_tables[:, :width], block_tables[:, :1])
@@ -105,7 +105,7 @@ def all_blocks(block_tables: NDArray[np.int32], num_blocks: Int64Array, block_si
 def loose_blocks(
     block_tables: NDArray[np.int32], num_blocks: Int64Array, in_place: BoolArray, block_size: int
 ) -> LooseBlocks:
-    """The first `num_blocks` [N] of each table but for those read in place, bool [N, max_blocks]."""
+    """Lists the first `num_blocks` [N] of each table but for those read in place, bool [N, max_blocks]."""
     is_loose = (np.arange(in_place.shape[1]) < num_blocks[:, None]) & ~in_place
     row, column = np.nonzero(is_loose)
     counts = is_loose.sum(1)

@@ -1,4 +1,4 @@
-"""Which language models the paged attention computes as they were trained, asked before weights are read.
+"""Checks that the paged attention computes a language model as it was trained, before weights are read.
 
 `epd_paged` attends everything before a token, with a softmax over these keys alone, and the head's logits are
 taken as they are. A model that wants something else would load, run, and answer wrongly.
@@ -13,7 +13,7 @@ from torch import nn
 
 from epd.errors import UnsupportedModelError
 
-# What transformers' decoders hand to an attention function, and what nothing here depends on: a plan says who
+# What transformers' decoders hand to an attention function, and nothing here depends on it: a plan says who
 # attends whom, and evaluation has no dropout.
 _HARMLESS = frozenset({"dropout", "position_ids", "use_cache", "cache_position", "output_attentions"})
 # Text models whose softmax has a learned sink; their configurations do not say so.
@@ -40,7 +40,7 @@ def check_attention(model_config: Any) -> None:
 
 
 def _unsupported(config: Any) -> Iterator[str]:
-    """What the model has that would be left out, as `name=value`."""
+    """Lists what the model has that would be left out, as `name=value`."""
     if config.model_type in _WITH_SINKS:
         yield "attention sinks (s_aux)"
     for name, neutral in _CHANGING.items():
@@ -56,7 +56,7 @@ def _unsupported(config: Any) -> Iterator[str]:
 
 
 def _is_narrow(window: int | None, config: Any) -> bool:
-    """Whether some context of the model is longer than the window."""
+    """Reports whether some context of the model is longer than the window."""
     context: int | None = getattr(config, "max_position_embeddings", None)
     return window is None or context is None or window < context
 

@@ -1,1 +1,1 @@
-"""Batch jobs in one process: a thread each for decoding, encoding and the language model."""
+"""Runs batch jobs in one process: a thread each for decoding, encoding and the language model."""

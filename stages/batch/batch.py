@@ -1,4 +1,4 @@
-"""Many questions about many media in one process, a thread for each stage.
+"""Answers many questions about many media in one process, with a thread for each stage.
 
     plan, decode, encode (`stages/batch/media.py`) -> language (`stages/batch/language.py`) -> sink
 
@@ -30,10 +30,10 @@ _JOIN_S = 30.0
 
 
 class BatchPipeline(Pipeline):
-    """One checkpoint, loaded to answer batches, one after the other."""
+    """Answers batches, one after the other, with one loaded checkpoint."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """As in `Pipeline`."""
+        """Takes the same arguments as `Pipeline`."""
         super().__init__(*args, **options)
         self._media: MediaStages | None = None
         self._language: LanguageStage | None = None
@@ -42,7 +42,7 @@ class BatchPipeline(Pipeline):
 
     @classmethod
     def load(cls, model_path: str | Path, *, num_threads: int | None = None, **options: Any) -> Self:
-        """As `Pipeline.load`.
+        """Loads as `Pipeline.load`.
 
         num_threads: of torch in each of the two stages that compute; by default OMP_NUM_THREADS or half of
         the cores.
@@ -52,7 +52,7 @@ class BatchPipeline(Pipeline):
 
     @contextmanager
     def running(self, jobs: Iterator[MediaJob], sink: BatchSink) -> Iterator[None]:
-        """Works on the jobs while this is open; they are taken from one thread, the sink is told by another.
+        """Works on the jobs while this is open; one thread takes them, and another reports to the sink.
 
         Leaving it early drops what is under way. Not twice at once.
         """
@@ -94,7 +94,7 @@ class BatchPipeline(Pipeline):
                 thread.join(_JOIN_S)
 
     def busy_s(self) -> dict[str, float]:
-        """Seconds that each stage has worked in the last batch; of the decoding threads, their mean."""
+        """Returns seconds that each stage has worked in the last batch; of decoding threads, the mean."""
         if self._media is None or self._language is None:
             return {"decode": 0.0, "encode": 0.0, "language": 0.0}
         pool = shared_pool()
@@ -106,31 +106,31 @@ class BatchPipeline(Pipeline):
 
     @property
     def num_decoded(self) -> int:
-        """Media whose decoding was begun in the last batch."""
+        """Counts the media whose decoding was begun in the last batch."""
         return self._media.num_decoded if self._media else 0
 
     @property
     def num_encoded(self) -> int:
-        """Media whose encoding was begun in the last batch."""
+        """Counts the media whose encoding was begun in the last batch."""
         return self._media.num_encoded if self._media else 0
 
     @property
     def num_units_skipped(self) -> int:
-        """Units of frames that were not encoded in the last batch, since they did not change."""
+        """Counts the units of frames not encoded in the last batch, since they did not change."""
         return self.encoder.num_skipped - self._num_skipped_before
 
     @property
     def num_prefilled(self) -> int:
-        """Media that were prefilled in the last batch."""
+        """Counts the media that were prefilled in the last batch."""
         return self._language.num_prefilled if self._language else 0
 
 
 def _guarded(stage: Callable[[], None], media: MediaStages, sink: BatchSink) -> None:
-    """What breaks one thread ends the batch."""
+    """Ends the batch if one thread raises."""
     try:
         stage()
     except QueueClosed:
         return
-    except BaseException as error:  # noqa: BLE001 - told to whoever waits for the batch
+    except BaseException as error:  # noqa: BLE001 - reported to the caller
         media.close()
         sink.ended(error)

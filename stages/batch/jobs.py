@@ -1,4 +1,4 @@
-"""What goes from stage to stage in a batch: media with their questions, and what they have become so far."""
+"""Defines what goes from stage to stage in a batch: media with their questions, and their current state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ from stages.media import DecodedGroup, EncodedGroup, PlannedMedia
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """One question. messages: with its media. sampling: max_tokens may be open. seed: of draws."""
+    """Holds one question.
+
+    messages: with its media.
+    sampling: max_tokens may be open.
+    seed: of draws.
+    """
 
     request_id: str
     messages: tuple[ChatMessage, ...]
@@ -29,13 +34,15 @@ class TextRequest:
 
 @dataclass(slots=True, eq=False)
 class MediaJob:
-    """Media and the conversations that begin with them.
+    """Holds media and the conversations that begin with them.
 
-    name: unique. sources: files, in order, of these kinds. requests: taken one by one, by one thread.
+    name: unique.
+    sources: files, in order, of these kinds.
+    requests: taken one by one, by one thread.
     reduction: which of the visual tokens are kept.
-    is_failed: set by the stage that gives it up; the others leave it alone from then on. is_done: set by the
-    last stage when nothing is left to be said of it. num_substituted_frames: of its media, those decoded so
-    far that show a neighbour; the decode stage counts them.
+    is_failed: set by the stage that gives it up; the others leave it alone from then on.
+    is_done: set by the last stage when nothing is left to report.
+    num_substituted_frames: of its media, those that show a neighbour; the decode stage counts them.
     """
 
     name: str
@@ -51,10 +58,11 @@ class MediaJob:
 
 @dataclass(frozen=True, slots=True)
 class BatchAnswer:
-    """A request that is answered.
+    """Holds an answered request.
 
-    outputs: tokens of all choices, choice by choice. first_s: when the first came, on `perf_counter`.
+    outputs: tokens of all sequences, sequence by sequence.
     num_cached: prompt tokens that were there already.
+    first_s: when the first came, on `perf_counter`.
     """
 
     request_id: str
@@ -65,43 +73,43 @@ class BatchAnswer:
 
 
 class BatchSink(Protocol):
-    """Told what becomes of requests and jobs, by one thread; it may make that wait."""
+    """Receives the outcomes of requests and jobs from one thread, which it may make wait."""
 
     def answered(self, answer: BatchAnswer) -> None: ...
 
     def failed(self, request_id: str, error: EPDError) -> None: ...
 
     def job_done(self, job: MediaJob) -> None:
-        """Nothing of the job is left anywhere."""
+        """Reports that nothing of the job is left anywhere."""
         ...
 
     def ended(self, error: BaseException | None) -> None:
-        """No job is left, or nothing can go on."""
+        """Reports that no job is left, or that nothing can continue."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedJob:
-    """A job whose media are planned."""
+    """Holds a job whose media are planned."""
 
     job: MediaJob
     media: tuple[PlannedMedia, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Of memory, about: pixels of images, and times of frames."""
+        """Estimates the memory: pixels of images, and times of frames."""
         images = sum(each.image.nbytes for each in self.media if each.image is not None)
         return images + sum(128 * each.plan.num_frames for each in self.media) + 4096
 
 
 @dataclass(frozen=True, slots=True)
 class FailedJob:
-    """A job that a stage has given up."""
+    """Marks a job that a stage has given up."""
 
     job: MediaJob
     error: EPDError
 
 
-# A job that is opened, then all of its groups, then the next job; a stage that gives a job up says so.
+# A job that is opened, then all of its groups, then the next job; a stage that gives a job up reports it.
 FrameItem = OpenedJob | DecodedGroup | FailedJob
 EmbeddingItem = OpenedJob | EncodedGroup | FailedJob

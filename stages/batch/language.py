@@ -1,10 +1,10 @@
-"""The language model's thread of a batch: media prefilled once, then all their questions over that prefix.
+"""Runs the language model of a batch: media prefilled once, then all their questions over that prefix.
 
     mail     | v0 | v0 g0 | v0 g1 | v1 | v1 g0 | ...
     engine        [v0 media      )[v0 q0 q1 q2 ...      )
                                   [v1 media      )[v1 q0 ...           in the same passes
 
-A job's media are let in when the cache has room for them and for the answers under way; until then its mail
+A job's media are admitted when the cache has room for them and for the answers under way; until then its mail
 waits, and so do the stages before. Mail of a job comes whole before that of the next.
 """
 
@@ -37,7 +37,7 @@ from stages.media_prefix import MediaPrefix
 
 logger = logging.getLogger(__name__)
 
-# Seats that are kept for media beside the answers under way.
+# Slots that are kept for media beside the answers under way.
 _MEDIA_SEATS = 8
 _WAIT_S = 0.05
 _MAX_IDLE_TURNS = 2
@@ -45,7 +45,7 @@ _MAX_IDLE_TURNS = 2
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """A job at the engine. first: its first request that has a prompt."""
+    """Holds a job at the engine. first: its first request that has a prompt."""
 
     job: MediaJob
     opened: OpenedJob
@@ -58,7 +58,7 @@ class _Live:
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """A request that is being answered. num_left: choices that have not ended."""
+    """Holds a request that is being answered. num_left: sequences that have not ended."""
 
     live: _Live
     prompt: PromptPlan
@@ -68,7 +68,7 @@ class _Open:
 
 
 class LanguageStage:
-    """Not for several threads at once."""
+    """Runs the language stage. Not thread-safe."""
 
     def __init__(
         self,
@@ -106,11 +106,11 @@ class LanguageStage:
             self._drop_all()
 
     def stop(self) -> None:
-        """From any thread: ends `run` after the pass it is in, whatever is left."""
+        """Ends `run` after its current pass, whatever is left; may be called from any thread."""
         self._is_stopped = True
 
     def _drop_all(self) -> None:
-        """Leaves an empty engine."""
+        """Empties the engine."""
         for name in (*self._open, *self._live):
             self._engine.abort(name)
 
@@ -131,7 +131,7 @@ class LanguageStage:
     # Mail
 
     def _take_mail(self) -> None:
-        """All that has come; waits for some if there is nothing else to do."""
+        """Takes all messages that have come; waits for some if there is nothing else to do."""
         may_wait = self._num_idle_turns > 0
         while self._blocked is None and not self._is_mail_over:
             mail = self._next_mail(may_wait=may_wait)
@@ -173,7 +173,7 @@ class LanguageStage:
                 prefix = MediaPrefix(job.name, prompt, mm_hashes, self._adapter, self._settings)
                 self._begin(_Live(job, opened, (request, prompt), prefix))
                 return
-        job.is_failed = True  # nobody asks anything about it
+        job.is_failed = True  # there is nothing to answer about it
         self._end(job)
 
     def _end(self, job: MediaJob) -> None:
@@ -198,9 +198,9 @@ class LanguageStage:
             self._fail_job(live.job, explained(error))
 
     def _has_room(self, live: _Live) -> bool:
-        """Whether the media would be let in at once, beside the answers under way and one of its own.
+        """Reports whether the media would be admitted now, beside the answers under way and one of its own.
 
-        The first of all is let in whatever room there is: the engine tells if that is too little.
+        The first job is always admitted: the engine reports if there is too little room.
         """
         engine, block_size = self._engine, self._engine.kv.spec.block_size
         if not self._live:
@@ -215,7 +215,7 @@ class LanguageStage:
         return has_blocks and not engine.scheduler.waiting and len(self._live) < _MEDIA_SEATS
 
     def _fail_job(self, job: MediaJob, error: EPDError) -> None:
-        """All of its requests fail for the same reason."""
+        """Fails all of its requests for the same reason."""
         job.is_failed = True
         live = self._live.pop(job.name, None)
         self._engine.abort(job.name)
@@ -232,7 +232,7 @@ class LanguageStage:
     # Requests
 
     def _ask(self, live: _Live) -> None:
-        """Questions of a job whose media are there, as many as there are free slots for."""
+        """Adds questions of a job whose media are there, up to the number of free slots."""
         while live.is_ready and not live.is_exhausted and self._num_open < self._max_open:
             self._ask_next(live)
         if live.is_exhausted and not live.num_open:
@@ -259,7 +259,7 @@ class LanguageStage:
             self._add_request(live, following, later)
 
     def _prompt(self, request: TextRequest, opened: OpenedJob) -> PromptPlan | None:
-        """None for a request that cannot be asked, which is told."""
+        """Plans a request; None for one that cannot be asked, which is reported."""
         try:
             prompt = self._adapter.plan_chat([each.plan for each in opened.media], request.messages)
             prompt = reduce_prompt(prompt, opened.job.reduction)
@@ -311,7 +311,7 @@ class LanguageStage:
         self._sink.answered(BatchAnswer(request_id, outputs, usage, num_cached, opened.first_s))
 
     def _is_stuck(self) -> bool:
-        """Whether somebody waits for room, nothing moves, and nothing is to come that would make it.
+        """Reports whether requests wait for room, nothing moves, and nothing to come would make room.
 
         A request that gets its blocks in one pass may be computed only from the next one on.
         """
@@ -322,7 +322,7 @@ class LanguageStage:
         )
 
     def _give_up_first(self) -> None:
-        """The request that the others wait behind has no room beside the media that are held."""
+        """Gives up the first waiting request, which has no room beside the media that are held."""
         waiting = self._engine.scheduler.waiting[0]
         first = waiting.request_id.partition("#")[0]
         error = InfeasibleError(
@@ -332,7 +332,7 @@ class LanguageStage:
         self._give_up(first, error)
 
     def _give_up(self, name: str, error: EPDError) -> None:
-        """A job whose media cannot be prefilled, or a request that cannot be answered."""
+        """Gives up a job whose media cannot be prefilled, or a request that cannot be answered."""
         if name in self._live:
             self._fail_job(self._live[name].job, error)
             return
@@ -343,7 +343,7 @@ class LanguageStage:
 
 
 def explained(error: Exception) -> EPDError:
-    """What the lines of a request fail with. What nobody expected of it is logged."""
+    """Returns the error of a request's lines. Unexpected errors are logged."""
     if not isinstance(error, EPDError):
         logger.error("a request was not taken", exc_info=error)
     return InternalError.of(error)

@@ -1,10 +1,10 @@
-"""The stages of a batch before the language model, each a thread: plan, decode, encode.
+"""Runs the stages of a batch before the language model, each in a thread: plan, decode, encode.
 
     plan    | v0 | v1 | v2 |
     decode       | v0 g0 | v0 g1 | v1 g0 | ...      by the process's pool of video threads, ahead of this
     encode               | v0 g0 | v0 g1 | v1 g0 | ...
 
-Queues between them hold so many bytes, so that a stage that is faster waits. Media that cannot be read, or
+Queues between them hold limited bytes, so that a faster stage waits. Media that cannot be read, or
 not encoded, fail their own job.
 """
 
@@ -25,12 +25,12 @@ from stages.media import DecodedGroup, PlannedMedia, decode_groups, encode_group
 
 logger = logging.getLogger(__name__)
 
-# What a broken medium may make a stage raise, beside errors of our own.
+# A broken medium may make a stage raise these, beside errors of our own.
 _BREAKS = (EPDError, RuntimeError, ValueError, OSError)
 
 
 class MediaStages:
-    """Three threads' work. num_decoded, num_encoded: media that were begun, each time anew."""
+    """Runs three threads. num_decoded, num_encoded: media that were begun, counted from zero each time."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Transports for embeddings and for keys and values, behind `epd.transfer.connectors.Connector`."""
+"""Transports embeddings and keys and values, behind `epd.transfer.connectors.Connector`."""
 
 from stages.connectors.in_process import InProcessHub
 from stages.connectors.mailbox import MailboxConnector

@@ -1,4 +1,4 @@
-"""Workers of one process: mailboxes are queues, and pools are reached directly."""
+"""Connects workers of one process: mailboxes are queues, and pools are reached directly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stages.connectors.mailbox import MailboxConnector, Message, Pool
 
 
 class InProcessHub:
-    """Knows the workers of this process by name. One that takes embeddings and KV has a hub for each."""
+    """Registers the workers of this process by name. One that takes embeddings and KV has a hub for each."""
 
     def __init__(self) -> None:
         self._ends: dict[str, InProcessConnector[Any, Any]] = {}
@@ -20,7 +20,7 @@ class InProcessHub:
     def connect(
         self, name: str, pool: Pool[TicketT, SourceT], on_mail: Callable[[], None] | None = None
     ) -> InProcessConnector[TicketT, SourceT]:
-        """A worker's end; a worker of the same name that was there before is gone.
+        """Creates a worker's end, which replaces a worker of the same name.
 
         on_mail: called by the sender of each message, for workers in threads that sleep.
         """
@@ -30,7 +30,7 @@ class InProcessHub:
         return end
 
     def disconnect(self, name: str) -> None:
-        """The worker is gone, with its mail and its pool. Unknown names are ignored."""
+        """Removes the worker with its mail and its pool. Unknown names are ignored."""
         self._ends.pop(name, None)
 
     def find(self, name: str) -> InProcessConnector[Any, Any] | None:
@@ -38,7 +38,7 @@ class InProcessHub:
 
 
 class InProcessConnector(MailboxConnector[TicketT, SourceT]):
-    """Made by `InProcessHub.connect`."""
+    """Connects one worker; created by `InProcessHub.connect`."""
 
     def __init__(
         self,

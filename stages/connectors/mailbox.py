@@ -1,4 +1,4 @@
-"""The one connector there is to write: mailboxes carry messages, and `recv` copies between pools.
+"""Implements the common connector: mailboxes carry messages, and `recv` copies between pools.
 
 What is sent is up to the pool: `EncoderPool` takes embeddings, `KVPools` takes keys and values.
 """
@@ -19,7 +19,7 @@ _SourceT = TypeVar("_SourceT", contravariant=True)
 
 
 class Pool(Protocol[_TicketT, _SourceT]):
-    """Memory that can be filled from another of its kind."""
+    """Holds memory that can be filled from another of its kind."""
 
     def receive(self, ticket: _TicketT, source: _SourceT, source_pool: Self) -> None:
         """Copies what lies at `source` in the other pool to where the ticket says.
@@ -30,7 +30,7 @@ class Pool(Protocol[_TicketT, _SourceT]):
 
 
 class MailboxConnector(ABC, Generic[TicketT, SourceT]):
-    """One worker's end; a transport says how a message is put and got, and how a sender's pool is reached."""
+    """Connects one worker; a transport defines put and get of messages, and access to a sender's pool."""
 
     def __init__(self, name: str, pool: Pool[TicketT, SourceT], pool_id: str) -> None:
         self.name = name
@@ -51,7 +51,7 @@ class MailboxConnector(ABC, Generic[TicketT, SourceT]):
 
     @abstractmethod
     def pool_of(self, offer: Offer[SourceT]) -> Pool[TicketT, SourceT] | None:
-        """The pool that the offer speaks of, to read from; None when it is gone."""
+        """Returns the pool that the offer refers to, to read from; None when it is gone."""
 
     def send(self, ticket: TicketT, source: SourceT | None, error: str = "") -> int:
         self._num_sent += 1
@@ -92,7 +92,7 @@ class MailboxConnector(ABC, Generic[TicketT, SourceT]):
         self.put(offer.sender, Receipt(offer.transfer_id, offer.number, outcome, offer.error))
 
     def _copied(self, ticket: TicketT, offer: Offer[SourceT]) -> Offer[SourceT]:
-        """The offer after it was copied; without a source if it could not be."""
+        """Returns the offer after it was copied; without a source if it could not be."""
         if offer.source is None:
             return offer
         source_pool = self.pool_of(offer)

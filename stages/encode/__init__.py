@@ -1,1 +1,1 @@
-"""The encode stage: frames to embeddings, and embeddings on to prefill."""
+"""Implements the encode stage: frames to embeddings, and embeddings on to prefill."""

@@ -1,4 +1,4 @@
-"""The receiving end of encoding: groups arrive in any order and are read in the order of the prompt."""
+"""Receives embeddings: groups arrive in any order and are read in the order of the prompt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stages.encode.encoder_pool import EncoderPool
 
 
 class EmbeddingReceiver:
-    """What a prefill worker does to get embeddings. Not for several threads at once."""
+    """Receives a prefill worker's embeddings. Not thread-safe."""
 
     def __init__(self, cache: EncoderCacheManager, pool: EncoderPool, connector: EncoderConnector) -> None:
         self.cache = cache
@@ -26,7 +26,7 @@ class EmbeddingReceiver:
         self.reception.open(request_id, groups)
 
     def grant(self) -> list[Grant]:
-        """Groups to be encoded for which there is room now; cached groups need none and do not appear."""
+        """Returns tickets for groups to encode, as far as there is room; cached groups need none."""
         grants = self.reception.grant()
         for grant in grants:
             self._connector.expect(grant.ticket)
@@ -50,11 +50,11 @@ class EmbeddingReceiver:
         return failed
 
     def take(self, request_id: str) -> list[tuple[int, Embeddings]]:
-        """Groups that have become complete, in order and without gaps, each once: (index, embeddings)."""
+        """Returns newly complete groups, in order and without gaps, each once: (index, embeddings)."""
         return [(group, self._pool.read(place)) for group, place in self.reception.take(request_id)]
 
     def release(self, request_id: str, stop: int) -> None:
-        """Groups before `stop` have been used; they stay cached as long as there is room."""
+        """Releases groups before `stop`, which have been used; they stay cached while there is room."""
         self.reception.release(request_id, stop)
 
     def close(self, request_id: str) -> list[Ticket]:
@@ -65,7 +65,7 @@ class EmbeddingReceiver:
         return tickets
 
     def reissue(self, key: GroupKey) -> Ticket:
-        """A new ticket for a group whose encoder failed or is gone; nothing of the old one is written."""
+        """Returns a new ticket for a group whose encoder failed or is gone; the old one is not written."""
         old, new = self.reception.inbox.reissue(key)
         self._connector.cancel(old.transfer_id)
         self._connector.expect(new)

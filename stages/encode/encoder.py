@@ -1,4 +1,4 @@
-"""The encode stage: frames of groups in, embeddings offered to whoever asked, every group at most once.
+"""Implements the encode stage: frames of groups in, embeddings offered to receivers, each at most once.
 
 submit -> waiting | schedule: one shape, patch budget, room | run: patches, tower | commit: pool, offer
                   | cached already: offer at once           |                     |
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EncodeJob:
-    """One group, to be encoded for a ticket.
+    """Describes one group to be encoded for a ticket.
 
     plan: of the group alone.
     frames: gives uint8 [N, h, w, 3] of planned size; called only if the group has to be encoded.
@@ -50,9 +50,11 @@ class EncodeJob:
 
 @dataclass(slots=True)
 class EncodeCounts:
-    """What a stage has done. num_batches: calls of the tower.
+    """Counts what a stage has done.
 
-    num_patches: of the groups, those of units that were skipped too. num_units_skipped: see `FrameEncoder`.
+    num_batches: calls of the tower.
+    num_patches: of the groups, those of units that were skipped too.
+    num_units_skipped: see `FrameEncoder`.
     """
 
     num_batches: int = 0
@@ -62,7 +64,7 @@ class EncodeCounts:
 
 
 class EncodeStage:
-    """One encode worker. Not for several threads at once."""
+    """Runs one encode worker. Not thread-safe."""
 
     def __init__(
         self,
@@ -75,7 +77,7 @@ class EncodeStage:
         max_batch_patches: int,
         skip_static: float | None = None,
     ) -> None:
-        """skip_static: see `FrameEncoder`."""
+        """Creates a stage. skip_static: see `FrameEncoder`."""
         self.cache = cache
         self.counts = EncodeCounts()
         self.outbox = Outbox(cache)
@@ -100,22 +102,22 @@ class EncodeStage:
         self.outbox.drop_receiver(receiver)
 
     def has_work(self) -> bool:
-        """Whether jobs wait or offers are without a receipt."""
+        """Reports whether jobs wait or offers are without a receipt."""
         return bool(self._waiting) or len(self.outbox) > 0
 
     @property
     def num_waiting(self) -> int:
-        """Jobs that have not been encoded."""
+        """Counts the jobs that have not been encoded."""
         return len(self._waiting)
 
     @property
     def waiting_transfers(self) -> list[str]:
-        """The transfers that wait for these jobs."""
+        """Lists the transfers that wait for these jobs."""
         return [job.ticket.transfer_id for job in self._waiting]
 
     @property
     def outstanding_patches(self) -> int:
-        """Patches of the jobs that wait: what new work queues behind."""
+        """Counts the patches of the jobs that wait: what new work queues behind."""
         return sum(job.num_patches for job in self._waiting)
 
     @torch.inference_mode()
@@ -188,7 +190,7 @@ class EncodeStage:
 
 
 def _told(error: Exception) -> str:
-    """What the receiver is told: all of what encoding is known to raise, of a bug no more than its type."""
+    """Returns the error sent to the receiver: all of an expected error, of a bug no more than its type."""
     if isinstance(error, RuntimeError | ValueError | EPDError):
         return f"{type(error).__name__}: {error}"
     return str(InternalError.of(error))

@@ -1,4 +1,4 @@
-"""Where embeddings lie: the memory behind an `EncoderCacheManager`, which alone knows what is where.
+"""Stores embeddings: the memory behind an `EncoderCacheManager`, which alone knows what is where.
 
 storage: [num_blocks, block_size, (1 + deepstack layers) * C]; a row holds the embedding and, beside it, its
 deepstack features, so that both travel together.
@@ -20,7 +20,7 @@ from stages.engine.pool_memory import pool_memory
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingLayout:
-    """What a row is made of. num_channels: C of the language model. num_deepstack: layers beside it."""
+    """Describes a row. num_channels: C of the language model. num_deepstack: layers beside it."""
 
     num_channels: int
     dtype: torch.dtype
@@ -28,7 +28,7 @@ class EmbeddingLayout:
 
     @property
     def width(self) -> int:
-        """Values in a row."""
+        """Counts the values in a row."""
         return self.num_channels * (1 + self.num_deepstack)
 
     @property
@@ -38,7 +38,7 @@ class EmbeddingLayout:
 
 @dataclass(frozen=True, slots=True)
 class EncoderPoolShape:
-    """What a pool is built from, apart from its memory."""
+    """Describes a pool apart from its memory."""
 
     num_blocks: int
     block_size: int
@@ -53,7 +53,10 @@ class EncoderPoolShape:
 
 
 class EncoderPool:
-    """Blocks of rows. With a file, the memory is shared with every process that opens the same file."""
+    """Stores blocks of rows.
+
+    With a file, the memory is shared with every process that opens the same file.
+    """
 
     def __init__(
         self, num_blocks: int, block_size: int, layout: EmbeddingLayout, shared_file: Path | None = None
@@ -76,7 +79,7 @@ class EncoderPool:
         self._write(place, torch.cat([embeddings.rows, *embeddings.deepstack], dim=1))
 
     def read(self, place: CachedGroup) -> Embeddings:
-        """The rows [V, C] of one group, copied."""
+        """Copies the rows [V, C] of one group."""
         parts = torch.split(self._read(place), self.layout.num_channels, dim=1)
         return Embeddings(parts[0], tuple(parts[1:]))
 
@@ -91,11 +94,11 @@ class EncoderPool:
         self.copy(source_pool, source, ticket.target)
 
     def _read(self, place: CachedGroup) -> Tensor:
-        """[V, width]."""
+        """Reads the stored rows, [V, width]."""
         return self.storage[list(place.block_ids)].flatten(0, 1)[: place.num_embeddings]
 
     def _write(self, place: CachedGroup, rows: Tensor) -> None:
-        """rows: [V, width]."""
+        """Writes rows: [V, width]."""
         if rows.shape != (place.num_embeddings, self.layout.width):
             raise ValueError(
                 f"{tuple(rows.shape)} rows do not fit {place.num_embeddings} x {self.layout.width}"

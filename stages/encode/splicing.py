@@ -1,4 +1,4 @@
-"""From groups as they were encoded to embeddings at their places in the prompt, as soon as can be."""
+"""Places encoded groups in the prompt as embeddings, as soon as possible."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stages.visual_inputs import PlacedEmbeddings
 
 
 class EmbeddingSplicer:
-    """Takes what was encoded for one prompt, in order; gives each at once, but for two cases.
+    """Takes the encoded groups of one prompt, in order; returns each at once, with two exceptions.
 
     An item that is spliced whole comes at its end; of a reduced one, what is kept of a window comes when the
     window is there.
@@ -27,7 +27,7 @@ class EmbeddingSplicer:
         self._reducer: TokenReducer | None = None
 
     def push(self, group: MediaGroup, embeddings: Embeddings) -> PlacedEmbeddings | None:
-        """What the next group completes; None while more has to come."""
+        """Returns what the next group completes; None while more has to come."""
         item, start, stop = self._prompt.media[group.item], group.start, group.stop
         if not self._parts:
             self._start = start
@@ -62,7 +62,7 @@ def _placed(item: MediaItem, kept: list[Kept], positions: np.ndarray) -> PlacedE
 def spliced(
     adapter: Adapter, prompt: PromptPlan, groups: Iterable[tuple[MediaGroup, Embeddings]]
 ) -> Iterator[PlacedEmbeddings]:
-    """What a `EmbeddingSplicer` makes of all groups of a prompt, in order."""
+    """Splices all groups of a prompt, in order."""
     splicer = EmbeddingSplicer(adapter, prompt)
     for group, embeddings in groups:
         placed = splicer.push(group, embeddings)

@@ -1,1 +1,1 @@
-"""The language model: scheduler, model runner, KV pool and the sequences they work on."""
+"""Runs the language model: scheduler, model runner, KV pool and the sequences they work on."""

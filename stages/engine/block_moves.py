@@ -1,4 +1,4 @@
-"""What a step moves before its pass: blocks to host memory, copies within the pools, blocks back."""
+"""Moves blocks before a step's pass: to host memory, within the pools, and back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BlockMoves:
 
     @property
     def offloaded(self) -> frozenset[str]:
-        """Requests with tokens in host memory."""
+        """Lists the requests with tokens in host memory."""
         return frozenset(self._offloaded)
 
     def offload(self, preemption: Preemption) -> None:

@@ -1,4 +1,4 @@
-"""The tokens of all chunks of a pass, sampled at once."""
+"""Samples the tokens of all chunks of a pass at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stages.sampling.sampling_state import SamplingRow
 
 @dataclass(frozen=True, slots=True)
 class ComputedChunk:
-    """A chunk that has been run.
+    """Holds a chunk that has been run.
 
     family: the sequences that its logits serve: at the end of a prompt all of the request, else one.
     tokens: one for each of several sequences, else for each row.
@@ -29,7 +29,7 @@ class ComputedChunk:
 def sample_chunks(
     chunks: Sequence[tuple[Chunk, list[TokenSequence], int]], logits: Tensor
 ) -> list[ComputedChunk]:
-    """chunks: each with its family and the rows of logits that it has. logits [R, V], R = all rows."""
+    """Samples all chunks, each with its family and its rows of logits. logits [R, V], R = all rows."""
     rows: list[SamplingRow] = []
     places: list[int] = []
     counts: list[int] = []

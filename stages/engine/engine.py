@@ -1,4 +1,4 @@
-"""The language-model engine of one worker: schedule, run, commit.
+"""Implements the language-model engine of one worker: schedule, run, commit.
 
     waiting | admitted: blocks for the prompt | prefilled as media arrive | decoded | done
                           step: one packed pass over chunks and decodes of many requests
@@ -33,7 +33,7 @@ from stages.visual_inputs import PlacedEmbeddings, VisualInputs
 
 @dataclass(slots=True)
 class EngineCounts:
-    """What an engine has done so far. num_cached_tokens: of prompts, that did not have to be computed."""
+    """Counts an engine's work. num_cached_tokens: of prompts, that did not have to be computed."""
 
     num_steps: int = 0
     num_computed_tokens: int = 0
@@ -44,7 +44,7 @@ class EngineCounts:
 
 
 class LanguageEngine:
-    """Requests in, tokens out, one `step` at a time. Not for several threads at once."""
+    """Takes requests and returns tokens, one `step` at a time. Not thread-safe."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class LanguageEngine:
         enable_prefix_caching: bool = True,
         max_draft: int = 0,
     ) -> None:
-        """max_draft: most tokens to guess ahead for each decode, as long as that pays; 0 for none."""
+        """Takes max_draft: most tokens to guess ahead for each decode, while that pays; 0 for none."""
         self.counts = EngineCounts()
         spec = KVCacheSpec(tuple(pool.num_blocks for pool in runner.pools.groups), runner.pools.block_size)
         self.kv = KVCacheManager(spec, enable_prefix_caching=enable_prefix_caching)
@@ -81,7 +81,7 @@ class LanguageEngine:
         self._sequences[sequence.request_id] = sequence
 
     def can_admit(self, request: GenerateRequest) -> bool:
-        """Whether the request would get its blocks in the next step. Changes nothing."""
+        """Reports whether the request would get its blocks in the next step. Changes nothing."""
         visual = VisualInputs(request.prompt, request.num_prompt_tokens)
         return self.scheduler.can_admit(self._choice(request, 0, visual).scheduled)
 
@@ -92,12 +92,12 @@ class LanguageEngine:
         return TokenSequence(request, index, self._tokenizer, ends, visual, self._longest(request))
 
     def _longest(self, request: GenerateRequest) -> int:
-        """Tokens that prompt and answer may have in the empty cache; beside a parent a block is copied."""
+        """Returns the limit of prompt and answer in the empty cache; beside a parent a block is copied."""
         spec = self.kv.spec
         return (min(spec.num_blocks) - (request.parent is not None)) * spec.block_size
 
     def add_embeddings(self, request_id: str, placed: PlacedEmbeddings) -> None:
-        """The next visual tokens of a request, in order; those that are cached may be left out.
+        """Adds the next visual tokens of a request, in order; those that are cached may be left out.
 
         Embeddings for a request that is over are ignored.
         """
@@ -111,9 +111,9 @@ class LanguageEngine:
     def adopt(
         self, request: GenerateRequest, first: Sequence[SampledToken], later_ids: Sequence[int] = ()
     ) -> None:
-        """Goes on with a request whose tokens but the last are in this cache: blocks open under its id.
+        """Continues a request whose tokens but the last are in this cache: blocks open under its id.
 
-        first: the first token of each of its sequences, which somebody else has sampled and sent on.
+        first: the first token of each of its sequences, which another worker has sampled and sent on.
         later_ids: what followed it, of a request with one sequence that is moved in the middle of its answer.
         Whatever it raises, the request and its blocks are forgotten.
         """
@@ -157,7 +157,7 @@ class LanguageEngine:
         return sequence
 
     def attach(self, sequence: TokenSequence) -> None:
-        """Goes on with a request that was detached."""
+        """Continues a request that was detached."""
         self._sequences[sequence.request_id] = sequence
         self.scheduler.take_back(sequence.scheduled)
 
@@ -172,24 +172,24 @@ class LanguageEngine:
             self.scheduler.release(request_id)
 
     def is_held(self, request_id: str) -> bool:
-        """Whether the request is over but for its blocks."""
+        """Reports whether the request is over but for its blocks."""
         return self.scheduler.is_held(request_id)
 
     def release(self, request_id: str) -> None:
-        """Gives back the blocks of a request that was prefilled and held."""
+        """Releases the blocks of a request that was prefilled and held."""
         self.scheduler.release(request_id)
 
     def has_work(self) -> bool:
-        """Whether any request is not over yet."""
+        """Reports whether any request is not over yet."""
         return bool(self._sequences)
 
     @property
     def request_ids(self) -> list[str]:
-        """Of all requests that are not over, in order of arrival."""
+        """Lists all requests that are not over, in order of arrival."""
         return list(dict.fromkeys(sequence.request.request_id for sequence in self._sequences.values()))
 
     def num_computed(self, request_id: str) -> int:
-        """Tokens of a running or held request that are in the cache."""
+        """Counts the tokens of a running or held request that are in the cache."""
         return self.kv.num_tokens(request_id)
 
     def _sequences_of(self, request_id: str) -> list[TokenSequence]:
@@ -200,7 +200,7 @@ class LanguageEngine:
     # One step
 
     def step(self) -> StepResult:
-        """Computes one pass, as far as there is anything to compute, and returns what came of it.
+        """Computes one pass, as far as there is anything to compute, and returns its result.
 
         What raises for one request ends that request alone: see `StepResult.faults`. Raises AssertionError
         when it has left an inconsistent state, and its own error when many requests have failed in a row.
@@ -234,7 +234,7 @@ class LanguageEngine:
         return chunk.request.request_id in self._sequences
 
     def _draft(self, result: StepResult) -> None:
-        """Guesses how the decodes go on, as many tokens as have paid so far."""
+        """Guesses the next tokens of the decodes, as many as have paid so far."""
         if self._draft_gain is None:
             return
         decoding = [self._sequences[each.request_id] for each in self.scheduler.running if each.is_decoding]
@@ -262,7 +262,7 @@ class LanguageEngine:
             result.admissions.append(Admission(scheduled.request_id, scheduled.num_computed))
 
     def _move(self, output: SchedulerOutput) -> None:
-        """In this order, before the pass."""
+        """Moves blocks, in this order, before the pass."""
         for preemption in output.preemptions:
             self._moves.offload(preemption)
         self._moves.copy(output.copies)
@@ -271,7 +271,7 @@ class LanguageEngine:
             self.scheduler.advance(restore.request, restore.stop)
 
     def _run(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Logits [R, V] of the sampled rows: the last of a chunk, and one before it for each draft."""
+        """Returns logits [R, V] of the sampled rows: a chunk's last, and one before it for each draft."""
         return self._runner.run(
             [
                 self._sequences[chunk.request.request_id].segment(
@@ -307,7 +307,7 @@ class LanguageEngine:
                 self._fail(each.chunk.request, error, result)
 
     def _family(self, chunk: Chunk) -> list[TokenSequence]:
-        """The sequences that the chunk's logits serve: at the end of a prompt, all of the request."""
+        """Returns the sequences that the chunk's logits serve: at the end of a prompt, all of the request."""
         sequence = self._sequences[chunk.request.request_id]
         if sequence.num_generated or not self._num_rows(chunk):
             return [sequence]
@@ -358,7 +358,7 @@ class LanguageEngine:
     def _begin(
         self, family: Sequence[TokenSequence], first: Sequence[SampledToken], result: StepResult
     ) -> None:
-        """Gives every sequence its first token; those that go on share the prompt's blocks."""
+        """Gives every sequence its first token; those that continue share the prompt's blocks."""
         sequence = family[0]
         result.outputs += [each.push(token) for each, token in zip(family, first, strict=True)]
         if sequence.request.extent is Extent.FIRST_TOKEN:
@@ -374,7 +374,7 @@ class LanguageEngine:
             self._remove(sequence)
 
     def _hold(self, sequence: TokenSequence, result: StepResult) -> None:
-        """The request is prefilled: it leaves the queues, its blocks stay."""
+        """Takes a prefilled request out of the queues and keeps its blocks."""
         del self._sequences[sequence.request_id]
         self.scheduler.remove(sequence.scheduled, hold=True)
         result.prefilled.append(sequence.request.request_id)
@@ -385,7 +385,7 @@ class LanguageEngine:
         self.scheduler.remove(sequence.scheduled, hold=hold)
 
     def _drop_embeddings(self, sequence: TokenSequence) -> None:
-        """Embeddings are needed once, unless computed tokens may have to be computed again."""
+        """Drops embeddings after use, unless computed tokens may have to be computed again."""
         if self.scheduler.config.preemption == "offload":
             sequence.visual.drop(sequence.scheduled.num_computed)
 

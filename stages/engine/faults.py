@@ -1,4 +1,4 @@
-"""A pass that raises is run again in parts, so that it costs only the requests that it raises for alone.
+"""Reruns a pass that raises in parts, so that it costs only the requests that it raises for alone.
 
 [ a b c d ]  raises
 [ a b ] done   [ c d ]  raises
@@ -17,31 +17,31 @@ from epd.errors import EPDError, InternalError
 logger = logging.getLogger(__name__)
 
 _PartT = TypeVar("_PartT")
-# Requests that fail one after the other with no success between them: then it is the worker that is broken.
+# After this many failures in a row with no success between them, the worker itself is broken.
 MAX_FAULTS_IN_A_ROW = 16
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFault:
-    """A request that its worker cannot go on with, and has forgotten. cause: what was raised."""
+    """Reports a request that its worker cannot continue, and has forgotten. cause: what was raised."""
 
     request_id: str
     cause: Exception
 
     @property
     def error(self) -> EPDError:
-        """What the client is told: of a bug no more than its type."""
+        """Returns the client's error: of a bug no more than its type."""
         return InternalError.of(self.cause)
 
 
 def logged_fault(request_id: str, cause: Exception) -> RequestFault:
-    """The fault, with its traceback in the log."""
+    """Returns the fault, with its traceback in the log."""
     logger.error("request %s failed alone; others go on", request_id, exc_info=cause)
     return RequestFault(request_id, cause)
 
 
 class FaultCounts:
-    """How many requests have failed in a row; says when the worker itself is to end."""
+    """Counts the requests that have failed in a row; decides when the worker itself is to end."""
 
     def __init__(self) -> None:
         self._num_in_a_row = 0
@@ -62,7 +62,7 @@ def run_apart(
     run: Callable[[Sequence[_PartT]], None],
     fail: Callable[[_PartT, Exception], None],
 ) -> None:
-    """Runs all parts at once; where that raises, in halves, and tells which of them raises alone.
+    """Runs all parts at once; where that raises, runs halves, and reports which of them raises alone.
 
     run: has no effect if it raises.
     """

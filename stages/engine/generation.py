@@ -1,4 +1,4 @@
-"""What is asked of a language model, and what comes of it, step by step."""
+"""Defines the requests to a language model, and its outputs, step by step."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class GenerationSettings:
-    """What a checkpoint says of how it wants to be asked.
+    """Holds a checkpoint's defaults for generation.
 
-    eos_ids: the tokens that end an answer. max_tokens: of an answer, where the request says nothing; None:
-    what the context has room for. repetition_penalty: see `SamplingParams`. context_tokens: of the model.
+    eos_ids: the tokens that end an answer.
+    max_tokens: of an answer, where the request says nothing; None: what the context has room for.
+    repetition_penalty: see `SamplingParams`.
+    context_tokens: of the model.
     """
 
     eos_ids: frozenset[int]
@@ -50,21 +52,21 @@ class GenerationSettings:
 
     @property
     def defaults(self) -> SamplingParams:
-        """Greedy, as the checkpoint has it; `completed` settles max_tokens."""
+        """Returns greedy defaults, as the checkpoint has them; `completed` settles max_tokens."""
         return SamplingParams(repetition_penalty=self.repetition_penalty)
 
     def completed(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """See `held_to_context`."""
+        """Completes params: see `held_to_context`."""
         return held_to_context(params, num_prompt_tokens, self.context_tokens, self.max_tokens)
 
     def expected_tokens(self, params: SamplingParams, num_prompt_tokens: int) -> int:
-        """Of all answers to a request with these params, to plan for."""
+        """Estimates the tokens of all answers to a request with these params."""
         asked = self.max_tokens if params.max_tokens is None else params.max_tokens
         return expected_tokens(self.completed(params, num_prompt_tokens), asked)
 
 
 def generation_settings(path: Path, adapter: Adapter) -> GenerationSettings:
-    """What the folder's generation_config.json says, without loading weights; defaults where it has none."""
+    """Reads the folder's generation_config.json, without loading weights; defaults where it has none."""
     try:
         config = transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
     except OSError:
@@ -74,26 +76,28 @@ def generation_settings(path: Path, adapter: Adapter) -> GenerationSettings:
 
 
 def context_tokens(config: Any) -> int | None:
-    """Of a model, by its transformers configuration; None where that does not tell."""
+    """Reads a model's context from its transformers configuration; None where it is unspecified."""
     most = getattr(config.get_text_config(), "max_position_embeddings", None)
     return int(most) if most else None
 
 
 class Extent(StrEnum):
-    """How far a worker goes with a request."""
+    """Limits a worker's part of a request."""
 
     ANSWER = "answer"  # to its end
-    FIRST_TOKEN = "first token"  # then another worker goes on; blocks are held until `release`
+    FIRST_TOKEN = "first token"  # then another worker continues; blocks are held until `release`
     MEDIA = "media"  # up to the last visual token; blocks are held, for questions to start from
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One prompt to be answered.
+    """Describes one prompt to be answered.
 
-    identity: of the prompt's tokens. sampling: complete, with a number of max_tokens. seed: of the first of
-    `sampling.n` answers; the next has the next. parent: a held request of extent MEDIA whose tokens are the
-    first of this prompt. priority: the lower, the sooner.
+    identity: of the prompt's tokens.
+    sampling: complete, with a number of max_tokens.
+    seed: of the first of `sampling.n` answers; the next has the next.
+    parent: a held request of extent MEDIA whose tokens are the first of this prompt.
+    priority: the lower, the sooner.
     """
 
     request_id: str
@@ -107,12 +111,12 @@ class GenerateRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Prompt tokens that are to be computed."""
+        """Counts the prompt tokens that are to be computed."""
         return self.prompt.prefix_length if self.extent is Extent.MEDIA else len(self.prompt)
 
     @property
     def max_tokens(self) -> int:
-        """Of an answer."""
+        """Returns the most tokens of an answer."""
         if self.sampling.max_tokens is None:
             raise ValueError(
                 f"request '{self.request_id}' leaves max_tokens open; complete its sampling first"
@@ -122,11 +126,12 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """A token that one answer has gained. choice: which of the request's answers, from 0.
+    """Reports a token that one answer has gained.
 
-    index: of the token in its answer. Whoever passes tokens on can tell by it what went before: a
-    request that is done again, on another worker, gives the same tokens again.
-    text: what has become readable; all texts of a choice add up to its whole text.
+    choice: number of the answer among the request's, from 0.
+    index: of the token in its answer. It identifies tokens that are repeated: a request that is
+        retried on another worker gives the same tokens again.
+    text: what has become readable; all texts of a sequence add up to its whole text.
     """
 
     request_id: str
@@ -139,7 +144,10 @@ class TokenOutput:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request has its blocks. num_cached: prompt tokens that need not be computed, nor encoded."""
+    """Reports that a request has its blocks.
+
+    num_cached: prompt tokens that need not be computed, nor encoded.
+    """
 
     request_id: str
     num_cached: int
@@ -147,10 +155,12 @@ class Admission:
 
 @dataclass(slots=True)
 class StepResult:
-    """What one step did. prefilled: requests of extent FIRST_TOKEN or MEDIA that are complete, and held.
+    """Reports the results of one step.
 
-    computed: requests whose cache has grown. num_tokens: computed in all.
-    handovers: those that have ended. On the decode side, delivered ones go on there at once.
+    prefilled: requests of extent FIRST_TOKEN or MEDIA that are complete, and held.
+    computed: requests whose cache has grown.
+    num_tokens: computed in all.
+    handovers: those that have ended. On the decode side, delivered ones continue there at once.
     faults: requests that raised, and are forgotten.
     """
 

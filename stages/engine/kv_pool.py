@@ -1,4 +1,4 @@
-"""Where keys and values lie: the memory behind a `KVCacheManager`, which alone knows what is where.
+"""Stores keys and values: the memory behind a `KVCacheManager`, which alone knows what is where.
 
 One pool per layer group. storage: [num_layers, 2, num_blocks, block_size, Hkv, D], keys before values.
 A *slot* is where one token lies: block * block_size + place in the block.
@@ -30,7 +30,7 @@ _LEAST_MEAN_RUN = 4
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """What one token leaves behind in a layer group: keys and values of each of its layers."""
+    """Describes a token's keys and values in a layer group, for each of its layers."""
 
     num_layers: int
     num_kv_heads: int
@@ -43,7 +43,10 @@ class KVLayout:
 
 
 def token_slots(block_table: Sequence[int], start: int, stop: int, block_size: int) -> Tensor:
-    """int64 [stop - start]: where tokens [start, stop) lie. Raises ValueError past the table's end."""
+    """Returns where tokens [start, stop) lie, int64 [stop - start].
+
+    Raises ValueError past the table's end.
+    """
     if not 0 <= start <= stop <= len(block_table) * block_size:
         raise ValueError(
             f"tokens [{start}, {stop}) are not in {len(block_table)} blocks of {block_size}; allocate first"
@@ -55,7 +58,7 @@ def token_slots(block_table: Sequence[int], start: int, stop: int, block_size: i
 
 
 class KVPool:
-    """Blocks of one layer group. memory: uint8, as many bytes as it takes; its own if left out."""
+    """Stores the blocks of one layer group. memory: uint8, of sufficient bytes; its own if left out."""
 
     def __init__(
         self,
@@ -83,20 +86,20 @@ class KVPool:
         return self.storage.shape[3]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Key and value cache of the group's layer `index`: views [num_blocks, block_size, Hkv, D]."""
+        """Returns the caches of the group's layer `index`: views [num_blocks, block_size, Hkv, D]."""
         return self.storage[index, 0], self.storage[index, 1]
 
     def read(self, slots: Tensor) -> Tensor:
-        """What lies at `slots`, int64 [N]: [num_layers, 2, N, Hkv, D] in host memory, copied."""
+        """Copies `slots`, int64 [N], to host memory: [num_layers, 2, N, Hkv, D]."""
         return self._slots.index_select(2, slots.to(self.storage.device)).cpu()
 
     def write(self, slots: Tensor, values: Tensor) -> None:
-        """Puts back what `read` gave, at any slots: int64 [N], [num_layers, 2, N, Hkv, D]."""
+        """Writes what `read` returned, at any slots: int64 [N], [num_layers, 2, N, Hkv, D]."""
         device = self.storage.device
         self._slots.index_copy_(2, slots.to(device), values.to(device))
 
     def copy(self, source: KVPool, source_slots: Tensor, target_slots: Tensor) -> None:
-        """Brings tokens over from another pool of the same layout; block sizes may differ.
+        """Copies tokens from another pool of the same layout; block sizes may differ.
 
         source_slots, target_slots: int64 [N], on the host; of one pool they may not overlap.
         Raises ValueError for another layout.
@@ -110,14 +113,14 @@ class KVPool:
             self._copy_slots(source, source_slots, target_slots)
 
     def _copy_runs(self, source: KVPool, runs: Sequence[tuple[int, int, int]]) -> None:
-        """The fast path where slots follow each other: no temporary, the longest stretches of memory."""
+        """Copies fast where slots follow each other: no temporary, the longest stretches of memory."""
         for at_source, at_target, length in runs:
             self._slots[:, :, at_target : at_target + length].copy_(
                 source._slots[:, :, at_source : at_source + length]
             )
 
     def _copy_slots(self, source: KVPool, source_slots: Tensor, target_slots: Tensor) -> None:
-        """The plain twin of `_copy_runs`, and the only one where each call is a kernel launch."""
+        """Copies as `_copy_runs`, as its plain twin, and alone where each call is a kernel launch."""
         tokens = source._slots.index_select(2, source_slots.to(source.storage.device))
         device = self.storage.device
         self._slots.index_copy_(2, target_slots.to(device), tokens.to(device))
@@ -131,7 +134,7 @@ class KVPool:
 
 
 def _runs(source_slots: Tensor, target_slots: Tensor) -> list[tuple[int, int, int]]:
-    """(first source slot, first target slot, length) of stretches where both sides ascend by one."""
+    """Lists (first source slot, first target slot, length) of stretches where both ascend by one."""
     sources, targets = source_slots.numpy(), target_slots.numpy()
     is_cut = (np.diff(sources) != 1) | (np.diff(targets) != 1)
     starts = np.concatenate([[0], np.flatnonzero(is_cut) + 1, [len(sources)]]).tolist()
@@ -140,7 +143,7 @@ def _runs(source_slots: Tensor, target_slots: Tensor) -> list[tuple[int, int, in
 
 @dataclass(frozen=True, slots=True)
 class KVGroupShape:
-    """The pool of one layer group, apart from its block size."""
+    """Describes the pool of one layer group, apart from its block size."""
 
     num_blocks: int
     layout: KVLayout
@@ -148,7 +151,7 @@ class KVGroupShape:
 
 @dataclass(frozen=True, slots=True)
 class KVPoolsShape:
-    """The pools of one worker: the layer groups in the order of the model's layers. block_size: tokens."""
+    """Describes a worker's pools: layer groups in the order of the model's layers. block_size: tokens."""
 
     groups: tuple[KVGroupShape, ...]
     block_size: int
@@ -168,7 +171,7 @@ class KVPoolsShape:
 
 
 class KVPools:
-    """One worker's pools, of every layer group, side by side in one piece of memory."""
+    """Holds one worker's pools, of every layer group, side by side in one piece of memory."""
 
     def __init__(self, shape: KVPoolsShape, shared_file: Path | None = None, device: str = "cpu") -> None:
         self.shape = shape
@@ -187,11 +190,11 @@ class KVPools:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of a token that every layer keeps."""
+        """Counts the bytes of a token that every layer keeps."""
         return sum(group.layout.bytes_per_token for group in self.shape.groups)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Key and value cache of the model's layer `index`: views [num_blocks, block_size, Hkv, D]."""
+        """Returns the caches of the model's layer `index`: views [num_blocks, block_size, Hkv, D]."""
         pool, place = self._layers[index]
         return pool.layer(place)
 
@@ -214,7 +217,7 @@ class KVPools:
             self.groups[span.layer_group].copy(theirs, source_slots, target_slots)
 
     def _slots_of(self, ticket: KVTicket, span: KVSpan, source_block_size: int) -> tuple[Tensor, Tensor]:
-        """Where the tokens of a span lie in the sender's pool and are to lie here; int64 [N] each."""
+        """Returns where a span's tokens lie in the sender's pool and are to lie here; int64 [N] each."""
         if span.start < ticket.num_cached or span.stop > ticket.num_tokens:
             raise ValueError(
                 f"tokens [{span.start}, {span.stop}) of request '{ticket.request_id}' were sent, "

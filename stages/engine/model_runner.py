@@ -32,14 +32,17 @@ _ATTENTION = "epd_paged"
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """New tokens of one request.
+    """Holds the new tokens of one request.
 
-    token_ids: int64 [n]. positions: int64 [rows, n], three rows for M-RoPE, else one.
-    num_cached: tokens in the cache before these, of each layer group. block_tables: of each layer group, with
-    room for the new ones. visual: visual tokens among the new ones, indices counted from the first of them.
-    num_logits: how many of the last new tokens to give logits for. num_kept: how many of the new tokens stay
-    in the cache, chosen by each layer; all of them if None. going_on: told which, where the later layers
-    compute those alone. view: what of the cache it reads, if not all.
+    token_ids: int64 [n].
+    positions: int64 [rows, n], three rows for M-RoPE, else one.
+    num_cached: tokens in the cache before these, of each layer group.
+    block_tables: of each layer group, with room for the new ones.
+    visual: visual tokens among the new ones, indices counted from the first of them.
+    num_logits: how many of the last new tokens to give logits for.
+    num_kept: how many new tokens stay in the cache, chosen by each layer; all of them if None.
+    going_on: receives which, where the later layers compute those alone.
+    view: what of the cache it reads, if not all.
     """
 
     token_ids: Int64Array
@@ -53,7 +56,7 @@ class Segment:
     view: QuestionView | None = None
 
     def later(self) -> Segment:
-        """As the later layers compute it: with as many rows as go on, all of which they keep."""
+        """Returns the segment of later layers: with as many rows as continue, all of which they keep."""
         if self.going_on is None:
             return self
         return replace(self, token_ids=self.token_ids[: self.num_kept], num_kept=None, going_on=None)
@@ -61,7 +64,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class _PagedLayers:
-    """What the attention function needs to know of a pass. caches, plans: of each layer."""
+    """Holds what the attention function needs to know of a pass. caches, plans: of each layer."""
 
     caches: Sequence[tuple[Tensor, Tensor]]
     plans: Sequence[AttentionPlan]
@@ -71,7 +74,7 @@ class _PagedLayers:
 
 
 class ModelRunner:
-    """The language model of one checkpoint and its KV pools. Changes the model's attention function."""
+    """Runs the language model of one checkpoint with its KV pools. Changes the model's attention function."""
 
     def __init__(self, model: Any, adapter: Adapter, pools: KVPools) -> None:
         register(_ATTENTION)
@@ -90,7 +93,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, segments: Sequence[Segment]) -> Tensor:
-        """Computes all segments in one pass, filling the cache. Gives logits [R, V], R = all num_logits."""
+        """Computes all segments in one pass, filling the cache. Returns logits [R, V], R = all num_logits."""
         rows = self._decode(segments)
         segments = [segment.later() for segment in segments]
         if sum(segment.num_logits for segment in segments) < len(rows):
@@ -99,7 +102,7 @@ class ModelRunner:
         return logits
 
     def _decode(self, segments: Sequence[Segment]) -> Tensor:
-        """What the last layer gives, [T', C]: of the rows of `Segment.later`, one segment after another."""
+        """Returns the last layer's output, [T', C]: of the rows of `Segment.later`, in order of segments."""
         plans = self._plans(segments)
         positions = _joined([segment.positions for segment in segments])
         position_ids = self._moved(positions if len(positions) == 1 else positions[:, None])
@@ -123,7 +126,10 @@ class ModelRunner:
         plans: Sequence[AttentionPlan],
         extra: dict[str, Any],
     ) -> Tensor:
-        """[T, C] of embeds [1, T, C]. plans: of each layer group. extra: what else the family's takes."""
+        """Computes [T, C] of embeds [1, T, C].
+
+        plans: of each layer group. extra: further arguments of the family's decoder.
+        """
         hidden: Tensor = decoder(
             inputs_embeds=embeds,
             position_ids=position_ids,
@@ -134,7 +140,7 @@ class ModelRunner:
         return hidden[0]
 
     def _plans(self, segments: Sequence[Segment]) -> list[AttentionPlan]:
-        """Of each layer group."""
+        """Builds the plan of each layer group."""
         ends = _ends(segments)
         return [
             replace(
@@ -189,7 +195,7 @@ class ModelRunner:
             yield ObservedRows(*rows, slots.to(self._device), segment.going_on)
 
     def _embedded(self, segments: Sequence[Segment]) -> tuple[Tensor, dict[str, Any]]:
-        """[1, T, C] with visual rows in their places, and what else the family's decoder takes."""
+        """Embeds [1, T, C] with visual rows in their places; returns also the decoder's further arguments."""
         token_ids = _joined([segment.token_ids for segment in segments])
         embeds: Tensor = self._embed(self._moved(token_ids)[None])
         placed = [
@@ -210,12 +216,12 @@ class ModelRunner:
 
 
 def _ends(segments: Sequence[Segment]) -> list[int]:
-    """Of each segment, the packed row after its last."""
+    """Returns, for each segment, the packed row after its last."""
     return list(accumulate(len(segment.token_ids) for segment in segments))
 
 
 def _num_deepstack(segments: Sequence[Segment]) -> int:
-    """How many of the first layers take features beside the embeddings."""
+    """Counts the first layers that take features beside the embeddings."""
     return max(len(each.visual.embeddings.deepstack) for each in segments if each.visual is not None)
 
 
@@ -224,7 +230,7 @@ def _joined(arrays: Sequence[Int64Array]) -> Int64Array:
 
 
 def _padded(tables: Sequence[Int32Array]) -> Int32Array:
-    """int32 [S, the longest]; what is past a table's end is 0."""
+    """Pads to int32 [S, the longest]; what is past a table's end is 0."""
     padded = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
     for row, table in zip(padded, tables, strict=True):
         row[: len(table)] = table
@@ -240,7 +246,7 @@ def _logit_rows(segments: Sequence[Segment], ends: Sequence[int]) -> Int64Array:
 
 
 def kv_layout(model: Any) -> KVLayout:
-    """What one token of `model` leaves in the cache, all layers in one group."""
+    """Describes what one token of `model` leaves in the cache, all layers in one group."""
     config = model.get_decoder().config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     dtype = next(model.get_decoder().parameters()).dtype

@@ -1,4 +1,4 @@
-"""Memory of a pool: this process's own, or a file in memory that other processes map too."""
+"""Allocates a pool's memory: this process's own, or a file in memory that other processes map too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def pool_memory(num_bytes: int, shared_file: Path | None = None, device: str = "cpu") -> Tensor:
-    """uint8 [num_bytes], zeros where nothing has been written: garbage read as floats could be NaN.
+    """Allocates uint8 [num_bytes], zeros until written: garbage read as floats could be NaN.
 
     A CPU's memory is taken page by page when it is written first, so a pool costs what is used of it.
 

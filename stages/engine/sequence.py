@@ -1,4 +1,4 @@
-"""One answer while it grows: its tokens, where they lie, and whether it has ended."""
+"""Tracks one growing answer: its tokens, where they lie, and whether it has ended."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from stages.visual_inputs import VisualInputs
 
 
 class TokenSequence:
-    """One of the `sampling.n` answers to a request; the first of them prefills the prompt for all."""
+    """Tracks one of the `sampling.n` answers to a request; the first of them prefills the prompt for all."""
 
     def __init__(
         self,
@@ -36,7 +36,10 @@ class TokenSequence:
         visual: VisualInputs,
         capacity: int,
     ) -> None:
-        """ends: of the request. capacity: tokens of prompt and answer that the KV cache has room for."""
+        """Starts an answer.
+
+        ends: of the request. capacity: most tokens of prompt and answer in the KV cache.
+        """
         self.request = request
         self.index = index
         self.visual = visual
@@ -68,7 +71,7 @@ class TokenSequence:
 
     @property
     def request_id(self) -> str:
-        """Of this answer, as scheduler and cache know it."""
+        """Returns the id of this answer in scheduler and cache."""
         return self.scheduled.request_id
 
     @property
@@ -77,11 +80,11 @@ class TokenSequence:
 
     @property
     def known_ids(self) -> Int64Array:
-        """int64 [num_tokens]: prompt and answer so far."""
+        """Returns prompt and answer so far, int64 [num_tokens]."""
         return self.tokens.ids[: self.scheduled.num_tokens]
 
     def draft(self, max_draft: int) -> None:
-        """Guesses at most so many tokens that may follow, to be computed along with the last one."""
+        """Guesses at most this many tokens that may follow, to be computed along with the last one."""
         num_tokens = self.scheduled.num_tokens
         room = self.scheduled.max_total_tokens - num_tokens - 1
         drafts = self._lookup.propose(self.known_ids, min(max_draft, room))
@@ -91,7 +94,7 @@ class TokenSequence:
         self.scheduled.num_drafts = len(drafts)
 
     def segment(self, start: int, stop: int, num_logits: int, kv: KVCacheManager) -> Segment:
-        """Tokens [start, stop) for the model to compute, or the whole window of which they stay."""
+        """Returns tokens [start, stop) for the model to compute, or the whole window of which they stay."""
         num_groups = len(kv.spec.num_blocks)
         visual = self.visual.part(start, stop) if start < self.scheduled.num_prompt_tokens else None
         segment = Segment(
@@ -107,7 +110,7 @@ class TokenSequence:
         return segment if window is None else self._of_window(segment, window)
 
     def _of_window(self, segment: Segment, window: WindowInputs) -> Segment:
-        """The same segment with all tokens of the window instead of those that stay."""
+        """Returns the same segment with all tokens of the window instead of those that stay."""
         return replace(
             segment,
             token_ids=np.repeat(segment.token_ids[:1], window.pruned.num_inputs),
@@ -118,12 +121,12 @@ class TokenSequence:
         )
 
     def _lengths(self, kv: KVCacheManager, start: int) -> list[int]:
-        """Tokens in the cache of each layer group; of pruned layers they are fewer than `start`."""
+        """Counts the tokens in the cache by layer group; in pruned layers they are fewer than `start`."""
         pruned = start - kv.num_tokens(self.request_id)
         return [kv.num_tokens(self.request_id, group) + pruned for group in range(len(kv.spec.num_blocks))]
 
     def _table(self, kv: KVCacheManager, group: int) -> Int32Array:
-        """The block table as int32; converted again only when it has changed."""
+        """Returns the block table as int32; converted again only when it has changed."""
         blocks = kv.block_table(self.request_id, group)
         while len(self._tables) <= group:
             self._tables.append(np.empty(0, dtype=np.int32))
@@ -133,7 +136,7 @@ class TokenSequence:
         return table
 
     def forget_tables(self) -> None:
-        """The blocks are others from now on."""
+        """Discards the tables, since the blocks are others from now on."""
         self._tables = []
 
     def push(self, token: SampledToken) -> TokenOutput:
@@ -143,7 +146,7 @@ class TokenSequence:
         return TokenOutput(self.request.request_id, self.index, index, token, text, self.finish_reason)
 
     def _take(self, token: SampledToken) -> str:
-        """What becomes readable with the token."""
+        """Returns the text that becomes readable with the token."""
         num_generated = self.num_generated + 1
         self.tokens.reserve(self.scheduled.num_tokens + 1)
         self.tokens.ids[self.scheduled.num_tokens] = token.token_id
@@ -166,7 +169,7 @@ class TokenSequence:
 def _uncut_ranges(
     windows: Sequence[WindowInputs], view: QuestionView | None, num_prompt: int
 ) -> Iterator[PrunedRange]:
-    """Windows; and a question that chooses what it reads by all of its text, which stays whole."""
+    """Returns windows, and the text of a question that chooses what it reads; these stay whole."""
     yield from (window.pruned for window in windows)
     if view is not None:
         yield PrunedRange(view.start, num_prompt, num_prompt - view.start)

@@ -1,4 +1,4 @@
-"""An engine for a loaded model, with room for keys and values."""
+"""Builds an engine for a loaded model, with room for keys and values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def build_engine(
     enable_prefix_caching: bool = False,
     max_draft: int = 0,
 ) -> LanguageEngine:
-    """An engine over these pools, by default over its own: see `kv_shape`."""
+    """Builds an engine over these pools, by default over its own: see `kv_shape`."""
     return LanguageEngine(
         ModelRunner(model, adapter, pools or kv_shape(model, num_kv_tokens, block_size).build()),
         adapter.tokenizer,
@@ -44,13 +44,13 @@ def build_engine(
 def kv_shape(
     model: Any, num_kv_tokens: int | None = None, block_size: int = BLOCK_SIZE, num_pools: int = 1
 ) -> KVPoolsShape:
-    """Pools for a model. num_kv_tokens: their room; by default `default_kv_tokens`."""
+    """Describes pools for a model. num_kv_tokens: their room; by default `default_kv_tokens`."""
     layout = kv_layout(model)
     num_tokens = num_kv_tokens or default_kv_tokens(layout.bytes_per_token, num_pools)
     return KVPoolsShape((KVGroupShape(num_tokens // block_size, layout),), block_size)
 
 
 def default_kv_tokens(bytes_per_token: int, num_pools: int = 1) -> int:
-    """What one of num_pools pools, which share a quarter of the memory that we may use, holds, or less."""
+    """Returns the tokens of one of num_pools pools that share a quarter of our usable memory, or less."""
     share_bytes = int(memory_limit_bytes() * _KV_MEMORY_SHARE) // num_pools
     return min(share_bytes // bytes_per_token, _MAX_KV_TOKENS)

@@ -1,1 +1,1 @@
-"""Triton kernels of the KV cache, each beside a plain torch twin that says what it must compute."""
+"""Contains Triton kernels of the KV cache, each beside a plain torch twin that defines its result."""

@@ -1,4 +1,4 @@
-"""Moving keys and values by slot on a GPU: one program for each token and plane.
+"""Moves keys and values by slot on a GPU: one program for each token and plane.
 
 A *plane* is the keys or the values of one layer. Import this module only where Triton is.
 """
@@ -45,7 +45,7 @@ def _write_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and 
 def write_slots(
     keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    """keys, values [T, Hkv, D], channels contiguous, to slots int64 [T]. Twin: `index_copy_`.
+    """Writes keys, values [T, Hkv, D], channels contiguous, to slots int64 [T]. Twin: `index_copy_`.
 
     key_cache, value_cache: [num_blocks, block_size, Hkv, D], contiguous, of the same dtype.
     """
@@ -93,14 +93,14 @@ def _move_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and n
 
 
 def gather_slots(planes: Tensor, slots: Tensor) -> Tensor:
-    """[P, K, W]: what planes [P, num_slots, W], contiguous, hold at slots int64 [K]. Twin: `index_select`."""
+    """Reads planes [P, num_slots, W], contiguous, at slots int64 [K]: [P, K, W]. Twin: `index_select`."""
     rows = torch.empty(planes.shape[0], len(slots), planes.shape[2], dtype=planes.dtype, device=planes.device)
     _move(planes, rows, slots, is_gather=True)
     return rows
 
 
 def scatter_slots(planes: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Puts rows [P, K, W] at slots int64 [K] of planes [P, num_slots, W], all contiguous.
+    """Writes rows [P, K, W] at slots int64 [K] of planes [P, num_slots, W], all contiguous.
 
     Twin: `index_copy_`.
     """

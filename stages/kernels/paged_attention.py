@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache on a GPU. Its twin is `stages.attention.host`.
+"""Computes attention over a paged KV cache on a GPU. Its twin is `stages.attention.host`.
 
 One program takes one *tile* (some new tokens of one segment, times the G query heads of one KV head) and one
 *split* of the keys that the tile attends (Dao et al. 2023, "Flash-Decoding"):
@@ -26,7 +26,7 @@ from epd.types import ceil_div
 def _load_keys(  # type: ignore[no-untyped-def] # arguments are pointers and numbers
     cache, slot, is_key, slot_stride, head_offset, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Keys or values of one head at `slot`, [BLOCK_N, BLOCK_D]; zeros where there is none."""
+    """Loads keys or values of one head at `slot`, [BLOCK_N, BLOCK_D]; zeros where there is none."""
     dim = tl.arange(0, BLOCK_D)
     place = slot[:, None] * slot_stride + head_offset + dim[None, :]
     return tl.load(cache + place, mask=is_key[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
@@ -34,7 +34,7 @@ def _load_keys(  # type: ignore[no-untyped-def] # arguments are pointers and num
 
 @triton.jit
 def _absorb(scores, v, highest, total, weighted):  # type: ignore[no-untyped-def] # blocks of numbers
-    """One step of the running softmax, float32: scores [BLOCK_M, BLOCK_N], v [BLOCK_N, BLOCK_D]."""
+    """Performs one step of the running softmax, float32: scores [BLOCK_M, BLOCK_N], v [BLOCK_N, BLOCK_D]."""
     new_highest = tl.maximum(highest, tl.max(scores, 1))
     # A row that has seen nothing yet: minus infinity less itself is not a number.
     reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
@@ -174,9 +174,11 @@ def _merge_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and 
 
 @dataclass(frozen=True, slots=True)
 class TileSet:
-    """Segments that are tiled alike; integers on the device are int32.
+    """Holds segments that are tiled alike; integers on the device are int32.
 
-    segments: [N]; rows: [tokens], the packed rows of those segments. max_new, max_context: of any of them.
+    segments: [N].
+    rows: [tokens], the packed rows of those segments.
+    max_new, max_context: of any of them.
     """
 
     segments: Tensor
@@ -187,7 +189,7 @@ class TileSet:
 
 @dataclass(frozen=True, slots=True)
 class PagedSegments:
-    """Where the segments of a pass lie, int32 on the device; see `AttentionBatch`."""
+    """Locates the segments of a pass, int32 on the device; see `AttentionBatch`."""
 
     query_starts: Tensor
     context_lens: Tensor
@@ -196,7 +198,11 @@ class PagedSegments:
 
 @dataclass(frozen=True, slots=True)
 class _Tiling:
-    """tokens: new tokens of a tile. block_m, block_n, block_d: rows, keys and channels, powers of two."""
+    """Holds tile sizes.
+
+    tokens: new tokens of a tile.
+    block_m, block_n, block_d: rows, keys and channels, powers of two.
+    """
 
     tokens: int
     block_m: int
@@ -220,7 +226,7 @@ def _tiling(tiles: TileSet, group: int, head_dim: int) -> _Tiling:
 
 
 def num_splits(num_programs: int, max_context: int, num_processors: int) -> int:
-    """Into how many parts the keys are split: enough to busy the device twice, none of them tiny."""
+    """Returns into how many parts to split the keys: enough to busy the device twice, none of them tiny."""
     wanted = ceil_div(2 * num_processors, num_programs)
     useful = ceil_div(max_context, _LEAST_KEYS_PER_SPLIT)
     return max(1, min(wanted, useful, _MOST_SPLITS))

@@ -1,1 +1,1 @@
-"""Fewer keys and values inside the language model."""
+"""Reduces keys and values inside the language model."""

@@ -1,17 +1,17 @@
-"""Windows of which only some tokens go on through the later layers: FastKV's token-selective propagation.
+"""Limits later layers to some tokens of a window: FastKV's token-selective propagation.
 
     layer   rows that are computed     what its cache keeps
     0       a b c d e f g h            b . d . . . g .          those that observing rows attend most
-    1       a b c d e f g h            . . c d . . g .          the last one to compute all: these go on
+    1       a b c d e f g h            . . c d . . g .          the last one to compute all: these continue
     2 ...   c d g                      c d g                    nothing else is computed
 
 Source: Jo et al. 2025, "FastKV" (arXiv 2502.01068). There the last tokens of the prompt observe: the question
-decides, once, what of the whole prompt goes on and what each layer keeps, for it alone. Here a video is
+decides once what of the whole prompt continues and each layer keeps, for it alone. Here a video is
 computed window by window, before any question is known, and its cache serves all of them. Therefore:
 
-    - a window observes itself. Its end is no question, and chose worse than chance (docs/reduction.md), so
+    - a window observes itself. Its end is not a question, and chose worse than chance (docs/reduction.md), so
       rows spread over it observe; a token's score is the mean over those that see it; text is never dropped;
-    - one share holds for what goes on and for what is kept (there 20 % and 10 %), so that all layers' caches
+    - one share holds for what continues and for what is kept (there 20 % and 10 %), so all layers' caches
       are equally long: one block table serves them, and its length is known before a frame is decoded;
     - observing tokens stay only if they are attended like others (there they stay: they are the question);
     - a third of the layers compute all tokens (there about half), which on the embedded model costs nothing;
@@ -37,16 +37,17 @@ NUM_OBSERVING = 32
 
 @dataclass(slots=True)
 class GoingOn:
-    """Which tokens of a window go on, int64 [k], ascending: those that the last layer to choose has kept."""
+    """Holds a window's tokens that continue, int64 [k], ascending: those the last layer to choose kept."""
 
     chosen: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedRows(PrunedRows):
-    """Of a window each layer keeps the tokens that its observing rows attend most, over all heads together.
+    """Keeps, in each layer, a window's tokens that its observing rows attend most, over all heads together.
 
-    slots: int64 [context], where the request's tokens lie, the window's last. going_on: told every choice.
+    slots: int64 [context], where the request's tokens lie, the window's last.
+    going_on: receives every layer's selection.
     """
 
     slots: Tensor
@@ -67,18 +68,18 @@ class ObservedRows(PrunedRows):
 
 
 def observing_rows(num_tokens: int) -> Tensor:
-    """int64 [o], ascending: rows of a window of so many, spread over it, the last among them."""
+    """Spreads observing rows over a window of this length, the last among them: int64 [o], ascending."""
     num_observing = min(NUM_OBSERVING, num_tokens)
     return torch.arange(1, num_observing + 1) * num_tokens // num_observing - 1
 
 
 def num_whole_layers(num_layers: int, num_deepstack: int) -> int:
-    """How many layers compute all tokens of a window: a third, and all that deepstack features go to."""
+    """Counts the layers that compute all tokens of a window: a third, and all with deepstack features."""
     return max(1, num_layers // 3, num_deepstack)
 
 
 def cut_decoder(decoder: nn.Module, num_layers: int) -> tuple[nn.Module, nn.Module]:
-    """The same decoder as two that are run one after the other: its first `num_layers`, and the rest.
+    """Splits the decoder into two that are run one after the other: its first `num_layers`, and the rest.
 
     They share the weights. The first gives what the second takes as `inputs_embeds`.
     """
@@ -91,7 +92,7 @@ def cut_decoder(decoder: nn.Module, num_layers: int) -> tuple[nn.Module, nn.Modu
 
 
 def rows_going_on(segments: Sequence[tuple[int, GoingOn | None]], device: torch.device) -> Tensor:
-    """int64 [T']: of packed segments, each of so many rows, those that go on; all of one without a choice."""
+    """Returns the packed rows that continue, int64 [T']; all rows of a segment without a selection."""
     rows, start = [], 0
     for num_rows, window in segments:
         chosen = torch.arange(num_rows, device=device) if window is None else window.chosen

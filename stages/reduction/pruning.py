@@ -1,4 +1,4 @@
-"""Keys and values that each layer drops as soon as it has computed them: QuickPrefill.
+"""Drops keys and values in each layer as soon as it has computed them: QuickPrefill.
 
 A window of visual tokens is computed whole, behind what the cache keeps of earlier ones. After its attention
 a layer moves the chosen keys and values to the front; the block table grows by those alone.
@@ -33,7 +33,9 @@ _GOLDEN = 0.6180339887498949
 
 @dataclass(frozen=True, slots=True)
 class WindowInputs:
-    """A window as the language model computes it. positions: int64 [rows, num_inputs], of all its tokens.
+    """Holds a window as the language model computes it.
+
+    positions: int64 [rows, num_inputs], of all its tokens.
 
     propagates: whether the later layers compute only what is kept.
     """
@@ -43,12 +45,12 @@ class WindowInputs:
     propagates: bool
 
     def placed(self, part: PlacedEmbeddings | None) -> PlacedEmbeddings | None:
-        """The window's embeddings, one after another from the chunk's first token."""
+        """Places the window's embeddings, one after another from the chunk's first token."""
         return PlacedEmbeddings(part.embeddings, np.arange(len(part.embeddings))) if part else None
 
 
 def window_inputs(prompt: PromptPlan) -> Iterator[WindowInputs]:
-    """The windows of a prompt that are reduced in prefill, in order."""
+    """Lists the windows of a prompt that are reduced in prefill, in order."""
     if prompt.reduction is None or not prompt.reduction.policy.is_in_prefill:
         return
     propagates = prompt.reduction.policy.is_propagating
@@ -63,14 +65,14 @@ def window_inputs(prompt: PromptPlan) -> Iterator[WindowInputs]:
 
 @dataclass(frozen=True, slots=True)
 class PrunedRows:
-    """Packed rows [start, stop) of a pass are a window; each layer keeps `num_kept` of them."""
+    """Prunes packed rows [start, stop) of a pass, a window; each layer keeps `num_kept` of them."""
 
     start: int
     stop: int
     num_kept: int
 
     def choose(self, queries: Tensor, keys: Tensor, key_cache: Tensor, scale: float) -> Tensor:  # noqa: ARG002
-        """int64 [k], ascending: which of the window's tokens one layer keeps; here, those of least key norm.
+        """Chooses the window's tokens that one layer keeps, int64 [k], ascending: those of least key norm.
 
         queries, keys: [T, H, D] of the whole pass, keys as they are cached.
         key_cache: [num_blocks, block_size, Hkv, D], with these keys in it.
@@ -80,7 +82,7 @@ class PrunedRows:
     def keep(
         self, chosen: Tensor, keys: Tensor, values: Tensor, slot_mapping: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What one layer keeps, and where: keys and values [k, Hkv, D], slots int64 [k].
+        """Selects what one layer keeps, and where: keys and values [k, Hkv, D], slots int64 [k].
 
         keys, values: [T, Hkv, D] of the whole pass. slot_mapping: int64 [T].
         """
@@ -89,14 +91,14 @@ class PrunedRows:
 
 
 def coarse(values: Tensor) -> Tensor:
-    """int32, in the order of positive float32 values; those that only rounding tells apart are equal."""
+    """Returns int32, in the order of positive float32 values; those that differ by rounding are equal."""
     return (values.view(torch.int32) + (1 << (_NORM_BITS - 1))) >> _NORM_BITS
 
 
 def smallest_keys(keys: Tensor, num_kept: int) -> Tensor:
-    """int64 [k], ascending: the keys [n, Hkv, D] of least L2 norm, over all KV heads together.
+    """Chooses the keys [n, Hkv, D] of least L2 norm, over all KV heads together: int64 [k], ascending.
 
-    Among equal ones those that come first in a fixed order which is spread over the window.
+    Among equal ones, takes those that come first in a fixed order which is spread over the window.
     """
     norms = keys.float().flatten(1).norm(dim=1)
     ranks = coarse(norms)

@@ -1,4 +1,4 @@
-"""Questions that read only some of the cached visual tokens, each its own: MustDrop from its second stage on.
+"""Lets each question read only some of the cached visual tokens: MustDrop from its second stage on.
 
     cache of a video       | v v v v v v v v | held whole, for every question
     layer 0 of a question  | v v v v v v v v | reads all, scores them by what its own text attends
@@ -25,10 +25,10 @@ from stages.reduction.pruning import coarse
 
 
 class QuestionView:
-    """Which visual tokens the layers read for one prompt; chosen when its question is computed, at once."""
+    """Selects the visual tokens that layers read for one prompt, when its question is computed, at once."""
 
     def __init__(self, prompt: PromptPlan) -> None:
-        """Of a prompt that is reduced by its question."""
+        """Takes a prompt that is reduced by its question."""
         places = [item.token_indices(0, len(item.units)) for item in prompt.media]
         self.start = prompt.prefix_length
         self._visual = torch.from_numpy(np.concatenate(places))
@@ -41,11 +41,11 @@ class QuestionView:
         self._chosen: list[Tensor] = []  # of each layer, into the visual tokens, ascending
 
     def num_read(self) -> tuple[int, ...]:
-        """Visual tokens that each layer read when the question was computed."""
+        """Counts the visual tokens that each layer read when the question was computed."""
         return self._counts
 
     def begin(self, num_layers: int) -> None:
-        """The question is about to be computed."""
+        """Resets the view, as the question is about to be computed."""
         num_all = len(self._visual)
         self._counts = layer_counts(num_all, self._num_wanted, num_layers)
         self._chosen = [torch.arange(num_all)] * num_layers
@@ -54,12 +54,12 @@ class QuestionView:
         return len(self._chosen[layer]) == len(self._visual)
 
     def tokens(self, layer: int, num_tokens: int) -> Tensor:
-        """int64, ascending: which of the first `num_tokens` tokens the layer reads."""
+        """Lists which of the first `num_tokens` tokens the layer reads, int64, ascending."""
         later = torch.arange(self.start, num_tokens)
         return torch.cat([self._text, self._visual[self._chosen[layer]], later]).sort().values
 
     def choose(self, layer: int, weights: Tensor, tokens: Tensor) -> None:
-        """The next layer reads the best of what this one read; after the last, so do all that chose.
+        """Selects the best of what this layer read for the next; after the last, for all that chose.
 
         weights: [q, K], of each row of the question the attention to each of `tokens`, int64 [K].
         """
@@ -76,12 +76,12 @@ class QuestionView:
                 self._chosen[each] = self._chosen[-1]
 
     def is_choosing(self, layer: int) -> bool:
-        """Whether the layer's attention decides what the next one reads."""
+        """Reports whether the layer's attention decides what the next one reads."""
         return layer + 1 < len(self._counts) and self._counts[layer + 1] < self._counts[layer]
 
 
 def _best(weights: Tensor, num_kept: int) -> Tensor:
-    """int64 [k], ascending: where the text attends most; weights: [q, K].
+    """Selects the tokens that the text attends most, int64 [k], ascending; weights: [q, K].
 
     MustDrop drops a token if the sum over the text is below gamma of the whole sum, and its maximum below
     alpha; in its settings both are about equal (.001 and .001). As that threshold rises tokens fall in the
@@ -94,7 +94,7 @@ def _best(weights: Tensor, num_kept: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ViewedRows:
-    """Packed rows [start, stop) of a pass are one request's and read by its view.
+    """Attends packed rows [start, stop) of a pass, which are one request's, by its view.
 
     slots: int64 [context], on the host, of all its tokens, the new ones last. is_question: all of it.
     """
@@ -108,7 +108,7 @@ class ViewedRows:
     def attend(
         self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor
     ) -> None:
-        """Puts into out [T, Hq, D] what the layer's rows of query [T, Hq, D] read.
+        """Writes to out [T, Hq, D] what the layer's rows of query [T, Hq, D] read.
 
         keys, values: caches [num_blocks, block_size, Hkv, D].
         """
@@ -133,20 +133,20 @@ class ViewedRows:
             self._end(layer)
 
     def _end(self, layer: int) -> None:
-        """A layer of the question that does not choose: the next reads the same."""
+        """Ends a layer of the question that does not choose: the next reads the same."""
         if self.is_question:
             self.view.choose(layer, torch.empty(0, 0), torch.empty(0, dtype=torch.int64))
 
 
 def attention_weights(query: Tensor, keys: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """float32 [q, K]: mean over heads of the attention of query [Hq, q, D] to keys [Hkv, K, D]."""
+    """Averages over heads the attention of query [Hq, q, D] to keys [Hkv, K, D]: float32 [q, K]."""
     keys = keys.repeat_interleave(len(query) // len(keys), dim=0)
     scores = (query.float() @ keys.float().transpose(1, 2)) * scale
     return scores.masked_fill(~mask, -torch.inf).softmax(-1).mean(0)
 
 
 def view_of(prompt: PromptPlan) -> QuestionView | None:
-    """None for a prompt that is not reduced by its question."""
+    """Returns the prompt's view; None for a prompt that is not reduced by its question."""
     reduction = prompt.reduction
     if reduction is None or not reduction.policy.is_by_question or not prompt.media:
         return None
@@ -154,6 +154,6 @@ def view_of(prompt: PromptPlan) -> QuestionView | None:
 
 
 def question_slots(block_table: NDArray[np.int32], num_tokens: int, block_size: int) -> Tensor:
-    """int64 [num_tokens]: where a request's tokens lie."""
+    """Returns where a request's tokens lie: int64 [num_tokens]."""
     at = np.arange(num_tokens)
     return torch.from_numpy(block_table[at // block_size].astype(np.int64) * block_size + at % block_size)

@@ -1,1 +1,1 @@
-"""From logits to tokens, and from tokens to text."""
+"""Turns logits into tokens, and tokens into text."""

@@ -1,4 +1,4 @@
-"""Text as it becomes known, token by token: never half a character of it, and never half a stop string."""
+"""Emits text as it becomes known, by token: never half a character, and never half a stop string."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class IncrementalDetokenizer:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """tokenizer: of transformers."""
+        """Creates a detokenizer. tokenizer: of transformers."""
         token_bytes = _token_bytes_of(tokenizer)
         self._decoder = WindowDecoder(tokenizer) if token_bytes is None else ByteLevelDecoder(token_bytes)
 
@@ -35,12 +35,12 @@ class IncrementalDetokenizer:
         return self._decoder.push(token_id)
 
     def finish(self) -> str:
-        """What is still held back: bytes that never became a character show as replacement characters."""
+        """Returns what is held back: bytes that never became a character show as replacement characters."""
         return self._decoder.finish()
 
 
 class WindowDecoder:
-    """For any tokenizer: decodes the last tokens again and again, and holds back what is not whole yet.
+    """Decodes any tokenizer's last tokens repeatedly, and holds back what is not whole yet.
 
     ids      ...... | window ........... | new
     text     emitted| emitted   | held     |
@@ -76,7 +76,7 @@ class WindowDecoder:
 
 
 class ByteLevelDecoder:
-    """For byte-level BPE, as GPT-2 and Qwen have it: a token is a run of bytes, the text is UTF-8.
+    """Decodes byte-level BPE, as GPT-2 and Qwen have it: a token is a run of bytes, the text is UTF-8.
 
     Work per token stays the same however long bytes remain invalid; a window would grow with them.
     """
@@ -93,10 +93,10 @@ class ByteLevelDecoder:
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes of a byte-level tokenizer's tokens, looked up when first met; special tokens have none."""
+    """Looks up the bytes of a byte-level tokenizer's tokens when first met; special tokens have none."""
 
     def __init__(self, backend: Any) -> None:
-        """backend: a `tokenizers.Tokenizer`."""
+        """Takes the backend: a `tokenizers.Tokenizer`."""
         self._backend = backend
         self._alphabet = {character: byte for byte, character in bytes_to_unicode().items()}
         added = backend.get_added_tokens_decoder()
@@ -109,20 +109,20 @@ class TokenBytes(dict[int, bytes]):
         if all(character in self._alphabet for character in token):
             self[token_id] = bytes(self._alphabet[character] for character in token)
         else:
-            # An added token in plain letters; the decoder of `tokenizers` tells them apart the same way.
+            # An added token in plain letters; the decoder of `tokenizers` detects them the same way.
             self[token_id] = token.encode()
         return self[token_id]
 
 
 @lru_cache(maxsize=8)
 def _token_bytes_of(tokenizer: Any) -> TokenBytes | None:
-    """Shared by all answers of a tokenizer; None if its tokens are not runs of bytes."""
+    """Returns a table shared by all answers of a tokenizer; None if its tokens are not runs of bytes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return TokenBytes(backend) if isinstance(getattr(backend, "decoder", None), decoders.ByteLevel) else None
 
 
 class StopString:
-    """One string to be found in texts that come character by character (Knuth, Morris and Pratt 1977).
+    """Finds one string in texts that come character by character (Knuth, Morris and Pratt 1977).
 
     Shared by all answers to a request. Its table is made as far as a text has matched, so that a long string
     costs no more than the texts do.
@@ -132,22 +132,22 @@ class StopString:
 
     def __init__(self, string: str) -> None:
         self.string = string
-        # How much of string[:i + 1] is matched once more by its own end; 4 bytes for each character.
+        # How much of string[:i + 1] is matched again by its own end; 4 bytes for each character.
         self._borders = array("I", [0])
 
     @property
     def num_prepared(self) -> int:
-        """Characters for which the table is made."""
+        """Counts the characters for which the table is made."""
         return len(self._borders)
 
     def longer(self, matched: int, character: str) -> int:
-        """How much is matched once `character` has come after a text that ends with string[:matched]."""
+        """Returns how much is matched after `character` follows a text that ends with string[:matched]."""
         while matched and self.string[matched] != character:
             matched = self.border(matched)
         return matched + (self.string[matched] == character)
 
     def border(self, matched: int) -> int:
-        """How much of string[:matched], but not all of it, is matched by its own end."""
+        """Returns how much of string[:matched], but not all of it, is matched by its own end."""
         while len(self._borders) < matched:
             self._borders.append(self.longer(self._borders[-1], self.string[len(self._borders)]))
         return self._borders[matched - 1]
@@ -155,14 +155,14 @@ class StopString:
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnds:
-    """What ends the answers to one request, made once for all of them. token_ids: the checkpoint's too."""
+    """Holds what ends a request's answers, shared by all of them. token_ids: the checkpoint's too."""
 
     token_ids: frozenset[int]
     stops: tuple[StopString, ...]
 
     @classmethod
     def of(cls, params: SamplingParams, eos_ids: frozenset[int]) -> AnswerEnds:
-        """eos_ids: the checkpoint's end tokens."""
+        """Creates the ends. eos_ids: the checkpoint's end tokens."""
         return cls(params.ending_ids(eos_ids), tuple(map(StopString, params.stop)))
 
 
@@ -183,7 +183,7 @@ class _Matcher:
         return self._stop.string
 
     def feed(self, character: str) -> bool:
-        """Whether the text ends with the string, now that it ends with the character."""
+        """Reports whether the text ends with the string, now that it ends with the character."""
         matched = self._stop.longer(self.matched, character)
         found = matched == len(self._stop.string)
         self.matched = self._stop.border(matched) if found else matched
@@ -191,7 +191,7 @@ class _Matcher:
 
 
 class StopChecker:
-    """Lets text through up to the first stop string, and never a character that may still belong to one.
+    """Passes text up to the first stop string, and never a character that may still belong to one.
 
     The string that is complete first counts, of two that end together the longer; where the text was cut into
     pieces makes no difference.
@@ -199,7 +199,7 @@ class StopChecker:
     """
 
     def __init__(self, stop: Iterable[str | StopString], *, include_stop: bool = False) -> None:
-        """stop: a `StopString` may be shared. include_stop: whether the stop string belongs to the text."""
+        """Takes stop, which may share a `StopString`. include_stop: whether it belongs to the text."""
         self.matched: str | None = None
         self._matchers = [_Matcher(StopString(each) if isinstance(each, str) else each) for each in stop]
         self._include_stop = include_stop
@@ -221,23 +221,23 @@ class StopChecker:
         return text[:num_settled]
 
     def finish(self) -> str:
-        """What was held back for a stop string that did not come."""
+        """Returns what was held back for a stop string that did not come."""
         held, self._held = self._held, ""
         return held
 
 
 class TextStream:
-    """The text of one answer while it grows, up to its stop string."""
+    """Builds the text of one growing answer, up to its stop string."""
 
     def __init__(self, tokenizer: Any, params: SamplingParams, ends: AnswerEnds | None = None) -> None:
-        """ends: of the request, to be shared by its answers."""
+        """Starts a text. ends: of the request, to be shared by its answers."""
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         stop = params.stop if ends is None else ends.stops
         self._checker = StopChecker(stop, include_stop=params.include_stop_str_in_output)
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the text."""
+        """Returns the stop string that ended the text."""
         return self._checker.matched
 
     @property
@@ -245,9 +245,9 @@ class TextStream:
         return self._checker.matched is not None
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str:
-        """Takes a token; returns what became readable. After it has stopped, there is no more."""
+        """Takes a token; returns what became readable. After the end, returns nothing."""
         return self._checker.push(self._detokenizer.push(token_id), may_stop=may_stop)
 
     def finish(self) -> str:
-        """The rest of a text that ends without a stop string."""
+        """Returns the rest of a text that ends without a stop string."""
         return self._checker.push(self._detokenizer.finish(), may_stop=False) + self._checker.finish()

@@ -31,15 +31,17 @@ __all__ = ["SampledToken", "SamplingRow", "SamplingState", "sample", "token_weig
 _FULL_WEIGHT = 2**40
 _PLACE_BITS = 22
 _LAST_PLACE = 2**_PLACE_BITS - 1
-# What one pass works on, in logits, on a CPU: temporaries of this size stay in the caches.
+# One pass works on this many logits on a CPU: temporaries of this size stay in the caches.
 _CPU_CHUNK = 2**18
 _FLOAT32_MAX = torch.finfo(torch.float32).max
-# Divisors beyond this and its inverse are not told apart: float32 holds no quotients by them.
+# Divisors beyond this and its inverse are not distinguished: float32 holds no quotients by them.
 _MAX_DIVISOR = 1e37
 
 
 class SampledToken(NamedTuple):
-    """A chosen token. logprob: in nats, before temperature and penalties, where the params ask for it.
+    """Holds a chosen token.
+
+    logprob: in nats, before temperature and penalties, where the params ask for it.
 
     top_logprobs: (token id, logprob) of the most likely tokens, the likeliest first.
     """
@@ -50,7 +52,7 @@ class SampledToken(NamedTuple):
 
 
 def uniform(seeds: Sequence[int], indices: Sequence[int]) -> NDArray[np.float64]:
-    """Numbers in [0, 1), float64 [D], each a hash of its seed and index: SplitMix64 (Steele et al. 2014)."""
+    """Hashes seeds and indices to [0, 1), float64 [D]: SplitMix64 (Steele et al. 2014)."""
     gamma = np.uint64(0x9E3779B97F4A7C15)
     start = _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], np.uint64) + gamma)
     bits = _mix(start + (np.array(indices, np.uint64) + np.uint64(1)) * gamma)
@@ -64,7 +66,7 @@ def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-    """One token for each row of logits [R, V], of any float dtype, on any device."""
+    """Samples one token for each row of logits [R, V], of any float dtype, on any device."""
     if len(logits) != len(rows):
         raise ValueError(f"{len(logits)} rows of logits need as many sampling rows, got {len(rows)}")
     if all(row.state.is_plain for row in rows):
@@ -75,7 +77,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
 
 
 def _argmax(logits: Tensor) -> list[int]:
-    """The first of the largest of each row. NumPy's is ten times as fast as torch's on a CPU."""
+    """Returns the first of the largest of each row. NumPy's is ten times as fast as torch's on a CPU."""
     if logits.device.type != "cpu" or not len(logits):
         return logits.argmax(-1).tolist()
     chosen: list[int] = logits.float().numpy().argmax(-1).tolist()
@@ -99,7 +101,7 @@ def _take(scores: Tensor, rows: list[int]) -> Tensor:
 
 
 def _penalised(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Scores [R, V] after the penalties on tokens that came before (CTRL, section 4.1; OpenAI's two)."""
+    """Penalises scores [R, V] for tokens that came before (CTRL, section 4.1; OpenAI's two)."""
     places = [i for i, row in enumerate(rows) if row.state.params.has_penalties]
     if not places:
         return scores
@@ -116,7 +118,7 @@ def _penalised(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _change(scores: Tensor, places: Tensor, changes: Tensor) -> Tensor:
-    """Scores [R, V] with penalties at places, int64 [N] of all R * V: float32 [2, N], factors and amounts."""
+    """Changes scores [R, V] at places, int64 [N] of all R * V: float32 [2, N], factors and amounts."""
     places, (factor, amount) = places.to(scores.device), changes.to(scores.device)
     old = scores.reshape(-1)[places]
     scaled = torch.where(old < 0, old * factor, old / factor).clamp(-_FLOAT32_MAX, _FLOAT32_MAX)
@@ -124,7 +126,7 @@ def _change(scores: Tensor, places: Tensor, changes: Tensor) -> Tensor:
 
 
 def _without_banned(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Scores [R, V] with -inf at the tokens that would end an answer too early."""
+    """Sets scores [R, V] to -inf at the tokens that would end an answer too early."""
     banned = [
         (i, token_id) for i, row in enumerate(rows) if row.state.ending_ids for token_id in row.banned_ids
     ]
@@ -136,7 +138,7 @@ def _without_banned(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _groups(rows: Sequence[SamplingRow], drawn: list[int]) -> list[list[int]]:
-    """Rows drawn together: one that ranks all its tokens must not make the others do so."""
+    """Groups rows drawn together: one that ranks all its tokens must not make the others do so."""
     groups: dict[tuple[bool, bool], list[int]] = {}
     for i in drawn:
         params = rows[i].state.params
@@ -145,7 +147,7 @@ def _groups(rows: Sequence[SamplingRow], drawn: list[int]) -> list[list[int]]:
 
 
 def _draw(scores: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    """Token ids drawn from scores [D, V]; all rows restrict top_k or none does, and so for top_p."""
+    """Draws token ids from scores [D, V]; all rows restrict top_k or none does, and so for top_p."""
     weights, ids = token_weights(scores, [row.state.params for row in rows])
     numbers = uniform([row.state.seed for row in rows], [row.draw_index for row in rows])
     places = _look_up(weights, torch.from_numpy(numbers).to(scores.device)[:, None])
@@ -154,7 +156,7 @@ def _draw(scores: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
 
 
 def token_weights(scores: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor | None]:
-    """Relative probabilities, int64 [D, K], of tokens with ids [D, K], or of all V where that is None.
+    """Weighs tokens by relative probability, int64 [D, K], for ids [D, K], or all of V if that is None.
 
     scores: float32 [D, V]. params: all of them restrict top_k or none does, and so for top_p.
     """
@@ -174,14 +176,14 @@ def token_weights(scores: Tensor, params: Sequence[SamplingParams]) -> tuple[Ten
 
 
 def _weights(scores: Tensor, temperature: Tensor) -> Tensor:
-    """What each token weighs, int64 [D, K], the likeliest 2**40. temperature: float64 [D, 1]."""
+    """Computes each token's weight, int64 [D, K], the likeliest 2**40. temperature: float64 [D, 1]."""
     distance = scores - scores.amax(1, keepdim=True)
     quotient = distance / temperature.clamp(1 / _MAX_DIVISOR, _MAX_DIVISOR).float()
     return (quotient.exp_() * _FULL_WEIGHT).long()
 
 
 def _top_k(scores: Tensor, top_k: list[int]) -> tuple[Tensor, Tensor]:
-    """Scores [D, K] and ids of the top_k tokens of each row and the equals of the last, all others -inf."""
+    """Keeps scores [D, K] and ids of each row's top_k tokens and the equals of the last, all others -inf."""
     ranks = torch.tensor([[min(k, scores.shape[1]) - 1] for k in top_k], device=scores.device)
     most = int(ranks.max()) + 1
     values, ids = scores.topk(most)
@@ -196,7 +198,7 @@ def _top_k(scores: Tensor, top_k: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def _top_p(weights: Tensor, ids: Tensor | None, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights [D, K] and ids of the fewest tokens of each row that make up top_p of its sum, all others 0.
+    """Keeps weights [D, K] and ids of the fewest tokens of each row that make up top_p of its sum, others 0.
 
     Of equals the first go first. top_p: float64 [D, 1]. (Holtzman et al. 2019)
     """
@@ -210,14 +212,14 @@ def _top_p(weights: Tensor, ids: Tensor | None, top_p: Tensor) -> tuple[Tensor, 
 
 
 def _sorted(keys: Tensor) -> Tensor:
-    """int64 [D, K], each row ascending. NumPy's is ten times as fast as torch's on a CPU."""
+    """Sorts each row ascending, int64 [D, K]. NumPy's is ten times as fast as torch's on a CPU."""
     if keys.device.type != "cpu":
         return keys.sort(1).values
     return torch.from_numpy(np.sort(keys.numpy(), axis=1))
 
 
 def _look_up(weights: Tensor, number: Tensor) -> Tensor:
-    """Places [D, 1] where numbers [D, 1] in [0, 1) lie in the cumulative weights [D, K]."""
+    """Returns places [D, 1] where numbers [D, 1] in [0, 1) lie in the cumulative weights [D, K]."""
     ends = weights.cumsum(1)
     total = ends[:, -1:]
     # Rounded up, a number close to 1 would lie behind all of them.
@@ -226,7 +228,7 @@ def _look_up(weights: Tensor, number: Tensor) -> Tensor:
 
 
 def _with_logprobs(raw: Tensor, rows: Sequence[SamplingRow], ids: list[int]) -> list[SampledToken]:
-    """The chosen tokens with what their rows ask for. raw: float32 [R, V]."""
+    """Returns the chosen tokens with what their rows ask for. raw: float32 [R, V]."""
     asked = [i for i, row in enumerate(rows) if row.state.params.logprobs is not None]
     tokens = [SampledToken(token_id) for token_id in ids]
     if not asked:
@@ -234,7 +236,7 @@ def _with_logprobs(raw: Tensor, rows: Sequence[SamplingRow], ids: list[int]) -> 
     logprobs = torch.log_softmax(_take(raw, asked), 1)
     chosen = torch.tensor([[ids[i]] for i in asked], device=raw.device)
     values = logprobs.gather(1, chosen)[:, 0].tolist()
-    # Always as many, so that the order of equals does not depend on what other rows ask for.
+    # Always equally many, so that the order of equals does not depend on what other rows ask for.
     top = logprobs.topk(min(MAX_LOGPROBS, raw.shape[1]))
     tops = zip(top.indices.tolist(), top.values.tolist(), strict=True)
     for i, value, (top_ids, top_values) in zip(asked, values, tops, strict=True):

@@ -1,4 +1,4 @@
-"""What the choice of a sequence's next token depends on besides its logits."""
+"""Tracks what a sequence's next token depends on besides its logits."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _SPARE_SLOTS = 64
 
 
 class TokenCounts:
-    """Which tokens a sequence holds, and how often each came in the answer, which may be never."""
+    """Counts the tokens that a sequence holds, and how often each came in the answer, which may be never."""
 
     __slots__ = ("_counts", "_ids", "_slots")
 
     def __init__(self, prompt_ids: Int64Array) -> None:
-        """prompt_ids: int64 [T], repeated as they may be."""
+        """Takes prompt_ids: int64 [T], repeated as they may be."""
         known = np.unique(prompt_ids)
         self._slots = {token_id: slot for slot, token_id in enumerate(known.tolist())}
         self._ids = np.concatenate([known, np.empty(_SPARE_SLOTS, np.int64)])
@@ -27,12 +27,12 @@ class TokenCounts:
 
     @property
     def ids(self) -> Int64Array:
-        """int64 [K], each once, in the order in which they became known."""
+        """Returns int64 [K], each once, in the order in which they became known."""
         return self._ids[: len(self._slots)]
 
     @property
     def counts(self) -> Int64Array:
-        """int64 [K], how often each of `ids` came in the answer."""
+        """Returns int64 [K], how often each of `ids` came in the answer."""
         return self._counts[: len(self._slots)]
 
     def append(self, token_id: int) -> None:
@@ -45,7 +45,7 @@ class TokenCounts:
         self._counts[slot] += 1
 
     def extended(self, token_ids: Iterable[int]) -> TokenCounts:
-        """A copy with more tokens of the answer."""
+        """Returns a copy with more tokens of the answer."""
         copy = TokenCounts.__new__(TokenCounts)
         copy._slots = dict(self._slots)
         copy._ids, copy._counts = self._ids.copy(), self._counts.copy()
@@ -55,9 +55,9 @@ class TokenCounts:
 
 
 class SamplingState:
-    """One sequence as the sampler knows it: its options, its seed, how many tokens it has, and which.
+    """Holds one sequence's state for the sampler: its options, its seed, and its tokens with their number.
 
-    is_plain: the most likely token is taken as it is, and nothing is told about the others.
+    is_plain: the most likely token is taken as it is, and nothing is reported about the others.
     ending_ids: tokens that may not come before `min_tokens`.
     """
 
@@ -73,10 +73,10 @@ class SamplingState:
         eos_ids: frozenset[int] = frozenset(),
         ending_ids: frozenset[int] | None = None,
     ) -> None:
-        """seed: as resolved for this sequence, whatever params say. prompt_ids: int64 [T].
+        """Creates a state. seed: as resolved for this sequence, whatever params say. prompt_ids: int64 [T].
 
         output_ids: what has been generated before. eos_ids: the checkpoint's end tokens.
-        ending_ids: all that end the answer, where somebody has them already.
+        ending_ids: all that end the answer, where the caller has them already.
         """
         self.params = params
         self.seed = seed
@@ -92,27 +92,27 @@ class SamplingState:
             self.append(token_id)
 
     def append(self, token_id: int) -> None:
-        """Takes note of the next token of the sequence."""
+        """Records the next token of the sequence."""
         self.num_generated += 1
         if self._counts is not None:
             self._counts.append(token_id)
 
     def counts_with(self, drafted: tuple[int, ...]) -> TokenCounts:
-        """The tokens that penalties look at, as if the drafted ones had been generated."""
+        """Returns the tokens that penalties apply to, as if the drafted ones had been generated."""
         if self._counts is None:
             raise ValueError("tokens are counted only where penalties need it; these params have none")
         return self._counts.extended(drafted) if drafted else self._counts
 
 
 class SamplingRow(NamedTuple):
-    """Whose row of logits it is: that of the token after a sequence and the tokens drafted for it."""
+    """Identifies a row of logits: that of the token after a sequence and the tokens drafted for it."""
 
     state: SamplingState
     drafted: tuple[int, ...] = ()
 
     @property
     def draw_index(self) -> int:
-        """How many generated tokens precede the one to choose: with the seed, it names the draw."""
+        """Counts the generated tokens before the one to choose: with the seed, it identifies the draw."""
         return self.state.num_generated + len(self.drafted)
 
     @property
@@ -121,5 +121,5 @@ class SamplingRow(NamedTuple):
 
     @property
     def banned_ids(self) -> frozenset[int]:
-        """Tokens that would end the answer too early."""
+        """Lists the tokens that would end the answer too early."""
         return self.state.ending_ids if self.draw_index < self.state.params.min_tokens else frozenset()

@@ -1,4 +1,4 @@
-"""The token ids of one answer and their positions, prompt first, in memory that grows as tokens come."""
+"""Stores the token ids of one answer and their positions, prompt first, in memory that grows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SPARE_TOKENS = 64
 
 
 class TokenRows:
-    """ids: int64 [T]. positions: int64 [rows, T], of the prompt as planned, then one more for each token.
+    """Stores ids: int64 [T], and positions: int64 [rows, T], as planned, then one more for each token.
 
     T is what has room, not what is known: see `reserve`.
     """
