@@ -1,3 +1,3 @@
-"""Nouns, policy and planning of the EPD pipeline: no Ray, no PyAV, no Triton."""
+"""Contains nouns, policy and planning of the EPD pipeline: no Ray, no PyAV, no Triton."""
 
 __version__ = "0.1.0"

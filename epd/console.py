@@ -1,4 +1,4 @@
-"""What every command shows: data on stdout, progress on stderr."""
+"""Prints the output of every command: data on stdout, progress on stderr."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class ShowProgress(Protocol):
 
 
 def stderr_console() -> Console:
-    """A rich console on the current stderr."""
+    """Returns a rich console on the current stderr."""
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def stdout_console() -> Console:
-    """A rich console on the current stdout."""
+    """Returns a rich console on the current stdout."""
     return Console(highlight=False, soft_wrap=True)
 
 
@@ -64,7 +64,7 @@ def status(text: str) -> Iterator[None]:
 
 @contextmanager
 def progress_bar(description: str) -> Iterator[ShowProgress]:
-    """A bar on stderr, on a terminal only, removed when all is done or the block ends."""
+    """Shows a bar on stderr, on a terminal only, removed when all is done or the block ends."""
     if not sys.stderr.isatty():
         yield lambda *_: None
         return
@@ -81,7 +81,7 @@ def progress_bar(description: str) -> Iterator[ShowProgress]:
 
 
 def stage_table(columns: Mapping[str, StageTimings]) -> Table:
-    """A row for each stage, a column for each name; of video decoding, only the time waited for it."""
+    """Returns a table of stages by name; of video decoding, it shows only the time waited for it."""
     table = Table("stage", box=None, pad_edge=False)
     for name in columns:
         table.add_column(name, justify="right")

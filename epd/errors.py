@@ -10,7 +10,7 @@ A message says what was received, what is allowed, and what to do next, in that 
     │   │   └── RequestBudgetError    more work than one request may ask for
     │   ├── PoisonedRequestError      workers were lost with it, again and again
     │   ├── AuthenticationError       no key, or not the right one
-    │   ├── AdminRightError           what only the admin key allows
+    │   ├── AdminRightError           an action that needs the admin key
     │   ├── MediaError
     │   │   ├── MediaNotFoundError
     │   │   ├── MediaForbiddenError   a source that policy does not allow to be read
@@ -32,7 +32,7 @@ A message says what was received, what is allowed, and what to do next, in that 
 
 
 class EPDError(Exception):
-    """Root of the tree: everything that the pipeline raises on purpose."""
+    """Is the root of the tree: every error that the pipeline raises on purpose."""
 
 
 class InputError(EPDError):
@@ -40,67 +40,67 @@ class InputError(EPDError):
 
 
 class RequestError(InputError):
-    """A question or an option that makes no sense."""
+    """Reports an invalid question or option."""
 
 
 class RequestLimitError(RequestError):
-    """More bytes, messages or media than one request may have."""
+    """Reports more bytes, messages or media than one request may have."""
 
 
 class RequestTimeoutError(RequestError):
-    """A request that was not complete in time."""
+    """Reports a request that was not complete in time."""
 
 
 class RequestBudgetError(RequestError):
-    """More work than one request may cost: see `epd.control.request_budget`."""
+    """Reports more work than one request may cost: see `epd.control.request_budget`."""
 
 
 class PoisonedRequestError(InputError):
-    """A request with which workers were lost too often; it is refused for a while, from any client."""
+    """Refuses a request with which workers were lost too often, for a while, from any client."""
 
 
 class AuthenticationError(InputError):
-    """No key, or not the right one."""
+    """Reports a missing or wrong key."""
 
 
 class AdminRightError(InputError):
-    """What only the admin key allows: to overtake others, to change roles."""
+    """Refuses an action that needs the admin key: to overtake others, to change roles."""
 
 
 class MediaError(InputError):
-    """A video or image that cannot be used."""
+    """Reports a video or image that cannot be used."""
 
 
 class MediaNotFoundError(MediaError):
-    """No file, or no answer, at the given source."""
+    """Reports a missing file, or no answer, at the given source."""
 
 
 class MediaForbiddenError(MediaError):
-    """A source that policy does not allow to be read: a private address, a path outside the media folder."""
+    """Refuses a source that policy forbids: a private address, a path outside the media folder."""
 
 
 class MediaLimitError(MediaError):
-    """More bytes, pixels, seconds or streams than the limits allow."""
+    """Reports more bytes, pixels, seconds or streams than the limits allow."""
 
 
 class UnsupportedMediaError(MediaError):
-    """Not a video or image that can be decoded here."""
+    """Reports a file that is not a video or image that can be decoded here."""
 
 
 class CorruptMediaError(MediaError):
-    """A media file that is damaged beyond the error budget."""
+    """Reports a media file that is damaged beyond the error budget."""
 
 
 class ModelError(InputError):
-    """A model that cannot be used."""
+    """Reports a model that cannot be used."""
 
 
 class ModelNotFoundError(ModelError):
-    """No model at the given path."""
+    """Reports a path without a model."""
 
 
 class UnsupportedModelError(ModelError):
-    """A model whose family has no adapter, or with parts that are not implemented."""
+    """Reports a model whose family has no adapter, or with parts that are not implemented."""
 
 
 class InfeasibleError(EPDError):
@@ -108,7 +108,7 @@ class InfeasibleError(EPDError):
 
 
 class OverloadedError(EPDError):
-    """More work than can be done in time; retryable. retry_after_s: when to retry."""
+    """Reports more work than can be done in time; retryable. retry_after_s: when to retry."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -128,11 +128,11 @@ class StorageFullError(UnavailableError):
 
 
 class EncodeError(EPDError):
-    """Frames that no encoder could turn into embeddings."""
+    """Reports frames that no encoder could turn into embeddings."""
 
 
 class InternalError(EPDError):
-    """A bug that one request has met, which ends it alone."""
+    """Reports a bug that one request has met, which ends it alone."""
 
     @classmethod
     def of(cls, error: BaseException) -> EPDError:
@@ -147,7 +147,7 @@ class WorkerFaultError(InternalError):
 
 
 class CancelledError(EPDError):
-    """Work that was stopped because its result is no longer wanted."""
+    """Reports work that was stopped because its result is not wanted any more."""
 
 
 EXIT_BUG = 1

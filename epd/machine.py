@@ -1,7 +1,6 @@
-"""Says what this process may use of its machine: CPUs within its affinity, memory, both within its control
-groups.
+"""Reports what this process may use of its machine: CPUs in its affinity and memory, in its control groups.
 
-Every default that depends on the machine asks here: `os.cpu_count` and the machine's memory know nothing of a
+Every default that depends on the machine asks here: `os.cpu_count` and the machine's memory ignore a
 container's limits. Both versions of control groups are read, the process's own group and those above it.
 `system`: the root of the file system, for tests.
 """

@@ -36,7 +36,7 @@ WINDOW_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class ReductionPolicy:
-    """Which share of the visual tokens of every video and image is kept, and by which method.
+    """Sets the share of the visual tokens of every video and image that is kept, and the method.
 
     retention: LEAST_RETENTION to 1; 1 keeps all, and then nothing is reduced.
     Raises RequestError for an unknown method or a retention out of range.
@@ -62,29 +62,29 @@ class ReductionPolicy:
 
     @property
     def is_in_prefill(self) -> bool:
-        """Whether the language model is given all visual tokens, and the cache keeps only some."""
+        """Returns whether the language model is given all visual tokens, and the cache keeps only some."""
         return self.is_on and self.method in PREFILL_METHODS
 
     @property
     def is_propagating(self) -> bool:
-        """Whether only the tokens that are kept go on through the later layers."""
+        """Returns whether only the kept tokens continue through the later layers."""
         return self.is_on and self.method in PROPAGATING_METHODS
 
     @property
     def is_by_question(self) -> bool:
-        """Whether every question reads a different choice of what is in the cache."""
+        """Returns whether every question reads a different choice of the cached tokens."""
         return self.is_on and self.method in QUESTION_METHODS
 
     @property
     def cached_retention(self) -> float:
-        """The share of visual tokens that is in the cache: what is kept, or what questions choose from."""
+        """Returns the share of visual tokens in the cache: those kept or those that questions choose from."""
         if not self.is_by_question:
             return self.retention
         return max(self.retention, min(_MERGED_SHARE, _MERGED_PER_READ * self.retention))
 
     @property
     def key(self) -> str:
-        """Names all that decides which tokens are kept, for caches; empty when all are."""
+        """Names all inputs that decide which tokens are kept, for caches; empty when all are."""
         return f"{self.method}:{self.retention!r}:{WINDOW_TOKENS}" if self.is_on else ""
 
 
@@ -93,7 +93,7 @@ KEEP_ALL = ReductionPolicy()
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Units [start, stop) of an item: `num_tokens` visual tokens, of which `num_kept` are kept.
+    """Covers units [start, stop) of an item: `num_tokens` visual tokens, of which `num_kept` are kept.
 
     is_in_prefill: the language model computes all of them and keeps some; else it receives only those kept.
     num_extra: tokens at the end of the last window that show no part of a picture, and are always kept.
@@ -130,10 +130,10 @@ def plan_windows(
 
 
 def layer_counts(num_cached: int, num_wanted: float, num_layers: int) -> tuple[int, ...]:
-    """Returns how many of the cached visual tokens each layer reads, `num_wanted` on average or all if that
-    is more.
+    """Returns the number of cached visual tokens that each layer reads.
 
-    Fewer from prune to prune, by one ratio, at the depths of MustDrop; the last layers make it even.
+    It is `num_wanted` on average or all if that is more: fewer from prune to prune, by one ratio, at the
+    depths of MustDrop; the last layers make it even.
     """
     prunes = sorted({max(1, round(share * num_layers)) for share in _DROPPING_LAYERS if num_layers > 1})
     prunes_before = [sum(prune <= layer for prune in prunes) for layer in range(num_layers)]

@@ -18,7 +18,7 @@ MAX_INT64 = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """Allowed values of one option. open_minimum: the minimum itself is not allowed."""
+    """Bounds the values of one option. open_minimum: the minimum itself is not allowed."""
 
     kind: type[int] | type[float]
     minimum: float
@@ -28,7 +28,7 @@ class _Range:
 
     @property
     def limit(self) -> float:
-        """The maximum, or what int64 and float64 can hold."""
+        """Returns the maximum, or the largest value of int64 and float64."""
         if self.maximum is not None:
             return self.maximum
         return MAX_INT64 if self.kind is int else sys.float_info.max
@@ -138,10 +138,10 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken each time, without a draw."""
+        """Returns whether the most likely token is taken each time, without a draw."""
         return self.temperature == 0
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the choice depends on which tokens came before."""
+        """Returns whether the choice depends on which tokens came before."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0

@@ -1,4 +1,4 @@
-"""Describes topologies: how many workers there are, and what each of them does.
+"""Describes topologies: how many workers there are, and the roles of each.
 
 2e1p1d   two workers encode, one prefills, one decodes
 1ep1d    one encodes and prefills, one decodes
@@ -15,11 +15,11 @@ from typing import Literal
 
 from epd.errors import RequestError
 
-# What a worker can do. A worker with both `prefill` and `decode` answers a request to its end by itself.
+# Roles of a worker. One with both `prefill` and `decode` answers a request to its end by itself.
 Stage = Literal["video", "encode", "prefill", "decode"]
 ROLE_LETTERS: Mapping[Stage, str] = {"video": "v", "encode": "e", "prefill": "p", "decode": "d"}
 MAX_WORKERS = 256
-# What a topology speaks of, in order. Those that decode video are not counted in it.
+# Roles that a topology names, in order. Those that decode video are not counted in it.
 STAGES: tuple[Stage, ...] = ("encode", "prefill", "decode")
 _PART = re.compile(r"([0-9]+)([epd]+)")
 _EXAMPLES = "such as '2e1p1d', '1ep1d', '1e1pd' or '1epd'"
@@ -27,7 +27,7 @@ _EXAMPLES = "such as '2e1p1d', '1ep1d', '1e1pd' or '1epd'"
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """One worker as a topology wants it. name: its roles' letters and a number, such as `ep0`."""
+    """Describes one worker of a topology. name: its roles' letters and a number, such as `ep0`."""
 
     name: str
     roles: frozenset[Stage]
@@ -35,7 +35,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class WorkerGroup:
-    """Workers of the same roles, at least one of each."""
+    """Groups workers of the same roles, at least one of each."""
 
     num_workers: int
     roles: frozenset[Stage]
@@ -54,7 +54,7 @@ class WorkerGroup:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Groups of workers that together do every role; as text, what `parse_topology` reads."""
+    """Lists groups of workers that together do every role; as text, the input of `parse_topology`."""
 
     groups: tuple[WorkerGroup, ...]
 

@@ -1,4 +1,4 @@
-"""Defines what crosses from one stage of the pipeline to the next, checked at construction.
+"""Defines the data passed from one stage of the pipeline to the next, checked at construction.
 
 A *group* is a run of consecutive sampled frames that is decoded, encoded and prefilled together:
 
@@ -27,7 +27,7 @@ _Ints = TypeVar("_Ints", int, NDArray[np.signedinteger[Any]])
 
 
 class RequestStatus(StrEnum):
-    """Where a request is in its life, in vLLM's words; what vLLM calls running is told apart by stage.
+    """Gives the state of a request in vLLM's words; vLLM's running state is split by stage.
 
     WAITING --placed--> PREFILLING --first token of every choice--> DECODING --> FINISHED_*
     """
@@ -51,7 +51,7 @@ class RequestStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """Decoded frames at target size, in the requested order.
+    """Holds decoded frames at target size, in the requested order.
 
     data: uint8 [N, H, W, 3], RGB, upright.
     pts_s: float64 [N], the true presentation time of each frame, seconds from the start of the video.
@@ -78,7 +78,7 @@ class Frames:
 
 @dataclass(frozen=True, slots=True)
 class FrameGroup:
-    """One group of a video: the wanted frames [start, start + len(frames))."""
+    """Holds one group of a video: the wanted frames [start, start + len(frames))."""
 
     index: int
     start: int
@@ -91,7 +91,7 @@ class FrameGroup:
 
 @dataclass(frozen=True, slots=True)
 class PlaceholderRange:
-    """Prompt positions [offset, offset + length) that hold visual tokens."""
+    """Marks prompt positions [offset, offset + length) that hold visual tokens."""
 
     offset: int
     length: int
@@ -107,7 +107,7 @@ class PlaceholderRange:
 
 @dataclass(slots=True)
 class StageTimings:
-    """Seconds spent on each stage for one request, in the order of the pipeline.
+    """Counts seconds spent on each stage for one request, in the order of the pipeline.
 
     Video is decoded by other threads while earlier groups are encoded and prefilled: `decode_video_s` is only
     the wait for it. Where stages run side by side, they may add up to more than `total_s`.
@@ -127,7 +127,7 @@ class StageTimings:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one request used, in frames and tokens.
+    """Counts the frames and tokens of one request.
 
     visual_tokens: in the prompt.
     visual_tokens_before: those without reduction.
@@ -148,7 +148,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The end of a request: the text, the tokens it was made of, and what it cost."""
+    """Holds the end of a request: the text, the tokens it was made of, and its cost."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -159,7 +159,7 @@ class Answer:
 
 
 def ceil_div(amount: _Ints, size: int) -> _Ints:
-    """How many pieces of `size` hold `amount`: the quotient, rounded up."""
+    """Returns how many pieces of `size` hold `amount`: the quotient, rounded up."""
     return -(-amount // size)
 
 

@@ -28,7 +28,7 @@ from epd.errors import RequestError
 _SAMPLE_S = 0.1
 _CHUNK = 256
 
-# Starts the backend, once there is a line to ask.
+# Starts the backend when the first line needs it.
 OpenBackend = Callable[[LineIndex], AbstractContextManager[Backend]]
 # Bars, open one after the other: a terminal shows one at a time.
 IndexingBar = Callable[[], AbstractContextManager[Callable[[int, int], None]]]
@@ -45,7 +45,7 @@ def no_batch_bar() -> AbstractContextManager[ShowBatch]:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """source: the lines. out: the results. defaults: for lines that do not say."""
+    """Plans a run. source: the lines. out: the results. defaults: for fields that lines leave out."""
 
     source: Path
     out: Path
@@ -83,7 +83,7 @@ def run_batch(
 
 
 class _BatchRun:
-    """One run over an index that is built."""
+    """Runs over an index that is built."""
 
     def __init__(self, index: LineIndex, files: ResultFiles, utilisation: Utilisation) -> None:
         self._index = index
@@ -119,7 +119,7 @@ class _BatchRun:
             self._note_given(group, backend)
 
     def _note_given(self, group: LineGroup, backend: Backend) -> None:
-        """Learns costs: what was handed out so far is about what was worked on."""
+        """Learns costs: the work handed out so far approximates the work done."""
         self._num_bytes_given += group.num_bytes
         self._num_lines_given += group.num_lines
         self._costs.learn(backend.busy_s(), self._num_bytes_given, self._num_lines_given)
@@ -132,7 +132,7 @@ class _BatchRun:
         self._num_left -= 1
 
     def _watch(self, backend: Backend, show: ShowBatch, *, is_warm: bool) -> None:
-        """Samples how busy the stages are, now and then, and draws it."""
+        """Samples stage utilisation at intervals, and draws it."""
         now_s = time.monotonic()
         if is_warm:
             self._utilisation.mark_warm(now_s, backend.busy_s())

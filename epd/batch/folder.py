@@ -7,7 +7,7 @@ from pathlib import Path
 
 from epd.errors import RequestError
 
-# Of the containers that are read; beside videos lie files of other kinds.
+# Containers that are read; beside videos lie files of other kinds.
 _NAMES = "mp4 m4v mov mkv webm avi ts mts m2ts mpg mpeg flv wmv asf ogv 3gp nut mxf"
 VIDEO_SUFFIXES = frozenset(map(".{}".format, _NAMES.split()))
 

@@ -36,7 +36,7 @@ _TIMEOUT_S = 3600.0
 _FIRST_PAUSE_S = 0.5
 _JOIN_S = 10.0
 _AGAIN = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE)
-# Of the stages that our server reports.
+# Stages that our server reports.
 _STAGES = {
     "decode_video": "decode",
     "preprocess": "encode",
@@ -47,7 +47,7 @@ _STAGES = {
 
 
 class HttpBackend:
-    """A `Backend` over HTTP. Stages are as the server reports them, and empty if it is not ours."""
+    """Implements `Backend` over HTTP. Stages are as the server reports them; empty if it is not ours."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -128,7 +128,7 @@ def _outcomes(outcomes: BoundedQueue[Outcome | BaseException | None]) -> Iterato
 
 
 class _HttpRun:
-    """One batch, in one event loop."""
+    """Runs one batch, in one event loop."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class _HttpRun:
         await asyncio.to_thread(self._outcomes.put, outcome, 1)
 
     async def _outcome(self, line: BatchLine) -> Outcome:
-        """Returns the answer to a line, asked a few times.
+        """Returns the answer to a line, after a few attempts.
 
         One that is refused each time by a server that is well and answers others is at fault itself. Raises
         UnavailableError where it is the server.

@@ -1,4 +1,4 @@
-"""Indexes the lines of an input file by what they have in common, in a temporary database.
+"""Indexes the lines of an input file by their shared prefixes, in a temporary database.
 
 The file may be longer than memory. One pass notes the place, id and group of each line; the unnamed temporary
 file disappears with the process, however it ends. A line is read again when it is its turn.
@@ -47,7 +47,7 @@ _PROGRESS_EVERY = 1000
 
 @dataclass(frozen=True, slots=True)
 class RefusedLine:
-    """A line that cannot be asked. line_id: None if it has no readable id."""
+    """Holds a line that cannot be asked. line_id: None if it has no readable id."""
 
     number: int
     line_id: LineId | None
@@ -57,7 +57,7 @@ class RefusedLine:
 
 @dataclass(frozen=True, slots=True)
 class LineGroup:
-    """Lines with the same media before their questions.
+    """Groups lines with the same media before their questions.
 
     first: the number of its first line.
     num_bytes: of the media, 0 if unknown.
@@ -71,7 +71,7 @@ class LineGroup:
 
 
 class LineIndex:
-    """An input file, indexed. Reading groups and lines is for any thread."""
+    """Indexes an input file. Groups and lines may be read on any thread."""
 
     def __init__(self, source: Path, defaults: LineDefaults) -> None:
         """Reads the file once. Raises RequestError for a file that cannot be read, and for an id twice."""
@@ -123,7 +123,7 @@ class LineIndex:
         self._database.execute("INSERT INTO lines VALUES (?, ?, ?, ?)", (number, key, start, family))
 
     def _family(self, line: BatchLine) -> bytes:
-        """Returns what identifies a line's group."""
+        """Returns the identity of a line's group."""
         prefix = shared_prefix(line.body)
         media: list[KnownMedium] = [self.media.find(url) for url in prefix.urls]
         name = repr(([each.media for each in media], prefix.frame)).encode()
@@ -135,7 +135,7 @@ class LineIndex:
         return family
 
     def forget(self, keys: Iterable[str]) -> int:
-        """Leaves out lines that are done already; returns how many they were."""
+        """Leaves out finished lines; returns their number."""
         num_before = self.num_lines
         remaining = iter(keys)
         while chunk := [(key,) for key in islice(remaining, _FORGET_CHUNK)]:
@@ -144,19 +144,19 @@ class LineIndex:
 
     @property
     def num_lines(self) -> int:
-        """Lines that are to be answered or explained."""
+        """Counts the lines that must be answered or explained."""
         return self._count("SELECT count(*) FROM lines")
 
     @property
     def num_groups(self) -> int:
-        """Groups with media."""
+        """Counts the groups with media."""
         return self._count(
             "SELECT count(DISTINCT lines.family) FROM lines JOIN families USING (family) WHERE has_media"
         )
 
     @property
     def has_questions(self) -> bool:
-        """Whether anybody has to be asked anything."""
+        """Returns whether any question must be asked."""
         return self._count("SELECT EXISTS (SELECT 1 FROM lines WHERE family IS NOT NULL)") > 0
 
     def _count(self, query: str) -> int:

@@ -40,7 +40,7 @@ _REDUCTION = ("retention", "reduction")
 
 
 class LineError(RequestError):
-    """A line that cannot be asked. line_id: if it is known."""
+    """Reports a line that cannot be asked. line_id: if it is known."""
 
     def __init__(self, message: str, line_id: LineId | None = None, form: Form = "short") -> None:
         super().__init__(message)
@@ -50,7 +50,7 @@ class LineError(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class LineDefaults:
-    """Defaults for lines that do not say.
+    """Sets defaults for fields that lines leave out.
 
     folder: where the short form's relative paths begin.
     retention, reduction: share of the visual tokens that is kept, and the method; None leaves them to the
@@ -67,7 +67,12 @@ class LineDefaults:
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """One question. number: from 1, as editors count. body: of a chat request. expected: the right answer."""
+    """Holds one question.
+
+    number: from 1, as editors count
+    body: of a chat request
+    expected: the right answer
+    """
 
     number: int
     line_id: LineId
@@ -77,13 +82,13 @@ class BatchLine:
 
     @property
     def key(self) -> str:
-        """The id as JSON: 1 and "1" are two ids."""
+        """Returns the id as JSON: 1 and "1" are two ids."""
         return id_key(self.line_id)
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """What a question may have in common with others.
+    """Holds the prefix that a question may share with others.
 
     urls: of its media, in order; without any, nothing is shared.
     frame: JSON of everything else up to the last of the media, and of the options that change them.

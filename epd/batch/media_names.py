@@ -28,14 +28,14 @@ CREATE INDEX media_by_size ON media (num_bytes);
 
 @dataclass(frozen=True, slots=True)
 class KnownMedium:
-    """media: a number; equal content has an equal one. num_bytes: 0 where that is not known."""
+    """Identifies a medium. media: equal for equal content. num_bytes: 0 if unknown."""
 
     media: int
     num_bytes: int
 
 
 class MediaNames:
-    """Numbers for media. A file is looked at once; its bytes are read only if another has its size."""
+    """Numbers media. A file is looked at once; its bytes are read only if another has its size."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database

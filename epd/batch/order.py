@@ -21,7 +21,7 @@ _CHUNK = 512
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """What one group will take of each stage, about."""
+    """Estimates the seconds of one group at each stage."""
 
     decode_s: float
     encode_s: float
@@ -56,10 +56,10 @@ def makespan_s(jobs: Iterable[StageSeconds]) -> float:
 
 
 class CostModel:
-    """Seconds by size and number of questions, from what was done so far."""
+    """Predicts seconds by size and number of questions, from finished work."""
 
     def __init__(self) -> None:
-        # Until something was measured: shapes-vl on two cores, 640x360 H.264.
+        # Used until a measurement exists: shapes-vl on two cores, 640x360 H.264.
         self._decode_s_per_byte = self._encode_s_per_byte = 2e-7
         self._language_s_per_line = 1e-2
 
@@ -80,6 +80,6 @@ class CostModel:
 
 
 def in_busy_order(groups: Iterator[LineGroup], costs: CostModel, chunk: int = _CHUNK) -> Iterator[LineGroup]:
-    """Yields the groups in a good order, some hundred at a time, by what is known at that time."""
+    """Yields the groups in a good order, some hundred at a time, by the costs known at that time."""
     while window := list(islice(groups, chunk)):
         yield from (window[place] for place in busy_order([costs.estimate(group) for group in window]))

@@ -20,16 +20,16 @@ from epd.batch.lines import JSON
 from epd.batch.records import key_of
 from epd.errors import RequestError
 
-# Bounds what a machine that crashes loses; a process that is killed loses nothing.
+# Bounds the loss when a machine crashes; a process that is killed loses nothing.
 _SYNC_S = 1.0
 _TAIL_BYTES = 1 << 16
-# Of every record.
+# Start of every record.
 _BEGINNING = b'{"id": '
 
 
 @dataclass(slots=True)
 class Tally:
-    """What the files hold. num_checked: answers whose line says what is right."""
+    """Counts the contents of the files. num_checked: answers whose line includes the right one."""
 
     num_answered: int = 0
     num_failed: int = 0
@@ -50,7 +50,7 @@ def errors_path(out: Path) -> Path:
 
 
 class ResultFiles:
-    """Opened for adding, locked against other runs."""
+    """Opens the files for adding, locked against other runs."""
 
     def __init__(self, out: Path) -> None:
         """Raises RequestError for files that cannot be written, or that another run writes."""

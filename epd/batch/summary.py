@@ -14,11 +14,11 @@ from epd.batch.tasks import BackendCounts
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a run came to.
+    """Summarises a run.
 
     num_lines: of the input.
     num_done_before: by earlier runs.
-    tally: of what the files hold in the end.
+    tally: of the contents of the files in the end.
     num_groups: groups of lines with the same media before their questions, of this run.
     wall_s: of this run, from when the model was loaded.
     utilisation: share of the time from the first answer on that each stage worked.
@@ -36,7 +36,7 @@ class Summary:
 
     @property
     def num_now(self) -> int:
-        """Lines answered or explained by this run."""
+        """Counts the lines answered or explained by this run."""
         return self.tally.num_answered + self.tally.num_failed - self.num_done_before
 
     @property
@@ -45,7 +45,7 @@ class Summary:
 
     @property
     def accuracy(self) -> float | None:
-        """The share of right answers, where lines say what is right."""
+        """Returns the share of right answers, where lines include the right one."""
         return self.tally.num_right / self.tally.num_checked if self.tally.num_checked else None
 
     def record(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Defines what a backend takes and gives back."""
+"""Defines the tasks and outcomes of a backend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from epd.errors import EPDError, http_status
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaTask:
-    """Questions with the same media before them. lines: at least one, taken one by one, by any thread."""
+    """Groups questions with the same media before them. lines: one or more, taken singly, by any thread."""
 
     number: int
     lines: Iterator[BatchLine]
@@ -21,7 +21,7 @@ class MediaTask:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A line and its completion, in the form of OpenAI's API."""
+    """Holds a line and its completion, in the form of OpenAI's API."""
 
     line: BatchLine
     completion: JSON
@@ -29,7 +29,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A line and why it has no answer. kind: the name of the error's class. status: of HTTP."""
+    """Reports why a line has no answer. kind: the name of the error's class. status: of HTTP."""
 
     line: BatchLine
     kind: str
@@ -46,7 +46,7 @@ Outcome = Answered | Failed
 
 @dataclass(frozen=True, slots=True)
 class BackendCounts:
-    """How often work was done, where that is known: media decoded, encoded, prefilled.
+    """Counts work, where known: media decoded, encoded, prefilled.
 
     num_units_skipped: units of videos that were not encoded, since they did not change.
     """
@@ -58,13 +58,13 @@ class BackendCounts:
 
 
 class Backend(Protocol):
-    """Whatever answers tasks."""
+    """Answers tasks."""
 
     def run(self, tasks: Iterator[MediaTask]) -> AbstractContextManager[Iterator[Outcome | None]]:
         """Yields the outcomes of all tasks' lines, in any order; None when none came for a moment.
 
         A task is taken only when there is room for it, so memory stays bounded. Leaving the block ends the
-        work. What fails with one line or its media is a `Failed`; raises EPDError when no further line can be
+        work. Failures of one line or its media are a `Failed`; raises EPDError when no further line can be
         answered.
         """
         ...

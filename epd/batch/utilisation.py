@@ -10,14 +10,14 @@ _MAX_SAMPLES = 512
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """busy_s: seconds that each stage has worked up to time_s."""
+    """Holds a sample. busy_s: seconds that each stage has worked up to time_s."""
 
     time_s: float
     busy_s: Mapping[str, float]
 
 
 class Utilisation:
-    """Samples of how long stages have worked; when there are too many, every second one goes."""
+    """Keeps samples of how long stages have worked; when there are too many, every second one is dropped."""
 
     def __init__(self, max_samples: int = _MAX_SAMPLES) -> None:
         self.samples: list[Sample] = []

@@ -1,4 +1,4 @@
-"""Measures what the application costs on this machine beside the model: `epd profile --app`."""
+"""Measures the cost of the application on this machine beside the model: `epd profile --app`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WARM_UP: tuple[Mapping[str, object], ...] = (
 def with_app(
     profile: Profile, model: Path, write_video: WriteVideo, show: Callable[[int, int], None]
 ) -> Profile:
-    """The profile with what the application costs on this machine. Starts it in two layouts.
+    """Returns the profile with the costs of the application on this machine. Starts it in two layouts.
 
     Both run at once and get requests in turns, so that a machine that is slow for a while slows both. All
     costs are at the speed that the cores had meanwhile, which is lower than while one stage is measured.
@@ -69,7 +69,7 @@ def with_app(
 
 
 def _alone(profile: Profile, loads: _AppLoad) -> tuple[HostCosts, PromptRule]:
-    """Costs from requests that are sent one after another."""
+    """Computes costs from requests that are sent one after another."""
     alone = loads.in_turn(app_costs.ALONE, 10)
     at_once = loads.in_turn(app_costs.ALONE, 16, app_costs.NUM_AT_ONCE)
     long = loads.in_turn(app_costs.LONG, 6)
@@ -79,7 +79,7 @@ def _alone(profile: Profile, loads: _AppLoad) -> tuple[HostCosts, PromptRule]:
 
 
 class _AppLoad:
-    """Sends requests to a running application. idle_cores: that it takes without any."""
+    """Sends requests to a running application. idle_cores: in use without any request."""
 
     def __init__(self, app: LiveApp, layout: str, library: MediaLibrary) -> None:
         self._app = app

@@ -19,7 +19,7 @@ from epd.workload.requests import PlannedRequest, Workload
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """What to run.
+    """Plans a benchmark.
 
     warmup: requests sent to each endpoint before its first round, one at a time, not counted.
     extra: fields added to every request's body.
@@ -65,7 +65,7 @@ class BenchPlan:
         return list(islice(self.requests(self.rounds, place), self.warmup))
 
     def all_requests(self) -> Iterator[PlannedRequest]:
-        """Yields everything that will be sent to any endpoint."""
+        """Yields every request to any endpoint."""
         for place in range(len(self.endpoints)):
             yield from self.warmup_requests(place)
             for round_index in range(self.rounds):
@@ -74,7 +74,7 @@ class BenchPlan:
 
 @dataclass(frozen=True, slots=True)
 class EndpointRun:
-    """One round at one endpoint."""
+    """Records one round at one endpoint."""
 
     round_index: int
     place: int
@@ -83,7 +83,7 @@ class EndpointRun:
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """All rounds, in the order in which they were run."""
+    """Holds all rounds, in the order in which they were run."""
 
     plan: BenchPlan
     runs: tuple[EndpointRun, ...]
@@ -119,7 +119,7 @@ class BenchResult:
 
 
 class ShowPart(Protocol):
-    """Shows that a round or a warm-up begins; returns what to call after each request of it."""
+    """Shows that a round or a warm-up begins; returns a function to call after each request of it."""
 
     def __call__(self, title: str, num_requests: int) -> Callable[[], None]: ...
 

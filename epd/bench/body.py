@@ -38,20 +38,20 @@ _MEDIA_MARK = "\x00media\x00"
 
 @dataclass(frozen=True, slots=True)
 class MediaPart:
-    """One encoded medium of a request. base64: its bytes, ready for a data: URL."""
+    """Holds one encoded medium of a request. base64: its bytes, ready for a data: URL."""
 
     mime: str
     base64: bytes
 
     @property
     def kind(self) -> str:
-        """The type of the content part: image_url or video_url."""
+        """Returns the type of the content part: image_url or video_url."""
         return f"{self.mime.split('/')[0]}_url"
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A request's body in pieces, in order."""
+    """Holds a request's body in pieces, in order."""
 
     pieces: tuple[bytes, ...]
 

@@ -29,7 +29,7 @@ _HEADERS = {
 
 
 class AnswerError(Exception):
-    """An answer that did not come as it should. kind: few words that can be counted."""
+    """Reports an invalid or failed answer. kind: a few words that can be counted."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(kind, detail)
@@ -38,7 +38,7 @@ class AnswerError(Exception):
 
 
 class SSEParser:
-    """Gives the data of every complete server-sent event (HTML standard, 9.2), from bytes cut anywhere."""
+    """Parses the data of every complete server-sent event (HTML standard, 9.2), from bytes cut anywhere."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -60,7 +60,7 @@ class SSEParser:
 
 @dataclass(slots=True)
 class ChatReply:
-    """What has come of one answer so far; seconds on the client's clock."""
+    """Collects one answer as it arrives; seconds on the client's clock."""
 
     sent_s: float
     end_s: float = 0.0
@@ -114,7 +114,7 @@ def _chunk(data: str) -> dict[str, Any]:
 
 
 class ChatClient:
-    """Connections to one endpoint."""
+    """Keeps connections to one endpoint."""
 
     def __init__(self, endpoint: Endpoint, *, timeout_s: float) -> None:
         self.endpoint = endpoint
@@ -141,7 +141,7 @@ class ChatClient:
         return time.perf_counter()
 
     async def ask(self, body: Body) -> ChatReply:
-        """Sends a request now and reads its answer to the end, whatever goes wrong."""
+        """Sends a request now and reads its answer to the end, despite any errors."""
         reply = ChatReply(self.now_s())
         try:
             async with asyncio.timeout(self._timeout_s):

@@ -1,4 +1,4 @@
-"""A server of the OpenAI chat API, with a name for tables, and whether it answers."""
+"""Describes a server of the OpenAI chat API, with a name for tables, and checks whether it answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A server. url: up to but not including /v1. api_key: sent, never shown."""
+    """Names a server. url: up to but not including /v1. api_key: sent, never shown."""
 
     name: str
     url: str
@@ -26,7 +26,7 @@ class Endpoint:
 
     @property
     def shown_url(self) -> str:
-        """Without a user's name and password, which a URL may hold."""
+        """Returns the URL without a user's name and password, which it may hold."""
         parts = urlsplit(self.url)
         return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment=""))
 
@@ -64,7 +64,7 @@ def get(
     no_answer: type[EPDError] = UnavailableError,
     bad_answer: type[EPDError] = UnavailableError,
 ) -> httpx.Response:
-    """Asks a server for a path; what it answers has the status 200.
+    """Requests a path from a server; the reply has the status 200.
 
     advice: end of the message of an error.
     no_answer, bad_answer: the errors to raise when nothing answers, and for any other status.
@@ -82,7 +82,7 @@ def get(
 
 
 def find_model(endpoint: Endpoint) -> str:
-    """The first model that a server lists. Raises RequestError when it does not answer or lists none."""
+    """Returns the first model that a server lists. Raises RequestError without an answer or a model."""
     advice = "start an OpenAI-compatible server there, or name the model with --model"
     answer = get(endpoint, "/v1/models", advice, no_answer=RequestError, bad_answer=RequestError)
     try:

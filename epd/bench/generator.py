@@ -1,4 +1,4 @@
-"""Sends requests at their times, whatever becomes of the others: an open loop.
+"""Sends requests at their times, independent of the others: an open loop.
 
 The only bound is the stated maximum in flight. A request that exceeds it waits, in order; that and every
 other delay of the sender is its lateness, which the report shows.
@@ -20,7 +20,7 @@ _LEAD_S = 0.05
 
 
 class Client(Protocol):
-    """What sends one request and reads its answer."""
+    """Sends one request and reads its answer."""
 
     def now_s(self) -> float: ...
 
@@ -29,7 +29,7 @@ class Client(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request whose bytes are ready. due_s: from the start of the run."""
+    """Holds a request whose bytes are ready. due_s: from the start of the run."""
 
     index: int
     due_s: float
@@ -44,7 +44,7 @@ async def run_load(
     is_open_loop: bool = True,
     on_done: Callable[[], None] = lambda: None,
 ) -> list[ClientRecord]:
-    """Sends every request when it is due and waits for all answers; records in the order of sending.
+    """Sends every request when it is due and waits for all answers; returns records in the order of sending.
 
     is_open_loop: False sends the next as soon as there is a place, with max_in_flight always under way.
     """
@@ -64,7 +64,7 @@ async def run_load(
 
 @dataclass(frozen=True, slots=True)
 class _OpenLoop:
-    """One run under way. start_s: its zero on the client's clock."""
+    """Runs one load. start_s: its zero on the client's clock."""
 
     client: Client
     places: asyncio.Semaphore

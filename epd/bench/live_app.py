@@ -32,7 +32,7 @@ _LAST_FIELD = " queued_s="  # of a line of the access log
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """What the application's own log says of a request. stages_s: of the work of each stage."""
+    """Holds a request's entry in the application's log. stages_s: of the work of each stage."""
 
     ttft_s: float
     prompt_tokens: int
@@ -42,7 +42,7 @@ class ServedRequest:
 
 @dataclass(frozen=True, slots=True)
 class TrafficResult:
-    """What one run of traffic measured.
+    """Holds the measurements of one run of traffic.
 
     served: in the order in which they ended.
     cpu_s: of the application and of this process.
@@ -76,7 +76,7 @@ class TrafficResult:
 
 
 class LiveApp:
-    """A running `epd serve`."""
+    """Controls a running `epd serve`."""
 
     def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
         self.url = url
@@ -159,7 +159,7 @@ def _wait_ready(process: subprocess.Popen[bytes], log: Path) -> None:
 def served_in(lines: Iterable[str]) -> tuple[ServedRequest, ...]:
     """Returns answered requests of an access log, from lines that are whole.
 
-    Ray prints what it finds of a line that is being written, and the rest as another one: neither counts.
+    Ray prints the first part of a line that is being written, and the rest as another one: neither counts.
     """
     whole = (line for line in lines if MARK in line and _LAST_FIELD in line)
     return tuple(_served(line) for line in whole if "ttft_s=-" not in line)

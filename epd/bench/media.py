@@ -32,7 +32,7 @@ class WriteVideo(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MediaKey:
-    """A medium: equal keys are equal content."""
+    """Identifies a medium: equal keys are equal content."""
 
     seed: int
     spec: Resolution | VideoSpec
@@ -64,7 +64,7 @@ class MediaLibrary:
         self._image_format: ImageFormat = image_format
 
     def draw(self, requests: Iterable[PlannedRequest], show: ShowProgress) -> int:
-        """Draws what these requests need and is not there yet, on all CPUs; returns how many were drawn."""
+        """Draws the missing media of these requests on all CPUs; returns how many were drawn."""
         keys = dict.fromkeys(key for request in requests for key in media_keys(request))
         missing = [key for key in keys if not self.path(key).exists()]
         self._folder.mkdir(parents=True, exist_ok=True)

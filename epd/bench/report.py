@@ -147,7 +147,7 @@ def _ratio_table(result: BenchResult) -> Table:
 
 
 def _remarks(name: str, report: RunReport, result: BenchResult) -> list[str]:
-    """Returns what a reader must know before believing the figures."""
+    """Returns caveats that a reader must know before believing the figures."""
     lines = []
     if report.is_late and report.lateness:
         lines.append(

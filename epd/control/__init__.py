@@ -1,1 +1,1 @@
-"""Decisions about requests and workers: who is admitted, who gets what, who is to blame."""
+"""Decides on requests and workers: admission, distribution of work, and blame."""

@@ -1,11 +1,11 @@
-"""Who waits for room, in which order, and who is told to come again: a bounded queue with deadlines.
+"""Queues requests that wait for room, within bounds and deadlines, and refuses the others.
 
-    enter: full, or too late by what has been measured -> OverloadedError
-    waiting: by priority, those done again first, then by arrival; only the first few may look for room
+    enter: full, or too late by measured waits -> OverloadedError
+    waiting: by priority, retried ones first, then by arrival; only the first few may look for room
     leave: placed, gone, or past its deadline -> OverloadedError
 
-The lower a priority, the more important, as in vLLM: 0 where somebody waits for the answer. Above it, batch
-requests look for room only while nobody more important waits, and take no place in the queue from others.
+The lower a priority, the more important, as in vLLM: 0 where a user waits for the answer. Above it, batch
+requests look for room only while nothing more important waits, and take no place in the queue from others.
 
 Time is passed in, in seconds on any one clock.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from epd.errors import OverloadedError
 
-_WEIGHT_OF_NEW = 0.1  # of a measurement, in the running means
+_WEIGHT_OF_NEW = 0.1  # weight of a measurement in the running means
 _MAX_OVERTAKEN = 32
 _LEAST_RETRY_S, _MOST_RETRY_S = 1.0, 60.0
 
@@ -33,7 +33,7 @@ class _Waiting:
 
 
 class _Mean:
-    """A running mean that forgets; None before the first measurement."""
+    """Keeps a running mean that decays; None before the first measurement."""
 
     def __init__(self) -> None:
         self.value: float | None = None
@@ -43,15 +43,15 @@ class _Mean:
 
 
 class AdmissionQueue:
-    """Requests that wait to be given to workers."""
+    """Queues requests that wait for workers."""
 
     def __init__(self, max_waiting: int) -> None:
         self.max_waiting = max_waiting
         self.num_refused = 0
         self._waiting: list[_Waiting] = []
         self._num_entered = 0
-        self._placed_s: float | None = None  # the last time that one left while another waited
-        self._interval_s = _Mean()  # between two that find room while there is a queue
+        self._placed_s: float | None = None  # last time that a request left while another waited
+        self._interval_s = _Mean()  # time between two that find room while there is a queue
         self._first_token_s = _Mean()  # from room to first token
 
     def __len__(self) -> int:
@@ -74,7 +74,7 @@ class AdmissionQueue:
     def enter(
         self, request_id: str, now_s: float, deadline_s: float, *, is_new: bool = True, priority: int = 0
     ) -> None:
-        """Queues a request behind those of its priority; one to be done again before them, and never refused.
+        """Queues a request behind those of its priority; a retried one before them, and it is never refused.
 
         Raises OverloadedError as `check` does.
         """
@@ -86,9 +86,9 @@ class AdmissionQueue:
         self._num_entered += 1
 
     def first(self, num_first: int = 1) -> list[str]:
-        """The requests, so many at most, whose turn it is to look for room: all of one priority.
+        """Returns the requests, up to a limit, that may look for room now: all of one priority.
 
-        Once too many have overtaken the first, it is the turn of that one alone, so that none starves.
+        After too many have overtaken the first request, only that one may, so that none starves.
         """
         if self._waiting and self._waiting[0].num_overtaken >= _MAX_OVERTAKEN:
             num_first = 1
@@ -96,13 +96,13 @@ class AdmissionQueue:
         return [each.request_id for each in first if each.priority == first[0].priority]
 
     def is_turn(self, request_id: str, num_first: int = 1) -> bool:
-        """Whether the request is one of those."""
+        """Returns whether the request is one of those from `first`."""
         return request_id in self.first(num_first)
 
     def check_deadline(self, request_id: str, now_s: float) -> None:
-        """Raises OverloadedError for a request that has waited too long, or will have by what is known now.
+        """Raises OverloadedError for a request that has waited too long, or is expected to.
 
-        A burst that comes before anything has been measured is let in; this is where it is cut to size.
+        A burst that comes before anything has been measured is let in, and is reduced here.
         """
         for num_ahead, waiting in enumerate(self._waiting):
             if waiting.request_id == request_id:
@@ -116,7 +116,7 @@ class AdmissionQueue:
             raise self._refusal(f"behind {num_ahead} others a first token takes {expected_s:.1f} s")
 
     def place(self, request_id: str, now_s: float) -> None:
-        """The request has found room."""
+        """Removes a request that has found room."""
         for waiting in self._waiting:
             if waiting.request_id == request_id:
                 break
@@ -127,15 +127,15 @@ class AdmissionQueue:
         self._placed_s = now_s if self._waiting else None
 
     def leave(self, request_id: str) -> None:
-        """The request waits no longer. Unknown ids are ignored."""
+        """Removes a request that no longer waits. Unknown ids are ignored."""
         self._waiting = [each for each in self._waiting if each.request_id != request_id]
 
     def record_first_token(self, seconds: float) -> None:
-        """A request had its first token so long after it had found room."""
+        """Records the time of a request from finding room to its first token."""
         self._first_token_s.add(seconds)
 
     def expected_wait_s(self, num_ahead: int) -> float:
-        """Until a request with so many before it finds room; 0 as long as nothing is known."""
+        """Returns the seconds until a request at that place in the queue finds room; 0 while unknown."""
         return (num_ahead + 1) * (self._interval_s.value or 0.0)
 
     def _refusal(self, reason: str) -> OverloadedError:

@@ -1,4 +1,4 @@
-"""Slots that owners share fairly: each has at most so many, and whoever has fewest is next, in turn.
+"""Shares slots fairly among owners: each has a limit, and the owner with the fewest is next, in turn.
 
 slots  [ a ][ a ][ b ]        waiting   a: 5 more   b: 1   c: 2        next: c, which has none
 """
@@ -14,7 +14,7 @@ TicketT = TypeVar("TicketT", bound=Hashable)
 
 
 class FairShare(Generic[OwnerT, TicketT]):
-    """Tickets of owners wait for slots; owners take turns, those with the fewest slots first."""
+    """Queues tickets of owners for slots; owners take turns, those with the fewest slots first."""
 
     def __init__(self, num_slots: int, max_per_owner: int) -> None:
         self._num_free = num_slots
@@ -27,7 +27,7 @@ class FairShare(Generic[OwnerT, TicketT]):
         self._waiting.setdefault(owner, deque()).append(ticket)
 
     def leave(self, owner: OwnerT, ticket: TicketT) -> None:
-        """Forgets a ticket that waits. ValueError for one that does not."""
+        """Forgets a ticket that waits. Raises ValueError for any other."""
         tickets = self._waiting.get(owner, deque())
         tickets.remove(ticket)
         if not tickets:
@@ -41,7 +41,7 @@ class FairShare(Generic[OwnerT, TicketT]):
             del self._held[owner]
 
     def admit(self) -> list[TicketT]:
-        """Gives free slots to waiting tickets. Returns those that have one now, in order."""
+        """Gives free slots to waiting tickets. Returns those that now have one, in order."""
         admitted = []
         while self._num_free and (owner := self._next()) is not None:
             admitted.append(self._waiting[owner].popleft())
@@ -58,7 +58,7 @@ class FairShare(Generic[OwnerT, TicketT]):
 
     @property
     def num_held(self) -> int:
-        """Slots that are taken."""
+        """Returns the number of slots in use."""
         return self._held.total()
 
     @property

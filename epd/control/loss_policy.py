@@ -1,14 +1,14 @@
-"""Which request is to blame when a worker is lost, and for how long it is refused. No I/O.
+"""Decides which request is to blame for a lost worker, and how long it is refused. No I/O.
 
     lost with a, b and c    each of them has one loss more at that stage; nobody is blamed
-    lost twice              from now on its attempts are isolated: placed where nobody else is at risk
-    lost again, alone       blamed: PoisonedRequestError for what it asks, whoever asks it, for a while
+    lost twice              its next attempts are isolated: placed where no other request is at risk
+    lost again, alone       blamed: PoisonedRequestError for the same request from any client, for a while
 
 A request that is alone at the worker both times is blamed after two losses, one among others after three.
-Losses at different stages, or at different places of an answer, are not added up: what ends a worker does so
-at the same place again, what is killed at random is not. A request that was answered is forgotten.
+Losses at different stages, or at different places of an answer, are not added up: a request that ends a
+worker does so at the same place again, random kills do not. A request that was answered is forgotten.
 
-Requests are known by a fingerprint of what they ask. Time is passed in, in seconds on any one clock.
+Requests are known by a fingerprint of their content. Time is passed in, in seconds on any one clock.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from epd.errors import PoisonedRequestError
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """A request that was at a worker when that was lost.
+    """Names a request that was at a worker when that was lost.
 
-    place: what it was there for: a stage, or one group at a stage. num_tokens: of its answer so far, in this
-    attempt.
+    place: why it was there: a stage, or one group at a stage
+    num_tokens: of its answer so far, in this attempt
     """
 
     fingerprint: str
@@ -35,10 +35,12 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True)
 class LossLimits:
-    """max_losses: at one place, after which a request is isolated, and blamed if it was lost alone.
+    """Limits losses and the memory of them.
 
-    refuse_s: for which a request that was blamed is refused, and losses are remembered. max_requests: whose
-    losses are remembered. num_slack_tokens: by which reports of one place may differ.
+    max_losses: at one place, before a request is isolated, or blamed if it was alone
+    refuse_s: time for which a blamed request is refused, and losses are remembered
+    max_requests: requests whose losses are remembered
+    num_slack_tokens: tolerance between reports of one place
     """
 
     max_losses: int = 2
@@ -55,7 +57,7 @@ class _Losses:
 
 @dataclass(slots=True)
 class _Case:
-    """places: losses at each. until_s: when all of it is forgotten. num_losses: in all."""
+    """Holds a request's losses. places: losses at each. until_s: when it is forgotten. num_losses: total."""
 
     until_s: float
     num_losses: int = 0
@@ -64,18 +66,18 @@ class _Case:
 
 
 class LossLedger:
-    """Counts losses by fingerprint, in a bounded table: what was lost longest ago goes first."""
+    """Counts losses by fingerprint, in a bounded table that drops the oldest loss first."""
 
     def __init__(self, limits: LossLimits | None = None) -> None:
         self.limits = limits or LossLimits()
         self._cases: OrderedDict[str, _Case] = OrderedDict()
 
     def __len__(self) -> int:
-        """Requests with losses that are remembered."""
+        """Returns the number of requests with remembered losses."""
         return len(self._cases)
 
     def record(self, suspects: Collection[Suspect], now_s: float) -> frozenset[str]:
-        """A worker is lost with all of these at risk. Returns the fingerprints that are to blame."""
+        """Records the loss of a worker with these suspects. Returns the fingerprints that are to blame."""
         fingerprints = {suspect.fingerprint for suspect in suspects}
         for fingerprint in fingerprints:
             self._count(fingerprint, now_s)
@@ -96,7 +98,7 @@ class LossLedger:
             self._cases.popitem(last=False)
 
     def _add(self, suspect: Suspect) -> int:
-        """Losses at that place. One that got further than where it was lost before was not lost by itself."""
+        """Counts a loss at its place and returns the count, which restarts if the request got further."""
         case = self._cases.get(suspect.fingerprint)
         if case is None:  # more suspects than are remembered
             return 0
@@ -118,18 +120,18 @@ class LossLedger:
             )
 
     def suspected_at(self, fingerprint: str, now_s: float) -> frozenset[Hashable]:
-        """Places at which its next attempt is to be isolated."""
+        """Returns the places at which its next attempt must be isolated."""
         case = self._case(fingerprint, now_s)
         places = case.places if case is not None else {}
         return frozenset(place for place, each in places.items() if each.num_losses >= self.limits.max_losses)
 
     def furthest(self, fingerprint: str, now_s: float) -> int:
-        """Tokens of its answer after which an attempt has got further than those that were lost."""
+        """Returns the answer tokens after which an attempt has got further than the lost ones."""
         case = self._case(fingerprint, now_s)
         return max((each.num_tokens for each in case.places.values()), default=0) if case is not None else 0
 
     def forget(self, fingerprint: str) -> None:
-        """The request was answered: it was not to blame. Unknown ones are ignored."""
+        """Forgets a request that was answered and so was not to blame. Unknown ones are ignored."""
         self._cases.pop(fingerprint, None)
 
     def _case(self, fingerprint: str, now_s: float) -> _Case | None:

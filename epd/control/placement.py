@@ -1,11 +1,11 @@
-"""Decides where a request goes. Pure policy: says which worker is asked what; server and simulator ask it.
+"""Decides where a request goes. Pure policy: it yields questions that the server or simulator asks workers.
 
     for each prefill worker, the best first
         it decodes too      ->  submit
         others decode       ->  reserve at decode workers, the best first, until one has room  ->  submit
                                     refused  ->  release the room
 
-`PlacementPolicy.place` is a generator of such steps, into which the driver sends what the worker answered.
+`PlacementPolicy.place` is a generator of such steps, into which the driver sends the worker's answer.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from epd.control.routing import Router
 from epd.errors import UnavailableError
 from epd.topology import Stage
 
-# Requests that one worker is asked about at a time: one that does not answer holds up no others.
+# Maximum open questions to one worker, so that one that does not answer delays no other requests.
 _MAX_ASKING = 2
 Allowed = Callable[[Stage, Sequence[str]], Sequence[str]]
 
 
 class TakesWork(Protocol):
-    """A worker, as the server and as the simulator know it."""
+    """Describes a worker, as the server and the simulator know it."""
 
     @property
     def name(self) -> str: ...
@@ -33,12 +33,12 @@ class TakesWork(Protocol):
     def roles(self) -> frozenset[Stage]: ...
 
     def takes(self, stage: Stage) -> bool:
-        """Whether it can be given new work of a stage."""
+        """Returns whether the worker takes new work of a stage."""
         ...
 
 
 class Candidates:
-    """Names of the workers that take new work, by stage: a snapshot."""
+    """Lists the workers that take new work, by stage: a snapshot."""
 
     def __init__(self, workers: Iterable[TakesWork]) -> None:
         self._workers = tuple(workers)
@@ -46,13 +46,13 @@ class Candidates:
         self._others: tuple[str, ...] | None = None
 
     def taking(self, stage: Stage) -> tuple[str, ...]:
-        """Workers that take new work of a stage; the same tuple each time."""
+        """Returns the workers that take new work of a stage; the same tuple each time."""
         if stage not in self._taking:
             self._taking[stage] = tuple(each.name for each in self._workers if each.takes(stage))
         return self._taking[stage]
 
     def decoders(self) -> tuple[str, ...]:
-        """Workers that decode what others have prefilled: those that prefill too decode their own."""
+        """Returns the workers that decode for others: those that prefill too decode only their own."""
         if self._others is None:
             self._others = tuple(
                 each.name for each in self._workers if each.takes("decode") and "prefill" not in each.roles
@@ -60,19 +60,19 @@ class Candidates:
         return self._others
 
     def is_merged(self, prefill_worker: str) -> bool:
-        """Whether a prefill worker decodes what it has prefilled."""
+        """Returns whether a prefill worker also decodes its requests."""
         return prefill_worker in self.taking("decode")
 
 
 class Placement:
-    """The workers of one request, and what it takes of them in the router's counts.
+    """Holds the workers of one request, and its share of the router's counts.
 
     prefill_worker, decode_worker: the same one where roles are merged; empty before they are chosen
     touched: all workers that may know of the request
     """
 
     def __init__(self, router: Router, num_tokens: int) -> None:
-        """num_tokens: of the prompt."""
+        """num_tokens counts those of the prompt."""
         self.prefill_worker = self.decode_worker = ""
         self.touched: set[str] = set()
         self._router = router
@@ -84,13 +84,13 @@ class Placement:
         return self.prefill_worker == self.decode_worker
 
     def take(self, prefill_worker: str, decode_worker: str) -> None:
-        """Chooses workers; what was taken before is given back."""
+        """Chooses workers and gives back the previous ones."""
         self.release()
         self._take_prefill(prefill_worker)
         self.move_decode(decode_worker)
 
     def move_prefill(self, worker: str) -> None:
-        """Another worker computes the prompt."""
+        """Moves the prefill of the prompt to another worker."""
         self.end_prefill()
         self._take_prefill(worker)
 
@@ -100,14 +100,14 @@ class Placement:
         self._router.add(worker, num_prefills=1, prefill_tokens=self._num_tokens)
 
     def move_decode(self, worker: str) -> None:
-        """Another worker decodes."""
+        """Moves decode to another worker."""
         self._end_decode()
         self.decode_worker, self._is_decoding = worker, True
         self.touched.add(worker)
         self._router.add(worker, num_decodes=1)
 
     def end_prefill(self) -> bool:
-        """The prompt is computed. Returns whether that is new."""
+        """Records that the prompt is computed. Returns whether that is new."""
         if not self._is_prefilling:
             return False
         self._is_prefilling = False
@@ -120,15 +120,15 @@ class Placement:
             self._router.add(self.decode_worker, num_decodes=-1)
 
     def release(self) -> None:
-        """Nothing of the request is left at any worker."""
+        """Releases all counts: nothing of the request is left at any worker."""
         self.end_prefill()
         self._end_decode()
 
 
-# What to ask the workers of the placement next:
+# A step names the next question to the workers of the placement:
 #   reserve    room for the answer, at the decode worker
 #   submit     the prompt, to the prefill worker; room is reserved at the decode worker unless they are one
-#   release    what was reserved, at the decode worker; whatever the answer is
+#   release    what was reserved, at the decode worker; its answer does not matter
 Step = Literal["reserve", "submit", "release"]
 Steps = Generator[Step, bool, bool]
 
@@ -153,11 +153,11 @@ class PlacementPolicy:
     def place(
         self, placement: Placement, media: Sequence[tuple[str, int]], allowed: Allowed | None = None
     ) -> Steps:
-        """Asks workers once. Returns whether one has taken the prompt.
+        """Asks workers once. Yields steps and returns whether a worker has taken the prompt.
 
         If not, nothing is left where it was refused. A decode worker that has refused is not asked again for
         another prefill worker.
-        media: (mm_hash, visual tokens) of each item. allowed: which of some workers the request may go to.
+        media: (mm_hash, visual tokens) of each item. allowed: filters the workers the request may go to.
         """
         refused: set[str] = set()
         is_taken = False
@@ -200,12 +200,12 @@ class PlacementPolicy:
         return names if allowed is None else allowed("prefill", names)
 
     def decoders(self, allowed: Allowed | None = None) -> Iterable[str]:
-        """Workers that decode what others have prefilled, the best first."""
+        """Yields the workers that decode for other prefill workers, the best first."""
         names = self.router.decode_order(self._answering(self.candidates().decoders()))
         return names if allowed is None else allowed("decode", list(names))
 
     def _answering(self, names: Sequence[str]) -> Sequence[str]:
-        """Those of some workers that answer what they are asked."""
+        """Returns the workers that have fewer than the maximum of open questions."""
         if not self.asking:
             return names
         return [name for name in names if self.asking[name] < _MAX_ASKING]

@@ -1,10 +1,10 @@
-"""What prompts meet, learned while they come and are computed: their wait, and what one more takes.
+"""Learns how long prompts wait and how long one more takes, while they arrive and are computed.
 
-    first tokens of one worker   t0 ---- t1 ------- t2            busy: what lies between is what one takes
+    first tokens of one worker   t0 ---- t1 ------- t2            busy: a prompt takes the time between them
                                          ^ came alone, after t0   idle: only its own prefill is counted
 
-Between first tokens of a busy worker lies everything that keeps it from the next prompt: decode steps and
-encoding too, where it does those. What comes to an idle worker is waited for by nobody.
+The time between first tokens of a busy worker includes everything that delays the next prompt: decode steps
+and encoding too, where it runs those. An idle worker delays no other prompt.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Iterable
 from epd.control.elasticity.rates import DecayedMean, RoundCost
 from epd.control.retention import PromptLoad
 
-_COST_MEMORY_S = 20.0  # of work
+_COST_MEMORY_S = 20.0  # seconds of work
 _RATE_MEMORY_S = 5.0
 _SHAPE_MEMORY = 20.0  # requests
 
 
 class PromptLoadEstimator:
-    """Told of every prompt and every first token. Times in seconds on one clock."""
+    """Observes every prompt and every first token. Times in seconds on one clock."""
 
     def __init__(self) -> None:
         self._cost = RoundCost(_COST_MEMORY_S)
@@ -32,7 +32,7 @@ class PromptLoadEstimator:
         self._first_s: dict[str, float] = {}
 
     def arrived(self, now_s: float, num_text_tokens: int, num_visual_tokens: int) -> None:
-        """A prompt, with as many visual tokens as it had before reduction."""
+        """Counts a prompt that arrived, with its visual tokens before reduction."""
         self._rate = self._rate_at(now_s) + 1 / _RATE_MEMORY_S
         self._arrived_s = now_s
         self._text.add(num_text_tokens, 1, 1)
@@ -41,7 +41,7 @@ class PromptLoadEstimator:
     def first_token(
         self, now_s: float, worker: str, placed_s: float, num_tokens: int, prefill_s: float
     ) -> None:
-        """A prompt of so many tokens, which the worker got at placed_s, is computed.
+        """Records that a prompt of num_tokens, which the worker got at placed_s, is computed.
 
         prefill_s: of passes with parts of it, other prompts' parts included.
         """
@@ -63,7 +63,7 @@ class PromptLoadEstimator:
         num_waiting: int = 0,
         kv_usage: float = 0.0,
     ) -> PromptLoad:
-        """ahead: tokens of each prompt that is not computed. num_workers: that prefill, at least 1."""
+        """Returns the load. ahead: tokens of each waiting prompt. num_workers: that prefill, at least 1."""
         fixed_s, token_s = self._cost.line or (0.0, 0.0)
         backlog_s = sum(fixed_s + token_s * tokens for tokens in ahead) / num_workers
         return PromptLoad(
@@ -76,9 +76,9 @@ class PromptLoadEstimator:
         )
 
     def tokens_at(self, retention: float) -> int:
-        """Of the mean prompt, with that share of its visual tokens."""
+        """Returns the tokens of the mean prompt with that share of its visual tokens."""
         return round((self._text.value or 0.0) + (self._visual.value or 0.0) * retention)
 
     def _rate_at(self, now_s: float) -> float:
-        """Prompts per second: each counts for less the longer ago it came."""
+        """Returns prompts per second: older ones count for less."""
         return self._rate * math.exp(-max(0.0, now_s - self._arrived_s) / _RATE_MEMORY_S)

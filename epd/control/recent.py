@@ -1,4 +1,4 @@
-"""A bounded mapping that forgets the entry that was longest unused."""
+"""Provides a bounded mapping that forgets the least recently used entry."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ V = TypeVar("V")
 
 
 class Recent(Generic[K, V]):
-    """The `max_items` entries that were set or read last. For any thread."""
+    """Keeps the `max_items` entries that were set or read last. Thread-safe."""
 
     def __init__(self, max_items: int) -> None:
         self._max_items = max_items

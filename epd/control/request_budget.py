@@ -1,4 +1,4 @@
-"""What one request asks for in amounts, and the ceilings that it is checked against before any work is done.
+"""Measures the size of a request and checks it against ceilings before any work is done.
 
     door     the JSON alone           RequestBudget.check(limits)           before a byte of media is fetched
     probe    what containers claim    check_num_frames, check_num_pixels    before a frame is listed
@@ -27,14 +27,16 @@ _JSON_MARKS = (b",", b"[", b"{")
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Ceilings of one request; more is refused with 400 before work on it begins.
+    """Sets the ceilings of one request; more is refused with 400 before work on it begins.
 
-    max_text_bytes: of all messages, in UTF-8. max_json_values: members and elements of its JSON.
-    max_json_bytes: of its JSON beside the URLs of media.
-    max_messages, max_parts, max_media: of the conversation, parts and media of all messages together.
-    max_frames: sampled from all its videos. max_image_pixels: of all its images, before they are resized.
-    max_answer_tokens: max_tokens times n, None for what the model's context allows.
-    max_stop_strings, max_stop_chars, max_stop_token_ids: characters of all stop strings together.
+    max_text_bytes: of all messages, in UTF-8
+    max_json_values: members and elements of its JSON
+    max_json_bytes: of its JSON beside the URLs of media
+    max_messages, max_parts, max_media: of the conversation, parts and media of all messages together
+    max_frames: sampled from all its videos
+    max_image_pixels: of all its images, before they are resized
+    max_answer_tokens: max_tokens times n, None for the limit of the model's context
+    max_stop_strings, max_stop_chars, max_stop_token_ids: characters of all stop strings together
     """
 
     max_text_bytes: int = 1 << 21
@@ -64,11 +66,11 @@ class RequestLimits:
                 )
 
     def record(self) -> dict[str, int | None]:
-        """The ceilings by name, for people and machines."""
+        """Returns the ceilings by name, for people and machines."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def line(self) -> str:
-        """Those that requests meet first, for a log."""
+        """Returns the ceilings that requests meet first, for a log."""
         answers = "any number of" if self.max_answer_tokens is None else f"{self.max_answer_tokens:,}"
         return (
             f"{self.max_text_bytes:,} bytes of text, {self.max_media:,} media, {self.max_frames:,} frames, "
@@ -76,7 +78,7 @@ class RequestLimits:
         )
 
     def for_model(self, context_tokens: int, longest_token_bytes: int) -> Self:
-        """Lowers the ceilings to what can fit the context of a model at all.
+        """Lowers the ceilings to the most that can fit the context of a model.
 
         longest_token_bytes: of its vocabulary, in UTF-8. A text of N bytes has at least N divided by that
         many tokens.
@@ -92,7 +94,12 @@ class RequestLimits:
 
 
 class _Ceiling(NamedTuple):
-    """amount: a field of RequestBudget. limit: a field of RequestLimits. what, advice: for the error."""
+    """Maps a field of RequestBudget to its limit.
+
+    amount: a field of RequestBudget
+    limit: a field of RequestLimits
+    what, advice: for the error
+    """
 
     amount: str
     limit: str
@@ -116,11 +123,12 @@ _CEILINGS = (
 
 @dataclass(frozen=True, slots=True)
 class RequestBudget:
-    """What a request asks for, as far as its JSON tells.
+    """Measures a request as far as its JSON shows.
 
-    num_json_bytes: beside the URLs of media. num_text_bytes: of all messages, in UTF-8.
-    num_frames: asked for by number, of all its videos.
-    num_answer_tokens: max_tokens times n, 0 where max_tokens is left to the server.
+    num_json_bytes: beside the URLs of media
+    num_text_bytes: of all messages, in UTF-8
+    num_frames: asked for by number, of all its videos
+    num_answer_tokens: max_tokens times n, 0 where max_tokens is left to the server
     """
 
     num_messages: int = 0
@@ -145,7 +153,7 @@ class RequestBudget:
 def check_json_size(body: bytes | bytearray, limits: RequestLimits) -> None:
     """Raises RequestBudgetError for JSON with more members and elements than allowed, before it is parsed.
 
-    Counts the marks that begin one, those within texts too, and stops when there are too many.
+    Counts the marks that begin one, those within texts too, and stops above the limit.
     """
     count = 0
     for start in range(0, len(body), _JSON_WINDOW_BYTES):
@@ -158,10 +166,10 @@ def check_json_size(body: bytes | bytearray, limits: RequestLimits) -> None:
 
 
 def check_num_frames(num_frames: float, max_frames: int) -> None:
-    """Refuses to sample more frames than allowed. To be asked before they are listed.
+    """Refuses to sample more frames than allowed. Must run before they are listed.
 
-    num_frames: wanted of one video, a float where a rate gives it. max_frames: what other videos of the
-    request have left.
+    num_frames: wanted of one video, a float where a rate gives it. max_frames: left by the other videos of
+    the request.
     Raises RequestBudgetError.
     """
     if not num_frames <= max_frames:  # a rate may give infinity
@@ -172,7 +180,7 @@ def check_num_frames(num_frames: float, max_frames: int) -> None:
 
 
 def check_num_pixels(num_pixels: int, limits: RequestLimits) -> None:
-    """Refuses images of more pixels, all together, than allowed. To be asked before one is decoded.
+    """Refuses images with more pixels in total than allowed. Must run before one is decoded.
 
     Raises RequestBudgetError.
     """
@@ -184,7 +192,7 @@ def check_num_pixels(num_pixels: int, limits: RequestLimits) -> None:
 
 
 def check_visual_tokens(num_tokens: int, retention: float, context_tokens: int) -> None:
-    """Refuses media that cannot fit the context. To be asked before their prompt is laid out.
+    """Refuses media that cannot fit the context. Must run before their prompt is laid out.
 
     num_tokens: of all media before reduction. retention: share of them that is kept.
     Raises RequestBudgetError.

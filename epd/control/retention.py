@@ -1,12 +1,12 @@
-"""Which share of the visual tokens is kept as the load rises and falls: a level, with hysteresis.
+"""Chooses the share of visual tokens to keep as the load rises and falls: a level, with hysteresis.
 
     predicted TTFT, share of its SLO
-    high  - - - - - - - - - - - - -   above it at this level: at once down to the first level that is not
-    low   - - - - - - - - - - - - -   below it at the next higher level, for `dwell_s`: up to that level
+    high  - - - - - - - - - - - - -   above it at this level: falls at once to the first level that is not
+    low   - - - - - - - - - - - - -   below it at the next higher level, for `dwell_s`: rises to that level
 
-Each change up waits `dwell_s` from the last change, whichever way that went; what goes down must have gone up
-or have been up at the start. So there are never more than `max_changes` in any time: no load, however it
-swings, makes the level go to and fro faster. Time is passed in, in seconds on any one clock.
+Each rise waits `dwell_s` from the last change in either direction; each fall follows a rise or a high start.
+So there are never more than `max_changes` in any period: no load, however it swings, makes the level
+oscillate faster. Time is passed in, in seconds on any one clock.
 """
 
 from __future__ import annotations
@@ -26,15 +26,20 @@ _MAX_CHANGES = 32
 
 @dataclass(frozen=True, slots=True)
 class RetentionConfig:
-    """When which level is taken.
+    """Configures the levels and when each is used.
 
-    slo_ttft_s: in which first tokens must come. levels: shares of the visual tokens, the highest first.
-    high, low: shares of the SLO. dwell_s: before the level rises. down_gap_s: after a change, before it
-    falls. horizon_s: for which the queue is foreseen to grow where a worker is busier than max_utilisation.
-    max_waiting, max_kv_usage: requests that no worker has room for, and KV in use, above which the level
-    falls too, by one each `dwell_s`. least_gain: what the lowest level must save of a prompt's service for
-    the load to lower the level: where other stages take all the time, dropping tokens helps nobody.
-    Raises RequestError for levels that are none.
+    slo_ttft_s: in which first tokens must come
+    levels: shares of the visual tokens, the highest first
+    high, low: shares of the SLO
+    dwell_s: before the level rises
+    down_gap_s: after a change, before it falls
+    horizon_s: in which the queue is predicted to grow where a worker is busier than max_utilisation
+    max_waiting, max_kv_usage: requests without room on any worker, and KV in use, above which the level falls
+        too, by one each `dwell_s`
+    least_gain: saving of a prompt's service at the lowest level that makes load lower the level: where other
+        stages take all the time, dropping tokens does not help
+
+    Raises RequestError for invalid levels.
     """
 
     slo_ttft_s: float
@@ -65,23 +70,25 @@ class RetentionConfig:
             raise RequestError(f"dwell, horizon and utilisation must be above 0, no gap below, got {self}")
 
     def max_changes(self, seconds: float) -> int:
-        """Most in any time of that length: rises are dwell_s apart, and what falls was up or has risen."""
+        """Returns the most changes in that time: rises are dwell_s apart, falls follow one or the start."""
         num_rises = math.floor(seconds / self.dwell_s) + 1
         return 2 * num_rises + len(self.levels) - 1
 
 
 def levels_down_to(least: float) -> tuple[float, ...]:
-    """The usual levels from 1 to `least`, which is the last one."""
+    """Returns the usual levels from 1 to `least`, which is the last one."""
     return (*(level for level in LEVELS if level > least), least)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLoad:
-    """What a prompt that comes now meets, as far as it is known; 0 where nothing is.
+    """Describes the load for a prompt that comes now, as far as it is known; 0 elsewhere.
 
-    wait_s: before it is computed. fixed_s, visual_s: its own service, what no reduction shortens and what all
-    its visual tokens take. rate: prompts that come, per second and worker. num_waiting: requests that no
-    worker has room for. kv_usage: share of KV blocks in use, at the fullest worker.
+    wait_s: before it is computed
+    fixed_s, visual_s: its own service: the part that no reduction shortens, and that of all its visual tokens
+    rate: arriving prompts, per second and worker
+    num_waiting: requests without room on any worker
+    kv_usage: share of KV blocks in use, at the fullest worker
     """
 
     wait_s: float = 0.0
@@ -97,7 +104,7 @@ class PromptLoad:
 
 @dataclass(frozen=True, slots=True)
 class LevelChange:
-    """ttft_s: predicted at the new level. reason: a line for people."""
+    """Records a change. ttft_s: predicted at the new level. reason: a line for people."""
 
     at_s: float
     before: float
@@ -125,11 +132,11 @@ class RetentionController:
 
     @property
     def changes(self) -> Sequence[LevelChange]:
-        """The last ones, oldest first."""
+        """Returns the last changes, oldest first."""
         return tuple(self._changes)
 
     def look(self, now_s: float, load: PromptLoad) -> float:
-        """The level from now on. A clock that goes back stands still."""
+        """Returns the level from now on. A clock that runs backwards is treated as stopped."""
         self._now_s = max(now_s, self._now_s)
         lower = self._lower(load)
         if lower is not None:
@@ -142,7 +149,7 @@ class RetentionController:
         return self.level
 
     def ttft_s(self, load: PromptLoad, retention: float) -> float:
-        """Predicted, of prompts that keep that share, within the horizon."""
+        """Returns the predicted TTFT of prompts that keep that share, within the horizon."""
         service_s = load.service_s(retention)
         excess = max(0.0, load.rate * service_s - self.config.max_utilisation)
         return load.wait_s + service_s + self.config.horizon_s * excess
@@ -150,7 +157,7 @@ class RetentionController:
     # Down
 
     def _lower(self, load: PromptLoad) -> tuple[int, str] | None:
-        """The level to fall to and why; None to stay."""
+        """Returns the level to fall to and why; None to stay."""
         config, waited_s = self.config, self._now_s - self._changed_s
         if self._index == len(config.levels) - 1 or waited_s < config.down_gap_s:
             return None
@@ -166,7 +173,7 @@ class RetentionController:
         return None
 
     def _fitting(self, load: PromptLoad) -> int:
-        """The highest level below that keeps the high mark, or below which nothing noticeable is saved."""
+        """Returns the highest lower level within the high mark, or below which savings are negligible."""
         limit_s = self.config.high * self.config.slo_ttft_s
         index = self._index + 1
         while self.ttft_s(load, self.config.levels[index]) > limit_s:
@@ -176,7 +183,7 @@ class RetentionController:
         return index
 
     def _saves(self, load: PromptLoad, level: float) -> bool:
-        """Whether the lowest level makes prompts noticeably quicker than this one does."""
+        """Returns whether the lowest level makes prompts noticeably quicker than this one does."""
         lowest_s = load.service_s(self.config.levels[-1])
         return lowest_s < (1 - self.config.least_gain) * load.service_s(level)
 
@@ -191,7 +198,7 @@ class RetentionController:
         return self._now_s - max(self._calm_s, self._changed_s) >= self.config.dwell_s
 
     def _is_calm(self, load: PromptLoad) -> bool:
-        """Whether the next higher level would keep what is asked for, or no lower one would help there."""
+        """Returns whether the next higher level would meet its goals, or no lower one would help there."""
         config, higher = self.config, self.config.levels[self._index - 1]
         if load.num_waiting > config.max_waiting // 2:
             return False
@@ -208,5 +215,5 @@ class RetentionController:
 
 
 def kept_share(level: float, asked: float, floor: float) -> float:
-    """Of one request: what is asked for, at most the level, at least the request's own floor."""
+    """Returns the share kept of a request: its wish, at most the level, at least the request's own floor."""
     return max(floor, min(asked, level))

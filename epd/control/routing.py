@@ -24,7 +24,7 @@ from epd.topology import Stage, topology_name
 
 
 def check_reduction(policy: ReductionPolicy, workers: Collection[Collection[Stage]]) -> None:
-    """Raises RequestError where decode would have to know what prefill chose, on another worker."""
+    """Raises RequestError where decode would need the tokens that prefill chose, on another worker."""
     if not policy.is_by_question or all("decode" in roles for roles in workers if "prefill" in roles):
         return
     others = ", ".join(method for method in METHODS if method not in QUESTION_METHODS)
@@ -36,7 +36,7 @@ def check_reduction(policy: ReductionPolicy, workers: Collection[Collection[Stag
 
 
 class InFlight(NamedTuple):
-    """What has been sent to one worker and is not done.
+    """Counts work that was sent to one worker and is not finished.
 
     prefill_tokens: of prompts that are not computed yet
     num_prefills, num_decodes: requests
@@ -53,11 +53,11 @@ class InFlight(NamedTuple):
 
 _NOTHING = InFlight()
 _Key = tuple[int, ...]
-_MAX_STALE = 8  # entries of the heap for each candidate, stale ones included, before it is built anew
+_MAX_STALE = 8  # heap entries per candidate, stale ones included, before the heap is rebuilt
 
 
 class _LeastLoaded:
-    """Candidates in order of a key of their counts, then of name, as `sorted` would have them."""
+    """Orders candidates by a key of their counts, then by name, as `sorted` would."""
 
     def __init__(self, counts: dict[str, InFlight], key_of: Callable[[InFlight], _Key]) -> None:
         self._counts = counts
@@ -67,7 +67,7 @@ class _LeastLoaded:
         self._heap: list[tuple[_Key, str]] = []
 
     def choose_among(self, candidates: Collection[str]) -> None:
-        """Sets the candidates. A tuple that was given last time is recognised by its identity."""
+        """Sets the candidates. The same tuple as last time is recognised by its identity."""
         candidates = tuple(candidates)
         if candidates is not self._candidates and candidates != self._candidates:
             self._candidates = candidates
@@ -82,7 +82,7 @@ class _LeastLoaded:
         heapify(self._heap)
 
     def changed(self, name: str) -> None:
-        """The counts of a worker have changed."""
+        """Updates the order after the counts of a worker have changed."""
         if name not in self._keys:
             return
         key = self._key_of(self._counts[name])
@@ -93,13 +93,13 @@ class _LeastLoaded:
                 self._rebuild()
 
     def first(self) -> str:
-        """Raises IndexError if there is no candidate."""
+        """Returns the first candidate. Raises IndexError without candidates."""
         while self._heap[0][0] != self._keys[self._heap[0][1]]:
             heappop(self._heap)
         return self._heap[0][1]
 
     def in_order(self) -> Iterator[str]:
-        """Most often only the first is asked for: the others are sorted after it."""
+        """Yields all candidates in order; most callers take only the first, so the others are sorted late."""
         keys = self._keys
         if keys:
             first = self.first()
@@ -108,13 +108,13 @@ class _LeastLoaded:
 
 
 class Router:
-    """Chooses workers by what has been sent to them, and remembers who has which media.
+    """Chooses workers by the work in flight at each, and remembers which workers have which media.
 
-    The orders are iterators: the workers after the first are sorted when the second is asked for.
+    The orders are iterators: the workers after the first are sorted when the second is requested.
     """
 
     def __init__(self, *, max_remembered: int = 65_536) -> None:
-        """max_remembered: groups, and prefixes of media, whose last worker is known."""
+        """max_remembered bounds the groups, and prefixes of media, whose last worker is known."""
         self._in_flight: dict[str, InFlight] = {}
         self._prefixes: Recent[Hashable, str] = Recent(max_remembered)
         self._groups: Recent[GroupKey, str] = Recent(max_remembered)
@@ -126,7 +126,7 @@ class Router:
     # Counts
 
     def in_flight(self, worker: str) -> InFlight:
-        """What has been sent to one worker."""
+        """Returns the counts of work in flight at one worker."""
         return self._in_flight.get(worker, _NOTHING)
 
     def add(
@@ -139,7 +139,7 @@ class Router:
         encode_patches: int = 0,
         num_videos: int = 0,
     ) -> None:
-        """Adds to the counts of a worker; what is done is negative."""
+        """Adds to the counts of a worker; finished work is negative."""
         before = self.in_flight(worker)
         self._in_flight[worker] = InFlight(
             before.prefill_tokens + prefill_tokens,
@@ -156,9 +156,9 @@ class Router:
     def prefill_order(
         self, candidates: Collection[str], media: Sequence[tuple[str, int]] = ()
     ) -> Iterator[str]:
-        """Workers to ask, the best first.
+        """Yields the prefill workers to ask, the best first.
 
-        A worker that had the media before comes first unless others would be done sooner all the same.
+        A worker that had the media before comes first unless others would finish sooner all the same.
         media: (mm_hash, visual tokens) of each item, in prompt order.
         """
         order = self._prefill
@@ -178,7 +178,7 @@ class Router:
         yield from sorted(set(candidates) - {best}, key=cost)
 
     def _cached(self, media: Sequence[tuple[str, int]]) -> dict[str, int]:
-        """Visual tokens of the longest run of leading items, by the worker that had that run last."""
+        """Returns visual tokens of the longest known run of leading items, by the last worker of that run."""
         hashes = tuple(mm_hash for mm_hash, _ in media)
         cached, num_tokens = dict[str, int](), 0
         for length, (_, num_in_item) in enumerate(media, 1):
@@ -189,27 +189,27 @@ class Router:
         return cached
 
     def remember_prefix(self, worker: str, media: Sequence[tuple[str, int]]) -> None:
-        """The worker has been given a prompt that begins with these media."""
+        """Remembers that the worker has a prompt that begins with these media."""
         hashes = tuple(mm_hash for mm_hash, _ in media)
         for length in range(1, len(hashes) + 1):
             self._prefixes.set(hashes[:length], worker)
 
     def decode_order(self, candidates: Collection[str]) -> Iterator[str]:
-        """Workers to ask for room, the one with the fewest requests first."""
+        """Yields the decode workers to ask for room, the one with the fewest requests first."""
         self._decode.choose_among(candidates)
         return self._decode.in_order()
 
     # Encode and video
 
     def encoder_with(self, candidates: Collection[str], key: GroupKey) -> str | None:
-        """The candidate that has encoded the group last, which may still have it."""
+        """Returns the candidate that last encoded the group and may still have it."""
         worker = self._groups.get(key)
         return worker if worker in candidates else None
 
     def encoder(self, candidates: Collection[str], wanted: str | None = None) -> str:
-        """The wanted candidate, or the one with the fewest outstanding patches.
+        """Returns the wanted candidate, or the one with the fewest outstanding patches.
 
-        Raises IndexError if there is none.
+        Raises IndexError without candidates.
         """
         if wanted is not None and wanted in candidates:
             return wanted
@@ -217,16 +217,16 @@ class Router:
         return self._encode.first()
 
     def remember_group(self, worker: str, key: GroupKey) -> None:
-        """The worker has encoded the group."""
+        """Remembers that the worker has encoded the group."""
         self._groups.set(key, worker)
 
     def video(self, candidates: Collection[str]) -> str:
-        """The candidate that reads the fewest items. Raises IndexError if there is none."""
+        """Returns the candidate that reads the fewest items. Raises IndexError without candidates."""
         self._video.choose_among(candidates)
         return self._video.first()
 
     def forget(self, worker: str) -> None:
-        """The worker has lost all it had; the caller takes back what it has counted there."""
+        """Forgets what the worker had, which is lost; the caller takes back its counts."""
         self._prefixes.drop(worker)
         self._groups.drop(worker)
 

@@ -1,8 +1,8 @@
-"""Which attempts at requests have stalled: nothing has come of them for too long, for no good reason. No I/O.
+"""Finds stalled attempts at requests: without progress for too long, and without a good reason. No I/O.
 
-    silent for timeout_s, and so are all workers that have it    stalled: something about it was lost
+    silent for timeout_s, and so are all workers that have it    stalled: a message was lost
     silent for timeout_s, but one of them does other work        it waits for its turn
-    silent for MAX_TURN times timeout_s                          stalled: no turn takes so long
+    silent for MAX_TURN times timeout_s                          stalled: no turn takes that long
 
 Time is passed in, in seconds on any one clock.
 """
@@ -17,7 +17,7 @@ MAX_TURN = 10
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """An attempt that workers have. event_s: when anything came of it last."""
+    """Watches an attempt that workers have. event_s: time of its last event."""
 
     attempt_id: str
     workers: frozenset[str]
@@ -27,7 +27,7 @@ class Watched:
 def stalled(
     attempts: Iterable[Watched], progress_s: Mapping[str, float], now_s: float, timeout_s: float
 ) -> list[str]:
-    """The ids of attempts that have stalled. progress_s: when each worker has got on with anything last."""
+    """Returns the ids of stalled attempts. progress_s: time of each worker's last progress with anything."""
 
     def is_stalled(each: Watched) -> bool:
         silent_s = now_s - each.event_s

@@ -1,4 +1,4 @@
-"""When the cluster under a server is gone for good: policy only, what is seen of its parts comes in."""
+"""Decides when the cluster under a server is gone for good. Policy only; observations are passed in."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 
 class ClusterWatch:
-    """What was last seen of each part of a cluster.
+    """Keeps the last sign of life of each part of a cluster.
 
-    max_silence_s: how long each part, by name, may give no sign of life, since it may be starting again. One
+    max_silence_s: how long each part, by name, may show no sign of life, since it may be restarting. A part
     that was never seen alive has not started yet.
     """
 
@@ -18,16 +18,16 @@ class ClusterWatch:
         self._ended: set[str] = set()
 
     def alive(self, part: str, now_s: float) -> None:
-        """The part has shown that it lives."""
+        """Records that the part is alive."""
         self._alive_s[part] = now_s
         self._ended.discard(part)
 
     def ended(self, part: str) -> None:
-        """Nothing will start the part again. It counts for one that was seen alive."""
+        """Records that nothing will restart the part. It counts for one that was seen alive."""
         self._ended.add(part)
 
     def lost(self, now_s: float) -> str:
-        """Why the cluster is gone for good, "" while it is not."""
+        """Returns why the cluster is gone for good, "" while it is not."""
         for part, alive_s in list(self._alive_s.items()):
             if part in self._ended:
                 return f"{part} has ended"

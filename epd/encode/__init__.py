@@ -1,1 +1,1 @@
-"""Which encoder takes which groups, what is encoded together and what the encoder cache keeps."""
+"""Decides which encoder takes which groups, which are batched and which the encoder cache keeps."""

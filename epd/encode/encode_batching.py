@@ -1,4 +1,4 @@
-"""Which waiting groups an encoder takes together: of one shape, under a patch budget, oldest first."""
+"""Picks waiting groups that an encoder takes together: of one shape, in a patch budget, oldest first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from epd.encode.encoder_cache import GroupKey
 
 @dataclass(frozen=True, slots=True)
 class WaitingGroup:
-    """A group as the batch policy sees it. shape: groups of equal shape may share one call of the tower."""
+    """Describes a group to the batch policy. shape: groups of equal shape may share one call of the tower."""
 
     key: GroupKey
     shape: tuple[str | int, ...]
@@ -18,10 +18,10 @@ class WaitingGroup:
 
 
 def pick_batch(waiting: Iterable[WaitingGroup], max_patches: int) -> list[int]:
-    """Indices, ascending, of the groups to encode next; a group larger than the budget goes alone.
+    """Returns ascending indices of the groups to encode next; a group larger than the budget goes alone.
 
-    The oldest group comes first and is always taken, so none starves; of equal keys only the first is, for it
-    serves all.
+    The oldest group comes first and is always taken, so none starves; of groups with equal keys only the
+    first is taken, since it serves all.
     """
     shape: tuple[str | int, ...] | None = None
     picked: list[int] = []

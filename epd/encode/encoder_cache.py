@@ -1,4 +1,4 @@
-"""Which embeddings are kept, who holds them, and which go first: the policy of an encoder cache, no tensors.
+"""Keeps, shares and evicts embeddings and tracks their holders: the policy of an encoder cache, no tensors.
 
 An entry is the embeddings of one group, in blocks of `block_size` embeddings:
 
@@ -7,7 +7,7 @@ An entry is the embeddings of one group, in blocks of `block_size` embeddings:
                              | last release                      acquire
                              +----------> (unknown), its blocks are free at once
 
-Whoever writes an entry holds it while pending, so a pending entry that nobody holds is written by nobody.
+The writer of an entry holds it while pending, so a pending entry without a holder has no writer.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from epd.types import ceil_div
 
 @dataclass(frozen=True, slots=True)
 class GroupKey:
-    """What the embeddings of one group depend on, and nothing else, so that equal keys may share them.
+    """Identifies the embeddings of one group by their inputs alone, so that equal keys may share them.
 
-    mm_hash: of the bytes of the image or video. times_s: of the group's frames; empty for an image.
-    units: [start, stop) of an image's tiles; of a video (0, 0), for its times say it all.
-    size: (height, width) of the frames that are encoded, pixels. model: name and revision of the weights.
-    reduction: how tokens were dropped or merged, "" for not at all.
+    mm_hash: of the bytes of the image or video
+    times_s: of the group's frames; empty for an image
+    units: [start, stop) of an image's tiles; (0, 0) for a video, which its times identify
+    size: (height, width) of the frames that are encoded, pixels
+    model: name and revision of the weights
+    reduction: how tokens were dropped or merged, "" for not at all
     """
 
     mm_hash: str
@@ -39,7 +41,7 @@ class GroupKey:
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """One group as planned: what it is, how many embeddings it gives and patches it costs."""
+    """Describes a planned group: its content, its number of embeddings and its patches."""
 
     key: GroupKey
     num_embeddings: int
@@ -56,7 +58,7 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class CachedGroup:
-    """Where the embeddings of one group are: the first `num_embeddings` rows of these blocks, in order."""
+    """Locates the embeddings of one group: the first `num_embeddings` rows of these blocks, in order."""
 
     num_embeddings: int
     block_ids: tuple[int, ...]
@@ -64,7 +66,7 @@ class CachedGroup:
 
 @dataclass(slots=True)
 class CacheCounts:
-    """What has happened so far. hits: `acquire` of what was there; misses: `reserve`."""
+    """Counts events so far. hits: `acquire` of present entries; misses: `reserve`."""
 
     hits: int = 0
     misses: int = 0
@@ -74,7 +76,7 @@ class CacheCounts:
 def num_blocks_within(
     *, max_embeddings: int, max_bytes: int, bytes_per_embedding: int, block_size: int
 ) -> int:
-    """Blocks that respect both budgets. Raises InfeasibleError when not even one does."""
+    """Returns the blocks that respect both budgets. Raises InfeasibleError when not even one does."""
     num_blocks = min(max_embeddings // block_size, max_bytes // (bytes_per_embedding * block_size))
     if num_blocks < 1:
         raise InfeasibleError(
@@ -85,7 +87,7 @@ def num_blocks_within(
 
 
 class EncoderCacheManager:
-    """Blocks, entries and references of one worker; of idle entries, the one idle longest goes first."""
+    """Manages blocks, entries and references of one worker; the entry idle longest is evicted first."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 1 or block_size < 1:
@@ -99,22 +101,22 @@ class EncoderCacheManager:
         self._num_idle_blocks = 0
 
     def __contains__(self, key: GroupKey) -> bool:
-        """Whether the key is ready or pending."""
+        """Returns whether the key is ready or pending."""
         return key in self._entries
 
     def is_ready(self, key: GroupKey) -> bool:
-        """Whether the embeddings are there to be read."""
+        """Returns whether the embeddings can be read."""
         return key in self._entries and self._entries[key].is_ready
 
     def blocks_for(self, num_embeddings: int) -> int:
         return ceil_div(num_embeddings, self.block_size)
 
     def can_reserve(self, num_embeddings: int) -> bool:
-        """Whether `reserve` would find room now, by evicting if need be."""
+        """Returns whether `reserve` would find room now, by evicting if necessary."""
         return self.blocks_for(num_embeddings) <= len(self._free) + self._num_idle_blocks
 
     def check_fits(self, num_embeddings: int) -> None:
-        """Raises InfeasibleError for what would not fit into the empty cache."""
+        """Raises InfeasibleError for a group that would not fit into the empty cache."""
         if self.blocks_for(num_embeddings) > self.num_blocks:
             raise InfeasibleError(
                 f"{num_embeddings} embeddings do not fit into an encoder cache of "
@@ -122,9 +124,9 @@ class EncoderCacheManager:
             )
 
     def reserve(self, key: GroupKey, num_embeddings: int, holder: str) -> CachedGroup:
-        """Room for embeddings that `holder` will write. Evicts what it must.
+        """Reserves room for embeddings that `holder` will write, and evicts if necessary.
 
-        Raises ValueError when the key is there already or there is no room: see `can_reserve`.
+        Raises ValueError when the key is present already or there is no room: see `can_reserve`.
         """
         needed = self.blocks_for(num_embeddings)
         if key in self or num_embeddings < 1 or not self.can_reserve(num_embeddings):
@@ -137,11 +139,11 @@ class EncoderCacheManager:
         return CachedGroup(num_embeddings, blocks)
 
     def commit(self, key: GroupKey) -> None:
-        """The embeddings have been written; from now on they may be read."""
+        """Marks the embeddings as written; from now on they may be read."""
         self._entries[key].is_ready = True
 
     def acquire(self, key: GroupKey, holder: str) -> None:
-        """Keeps an entry, ready or pending, from going. Raises KeyError when there is none."""
+        """Keeps an entry, ready or pending, from eviction. Raises KeyError for an unknown one."""
         entry = self._entries[key]
         if holder in entry.holders:
             raise ValueError(f"'{holder}' holds {key} already")
@@ -163,35 +165,35 @@ class EncoderCacheManager:
             self._remove(key)
 
     def get(self, key: GroupKey) -> CachedGroup:
-        """Where the entry is. Raises KeyError when there is none."""
+        """Returns where the entry is. Raises KeyError for an unknown one."""
         entry = self._entries[key]
         return CachedGroup(entry.num_embeddings, entry.block_ids)
 
     def holders(self, key: GroupKey) -> frozenset[str]:
-        """Who holds the entry; nobody if there is none."""
+        """Returns the holders of the entry; none for an unknown one."""
         return frozenset(self._entries[key].holders) if key in self._entries else frozenset()
 
     def clear_idle(self) -> None:
-        """Evicts everything that nobody holds."""
+        """Evicts every entry without a holder."""
         for key in list(self._idle):
             self._evict(key)
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks of no entry; those of idle entries are not counted."""
+        """Returns the blocks of no entry; those of idle entries are not counted."""
         return len(self._free)
 
     @property
     def num_held(self) -> int:
-        """Entries that somebody holds."""
+        """Returns the number of entries with a holder."""
         return len(self._entries) - len(self._idle)
 
     def eviction_order(self) -> Sequence[GroupKey]:
-        """Entries that may go, the first to go first."""
+        """Returns the entries that may be evicted, the first to go first."""
         return list(self._idle)
 
     def _wake(self, key: GroupKey) -> None:
-        """The entry is not idle any more."""
+        """Marks the entry as no longer idle."""
         del self._idle[key]
         self._num_idle_blocks -= len(self._entries[key].block_ids)
 
@@ -204,7 +206,7 @@ class EncoderCacheManager:
         self._free.extend(self._entries.pop(key).block_ids)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every block is free or of exactly one entry, and idle means idle."""
+        """Raises AssertionError unless each block is free or in exactly one entry and idle entries match."""
         owned = [block for entry in self._entries.values() for block in entry.block_ids]
         require(sorted(owned + self._free) == list(range(self.num_blocks)), "blocks lost or owned twice")
         for key, entry in self._entries.items():

@@ -1,7 +1,7 @@
-"""Which encoder takes a group: the kinds of sharding of one request's groups. The same live and simulated.
+"""Chooses the encoder of a group by the kind of sharding of a request's groups, both live and simulated.
 
 groups     each to the least loaded encoder: intra-request parallelism (EPD, section 3.2)
-request    all of a request to one encoder, as long as that is there
+request    all of a request to one encoder, as long as it is available
 local      to the worker that prefills them
 """
 
@@ -13,9 +13,9 @@ Sharding = Literal["groups", "request", "local"]
 
 
 def wanted_encoder(sharding: Sharding, prefill_worker: str, last_encoder: str | None) -> str | None:
-    """The encoder that should take the next group, if it takes work; None for the least loaded.
+    """Returns the encoder that should take the next group, if it takes work; None for the least loaded.
 
-    last_encoder: of the group of the request that was dealt last, if any
+    last_encoder: encoder of the request's last dispatched group, if any
     """
     match sharding:
         case "local":

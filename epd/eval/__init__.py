@@ -1,1 +1,1 @@
-"""Measures what a model gets right, and what reducing its visual tokens costs: questions, verdicts, rows."""
+"""Measures the accuracy of a model and the cost of reducing its visual tokens: questions, verdicts, rows."""

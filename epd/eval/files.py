@@ -28,7 +28,7 @@ _LETTERED = re.compile(r"\(?([A-J])[).:]\s*(.*)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class _QuestionLine:
-    """One object of a file, and its place."""
+    """Holds one object of a file, and its place."""
 
     path: Path
     number: int
@@ -46,7 +46,7 @@ def read_videos(path: Path, media_folder: Path | None = None) -> list[EvalVideo]
     """Returns the videos of a question file, in the order they are first named, each with all its questions.
 
     media_folder: where relative paths start; by default the file's own folder.
-    Raises RequestError for what makes no sense, MediaNotFoundError for a video that is not there.
+    Raises RequestError for invalid lines, MediaNotFoundError for a video that is not there.
     """
     folder = media_folder or path.parent
     items: dict[str, list[EvalItem]] = {}

@@ -16,7 +16,7 @@ _LONE_LETTER = re.compile(r"(?<![\w'])([A-J])(?![\w'])")
 
 @dataclass(frozen=True, slots=True)
 class EvalItem:
-    """One question about one video.
+    """Holds one question about one video.
 
     item_id: unique in its data set.
     kind: accuracy is also reported by it; empty if the data set has none.
@@ -36,7 +36,7 @@ class EvalItem:
 
     @property
     def prompt(self) -> str:
-        """The text for the model: the question, or, with options, the prompt of Video-MME's protocol."""
+        """Returns the model's text: the question, or, with options, the prompt of Video-MME's protocol."""
         if not self.options:
             return self.question
         letters = LETTERS[: len(self.options)]
@@ -83,9 +83,9 @@ def _plain(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EvalVideo:
-    """One video and all questions about it.
+    """Holds one video and all questions about it.
 
-    source: a path or an address, or the scene that is to be drawn.
+    source: a path or an address, or the scene to draw.
     name: unique in its data set.
     """
 
@@ -100,7 +100,7 @@ class EvalVideo:
 
 @dataclass(frozen=True, slots=True)
 class EvalCase:
-    """A video looked at through `num_frames` frames."""
+    """Pairs a video with the number of frames through which it is seen."""
 
     video: EvalVideo
     num_frames: int
@@ -108,7 +108,7 @@ class EvalCase:
 
 @dataclass(frozen=True, slots=True, order=True)
 class EvalSetting:
-    """How visual tokens are reduced: by a method, to a share of them. All tokens: FULL."""
+    """Sets how visual tokens are reduced: by a method, to a share of them. All tokens: FULL."""
 
     method: str
     retention: float

@@ -1,4 +1,4 @@
-"""Plans what an evaluation asks, and what of that is still to be done."""
+"""Plans the questions of an evaluation, and which of them remain."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from epd.eval.verdicts import VerdictLog
 
 @dataclass(frozen=True, slots=True)
 class EvalPlan:
-    """Every case with every setting.
+    """Plans every case with every setting.
 
     max_tokens: of an answer.
     num_cold_videos: how many videos of each number of frames are also asked cold, timed.
-    Raises RequestError for numbers that make no sense.
+    Raises RequestError for invalid numbers.
     """
 
     cases: tuple[EvalCase, ...]
@@ -33,7 +33,7 @@ class EvalPlan:
 
     @property
     def cold_cases(self) -> tuple[EvalCase, ...]:
-        """The first cases of each number of frames."""
+        """Returns the first cases of each number of frames."""
         frames = dict.fromkeys(case.num_frames for case in self.cases)
         return tuple(
             case
@@ -44,7 +44,7 @@ class EvalPlan:
 
 @dataclass(frozen=True, slots=True)
 class Todo:
-    """What is not known of one case yet. untimed: settings to ask cold with, in this order."""
+    """Lists the unknown results of one case. untimed: settings to ask cold with, in this order."""
 
     case: EvalCase
     unjudged: tuple[EvalSetting, ...]
@@ -55,7 +55,7 @@ class Todo:
 
 
 def todos(plan: EvalPlan, log: VerdictLog) -> Iterator[Todo]:
-    """Yields what the log lacks, case by case; skips complete cases."""
+    """Yields the results missing in the log, case by case; skips complete cases."""
     cold_cases = plan.cold_cases
     for case in plan.cases:
         unjudged = tuple(each for each in plan.settings if not log.has_verdicts(case, each))

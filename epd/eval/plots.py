@@ -43,7 +43,7 @@ def _plot_panel(axes: Axes, rows: Sequence[EvalRow]) -> None:
     axes.grid(alpha=0.3)
 
 
-# Methods that look at nothing: what any other has to beat.
+# Methods that look at nothing: the baseline for any other.
 _CONTROLS = ("random", "uniform")
 
 

@@ -14,7 +14,7 @@ _COLUMNS = ("kept", "tokens", "KV MB", "right", "95 %", "of full", "won", "lost"
 
 
 def print_rows(rows: Sequence[EvalRow], console: Console) -> None:
-    """A table for each number of frames, a line for each row."""
+    """Prints a table for each number of frames, with a line for each row."""
     for num_frames in sorted({row.num_frames for row in rows}):
         mine = [row for row in rows if row.num_frames == num_frames]
         table = Table("method", box=None, pad_edge=False, collapse_padding=True)

@@ -15,7 +15,7 @@ from epd.eval.verdicts import TTFTSample, Verdict, VerdictLog
 
 @dataclass(frozen=True, slots=True)
 class EvalRow:
-    """How well one method does at one retention and number of frames.
+    """Summarises one method at one retention and number of frames.
 
     accuracy: of `num_questions`, with its 95 % interval.
     accuracy_of_full: of all tokens, on those of the questions that were also asked so.
@@ -62,7 +62,7 @@ class EvalRow:
 
 @dataclass(frozen=True, slots=True)
 class KindAccuracy:
-    """Accuracy on questions of one kind."""
+    """Measures accuracy on questions of one kind."""
 
     kind: str
     num_questions: int
@@ -71,9 +71,9 @@ class KindAccuracy:
 
 @dataclass(frozen=True, slots=True)
 class RowSelection:
-    """The wanted rows: every method at every retention and number of frames.
+    """Selects rows: every method at every retention and number of frames.
 
-    against: what each is tested against, all tokens or another method at the same retention.
+    against: baseline of each test, all tokens or another method at the same retention.
     """
 
     methods: tuple[str, ...]
@@ -92,7 +92,7 @@ class RowSelection:
 
     @property
     def settings(self) -> tuple[EvalSetting, ...]:
-        """What has to be measured: all tokens, always, and each method at less."""
+        """Returns the settings to measure: all tokens, always, and each method at less."""
         methods = dict.fromkeys([*self.methods, self.against])
         pairs = [setting_of(method, kept) for method in methods for kept in self.retentions]
         return tuple(dict.fromkeys([FULL, *pairs]))
@@ -105,7 +105,7 @@ def setting_of(method: str, retention: float) -> EvalSetting:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Questions that were asked both ways.
+    """Counts questions that were asked both ways.
 
     num_there: those that the other way got right.
     wins, losses: right only here, right only there.
@@ -131,7 +131,7 @@ class Pairs:
 
     @property
     def relative_accuracy(self) -> float | None:
-        """Accuracy here as a share of that there."""
+        """Returns the accuracy here as a share of that there."""
         return 1 + (self.wins - self.losses) / self.num_there if self.num_there else None
 
 

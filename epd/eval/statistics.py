@@ -11,7 +11,7 @@ _Z95 = 1.959963984540054
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A 95 % confidence interval [low, high]."""
+    """Bounds a share by a 95 % confidence interval [low, high]."""
 
     low: float
     high: float

@@ -1,4 +1,4 @@
-"""Keeps what an evaluation has found, line by line in a file, so that a stopped one can continue.
+"""Keeps the verdicts of an evaluation, line by line in a file, so that a stopped one can continue.
 
     {"record": "run", "data": "demo", "seed": 0, "model": "shapes-vl", ...}      first, once
     {"record": "verdict", "method": "full", "retention": 1.0, "item_id": ...}    a question and a setting
@@ -23,7 +23,7 @@ DEMO = "demo"
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What all verdicts of a file have in common.
+    """Identifies the run of all verdicts in a file.
 
     data: a question file's path, or DEMO.
     max_tokens: of an answer.
@@ -40,7 +40,7 @@ class RunInfo:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One question, answered with visual tokens reduced by one setting.
+    """Records one question, answered with visual tokens reduced by one setting.
 
     num_frames: requested.
     visual_tokens: kept.
@@ -66,10 +66,10 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class TTFTSample:
-    """One cold request: from the file to the first token, with nothing known of the video before.
+    """Times one cold request: from the file to the first token, with nothing known of the video before.
 
     ttft_s: in all.
-    prefill_s: of it, in the language model.
+    prefill_s: its share in the language model.
     """
 
     method: str
@@ -95,7 +95,7 @@ _Key: TypeAlias = tuple[EvalSetting, int, str]
 
 
 class VerdictLog:
-    """All records of an evaluation, in memory and, with a path, in a file. The last verdict counts."""
+    """Keeps all records of an evaluation, in memory and, with a path, in a file. The last verdict counts."""
 
     def __init__(self, run: RunInfo, path: Path | None = None) -> None:
         """Continues the file at `path` if it exists.

@@ -1,1 +1,1 @@
-"""Decides what is computed next and which blocks hold its keys and values: policy without tensors."""
+"""Decides which tokens are computed next and which blocks hold their KV: policy without tensors."""

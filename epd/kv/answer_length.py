@@ -14,7 +14,7 @@ from dataclasses import replace
 from epd.errors import RequestError
 from epd.sampling_params import MAX_INT64, SamplingParams
 
-# Of an answer that its request leaves open.
+# Estimate for an answer whose length the request leaves open.
 TYPICAL_TOKENS = 256
 
 
@@ -24,7 +24,7 @@ def held_to_context(
     context_tokens: int | None,
     checkpoint_tokens: int | None = None,
 ) -> SamplingParams:
-    """Returns the params with a definite max_tokens: what was requested, as far as the context has room.
+    """Returns the params with a definite max_tokens: the requested one, as far as the context has room.
 
     context_tokens: of the model, None where it has no end.
     checkpoint_tokens: longest answer of a request that names none; without either, all the room.

@@ -16,7 +16,7 @@ from epd.types import ceil_div
 
 
 class BlockPool:
-    """Blocks 0 to num_blocks - 1 with reference counts; one without references is free.
+    """Manages blocks 0 to num_blocks - 1 with reference counts; one without references is free.
 
     Tables tend to be ascending runs, which attention can read without gathering: fresh blocks continue the
     run they follow, and a new run starts where it leaves most room to itself and to the run before it:
@@ -24,7 +24,7 @@ class BlockPool:
         [ run A ]. . . . . . . [ run B ]            [ run A ]. . . [ new ]. . . [ run B ]
 
     A wide enough gap of blocks that were held before is preferred: pools take memory when it is first
-    written, and so they take no more the longer they are used.
+    written, so that they do not grow with use.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -38,7 +38,7 @@ class BlockPool:
         self._num_written = [0] * num_blocks
 
     def references(self, block: int) -> int:
-        """Returns how many hold the block; 0 is free."""
+        """Returns the reference count of the block; 0 is free."""
         return self._references[block]
 
     def num_written(self, block: int) -> int:
@@ -107,7 +107,7 @@ class BlockPool:
 
 
 def _widest_run(values: NDArray[np.bool_]) -> tuple[int, int]:
-    """Start and length of the first of the longest runs of True; the last value is False."""
+    """Returns start and length of the first of the longest runs of True; the last value is False."""
     edges = np.flatnonzero(values[1:] != values[:-1]) + 1
     if values[0]:
         edges = np.concatenate(([0], edges))
@@ -119,7 +119,7 @@ def _widest_run(values: NDArray[np.bool_]) -> tuple[int, int]:
 
 
 class BlockTable:
-    """The blocks of one request in one layer group. What is still to be written is in unshared blocks."""
+    """Lists the blocks of one request in one layer group. Unwritten tokens are in unshared blocks."""
 
     __slots__ = ("block_size", "blocks", "num_tokens", "pool")
 
@@ -131,17 +131,17 @@ class BlockTable:
 
     @property
     def room(self) -> int:
-        """Tokens that can still be written."""
+        """Returns the number of tokens that can still be written."""
         return len(self.blocks) * self.block_size - self.num_tokens
 
     @property
     def num_whole(self) -> int:
-        """Blocks that are written in full."""
+        """Returns the number of blocks that are written in full."""
         return self.num_tokens // self.block_size
 
     @property
     def has_partial(self) -> bool:
-        """Whether the last written block is not full."""
+        """Returns whether the last written block is not full."""
         return self.num_tokens % self.block_size > 0
 
     def num_missing(self, added: int) -> int:
@@ -162,13 +162,13 @@ class BlockTable:
 
     @property
     def has_written_partial(self) -> bool:
-        """Whether the last written block is not full, and holds no tokens that are still to be copied."""
+        """Returns whether the last written block is not full, and none of its tokens wait to be copied."""
         rest = self.num_tokens % self.block_size
         return rest > 0 and self.pool.num_written(self.blocks[self.num_whole]) >= rest
 
     @property
     def is_written(self) -> bool:
-        """Whether all tokens are in their blocks: not where a copy is still to be carried out."""
+        """Returns whether all tokens are in their blocks; False while a copy is pending."""
         size = self.block_size
         return all(
             self.pool.num_written(block) >= min(self.num_tokens - index * size, size)

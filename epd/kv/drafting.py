@@ -14,7 +14,7 @@ from epd.types import Int64Array
 # drafts be wrong more often.
 _ID_BITS = 21
 MAX_NGRAM = 63 // _ID_BITS
-# How many times as often to probe while next to nothing is known of drafts.
+# Factor by which probes are more frequent while next to nothing is known of drafts.
 _FIRST_PROBES_FACTOR = 8
 
 
@@ -47,7 +47,7 @@ class PromptLookup:
         return []
 
     def _index(self, token_ids: Int64Array) -> None:
-        """Takes up the n-grams that are followed by something: all but the last."""
+        """Indexes the n-grams that are followed by a token: all but the last."""
         first, stop = self._num_indexed, len(token_ids)
         if stop < first:
             raise ValueError(f"a sequence only grows; it had {first} tokens, now {stop}")
@@ -80,7 +80,7 @@ def _copied(token_ids: Int64Array, start: int, count: int) -> list[int]:
 
 
 class _StepCost:
-    """Seconds of a step by the tokens scheduled in it: a straight line through the recent steps."""
+    """Fits seconds of a step by the tokens scheduled in it: a straight line through the recent steps."""
 
     def __init__(self, memory: float) -> None:
         """Begins without steps. memory: how much a step still counts one step later, below 1."""
@@ -102,10 +102,10 @@ class _StepCost:
 
 
 class DraftGain:
-    """Says how many tokens to draft per sequence for most tokens per second; 0 where drafting does not pay.
+    """Decides how many tokens to draft per sequence for most tokens per second; 0 if drafting does not pay.
 
-    It learns how often the first, second, ... token of a draft holds, and what steps take. Now and then it
-    requests full drafts against its belief, for a belief that is never tested cannot change.
+    It learns how often the first, second, ... token of a draft holds, and how long steps take. Occasionally
+    it requests full drafts against its estimate, since an estimate that is never tested cannot change.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from epd.kv.prefix_cache import CachedBlock, PrefixCache, PrefixMatch
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """num_blocks: of each layer group. block_size: tokens."""
+    """Sizes the cache. num_blocks: of each layer group. block_size: tokens."""
 
     num_blocks: tuple[int, ...]
     block_size: int
@@ -33,7 +33,7 @@ class KVCacheSpec:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """The first `num_tokens` slots of block `source` are to be copied to block `target`.
+    """Requests a copy of the first `num_tokens` slots of block `source` to block `target`.
 
     Copies are carried out in the order in which they were given, before anything else is written to the pool:
     a source may be given out again at once. A target counts as unwritten until `copied` records the copy.
@@ -85,13 +85,13 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that requests hold, 0 to 1, in the fullest layer group."""
+        """Returns the share of the blocks that requests hold, 0 to 1, in the fullest layer group."""
         free = zip(self._all_free(), self.spec.num_blocks, strict=True)
         return 1 - min(num_free / num_blocks for num_free, num_blocks in free)
 
     @property
     def num_evictions(self) -> int:
-        """Cached blocks of each layer group that had to go so far."""
+        """Returns the number of cached blocks of each layer group that were evicted so far."""
         return self._cache.num_evictions
 
     def can_allocate(self, request_id: str, num_tokens: int) -> bool:
@@ -130,7 +130,7 @@ class KVCacheManager:
     def open(
         self, request_id: str, identity: TokenIdentity, *, max_cached: int, is_shareable: bool = True
     ) -> list[BlockCopy]:
-        """Starts a request with what is cached of its prompt, at most `max_cached` tokens: see `num_tokens`.
+        """Starts a request with the cached part of its prompt, at most `max_cached` tokens: see `num_tokens`.
 
         Whole blocks are shared; part of a block is copied, unless there is no room for the copy. With
         is_shareable=False nothing is shared either way: for a request whose layers will be pruned, so that
@@ -146,7 +146,7 @@ class KVCacheManager:
         return copies
 
     def allocate(self, request_id: str, num_tokens: int) -> None:
-        """Makes room for tokens [0, num_tokens). Evicts what it must; never shrinks.
+        """Makes room for tokens [0, num_tokens). Evicts if necessary; never shrinks.
 
         Raises ValueError, and changes nothing, when there is no room: see `can_allocate`.
         """
@@ -287,7 +287,7 @@ class KVCacheManager:
         request.path.append(node)
 
     def _unpin(self, request: RequestBlocks, keep: int) -> None:
-        """Lets go of the nodes past the first `keep`, the deepest first: see `epd/kv/prefix_cache.py`."""
+        """Unpins the nodes past the first `keep`, the deepest first: see `epd/kv/prefix_cache.py`."""
         for node in reversed(request.path[keep:]):
             self._cache.unpin(node)
         del request.path[keep:]

@@ -28,7 +28,7 @@ _LEAST_CAPACITY = 64
 
 
 class TokenIdentity:
-    """The rows of one request, int64 [T, 3]; generated tokens are appended, rows once there never change."""
+    """Holds the rows of one request, int64 [T, 3]; generated tokens are appended, old rows never change."""
 
     __slots__ = ("_buffer", "_length")
 
@@ -43,7 +43,7 @@ class TokenIdentity:
 
     @property
     def rows(self) -> Int64Array:
-        """int64 [T, 3]: a view, for reading."""
+        """Returns a view of the rows, int64 [T, 3], for reading."""
         return self._buffer[: self._length]
 
     def append(self, token_id: int) -> None:

@@ -1,4 +1,4 @@
-"""Keeps what one request holds in the KV cache, and what it lacked when it did not fit. No tensors."""
+"""Keeps the KV cache holdings of one request, and its shortage when it did not fit. No tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from epd.types import ceil_div
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """The room that was lacking when a request was opened.
+    """Records the lacking room when a request was opened.
 
     blocks: of each layer group, those it needs beside the cached ones that others held as well.
     num_pinned: of the prefix cache, at that time.
@@ -23,7 +23,7 @@ class Shortage:
 
 
 class RequestBlocks:
-    """What a request holds: a block table for each layer group, and pins on the nodes of its whole blocks."""
+    """Holds a request's block table for each layer group, and pins on the nodes of its whole blocks."""
 
     __slots__ = ("capacity", "identity", "is_shareable", "next_share", "path", "tables")
 

@@ -22,7 +22,7 @@ from epd.kv.kv_identity import ROW_BYTES, TokenIdentity
 
 
 class CachedBlock:
-    """A node. key: the exact bytes of the identity rows of its tokens. blocks: one id per layer group."""
+    """Holds a node. key: the exact bytes of its tokens' identity rows. blocks: one id per layer group."""
 
     __slots__ = ("blocks", "children", "key", "keys", "num_pins", "parent")
 
@@ -41,7 +41,7 @@ class CachedBlock:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What is cached of a prompt: whole blocks from its start, then `num_partial` rows of one more."""
+    """Locates a prompt's cached part: whole blocks from its start, then `num_partial` rows of one more."""
 
     path: list[CachedBlock]
     partial: CachedBlock | None
@@ -49,7 +49,7 @@ class PrefixMatch:
 
 
 class PrefixCache:
-    """The trie, its pins, and the order in which idle nodes go. It holds each of its blocks once."""
+    """Keeps the trie, its pins and the eviction order of idle nodes. It holds each of its blocks once."""
 
     def __init__(self, pools: Sequence[BlockPool], block_size: int) -> None:
         self.root = CachedBlock(None, b"", ())
@@ -62,7 +62,7 @@ class PrefixCache:
 
     @property
     def num_idle(self) -> int:
-        """Nodes without pins; each is one block in every layer group."""
+        """Returns the number of nodes without pins; each is one block in every layer group."""
         return len(self._idle)
 
     def is_idle(self, node: CachedBlock) -> bool:
@@ -106,14 +106,14 @@ class PrefixCache:
         return node
 
     def pin(self, node: CachedBlock) -> None:
-        """Keeps a node from going; its parent must be pinned already."""
+        """Protects a node from eviction; its parent must be pinned already."""
         if not node.num_pins:
             self._idle.pop(node, None)
             self.num_pinned += 1
         node.num_pins += 1
 
     def unpin(self, node: CachedBlock) -> None:
-        """Gives a pin back; nodes below must be unpinned first."""
+        """Removes a pin; nodes below must be unpinned first."""
         node.num_pins -= 1
         if not node.num_pins:
             self._idle[node] = None

@@ -1,4 +1,4 @@
-"""Describes a request as the scheduler sees it: what it knows, has computed and will prune. No tensors."""
+"""Describes a request to the scheduler: its known, computed and prunable tokens. No tensors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from epd.kv.kv_identity import TokenIdentity
 
 @dataclass(frozen=True, slots=True)
 class PrunedRange:
-    """Prompt tokens [start, stop) that stay in the cache out of `num_inputs` that are computed at once.
+    """Marks prompt tokens [start, stop) that stay in the cache out of `num_inputs` that are computed at once.
 
-    computed   | ... kept so far | num_inputs ............. |        written behind what is kept
+    computed   | ... kept so far | num_inputs ............. |        written behind the kept tokens
     committed  | ... kept so far | start .. stop |
     """
 
@@ -27,7 +27,7 @@ class PrunedRange:
 
 @dataclass(slots=True, eq=False)
 class ScheduledRequest:
-    """A request as the scheduler sees it.
+    """Describes a request to the scheduler.
 
     priority: the lower, the more important, as in vLLM.
     max_total_tokens: prompt and longest output.
@@ -56,22 +56,22 @@ class ScheduledRequest:
 
     @property
     def num_seqs(self) -> int:
-        """How many answers it counts for: before its prompt is computed, all that it will have."""
+        """Returns how many answers it counts for: before its prompt is computed, all that it will have."""
         return self.num_copies if self.num_tokens == self.num_prompt_tokens else 1
 
     @property
     def is_decoding(self) -> bool:
-        """Whether only the token sampled last is left to compute."""
+        """Returns whether only the token sampled last is left to compute."""
         return self.num_tokens > self.num_prompt_tokens and self.num_computed == self.num_tokens - 1
 
     @property
     def num_computable(self) -> int:
-        """Known tokens with their inputs ready that have not been computed."""
+        """Returns the known tokens with their inputs ready that have not been computed."""
         limit = self.num_ready if self.num_ready < self.num_prompt_tokens else self.num_tokens
         return limit - self.num_computed
 
     def pruned_range(self, num_tokens: int) -> PrunedRange | None:
-        """Returns the one that token `num_tokens` is in, or the next; None past the last."""
+        """Returns the range that token `num_tokens` is in, or the next; None past the last."""
         at = bisect_right(self.pruned, num_tokens, key=lambda pruned: pruned.stop)
         return self.pruned[at] if at < len(self.pruned) else None
 

@@ -35,7 +35,7 @@ PreemptionMode = Literal["recompute", "offload"]
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of one forward pass.
+    """Limits one forward pass.
 
     max_num_batched_tokens: of all requests together.
     max_num_seqs: answers that grow at once.
@@ -55,7 +55,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens [start, stop) of a request; the last `num_drafts` of them are drafts.
+    """Covers tokens [start, stop) of a request; the last `num_drafts` of them are drafts.
 
     num_pruned: tokens that are computed besides these, and do not stay.
     """
@@ -68,18 +68,18 @@ class Chunk:
 
     @property
     def num_inputs(self) -> int:
-        """Tokens to compute."""
+        """Returns the number of tokens to compute."""
         return self.stop - self.start + self.num_pruned
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the chunk ends with the last known token, so that the next can be sampled."""
+        """Returns whether the chunk ends with the last known token, so that the next can be sampled."""
         return self.stop - self.num_drafts == self.request.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """A preempted request. block_tables: of each layer group, where its `num_tokens` tokens still are."""
+    """Records a preempted request. block_tables: of each layer group, where `num_tokens` tokens still are."""
 
     request: ScheduledRequest
     num_tokens: int
@@ -88,7 +88,7 @@ class Preemption:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Tokens [start, stop) of a request that come back from host memory into its new blocks."""
+    """Covers tokens [start, stop) of a request that come back from host memory into its new blocks."""
 
     request: ScheduledRequest
     start: int
@@ -97,7 +97,7 @@ class Restore:
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One step, to be carried out in the order of the fields. admitted: requests that got their blocks."""
+    """Describes one step; its fields are carried out in order. admitted: requests that got their blocks."""
 
     preemptions: list[Preemption] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
@@ -176,7 +176,7 @@ class Scheduler:
             self.waiting.remove(request)
 
     def release(self, request_id: str) -> None:
-        """Gives back the blocks of a removed request that was held."""
+        """Frees the blocks of a removed request that was held."""
         self._held.remove(request_id)
         self.kv.free(request_id)
 
@@ -184,7 +184,7 @@ class Scheduler:
         return request_id in self._held
 
     def take_back(self, request: ScheduledRequest) -> None:
-        """Runs a request that was removed and held, with its blocks and at its old place."""
+        """Resumes a request that was removed and held, with its blocks and at its old place."""
         self._held.remove(request.request_id)
         insort(self.running, request, key=_by_order)
 
@@ -222,7 +222,7 @@ class Scheduler:
         return True
 
     def _can_preempt(self, candidate: ScheduledRequest, request: ScheduledRequest) -> bool:
-        """Returns whether `candidate` may be preempted for `request`; at last that is `request` itself."""
+        """Returns whether `candidate` may be preempted for `request`; the last one is `request` itself."""
         return candidate is request or self.may_preempt(candidate.request_id)
 
     def _preempt(self, preempted: ScheduledRequest, output: SchedulerOutput) -> None:
@@ -237,8 +237,7 @@ class Scheduler:
         insort(self.waiting, preempted, key=_by_order)
 
     def _admit(self, output: SchedulerOutput) -> None:
-        """Gives blocks to waiting requests in order, while there is room or less important ones can make
-        some.
+        """Gives blocks to waiting requests in order, from free room or by preempting less important ones.
 
         Those come later in the queue, so none is admitted and then preempted in one step.
         """
@@ -296,7 +295,7 @@ class Scheduler:
         return self._refused is None or self._refused[0] is not request or self.kv.may_fit(self._refused[1])
 
     def _open(self, request: ScheduledRequest) -> list[BlockCopy] | None:
-        """Starts a block table with what is cached already, and room for the rest; None without a trace."""
+        """Starts a block table with the cached tokens and room for the rest; changes nothing if None."""
         if request.parent is not None:
             num_computed = max(self.kv.num_tokens(request.parent), request.num_offloaded)
             needed = self._reserved_tokens(request, num_computed)
@@ -309,7 +308,7 @@ class Scheduler:
             needed = self._reserved_tokens(request, num_computed)
         self._refused = None
         if not self.kv.can_allocate(request.request_id, needed):
-            if not request.pruned:  # what these need depends on how much of them is found
+            if not request.pruned:  # their need depends on the number of cached tokens
                 self._refused = request, self.kv.shortage(request.request_id, needed)
             self.kv.free(request.request_id)
             return None
@@ -318,7 +317,7 @@ class Scheduler:
         return copies
 
     def _open_cached(self, request: ScheduledRequest) -> list[BlockCopy]:
-        """Starts with what is cached, but never inside a pruned range: that is computed at once."""
+        """Starts with the cached tokens, but never inside a pruned range: that is computed at once."""
         at_most = request.num_offloaded or request.num_tokens - 1
         while True:
             copies = self.kv.open(request.request_id, request.identity, max_cached=at_most)
@@ -331,7 +330,7 @@ class Scheduler:
     def _reserved_tokens(self, request: ScheduledRequest, num_computed: int = 0) -> int:
         """Returns the known tokens, the next one, and a block for each further answer to grow in.
 
-        Or what pruned ranges past `num_computed` need while they are computed, if that is more.
+        Or the tokens that pruned ranges past `num_computed` need while they are computed, if that is more.
         """
         known = request.num_tokens + 1 + (request.num_copies - 1) * self.kv.spec.block_size
         return max(known, request.num_written(num_computed))
@@ -348,7 +347,7 @@ class Scheduler:
                 budget -= chunk.num_inputs
 
     def _next_chunk(self, request: ScheduledRequest, budget: int) -> Chunk | None:
-        """Returns a pruned range, whatever the limits; else what they allow, up to the next such range."""
+        """Returns a pruned range, regardless of limits; else what they allow, up to the next such range."""
         start, num_tokens = request.num_computed, request.num_computable
         pruned = request.pruned_range(start)
         if pruned and pruned.start == start:

@@ -1,1 +1,1 @@
-"""The search for the layout with the highest goodput per device."""
+"""Searches for the layout with the highest goodput per device."""

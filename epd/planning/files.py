@@ -1,4 +1,4 @@
-"""Plans as files, from `epd plan --out` to `epd serve --plan`: validated on the way in, like profiles."""
+"""Reads and writes plans, from `epd plan --out` to `epd serve --plan`; validated on read, like profiles."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class _Strict(BaseModel):
 
 
 class PlanSettings(_Strict):
-    """What a plan decides beside the topology, under the names of the application's arguments.
+    """Holds the settings of a plan beside the topology, under the names of the application's arguments.
 
-    None: the plan does not decide it. retention: share of the visual tokens that is kept.
+    None: the plan leaves it open. retention: share of the visual tokens that is kept.
     """
 
     max_batch_patches: int = Field(ge=1)
@@ -39,7 +39,7 @@ class PlanSettings(_Strict):
 
 
 class PlanObjectives(_Strict):
-    """Seconds, and the share of requests that must keep them."""
+    """Holds objectives in seconds, and the share of requests that must meet them."""
 
     ttft_s: float | None = Field(default=None, gt=0)
     tpot_s: float | None = Field(default=None, gt=0)
@@ -47,7 +47,7 @@ class PlanObjectives(_Strict):
 
 
 class PlanFile(_Strict):
-    """A plan as it is written. explanation: what `epd plan` prints; nothing is read from it."""
+    """Holds a plan as it is written. explanation: the output of `epd plan`; nothing is read from it."""
 
     format: Literal["epd plan, version 1"]
     model: str
@@ -57,14 +57,14 @@ class PlanFile(_Strict):
     explanation: dict[str, Any] = {}
 
     def app_options(self) -> dict[str, Any]:
-        """Arguments of the application that the plan decides."""
+        """Returns the arguments of the application that the plan decides."""
         decided = self.settings.model_dump(exclude_none=True)
         if self.objectives.ttft_s is not None:
             decided["slo_ttft_s"] = self.objectives.ttft_s
         return {"topology": self.topology, **decided}
 
     def check_model(self, name: str) -> None:
-        """name: of the model's folder, or what requests call it. Raises RequestError for another model."""
+        """Raises RequestError for another model. name: of the model's folder, or as requests call it."""
         wanted, found = _words(self.model), _words(name)
         if found[: len(wanted)] != wanted:
             raise RequestError(
@@ -74,12 +74,12 @@ class PlanFile(_Strict):
 
 
 def _words(name: str) -> list[str]:
-    """So that Qwen2.5-VL-7B-Instruct is a qwen2.5-vl-7b, and Qwen2.5-VL-72B is not."""
+    """Splits a name so that Qwen2.5-VL-7B-Instruct is a qwen2.5-vl-7b, and Qwen2.5-VL-72B is not."""
     return re.findall(r"[a-z0-9]+", name.lower())
 
 
 def load_plan(path: Path) -> PlanFile:
-    """What `epd plan --out` wrote. Raises RequestError for unknown fields, impossible values or no YAML."""
+    """Loads `epd plan --out` output. Raises RequestError for unknown fields, bad values or invalid YAML."""
     try:
         record = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):

@@ -1,6 +1,6 @@
-"""Goodput of one deployment: the highest rate at which enough requests keep their objectives.
+"""Measures goodput of a deployment: the highest rate at which enough requests meet their objectives.
 
-bound     what the stages can do at most, from costs alone: no queue, no wait
+bound     upper limit of the stages, from costs alone: no queue, no wait
 search    between 0 and the bound by halving, each step a simulation of the same requests at another rate
 """
 
@@ -20,14 +20,14 @@ from epd.simulate.simulation import Simulation
 from epd.topology import Stage
 from epd.workload.metrics import SLO
 
-# Closer to the bound a queue has no steady state: a short run would only not see it grow.
+# Closer to the bound a queue has no steady state: a short run would merely not show its growth.
 MAX_LOAD = 0.95
 _LEAST_REQUESTS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Requests to come at a mean rate of one per second, objectives, and how many requests must keep them.
+    """Describes requests at a mean rate of one per second, objectives, and the share that must meet them.
 
     horizon_s: how long arrivals are simulated; at a rate that needs fewer requests than there are, only these
     are taken, at least a hundred.
@@ -56,7 +56,7 @@ class Demand:
         return cls(scaled, slo, attainment, horizon_s)
 
     def at(self, rate_per_s: float) -> list[Job]:
-        """The same requests, faster or slower."""
+        """Returns the same requests, faster or slower."""
         num = len(self.jobs)
         if rate_per_s * self.horizon_s < num:
             num = min(num, max(_LEAST_REQUESTS, math.ceil(rate_per_s * self.horizon_s)))
@@ -65,7 +65,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class MeanWork:
-    """Seconds of one worker that a request takes in each stage, on average, waits left out."""
+    """Holds the seconds of one worker that a request takes in each stage, on average, without waits."""
 
     encode_s: float
     prefill_s: float
@@ -79,7 +79,7 @@ class MeanWork:
 
 
 def mean_work(profile: Profile, deployment: Deployment, demand: Demand) -> MeanWork:
-    """The least that a request costs: batches as full as they may be, reads and waits left out."""
+    """Returns the least cost of a request: batches as full as allowed, without reads and waits."""
     jobs = demand.jobs
     encode = profile.encode.cost
     prefill = profile.prefill.cost
@@ -101,7 +101,7 @@ def mean_work(profile: Profile, deployment: Deployment, demand: Demand) -> MeanW
 
 
 def _largest_batch(profile: Profile, deployment: Deployment, demand: Demand) -> int:
-    """Sequences in a step: as the seats allow, and as the objective for output tokens does."""
+    """Returns the sequences in a step: as the slots allow, and as the objective for output tokens does."""
     seats = max(deployment.decode.max_num_seqs, deployment.language.max_num_seqs)
     limit_s = demand.slo.tpot_s
     while limit_s is not None and seats > 1 and profile.decode.cost.seconds(seats) > 2 * limit_s:
@@ -110,7 +110,7 @@ def _largest_batch(profile: Profile, deployment: Deployment, demand: Demand) -> 
 
 
 def rate_bound(profile: Profile, deployment: Deployment, demand: Demand) -> float:
-    """Requests per second that no schedule can exceed: the first role whose workers are all busy.
+    """Returns the requests per second that no schedule can exceed: the first role whose workers are all busy.
 
     Merged roles may do any of their stages, so every set of stages must fit the workers that do any of it.
     Where workers share the cores of a machine, those bind too.
@@ -128,7 +128,7 @@ def rate_bound(profile: Profile, deployment: Deployment, demand: Demand) -> floa
 
 
 def _host_bound(profile: Profile, work: MeanWork, demand: Demand) -> float:
-    """What the cores can do that all workers and the application share: its least work for a request too."""
+    """Returns the rate that shared cores allow, with the application's least work for a request too."""
     host = profile.host
     if host is None:
         return math.inf
@@ -147,7 +147,7 @@ def simulate_at(
 def goodput(
     profile: Profile, deployment: Deployment, demand: Demand, *, at_least: float = 0.0, num_halvings: int = 7
 ) -> float:
-    """Requests per second; 0 if even a trickle misses the objectives, or what is below `at_least`.
+    """Returns requests per second; 0 if even a trickle misses the objectives, or if it is below `at_least`.
 
     The answer is exact to bound / 2 ** num_halvings, from below, and at most MAX_LOAD of the bound.
     Raises InfeasibleError if memory binds.
@@ -171,7 +171,7 @@ def _keeps(profile: Profile, deployment: Deployment, demand: Demand, rate_per_s:
 
 
 def unloaded(profile: Profile, deployment: Deployment, demand: Demand) -> tuple[float, float]:
-    """TTFT and TPOT, seconds, that the share `attainment` of requests keeps with nobody else about."""
+    """Returns TTFT and TPOT, seconds, that the share `attainment` of requests meets without load."""
     few = replace(demand, jobs=demand.jobs[:32])
     work = mean_work(profile, deployment, few)
     alone_s = sum((work.encode_s, work.prefill_s, work.decode_s, 1.0)) * 20

@@ -1,4 +1,4 @@
-"""The answer of `epd plan`: what to run, what was assumed, what came second and why."""
+"""Answers `epd plan`: the layout to run, its assumptions, and the runner-up with the reason."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from epd.planning.space import is_colocated, times
 from epd.profiles.profile import Profile
 from epd.topology import Topology
 
-# A gain smaller than this is not worth the hand-overs: the search resolves little more.
+# A smaller gain is not worth the hand-overs: the search resolves little more.
 _WORTH = 1.05
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """winner: what to run. reason: why the runner-up lost, None without one. verdict: split up, or not."""
+    """Holds a plan.
+
+    winner: the layout to run
+    reason: why the runner-up lost, None without one
+    verdict: whether to split up
+    """
 
     profile: Profile
     demand: Demand
@@ -31,7 +36,7 @@ class Plan:
 
     @property
     def topology(self) -> Topology:
-        """Of all cells together."""
+        """Returns the topology of all cells together."""
         return times(self.winner.candidate.topology, self.num_cells)
 
     @property
@@ -44,14 +49,14 @@ class Plan:
 
     @property
     def cost_per_thousand(self) -> float | None:
-        """Price of a thousand requests at goodput, in the profile's currency."""
+        """Returns the price of a thousand requests at goodput, in the profile's currency."""
         price = self.profile.price_per_hour
         if price is None:
             return None
         return price * self.winner.candidate.num_devices / (self.winner.goodput * 3600) * 1000
 
     def record(self) -> dict[str, Any]:
-        """For `--json` and plan.yaml: what `epd serve` reads, see `PlanFile`, and an explanation."""
+        """Returns a record for `--json` and plan.yaml: `PlanFile` of `epd serve`, and an explanation."""
         return {
             "format": FORMAT,
             "model": self.profile.model,
@@ -66,7 +71,7 @@ class Plan:
         }
 
     def _settings(self) -> dict[str, Any]:
-        """Under the names of the application's arguments."""
+        """Returns the settings under the names of the application's arguments."""
         settings, deployment = self.winner.candidate.settings, self.winner.candidate.deployment
         return {
             "max_batch_patches": settings.encode_patches,
@@ -83,7 +88,7 @@ class Plan:
         }
 
     def _num_blocks(self) -> int:
-        """KV blocks of a worker, as many at each: what the one with the least room has."""
+        """Returns the KV blocks of a worker, equal for all: those of the one with the least room."""
         deployment = self.winner.candidate.deployment
         return min(
             deployment.num_blocks(self.profile, group.roles)
@@ -127,9 +132,9 @@ def make_plan(
     min_rate: float | None = None,
     on_progress: OnProgress | None = None,
 ) -> Plan:
-    """Searches and explains. num_cells: how many times the planner's space there is; a request stays in one.
+    """Searches and explains. num_cells: copies of the planner's space; a request stays in one cell.
 
-    Raises InfeasibleError, which names what binds.
+    Raises InfeasibleError, which names the binding constraint.
     """
     result = planner.search(on_progress)
     if min_rate is not None and result.winner.goodput * num_cells < min_rate:
@@ -153,7 +158,7 @@ _ASSUMED = (
 
 
 def stage_loads(planner: Planner, scored: Scored, rate_per_s: float) -> dict[str, float]:
-    """Share of the time that each kind of worker must be busy at a rate, at the least."""
+    """Returns the least share of the time that each kind of worker must be busy at a rate."""
     candidate = scored.candidate
     work = mean_work(planner.profile, candidate.deployment, planner.demand_of(candidate))
     return {
@@ -163,7 +168,7 @@ def stage_loads(planner: Planner, scored: Scored, rate_per_s: float) -> dict[str
 
 
 def why_it_lost(planner: Planner, loser: Scored, winner: Scored) -> str:
-    """What happens to the runner-up at the winner's rate."""
+    """Describes the effect of the winner's rate on the runner-up."""
     demand = planner.demand_of(loser.candidate)
     result = simulate_at(planner.profile, loser.candidate.deployment, demand, winner.goodput)
     loads = stage_loads(planner, loser, winner.goodput)
@@ -184,7 +189,7 @@ def why_it_lost(planner: Planner, loser: Scored, winner: Scored) -> str:
 
 
 def verdict(result: SearchResult) -> str:
-    """Whether to disaggregate, in one sentence."""
+    """Returns whether to disaggregate, in one sentence."""
     winner, colocated = result.winner, result.colocated
     if is_colocated(winner.candidate.topology):
         return "do not disaggregate: workers that do everything serve the most requests per device"

@@ -1,9 +1,8 @@
-"""The search: highest goodput per device over a space, by branch and bound on simulated goodput.
+"""Searches a space for the highest goodput per device, by branch and bound on simulated goodput.
 
-Candidates are tried in order of what they could do at most (`rate_bound`). One that cannot beat the best two
-so far is not simulated at all; one that misses the objectives at a slightly higher rate than these is given
-up after that one simulation. What is left out can therefore not have been the answer, to the search's
-resolution.
+Candidates are simulated in order of their upper bounds (`rate_bound`). One that cannot beat the best two so
+far is skipped; one that misses the objectives at a slightly higher rate than these is dropped after that one
+simulation. No skipped candidate can therefore be the answer, to the search's resolution.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ LEAST_GAIN = 1.01
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A point of the space. bound: requests per second it cannot exceed."""
+    """Describes a point of the space. bound: requests per second it cannot exceed."""
 
     topology: Topology
     settings: Settings
@@ -39,7 +38,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A candidate and its goodput, requests per second."""
+    """Holds a candidate and its goodput, requests per second."""
 
     candidate: Candidate
     goodput: float
@@ -51,9 +50,11 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """runner_up: the best of another topology. colocated: the best where every worker does everything.
+    """Holds the result of a search.
 
-    encoder_scaling: (encoders, goodput) of the winner with more or fewer of them; empty with merged roles.
+    runner_up: the best of another topology
+    colocated: the best where every worker does everything
+    encoder_scaling: (encoders, goodput) of the winner with more or fewer of them; empty with merged roles
     """
 
     winner: Scored
@@ -65,7 +66,7 @@ class SearchResult:
 
 
 class Planner:
-    """Searches one space for one demand. base: what the space does not choose."""
+    """Searches one space for one demand. base: settings outside the space."""
 
     def __init__(self, profile: Profile, demand: Demand, space: Space, base: Deployment) -> None:
         self.profile = profile
@@ -81,7 +82,7 @@ class Planner:
         return self._demands[candidate.settings.retention]
 
     def candidates(self) -> list[Candidate]:
-        """All points whose weights fit, those that could do most first."""
+        """Returns all points whose weights fit, those with the highest bounds first."""
         found = [
             candidate
             for topology in self.space.topologies()
@@ -105,12 +106,12 @@ class Planner:
         return goodput(self.profile, candidate.deployment, demand, at_least=at_least)
 
     def exhaustive(self) -> Scored:
-        """The best of all, each simulated to the end: the slow twin of `search`."""
+        """Returns the best of all, each simulated to the end: a slow check of `search`."""
         scored = [Scored(each, self.goodput(each)) for each in self.candidates()]
         return max(scored, key=lambda each: each.goodput)
 
     def search(self, on_progress: OnProgress | None = None) -> SearchResult:
-        """Raises InfeasibleError, with the constraint that binds, when nothing keeps the objectives."""
+        """Searches the space. Raises InfeasibleError, which names the constraint, when nothing fits."""
         candidates = self.candidates()
         if not candidates:
             raise InfeasibleError(_memory_binds(self.profile))
@@ -141,14 +142,17 @@ class Planner:
 
     @staticmethod
     def _in_turns(candidates: list[Candidate]) -> Iterator[Candidate]:
-        """Colocated layouts first, for every plan is to be compared with them; then by bound."""
+        """Orders colocated layouts first, since every plan is compared with them; then by bound."""
         yield from (each for each in candidates if is_colocated(each.topology))
         yield from (each for each in candidates if not is_colocated(each.topology))
 
     @staticmethod
     def _floor(best: dict[str, Scored], candidate: Candidate) -> float:
-        """What a candidate must beat: the best of its own topology, and the second best of the others, for
-        there is to be a runner-up. Colocated layouts need beat only each other."""
+        """Returns the goodput that a candidate must beat.
+
+        That is the best of its own topology, and the second best of the others, to keep a runner-up.
+        Colocated layouts need to beat only each other.
+        """
         name = str(candidate.topology)
         own = best[name].goodput if name in best else 0.0
         others = sorted((each.goodput for key, each in best.items() if key != name), reverse=True)
@@ -156,14 +160,14 @@ class Planner:
         return LEAST_GAIN * max(own, second)
 
     def _ranked(self, best: dict[str, Scored]) -> list[Scored]:
-        """The best two and the colocated one, scored again from scratch and so on the same scale."""
+        """Returns the best two and the colocated one, scored again from scratch and so on the same scale."""
         ranked = sorted(best.values(), key=lambda each: -each.goodput)
         kept = ranked[:2] + [each for each in ranked[2:] if is_colocated(each.candidate.topology)]
         scored = [Scored(each.candidate, self.goodput(each.candidate)) for each in kept]
         return sorted(scored, key=lambda each: -each.goodput)
 
     def _binding(self, candidates: list[Candidate]) -> str:
-        """Which objective is missed even with nobody else about, by the layout that comes closest."""
+        """Returns the objective that is missed even without load, by the layout that comes closest."""
         slo = self.demand.slo
         times = [
             (*unloaded(self.profile, each.deployment, self.demand_of(each)), each)
@@ -188,7 +192,7 @@ class Planner:
         )
 
     def encoder_scaling(self, candidate: Candidate) -> Iterator[tuple[int, float]]:
-        """Goodput by the number of encoders, all else as in the plan: up to twice as many as it has."""
+        """Returns goodput by the number of encoders, up to twice the plan's, all else equal."""
         sizes = {group.letters: group.num_workers for group in candidate.topology.groups}
         if "e" not in sizes:
             return

@@ -1,4 +1,4 @@
-"""What a plan may be: topologies of so many devices, merged roles included, and settings of each.
+"""Defines the space of plans: topologies of a number of devices, merged roles included, and their settings.
 
 3 devices    1e1p1d   2ep1d 1ep2d   1e2pd 2e1pd   3epd
 """
@@ -24,7 +24,7 @@ _MERGED = (("ep", "d"), ("e", "pd"))
 
 
 def splits(num_devices: int, num_parts: int) -> Iterator[tuple[int, ...]]:
-    """Every way to give each part at least one device."""
+    """Yields every way to give each part at least one device."""
     if num_parts == 1:
         yield (num_devices,)
         return
@@ -34,7 +34,7 @@ def splits(num_devices: int, num_parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def cells_of(num_devices: int) -> tuple[int, int]:
-    """(cells, devices in each): as few cells as may be, all alike; what does not divide is left over.
+    """Returns (cells, devices in each): as few equal cells as possible; the remainder is unused.
 
     Raises RequestError for fewer than one or more than `MAX_WORKERS` devices.
     """
@@ -47,12 +47,12 @@ def cells_of(num_devices: int) -> tuple[int, int]:
 
 
 def times(topology: Topology, num_cells: int) -> Topology:
-    """So many of a topology, as one."""
+    """Multiplies a topology."""
     return Topology(tuple(WorkerGroup(num_cells * g.num_workers, g.roles) for g in topology.groups))
 
 
 def topologies(num_devices: int) -> list[Topology]:
-    """All layouts of so many devices: each stage apart, two of them merged, and all of them."""
+    """Yields all layouts of a number of devices: each stage apart, two of them merged, and all of them."""
     found = [_topology(sizes, ("e", "p", "d")) for sizes in splits(num_devices, 3)]
     for letters in _MERGED:
         found += [_topology(sizes, letters) for sizes in splits(num_devices, 2)]
@@ -64,7 +64,7 @@ def _topology(sizes: tuple[int, ...], letters: tuple[str, ...]) -> Topology:
 
 
 def resized(topology: Topology, letters: str, num_workers: int) -> Topology:
-    """The same layout with another number of workers of one kind."""
+    """Returns the same layout with another number of workers of one kind."""
     groups = tuple(
         WorkerGroup(num_workers, group.roles) if group.letters == letters else group
         for group in topology.groups
@@ -78,7 +78,7 @@ def is_colocated(topology: Topology) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One choice of everything but the topology. retention: share of the visual tokens that is kept."""
+    """Chooses everything but the topology. retention: share of the visual tokens that is kept."""
 
     encode_patches: int
     language_seats: int
@@ -108,7 +108,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Values to choose from. With merged encode and prefill, `local` encodes where it is prefilled.
+    """Lists values to choose from. With merged encode and prefill, `local` encodes at the prefill worker.
 
     has_merged_roles: otherwise every stage is on workers of its own.
     """
@@ -146,12 +146,12 @@ class Space:
         return (Settings(*choice) for choice in choices)
 
     def __contains__(self, name: str) -> bool:
-        """Whether a topology, such as 6e1p1d, is among those searched."""
+        """Returns whether a topology, such as 6e1p1d, is among those searched."""
         return name in map(str, self.topologies())
 
 
 def reduced(jobs: tuple[Job, ...], retention: float) -> tuple[Job, ...]:
-    """The same requests with a share of their visual tokens; the tower still sees every patch."""
+    """Returns the same requests with a share of their visual tokens; the tower still sees every patch."""
     if retention == 1:
         return jobs
     return tuple(

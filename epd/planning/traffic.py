@@ -18,7 +18,7 @@ from epd.topology import parse_topology
 from epd.workload.config import WorkloadConfig
 from epd.workload.metrics import SLO
 
-# Requests to plan for: fewer say too little, more change little.
+# Requests to plan for: fewer give too little information, more change the plan little.
 LEAST_REQUESTS, MOST_REQUESTS = 20, 250
 # Arrivals are simulated for this many times the longest that a request may take.
 _HORIZON = 5.0
@@ -33,11 +33,11 @@ def planner_for(
     attainment: float = 0.9,
     cpu_threads: int | None = None,
 ) -> Planner:
-    """A planner for requests with objectives.
+    """Returns a planner for requests with objectives.
 
-    slo: of a first token, a token after it, or both.
-    attainment: share of the requests that must meet it.
-    cpu_threads: that read media, by default those of `Deployment`.
+    slo: of a first token, a token after it, or both
+    attainment: share of the requests that must meet it
+    cpu_threads: that read media, by default those of `Deployment`
     """
     longest_s = (slo.ttft_s or 1.0) + (slo.tpot_s or 0.05) * max(job.output_tokens for job in jobs)
     demand = Demand.of(jobs, slo, attainment, _HORIZON * longest_s)
@@ -48,7 +48,7 @@ def planner_for(
 
 
 def workload_jobs(profile: Profile, config: WorkloadConfig, seed: int) -> list[Job]:
-    """Requests of a workload, at most MOST_REQUESTS, none about the same media as another."""
+    """Returns requests of a workload, at most MOST_REQUESTS, none about the same media as another."""
     fields = {
         "num_requests": MOST_REQUESTS,
         "duration_s": None,
@@ -60,7 +60,7 @@ def workload_jobs(profile: Profile, config: WorkloadConfig, seed: int) -> list[J
 
 
 def recent_jobs(profile: Profile, recent: Sequence[Mapping[str, Any]]) -> list[Job]:
-    """The latest requests of a server, at most MOST_REQUESTS, the media of each as one group and new.
+    """Returns the latest requests of a server, at most MOST_REQUESTS, the media of each as one group and new.
 
     recent: oldest first, as `/v1/epd/load` reports them.
     """

@@ -1,4 +1,4 @@
-"""What the stages of a model cost on a device: measured, or computed and marked as such."""
+"""Describes the costs of a model's stages on a device: measured, or computed and marked as such."""
 
 from epd.profiles.analytic import Efficiency, analytic_profile
 from epd.profiles.cost import Measurement, StageCost, StageTable, ValidRange, fit_table

@@ -1,4 +1,4 @@
-"""Profiles of devices that are not at hand: from FLOPs, bytes and stated efficiencies."""
+"""Computes profiles of devices that are not at hand from FLOPs, bytes and stated efficiencies."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ _MAX_CONTEXT = 131_072
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of the data sheet that are reached, and overheads in seconds.
+    """Sets the shares of the data sheet that are reached, and overheads in seconds.
 
-    compute: of FLOPs in large matrix products. memory: of bandwidth while weights or keys are read. link: of
-    bandwidth between devices. launch_s: of one pass of the language model; call_s: of one call of the tower;
-    transfer_s: of one transfer. pixels_per_s: a CPU thread decoding H.264; image_pixels_per_s: JPEG.
+    compute: of FLOPs in large matrix products
+    memory: of bandwidth while weights or keys are read
+    link: of bandwidth between devices
+    launch_s: of one pass of the language model
+    call_s: of one call of the tower
+    transfer_s: of one transfer
+    pixels_per_s: decoded by a CPU thread from H.264
+    image_pixels_per_s: the same from JPEG
     """
 
     compute: float = 0.5
@@ -36,7 +41,7 @@ class Efficiency:
 
 
 def analytic_profile(device: str, model: str, efficiency: Efficiency | None = None) -> Profile:
-    """A profile that says it is analytic. Raises RequestError for names that are not in the catalogue."""
+    """Returns a profile marked as analytic. Raises RequestError for names outside the catalogue."""
     efficiency = efficiency or Efficiency()
     on, of = device_named(device), model_named(model)
     return Profile(

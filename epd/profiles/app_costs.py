@@ -1,4 +1,4 @@
-"""What the application is asked, and what its answers tell without a simulation.
+"""Defines the questions that measure the application, and figures that need no simulation.
 
 one by one         a short and a long text: tokens of a prompt; several answers at once: one more in a step
 at random times    texts, images, videos, of one worker and of three: see `epd/simulate/calibrating.py`
@@ -18,7 +18,7 @@ SHORT_TEXT, LONG_TEXT, NUM_STEPS, NUM_AT_ONCE = 32, 96, 32, 4
 ALONE: Mapping[str, object] = {"text_tokens": SHORT_TEXT, "output_tokens": NUM_STEPS + 1}
 LONG: Mapping[str, object] = {"text_tokens": LONG_TEXT, "output_tokens": 1}
 _MEDIA = {"text_tokens": SHORT_TEXT, "output_tokens": 9}
-# One image and three tell what a request takes and what an image; the video has two groups of frames.
+# One image and three show the cost of a request and of an image; the video has two groups of frames.
 KINDS: tuple[Mapping[str, object], ...] = (
     {"text_tokens": SHORT_TEXT, "output_tokens": 17},
     {**_MEDIA, "images": 1},
@@ -30,10 +30,10 @@ LAYOUTS = ("1epd", "1e1p1d")
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Medians over the requests of one run, seconds; 0 where there is nothing of the kind.
+    """Holds medians over the requests of one run, seconds; 0 without such a request.
 
-    encode_s, prefill_s: work of these stages for one request, as the application reports it. cpu_s: of all
-    processes, for one request, on average and without what they take when idle.
+    encode_s, prefill_s: work of these stages for one request, as the application reports it
+    cpu_s: of all processes, for one request, on average and less their idle time
     """
 
     ttft_s: float
@@ -50,20 +50,20 @@ class Figures:
 
 
 def median(values: Sequence[float] | Float64Array) -> float:
-    """0 of none."""
+    """Returns the median, 0 without values."""
     return float(np.median(values)) if len(values) else 0.0
 
 
 def prompt_rule(short: Figures, long: Figures) -> PromptRule:
-    """short, long: of texts with SHORT_TEXT and LONG_TEXT tokens."""
+    """Returns the rule of prompt tokens. short, long: of texts with SHORT_TEXT and LONG_TEXT tokens."""
     per_token = (long.new_tokens - short.new_tokens) / (LONG_TEXT - SHORT_TEXT)
     return PromptRule(short.new_tokens - per_token * SHORT_TEXT, per_token)
 
 
 def sequence_s(alone: Figures, at_once: Figures) -> float:
-    """What one more sequence adds to a step. alone, at_once: of ALONE, with one and NUM_AT_ONCE in flight.
+    """Returns the time that one more sequence adds to a step.
 
-    While one decodes, the others are prefilled once.
+    alone, at_once: of ALONE, with one and NUM_AT_ONCE in flight. While one decodes, the others are prefilled.
     """
     share = at_once.tpot_s * NUM_STEPS / (at_once.ttft_s + at_once.tpot_s * NUM_STEPS)
     num_others = NUM_AT_ONCE * share - 1

@@ -1,4 +1,4 @@
-"""Devices and models that profiles can be computed for, as their makers describe them. Numbers only.
+"""Lists devices and models that profiles can be computed for, as their makers describe them.
 
 Sources: NVIDIA's data sheets (dense BF16, no sparsity); the config.json of each model.
 """
@@ -13,8 +13,12 @@ from epd.profiles.media import MediaRule
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """flops_per_s: dense 16 bit. link: between devices of one machine. price_per_hour: US dollars, on demand,
-    of the order that clouds ask; an assumption, to be replaced."""
+    """Describes a device.
+
+    flops_per_s: dense 16 bit
+    link: between devices of one machine
+    price_per_hour: US dollars, on demand, typical of clouds; an assumption, to be replaced
+    """
 
     name: str
     flops_per_s: float
@@ -26,7 +30,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Transformer:
-    """A stack of layers. mlp_matrices: 3 for a gated MLP. attended: tokens that one attends to in a tower."""
+    """Describes a stack of layers. mlp_matrices: 3 if gated. attended: tokens one attends to in a tower."""
 
     num_layers: int
     hidden: int
@@ -40,20 +44,20 @@ class Transformer:
 
     @property
     def num_parameters(self) -> int:
-        """Of the layers and, if there is a vocabulary, its two matrices."""
+        """Counts parameters of the layers and, if there is a vocabulary, its two matrices."""
         attention = self.hidden * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         mlp = self.mlp_matrices * self.hidden * self.mlp_hidden
         return self.num_layers * (attention + mlp) + 2 * self.vocabulary * self.hidden
 
     @property
     def flops_per_token(self) -> float:
-        """Of the matrix products with weights, and of attention over `attended` tokens."""
+        """Counts the FLOPs of matrix products with weights, and of attention over `attended` tokens."""
         weights = self.num_parameters - self.vocabulary * self.hidden
         return 2.0 * weights + self.attended * self.flops_per_pair
 
     @property
     def flops_per_pair(self) -> float:
-        """Attention of one token to one other: its score and its weighted sum, in all layers."""
+        """Counts the FLOPs of attention of a token to another: score and weighted sum, in all layers."""
         return 4.0 * self.num_layers * self.num_heads * self.head_dim
 
     @property
@@ -63,7 +67,7 @@ class Transformer:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A vision-language model. embeddings_per_token: 1, and one more for each deepstack feature."""
+    """Describes a vision-language model. embeddings_per_token: 1, and one more for each deepstack feature."""
 
     name: str
     vision: Transformer
@@ -127,7 +131,7 @@ MODELS = {
 
 
 def device_named(name: str) -> Device:
-    """Raises RequestError for a device that is not in the catalogue."""
+    """Returns a device by name. Raises RequestError for one outside the catalogue."""
     if name not in DEVICES:
         raise RequestError(
             f"device is {name!r}; known are {', '.join(DEVICES)}; measure others with epd profile"
@@ -136,7 +140,7 @@ def device_named(name: str) -> Device:
 
 
 def model_named(name: str) -> ModelShape:
-    """Raises RequestError for a model that is not in the catalogue."""
+    """Returns a model by name. Raises RequestError for one outside the catalogue."""
     if name not in MODELS:
         raise RequestError(
             f"model is {name!r}; known are {', '.join(MODELS)}; measure others with epd profile"

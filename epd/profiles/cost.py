@@ -1,4 +1,4 @@
-"""What a stage costs: one formula for all of them, its range of validity, and how it is fitted.
+"""Models the cost of a stage: one formula for all, its range of validity, and its fit.
 
     seconds = fixed + max(floor, per_unit x units) + per_item x items
 
@@ -25,7 +25,7 @@ from epd.types import Float64Array
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """The coefficients of the formula, seconds."""
+    """Holds the coefficients of the formula, seconds."""
 
     fixed_s: float = 0.0
     floor_s: float = 0.0
@@ -49,7 +49,7 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class ValidRange:
-    """From low to high, both included."""
+    """Bounds a value from low to high, both included."""
 
     low: float
     high: float
@@ -68,7 +68,7 @@ class ValidRange:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One point: the median of `num_repeats` runs. spread_s: between the quartiles."""
+    """Holds one point: the median of `num_repeats` runs. spread_s: between the quartiles."""
 
     units: float
     items: float
@@ -83,10 +83,12 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class StageTable:
-    """What is known of one stage. measurements: none where the cost was computed, not measured.
+    """Describes the cost of one stage.
 
-    units, items: what they count. valid_units, valid_items: where the cost was measured or computed for;
-    elsewhere it is extrapolated. error: mean absolute error of the cost on its measurements, relative.
+    measurements: empty where the cost was computed, not measured
+    units, items: names of the counted quantities
+    valid_units, valid_items: where the cost was measured or computed; elsewhere it is extrapolated
+    error: mean absolute error of the cost on its measurements, relative
     """
 
     units: str
@@ -98,7 +100,7 @@ class StageTable:
     measurements: tuple[Measurement, ...] = ()
 
     def times(self, factor: float) -> StageTable:
-        """With costs that are so many times as high; measurements stay as they were."""
+        """Returns the table with costs multiplied by a factor; measurements stay as they were."""
         return replace(self, cost=self.cost.times(factor))
 
     def is_valid(self, units: float, items: float = 0.0) -> bool:
@@ -106,7 +108,7 @@ class StageTable:
 
 
 def fit_table(units: str, items: str, measurements: Sequence[Measurement]) -> StageTable:
-    """The cost with the least squares of relative errors. Raises ValueError without a measurement."""
+    """Fits the cost with the least squares of relative errors. Raises ValueError without a measurement."""
     if not measurements:
         raise ValueError(f"a cost by {units} and {items} needs at least 1 measurement")
     columns = np.array([(1.0, point.units, point.items) for point in measurements])
@@ -126,7 +128,7 @@ def fit_table(units: str, items: str, measurements: Sequence[Measurement]) -> St
 
 
 def nonnegative_fit(columns: Float64Array, target: Float64Array) -> list[float]:
-    """Least squares with coefficients of at least 0: the best over every set of columns that may count."""
+    """Fits least squares with coefficients of at least 0: the best over every subset of columns."""
     best, least = np.zeros(columns.shape[1]), np.inf
     for chosen in product((False, True), repeat=columns.shape[1]):
         found = np.zeros(columns.shape[1])

@@ -1,4 +1,4 @@
-"""Profiles as JSON: units in every name, validated on the way in; and profiles by name.
+"""Reads and writes profiles as JSON, with units in every name and validation, and finds them by name.
 
 A name such as qwen2.5-vl-7b@h100 is computed, anything else is read as a file.
 """
@@ -21,7 +21,7 @@ _UNITS = {
 
 
 class _ProfileFile(BaseModel):
-    """The edge: unknown fields are refused, in the dataclasses within too, for they inherit this."""
+    """Validates a file: unknown fields are refused, in the inner dataclasses too, since they inherit this."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -31,13 +31,13 @@ class _ProfileFile(BaseModel):
 
 
 def dump_profile(profile: Profile) -> str:
-    """As JSON, one profile to a file."""
+    """Returns the profile as JSON, one to a file."""
     file = _ProfileFile(format="epd profile, version 1", units=_UNITS, profile=profile)
     return file.model_dump_json(indent=1) + "\n"
 
 
 def parse_profile(text: str, name: str = "profile") -> Profile:
-    """What `dump_profile` wrote. Raises RequestError for unknown fields, impossible values or no JSON."""
+    """Parses `dump_profile`'s output. Raises RequestError for unknown fields, bad values or invalid JSON."""
     try:
         return _ProfileFile.model_validate_json(text).profile
     except ValidationError as error:
@@ -47,7 +47,7 @@ def parse_profile(text: str, name: str = "profile") -> Profile:
 
 
 def load_profile(name_or_path: str) -> Profile:
-    """A profile by name (MODEL@DEVICE) or from a file. Raises RequestError."""
+    """Loads a profile by name (MODEL@DEVICE) or from a file. Raises RequestError."""
     path = Path(name_or_path)
     model, separator, device = name_or_path.partition("@")
     if separator and not path.exists():

@@ -1,10 +1,10 @@
-"""What the application costs beside its models, on one machine whose cores all of its processes share.
+"""Models the cost of the application beside its models, on one machine whose processes share all cores.
 
-    client, proxy, ingress  --messages-->  workers       every one of them a process; few cores for all
+    client, proxy, ingress  --messages-->  workers       each one a process; few cores for all
 
-Found from questions that are asked one after the other, where nobody waits for anybody: what is not the
-model's is the application's. Wall time tells how long the way is, CPU time how much of it somebody computes
-and what is computed beside it.
+It is measured with requests sent one after the other, so that none waits for another: time not spent in
+the model is the application's. Wall time shows the length of the critical path, CPU time how much of it is
+computed and how much is computed beside it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from epd.profiles.cost import StageTable
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Something the application does, seconds.
+    """Holds the cost of one action of the application, seconds.
 
-    work_s: of one core, on the way of the request. delay_s: on its way too, but nobody computes. beside_s: of
-    one core, beside it.
+    work_s: of one core, on the critical path of the request
+    delay_s: on the critical path too, but without computing
+    beside_s: of one core, off the critical path
     """
 
     work_s: float = 0.0
@@ -36,12 +37,12 @@ class Overhead:
 
 
 _NOTHING = Overhead()
-_LEAST_FREE = 0.05  # of a core, however slow all of them are
+_LEAST_FREE = 0.05  # cores left free of idle use, however slow all of them are
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRule:
-    """Tokens of a prompt without media: fixed_tokens of the template that no cache has, and of its text."""
+    """Counts tokens of a prompt without media: fixed_tokens of the uncached template, and its text."""
 
     fixed_tokens: float = 0.0
     per_text_token: float = 1.0
@@ -52,14 +53,19 @@ class PromptRule:
 
 @dataclass(frozen=True, slots=True)
 class HostCosts:
-    """num_cores: shared by all workers and the application. idle_cores: that it takes when nothing is asked.
+    """Holds the costs of the application.
 
-    request: from the client to a worker and back. split: more, where another worker decodes. image: of
-    one, before its prompt is planned and again to hand it over. video: of one group of frames, to hand it
-    over. sent: more, where another worker prefills than encodes. second: from
-    the first token to the second, where another worker decodes. token_s: of one output token, beside.
-    encode_s: of a batch, prefill_s: of a pass, decode_s: of a step, sequence_s: of each sequence in it, all
-    in the worker, beside what the model takes.
+    num_cores: shared by all workers and the application
+    idle_cores: cores in use without any request
+    request: from the client to a worker and back
+    split: extra where another worker decodes
+    image: of one, before its prompt is planned and again to hand it over
+    video: of one group of frames, to hand it over
+    sent: extra where another worker prefills than encodes
+    second: from the first token to the second, where another worker decodes
+    token_s: of one output token, off the critical path
+    encode_s, prefill_s, decode_s, sequence_s: of a batch, a pass, a step and each sequence in the step, in
+        the worker, beside the time of the model
     """
 
     num_cores: int
@@ -81,7 +87,7 @@ class HostCosts:
             raise ValueError(f"a host needs at least 1 core, and not all of them idle, got {self}")
 
     def times(self, factor: float) -> HostCosts:
-        """With work that takes so many times as long; what is only waited for takes as long as before."""
+        """Returns costs with work multiplied by a factor; pure delays stay as they were."""
         ways = ("request", "split", "image", "video", "sent", "second")
         seconds = ("token_s", "encode_s", "prefill_s", "decode_s", "sequence_s")
         changes: dict[str, Any] = {name: getattr(self, name).times(factor) for name in ways}
@@ -93,7 +99,7 @@ class HostCosts:
     def in_worker(
         self, encode: StageTable, prefill: StageTable, decode: StageTable
     ) -> tuple[StageTable, ...]:
-        """The stages as a worker of the application has them."""
+        """Returns the stages as a worker of the application has them."""
         return (
             _slower(encode, self.encode_s),
             _slower(prefill, self.prefill_s),

@@ -1,4 +1,4 @@
-"""How a stage is measured: which points, how often, and what is kept of it. The action is passed in."""
+"""Measures a stage: chooses points and repeats, and summarises them. The action is passed in."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Clock = Callable[[], float]
 
 
 def measurement(units: float, items: float, seconds: Sequence[float]) -> Measurement:
-    """The median and what lies between the quartiles. Raises ValueError for no run at all."""
+    """Returns the median and the spread between quartiles. Raises ValueError without runs."""
     low, middle, high = map(float, np.percentile(np.asarray(seconds), (25, 50, 75)))
     return Measurement(units, items, middle, high - low, len(seconds))
 
@@ -29,7 +29,7 @@ def timed(action: Action, clock: Clock = perf_counter) -> float:
 def measured(
     points: Iterable[tuple[float, float, Action]], num_repeats: int, clock: Clock = perf_counter
 ) -> list[Measurement]:
-    """Runs every point in turn, so often, after one run that does not count.
+    """Runs every point in turn, num_repeats times, after one run that does not count.
 
     In turns, so that a machine that is busy for a while spoils one run of each point, not all of one.
     """

@@ -1,7 +1,9 @@
-"""What media become in a model: patches for its vision tower, tokens for its language model. Integers only.
+"""Computes the size of media in a model: patches for the vision tower, tokens for the language model.
 
 image 4032x3024, MiniCPM-V      9 slices + 1 overview = 10 tiles of 1024 patches and 64 tokens
 image 1280x720, Qwen2.5-VL      a grid of 14 pixel patches, four of which make a token
+
+All arithmetic is in integers.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from epd.workload.requests import Resolution, VideoSpec
 
 @dataclass(frozen=True, slots=True)
 class MediaWork:
-    """One image, or one group of a video. num_frames: to be decoded for it."""
+    """Describes the work of one image, or one group of a video. num_frames: to be decoded for it."""
 
     num_patches: int
     num_tokens: int
@@ -25,13 +27,14 @@ class MediaWork:
 
 @dataclass(frozen=True, slots=True)
 class MediaRule:
-    """How a family cuts media.
+    """Defines how a family cuts media.
 
     kind grid: patches of `patch` pixels over the whole frame, `merge` x `merge` of them a token, the frame
-    scaled to at most max_pixels; a video takes `frames_per_unit` frames for one time step.
+        scaled to at most max_pixels; a video takes `frames_per_unit` frames for one time step
     kind tiles: up to max_tiles tiles of tile_patches patches and tile_tokens tokens each, of `patch` pixels
-    side, and an overview; a video frame is one tile.
-    video_fps, max_frames: how videos are sampled. group_frames: frames that travel together.
+        side, and an overview; a video frame is one tile
+    video_fps, max_frames: how videos are sampled
+    group_frames: frames that travel together
     """
 
     kind: Literal["grid", "tiles"]
@@ -54,7 +57,7 @@ class MediaRule:
         return MediaWork(patches, patches // self.merge**2)
 
     def video(self, spec: VideoSpec) -> tuple[MediaWork, ...]:
-        """The groups of a video, in order."""
+        """Returns the groups of a video, in order."""
         num_frames = self.num_sampled(spec)
         starts = range(0, num_frames, self.group_frames)
         return tuple(self._group(spec.size, min(self.group_frames, num_frames - start)) for start in starts)
@@ -63,7 +66,7 @@ class MediaRule:
         return max(1, min(math.ceil(spec.duration_s * self.video_fps), self.max_frames, spec.num_frames))
 
     def _tiles(self, size: Resolution) -> MediaWork:
-        """As many tiles as the image has times the pixels of one, and one for the whole."""
+        """Counts tiles: the image's pixels over those of a tile, and one for the whole image."""
         area = size.width * size.height / self.patch**2 / self.tile_patches
         wanted = min(self.max_tiles, max(1, math.ceil(area)))
         num_tiles = wanted + (wanted > 1)

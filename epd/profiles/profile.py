@@ -1,4 +1,4 @@
-"""A profile: what every stage of one model costs on one device, and what it keeps in memory. Frozen."""
+"""Defines a profile: the costs of one model's stages on one device, and its memory. Frozen."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from epd.profiles.media import MediaRule
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """Bytes. kv_per_token: keys and values of all layers. embedding: of one visual token, as it travels.
+    """Sizes memory in bytes.
 
-    max_kv_tokens: that a worker is given at most, whatever would fit.
+    kv_per_token: keys and values of all layers
+    embedding: of one visual token, as it travels
+    max_kv_tokens: upper bound for a worker, however many would fit
     """
 
     device_bytes: int
@@ -26,7 +28,7 @@ class MemoryNeeds:
     max_kv_tokens: int | None = None
 
     def kv_tokens(self, *, has_vision: bool, utilization: float = 0.9) -> int:
-        """Tokens of keys and values that fit beside the weights; 0 if the weights do not fit."""
+        """Returns the tokens of keys and values that fit beside the weights; 0 if the weights do not fit."""
         weights = self.language_weight_bytes + has_vision * self.vision_weight_bytes
         free = self.device_bytes * utilization - weights
         fitting = max(0, int(free // self.kv_bytes_per_token))
@@ -35,15 +37,19 @@ class MemoryNeeds:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What a simulation knows of a model on a device.
+    """Describes a model on a device for simulations.
 
-    is_analytic: computed from FLOPs, bytes and the efficiencies that `assumptions` state; nothing measured.
-    transfer: of embeddings and of keys and values, from worker to worker. video: by codec, on one CPU thread.
-    images: decoding one, by its pixels, on one CPU thread. switch_s: a worker that takes another role.
-    price_per_hour: of one device, in any currency; None if it is not known. dtype: of the weights.
-    num_threads: of torch in a worker, None where the CPU does not compute. host: of the one machine that all
-    workers share, None where each has a device of its own. prompt: tokens around a text. core_speed: of a CPU
-    core when all of this was measured, as `epd/profiles/speed.py` has it; None where it was not measured.
+    is_analytic: computed from FLOPs, bytes and the efficiencies that `assumptions` state; nothing measured
+    transfer: of embeddings and of keys and values, from worker to worker
+    video: by codec, on one CPU thread
+    images: decoding one, by its pixels, on one CPU thread
+    switch_s: of a worker that takes another role
+    price_per_hour: of one device, in any currency; None if it is not known
+    dtype: of the weights
+    num_threads: of torch in a worker, None where the CPU does not compute
+    host: of the one machine that all workers share, None where each has a device of its own
+    prompt: tokens around a text
+    core_speed: of a CPU core when all of this was measured, see `epd/profiles/speed.py`; None if not measured
     """
 
     name: str
@@ -68,14 +74,14 @@ class Profile:
     core_speed: float | None = None
 
     def in_workers(self) -> Profile:
-        """With what workers of the application take beside the model."""
+        """Returns the profile with the costs of the application's workers beside the model."""
         if self.host is None:
             return self
         encode, prefill, decode = self.host.in_worker(self.encode, self.prefill, self.decode)
         return replace(self, encode=encode, prefill=prefill, decode=decode)
 
     def at_speed(self, core_speed: float) -> Profile:
-        """The same when the cores, which compute everything, have that speed. Raises ValueError elsewhere."""
+        """Returns the profile at that core speed. Raises ValueError where cores do not compute everything."""
         if self.core_speed is None or self.host is None:
             raise ValueError(f"profile {self.name!r} does not know at which speed its cores were measured")
         factor = self.core_speed / core_speed
@@ -92,7 +98,7 @@ class Profile:
         )
 
     def video_cost(self, codec: str) -> StageCost:
-        """Of decoding. Raises RequestError for a codec that was not measured."""
+        """Returns the cost of decoding. Raises RequestError for a codec that was not measured."""
         if codec not in self.video:
             raise RequestError(
                 f"profile {self.name!r} has no video codec {codec!r}; it has {', '.join(self.video)}; "

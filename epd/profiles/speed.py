@@ -1,7 +1,7 @@
-"""How fast a core is just now: the same small work again and again, by the CPU time that it takes.
+"""Measures the current speed of a core: the same small work repeatedly, by the CPU time that it takes.
 
-Cores of rented machines share hardware with strangers. What they take is in no load average, but the same
-work takes up to half as long again while they do. A profile keeps the speed that it was measured at.
+Cores of rented machines share hardware with other tenants. Their use is in no load average, but the same
+work takes up to half as long again meanwhile. A profile keeps the speed that it was measured at.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ _PIECE, _PAUSE_S = 20_000, 0.02
 
 
 def _piece_s() -> float:
-    """CPU seconds of a piece of work, on this thread."""
+    """Returns the CPU seconds of a piece of work, on this thread."""
     start_s = time.thread_time()
     sum(range(_PIECE))
     return time.thread_time() - start_s
 
 
 def core_speed(seconds: float) -> float:
-    """Pieces of work per CPU second, by working so many seconds."""
+    """Measures pieces of work per CPU second, for the given number of seconds."""
     end_s, taken = time.perf_counter() + seconds, [_piece_s()]
     while time.perf_counter() < end_s:
         taken.append(_piece_s())
@@ -29,7 +29,7 @@ def core_speed(seconds: float) -> float:
 
 
 class SpeedSampler:
-    """The same, on a thread of its own while other things are done: 1 or 2 % of a core."""
+    """Measures the same on a thread of its own while other work runs: 1 or 2 % of a core."""
 
     def __init__(self) -> None:
         self._taken: list[float] = []
@@ -50,5 +50,5 @@ class SpeedSampler:
 
     @property
     def core_speed(self) -> float:
-        """So far, once entered and left."""
+        """Returns the speed, once entered and left."""
         return len(self._taken) / sum(self._taken)

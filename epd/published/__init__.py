@@ -1,1 +1,1 @@
-"""Published figures of other systems, and the settings that repeat them in the simulator."""
+"""Provides published figures of other systems, and the settings that repeat them in the simulator."""

@@ -1,8 +1,8 @@
-"""The experiments of the EPD paper, simulated: MiniCPM-V 2.6 on 8 x A100, one 4K image = ten tiles.
+"""Simulates the experiments of the EPD paper: MiniCPM-V 2.6 on 8 x A100, one 4K image = ten tiles.
 
 One profile serves all tables. Six of its numbers are fitted, to the seven rows of FITTED_ROWS and no others;
-the rest is computed (`epd.profiles.analytic`). A video frame is one tile, so that tables 4 and 1 share what
-a tile costs; the constant part of table 4 is reading 12 megapixel images, in parallel on the host, which
+the rest is computed (`epd.profiles.analytic`). A video frame is one tile, so that tables 4 and 1 share the
+cost of a tile; the constant part of table 4 is reading 12 megapixel images, in parallel on the host, which
 table 1 does not have.
 """
 
@@ -52,7 +52,7 @@ FITTED_ROWS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class PaperFit:
-    """What is fitted, seconds: least squares of the logarithms' errors on FITTED_ROWS, rounded."""
+    """Holds the fitted seconds: least squares of the logarithms' errors on FITTED_ROWS, rounded."""
 
     encode_tile_s: float = 0.0433
     prefill_tile_s: float = 0.0022
@@ -63,7 +63,7 @@ class PaperFit:
 
 
 def paper_profile(fit: PaperFit | None = None) -> Profile:
-    """The analytic profile with the fitted numbers in it."""
+    """Returns the analytic profile with the fitted numbers in it."""
     fit = fit or PaperFit()
     base = analytic_profile("a100-80gb", "minicpm-v-2.6")
     assert base.images is not None
@@ -88,12 +88,12 @@ def paper_profile(fit: PaperFit | None = None) -> Profile:
 
 
 def limits(batch: int) -> SchedulerConfig:
-    """Whole prompts, `batch` requests at once."""
+    """Allows whole prompts, `batch` requests at once."""
     return SchedulerConfig(max_num_batched_tokens=2**17, max_num_seqs=batch, max_chunk_tokens=2**17)
 
 
 def paper_deployment(topology: str, sharding: Sharding = "groups") -> Deployment:
-    """FCFS, batch 1 for encode and prefill, 128 for decode; requests in shards, one stage after another."""
+    """Uses FCFS, batch 1 for encode and prefill, 128 for decode; requests in shards, stages in sequence."""
     parsed = parse_topology(topology)
     is_merged = any({"prefill", "decode"} <= group.roles for group in parsed.groups)
     return Deployment(
@@ -113,13 +113,13 @@ def images(count: int, output_tokens: int = _OUTPUT_TOKENS) -> RequestShape:
 
 
 def frames(count: int) -> RequestShape:
-    """A video of which `count` frames are sampled, two a second."""
+    """Returns a video with `count` sampled frames, two a second."""
     return RequestShape(_PROMPT_TOKENS, _OUTPUT_TOKENS, videos=(VideoSpec(count / 2, 24, _FRAME),))
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """One cell of a table: shapes in order of arrival, at a Poisson rate."""
+    """Describes one cell of a table: shapes in order of arrival, at a Poisson rate."""
 
     deployment: Deployment
     rate_per_s: float
@@ -134,7 +134,7 @@ class Experiment:
         return Simulation(profile, self.deployment, elasticity=self.elasticity).run(jobs)
 
     def means(self, profile: Profile) -> dict[str, float]:
-        """Over a few rounds of a hundred requests, for one draw of arrivals moves a mean by some percent."""
+        """Averages rounds of a hundred requests, since one draw of arrivals moves a mean by some percent."""
         runs = [self.run(profile, index) for index in range(_NUM_ROUNDS)]
         figures = {
             "TTFT mean s": [run.ttft_s.mean() for run in runs],
@@ -146,7 +146,7 @@ class Experiment:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One experiment of a table, and what was published of it: figures by metric."""
+    """Holds one experiment of a table, and its published figures by metric."""
 
     table: str
     system: str
@@ -170,8 +170,10 @@ class Cell:
 
 
 def cells_4() -> Iterator[Cell]:
-    """Sharding one request's images on and off, 0.25 requests/s, on six encoders: they fit better than the
-    five of the paper's text."""
+    """Simulates sharding of one request's images on and off, 0.25 requests/s, on six encoders.
+
+    Six fit better than the five of the paper's text.
+    """
     for system, cells in TABLE_4.items():
         deployment = paper_deployment("6e1p1d", "groups" if system == "sharding on" else "request")
         for count, published in cells.items():
@@ -187,7 +189,7 @@ _TABLE_1_LAYOUTS = {
 
 
 def cells_1() -> Iterator[Cell]:
-    """Frames of Video-MME at one request a second, on three systems."""
+    """Simulates frames of Video-MME at one request a second, on three systems."""
     for system, cells in TABLE_1.items():
         for count, published in cells.items():
             experiment = Experiment(_TABLE_1_LAYOUTS[system], 1.0, [frames(count)] * _NUM_REQUESTS)
@@ -199,7 +201,7 @@ TABLE_6_SHAPES = (images(1, 50),) * 10 + (images(1, 500),) * 90
 
 
 def cells_6() -> Iterator[Cell]:
-    """Three requests/s with one image each, whose answers get ten times longer after the first ten."""
+    """Simulates three requests/s with one image each; answers get ten times longer after the first ten."""
     for system, published in TABLE_6.items():
         elasticity = TABLE_6_ELASTICITY if system == "switching on" else None
         experiment = Experiment(paper_deployment("5e1p2d"), 3.0, TABLE_6_SHAPES, elasticity)
@@ -227,11 +229,10 @@ _OVERLAP_SHARDINGS: Mapping[str, Sharding] = {"one encoder, ": "request", "": "g
 
 
 def overlap_rows(profile: Profile | None = None) -> list[Row]:
-    """What the paper's 64 frames at one request a second take on one encoder or sharded over all five, and
-    with the stages one after another or groups prefilled as they come.
+    """Simulates the paper's 64 frames at one request a second on one encoder or sharded over all five.
 
-    Beside its 1.00 s: with the fixed cost of a prefill pass that was fitted to its system, which every chunk
-    pays again, and with that of the analytic profile.
+    Stages run in sequence, or groups are prefilled as they come. Beside its 1.00 s: with the fixed cost of a
+    prefill pass fitted to its system, which every chunk pays again, and with that of the analytic profile.
     """
     fitted = profile or paper_profile()
     light = replace(fitted, prefill=replace(fitted.prefill, cost=_light_pass(fitted.prefill.cost)))

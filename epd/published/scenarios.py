@@ -1,4 +1,4 @@
-"""The published tables by name."""
+"""Runs the published tables by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCENARIOS: Mapping[str, Callable[[], Sequence[Row]]] = {
 
 
 def run_scenario(name: str) -> Sequence[Row]:
-    """Raises RequestError for a name that is not among them."""
+    """Runs a table. Raises RequestError for an unknown name."""
     if name not in SCENARIOS:
         raise RequestError(f"scenario is {name!r}; there are {', '.join(SCENARIOS)}; name one of them")
     return SCENARIOS[name]()

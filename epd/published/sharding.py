@@ -1,13 +1,13 @@
-"""How the EPD paper cuts one request's images into shards, one for each encoder (section 3.2), by patches.
+"""Cuts one request's images into shards by patches, one per encoder, as in the EPD paper (section 3.2).
 
-All groups must be at hand. They are cut into one run per encoder, or dealt in short runs:
+All groups must be ready. They are cut into one run per encoder, or dispatched in short runs:
 
     groups                | 0  1  2  3  4  5  6  7 |
-    plan_shards           [ e0   )[ e1    )[  e2   )      one run each, the largest as small as can be
+    plan_shards           [ e0   )[ e1    )[  e2   )      one run each, the largest as small as possible
     plan_shards, max_run  [ e0 )[ e1)[ e2)[ e0)[e1 )      runs to the encoder with the least outstanding
 
-The published rows are simulated with this. The server, and the simulator otherwise, deal each group when its
-frames are there: see `epd.encode.sharding`.
+The published rows are simulated with this. The server, and the simulator otherwise, dispatch each group when
+its frames are there: see `epd.encode.sharding`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GroupRun:
-    """Groups [start, stop) of one request, in order, with the patches of all of them together."""
+    """Covers groups [start, stop) of one request, in order, with the patches of all of them together."""
 
     start: int
     stop: int
@@ -31,7 +31,7 @@ class GroupRun:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one encoder gets of one request: runs in order."""
+    """Lists the runs of one request for one encoder, in order."""
 
     encoder: int
     runs: tuple[GroupRun, ...]
@@ -51,10 +51,11 @@ def plan_shards(
     *,
     max_run_patches: int | None = None,
 ) -> tuple[Shard, ...]:
-    """Gives every group to one encoder; encoders that get nothing are left out.
+    """Assigns every group to one encoder; encoders without groups are left out.
 
-    group_patches: of each group, in order. outstanding_patches: already waiting at each encoder.
-    max_run_patches: deal runs of at most so many patches (one group may be larger); without it, one run each.
+    group_patches: of each group, in order
+    outstanding_patches: already waiting at each encoder
+    max_run_patches: largest run to dispatch (one group may be larger); without it, one run each
     """
     _check(group_patches, outstanding_patches, max_run_patches)
     if max_run_patches is None:
@@ -68,7 +69,7 @@ def plan_shards(
 
 
 def one_run_each(group_patches: Sequence[int], outstanding_patches: Sequence[int]) -> list[int]:
-    """The encoder of each group, where each encoder gets one run."""
+    """Returns the encoder of each group, where each encoder gets one run."""
     encoders = [0] * len(group_patches)
     for shard in plan_shards(group_patches, outstanding_patches):
         for group in shard.groups:
@@ -77,13 +78,13 @@ def one_run_each(group_patches: Sequence[int], outstanding_patches: Sequence[int
 
 
 def imbalance(shards: Sequence[Shard], num_encoders: int) -> float:
-    """Patches of the largest shard over the mean of all encoders; 1.0 is perfect."""
+    """Returns the patches of the largest shard over the mean of all encoders; 1.0 is perfect."""
     total = sum(shard.num_patches for shard in shards)
     return max(shard.num_patches for shard in shards) * num_encoders / total
 
 
 def least_loaded(outstanding_patches: Sequence[int]) -> int:
-    """The encoder with the least outstanding patches, the first of equals."""
+    """Returns the encoder with the least outstanding patches, the first of equals."""
     return min(range(len(outstanding_patches)), key=outstanding_patches.__getitem__)
 
 
@@ -99,7 +100,7 @@ def _check(patches: Sequence[int], outstanding: Sequence[int], max_run: int | No
 
 
 def _one_run_each(patches: Sequence[int], outstanding: Sequence[int]) -> list[tuple[int, GroupRun]]:
-    """Least loaded encoders first; the lowest level that all groups fit under, by bisection."""
+    """Assigns least loaded encoders first; finds the lowest level that all groups fit under, by bisection."""
     encoders = sorted(range(len(outstanding)), key=lambda encoder: (outstanding[encoder], encoder))
     loads = [outstanding[encoder] for encoder in encoders]
     low, high = 0, loads[0] + sum(patches)
@@ -117,7 +118,7 @@ def _one_run_each(patches: Sequence[int], outstanding: Sequence[int]) -> list[tu
 
 
 def _filled(patches: Sequence[int], loads: Sequence[int], level: int) -> list[int]:
-    """Places of the first groups, in order, when no encoder may exceed `level`; fewer than all if full."""
+    """Returns places of the first groups, in order, when no encoder may exceed `level`; fewer if full."""
     places: list[int] = []
     place = filled = 0
     for count in patches:

@@ -1,4 +1,4 @@
-"""Table 5 of the EPD paper: what the search finds, beside the mean of configurations drawn at random."""
+"""Repeats table 5 of the EPD paper: the search's result, beside the mean of random configurations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WHOLE = 2**17
 
 
 def paper_demand() -> Demand:
-    """Requests of six 4K images, and their objectives."""
+    """Returns requests of six 4K images, and their objectives."""
     workload = Workload(
         "six images", poisson_arrivals(1.0), TraceShapes((images(6),) * _NUM_REQUESTS), _NUM_REQUESTS
     )
@@ -31,7 +31,7 @@ def paper_demand() -> Demand:
 
 
 def paper_space(*, has_merged_roles: bool = False) -> Space:
-    """Eight devices; batches in powers of two, as in section 3.3; sharding on and off."""
+    """Returns eight devices; batches in powers of two, as in section 3.3; sharding on and off."""
     return Space(
         8,
         encode_patches=(1,),
@@ -49,7 +49,7 @@ def paper_planner(*, has_merged_roles: bool = False) -> Planner:
 
 
 def random_goodputs(seed: int = 0) -> list[float]:
-    """Of ten configurations: a split of the devices, batches and sharding, each drawn at random."""
+    """Returns goodputs of ten random configurations: a split of the devices, batches and sharding each."""
     rng = np.random.default_rng(seed)
     space, demand, profile = paper_space(), paper_demand(), paper_profile()
     layouts = [each for each in topologies(8) if len(each.groups) == 3]
@@ -69,7 +69,7 @@ def random_goodputs(seed: int = 0) -> list[float]:
 
 
 def table_5() -> list[Row]:
-    """The optimum of the paper's own space, the mean of ten at random, and the gain of one over the other."""
+    """Returns the optimum of the paper's own space, the mean of ten random ones, and the gain over it."""
     result: SearchResult = paper_planner().search()
     optimum, mean = result.winner.goodput, float(np.mean(random_goodputs()))
     case = f"6 images, plan {result.winner.candidate.topology}"

@@ -1,4 +1,4 @@
-"""Figures that papers and projects have published, and rows that set simulated ones beside them."""
+"""Lists figures that papers and projects have published, and rows that compare simulated ones with them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VLLM_BLOG = {"1E3PD": {1: 24.0, 4: 12.0}, "DP4": {1: 23.0, 4: 6.0}}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure. is_fitted: the profile was fitted to it, so that it proves nothing."""
+    """Compares one figure. is_fitted: the profile was fitted to it, so that it proves nothing."""
 
     system: str
     case: str
@@ -39,11 +39,11 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Relative, of the simulated figure."""
+        """Returns the relative error of the simulated figure."""
         return self.simulated / self.published - 1
 
     def record(self) -> dict[str, str | float | bool]:
-        """As `--json` prints it."""
+        """Returns the record that `--json` prints."""
         return {
             "system": self.system,
             "case": self.case,
@@ -55,5 +55,5 @@ class Row:
 
 
 def worst(rows: Sequence[Row]) -> Row:
-    """The row with the largest error among those that were not fitted."""
+    """Returns the row with the largest error among those that were not fitted."""
     return max((row for row in rows if not row.is_fitted), key=lambda row: abs(row.error))

@@ -1,10 +1,10 @@
-"""vLLM's own figures for encoder disaggregation: no gain with one image and short text, twice with four.
+"""Repeats vLLM's figures for encoder disaggregation: no gain with one image and short text, twice with four.
 
 4 x A100, Qwen3-VL-4B: one encoder and three workers that prefill and decode, against four that do everything.
-The post gives neither objectives nor lengths. Those below, and the costs, were chosen so that all four rows
-come out, so all four count as fitted: what is shown is that one set of costs has this shape, and why. With
-short answers one stall of four images' encoding spoils a request's TPOT, one image's does not; a worker that
-never encodes has no such stalls.
+The post gives neither objectives nor lengths. Those below, and the costs, were chosen to match all four rows,
+so all four count as fitted: they show that one set of costs has this shape, and why. With short answers one
+stall of four images' encoding spoils a request's TPOT, one image's does not; a worker that never encodes has
+no such stalls.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LAYOUTS: dict[str, tuple[str, Sharding]] = {"1E3PD": ("1e3pd", "request"), "DP4
 
 
 def blog_profile() -> Profile:
-    """19.3 ms to encode an image, 8.8 ms to prefill it, 7.1 ms and 3.7 ms per sequence for a step."""
+    """Returns 19.3 ms to encode an image, 8.8 ms to prefill it, 7.1 ms and 3.7 ms per sequence for a step."""
     base = analytic_profile("a100-80gb", "qwen3-vl-4b")
     return replace(
         base,
@@ -67,7 +67,7 @@ def _deployment(topology: str, sharding: Sharding) -> Deployment:
 
 
 def vllm_blog() -> list[Row]:
-    """Goodput by images in a request."""
+    """Returns goodput by images in a request."""
     profile = blog_profile()
     rows = []
     for system, cells in VLLM_BLOG.items():

@@ -1,4 +1,4 @@
-"""A discrete-event simulator that drives the live system's own policies."""
+"""Simulates discrete events and drives the live system's own policies."""
 
 from epd.encode.sharding import Sharding
 from epd.simulate.deployment import Deployment

@@ -1,4 +1,4 @@
-"""What the application costs beside its models: whatever lets the simulator answer as the application did.
+"""Calibrates the application's costs beside its models, so that the simulator answers as the application did.
 
 Both get the same requests at the same times, the simulator at the speed that the cores had. Costs of
 `HostCosts`, none below 0, are those with the least squares of relative errors of all medians; from steps of
@@ -34,7 +34,7 @@ _NUM_ROUNDS, _STEP_S = 3, 0.002
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a layout was asked, and how it answered. core_speed: meanwhile."""
+    """Holds the questions to a layout and its answers. core_speed: meanwhile."""
 
     topology: str
     workload: Workload
@@ -44,7 +44,7 @@ class Asked:
 
 
 def simulated_figures(profile: Profile, deployment: Deployment, workload: Workload, seed: int) -> Figures:
-    """Of the same requests, by the simulator."""
+    """Returns the figures of the same requests in the simulator."""
     simulation = Simulation(profile, deployment)
     result = simulation.run(JobMaker(profile).jobs(workload.requests(seed)))
     rows = result.rows
@@ -60,7 +60,7 @@ def simulated_figures(profile: Profile, deployment: Deployment, workload: Worklo
 
 
 def calibrated(profile: Profile, asked: Sequence[Asked]) -> Profile:
-    """The profile, whose host tells the cores, with the costs of the application."""
+    """Returns the profile, whose host gives the cores, with the costs of the application."""
     live = np.concatenate([_times(each.figures) for each in asked])
     counted = live > 0
 
@@ -94,7 +94,7 @@ def _times(figures: Figures) -> Float64Array:
 
 
 def _improved(host: HostCosts, times: Callable[[HostCosts], Float64Array], live: Float64Array) -> HostCosts:
-    """One step of Gauss and Newton; slopes by adding _STEP_S to each cost."""
+    """Takes one step of Gauss and Newton; slopes come from adding _STEP_S to each cost."""
     costs, now = _costs(host), times(host)
     more = [times(_with_costs(host, costs + _STEP_S * unit)) for unit in np.eye(len(costs))]
     slopes = (np.stack(more, axis=1) - now[:, None]) / _STEP_S
@@ -115,7 +115,7 @@ def _with_costs(host: HostCosts, costs: Float64Array) -> HostCosts:
 
 
 def _beside(profile: Profile, asked: Sequence[Asked]) -> list[float]:
-    """CPU seconds that the simulation lacks, for each of the ways of _BESIDE and each token."""
+    """Returns the CPU seconds that the simulation lacks, for each of the ways of _BESIDE and each token."""
     nothing = [0.0] * (len(_BESIDE) + 1)
     silent = replace(profile, host=_with_beside(_host(profile), nothing))
     speeds = np.array([each.core_speed for each in asked])
@@ -126,7 +126,7 @@ def _beside(profile: Profile, asked: Sequence[Asked]) -> list[float]:
 
 
 def _num_gone(asked: Asked, profile: Profile) -> list[float]:
-    """How often a request goes each of the ways of _BESIDE, and its output tokens; on average.
+    """Counts how often a request goes each of the ways of _BESIDE, and its output tokens; on average.
 
     An image goes its way twice: see `HostCosts`.
     """

@@ -1,4 +1,4 @@
-"""What every worker did, and every request went through, as a trace for chrome://tracing or Perfetto."""
+"""Traces the work of every worker and the stages of every request for chrome://tracing or Perfetto."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STAGES = (
 
 
 def chrome_trace(result: SimulationResult) -> str:
-    """JSON. Process 1: a row for each worker. Process 2: a row for each request, by stage."""
+    """Returns JSON. Process 1: a row for each worker. Process 2: a row for each request, by stage."""
     return dumps([*_worker_events(result), *_request_events(result)])
 
 

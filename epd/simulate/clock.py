@@ -1,14 +1,14 @@
-"""Simulated time in whole picoseconds, and the events in it, in an order that is always the same.
+"""Keeps simulated time in whole picoseconds, and its events in an order that is always the same.
 
 Events at the same instant happen by rank, then in the order in which they were planned:
 
     END      work that ends, transfers that arrive: their results are there ...
     POLICY   ... when controllers look,
     ARRIVAL  ... when requests come,
-    START    ... and when workers choose what to do next, with all of that in view
+    START    ... and when workers choose the next work, with all of that in view
 
-Whole numbers add up to the same sum in any order, so many steps may be taken at once and end at the very
-instant at which single steps would.
+Whole numbers add up to the same sum in any order, so that steps may be combined and end at the very instant
+at which single steps would.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TICKS_PER_S = 10**12
 
 
 class Rank(IntEnum):
-    """Order of events at the same instant."""
+    """Orders events at the same instant."""
 
     END = 0
     POLICY = 1
@@ -38,7 +38,7 @@ def seconds_of(ticks: int) -> float:
 
 
 class EventQueue:
-    """What is to happen. now: ticks since the start, the time of the last event that happened."""
+    """Holds planned events. now: ticks since the start, the time of the last event that happened."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -57,7 +57,7 @@ class EventQueue:
         heappush(self._events, (time, rank, self._num_planned, action))
 
     def step(self) -> bool:
-        """Lets the next event happen; False if there is none."""
+        """Runs the next event; returns False without one."""
         if not self._events:
             return False
         self.now, _, _, action = heappop(self._events)

@@ -1,4 +1,4 @@
-"""What is simulated: workers, how they batch, shard and hand over. Frozen and resolved."""
+"""Describes the simulated system: workers, batching, sharding and hand-over. Frozen and resolved."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from epd.profiles.profile import Profile
 from epd.topology import Stage, Topology
 
 _DEFAULT_LIMITS = SchedulerConfig()
-# Which encoder gets each group, by the patches of the groups and those outstanding at each encoder.
+# Maps groups to encoders by the patches of the groups and those outstanding at each encoder.
 DealGroups = Callable[[Sequence[int], Sequence[int]], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A topology and all settings that change what it does.
+    """Describes a topology and all settings that change its behaviour.
 
     language, decode: limits of workers that prefill, merged roles included, and of those that only decode
     max_batch_patches: that an encoder takes together; one group is always taken
     sharding: which encoders the groups of one request go to
-    deal: how "groups" are dealt if all of a request are at hand; None: one after another, as in the server
+    deal: how "groups" are dispatched if all of a request are ready; None: one by one, as in the server
     is_overlapped: groups are prefilled and handed over as they come, instead of all at once
     cpu_threads: that decode media, for the whole machine
-    kv_tokens: of each worker; None for what fits the device
+    kv_tokens: of each worker; None for the most that fits the device
     max_waiting, max_wait_s: before requests are refused
-    is_stepwise: every decode step is an event of its own, the slow twin of taking many
+    is_stepwise: every decode step is an event of its own, a slow check of combined steps
     """
 
     topology: Topology
@@ -54,7 +54,7 @@ class Deployment:
         return self.language if "prefill" in roles else self.decode
 
     def num_blocks(self, profile: Profile, roles: frozenset[Stage]) -> int:
-        """KV blocks of one worker. Raises InfeasibleError when its weights leave no room for one."""
+        """Returns KV blocks of one worker. Raises InfeasibleError when its weights leave no room for one."""
         has_vision = "encode" in roles
         tokens = self.kv_tokens or profile.memory.kv_tokens(has_vision=has_vision)
         if tokens < self.block_size:

@@ -1,4 +1,4 @@
-"""A worker's encoder: the live batch policy over groups that wait, driven by costs."""
+"""Simulates a worker's encoder: the live batch policy over groups that wait, driven by costs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from epd.simulate.work_done import WorkDone
 
 @dataclass(frozen=True, slots=True)
 class EncodeTask:
-    """One group of a request, as the batch policy sees it."""
+    """Describes one group of a request to the batch policy."""
 
     state: RequestState
     group: int
@@ -31,7 +31,7 @@ def encode_task(state: RequestState, group: int, key: GroupKey) -> EncodeTask:
 
 
 class EncodeSide:
-    """Groups wait, some are taken together, all of them are done at once."""
+    """Batches waiting groups; all groups of a batch finish at once."""
 
     def __init__(self, profile: Profile, max_batch_patches: int) -> None:
         self._waiting: OrderedDict[GroupKey, list[EncodeTask]] = OrderedDict()  # by content, oldest first
@@ -42,7 +42,7 @@ class EncodeSide:
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether groups wait, apart from those that are being encoded."""
+        """Returns whether groups wait, apart from those that are being encoded."""
         return bool(self._waiting)
 
     def has_work(self) -> bool:
@@ -52,13 +52,13 @@ class EncodeSide:
         self._waiting.setdefault(task.waiting.key, []).append(task)
 
     def take_back(self) -> list[EncodeTask]:
-        """All that wait, which others encode."""
+        """Removes and returns all waiting groups, for other encoders."""
         tasks = self._queue()
         self._waiting.clear()
         return tasks
 
     def start(self) -> int | None:
-        """Takes the next batch; its ticks, None if nothing waits."""
+        """Takes the next batch; returns its ticks, None if nothing waits."""
         if not self._waiting:
             return None
         oldest = (tasks[0].waiting for tasks in self._waiting.values())
@@ -71,12 +71,12 @@ class EncodeSide:
         return ticks
 
     def end(self) -> list[EncodeTask]:
-        """The batch that `start` took. Groups of equal content have shared the work."""
+        """Ends the batch that `start` took. Groups of equal content have shared the work."""
         done, self._batch = self._batch, []
         return done
 
     def sample(self) -> StageSample:
-        """What has been done, a batch from its beginning on, and what waits."""
+        """Samples finished work, a batch from its beginning on, and waiting work."""
         queue = self._queue()
         return self._done.sample(len({id(task.state) for task in queue}), _patches(queue))
 

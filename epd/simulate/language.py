@@ -1,7 +1,6 @@
-"""A worker's language model: the live scheduler and KV cache, driven by costs instead of a device.
+"""Simulates a worker's language model: the live scheduler and KV cache, driven by costs.
 
-Between two events a worker that only decodes does the same thing again and again, so these steps are taken
-at once:
+Between two events a worker that only decodes repeats one step, so these steps are combined:
 
     step cost     A + c * context, all whole ticks; the context grows by one token per sequence
     k steps       k * A + c * (k * context + sequences * k * (k - 1) / 2)
@@ -26,7 +25,7 @@ from epd.types import ceil_div
 
 
 class PassCost:
-    """Ticks of a forward pass."""
+    """Computes the ticks of a forward pass."""
 
     def __init__(self, profile: Profile) -> None:
         self._prefill = profile.prefill.cost
@@ -39,7 +38,7 @@ class PassCost:
         return ticks_of(self._decode.seconds(num_sequences))
 
     def mixed(self, output: SchedulerOutput) -> int:
-        """A pass with prefill chunks; decodes ride along and add their own tokens and context."""
+        """Returns the cost of a pass with prefill chunks; decodes in it add their own tokens and context."""
         num_tokens = num_pairs = num_decodes = num_context = 0
         for chunk in output.chunks:
             length = chunk.stop - chunk.start
@@ -57,14 +56,14 @@ class PassCost:
         return extra + ticks_of(self._prefill.seconds(num_tokens, num_pairs)) + self.riding(output)
 
     def riding(self, output: SchedulerOutput) -> int:
-        """Of a pass with prefill chunks, what its decodes add."""
+        """Returns the cost that decodes add to a pass with prefill chunks."""
         decodes = [chunk.stop for chunk in output.chunks if chunk.request.is_decoding]
         return ticks_of(self._decode.per_unit_s * len(decodes)) + self.per_context * sum(decodes)
 
 
 @dataclass(slots=True)
 class _StepRun:
-    """Decode steps of the same requests, taken at once. base, context: ticks and tokens of the first."""
+    """Combines decode steps of the same requests. base, context: ticks and tokens of the first."""
 
     requests: list[ScheduledRequest]
     num_steps: int
@@ -77,7 +76,7 @@ class _StepRun:
         return num_steps * self.base + self.per_context * (num_steps * self.context + pairs)
 
     def steps_until(self, ticks: int) -> int:
-        """The least number of steps, at least 1, that take `ticks` or longer."""
+        """Returns the least number of steps, at least 1, that take `ticks` or longer."""
         low, high = 1, self.num_steps
         while low < high:
             middle = (low + high) // 2
@@ -90,9 +89,12 @@ class _StepRun:
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """What came of a pass. first_tokens: requests whose prompt is computed. finished: whose answer is.
+    """Lists the results of a pass.
 
-    prefilled: of whose prompt something was computed. sampled: that got a token, where steps are single.
+    first_tokens: requests whose prompt is computed
+    finished: requests whose answer is complete
+    prefilled: requests with computed prompt tokens
+    sampled: requests that got a token, where steps are single
     """
 
     first_tokens: list[RequestState] = field(default_factory=list)
@@ -102,7 +104,7 @@ class PassResult:
 
 
 class LanguageSide:
-    """One worker's engine. hands_over: it only prefills; blocks stay held until `release`."""
+    """Simulates one worker's engine. hands_over: it only prefills; blocks stay held until `release`."""
 
     def __init__(
         self,
@@ -132,7 +134,7 @@ class LanguageSide:
 
     @property
     def num_requests(self) -> int:
-        """Requests that run, wait or arrive."""
+        """Counts requests that run, wait or arrive."""
         return len(self._states) + self.num_arriving
 
     def has_work(self) -> bool:
@@ -163,13 +165,13 @@ class LanguageSide:
         self._is_admission_stuck = False
 
     def set_ready(self, state: RequestState) -> None:
-        """More of its embeddings have come."""
+        """Records that more of the request's embeddings have come."""
         request = self._requests.get(state.request_id)
         if request is not None:
             request.num_ready = max(request.num_ready, state.num_ready)
 
     def reserve(self, state: RequestState) -> bool:
-        """Room for what another worker has computed or will, as `epd.transfer.handover` has it."""
+        """Reserves room for prefilled tokens from another worker, as `epd.transfer.handover` does."""
         if self.num_requests >= self.scheduler.config.max_num_seqs:
             return False
         num_tokens, size = state.num_sent, self.kv.block_size
@@ -189,7 +191,7 @@ class LanguageSide:
         self.kv.free(state.request_id)
 
     def adopt(self, state: RequestState) -> None:
-        """Goes on with a request whose keys and values have arrived; its first token is known."""
+        """Continues a request whose keys and values have arrived; its first token is known."""
         job = state.job
         self.num_arriving -= 1
         self.kv.commit(state.request_id, state.identity, state.num_sent)
@@ -206,12 +208,12 @@ class LanguageSide:
         self._states[state.request_id], self._requests[state.request_id] = state, request
 
     def tokens_of(self, request_id: str) -> int | None:
-        """Tokens that are computed of a request that decodes; None if it is not here, or does not decode."""
+        """Returns the computed tokens of a decoding request; None if it is absent or not decoding."""
         request = self._requests.get(request_id)
         return request.num_computed if request is not None and request.is_decoding else None
 
     def withdraw(self, request_id: str) -> None:
-        """Forgets a request that goes on elsewhere. Only between two passes."""
+        """Forgets a request that continues elsewhere. Only between two passes."""
         self.scheduler.remove(self._requests.pop(request_id))
         del self._states[request_id]
         self._is_admission_stuck = False
@@ -224,7 +226,7 @@ class LanguageSide:
     # One pass, or many
 
     def start(self, *, is_single: bool = False) -> int | None:
-        """Books the next pass, or a run of decode steps; its ticks, None if there is nothing to compute.
+        """Reserves the next pass, or a run of decode steps; returns its ticks, None without work.
 
         is_single: others wait for their turn after one pass.
         """
@@ -247,7 +249,7 @@ class LanguageSide:
         return ticks
 
     def _count(self, output: SchedulerOutput, ticks: int) -> None:
-        """A pass counts for both stages, each with what it adds."""
+        """Counts a pass for both stages, each by its own share."""
         num_decodes = sum(chunk.request.is_decoding for chunk in output.chunks)
         num_prompt = output.num_tokens - num_decodes
         riding = self._cost.riding(output) if num_prompt else ticks
@@ -255,7 +257,7 @@ class LanguageSide:
         self._prefilled.add(num_prompt, ticks - riding)
 
     def samples(self) -> Mapping[Stage, StageSample]:
-        """What has been done, a pass from its beginning and a run at its end, and what waits."""
+        """Samples finished work, a pass from its beginning and a run at its end, and waiting work."""
         prompts = decodes = tokens = 0
         for request in self._requests.values():
             left = request.num_prompt_tokens - request.num_computed
@@ -267,7 +269,7 @@ class LanguageSide:
         return {"prefill": self._prefilled.sample(prompts, tokens), "decode": self._decoded.sample(decodes)}
 
     def _plan_run(self) -> _StepRun | None:
-        """Steps until the first answer ends, if nothing but decoding can happen and there is room for it."""
+        """Returns the steps until the first answer ends, if only decoding can happen and there is room."""
         running = self.scheduler.running
         if not running or len(running) > self.scheduler.config.max_num_batched_tokens:
             return None
@@ -288,7 +290,7 @@ class LanguageSide:
         return request.max_total_tokens - request.num_tokens
 
     def _fitting_steps(self, running: Sequence[ScheduledRequest], steps: int) -> int:
-        """The most steps, up to `steps`, for which no request has to give way."""
+        """Returns the most steps, up to `steps`, for which no request is preempted."""
         free = self.kv.num_free_blocks()
         if len(running) * (steps // self.kv.block_size + 1) <= free:
             return steps
@@ -302,7 +304,7 @@ class LanguageSide:
         return low
 
     def _blocks_for(self, running: Sequence[ScheduledRequest], steps: int) -> int:
-        """Blocks that `steps` steps take from the pool."""
+        """Returns the blocks that `steps` steps take from the pool."""
         size = self.kv.block_size
         return sum(
             max(0, ceil_div(each.num_computed + steps, size) - len(self.kv.block_table(each.request_id)))
@@ -310,8 +312,10 @@ class LanguageSide:
         )
 
     def cut(self, elapsed: int) -> int | None:
-        """Ends a run with the step that is under way after `elapsed` ticks; its ticks, None if it ends then
-        anyway. The blocks of its steps are booked at once, as single steps would have by now."""
+        """Ends a run with the step under way after `elapsed` ticks; returns its ticks or, at the last, None.
+
+        The blocks of its steps are taken at once, as single steps would have taken them by now.
+        """
         run = self._run
         if run is None:
             return None
@@ -324,7 +328,7 @@ class LanguageSide:
         return run.ticks(steps)
 
     def end(self) -> PassResult:
-        """Books what `start` computed."""
+        """Records the results of `start`."""
         if self._run is not None:
             run, self._run = self._run, None
             return self._end_run(run)

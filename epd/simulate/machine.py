@@ -1,10 +1,10 @@
 """Runs tasks: each on a device of its own, or all on the cores of one machine.
 
     own devices     a task takes as long as it takes
-    shared cores    n tasks on c cores: each goes on at min(1, c / n) of its speed
+    shared cores    n tasks on c cores: each runs at min(1, c / n) of its speed
 
-With equal speeds for all, one clock is enough: it goes as fast as any task does, and a task ends when the
-clock has gone on by its length.
+With equal speeds for all, one clock is enough: it runs as fast as any task, and a task ends when the
+clock has advanced by its length.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ _CORE = 1000  # shares of one core
 
 
 class Machine(Protocol):
-    """Runs tasks of so many ticks."""
+    """Runs tasks of a given number of ticks."""
 
     @property
     def work_ticks(self) -> int:
-        """Of all tasks so far."""
+        """Returns the work of all tasks so far."""
         ...
 
     def run(self, ticks: int, done: Then) -> None: ...
 
     def spend(self, names: tuple[OverheadName, ...], then: Then) -> None:
-        """What the application does, by its names in `HostCosts`; then what comes after it."""
+        """Runs costs of the application, by their names in `HostCosts`; then the continuation."""
         ...
 
     def spend_in_turn(self, name: OverheadName, then: Then) -> None:
-        """The same, by the one process that hands over media: one group after the other."""
+        """Runs the same in the one process that hands over media: one group after the other."""
         ...
 
     def send_tokens(self, num_tokens: int) -> None:
-        """Output tokens are on their way to clients, beside everything else."""
+        """Sends output tokens to clients, off the critical path of everything else."""
         ...
 
 
 class OwnDevices:
-    """Nobody is in anybody's way."""
+    """Runs each task without contention."""
 
     def __init__(self, events: EventQueue) -> None:
         self.work_ticks = 0
@@ -69,7 +69,7 @@ class OwnDevices:
 
 
 class SharedCores:
-    """All cores of a machine, but for what the idle application takes."""
+    """Shares all cores of a machine, except the use of the idle application."""
 
     def __init__(self, events: EventQueue, costs: HostCosts) -> None:
         self.work_ticks = 0
@@ -115,12 +115,12 @@ class SharedCores:
             self.run(num_tokens * ticks_of(self._costs.token_s), _nothing)
 
     def _go_on(self) -> None:
-        """Brings the clock up to now."""
+        """Advances the clock to now."""
         elapsed, self._seen = self._events.now - self._seen, self._events.now
         self._clock += min(elapsed, elapsed * self._capacity // (_CORE * max(1, len(self._tasks))))
 
     def _plan(self) -> None:
-        """When the first task will end if no other comes."""
+        """Plans when the first task will end if no other comes."""
         self._version += 1
         if self._tasks:
             left = max(0, self._tasks[0][0] - self._clock)
@@ -137,4 +137,4 @@ class SharedCores:
 
 
 def _nothing() -> None:
-    """After what is done beside."""
+    """Does nothing, as the action after background work."""

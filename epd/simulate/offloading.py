@@ -1,10 +1,10 @@
-"""Hands what a worker that changes its roles has left to its siblings, so that no drain waits for others.
+"""Hands the work of a worker that changes its roles to its siblings, so that no drain waits for others.
 
     prompts that are not computed     to another prefill worker, from their beginning
     room reserved for answers         to another decode worker
     answers under way                 with their keys and values, to another decode worker
 
-Embeddings that a prompt has got go along at no cost. What no sibling has room for is completed here.
+A prompt's embeddings move along at no cost. Work without room at any sibling is completed here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Offloading:
         router: Router,
         after_transfer: AfterTransfer,
     ) -> None:
-        """after_transfer: calls something when so many bytes have been sent."""
+        """after_transfer calls a function when that number of bytes has been sent."""
         self._kv_bytes = profile.memory.kv_bytes_per_token
         self._workers = workers
         self._router = router
@@ -38,7 +38,7 @@ class Offloading:
     def move_prompts(
         self, worker: SimulatedWorker, states: Iterable[RequestState], others: Sequence[str]
     ) -> None:
-        """To the prefill workers `others`; a merged one keeps what it has."""
+        """Moves prompts to the prefill workers `others`; a merged one keeps its own."""
         for state in states:
             is_merged = state.placement.is_merged
             if state.prefill_worker != worker.name or state.first_token >= 0 or is_merged or not others:
@@ -58,7 +58,7 @@ class Offloading:
     def move_answers(
         self, worker: SimulatedWorker, states: Iterable[RequestState], others: Sequence[str]
     ) -> None:
-        """To the decode workers `others`, as far as they have room."""
+        """Moves answers to the decode workers `others`, as far as they have room."""
         for state in states:
             if state.decode_worker == worker.name != state.prefill_worker or state.adopted >= 0:
                 self._move_answer(worker, state, others)

@@ -1,4 +1,4 @@
-"""Places simulated requests: asks simulated workers, in no time, what the live `PlacementPolicy` says."""
+"""Places simulated requests: asks simulated workers, in no time, as the live `PlacementPolicy` says."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SimulatedPlacer:
         on_placed: OnRequest,
         on_refused: OnRequest,
     ) -> None:
-        """on_placed: a request has its workers. on_refused: it has ended."""
+        """on_placed is called for a request with workers, on_refused for one that has ended."""
         self.policy = PlacementPolicy(router, self.candidates)
         self._deployment = deployment
         self._events = events
@@ -45,13 +45,13 @@ class SimulatedPlacer:
         return len(self._waiting)
 
     def candidates(self) -> Candidates:
-        """The workers that take new work; the same until `forget_roles`."""
+        """Returns the workers that take new work; the same until `forget_roles`."""
         if self._candidates is None:
             self._candidates = Candidates(self._workers.values())
         return self._candidates
 
     def forget_roles(self) -> None:
-        """Roles of workers have changed, or whether they are switching."""
+        """Forgets the candidates after roles or switches of workers have changed."""
         self._candidates = None
 
     def enter(self, state: RequestState) -> bool:
@@ -84,7 +84,7 @@ class SimulatedPlacer:
                 self._on_placed(state)
 
     def first_token(self, state: RequestState) -> None:
-        """The prompt is computed."""
+        """Records that the prompt is computed."""
         state.placement.end_prefill()
         self._queue.record_first_token(seconds_of(self._events.now - state.placed))
 
@@ -102,7 +102,7 @@ class SimulatedPlacer:
                 return bool(end.value)
 
     def _take_step(self, state: RequestState, step: Step) -> bool:
-        """The answer of the worker: whether it has room. Prompts are always taken."""
+        """Returns the answer of the worker: whether it has room. Prompts are always taken."""
         if step == "submit" and not state.placement.is_merged:
             return True
         prefill = self._workers[state.prefill_worker].language
@@ -113,5 +113,5 @@ class SimulatedPlacer:
         decoder = self._workers[state.decode_worker]
         assert decoder.language is not None
         decoder.language.check_fits(state.job)
-        decoder.wake()  # blocks of the steps under way are taken before others are
+        decoder.wake()  # blocks of the steps under way are taken before others
         return decoder.language.reserve(state)

@@ -1,4 +1,4 @@
-"""What came of every request, in one table of fixed-size rows, so that a million of them fit in memory."""
+"""Records the outcome of every request in one table of fixed-size rows, so that a million fit in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from epd.simulate.clock import TICKS_PER_S
 from epd.simulate.requests import RequestState
 from epd.workload.metrics import SLO, ClientRecord, RunReport, report_of
 
-# Times in ticks; -1 for what has not happened.
+# Times in ticks; -1 for events that have not happened.
 ROW = np.dtype(
     [
         ("index", "i8"), ("due", "i8"), ("placed", "i8"), ("media_read", "i8"), ("encoded", "i8"),
@@ -26,8 +26,10 @@ _BUFFER_ROWS = 2**14
 
 
 class RecordTable:
-    """Rows in the order in which requests ended. What no longer fits the buffer goes to a file without a
-    name, so that memory does not grow with the number of requests."""
+    """Holds rows in the order in which requests ended.
+
+    Rows beyond the buffer go to an unnamed file, so that memory does not grow with the number of requests.
+    """
 
     def __init__(self) -> None:
         self._buffer: NDArray[np.void] = np.zeros(_BUFFER_ROWS, ROW)
@@ -55,8 +57,7 @@ class RecordTable:
         self._file.write(self._buffer.tobytes())
 
     def rows(self) -> NDArray[np.void]:
-        """By index of the request; of a long run they stay in a file until they are looked at. The table is
-        at its end with that."""
+        """Returns rows by index of the request and closes the table; long runs stay in a file until used."""
         rest = self._buffer[: self._length - self._num_spilled]
         if self._file is None:
             return rest[np.argsort(rest["index"], kind="stable")]
@@ -77,7 +78,7 @@ class RecordTable:
 
     @property
     def _num_spilled(self) -> int:
-        """Rows in the file: whole buffers, but for the last one that is filled."""
+        """Returns the rows in the file: whole buffers, except the last one that is filled."""
         return max(0, self._length - 1) // len(self._buffer) * len(self._buffer)
 
 
@@ -87,7 +88,7 @@ def _seconds(ticks: Any) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True)
 class WorkSpan:
-    """Something a worker did, for a trace. Times in ticks."""
+    """Records an action of a worker, for a trace. Times in ticks."""
 
     worker: str
     name: str
@@ -98,7 +99,12 @@ class WorkSpan:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """rows: see ROW. spans: only where they were asked for. switches: (seconds, worker, new roles)."""
+    """Holds a simulation's results.
+
+    rows: see ROW
+    spans: only where they were requested
+    switches: (seconds, worker, new roles)
+    """
 
     rows: NDArray[np.void]
     num_events: int
@@ -107,7 +113,7 @@ class SimulationResult:
     spans: tuple[WorkSpan, ...] = ()
 
     def seconds(self, start: str, stop: str) -> NDArray[np.float64]:
-        """From one moment to another, of the requests for which both have come."""
+        """Returns the seconds from one moment to another, of the requests for which both have come."""
         rows = self.rows[(self.rows[start] >= 0) & (self.rows[stop] >= 0) & ~self.rows["is_refused"]]
         return _seconds(rows[stop] - rows[start])
 
@@ -125,7 +131,7 @@ class SimulationResult:
         return _seconds((rows["end"] - rows["first_token"]) / (rows["output_tokens"] - 1))
 
     def attainment(self, slo: SLO) -> float:
-        """Share of all requests that kept the objectives; refused ones did not."""
+        """Returns the share of all requests that met the objectives; refused ones did not."""
         rows = self.rows
         good = ~rows["is_refused"]
         num_gaps = np.maximum(rows["output_tokens"] - 1, 1)
@@ -139,7 +145,7 @@ class SimulationResult:
         return float(good.mean())
 
     def records(self) -> Iterator[ClientRecord]:
-        """As the load generator has them; only the first token's time is kept."""
+        """Returns records as the load generator has them; only the first token's time is kept."""
         for row in self.rows:
             due_s, first_s, end_s = (float(row[name]) / TICKS_PER_S for name in ("due", "first_token", "end"))
             is_refused = bool(row["is_refused"])

@@ -1,4 +1,4 @@
-"""A simulation in numbers: for people as tables, for machines as one record."""
+"""Reports a simulation in numbers: for people as tables, for machines as one record."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _STAGES = (
 
 
 def latencies(result: SimulationResult) -> dict[str, Latency | None]:
-    """TTFT, TPOT and E2E, and the stages that make up TTFT, which follow one another."""
+    """Returns TTFT, TPOT and E2E, and the stages that make up TTFT, which follow one another."""
     figures = {"TTFT": result.ttft_s, "TPOT": result.tpot_s, "E2E": result.e2e_s}
     figures |= {name: result.seconds(start, stop) for name, start, stop in _STAGES}
     return {name: Latency.of(map(float, values)) for name, values in figures.items()}
 
 
 def result_record(result: SimulationResult, slo: SLO) -> dict[str, Any]:
-    """As `--json` prints it. Seconds."""
+    """Returns the record that `--json` prints. Seconds."""
     duration_s = float(result.rows["end"].max()) / 1e12
     good = result.attainment(slo)
     return {

@@ -1,4 +1,4 @@
-"""What a request is to the simulator: groups of media, tokens, and how far it has come."""
+"""Describes a request to the simulator: groups of media, tokens, and its progress."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def _blank_identity(num_tokens: int) -> TokenIdentity:
 
 
 def blank_identity(job: Job) -> TokenIdentity:
-    """Rows that say nothing, shared by all requests: for when no cache compares them."""
+    """Returns blank identity rows, shared by all requests: for when no cache compares them."""
     return _blank_identity(1 << (job.num_prompt_tokens + job.output_tokens).bit_length())
 
 
 @dataclass(frozen=True, slots=True)
 class GroupWork:
-    """One group: what the tower and the prompt get of it, and the CPU time before that, ticks."""
+    """Describes one group: its input to the tower and the prompt, and the CPU time before that, ticks."""
 
     media: MediaWork
     decode_ticks: int
@@ -39,7 +39,7 @@ class GroupWork:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request to come. media_key: equal keys are equal media. is_new: nothing of it was seen before."""
+    """Describes a request to come. media_key: equal for equal media. is_new: none of it was seen before."""
 
     index: int
     due: int
@@ -106,7 +106,7 @@ class JobMaker:
 
 
 class RequestState:
-    """How far a request has come. Times in ticks, -1 before they are known.
+    """Tracks a request's progress. Times in ticks, -1 before they are known.
 
     encode_ticks, prefill_ticks: of the batches and passes that it was in, all together.
     """
@@ -123,7 +123,7 @@ class RequestState:
         self.identity = blank_identity(job)
         self.placed = self.media_read = self.encoded = self.first_token = self.adopted = self.end = -1
         self.encode_ticks = self.prefill_ticks = 0
-        self.encoder: str | None = None  # of the group that was dealt last
+        self.encoder: str | None = None  # group that was dispatched last
         self.is_added = False
         self.num_sent = job.num_prompt_tokens  # computed tokens that its decode worker gets from another
         self.missing: set[int] = set()
@@ -139,12 +139,12 @@ class RequestState:
 
     @property
     def num_ready(self) -> int:
-        """Tokens of the prompt that may be computed: up to the first group that is missing."""
+        """Returns the prompt tokens that may be computed: up to the first group that is missing."""
         return self.starts[min(self.missing)] if self.missing else self.job.num_prompt_tokens
 
 
 def identity_of(job: Job) -> TokenIdentity:
-    """Rows of prompt and output: media by their key, question and answer by the request's own."""
+    """Returns rows of prompt and output: media by their key, question and answer by the request's own."""
     visual, total = job.num_visual_tokens, job.num_prompt_tokens + job.output_tokens
     rows = np.zeros((total, 3), np.int64)
     rows[:visual, 0] = -1 - np.arange(visual)

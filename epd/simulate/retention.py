@@ -1,4 +1,4 @@
-"""Drives the live controller and estimator of retention with what simulated workers do.
+"""Drives the live controller and estimator of retention with the work of simulated workers.
 
 A simulator need not know which tokens are kept: every group has its share of those that its job keeps.
 """
@@ -24,7 +24,7 @@ class SimulatedRetention:
         self._ahead: dict[str, int] = {}  # tokens of prompts that are not computed
 
     def reduced(self, now: int, job: Job, *, num_waiting: int, kv_usage: float) -> Job:
-        """The job with what is kept of it. now: ticks."""
+        """Returns the job with its kept tokens. now: ticks."""
         now_s = seconds_of(now)
         load = self._estimator.load(
             now_s,
@@ -51,7 +51,7 @@ class SimulatedRetention:
 
 
 def kept_job(job: Job, retention: float) -> Job:
-    """With that share of its visual tokens, to the nearest whole, and at least one of each group."""
+    """Returns the job with that share of its visual tokens, rounded, with at least one in each group."""
     groups: list[GroupWork] = []
     num_kept = num_before = 0
     for group in job.groups:

@@ -1,6 +1,6 @@
-"""A whole fleet, simulated: requests from arrival to their last token, on the live system's own policies.
+"""Simulates a whole fleet: requests from arrival to their last token, on the live system's own policies.
 
-    arrive | admission: a prefill worker, room at a decode worker | media read | groups dealt to encoders
+    arrive | admission: a prefill worker, room at a decode worker | media read | groups sent to encoders
            | embeddings move | prefill, the live scheduler | keys and values move | decode | done
 
 Live code: AdmissionQueue, PlacementPolicy, Router, wanted_encoder, pick_batch, Scheduler, KVCacheManager, and
@@ -41,7 +41,7 @@ _PROGRESS_EVERY = 256
 
 
 class Simulation:
-    """One run. The same jobs and deployment give the same result, to the last tick."""
+    """Runs once. The same jobs and deployment give the same result, to the last tick."""
 
     def __init__(
         self,
@@ -52,10 +52,10 @@ class Simulation:
         retention: SimulatedRetention | None = None,
         has_spans: bool = False,
     ) -> None:
-        """has_spans: keep what every worker did. Raises InfeasibleError if weights do not fit."""
+        """has_spans keeps the actions of every worker. Raises InfeasibleError if weights do not fit."""
         self.events = EventQueue()
         self._machine: Machine = OwnDevices(self.events)
-        if profile.host is not None:  # steps share cores with others: none has a length that is known
+        if profile.host is not None:  # steps share cores with others: none has a known length
             self._machine = SharedCores(self.events, profile.host)
             deployment = replace(deployment, is_stepwise=True)
         self.profile = profile.in_workers()
@@ -80,7 +80,7 @@ class Simulation:
 
     @property
     def work_s(self) -> float:
-        """Seconds of all tasks of workers and readers, and of the application where that is simulated."""
+        """Returns seconds of all tasks of workers and readers, and of the application where simulated."""
         return seconds_of(self._machine.work_ticks)
 
     @property
@@ -117,7 +117,7 @@ class Simulation:
     # The run
 
     def run(self, jobs: Iterable[Job], on_progress: OnProgress | None = None) -> SimulationResult:
-        """Until every request has ended. jobs: in order of arrival; taken one at a time."""
+        """Runs until every request has ended. jobs: in order of arrival; taken one at a time."""
         source = iter(jobs)
         self._plan_arrival(source)
         self._plan_look()
@@ -153,7 +153,7 @@ class Simulation:
         )
 
     def _kept(self, job: Job) -> Job:
-        """What the load allows of it."""
+        """Returns the job with the tokens that the load allows."""
         if self._retention is None:
             return job
         prefillers = [self._language(name) for name in self._candidates.taking("prefill")]
@@ -209,7 +209,7 @@ class Simulation:
                 self._deal(state, sorted(state.missing))
 
         def planned() -> None:
-            """When all images of a prompt are there, it is planned; then they are handed over."""
+            """Plans a prompt when all its images are there; then they are handed over."""
             nonlocal unplanned
             unplanned -= 1
             if unplanned == 0:
@@ -220,11 +220,11 @@ class Simulation:
             self._cpu.submit(state.job.groups[group].decode_ticks, partial(read, group))
 
     def _missing_groups(self, state: RequestState) -> set[int]:
-        """Groups whose tokens the prefill worker has not cached: the others are neither read nor encoded."""
+        """Returns groups that the prefill worker has not cached; the others are neither read nor encoded."""
         num_groups = len(state.job.groups)
         if not self.deployment.enable_prefix_caching or not num_groups:
             return set(range(num_groups))
-        self._workers[state.prefill_worker].wake()  # what the steps under way have evicted is gone by now
+        self._workers[state.prefill_worker].wake()  # blocks that steps under way have evicted are gone by now
         kv = self._language(state.prefill_worker).kv
         num_cached = kv.num_cached(state.identity, state.job.num_prompt_tokens - 1)
         return {group for group in range(num_groups) if state.starts[group + 1] > num_cached}
@@ -241,7 +241,7 @@ class Simulation:
         self._workers[state.prefill_worker].wake()
 
     def _deal(self, state: RequestState, groups: Sequence[int]) -> None:
-        """Gives groups to encoders."""
+        """Dispatches groups to encoders."""
         encoders, deployment = self._candidates.taking("encode"), self.deployment
         if deployment.deal is None or deployment.sharding != "groups" or len(groups) == 1:
             for group in groups:
@@ -255,7 +255,7 @@ class Simulation:
             self._encode(state, group, encoders[encoder])
 
     def _encode(self, state: RequestState, group: int, encoder: str) -> None:
-        """Gives a group to an encoder."""
+        """Dispatches one group to an encoder."""
         key = GroupKey(str(state.job.media_key), (), (group, group + 1), (1, 1), self.profile.model)
         worker = self._workers[encoder]
         assert worker.encoder is not None
@@ -264,7 +264,7 @@ class Simulation:
         worker.wake()
 
     def _encoded(self, worker: SimulatedWorker, tasks: list[EncodeTask]) -> None:
-        """Embeddings leave for where they are prefilled."""
+        """Sends embeddings to the worker that prefills them."""
         for state in {id(task.state): task.state for task in tasks}.values():
             state.encode_ticks += worker.last_ticks
         for task in tasks:
@@ -341,10 +341,10 @@ class Simulation:
             self.events.push(at, Rank.POLICY, self._look)
 
     def _look(self) -> None:
-        """Lets the controller see all workers; it looks again as long as there is anything to see."""
+        """Lets the controller see all workers; it looks again while there is anything to see."""
         assert self._switcher is not None
         for worker in self._workers.values():
-            worker.wake()  # steps under way are booked as single ones would have been
+            worker.wake()  # steps under way count as single ones would have
         samples = [sample_of(each, self._since_s[each.name]) for each in self._workers.values()]
         switch = self._switcher.look(seconds_of(self.events.now), samples, self._placer.num_waiting)
         if switch is not None:
@@ -353,7 +353,7 @@ class Simulation:
             self._plan_look()
 
     def _begin_switch(self, switch: Switch) -> None:
-        """Nothing new for the worker; what waits for its encoder goes to the others."""
+        """Starts a switch: the worker gets nothing new, and its waiting groups go to other encoders."""
         worker = self._workers[switch.worker]
         worker.is_switching = True
         self._placer.forget_roles()
@@ -365,7 +365,7 @@ class Simulation:
         self._await_drained(worker, switch)
 
     def _offload(self, worker: SimulatedWorker) -> None:
-        """Hands what it has to siblings. Between two passes."""
+        """Hands its work to siblings. Between two passes."""
         states, candidates = list(self._placed.values()), self._candidates
         self._offloading.move_prompts(worker, states, candidates.taking("prefill"))
         self._offloading.move_answers(worker, states, candidates.decoders())
@@ -385,7 +385,7 @@ class Simulation:
         return bool(in_flight.num_prefills or in_flight.num_decodes or in_flight.encode_patches)
 
     def _end_switch(self, worker: SimulatedWorker, switch: Switch) -> None:
-        """It has its new roles; or its old ones again, if the switch fails."""
+        """Ends a switch: it has its new roles, or its old ones again if the switch fails."""
         assert self._switcher is not None
         now_s = seconds_of(self.events.now)
         worker.is_switching = False

@@ -1,7 +1,7 @@
-"""Drives the live estimator and controller of roles with what simulated workers do.
+"""Drives the live estimator and controller of roles with the work of simulated workers.
 
-A switch goes as in the paper (EPD, section 3.4): offload, the worker gets nothing new and completes what it
-has; migrate and onload, `switch_s`; then it takes its new roles.
+A switch follows the paper (EPD, section 3.4): offload, the worker gets nothing new and completes its work;
+migrate and onload, `switch_s`; then it takes its new roles.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from epd.simulate.requests import Job
 from epd.simulate.worker import SimulatedWorker
 from epd.topology import Stage
 
-_MEAN_CONTEXT = 1024  # tokens a decode step is taken to read of each sequence, before any was measured
+_MEAN_CONTEXT = 1024  # tokens that a decode step is assumed to read of each sequence, before any was measured
 
 
 @dataclass(frozen=True, slots=True)
 class Elasticity:
-    """Settings of the two. max_tokens: that requests allow for their answers; None: as many as they will get.
+    """Configures both. max_tokens: that requests allow for answers; None: as many as they get.
 
     is_failing: whether a switch, drained and about to load, is to fail; its worker keeps its old roles.
     """
@@ -42,7 +42,7 @@ class Elasticity:
 
 
 class RoleSwitching:
-    """Decides on the load of a simulated fleet. Times in seconds."""
+    """Decides switches by the load of a simulated fleet. Times in seconds."""
 
     def __init__(self, profile: Profile, elasticity: Elasticity) -> None:
         self.elasticity = elasticity
@@ -63,7 +63,7 @@ class RoleSwitching:
 
 
 def known_costs(profile: Profile) -> dict[Stage, StageCost]:
-    """What the estimator may know beforehand."""
+    """Returns the prior costs of the estimator."""
     decode = profile.decode.cost
     per_sequence_s = decode.per_unit_s + decode.per_item_s * _MEAN_CONTEXT
     decode = replace(decode, per_unit_s=per_sequence_s, per_item_s=0.0)
@@ -71,7 +71,7 @@ def known_costs(profile: Profile) -> dict[Stage, StageCost]:
 
 
 def sample_of(worker: SimulatedWorker, since_s: float) -> WorkerSample:
-    """A simulated worker's metrics, for each stage that it has a side for."""
+    """Returns a simulated worker's metrics, for each stage that it has a side for."""
     stages: dict[Stage, StageSample] = {}
     kv_usage = None
     if worker.encoder is not None:

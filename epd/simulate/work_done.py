@@ -1,4 +1,4 @@
-"""What a stage of a worker has done, as `epd.control.elasticity` wants to know it."""
+"""Totals the work of a stage of a worker, for `epd.control.elasticity`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from epd.simulate.clock import seconds_of
 
 @dataclass(slots=True)
 class WorkDone:
-    """Totals since the worker took the role: units, rounds, and ticks spent on them."""
+    """Holds totals since the worker took the role: units, rounds, and ticks spent on them."""
 
     units: int = 0
     rounds: int = 0
     ticks: int = 0
 
     def add(self, units: int, ticks: int, rounds: int = 1) -> None:
-        """Rounds in which something was done."""
+        """Adds rounds in which some work was done."""
         if units:
             self.units += units
             self.rounds += rounds

@@ -1,4 +1,4 @@
-"""A worker: one device, or one process, whose roles take turns. And the CPU threads that decode media."""
+"""Simulates a worker: one device or process whose roles take turns; and the CPU threads decoding media."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ OnSpan = Callable[[WorkSpan], None]
 
 
 class SimulatedWorker:
-    """What one device does, one thing at a time: a batch of the encoder, then a pass of the language model.
+    """Runs one task at a time on a device: a batch of the encoder, then a pass of the language model.
 
-    roles: what is sent to it. It ends what it has of a role that it had before.
+    roles: kinds of work sent to it; it finishes its work of a role that it had before
     is_switching: it takes nothing new
     """
 
@@ -39,7 +39,7 @@ class SimulatedWorker:
         self.language: LanguageSide | None = None
         self.is_switching = False
         self.busy_ticks = 0
-        self.last_ticks = 0  # of what it has done last
+        self.last_ticks = 0  # of its last work
         self.encode_ticks = 0
         self._events = events
         self._machine = machine
@@ -57,7 +57,7 @@ class SimulatedWorker:
         return self._started >= 0
 
     def takes(self, stage: Stage) -> bool:
-        """Whether it can be given new work of a stage."""
+        """Returns whether it takes new work of a stage."""
         return stage in self.roles and not self.is_switching
 
     def has_work(self) -> bool:
@@ -65,8 +65,10 @@ class SimulatedWorker:
         return self.is_busy or any(side is not None and side.has_work() for side in sides)
 
     def wake(self) -> None:
-        """Something has changed: an idle worker looks for work once all of this instant is known, a run of
-        decode steps ends with the step that is under way."""
+        """Reacts to a change: an idle worker looks for work once all of this instant is known.
+
+        A run of decode steps ends with the step that is under way.
+        """
         if self.is_busy:
             self._cut()
         elif not self._is_woken:
@@ -122,7 +124,7 @@ class SimulatedWorker:
 
 
 class CpuPool:
-    """Threads that take tasks in the order in which they came."""
+    """Runs tasks on threads in the order of their arrival."""
 
     def __init__(self, machine: Machine, num_threads: int) -> None:
         self._machine = machine

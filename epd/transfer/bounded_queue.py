@@ -16,7 +16,7 @@ class QueueClosed(Exception):
 
 
 class BoundedQueue(Generic[T]):
-    """First in, first out. What alone weighs more than is allowed goes in when the queue is empty."""
+    """Queues items first in, first out. An item heavier than the limit enters when the queue is empty."""
 
     def __init__(self, max_weight: int) -> None:
         self._max_weight = max_weight
@@ -63,13 +63,13 @@ class BoundedQueue(Generic[T]):
             yield item
 
     def end(self) -> None:
-        """Ends the queue for writers; what is in it can still be taken."""
+        """Ends the queue for writers; its items can still be taken."""
         with self._changed:
             self._is_ended = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Drops what is in and wakes everybody."""
+        """Drops all items and wakes all waiting threads."""
         with self._changed:
             self._is_closed = True
             self._items.clear()
@@ -78,7 +78,7 @@ class BoundedQueue(Generic[T]):
 
 
 class BusyClock:
-    """Seconds that one thread has worked; what it is in the middle of counts. Read by any thread."""
+    """Counts seconds that one thread has worked, unfinished work included. Read by any thread."""
 
     def __init__(self) -> None:
         self._total_s = 0.0

@@ -4,12 +4,12 @@
     reserve blocks, ticket  --->  make it, hold it
                             <---  Offer: where it is
     copy into the blocks
-                            --->  Receipt: let go of it
+                            --->  Receipt: release it
 
 The embeddings of a group are one offer; keys and values of a prompt are many, made while it is computed. The
 receiver copies, and only for tickets that are open: a late offer can never write into blocks that have since
-been given to another. Every offer is answered by exactly one receipt; the sender keeps what it offered until
-then, whatever the receipt says.
+been given to another. Every offer is answered by exactly one receipt; the sender keeps the offered data until
+then, regardless of the outcome.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from epd.types import Int64Array
 
 
 class TransferOutcome(StrEnum):
-    """How a transfer ended, as both sides learn."""
+    """Describes how a transfer ended, as both sides learn."""
 
     DELIVERED = "delivered"
     CANCELLED = "cancelled"  # the receiver did not want it any more
@@ -33,7 +33,7 @@ class TransferOutcome(StrEnum):
 
 
 class AnyTicket(Protocol):
-    """Room at a receiver, and the name of the transfer that will fill it; no two ever have the same."""
+    """Names a transfer and its room at a receiver; no two ever have the same name."""
 
     @property
     def transfer_id(self) -> str: ...
@@ -49,7 +49,7 @@ _TicketT = TypeVar("_TicketT", bound=AnyTicket, contravariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Room for the embeddings of one group."""
+    """Reserves room for the embeddings of one group."""
 
     transfer_id: str
     receiver: str
@@ -59,7 +59,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class KVTicket:
-    """Room for the prompt of one request.
+    """Reserves room for the prompt of one request.
 
     sender: the worker that is to fill it.
     block_tables: of each layer group, the blocks of tokens [0, num_tokens).
@@ -77,7 +77,7 @@ class KVTicket:
 
 @dataclass(frozen=True, slots=True)
 class KVSpan:
-    """Tokens [start, stop) of one layer group. blocks: those of the sender that hold them, no more."""
+    """Covers tokens [start, stop) of one layer group. blocks: exactly those of the sender that hold them."""
 
     layer_group: int
     start: int
@@ -91,7 +91,7 @@ class KVSpan:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """What prefill has sampled for one answer. top_logprobs: (token id, logprob), the most likely first."""
+    """Holds prefill's sample for one answer. top_logprobs: (token id, logprob), the most likely first."""
 
     token_id: int
     logprob: float | None = None
@@ -100,15 +100,14 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HandoverState:
-    """What decode needs besides keys and values.
+    """Holds the data that decode needs besides keys and values.
 
     prompt_token_ids: int64 [T].
     first_tokens: of each of the request's answers.
     next_position: of the first token of the answer, in every row of positions.
     num_position_rows: 3 for a model with multimodal positions, otherwise 1.
     seed: of the draws, chosen by now if the params leave it open.
-    later_token_ids: of a request that is moved in the middle of its only answer, what followed the first
-        token.
+    later_token_ids: tokens after the first, of a request that is moved in the middle of its only answer.
     priority: the lower, the sooner.
     """
 
@@ -125,10 +124,10 @@ class HandoverState:
 
 @dataclass(frozen=True, slots=True)
 class KVChunk:
-    """What is offered at once.
+    """Describes one offer of keys and values.
 
     state: in the last chunk alone, which may be without spans.
-    num_kv_tokens: with the state, what each layer group keeps of the prompt: all of it unless it was pruned.
+    num_kv_tokens: with the state, the tokens each layer group keeps of the prompt: all unless it was pruned.
     """
 
     spans: tuple[KVSpan, ...]
@@ -138,7 +137,7 @@ class KVChunk:
 
 @dataclass(frozen=True, slots=True)
 class Offer(Generic[SourceT]):
-    """Something for a ticket: at `source` in a pool of the sender's, or None when it could not be made.
+    """Offers data for a ticket: at `source` in a pool of the sender's, or None when it could not be made.
 
     number: differs among the sender's offers.
     pool_id: differs among pools of senders that have or had the same name.
@@ -156,7 +155,7 @@ class Offer(Generic[SourceT]):
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """The end of an offer."""
+    """Reports the end of an offer."""
 
     transfer_id: str
     number: int
@@ -165,19 +164,19 @@ class Receipt:
 
 
 class Connector(Protocol[_TicketT, SourceT]):
-    """One worker's end. Nothing blocks: `send` returns at once, the receiver's `recv` copies."""
+    """Connects one worker. Nothing blocks: `send` returns at once, the receiver's `recv` copies."""
 
     name: str
 
     def send(self, ticket: _TicketT, source: SourceT | None, error: str = "") -> int:
-        """Offers what this worker's pool holds at `source`, which must stay until the receipt.
+        """Offers the data at `source` in this worker's pool, which must stay until the receipt.
 
         None instead of a source says that there will be nothing, and `error` why. Returns the offer's number.
         """
         ...
 
     def poll(self) -> Sequence[Receipt]:
-        """Returns receipts for what this end has sent, new since the last call."""
+        """Returns receipts for this end's offers, new since the last call."""
         ...
 
     def expect(self, ticket: _TicketT) -> None:

@@ -33,7 +33,7 @@ from epd.types import ceil_div
 
 @dataclass(frozen=True, slots=True)
 class HandoverEnd:
-    """The end of a hand-over, reported to each side once.
+    """Reports the end of a hand-over to each side once.
 
     state: only where it was received.
     is_lost: it failed since the sender's pool is gone, see `Offer`.
@@ -48,7 +48,7 @@ class HandoverEnd:
 
 @dataclass(slots=True)
 class _Sending:
-    """num_sent: of each layer group, tokens [0, num_sent) are offered. unanswered: offers, by number."""
+    """Tracks a transfer. num_sent: offered tokens of each layer group. unanswered: offers, by number."""
 
     ticket: KVTicket
     num_sent: list[int]
@@ -58,7 +58,7 @@ class _Sending:
 
 
 class KVOutbox:
-    """What a prefill worker sends, and which requests' blocks it must not free yet."""
+    """Sends tokens from a prefill worker and tracks requests whose blocks it must not free yet."""
 
     def __init__(self, cache: KVCacheManager, connector: KVConnector) -> None:
         self._cache = cache
@@ -84,7 +84,7 @@ class KVOutbox:
     def is_settled(self, request_id: str) -> bool:
         """Returns whether every offer of the request is answered: only then may its blocks be freed.
 
-        An open hand-over may be settled: what is committed later continues from what was sent.
+        An open hand-over may be settled: tokens committed later continue from those sent.
         """
         return not any(
             sending.unanswered
@@ -149,7 +149,7 @@ class KVOutbox:
         return tuple(min(self._cache.num_tokens(ticket.request_id, g), ticket.num_tokens) for g in groups)
 
     def _spans(self, sending: _Sending, lengths: Sequence[int]) -> tuple[KVSpan, ...]:
-        """Returns what was not offered yet of tokens [0, length) of each layer group; now it is offered."""
+        """Returns the unoffered part of tokens [0, length) of each layer group, and marks it as offered."""
         size, spans = self._cache.block_size, []
         for group, (start, stop) in enumerate(zip(sending.num_sent, lengths, strict=True)):
             if stop > start:
@@ -183,7 +183,7 @@ class KVOutbox:
 
 @dataclass(slots=True)
 class _IncomingHandover:
-    """arrived: of each layer group, the tokens that have come, in order; num_kv_tokens: how many will be."""
+    """Tracks arrivals. arrived: ordered token spans of each layer group. num_kv_tokens: final numbers."""
 
     ticket: KVTicket
     identity: TokenIdentity
@@ -227,7 +227,7 @@ class DecodeReception:
 
         num_output_tokens: at least 1, of all answers together.
         is_shareable: False if layers may be pruned.
-        Raises InfeasibleError for what would never fit, ValueError for a request that is here already.
+        Raises InfeasibleError if it could never fit, ValueError for a request that is here already.
         """
         num_tokens = len(identity)
         self._check_fits(num_tokens + num_output_tokens)
@@ -249,7 +249,7 @@ class DecodeReception:
         return ticket
 
     def poll(self) -> list[HandoverEnd]:
-        """Takes what has arrived. Returns the requests that are complete, and those that never will be.
+        """Takes arrived offers. Returns the requests that are complete, and those that never will be.
 
         The blocks of a failed request are freed; those of a complete one are for the caller to free.
         """
@@ -269,7 +269,7 @@ class DecodeReception:
             self._cache.free(request_id)
 
     def fail_sender(self, sender: str) -> list[str]:
-        """Cancels what a sender that is gone has not finished. Returns the requests."""
+        """Cancels the unfinished requests of a sender that is gone. Returns the requests."""
         lost = [i for i, arriving in self._open.items() if arriving.ticket.sender == sender]
         for request_id in lost:
             self.cancel(request_id)

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Kept(Generic[T]):
-    """A message that is not acknowledged. due_s: when it is sent next."""
+    """Holds a message that is not acknowledged. due_s: when it is sent next."""
 
     message: T
     due_s: float = float("-inf")
@@ -26,7 +26,7 @@ class _Kept(Generic[T]):
 
 
 class OutgoingChannel(Generic[T]):
-    """The sender's end. Messages are numbered from 0, without gaps."""
+    """Sends messages. They are numbered from 0, without gaps."""
 
     def __init__(self, *, max_in_flight: int = 64, resend_s: float = 1.0, max_resend_s: float = 8.0) -> None:
         """Begins empty.
@@ -69,7 +69,7 @@ class OutgoingChannel(Generic[T]):
 
 
 class IncomingChannel(Generic[T]):
-    """The receiver's end. next: the acknowledgement, all numbers below have been taken."""
+    """Receives messages. next: the acknowledgement, all numbers below have been taken."""
 
     def __init__(self, *, max_early: int = 64) -> None:
         """Begins empty. max_early: messages that are kept until those before them have come."""

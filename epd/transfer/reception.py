@@ -2,7 +2,7 @@
 
     groups of a request   |  0    1    2    3    4    5  |
                           [released)[ taken  )[granted    )      half-open, each pointer only moves right
-    what it holds                    [       references    )
+    held references                  [       references    )
 
 Room is granted first come, first served over all requests: the oldest gets all its groups before a younger
 one gets its next, so a request that has begun can always end. No tensors.
@@ -20,7 +20,7 @@ from epd.transfer.transfers import Inbox
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Room for group number `group` of a request, which has to be encoded, and the ticket for its encoder."""
+    """Grants room to group number `group` of a request, which must be encoded, with its encoder's ticket."""
 
     request_id: str
     group: int
@@ -36,7 +36,7 @@ class _ReceivedRequest:
 
 
 class Reception:
-    """The groups that one worker waits for. Its cache and its tickets are changed through it alone."""
+    """Tracks the groups that one worker waits for. Its cache and its tickets are changed through it alone."""
 
     def __init__(self, cache: EncoderCacheManager, inbox: Inbox) -> None:
         self.cache = cache
@@ -55,7 +55,7 @@ class Reception:
         self._requests[request_id] = _ReceivedRequest(tuple(groups))
 
     def grant(self) -> list[Grant]:
-        """Holds what is cached or arriving; issues tickets for the rest while there is room."""
+        """Holds cached and arriving groups; issues tickets for the rest while there is room."""
         grants: list[Grant] = []
         for request_id, waiting in self._requests.items():
             while waiting.granted < len(waiting.groups):
@@ -82,7 +82,7 @@ class Reception:
         return taken
 
     def release(self, request_id: str, stop: int) -> None:
-        """Lets go of groups [.., stop), which must have been taken: they have been prefilled."""
+        """Releases groups [.., stop), which must have been taken: they have been prefilled."""
         waiting = self._requests[request_id]
         if stop > waiting.taken:
             raise ValueError(
@@ -91,7 +91,7 @@ class Reception:
         self._let_go(request_id, waiting, stop)
 
     def close(self, request_id: str) -> list[Ticket]:
-        """Forgets a request, done or cancelled; withdraws and returns the tickets that nobody else wants."""
+        """Forgets a finished or cancelled request; withdraws and returns tickets that no other one wants."""
         waiting = self._requests.pop(request_id)
         self._let_go(request_id, waiting, waiting.granted)
         tickets = [self.inbox.unwanted(spec.key) for spec in waiting.groups[: waiting.granted]]

@@ -1,4 +1,4 @@
-"""Records of transfers at both ends: what holds a cache entry, and what releases it. No tensors."""
+"""Records transfers at both ends: the holders of cache entries, and their release. No tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from epd.transfer.connectors import Receipt, Ticket, TransferOutcome
 
 
 class TransferIds:
-    """Names of one receiver's transfers; one that starts again under its old name uses none a second time."""
+    """Names one receiver's transfers; a receiver that restarts under its old name repeats no name."""
 
     def __init__(self, receiver: str) -> None:
         self._prefix = f"{receiver}#{secrets.token_hex(4)}"
@@ -22,7 +22,7 @@ class TransferIds:
 
 
 class Outbox:
-    """What a sender has offered and may not drop before the receipt: each transfer holds its entry."""
+    """Tracks a sender's offers, which must stay until the receipt: each transfer holds its entry."""
 
     def __init__(self, cache: EncoderCacheManager) -> None:
         self._cache = cache
@@ -32,19 +32,19 @@ class Outbox:
         return len(self._open)
 
     def add(self, ticket: Ticket) -> None:
-        """Holds the ticket's entry until `close`. Raises KeyError when the cache has none."""
+        """Holds the ticket's entry until `close`. Raises KeyError if it is not cached."""
         self._cache.acquire(ticket.key, _sending(ticket.transfer_id))
         self._open[ticket.transfer_id] = ticket
 
     def close(self, receipts: Iterable[Receipt]) -> None:
-        """Lets go of what has arrived, was not wanted, or failed. Receipts for anything else are ignored."""
+        """Releases what has arrived, was not wanted, or failed. Receipts for anything else are ignored."""
         for receipt in receipts:
             ticket = self._open.pop(receipt.transfer_id, None)
             if ticket is not None:
                 self._cache.release(ticket.key, _sending(receipt.transfer_id))
 
     def drop_receiver(self, receiver: str) -> None:
-        """Lets go of everything for a receiver that is gone and will not send receipts."""
+        """Releases everything for a receiver that is gone and will not send receipts."""
         self.close(
             Receipt(transfer_id, 0, TransferOutcome.CANCELLED)
             for transfer_id in [i for i, ticket in self._open.items() if ticket.receiver == receiver]
@@ -59,7 +59,7 @@ class Outbox:
 
 
 class Inbox:
-    """Tickets that a receiver has given out; each is the writer, hence a holder, of its pending entry."""
+    """Tracks tickets that a receiver has issued; each is the writer, hence a holder, of its pending entry."""
 
     def __init__(self, cache: EncoderCacheManager, receiver: str) -> None:
         self._cache = cache
@@ -75,7 +75,7 @@ class Inbox:
         return self._open[key]
 
     def reissue(self, key: GroupKey) -> tuple[Ticket, Ticket]:
-        """Returns a new ticket for the same blocks, for another sender to fill; the old ticket is closed.
+        """Replaces a ticket by one for the same blocks, for another sender to fill; the old one is closed.
 
         Returns the old and the new one. Raises KeyError when no ticket is open for the key.
         """

@@ -1,14 +1,14 @@
-"""Which worker is to take which roles, and why: decided on the load of a cluster. Time is passed in.
+"""Decides which worker takes which roles from the load of a cluster. Time is passed in.
 
-    gain    what requests would wait less over the horizon if the worker had its new roles at once
-    cost    what the drain, the load of weights and lost caches take back of that
-    switch  when the gain exceeds the cost by a margin, look after look
+    gain    time that requests would save over the horizon if the worker had its new roles at once
+    cost    time that the drain, the load of weights and lost caches take from that gain
+    switch  when the gain exceeds the cost by a margin, in several looks in a row
 
-No switch may leave a stage with less than it needs or needed in the last minutes, unless another has less
-still: a bottleneck is not exchanged for a worse one, nor a wave of load taken for the tide.
+No switch may leave a stage with less than it needs, or needed in the last minutes, unless another stage has
+even less: a bottleneck is not replaced by a worse one, nor a short wave of load taken for a lasting change.
 
-A stage that gave workers away and now wants them back, or the other way round, has turned. With each turn the
-margin and the time between turns double, so no load, however it swings, can make roles go to and fro.
+A stage that gave workers away and now wants them back, or the other way round, has turned. Each turn doubles
+the margin and the time between turns, so that no load, however it swings, makes roles oscillate.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from epd.control.elasticity.history import SwitchHistory
 from epd.control.elasticity.load import ClusterLoad, Roles, WorkerStanding
 from epd.topology import Stage, role_letters
 
-# Why nothing was switched; "switch" where something was.
+# Why nothing was switched, or "switch".
 Verdict = Literal[
     "switch",
     "unknown load",
@@ -43,7 +43,7 @@ _MAX_BACKOFFS = 6
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """A worker that is to take other roles."""
+    """Names a worker and the roles it should take."""
 
     worker: str
     roles: Roles
@@ -51,18 +51,24 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class ControllerConfig:
-    """roles: sets of roles between which workers may change, as far as the cluster has them: a worker with
-    others is left as it is, and none gets roles that no other worker has, or leaves them without one.
+    """Configures when roles switch.
 
-    horizon_s: over which gain and cost are weighed. load_s: from the end of a drain to the new role.
-    max_drain_s: after which a worker that drains is rid of its work by other means. cache_s: work to be done
-    again because a cache of encode or prefill is gone. margin: by which the gain must exceed the cost, 0.5 is
-    half of it. min_gain: what must be left of it after the cost, as a share of all that requests would spend.
-    min_waiting: requests beyond one per worker that the stage to be helped must have or come to have.
-    num_confirm: looks in a row that must say the same. cooldown_s: after a switch. turn_s: before the first
-    turn; it and the margin double with each turn in memory_s. min_encode, min_prefill, min_decode: workers
-    that serve a stage. max_in_flight: switches at a time. backoff_s: that a worker is left alone after a
-    failed switch; doubles each time.
+    roles: sets of roles between which workers may change, as far as the cluster has them. A worker with
+        others keeps them; none gets roles that no other worker has, or leaves a set without a worker.
+    interval_s: time between two looks
+    horizon_s: period over which gain and cost are weighed
+    load_s: from the end of a drain to the new role
+    max_drain_s: time after which the work of a draining worker is moved or dropped
+    cache_s: work to repeat because a cache of encode or prefill is lost
+    margin: share of the cost by which the gain must exceed it; 0.5 is half of it
+    min_gain: net gain required, as a share of the time that all requests would spend
+    min_waiting: requests beyond one per worker that the helped stage has or is predicted to have
+    num_confirm: looks in a row that must agree
+    cooldown_s: minimum time after a switch
+    turn_s: minimum time before the first turn; it and the margin double with each turn in memory_s
+    min_encode, min_prefill, min_decode: minimum workers that serve each stage
+    max_in_flight: concurrent switches
+    backoff_s: time without switches of a worker after one failed; doubles with each failure
     """
 
     roles: tuple[Roles, ...] = PURE_ROLES
@@ -101,10 +107,11 @@ class ControllerConfig:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What was decided and why.
+    """Records a decision and its reason.
 
-    switch, old_roles: the best one that was weighed, begun if the verdict is "switch". gain_s, cost_s: in
-    seconds that requests spend, all together, over the horizon. reason: a line for people.
+    switch, old_roles: the best option, started if the verdict is "switch"
+    gain_s, cost_s: seconds that all requests together spend over the horizon
+    reason: a line for people
     """
 
     at_s: float
@@ -118,7 +125,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """A switch, weighed. spent_s: what requests would spend without it."""
+    """Holds a switch and its weights. spent_s: time that requests would spend without it."""
 
     switch: Switch
     old_roles: Roles
@@ -139,20 +146,20 @@ class _Option:
 
 
 class RoleController:
-    """Asked every config.interval_s. A switch that it returns is in flight until it is told how it ended."""
+    """Decides on switches every config.interval_s. A switch is in flight until its end is reported."""
 
     def __init__(self, config: ControllerConfig | None = None) -> None:
         self.config = config or ControllerConfig()
         self._history = SwitchHistory(self.config.memory_s)
         self._in_flight: dict[str, Switch] = {}
         self._num_failed: dict[str, int] = {}
-        self._left_alone_s: dict[str, float] = {}  # until when
+        self._left_alone_s: dict[str, float] = {}  # workers without switches until then
         self._quiet_until_s = float("-inf")
         self._streak: tuple[Roles, Roles, int] | None = None
         self._decisions: deque[Decision] = deque(maxlen=_MAX_DECISIONS)
 
     def decide(self, now_s: float, load: ClusterLoad) -> Switch | None:
-        """The switch to begin now, if any."""
+        """Returns the switch to start now, if any."""
         names = {worker.name for worker in load.workers}
         for name in [name for name in self._in_flight if name not in names]:
             self.failed(now_s, name)
@@ -175,7 +182,7 @@ class RoleController:
             self._quiet_until_s = now_s + self.config.cooldown_s
 
     def failed(self, now_s: float, worker: str) -> None:
-        """The worker is as it was, or gone: it is left alone for a while, longer each time."""
+        """The worker kept its old roles or is gone: it is left alone for a while, longer each time."""
         if self._in_flight.pop(worker, None) is None:
             return
         self._history.withdraw(worker)
@@ -186,12 +193,12 @@ class RoleController:
 
     @property
     def decisions(self) -> Sequence[Decision]:
-        """The last ones, oldest first; of several in a row with one verdict, but switches, the latest."""
+        """Returns the last decisions, oldest first; of a run with one verdict but "switch", the latest."""
         return tuple(self._decisions)
 
     @property
     def in_flight(self) -> frozenset[str]:
-        """Workers whose switch has not ended."""
+        """Returns the workers whose switch has not ended."""
         return frozenset(self._in_flight)
 
     # Weighing
@@ -214,7 +221,7 @@ class RoleController:
         return self._judge(now_s, option)
 
     def _candidates(self, now_s: float, load: ClusterLoad) -> Iterator[WorkerStanding]:
-        """Of each set of roles the worker that is done soonest, if one can be spared."""
+        """Yields, for each set of roles, the worker that drains soonest, if one can be spared."""
         for roles in self.config.roles:
             spare = [each for each in load.workers if each.roles == roles and self._may_leave(now_s, each)]
             if spare and self._can_spare(load, roles):
@@ -225,7 +232,7 @@ class RoleController:
         return not is_busy and now_s >= self._left_alone_s.get(worker.name, float("-inf"))
 
     def _can_spare(self, load: ClusterLoad, roles: Roles) -> bool:
-        """Whether there is a worker more than there must be; those that are switching do not count."""
+        """Returns whether there are more workers than required; those that are switching do not count."""
         staying = [
             each.roles for each in load.workers if not each.is_switching and each.name not in self._in_flight
         ]
@@ -235,7 +242,7 @@ class RoleController:
         return has_enough and staying.count(roles) > 1
 
     def _best(self, load: ClusterLoad, workers: Sequence[WorkerStanding]) -> _Option | None:
-        """The option that leaves most, of those that help a stage where requests wait."""
+        """Returns the option with the largest net gain among those that help a stage where requests wait."""
         now = self._roles_after(load)
         base = self._ahead(load, [Phase(self.config.horizon_s, load.capacity(now.values()))])
         options = [
@@ -251,7 +258,7 @@ class RoleController:
         return max(helpful, key=lambda option: option.net_s, default=None)
 
     def _roles_after(self, load: ClusterLoad) -> dict[str, Roles]:
-        """By worker, once what is in flight has ended."""
+        """Returns the roles of each worker after all switches in flight have ended."""
         return {
             each.name: self._in_flight[each.name].roles if each.name in self._in_flight else each.roles
             for each in load.workers
@@ -263,7 +270,7 @@ class RoleController:
 
     @staticmethod
     def _is_bearable(load: ClusterLoad, now: dict[str, Roles], worker: WorkerStanding, roles: Roles) -> bool:
-        """Whether no stage would be a worse bottleneck than there is, or there is none."""
+        """Returns whether no stage would become a worse bottleneck than the present one, if any."""
         worst = _most_needed(load, load.capacity(now.values()))
         return _most_needed(load, load.capacity({**now, worker.name: roles}.values())) <= max(worst, USABLE)
 
@@ -276,7 +283,7 @@ class RoleController:
     def _weigh(
         self, load: ClusterLoad, base: Forecast, now: dict[str, Roles], worker: WorkerStanding, roles: Roles
     ) -> _Option:
-        """Gain and cost of giving a worker other roles, as the head of this file says."""
+        """Weighs the gain and cost of giving a worker other roles, as the module docstring defines them."""
         without = [each for name, each in now.items() if name != worker.name]
         after = load.capacity([*without, roles])
         drain_s = min(worker.drain_s, self.config.max_drain_s)
@@ -296,7 +303,7 @@ class RoleController:
         )
 
     def _judge(self, now_s: float, option: _Option) -> Decision:
-        """Whether the best option is good enough, and has been for long enough."""
+        """Returns whether the best option is good enough, and has been for long enough."""
         config, switch = self.config, option.switch
         turns, since_s = self._history.turns(now_s, option.old_roles, switch.roles)
         factor = (1 + config.margin) * 2**turns
@@ -311,7 +318,7 @@ class RoleController:
         return option.decision(now_s, "switch", f"more than {factor:g} times the cost")
 
     def _confirm(self, option: _Option) -> int:
-        """How many looks in a row have wanted it."""
+        """Returns how many looks in a row have wanted the option."""
         key = (option.old_roles, option.switch.roles)
         count = self._streak[2] if self._streak is not None and self._streak[:2] == key else 0
         self._streak = (*key, count + 1)
@@ -319,7 +326,7 @@ class RoleController:
 
 
 def _most_needed(load: ClusterLoad, capacity: Mapping[Stage, float]) -> float:
-    """Of all stages, the largest share of their workers' time that is or was needed."""
+    """Returns the largest share of a stage's worker time that is or was needed, over all stages."""
     needed = [each.peak for each in load.stages.values()]
     workers = [capacity[stage] for stage in load.stages]
     shares = (need / num if num else math.inf for need, num in zip(needed, workers, strict=True) if need)

@@ -1,4 +1,4 @@
-"""Load of a cluster, estimated from the metrics of its workers: the same in the live system and simulated."""
+"""Estimates the load of a cluster from the metrics of its workers, both live and simulated."""
 
 from __future__ import annotations
 
@@ -22,15 +22,20 @@ from epd.control.elasticity.trend import Peak
 from epd.profiles.cost import StageCost
 from epd.topology import STAGES, Stage
 
-_LEAST_KV_USAGE = 0.05  # below which it says nothing about how many requests would fit
+_LEAST_KV_USAGE = 0.05  # usage below which a worker does not show how many requests would fit
 _NOTHING = StageSample()
 
 
 @dataclass(frozen=True, slots=True)
 class EstimatorConfig:
-    """horizon_s: how far ahead utilisation is predicted. memory_s: after which what was seen has lost most
-    of its weight. peak_s: for which the peak of a demand is remembered. window_s: of arrivals that `recent`
-    keeps. min_arrivals: before a load counts as known."""
+    """Configures how load is estimated.
+
+    horizon_s: how far ahead utilisation is predicted
+    memory_s: time after which data has lost most of its weight
+    peak_s: time for which the peak of a demand is remembered
+    window_s: of the arrivals that `recent` keeps
+    min_arrivals: requests before a load counts as known
+    """
 
     horizon_s: float = 30.0
     memory_s: float = 20.0
@@ -44,12 +49,12 @@ class EstimatorConfig:
 
 
 class LoadEstimator:
-    """Call `arrived` for every request, `finished` after every answer, `observe` every second or two."""
+    """Estimates load: call `arrived` per request, `finished` per answer, `observe` every second or two."""
 
     def __init__(
         self, config: EstimatorConfig | None = None, costs: Mapping[Stage, StageCost] | None = None
     ) -> None:
-        """costs: what is known beforehand of a round, by units; measurements take over as they come."""
+        """costs holds prior costs of a round, by units; measurements replace them as they come."""
         self.config = config or EstimatorConfig()
         self._traffic = Traffic(self.config.memory_s, self.config.window_s)
         self._costs = StageCosts(self.config.memory_s, costs or {})
@@ -57,21 +62,21 @@ class LoadEstimator:
         self._last: dict[str, WorkerSample] = {}
 
     def arrived(self, now_s: float, work: RequestWork) -> None:
-        """A request has come and was not refused."""
+        """Counts a request that has arrived and was not refused."""
         self._traffic.arrived(now_s, work)
 
     def finished(self, _now_s: float) -> None:
-        """An answer has come to its end."""
+        """Counts an answer that has ended."""
         self._traffic.finished()
 
     def recent(self, now_s: float) -> tuple[tuple[float, RequestWork], ...]:
-        """Arrivals of the last window_s: (when, what), oldest first, the latest 10,000 at most."""
+        """Returns arrivals of the last window_s as (time, work), oldest first, the latest 10,000 at most."""
         return self._traffic.recent(now_s)
 
     def observe(self, now_s: float, workers: Sequence[WorkerSample], *, num_waiting: int = 0) -> ClusterLoad:
-        """The load now. workers: all that live. num_waiting: requests that no worker has taken yet.
+        """Returns the load now. workers: all live. num_waiting: requests without a worker yet.
 
-        A worker whose totals have shrunk has been started anew.
+        A worker whose totals have shrunk has restarted.
         """
         done = {stage: [self._done(worker, stage) for worker in workers] for stage in STAGES}
         for stage, samples in done.items():
@@ -93,13 +98,13 @@ class LoadEstimator:
         )  # fmt: skip
 
     def _note_peaks(self, now_s: float, needs: Mapping[Stage, StageNeed]) -> None:
-        """Of the smoothed rate: what single looks say is chance, and at first all is."""
+        """Records peaks of the smoothed rate; single looks, and all early ones, are mostly noise."""
         if self._traffic.trend.is_settled:
             for stage, need in needs.items():
                 self._peaks[stage].add(now_s, self._traffic.trend.rate * need.share * need.request_s)
 
     def _done(self, worker: WorkerSample, stage: Stage) -> StageSample:
-        """What the worker has done at a stage since the last look."""
+        """Returns the work of the worker at a stage since the last look."""
         now = worker.stages.get(stage, _NOTHING)
         before = self._last.get(worker.name)
         old = before.stages.get(stage, _NOTHING) if before is not None else now
@@ -114,7 +119,7 @@ class LoadEstimator:
     # From metrics to load
 
     def _needs(self, workers: Sequence[WorkerSample]) -> dict[Stage, StageNeed]:
-        """By stage; without those of which nothing is known."""
+        """Returns needs by stage, without stages that are not known yet."""
         traffic, line = self._traffic, self._costs.decode
         needs: dict[Stage, StageNeed | None] = {
             "encode": self._unit_need("encode", traffic.patches, traffic.media_share),
@@ -132,7 +137,7 @@ class LoadEstimator:
     def _stage(
         self, stage: Stage, workers: Sequence[WorkerSample], needs: Mapping[Stage, StageNeed], busy: float
     ) -> StageLoad:
-        """busy: workers at work on it, on average since the last look."""
+        """Returns the load of a stage. busy: mean number of workers at work on it since the last look."""
         need = needs.get(stage, StageNeed())
         num_workers = sum(time_share(each.roles, stage, needs) for each in workers if stage in each.roles)
         num_requests, queued_s = self._queued(stage, workers, needs)
@@ -146,16 +151,16 @@ class LoadEstimator:
     def _queued(
         self, stage: Stage, workers: Sequence[WorkerSample], needs: Mapping[Stage, StageNeed]
     ) -> tuple[float, float]:
-        """Requests at a stage, and the seconds of work that they are."""
+        """Returns the requests at a stage and their seconds of work."""
         samples = [worker.stages[stage] for worker in workers if stage in worker.stages]
         queued_s = sum(self._queued_s(stage, sample, needs) for sample in samples)
         if stage == "encode":
-            # Encoders share requests: how many there are is told by the patches that are left.
+            # Encoders share requests: the remaining patches give their number.
             return _ratio(sum(sample.queued_units for sample in samples), self._traffic.patches), queued_s
         return float(sum(sample.num_requests for sample in samples)), queued_s
 
     def _queued_s(self, stage: Stage, sample: StageSample, needs: Mapping[Stage, StageNeed]) -> float:
-        """Seconds until a worker has done what it has at a stage."""
+        """Returns the seconds until a worker has finished its work at a stage."""
         if stage == "decode":
             need, num = needs.get(stage, StageNeed()), sample.num_requests
             return need.num_parts * (need.round_s + need.part_s * num) if num else 0.0
@@ -173,7 +178,7 @@ class LoadEstimator:
 
 
 def _max_batch(workers: Sequence[WorkerSample]) -> float | None:
-    """Requests whose keys and values fit one decode worker, by how full those are that have some."""
+    """Returns the requests whose keys and values fit one decode worker, from the usage of busy ones."""
     decoders = [worker for worker in workers if worker.kv_usage is not None and "decode" in worker.stages]
     usage = sum(worker.kv_usage or 0.0 for worker in decoders)
     num_requests = sum(worker.stages["decode"].num_requests for worker in decoders)

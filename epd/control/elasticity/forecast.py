@@ -1,11 +1,11 @@
-"""What becomes of a load in the next seconds, with the workers it has or with others: a fluid model.
+"""Forecasts a load over the next seconds, with the present workers or with others: a fluid model.
 
     arrivals --share--> encode --> prefill --> decode -->
              ------- text ------^
 
-Requests flow like water. A worker of the first two stages does one after another; answers share a worker,
-which is slower the more there are. What counts is the time that all requests spend in the system, together:
-by Little's law the mean latency times how many come. Those still there at the horizon count to their end.
+Requests flow like water. A worker of the first two stages serves one after another; answers share a worker,
+which gets slower with their number. The cost is the time that all requests together spend in the system: by
+Little's law the mean latency times the number of arrivals. Requests count to their end, past the horizon too.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from epd.control.elasticity.load import ClusterLoad, StageNeed
 from epd.topology import Stage
 
 _NUM_STEPS = 30
-# Of a worker's time that can be used before the chance of arrivals makes queues: fluids know no chance.
+# Usable share of a worker's time, before random arrivals make queues: a fluid has no randomness.
 USABLE = 0.85
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """capacity: workers by stage, until `until_s` from now."""
+    """Sets the capacity, workers by stage, until `until_s` from now."""
 
     until_s: float
     capacity: Mapping[Stage, float]
@@ -32,9 +32,10 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """spent_s: time that all requests spend, together, to the end of those that came in the horizon.
+    """Holds a forecast.
 
-    most_waiting: requests at a stage beyond one per worker, at the worst moment.
+    spent_s: time that all requests together spend, to the end of those that came in the horizon
+    most_waiting: requests at a stage beyond one per worker, at the worst moment
     """
 
     spent_s: float
@@ -43,7 +44,7 @@ class Forecast:
 
 @dataclass(slots=True)
 class _Line:
-    """A stage that does one request after another."""
+    """Models a stage that serves one request after another."""
 
     num_requests: float
     work_s: float
@@ -53,7 +54,7 @@ class _Line:
         self.work_s += num_requests * need.request_s
 
     def serve(self, num_workers: float, step_s: float) -> float:
-        """Requests that are done."""
+        """Returns the number of requests that finish."""
         at_work = min(num_workers * USABLE, self.num_requests)
         if self.work_s <= at_work * step_s:
             done, self.num_requests, self.work_s = self.num_requests, 0.0, 0.0
@@ -65,13 +66,13 @@ class _Line:
         return done
 
     def left_s(self, num_workers: float) -> float:
-        """Time that those still here will spend, if nobody comes after them: a triangle."""
+        """Returns the time that the remaining requests will spend, if none come after them: a triangle."""
         return self.num_requests * self.work_s / (2 * USABLE * num_workers) if num_workers else math.inf
 
 
 @dataclass(slots=True)
 class _Answers:
-    """A stage that goes on with all its requests side by side; each token may be the last of an answer."""
+    """Models a stage that serves all its requests concurrently; each token may be the last of an answer."""
 
     num_requests: float
     need: StageNeed
@@ -92,7 +93,7 @@ class _Answers:
         self.num_requests -= running * (1 - math.exp(-step_s / answer_s)) if answer_s > 0 else running
 
     def left_s(self, num_workers: float) -> float:
-        """As of a line: with fewer requests, each goes on faster."""
+        """Returns the same as a line does: with fewer requests, each is faster."""
         if not num_workers:
             return math.inf
         batch = self._batch(num_workers)
@@ -103,8 +104,11 @@ class _Answers:
 def look_ahead(
     load: ClusterLoad, phases: Sequence[Phase], horizon_s: float, lost_s: Mapping[Stage, float] | None = None
 ) -> Forecast:
-    """What comes of `load`. phases: one after another, the last to the end. lost_s: work of one worker that
-    has to be done again, by stage."""
+    """Forecasts `load`.
+
+    phases: in order, the last without an end
+    lost_s: work of one worker to repeat, by stage
+    """
     need = {stage: each.need for stage, each in load.stages.items()}
     encode, prefill = (
         _Line(load.stages[stage].num_requests, load.stages[stage].queued_s) for stage in ("encode", "prefill")

@@ -1,4 +1,4 @@
-"""What has been switched, so that roles do not go to and fro."""
+"""Remembers past switches, so that roles do not oscillate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Change:
 
 
 class SwitchHistory:
-    """Switches of the last memory_s, and how often each stage turned: gained workers, then lost them."""
+    """Keeps switches of the last memory_s and counts a stage's turns: from gaining workers to losing them."""
 
     def __init__(self, memory_s: float) -> None:
         self.memory_s = memory_s
@@ -28,15 +28,17 @@ class SwitchHistory:
         self._changes.append(_Change(now_s, worker, new - old, old - new))
 
     def withdraw(self, worker: str) -> None:
-        """The last switch of the worker has not come about."""
+        """Removes the last switch of the worker, which did not take place."""
         for index in range(len(self._changes) - 1, -1, -1):
             if self._changes[index].worker == worker:
                 del self._changes[index]
                 return
 
     def turns(self, now_s: float, old: Roles, new: Roles) -> tuple[int, float]:
-        """How many turns a stage would have made with this switch, and seconds since it last went the other
-        way; of the stage with the most. (0, infinity) where nothing turns."""
+        """Returns the turns of a stage with this switch, and the seconds since it last changed the other way.
+
+        The stage with the most turns counts; (0, infinity) if no stage turns.
+        """
         found = (0, float("inf"))
         for stage in old ^ new:
             count, other_s = self._turns(now_s, stage, gains=stage in new)

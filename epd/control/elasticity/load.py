@@ -1,18 +1,18 @@
-"""What elasticity is decided on: metrics of workers, and the load of a cluster made of them. Frozen.
+"""Defines the data elasticity decides on: metrics of workers and the cluster load made of them. Frozen.
 
 The same metrics come from the live system and from the simulator:
 
     stage     unit            queued_units                             a round
     encode    patch           given to it, not encoded                 one batch
     prefill   prompt token    that could be computed now               one pass with prompts in it
-    decode    output token    0: how long answers get is estimated     one pass with answers in it
+    decode    output token    0: answer lengths are estimated          one pass with answers in it
 
 A prompt whose media have not been decoded or encoded waits for others, not for its prefill worker.
 
 A pass with prompts and answers is a round of both; its time is split by what each of them adds.
 
-A worker's *work* at a stage is in seconds of one worker, at the rate that was measured. Requests count
-wherever they are: where answers are generated side by side a queue cannot be told from a batch.
+A worker's *work* at a stage is in seconds of one worker, at the measured rate. Requests count wherever they
+are: where answers are generated concurrently, a queue cannot be distinguished from a batch.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Roles = frozenset[Stage]
 
 @dataclass(frozen=True, slots=True)
 class RequestWork:
-    """What one request will take of each stage, as planned on its arrival.
+    """Describes the work of one request at each stage, as planned on its arrival.
 
-    max_tokens: of its answers, at most. expected_tokens: of its answers while nobody knows how long they get;
-    None: max_tokens.
+    max_tokens: upper bound of its answers' tokens
+    expected_tokens: of its answers while their lengths are unknown; None means max_tokens
     """
 
     num_patches: int
@@ -46,11 +46,11 @@ class RequestWork:
 
 @dataclass(frozen=True, slots=True)
 class StageSample:
-    """One stage of one worker. queued_units, num_requests: now. The others are totals that only grow.
+    """Samples one stage of one worker. queued_units, num_requests: now; the others are totals that only grow.
 
     num_requests: at this stage; for prefill, those with tokens that could be computed now; for decode, those
-    whose prompt is there and whose answer is not complete.
-    done_units, num_rounds, busy_s: units done, rounds that it took, and seconds spent on them.
+        whose prompt is there and whose answer is not complete
+    done_units, num_rounds, busy_s: finished units, rounds they took, and seconds spent on them
     """
 
     num_requests: int = 0
@@ -62,10 +62,12 @@ class StageSample:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSample:
-    """A worker's metrics. stages: of its roles, and of those it is still bringing to their end.
+    """Samples the metrics of a worker.
 
-    since_s: when it took its roles, on the clock of `now_s`. kv_usage: share of its KV cache in use, None
-    without one. is_switching: no roles are to be changed now, whoever changes them.
+    stages: those of its roles, and those it is still finishing
+    since_s: when it took its roles, on the clock of `now_s`
+    kv_usage: share of its KV cache in use, None without one
+    is_switching: its roles must not be changed now, because a switch is under way
     """
 
     name: str
@@ -78,7 +80,7 @@ class WorkerSample:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStanding:
-    """A worker as the controller sees it. queued_s: seconds of work that it has, by stage."""
+    """Describes a worker as the controller sees it. queued_s: seconds of work that it has, by stage."""
 
     name: str
     roles: Roles
@@ -90,17 +92,17 @@ class WorkerStanding:
 
     @property
     def drain_s(self) -> float:
-        """Until it has nothing left, if nothing new comes."""
+        """Returns the seconds until the worker is idle, if nothing new comes."""
         return sum(self.queued_s.values())
 
 
 @dataclass(frozen=True, slots=True)
 class StageNeed:
-    """What one more request takes of a stage.
+    """Describes the work that one more request adds to a stage.
 
-    share: of arriving requests, that come to the stage at all. num_parts: of a request; a worker with b
-    requests does one part of each in round_s + part_s * b. max_batch: requests at once on one worker, None
-    where no limit is known.
+    share: of arriving requests that come to the stage at all
+    num_parts: of a request; a worker with b requests does one part of each in round_s + part_s * b
+    max_batch: concurrent requests on one worker, None without a known limit
     """
 
     share: float = 0.0
@@ -111,19 +113,21 @@ class StageNeed:
 
     @property
     def request_s(self) -> float:
-        """Seconds of one worker for one request, with as many others at once as there may be."""
+        """Returns one worker's seconds per request, at the largest batch."""
         per_part = self.round_s / self.max_batch if self.max_batch else 0.0
         return self.num_parts * (self.part_s + per_part)
 
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """One stage of the whole cluster.
+    """Describes one stage of the whole cluster.
 
-    num_workers: that serve it; a worker of several roles counts by the share of its time that it needs here.
-    num_requests: at this stage. queued_s: seconds of work of one worker that they are. utilisation: share of
-    the time that its workers were busy since the last look. demand: workers that arrivals need, all the time
-    and with the largest batches, at the end of the horizon; peak: the most they needed in the last minutes.
+    num_workers: that serve it; one with several roles counts by the share of its time needed here
+    num_requests: at this stage
+    queued_s: their seconds of work of one worker
+    utilisation: share of the time that its workers were busy since the last look
+    demand: workers that arrivals need, all the time and with the largest batches, at the end of the horizon
+    peak: the largest demand in the last minutes
     """
 
     stage: Stage
@@ -137,16 +141,18 @@ class StageLoad:
 
     @property
     def predicted(self) -> float:
-        """Utilisation at the end of the horizon; above 1 a queue grows."""
+        """Returns the utilisation at the end of the horizon; above 1 a queue grows."""
         return self.demand / self.num_workers if self.num_workers else math.inf if self.demand else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterLoad:
-    """All that is known at `now_s`.
+    """Describes all that is known at `now_s`.
 
-    arrival_rate: requests per second. arrival_trend: its change per second, which is believed for about
-    trend_s. num_waiting: requests that no worker has taken yet. is_known: enough was seen to decide on.
+    arrival_rate: requests per second
+    arrival_trend: its change per second, which is believed for about trend_s
+    num_waiting: requests that no worker has taken yet
+    is_known: enough data has arrived to decide on
     """
 
     now_s: float
@@ -159,11 +165,11 @@ class ClusterLoad:
     is_known: bool = True
 
     def arrivals_at(self, ahead_s: float) -> float:
-        """Requests per second, so far ahead."""
+        """Returns the requests per second expected that many seconds ahead."""
         return damped(self.arrival_rate, self.arrival_trend, self.trend_s, ahead_s)
 
     def capacity(self, roles: Iterable[Roles]) -> dict[Stage, float]:
-        """Workers that each stage has of workers with such roles, by the needs of this load."""
+        """Returns each stage's workers among workers with such roles, by the needs of this load."""
         total = dict.fromkeys(self.stages, 0.0)
         for each in roles:
             for stage in each & total.keys():
@@ -174,12 +180,12 @@ class ClusterLoad:
 
 
 def damped(rate: float, slope: float, memory_s: float, ahead_s: float) -> float:
-    """A rate with a trend that is believed less the farther it is drawn out; at least 0."""
+    """Extrapolates a rate with a trend that is believed less the farther it reaches; at least 0."""
     return max(0.0, rate + slope * memory_s * (1 - math.exp(-ahead_s / memory_s)))
 
 
 def time_share(roles: Roles, stage: Stage, needs: Mapping[Stage, StageNeed]) -> float:
-    """The share of a worker's time that goes to one of its stages: by what a request takes of each."""
+    """Returns the share of a worker's time that goes to one of its stages, by a request's work at each."""
     if len(roles) == 1:
         return 1.0
     seconds = {each: needs[each].share * needs[each].request_s for each in roles if each in needs}

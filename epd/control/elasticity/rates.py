@@ -1,4 +1,4 @@
-"""What a round of a stage takes, learned while it is at work: seconds of the round and of each unit in it."""
+"""Learns the time of a stage's rounds and units from the work in progress."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from epd.control.elasticity.load import StageSample
 from epd.profiles.cost import StageCost
 from epd.topology import Stage
 
-_PRIOR_ROUNDS = 5.0  # that what is known beforehand counts for
-# Of the mean number of units, below which a spread says nothing about the slope.
+_PRIOR_ROUNDS = 5.0  # weight of prior costs
+# Share of the mean number of units, below which a spread carries no information on the slope.
 _LEAST_SPREAD = 0.1
 _ROUNDS_MEMORY = 3.0  # a slope needs rounds of many sizes, so they are remembered longer
 
 
 class DecayedMean:
-    """A ratio of two sums that both forget by the same clock."""
+    """Keeps a ratio of two sums that both decay by the same clock."""
 
     def __init__(self, memory: float, total: float = 0.0, weight: float = 0.0) -> None:
         self._memory = memory
@@ -24,25 +24,25 @@ class DecayedMean:
         self._weight = weight
 
     def add(self, total: float, weight: float, elapsed: float) -> None:
-        """elapsed: on the clock in which `memory` is given."""
+        """Adds to both sums. elapsed: time on the clock in which `memory` is given."""
         keep = math.exp(-elapsed / self._memory)
         self._total = self._total * keep + total
         self._weight = self._weight * keep + weight
 
     @property
     def value(self) -> float | None:
-        """None before anything was seen."""
+        """Returns the ratio, None before the first sample."""
         return self._total / self._weight if self._weight > 0 else None
 
 
 class UnitCost:
-    """Seconds per unit, whatever rounds they come in: of a stage whose rounds do not grow with its load.
+    """Learns seconds per unit, independent of rounds: for a stage whose rounds do not grow with its load.
 
-    It forgets by seconds of work, so that what was learned outlives a quiet night.
+    It decays by seconds of work, so that it survives a quiet night.
     """
 
     def __init__(self, memory_s: float, prior_s: float | None = None, prior_units: float = 1.0) -> None:
-        """prior_s: per unit; counts for a few rounds of so many units each."""
+        """prior_s is known per unit; it counts for a few rounds of typical size."""
         weight = 0.0 if prior_s is None else _PRIOR_ROUNDS * prior_units
         self._mean = DecayedMean(memory_s, (prior_s or 0.0) * weight, weight)
 
@@ -55,14 +55,14 @@ class UnitCost:
 
 
 class RoundCost:
-    """A line through what rounds took, by their units: of a stage that batches.
+    """Fits a line through the times of rounds by their units: for a stage that batches.
 
-    Least squares with forgetting. As long as the sizes of rounds have hardly differed the slope stays as it
-    was known or learned before; without either, half of what a round took is laid to its units.
+    Uses least squares with forgetting. While the sizes of rounds have hardly differed, the slope stays as it
+    was known or learned before; without either, half of a round's time is attributed to its units.
     """
 
     def __init__(self, memory_s: float, prior: tuple[float, float] | None = None) -> None:
-        """prior: (round_s, unit_s)."""
+        """prior is (round_s, unit_s)."""
         self._memory_s = memory_s
         self._prior = prior
         self._slope = prior[1] if prior is not None else None
@@ -70,7 +70,7 @@ class RoundCost:
         self._squares = self._products = 0.0
 
     def add(self, rounds: int, units: float, busy_s: float) -> None:
-        """Rounds of about the same size."""
+        """Adds rounds of about the same size."""
         if rounds < 1 or units <= 0:
             return
         size, seconds = units / rounds, busy_s / rounds
@@ -93,7 +93,7 @@ class RoundCost:
 
     @property
     def line(self) -> tuple[float, float] | None:
-        """(round_s, unit_s); None before anything is known."""
+        """Returns (round_s, unit_s); None before anything is known."""
         if not self._weight or self._slope is None:
             return self._prior
         round_s = (self._seconds - self._slope * self._units) / self._weight
@@ -101,10 +101,10 @@ class RoundCost:
 
 
 class StageCosts:
-    """Seconds of each stage's units, learned from what workers have done."""
+    """Learns seconds of each stage's units from the work that workers have done."""
 
     def __init__(self, memory_s: float, known: Mapping[Stage, StageCost]) -> None:
-        """memory_s: of work. known: beforehand, by units."""
+        """memory_s is in seconds of work; known holds prior costs, by units."""
         self._memory_s = memory_s
         self._known = known
         self._units: dict[Stage, UnitCost] = {}
@@ -112,7 +112,7 @@ class StageCosts:
         self._decode = RoundCost(_ROUNDS_MEMORY * memory_s, None if decode is None else _line(decode))
 
     def add(self, stage: Stage, done: StageSample) -> None:
-        """Work of one worker since the last look."""
+        """Adds the work of one worker since the last look."""
         if stage == "decode":
             self._decode.add(done.num_rounds, done.done_units, done.busy_s)
         elif done.done_units > 0:
@@ -120,11 +120,11 @@ class StageCosts:
 
     @property
     def decode(self) -> tuple[float, float] | None:
-        """(seconds of a round, and of each request in it); None before anything is known."""
+        """Returns (seconds of a round, and of each request in it); None before anything is known."""
         return self._decode.line
 
     def unit_s(self, stage: Stage, typical_units: float) -> float | None:
-        """Of encode and prefill. typical_units: of a round, for what is known beforehand."""
+        """Returns seconds per unit of encode or prefill. typical_units: of a round, for prior costs."""
         return self._of(stage, typical_units).unit_s
 
     def _of(self, stage: Stage, typical_units: float) -> UnitCost:
@@ -136,5 +136,5 @@ class StageCosts:
 
 
 def _line(cost: StageCost) -> tuple[float, float]:
-    """Of decode: as long as reading the weights takes longer, a sequence more costs nothing."""
+    """Returns the line of decode: while reading the weights takes longer, another sequence costs nothing."""
     return cost.fixed_s + cost.floor_s, 0.0 if cost.floor_s else cost.per_unit_s

@@ -1,4 +1,4 @@
-"""What arrives at a cluster: how often, what the mean request takes, and how long answers get."""
+"""Measures the traffic of a cluster: arrival rate, work of the mean request and answer lengths."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from epd.control.elasticity.rates import DecayedMean
 from epd.control.elasticity.trend import RateTrend
 
 _MAX_RECENT = 10_000
-# Answers are longer than the gaps between requests; what they tell of their length is kept so much longer.
+# Answers are longer than the gaps between requests; their lengths are remembered longer by this factor.
 _ANSWER_MEMORY = 3.0
 
 
 class Traffic:
-    """Told of every request and every end of an answer; `look` ends an interval."""
+    """Counts every request and every end of an answer; `look` ends an interval."""
 
     def __init__(self, memory_s: float, window_s: float) -> None:
-        """memory_s: after which what was seen has lost most of its weight. window_s: of `recent`."""
+        """memory_s is the time after which data has lost most of its weight; window_s is that of `recent`."""
         self.trend = RateTrend(memory_s)
         self.num_arrived = 0
         self._window_s = window_s
@@ -48,7 +48,7 @@ class Traffic:
         self._num_finished += 1
 
     def look(self, now_s: float, num_output_tokens: float) -> float:
-        """Ends an interval in which so many tokens were decoded; its length in seconds."""
+        """Ends an interval in which that number of tokens was decoded and returns its length in seconds."""
         elapsed_s = 0.0 if self._looked_s is None else max(0.0, now_s - self._looked_s)
         self._looked_s = now_s
         self.trend.add(self._num_new, elapsed_s)
@@ -57,32 +57,32 @@ class Traffic:
         return elapsed_s
 
     def recent(self, now_s: float) -> tuple[tuple[float, RequestWork], ...]:
-        """Arrivals of the last window_s, oldest first."""
+        """Returns the arrivals of the last window_s, oldest first."""
         while self._recent and self._recent[0][0] < now_s - self._window_s:
             self._recent.popleft()
         return tuple(self._recent)
 
     @property
     def media_share(self) -> float:
-        """Of requests, that bring media."""
+        """Returns the share of requests that bring media."""
         return self._media.value or 0.0
 
     @property
     def patches(self) -> float:
-        """Of a request that has media; 0 before the first."""
+        """Returns the mean patches of a request that has media; 0 before the first."""
         return self._patches.value or 0.0
 
     @property
     def prompt_tokens(self) -> float:
-        """0 before the first request."""
+        """Returns the mean prompt tokens of a request; 0 before the first."""
         return self._prompt_tokens.value or 0.0
 
     @property
     def output_tokens(self) -> float:
-        """Tokens that an answer has still to come, however many it has.
+        """Returns the tokens that an answer still has to produce, however many it has.
 
-        As if answers ended by chance: tokens generated, those of answers under way too, for each answer that
-        ended; at most what requests allow. Before one has ended, what is expected of them.
+        Answers are assumed to end at random: all generated tokens, unfinished answers included, are divided
+        by the number that ended; at most the requests' limit. Before the first ends, their estimate counts.
         """
         learned = self._answers.value
         if learned is None:

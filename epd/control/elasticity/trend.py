@@ -1,4 +1,4 @@
-"""A rate that changes, smoothed with its trend (Holt's linear method, damped), at uneven times."""
+"""Smooths a changing rate with its trend (Holt's linear method, damped), at uneven times."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 
 
 class RateTrend:
-    """Events per second. memory_s: of the level; the trend remembers twice as long."""
+    """Estimates events per second. memory_s: memory of the level; the trend remembers twice as long."""
 
     def __init__(self, memory_s: float) -> None:
         self.memory_s = memory_s
@@ -17,15 +17,15 @@ class RateTrend:
 
     @property
     def is_settled(self) -> bool:
-        """Whether it has seen more than it remembers."""
+        """Returns whether the rate has seen more time than it remembers."""
         return self._seen_s > self.memory_s
 
     def add(self, num_events: float, seconds: float) -> None:
-        """So many events in an interval that has just ended. Intervals without length are ignored."""
+        """Adds the number of events in an interval that has just ended; intervals of length 0 are ignored."""
         if seconds <= 0:
             return
         self._seen_s += seconds
-        # At first the level is the plain mean of what was seen, so that one early burst is no trend.
+        # At first the level is the plain mean, so that one early burst does not become a trend.
         weight = max(1 - math.exp(-seconds / self.memory_s), seconds / self._seen_s)
         old = self.rate
         expected = max(0.0, self.rate + self.slope * seconds)
@@ -36,7 +36,7 @@ class RateTrend:
 
 
 class Peak:
-    """The largest value of the last window_s."""
+    """Keeps the largest value of the last window_s."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
@@ -51,5 +51,5 @@ class Peak:
 
     @property
     def value(self) -> float:
-        """0 before the first."""
+        """Returns the peak, 0 before the first value."""
         return self._falling[0][1] if self._falling else 0.0
