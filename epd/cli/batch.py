@@ -177,9 +177,11 @@ def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
         with opened as backend:
             yield backend
     else:
-        from epd.cli.pipelines import load_batch_backend  # torch
+        from serve_app.local.batch import LocalBackend  # torch
 
-        yield load_batch_backend(target.model, target.num_kv_tokens, target.skip_static)
+        with console.status("loading the model"):
+            loaded = LocalBackend.load(target.model, target.num_kv_tokens, target.skip_static)
+        yield loaded
 
 
 def _report(summary: Summary, utilisation: Utilisation, plot: Path | None, *, as_json: bool) -> None:

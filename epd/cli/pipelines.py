@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,13 +9,10 @@ import video
 from encoders import check_question
 from epd import console
 from epd.models import embedded_model_path
-from serve_app.local.batch import LocalBackend
-from serve_app.service import ModelCard
-from stages.batch.batch import BatchPipeline
 from stages.colocated import ColocatedPipeline
 from stages.evaluation import evaluate as run_evaluation
 
-__all__ = ["load_batch_backend", "load_pipeline", "open_pipeline", "run_evaluation"]
+__all__ = ["load_pipeline", "open_pipeline", "run_evaluation"]
 
 
 def open_pipeline(
@@ -37,10 +33,3 @@ def load_pipeline(
         return ColocatedPipeline.load(
             model or embedded_model_path(), num_threads=num_threads, skip_static=skip_static
         )
-
-
-def load_batch_backend(model: Path, num_kv_tokens: int | None, skip_static: float | None) -> LocalBackend:
-    """Loads a model to answer a batch in this process. Raises EPDError."""
-    with console.status("loading the model"):
-        pipeline = BatchPipeline.load(model, num_kv_tokens=num_kv_tokens, skip_static=skip_static)
-        return LocalBackend(pipeline, ModelCard(model.name, int(time.time())))

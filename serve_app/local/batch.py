@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,6 +74,12 @@ class LocalBackend:
     def __init__(self, pipeline: BatchPipeline, card: ModelCard) -> None:
         self._pipeline = pipeline
         self._card = card
+
+    @classmethod
+    def load(cls, model: Path, num_kv_tokens: int | None, skip_static: float | None) -> LocalBackend:
+        """Loads a model. Options as in `BatchPipeline.load`. Raises EPDError."""
+        pipeline = BatchPipeline.load(model, num_kv_tokens=num_kv_tokens, skip_static=skip_static)
+        return cls(pipeline, ModelCard(model.name, int(time.time())))
 
     @contextmanager
     def run(self, tasks: Iterator[MediaTask]) -> Iterator[Iterator[Outcome | None]]:
