@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # Tests that measure time: nothing else runs beside them.
-ALONE  := tests/bench/test_bench.py
+ALONE  := tests/bench/test_bench.py tests/serve_app/http/test_hostile.py
 export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 # Installed modules are compiled when they are first imported, a third of them, and then kept.

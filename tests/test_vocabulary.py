@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests import ROOT
+
 _PACKAGES = ("epd", "video", "encoders", "stages", "serve_app", "training")
 # what users must not read: the field's word for it
 INSTEAD: dict[str, str] = {

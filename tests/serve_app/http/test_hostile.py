@@ -38,8 +38,8 @@ KINDS = ["threads", "ray"] if "EPD_SOAK" in os.environ else ["threads"]
 PLAIN = text_question("Which shape is it?", max_tokens=4)
 NUM_DRAWN = 2000
 JSON_TYPE = {"content-type": "application/json"}
-# Of a client: some drawn bodies ask for thousands of tokens, and other tests run beside.
-PATIENCE_S, LITTLE_PATIENCE_S = 40.0, 3.0
+# Of a client that has had enough: some of what is drawn asks for thousands of tokens.
+PATIENCE_S, LITTLE_PATIENCE_S = 20.0, 3.0
 # Left of a 100 MB body once it is over: what the allocator keeps.
 MOST_GROWTH_BYTES = 192 << 20
 MOST_PEAK_BYTES = 1 << 30
