@@ -21,8 +21,8 @@ from epd.errors import EPDError, UnavailableError
 from epd.topology import Stage
 from serve_app.fleet import Bulk, FleetBroken, FleetEvent, WorkerBack, WorkerInfo, WorkerLost
 from serve_app.messages import Message, ReplyT
+from serve_app.network.memory import PoolFiles, new_fleet_id
 from serve_app.ray.member import RayFleetConfig, RayMember, SentMessage, awaited, noted
-from serve_app.ray.memory import PoolFiles, new_fleet_id
 from serve_app.ray.worker import Place
 from serve_app.task_group import Loops
 from serve_app.worker.worker_stages import WorkerSettings

@@ -21,7 +21,7 @@ from ray.exceptions import ActorDiedError, RayError
 from epd.control.supervision import ClusterWatch
 from epd.errors import UnavailableError, exit_code
 from serve_app.held_folder import remove_own
-from serve_app.ray.memory import remove_orphans
+from serve_app.network.memory import remove_orphans
 from serve_app.ray.process_tree import adopt_orphans, children, end_descendants
 
 _RAYLET, _GCS, _CONTROLLER = "Ray's raylet", "Ray's GCS", "the controller of Ray Serve"

@@ -28,9 +28,9 @@ from epd.topology import Stage
 from epd.types import UInt8Array
 from serve_app.fleet import WorkerLostError
 from serve_app.messages import CloseStream, Message, WorkerLoad, WorkerReport
-from serve_app.ray.connector import Envelope, RayTransport
-from serve_app.ray.memory import PoolFiles
-from serve_app.ray.peer_links import Delivery, PeerLinks
+from serve_app.network.connector import Envelope, ProcessTransport
+from serve_app.network.memory import PoolFiles
+from serve_app.network.peer_links import Delivery, PeerLinks
 from serve_app.ray.thread import ActorThread
 from serve_app.task_group import Loops
 from serve_app.worker.frame_reader import ChildOpener, FrameReader, video_child_limits
@@ -133,7 +133,7 @@ class StageActor:
         self._epoch = ""
         self._line = CallSequencer()
         self._thread: ActorThread | None = None
-        self._transport: RayTransport | None = None
+        self._transport: ProcessTransport | None = None
         self._links: PeerLinks[Peer] | None = None
         self._loops = Loops(Counter(), self._break)
         self._failure = ""
@@ -155,7 +155,7 @@ class StageActor:
         self._loop = asyncio.get_running_loop()
         self._links = PeerLinks(start.name, start.epoch, _deliver)
         self._loops.start("messages", self._links.run)
-        self._transport = RayTransport(self._post, self._can_map, files)
+        self._transport = ProcessTransport(self._post, self._can_map, files)
         self._thread = ActorThread(start.name, start.roles, start.settings, self._transport)
         try:
             await self._thread.start()

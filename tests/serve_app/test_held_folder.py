@@ -15,18 +15,18 @@ from serve_app import held_folder
 from serve_app.held_folder import HeldFolder, abandoned, remove_abandoned, remove_own
 from serve_app.http.server_state import ApiSettings
 from serve_app.media.media_spool import MediaSpool
-from serve_app.ray.memory import PoolFiles, orphans, remove_orphans
+from serve_app.network.memory import PoolFiles, orphans, remove_orphans
 
 # A process that has files of a fleet, a pool and media, as an ingress does; it says when.
 OWNER = """
 import sys, tempfile
 from pathlib import Path
-from serve_app.ray import memory as ray_memory
+from serve_app.network import memory as shared_memory
 from serve_app import held_folder
 from serve_app.held_folder import SPOOL_PREFIX, HeldFolder
-ray_memory._MEMORY_FOLDER = Path(sys.argv[1])
+shared_memory._MEMORY_FOLDER = Path(sys.argv[1])
 tempfile.tempdir = sys.argv[1]
-files = ray_memory.PoolFiles("some-fleet")
+files = shared_memory.PoolFiles("some-fleet")
 files.hold()
 files.create("p0.prefill-kv", 4096)
 files.shared("weights", 5, lambda path: path.write_bytes(b"12345"))
@@ -58,7 +58,7 @@ def owner(folder: Path, *wrapper: str) -> Iterator[subprocess.Popen[str]]:
 @pytest.fixture
 def shared_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What stands for /dev/shm and for the temporary folder."""
-    monkeypatch.setattr("serve_app.ray.memory._MEMORY_FOLDER", tmp_path)
+    monkeypatch.setattr("serve_app.network.memory._MEMORY_FOLDER", tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return tmp_path
 

@@ -16,11 +16,11 @@ from ray.serve.config import ProxyLocation
 
 from serve_app.app import build_app
 from serve_app.app_args import AppArgs
+from serve_app.network.memory import orphans
 from serve_app.orchestration.orchestrator import Orchestrator, OrchestratorConfig
 from serve_app.orchestration.request_planner import RequestPlanner
 from serve_app.ray.cluster import RaySettings, ray_cluster
 from serve_app.ray.fleet import RayFleet, RayFleetConfig
-from serve_app.ray.memory import orphans
 from serve_app.worker.worker_stages import WorkerSettings
 from tests.serve_app.deployments import Deployment, workers_of
 

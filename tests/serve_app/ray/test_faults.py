@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from epd.sampling_params import SamplingParams
-from serve_app.ray.memory import orphans
+from serve_app.network.memory import orphans
 from tests.serve_app.deployments import Answered, Question, undisturbed, until_decoding
 from tests.serve_app.ray.ray_session import IGNORED, RayDeployment, RaySession, ray_deployed
 

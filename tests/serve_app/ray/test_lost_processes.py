@@ -21,7 +21,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from serve_app.ray.memory import orphans
+from serve_app.network.memory import orphans
 from tests.cli.test_serve_command import MARK, processes_with, running
 from tests.serve_app.server import wait_until
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from epd.errors import EPDError, ModelError, WorkerFaultError, http_status
 from serve_app.messages import Abort, CancelTickets, Redirect
-from serve_app.ray.memory import PoolFiles
+from serve_app.network.memory import PoolFiles
 from serve_app.ray.process import WatchedProcess
 from serve_app.ray.thread import ActorThread
 from serve_app.ray.worker import CallSequencer
@@ -259,7 +259,7 @@ def write_whole(path: Path) -> None:
 
 
 def test_a_shared_file_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve_app.ray.memory._MEMORY_FOLDER", tmp_path)
+    monkeypatch.setattr("serve_app.network.memory._MEMORY_FOLDER", tmp_path)
     files = PoolFiles("shared-test")
     written: list[Path] = []
 
@@ -280,7 +280,7 @@ def test_a_shared_file_is_written_once(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_shared_file_that_cannot_be_written_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve_app.ray.memory._MEMORY_FOLDER", tmp_path)
+    monkeypatch.setattr("serve_app.network.memory._MEMORY_FOLDER", tmp_path)
     files = PoolFiles("shared-test")
 
     def fail(path: Path) -> None:

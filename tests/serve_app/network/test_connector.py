@@ -17,15 +17,15 @@ from encoders.adapter import Embeddings
 from epd.encode.encoder_cache import CachedGroup, GroupKey
 from epd.errors import InfeasibleError
 from epd.transfer.connectors import KVChunk, KVSpan, KVTicket, Ticket, TransferOutcome
-from serve_app.ray import memory as ray_memory
-from serve_app.ray.connector import Envelope, RayTransport, map_pool
-from serve_app.ray.memory import PoolFiles, new_fleet_id, open_pool
+from serve_app.network import memory as shared_memory
+from serve_app.network.connector import Envelope, ProcessTransport, map_pool
+from serve_app.network.memory import PoolFiles, new_fleet_id, open_pool
 from stages.encode.encoder_pool import EmbeddingLayout, EncoderPoolShape
 from stages.engine.kv_pool import KVGroupShape, KVLayout, KVPoolsShape
 from stages.engine.pool_memory import pool_memory
 
 MIB = 1 << 20
-CLAIMS = ray_memory._claims
+CLAIMS = shared_memory._claims
 BF16 = torch.bfloat16
 ENCODER = EncoderPoolShape(6, 4, EmbeddingLayout(8, BF16, num_deepstack=1))
 RECEIVER = EncoderPoolShape(10, 3, EmbeddingLayout(8, BF16, num_deepstack=1))
@@ -41,11 +41,11 @@ class Workers:
         self.files = files
         self.is_one_machine = is_one_machine
         self.num_packed = 0
-        self._transports: dict[str, RayTransport] = {}
+        self._transports: dict[str, ProcessTransport] = {}
 
-    def __getitem__(self, name: str) -> RayTransport:
+    def __getitem__(self, name: str) -> ProcessTransport:
         if name not in self._transports:
-            self._transports[name] = RayTransport(self._post, lambda _: self.is_one_machine, self.files)
+            self._transports[name] = ProcessTransport(self._post, lambda _: self.is_one_machine, self.files)
         return self._transports[name]
 
     def _post(self, worker: str, envelope: Envelope) -> None:
@@ -100,7 +100,7 @@ def test_the_pool_of_a_role_that_was_given_up_is_not_kept(
     files: PoolFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that is gone takes memory for as long as anybody has it mapped."""
-    monkeypatch.setattr("serve_app.ray.connector._LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("serve_app.network.connector._LOOK_EVERY_S", 0.0)
     workers = Workers(files, is_one_machine=True)
     pool, sender = workers["e0"].embeddings("e0.encode", ENCODER)
     _, receiver = workers["p0"].embeddings("p0.prefill", RECEIVER)
@@ -195,8 +195,8 @@ def test_pools_that_do_not_fit_together_are_refused_in_words(
     files: PoolFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each would fit alone; both, once they are full, would not."""
-    monkeypatch.setattr(ray_memory, "_claims", lambda: iter(of_this_test(files)))
-    monkeypatch.setattr(ray_memory, "available_memory_bytes", lambda: 100 * MIB)
+    monkeypatch.setattr(shared_memory, "_claims", lambda: iter(of_this_test(files)))
+    monkeypatch.setattr(shared_memory, "available_memory_bytes", lambda: 100 * MIB)
     files.create("p0.prefill-kv", 60 * MIB)
     said = r"'d0.decode-kv' asks for 60 MiB of memory; 100 MiB are available, 60 MiB of them for 1 pools"
     with pytest.raises(InfeasibleError, match=said):
@@ -206,8 +206,8 @@ def test_pools_that_do_not_fit_together_are_refused_in_words(
 
 
 def test_what_a_pool_has_taken_is_counted_once(files: PoolFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_memory, "_claims", lambda: iter(of_this_test(files)))
-    monkeypatch.setattr(ray_memory, "available_memory_bytes", lambda: 100 * MIB)
+    monkeypatch.setattr(shared_memory, "_claims", lambda: iter(of_this_test(files)))
+    monkeypatch.setattr(shared_memory, "available_memory_bytes", lambda: 100 * MIB)
     path = files.create("p0.prefill-kv", 60 * MIB)
     pool_memory(60 * MIB, path).fill_(1)
     files.create("d0.decode-kv", 60 * MIB)  # 40 + 60 MiB were available, and 60 are taken
@@ -216,8 +216,8 @@ def test_what_a_pool_has_taken_is_counted_once(files: PoolFiles, monkeypatch: py
 def test_a_pool_that_is_gone_is_not_claimed_any_more(
     files: PoolFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_memory, "_claims", lambda: iter(of_this_test(files)))
-    monkeypatch.setattr(ray_memory, "available_memory_bytes", lambda: 100 * MIB)
+    monkeypatch.setattr(shared_memory, "_claims", lambda: iter(of_this_test(files)))
+    monkeypatch.setattr(shared_memory, "available_memory_bytes", lambda: 100 * MIB)
     for _ in range(3):
         files.remove(files.create("p0.prefill-kv", 60 * MIB))
 
@@ -231,11 +231,11 @@ def test_a_pool_is_bound_by_no_file_system_and_cannot_be_cut_short(
     files: PoolFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The end of a file that is cut short, or finds no room, would end whoever touches it by a signal."""
-    monkeypatch.setattr(ray_memory, "available_memory_bytes", lambda: 1 << 62)
-    path = files.create("e0.encode-kv", 2 * shutil.disk_usage(ray_memory._MEMORY_FOLDER).total)
-    before = shutil.disk_usage(ray_memory._MEMORY_FOLDER).used
+    monkeypatch.setattr(shared_memory, "available_memory_bytes", lambda: 1 << 62)
+    path = files.create("e0.encode-kv", 2 * shutil.disk_usage(shared_memory._MEMORY_FOLDER).total)
+    before = shutil.disk_usage(shared_memory._MEMORY_FOLDER).used
     pool_memory(8 * MIB, path).fill_(1)
-    assert shutil.disk_usage(ray_memory._MEMORY_FOLDER).used - before < MIB
+    assert shutil.disk_usage(shared_memory._MEMORY_FOLDER).used - before < MIB
     descriptor = open_pool(path)
     assert descriptor is not None
     with pytest.raises(PermissionError):
@@ -255,7 +255,7 @@ def test_a_name_whose_number_another_file_has_by_now_is_no_pool(files: PoolFiles
 def test_weights_that_do_not_fit_in_memory_lie_on_the_disk_with_a_warning(
     files: PoolFiles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ray_memory, "_MEMORY_FOLDER", tmp_path / "none")
+    monkeypatch.setattr(shared_memory, "_MEMORY_FOLDER", tmp_path / "none")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     path = files.shared("weights", 3 * MIB, Path.touch)
     assert path.parent.parent == tmp_path

@@ -1,7 +1,7 @@
-"""Moves data between worker processes: offers and receipts are actor calls, bulk data bypasses them.
+"""Moves data between worker processes: offers and receipts are messages, bulk data bypasses them.
 
 Workers of one machine map each other's pools. To other machines, offered data travels in the message,
-through Ray's object store.
+over the link between them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, Literal
 import torch
 
 from epd.transfer.connectors import EncoderConnector, KVConnector, Offer, Receipt
-from serve_app.ray.memory import PoolFiles, open_pool
-from serve_app.ray.packing import Packed, pack, unpack
+from serve_app.network.memory import PoolFiles, open_pool
+from serve_app.network.packing import Packed, pack, unpack
 from stages.connectors.mailbox import MailboxConnector, Message
 from stages.encode.encoder_pool import EncoderPool, EncoderPoolShape
 from stages.engine.kv_pool import KVPools, KVPoolsShape
@@ -49,7 +49,7 @@ class Envelope:
     packed: Packed | None = None
 
 
-class RayTransport:
+class ProcessTransport:
     """Holds the ends of one worker. Only `deliver` may be called from other threads.
 
     post: passes an envelope to a worker by name, without waiting
@@ -63,7 +63,7 @@ class RayTransport:
         self._post = post
         self._can_map = can_map
         self._files = files
-        self._ends: dict[tuple[str, Kind], RayConnector] = {}
+        self._ends: dict[tuple[str, Kind], ProcessConnector] = {}
 
     def embeddings(self, name: str, shape: EncoderPoolShape) -> tuple[EncoderPool, EncoderConnector]:
         end = self._open(name, "embeddings", shape)
@@ -94,15 +94,15 @@ class RayTransport:
         if end is not None:
             end.mail.append(envelope)
 
-    def _open(self, name: str, kind: Kind, shape: AnyShape) -> RayConnector:
+    def _open(self, name: str, kind: Kind, shape: AnyShape) -> ProcessConnector:
         path = self._files.create(f"{name}-{kind}", shape.num_bytes)
-        end = RayConnector(name, kind, shape, path, self._post, self._can_map)
+        end = ProcessConnector(name, kind, shape, path, self._post, self._can_map)
         self._ends[name, kind] = end
         return end
 
 
-class RayConnector(MailboxConnector[Any, Any]):
-    """Connects one end of a worker. Created by `RayTransport`."""
+class ProcessConnector(MailboxConnector[Any, Any]):
+    """Connects one end of a worker. Created by `ProcessTransport`."""
 
     def __init__(
         self,

@@ -11,8 +11,8 @@ import pytest
 from ray.exceptions import ActorUnavailableError
 
 from epd.transfer.message_channel import OutgoingChannel
-from serve_app.ray import peer_links
-from serve_app.ray.peer_links import Delivery, PeerLinks
+from serve_app.network import peer_links
+from serve_app.network.peer_links import Delivery, PeerLinks
 
 LIMIT_S = 20.0
 

@@ -1,0 +1,337 @@
+"""Links two processes: messages in order over TCP, authenticated by a key that both have.
+
+    server:  nonce                                       client:  nonce, proof of the key
+    server:  proof of the key                            then messages, either way
+
+    message:  size of the rest, number of buffers, size of the pickle, sizes of buffers | pickle | buffers
+
+Arrays travel beside the pickle and are read into memory of their own: a received array is writable, and no
+part of it is copied after it has left the socket. Nothing is unpickled before the key is proven.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import pickle
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from epd.errors import UnavailableError
+
+logger = logging.getLogger(__name__)
+
+_NONCE_BYTES = 32
+_PROOF_BYTES = hashlib.sha256().digest_size
+_PREFIX = struct.Struct(">QII")  # bytes of the body, buffers in it, bytes of the pickle
+_ALIGNMENT = 16  # of buffers within a body
+_READ_BYTES = 1 << 16
+# Of one message. Frames of a group are some tens of MB; a larger claim is an error of the peer.
+MAX_MESSAGE_BYTES = 1 << 30
+_HANDSHAKE_S = 5.0
+_MAX_STRANGERS = 64  # connections to one listener that have not proven the key
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A TCP address that other members reach a process at."""
+
+    host: str
+    port: int
+
+
+class LinkClosedError(UnavailableError):
+    """Raised for calls over a link that has ended: whether they were handled is unknown."""
+
+
+class Link(asyncio.BufferedProtocol):
+    """One end of a link. Used from one event loop.
+
+    on_message: called with each message, in order
+    on_close: called once, with the reason, when an open link ends
+    """
+
+    def __init__(
+        self,
+        key: bytes,
+        *,
+        is_server: bool,
+        on_open: Callable[[], None],
+        on_refused: Callable[[str], None] = lambda _reason: None,
+    ) -> None:
+        """Starts before the handshake. on_refused: called with the reason if that fails."""
+        self.on_message: Callable[[Any], None] = lambda _message: None
+        self.on_close: Callable[[str], None] = lambda _reason: None
+        self.is_open = False
+        self._key = key
+        self._is_server = is_server
+        self._on_open = on_open
+        self._on_refused = on_refused
+        self._nonce = b""
+        self._transport: asyncio.Transport | None = None
+        self._reason = ""
+        # Small messages are read several at a time into one buffer, a large one into memory of its own.
+        self._buffer = memoryview(bytearray(_READ_BYTES))
+        self._num_read = 0
+        self._prefix: tuple[int, int, int] | None = None
+        self._body: memoryview | None = None
+        self._num_in_body = 0
+
+    # Sending
+
+    def send(self, message: Any) -> None:
+        """Sends a message without waiting. Does nothing once the link has ended."""
+        if self._transport is None or not self.is_open:
+            return
+        buffers: list[pickle.PickleBuffer] = []
+        pickled = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
+        views = [buffer.raw() for buffer in buffers]
+        sizes = struct.pack(f">{len(views)}Q", *(view.nbytes for view in views))
+        parts: list[bytes | memoryview] = [sizes, pickled]
+        num_bytes = len(sizes) + len(pickled)
+        for view in views:
+            padding = -num_bytes % _ALIGNMENT
+            parts += [bytes(padding), view]
+            num_bytes += padding + view.nbytes
+        if num_bytes > MAX_MESSAGE_BYTES:
+            raise ValueError(f"a message of {num_bytes} bytes, at most {MAX_MESSAGE_BYTES} can be sent")
+        self._transport.writelines([_PREFIX.pack(num_bytes, len(views), len(pickled)), *parts])
+
+    def close(self, reason: str = "closed here") -> None:
+        """Ends the link, and sends what was given to `send` before."""
+        self._reason = self._reason or reason
+        if self._transport is not None:
+            self._transport.close()
+
+    # The protocol of asyncio
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        with suppress(OSError):
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._is_server:
+            self._nonce = secrets.token_bytes(_NONCE_BYTES)
+            transport.write(self._nonce)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        was_open, self.is_open = self.is_open, False
+        reason = self._reason or (str(exc) if exc else "its process has ended")
+        if was_open:
+            self.on_close(reason)
+        else:
+            self._on_refused(reason)
+
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - the protocol's
+        if self._body is not None:
+            return self._body[self._num_in_body :]
+        return self._buffer[self._num_read :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        try:
+            if self._body is not None:
+                self._num_in_body += nbytes
+                if self._num_in_body == len(self._body):
+                    self._take_body()
+            else:
+                self._num_read += nbytes
+                self._read_buffered()
+        except Exception as error:
+            logger.exception("a link ends")
+            self._fail(f"{type(error).__name__} while reading")
+
+    def _fail(self, reason: str) -> None:
+        self._reason = reason
+        if self._transport is not None:
+            self._transport.abort()
+
+    # Receiving
+
+    def _read_buffered(self) -> None:
+        start = 0
+        while self._body is None:
+            taken = self._read_one(self._buffer[start : self._num_read])
+            if not taken:
+                break
+            start += taken
+        left = 0 if self._body is not None else self._num_read - start
+        if left and start:
+            self._buffer[:left] = bytes(self._buffer[start : self._num_read])
+        self._num_read = left
+
+    def _read_one(self, data: memoryview) -> int:
+        """Reads one piece of what has come. Returns the bytes taken; 0 if more must come first."""
+        if not self.is_open:
+            return self._shake_hands(data)
+        if len(data) < _PREFIX.size:
+            return 0
+        num_bytes, num_buffers, num_pickled = _PREFIX.unpack_from(data)
+        if num_bytes > MAX_MESSAGE_BYTES or 8 * num_buffers + num_pickled > num_bytes:
+            self._fail(f"a message of {num_bytes} bytes was announced")
+            return 0
+        self._prefix = num_bytes, num_buffers, num_pickled
+        body = data[_PREFIX.size : _PREFIX.size + num_bytes]
+        if len(body) == num_bytes and not num_buffers:
+            self._pass_on(pickle.loads(body))
+            return _PREFIX.size + len(body)
+        if not num_buffers and _PREFIX.size + num_bytes <= len(self._buffer):
+            return 0
+        self._body = np.empty(num_bytes, np.uint8).data
+        self._body[: len(body)] = body
+        self._num_in_body = len(body)
+        if len(body) == num_bytes:
+            self._take_body()
+        return _PREFIX.size + len(body)
+
+    def _take_body(self) -> None:
+        """Passes on a message that has been read into memory of its own."""
+        assert self._prefix is not None
+        assert self._body is not None
+        (_, num_buffers, num_pickled), body = self._prefix, self._body
+        self._body, self._prefix = None, None
+        sizes = struct.unpack_from(f">{num_buffers}Q", body)
+        stop = 8 * num_buffers + num_pickled
+        pickled, buffers = body[8 * num_buffers : stop], list[memoryview]()
+        for size in sizes:
+            start = stop + -stop % _ALIGNMENT
+            stop = start + size
+            buffers.append(body[start:stop])
+        self._pass_on(pickle.loads(pickled, buffers=buffers))
+
+    def _pass_on(self, message: Any) -> None:
+        try:
+            self.on_message(message)
+        except Exception:  # a bug in a handler; the next message is about something else
+            logger.exception("a message was not handled: %s", type(message).__name__)
+
+    # The handshake
+
+    def _shake_hands(self, data: memoryview) -> int:
+        return self._check_client(data) if self._is_server else self._check_server(data)
+
+    def _check_client(self, data: memoryview) -> int:
+        size = _NONCE_BYTES + _PROOF_BYTES
+        if len(data) < size:
+            return 0
+        nonce, proof = bytes(data[:_NONCE_BYTES]), bytes(data[_NONCE_BYTES:size])
+        if not hmac.compare_digest(proof, self._proof(b"client", self._nonce + nonce)):
+            self._fail("a client without the key")
+            return 0
+        assert self._transport is not None
+        self._transport.write(self._proof(b"server", self._nonce + nonce))
+        self._open()
+        return size
+
+    def _check_server(self, data: memoryview) -> int:
+        assert self._transport is not None
+        if not self._nonce:
+            if len(data) < _NONCE_BYTES:
+                return 0
+            mine = secrets.token_bytes(_NONCE_BYTES)
+            self._nonce = bytes(data[:_NONCE_BYTES]) + mine
+            self._transport.write(mine + self._proof(b"client", self._nonce))
+            return _NONCE_BYTES
+        if len(data) < _PROOF_BYTES:
+            return 0
+        if not hmac.compare_digest(bytes(data[:_PROOF_BYTES]), self._proof(b"server", self._nonce)):
+            self._fail("a server without the key")
+            return 0
+        self._open()
+        return _PROOF_BYTES
+
+    def _proof(self, side: bytes, nonces: bytes) -> bytes:
+        return hmac.digest(self._key, side + nonces, "sha256")
+
+    def _open(self) -> None:
+        self.is_open = True
+        self._on_open()
+
+
+async def connect(address: Address, key: bytes) -> Link:
+    """Connects to a listener. Raises LinkClosedError if none answers there that has the key."""
+    loop = asyncio.get_running_loop()
+    opened: asyncio.Future[None] = loop.create_future()
+
+    def settle(error: Exception | None) -> None:
+        if not opened.done():
+            opened.set_result(None) if error is None else opened.set_exception(error)
+
+    link = Link(
+        key,
+        is_server=False,
+        on_open=lambda: settle(None),
+        on_refused=lambda reason: settle(ConnectionError(reason)),
+    )
+    try:
+        async with asyncio.timeout(_HANDSHAKE_S):
+            await loop.create_connection(lambda: link, address.host, address.port)
+            await opened
+    except (OSError, TimeoutError) as error:
+        link.close()
+        raise LinkClosedError(f"no member answers at {address.host}:{address.port}: {error}") from error
+    return link
+
+
+class Listener:
+    """Accepts links at an address of this machine. Created by `listen`."""
+
+    def __init__(self, key: bytes, on_link: Callable[[Link], None]) -> None:
+        self._key = key
+        self._on_link = on_link
+        self._server: asyncio.Server | None = None
+        self._strangers: set[Link] = set()
+        self._links: set[Link] = set()
+        self.address = Address("", 0)
+
+    async def start(self, host: str) -> None:
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(self._new_link, host, 0)
+        port = self._server.sockets[0].getsockname()[1]
+        self.address = Address(host, port)
+
+    def _new_link(self) -> Link:
+        if len(self._strangers) >= _MAX_STRANGERS:
+            next(iter(self._strangers)).close()
+        link = Link(self._key, is_server=True, on_open=lambda: self._accept(link))
+        self._strangers.add(link)
+        asyncio.get_running_loop().call_later(_HANDSHAKE_S, self._forget_stranger, link)
+        return link
+
+    def _forget_stranger(self, link: Link) -> None:
+        if link in self._strangers:
+            self._strangers.discard(link)
+            link.close("it has not proven the key")
+
+    def _accept(self, link: Link) -> None:
+        self._strangers.discard(link)
+        self._links.add(link)
+        self._on_link(link)
+
+    @property
+    def links(self) -> Sequence[Link]:
+        """Returns the links that are open."""
+        self._links = {link for link in self._links if link.is_open}
+        return tuple(self._links)
+
+    async def close(self) -> None:
+        """Ends the listener and its links."""
+        for link in (*self._links, *self._strangers):
+            link.close()
+        if self._server is not None:
+            self._server.close()
+
+
+async def listen(host: str, key: bytes, on_link: Callable[[Link], None]) -> Listener:
+    """Listens at a free port of an address of this machine. on_link: gets each link that has the key."""
+    listener = Listener(key, on_link)
+    await listener.start(host)
+    return listener
