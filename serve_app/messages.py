@@ -5,12 +5,12 @@
 
 Bulk data, uint8 frames, travels beside a message as a NumPy array or as a fleet's handle to one.
 Workers know a request by a separate id for each attempt, so that late results of an abandoned attempt can be
-recognised.
+recognised. The id begins with the request's owner: several orchestrators may share the workers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -33,6 +33,16 @@ ReplyT = TypeVar("ReplyT")
 def endpoint(worker: str, stage: Stage) -> str:
     """Returns the name of a worker's end of a transport: each of its roles has its own."""
     return f"{worker}.{stage}"
+
+
+def attempt_id(owner: str, request_id: str, number: int) -> str:
+    """Returns the id by which workers know an attempt. owner: the orchestrator's, without "/"."""
+    return f"{owner}/{request_id}#{number}"
+
+
+def owner_of(attempt_id: str) -> str:
+    """Returns the owner of an attempt, from its id or from one that begins with it, such as a stream's."""
+    return attempt_id.partition("/")[0]
 
 
 class Message(Generic[ReplyT]):
@@ -165,6 +175,13 @@ class Abort(Message[None]):
     """Drops requests in any state. Unknown ids are ignored."""
 
     request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DropOwner(Message[None]):
+    """Drops all requests of an owner that is gone. Groups that other requests want are granted again."""
+
+    owner: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,3 +376,24 @@ class WorkerReport:
     events: tuple[WorkerEvent, ...] = ()
     outputs: tuple[TokenOutput, ...] = ()
     load: WorkerLoad = field(default_factory=WorkerLoad)
+
+
+def by_owner(report: WorkerReport, owners: Collection[str]) -> dict[str, WorkerReport]:
+    """Splits a report into one for each owner: its own events and tokens, and the load.
+
+    `GroupsArrived` goes to each, as any may have sent the group. What belongs to others is dropped.
+    owners: those that follow the worker; one without events gets just the load
+    """
+    events: dict[str, list[WorkerEvent]] = {owner: [] for owner in owners}
+    outputs: dict[str, list[TokenOutput]] = {owner: [] for owner in owners}
+    for event in report.events:
+        to = owners if isinstance(event, GroupsArrived) else {owner_of(event.request_id)}
+        for owner in events.keys() & to:
+            events[owner].append(event)
+    for output in report.outputs:
+        owner = owner_of(output.request_id)
+        if owner in outputs:
+            outputs[owner].append(output)
+    return {
+        owner: replace(report, events=tuple(events[owner]), outputs=tuple(outputs[owner])) for owner in owners
+    }

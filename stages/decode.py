@@ -85,6 +85,11 @@ class DecodeStage:
         """Lists the requests that have room and have not arrived."""
         return tuple(self._arriving)
 
+    @property
+    def request_ids(self) -> set[str]:
+        """Lists the requests that are not over: arriving, decoding, or being moved."""
+        return {*self.engine.request_ids, *self._arriving, *self._paused, *self._lost}
+
     def abort(self, request_id: str) -> None:
         """Forgets a request, arriving, decoding or being moved. Unknown ids are ignored."""
         self.reception.cancel(request_id)

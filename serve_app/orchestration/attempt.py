@@ -11,6 +11,7 @@ from epd.control.placement import Placement
 from epd.control.routing import Router
 from epd.errors import EPDError
 from epd.types import RequestStatus
+from serve_app.messages import attempt_id
 from serve_app.orchestration.live_answer import LiveAnswer
 
 
@@ -39,8 +40,9 @@ class Attempt:
     at_risk_until: tokens after which it is no longer at risk; see `epd.control.loss_policy`
     """
 
-    def __init__(self, number: int, answer: LiveAnswer, router: Router) -> None:
-        self.id = f"{answer.request.request_id}#{number}"
+    def __init__(self, number: int, answer: LiveAnswer, router: Router, owner: str = "") -> None:
+        """Starts without workers. number: unique to its owner. owner: the orchestrator's id."""
+        self.id = attempt_id(owner, answer.request.request_id, number)
         self.answer = answer
         self.placement = Placement(router, len(answer.plan.prompt))
         self.is_placed = False

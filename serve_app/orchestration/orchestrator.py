@@ -99,8 +99,15 @@ class Orchestrator:
     """Implements AnswerService. Used from one event loop, which it never blocks."""
 
     def __init__(
-        self, fleet: Fleet, planner: RequestPlanner, config: OrchestratorConfig | None = None
+        self,
+        fleet: Fleet,
+        planner: RequestPlanner,
+        config: OrchestratorConfig | None = None,
+        owner: str = "",
     ) -> None:
+        """Starts without requests. owner: unique among those that share the workers, without "/"."""
+        assert "/" not in owner
+        self.owner = owner
         self.config = config or OrchestratorConfig()
         self.router = Router()
         self.queue = AdmissionQueue(self.config.max_waiting)
@@ -244,7 +251,7 @@ class Orchestrator:
         try:
             is_new = True
             while answer.num_losses < self.config.max_attempts:
-                attempt = Attempt(next(self._numbers), answer, self.router)
+                attempt = Attempt(next(self._numbers), answer, self.router, self.owner)
                 self._losses.begin(attempt)
                 num_losses = answer.num_losses
                 ending = await self._try(attempt, deadline_s, is_new=is_new)

@@ -19,6 +19,7 @@ from serve_app.messages import (
     SpanDone,
     WorkerLoad,
     endpoint,
+    owner_of,
 )
 from serve_app.service import StageSpan
 from serve_app.worker.media_feed import MediaFeeds, group_end
@@ -179,6 +180,10 @@ class PrefillRole:
             self._prompts.pop(request_id, None)
             self.feeds.close(request_id, news)
             self.stage.abort(request_id)
+
+    def drop_owner(self, owner: str, news: ReportBuffer) -> None:
+        ids = self.stage.request_ids | self._prompts.keys()
+        self.abort(sorted(each for each in ids if owner_of(each) == owner), news)
 
     def drop_peer(self, worker: str) -> tuple[str, ...]:
         """Returns the requests in transit to a lost decode worker: redirect or abort them."""

@@ -20,6 +20,7 @@ from serve_app.messages import (
     Abort,
     AskRemaining,
     CancelTickets,
+    DropOwner,
     EncodeGroup,
     Message,
     Move,
@@ -92,6 +93,9 @@ class WorkerCore:
             case Abort():
                 for role in self.hosted.values():
                     role.abort(message.request_ids, self._news)
+            case DropOwner():
+                for role in self.hosted.values():
+                    role.drop_owner(message.owner, self._news)
             case PeerLost():
                 return tuple(lost for role in self.hosted.values() for lost in role.drop_peer(message.name))
             case _:

@@ -25,6 +25,7 @@ from serve_app.messages import (
     WorkerEvent,
     WorkerLoad,
     endpoint,
+    owner_of,
 )
 from serve_app.service import StageSpan
 from stages.decode import DecodeStage
@@ -55,6 +56,10 @@ class Role(Protocol):
 
     def abort(self, request_ids: Sequence[str], news: ReportBuffer) -> None:
         """Drops requests. Unknown ids are ignored."""
+        ...
+
+    def drop_owner(self, owner: str, news: ReportBuffer) -> None:
+        """Drops all requests of an owner: see `serve_app.messages.DropOwner`."""
         ...
 
     def drop_peer(self, worker: str) -> tuple[str, ...]:
@@ -117,7 +122,8 @@ class EncodeRole:
         if frames is None and not self.stage.cache.is_ready(message.ticket.key):
             return False
         job = _Job(message, self._clock())
-        self.stage.submit(EncodeJob(message.ticket, message.group.plan, lambda: self._begin(job, frames)))
+        plan, request_id = message.group.plan, message.request_id
+        self.stage.submit(EncodeJob(message.ticket, plan, lambda: self._begin(job, frames), request_id))
         return True
 
     def _begin(self, job: _Job, frames: UInt8Array | None) -> Tensor:
@@ -167,6 +173,10 @@ class EncodeRole:
 
     def abort(self, request_ids: Sequence[str], news: ReportBuffer) -> None:
         """Does nothing: the receiver reports which tickets are no longer needed."""
+
+    def drop_owner(self, owner: str, news: ReportBuffer) -> None:  # noqa: ARG002 - has nothing to report
+        """Drops its groups that are not encoded; the receiver answers for those that are."""
+        self.stage.cancel_requests(lambda request_id: owner_of(request_id) == owner)
 
     def drop_peer(self, worker: str) -> tuple[str, ...]:
         self.stage.drop_receiver(endpoint(worker, "prefill"))
@@ -236,6 +246,9 @@ class DecodeRole:
     def abort(self, request_ids: Sequence[str], news: ReportBuffer) -> None:  # noqa: ARG002 - has nothing to report
         for request_id in request_ids:
             self.stage.abort(request_id)
+
+    def drop_owner(self, owner: str, news: ReportBuffer) -> None:
+        self.abort([each for each in self.stage.request_ids if owner_of(each) == owner], news)
 
     def drop_peer(self, worker: str) -> tuple[str, ...]:
         self.stage.drop_receiver(endpoint(worker, "decode"))

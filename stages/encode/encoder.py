@@ -31,11 +31,13 @@ class EncodeJob:
 
     plan: of the group alone.
     frames: gives uint8 [N, h, w, 3] of planned size; called only if the group has to be encoded.
+    request_id: of the request that it is for.
     """
 
     ticket: Ticket
     plan: MediaPlan
     frames: Callable[[], Tensor]
+    request_id: str = ""
 
     @property
     def num_patches(self) -> int:
@@ -95,6 +97,10 @@ class EncodeStage:
     def cancel(self, transfer_id: str) -> None:
         """Forgets a job that has not been encoded yet; anything else is ended by the receiver's receipt."""
         self._waiting = [job for job in self._waiting if job.ticket.transfer_id != transfer_id]
+
+    def cancel_requests(self, is_over: Callable[[str], bool]) -> None:
+        """Forgets the jobs of requests that are over, as `cancel` does. is_over: asked with each's id."""
+        self._waiting = [job for job in self._waiting if not is_over(job.request_id)]
 
     def drop_receiver(self, receiver: str) -> None:
         """Forgets all jobs and offers for a receiver that is gone; what is encoded stays cached."""

@@ -81,12 +81,12 @@ class Fault:
 def is_poisoned(message: Any) -> bool:
     """Tickets are of no one request: all of them count."""
     if isinstance(message, Prefill):
-        return message.request.request_id.startswith(POISON)
+        return message.request.request_id.startswith(f"/{POISON}")
     if isinstance(message, Abort):
-        return any(each.startswith(POISON) for each in message.request_ids)
+        return any(each.startswith(f"/{POISON}") for each in message.request_ids)
     if isinstance(message, ReadFrames | CloseStream):
-        return message.stream_id.startswith(POISON)
-    return isinstance(message, (*RECOVERY, CancelTickets)) or message.request_id.startswith(POISON)
+        return message.stream_id.startswith(f"/{POISON}")
+    return isinstance(message, (*RECOVERY, CancelTickets)) or message.request_id.startswith(f"/{POISON}")
 
 
 @pytest.fixture
@@ -193,7 +193,7 @@ def test_cleaning_up_that_raises_is_done_all_the_same(
                 asking = asyncio.create_task(
                     ask_poison(deployment, new_medium(tmp_path, number, CloseStream))
                 )
-                while not any(each.startswith(POISON) for each in deployment.service.attempts):
+                while not any(each.startswith(f"/{POISON}") for each in deployment.service.attempts):
                     await asyncio.sleep(0.001)
                 await asyncio.sleep(0.03)
                 asking.cancel()

@@ -53,7 +53,7 @@ def deadly(deployment: Deployment, kind: type[Message[Any]]) -> Iterator[None]:
     send, fetch = fleet.send, fleet.fetch
 
     def kill(target: str, message: Message[Any]) -> None:
-        if isinstance(message, kind) and request_id_of(message).startswith(POISON):
+        if isinstance(message, kind) and request_id_of(message).startswith(f"/{POISON}"):
             asyncio.get_running_loop().call_soon(fleet.kill, target)
 
     async def deadly_send(stage: Stage, target: str, message: Message[Any], bulk: Any = None) -> Any:

@@ -2,171 +2,30 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
-from epd.kv.scheduling import SchedulerConfig
-from epd.topology import Stage
-from epd.transfer.connectors import KVTicket
-from epd.transfer.reception import Grant
-from epd.types import UInt8Array
-from serve_app.local.fleet import LocalTransport
 from serve_app.messages import (
     Abort,
-    DecodeOrder,
     EncodeGroup,
     GroupFailed,
     GroupsArrived,
     HandedOver,
-    Message,
     PeerLost,
     Prefill,
-    ReadFrames,
     Redirect,
     Reissue,
     RequestFailed,
-    Reserve,
     SetRoles,
     SpanDone,
     WorkerEvent,
-    endpoint,
 )
-from serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
-from serve_app.worker.frame_reader import FrameReader
-from serve_app.worker.worker_core import WorkerCore
-from serve_app.worker.worker_stages import WorkerSettings
-from stages.engine.generation import TokenOutput
-from tests.serve_app.deployments import MAX_TOKENS, Question, num_held, workers_of
+from tests.serve_app.deployments import MAX_TOKENS, Question
+from tests.serve_app.worker.bench import Bench
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
-
-
-@dataclass
-class Bench:
-    """Workers on one thread. Everything said to and by them goes through pickle, as between processes."""
-
-    path: Path
-    topology: str
-    settings: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        base = WorkerSettings(
-            self.path,
-            num_kv_tokens=4096,
-            num_embeddings=2048,
-            scheduler=SchedulerConfig(max_chunk_tokens=32),
-        )
-        self.worker_settings = replace(base, **self.settings)
-        self.transport = LocalTransport()
-        self.planner = RequestPlanner(self.path, "tiny", group_tokens=8)
-        self.reader = FrameReader()
-        roles = workers_of(self.topology)
-        del roles["v0"]
-        self.cores = {name: self.new(name, each) for name, each in roles.items()}
-        self.events: list[tuple[str, WorkerEvent]] = []
-        self.outputs: dict[str, dict[int, TokenOutput]] = {}
-
-    def new(self, name: str, roles: frozenset[Stage]) -> WorkerCore:
-        return WorkerCore(name, roles, self.worker_settings, self.transport)
-
-    def lose(self, name: str) -> None:
-        """The worker is gone; nobody is told yet."""
-        del self.cores[name]
-        for stage in ("encode", "prefill", "decode"):
-            self.transport.close(f"{name}.{stage}")
-
-    def plan(self, question: Question) -> AnswerPlan:
-        return self.planner.plan(question.request())
-
-    def tell(self, worker: str, message: Message[Any], frames: UInt8Array | None = None) -> Any:
-        reply = self.cores[worker].handle(pickle.loads(pickle.dumps(message)), frames)
-        return pickle.loads(pickle.dumps(reply))
-
-    def reserve(
-        self, request_id: str, plan: AnswerPlan, sender: str = "p0", worker: str = "d0"
-    ) -> KVTicket | None:
-        message = Reserve(request_id, endpoint(sender, "prefill"), plan.identity, plan.sampling)
-        ticket: KVTicket | None = self.tell(worker, message)
-        return ticket
-
-    def submit(self, request_id: str, plan: AnswerPlan, worker: str = "p0") -> bool:
-        is_merged = "decode" in self.cores[worker].roles
-        ticket = None if is_merged else self.reserve(request_id, plan, worker)
-        message = Prefill(plan.generate_request(request_id), plan.groups, ticket)
-        taken: bool = self.tell(worker, message)
-        return taken
-
-    def encode(self, question: Question, plan: AnswerPlan, granted: Grant, worker: str) -> bool:
-        """Hands a granted group to an encoder, with its frames."""
-        group = plan.groups[granted.group]
-        frames = plan.image_of(granted.group)
-        if frames is None:
-            stream_id = f"{granted.request_id} {group.item}"
-            whole = plan.media[group.item].plan
-            sizes = tuple(each.num_frames for each in plan.groups if each.item == group.item)
-            order = DecodeOrder(question.media[group.item], whole.times_s, sizes, whole.size)
-            _, frames = self.reader.handle(ReadFrames(stream_id, group.index, order))
-        message = EncodeGroup(granted.request_id, granted.ticket, group)
-        taken: bool = self.tell(worker, message, frames)
-        return taken
-
-    def step(self, num_steps: int = 1) -> list[tuple[str, WorkerEvent]]:
-        """All workers, so many times; returns the new events."""
-        num_before = len(self.events)
-        for _ in range(num_steps):
-            for name, core in self.cores.items():
-                core.step()
-                core.check_integrity()
-                report = core.take_report()
-                if report is not None:
-                    report = pickle.loads(pickle.dumps(report))
-                    self.events += [(name, event) for event in report.events]
-                    for output in report.outputs:
-                        self.outputs.setdefault(output.request_id, {})[output.index] = output
-        return self.events[num_before:]
-
-    def granted(self, events: Iterable[tuple[str, WorkerEvent]]) -> list[Grant]:
-        return [event for _, event in events if isinstance(event, Grant)]
-
-    def finish(self, questions: dict[str, tuple[Question, AnswerPlan]], encoder: str = "e0") -> None:
-        """Serves every grant until all answers have ended."""
-        for _ in range(600):
-            for granted in self.granted(self.step()):
-                assert self.encode(*questions[granted.request_id], granted, encoder)
-            if all(self.is_over(name) for name in questions):
-                return
-        raise AssertionError("the answers did not come to an end")
-
-    def is_over(self, request_id: str) -> bool:
-        outputs = self.outputs.get(request_id, {})
-        return any(output.finish_reason for output in outputs.values())
-
-    def tokens(self, request_id: str) -> list[int]:
-        outputs = self.outputs[request_id]
-        assert sorted(outputs) == list(range(len(outputs)))
-        return [outputs[index].token.token_id for index in sorted(outputs)]
-
-    def settle(self) -> None:
-        self.step(4)
-        for core in self.cores.values():
-            assert not core.has_work()
-            assert not core.load().kv_usage
-            assert num_held(core) == 0
-
-
-@pytest.fixture
-def bench(checkpoints: dict[str, Path]) -> Bench:
-    return Bench(checkpoints["qwen2_5_vl"], "2e1p2d")
-
-
-@pytest.fixture
-def question(media: dict[str, Path]) -> Question:
-    return Question((media["video"], media["image"]))
 
 
 def kinds(events: Iterable[tuple[str, WorkerEvent]]) -> list[type]:
