@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from encoders import MediaPlan
 from encoders.groups import MediaGroup
 from epd.control.elasticity import StageSample
 from epd.errors import EPDError
@@ -23,9 +24,9 @@ from epd.sampling_params import SamplingParams
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket, Ticket
 from epd.transfer.reception import Grant
-from serve_app.service import StageSpan
+from serve_app.service import MediaReference, StageSpan
 from stages.engine.generation import GenerateRequest, TokenOutput
-from video import FileIdentity
+from video import FileIdentity, MediaFacts
 
 ReplyT = TypeVar("ReplyT")
 
@@ -51,7 +52,65 @@ class Message(Generic[ReplyT]):
     __slots__ = ()
 
 
-# To a worker that decodes video
+# To a media worker
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedItem:
+    """What a media worker found out about a medium. mm_hash: `epd.types.content_hash` of its bytes."""
+
+    facts: MediaFacts
+    mm_hash: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchMedia(Message[tuple[FetchedItem, ...]]):
+    """Asks for the media of a request to be fetched, checked and kept until `ReleaseMedia`.
+
+    hold: a new id, unique among all holds of the fleet, by which the media are named afterwards
+    """
+
+    hold: str
+    references: tuple[MediaReference, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldItem:
+    """Names a medium that a media worker keeps. item: its number among the references of the hold."""
+
+    hold: str
+    item: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanImages(Message[tuple[MediaPlan, ...]]):
+    """Asks for images to be decoded, resized to their planned sizes and kept with their hold.
+
+    items: numbers of the images among the references of the hold
+    """
+
+    hold: str
+    items: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadImage(Message[int]):
+    """Asks for units [start, stop) of a planned image, the bulk of the reply: uint8 [N, h, w, 3].
+
+    The reply is the number of frames that show a neighbour, as for `ReadFrames`: 0.
+    """
+
+    source: HeldItem
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseMedia(Message[None]):
+    """Drops a hold with its files, images and streams, or the fetch for it. May come before the fetch."""
+
+    hold: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +124,7 @@ class DecodeOrder:
     identity: of the source, which must not have changed
     """
 
-    source: Path
+    source: Path | HeldItem
     times_s: tuple[float, ...]
     group_sizes: tuple[int, ...]
     size: tuple[int, int]
@@ -355,6 +414,7 @@ class WorkerLoad:
 
     seat_usage: answers it is generating, as a share of the most it can generate at once
     counters: totals since its start, under names as in `ServiceStatus.counters`
+    spooled_bytes, num_downloads: at a media worker, files of requests in flight and downloads in progress
     stages: samples from which its load is estimated, for each of its roles
     """
 
@@ -365,6 +425,8 @@ class WorkerLoad:
     num_role_switches: int = 0
     seat_usage: float | None = None
     counters: Mapping[str, float] = field(default_factory=dict)
+    spooled_bytes: int = 0
+    num_downloads: int = 0
     stages: Mapping[Stage, StageSample] = field(default_factory=dict)
 
 

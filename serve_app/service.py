@@ -30,6 +30,15 @@ StageName = Literal["probe", "decode_video", "preprocess", "encode", "transfer",
 
 
 @dataclass(frozen=True, slots=True)
+class MediaReference:
+    """A medium as a request names it. label: its name in responses, which never show local paths."""
+
+    kind: MediaKind
+    url: str = field(repr=False)
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
 class MediaSource:
     """One image or video of a request: its bytes are in a local file, within the limits, and hashed.
 

@@ -103,7 +103,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "composition.py": ". http orchestration worker",
         "local": ". composition.py http media observability orchestration worker",
         "network": ".",
-        "ray": ". composition.py network worker",
+        "ray": ". composition.py media network worker",
         "app.py": ". ray",
         "ray/server.py": ". app.py http ray",
         "ray/batch_app.py": ". http ray ray/server.py",

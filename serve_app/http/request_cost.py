@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from encoders.prompt.chat import ChatMessage
 from epd.control.request_budget import RequestBudget
 from serve_app.http.chat_request import ChatRequest
-from serve_app.media.media_spool import MediaReference
+from serve_app.service import MediaReference
 
 
 def budget_of(

@@ -32,8 +32,7 @@ from serve_app.http.chat_request import (
     VideoPart,
 )
 from serve_app.http.request_fields import check_other_fields
-from serve_app.media.media_spool import MediaReference
-from serve_app.service import ModelCard
+from serve_app.service import MediaReference, ModelCard
 
 _Part = TextPart | RefusalPart | ImagePart | VideoPart
 

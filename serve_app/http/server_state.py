@@ -30,11 +30,11 @@ from serve_app.http.request_parsing import (
     sampling_params,
     video_sampling,
 )
-from serve_app.media.media_spool import MediaReference, MediaSpool, SpoolLimits
+from serve_app.media.media_spool import MediaSpool, SpoolLimits
 from serve_app.observability.metrics import ServerMetrics
 from serve_app.observability.record import RequestRecord, record_of
 from serve_app.observability.tracing import tracing_of
-from serve_app.service import AnswerItem, AnswerRequest, AnswerService, MediaSource, StageSpan
+from serve_app.service import AnswerItem, AnswerRequest, AnswerService, MediaReference, MediaSource, StageSpan
 from video import FetchPolicy, MediaReader
 
 _RETRY_AFTER_S = 1.0

@@ -37,10 +37,9 @@ from serve_app.http.request_parsing import (
     video_sampling,
 )
 from serve_app.http.responses import CompletionBuilder
-from serve_app.media.media_spool import MediaReference
 from serve_app.observability.record import RequestRecord
 from serve_app.orchestration.token_text import TokenTexts
-from serve_app.service import AnswerEnd, ModelCard, TokenDelta
+from serve_app.service import AnswerEnd, MediaReference, ModelCard, TokenDelta
 from stages.batch.batch import BatchPipeline
 from stages.batch.jobs import BatchAnswer, MediaJob, TextRequest
 

@@ -24,9 +24,9 @@ from epd.topology import ROLE_LETTERS, Stage
 from epd.transfer.connectors import EncoderConnector, KVConnector
 from epd.types import UInt8Array
 from serve_app.fleet import Bulk, FleetBroken, FleetEvent, WorkerBack, WorkerInfo, WorkerLost, WorkerLostError
+from serve_app.media.frame_reader import FrameReader, child_decoder, path_opener
 from serve_app.messages import CloseStream, Message, ReplyT, WorkerReport, endpoint
 from serve_app.task_group import Loops
-from serve_app.worker.frame_reader import ChildOpener, FrameReader
 from serve_app.worker.worker_core import WorkerCore
 from serve_app.worker.worker_stages import WorkerSettings
 from serve_app.worker.worker_thread import Call, Listener, WorkerThread, fault_of
@@ -139,7 +139,7 @@ class LocalFleet:
 
     def _new_reader(self) -> FrameReader:
         children = self._config.children
-        return FrameReader(ChildOpener(children) if children else None)
+        return FrameReader(path_opener(child_decoder(children)) if children else None)
 
     async def start(self) -> None:
         decoders = [name for name, info in self._infos.items() if "video" in info.roles]

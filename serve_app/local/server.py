@@ -20,7 +20,7 @@ from serve_app.composition import create_app, log_requests, worker_settings
 from serve_app.http.address import HttpAddress
 from serve_app.http.socket_guard import GuardedProtocol
 from serve_app.local.fleet import LocalFleet, LocalFleetConfig
-from serve_app.worker.frame_reader import video_child_limits
+from serve_app.media.media_processes import video_child_limits
 from video import MediaChildren
 
 __all__ = ["log_requests", "served_locally"]

@@ -11,7 +11,7 @@ import asyncio
 import secrets
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from epd.types import MediaKind, content_hash
 from serve_app.held_folder import SPOOL_PREFIX, HeldFolder, remove_abandoned
 from serve_app.media.fair_threads import FairThreads
 from serve_app.media.spool_files import ByteBudget, RequestFolder, SpooledFile
-from serve_app.service import MediaSource
+from serve_app.service import MediaReference, MediaSource
 from video import FetchPolicy, FileIdentity
 
 SCHEMES = ("http", "https", "data", "file")
@@ -36,12 +36,29 @@ _REQUEST_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class MediaReference:
-    """A medium as a request names it. label: its name in responses, which never show local paths."""
+class FetchedFile:
+    """A medium as a local file. label: its name in messages. identity: of the file that was checked."""
 
-    kind: MediaKind
-    url: str
+    path: Path
     label: str
+    mm_hash: str
+    facts: video.MediaFacts
+    identity: FileIdentity
+
+    def open(self) -> video.OpenFile:
+        """Opens the exact file that was checked. Raises MediaError."""
+        return video.open_file(self.path, self.label, self.identity)
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedMedia:
+    """Holds the files of one request, in the order of its references, until they are closed."""
+
+    files: tuple[FetchedFile, ...]
+    folder: RequestFolder
+
+    def close(self) -> None:
+        self.folder.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +132,25 @@ class MediaSpool:
 
     @asynccontextmanager
     async def sources(self, references: Sequence[MediaReference]) -> AsyncIterator[tuple[MediaSource, ...]]:
-        """Yields the media of one request as files, in order, until the block is left.
+        """Yields the media of one request as files, in order, until the block is left. Raises as `fetch`."""
+        fetching = self.fetch(references)
+        del references
+        with closing(await fetching) as media:
+            yield tuple(
+                MediaSource(
+                    each.facts.kind,
+                    each.path,
+                    each.mm_hash,
+                    each.identity.num_bytes,
+                    each.facts,
+                    each.label,
+                    each.identity,
+                )
+                for each in media.files
+            )
+
+    async def fetch(self, references: Sequence[MediaReference]) -> FetchedMedia:
+        """Returns the media of one request as files, which the caller closes.
 
         Raises MediaError, RequestError for a URL of an unknown kind, OverloadedError when the spool is full,
         StorageFullError when the disk is.
@@ -125,11 +160,12 @@ class MediaSpool:
         try:
             work = [self._source(one, folder) for one in references]
             del references  # a data: URL holds a whole medium
-            yield await self._all(work)
-        finally:
+            return FetchedMedia(await self._all(work), folder)
+        except BaseException:
             folder.close()
+            raise
 
-    async def _all(self, work: list[Coroutine[None, None, MediaSource]]) -> tuple[MediaSource, ...]:
+    async def _all(self, work: list[Coroutine[None, None, FetchedFile]]) -> tuple[FetchedFile, ...]:
         """Returns the results in order. The first error, or the end of the request, cancels the others."""
         tasks = [asyncio.ensure_future(one) for one in work]
         work.clear()
@@ -145,7 +181,7 @@ class MediaSpool:
             for task in tasks:
                 task.cancel()
 
-    async def _source(self, reference: MediaReference, folder: RequestFolder) -> MediaSource:
+    async def _source(self, reference: MediaReference, folder: RequestFolder) -> FetchedFile:
         scheme = _scheme(reference.url)
         if scheme == "file":  # used in place, without a copy
             return await self._local.run(folder, partial(self._from_file, reference))
@@ -158,7 +194,7 @@ class MediaSpool:
 
     # In threads
 
-    def _from_file(self, reference: MediaReference) -> MediaSource:
+    def _from_file(self, reference: MediaReference) -> FetchedFile:
         policy = self._policy
         try:
             file = video.open_allowed(reference.url, policy.media_folder, policy.max_bytes)
@@ -167,19 +203,19 @@ class MediaSpool:
         with file:
             return self._seen(reference, file, file.path)
 
-    def _from_data(self, reference: MediaReference, folder: RequestFolder) -> MediaSource:
+    def _from_data(self, reference: MediaReference, folder: RequestFolder) -> FetchedFile:
         return self._spooled(
             reference, folder, lambda sink: video.read_data_uri(reference.url, self._policy.max_bytes, sink)
         )
 
     def _from_web(
         self, reference: MediaReference, folder: RequestFolder, download: video.Download
-    ) -> MediaSource:
+    ) -> FetchedFile:
         return self._spooled(reference, folder, lambda sink: download.run(reference.url, sink))
 
     def _spooled(
         self, reference: MediaReference, folder: RequestFolder, fetch: Callable[[SpooledFile], None]
-    ) -> MediaSource:
+    ) -> FetchedFile:
         with folder.new_file() as sink:
             try:
                 fetch(sink)
@@ -188,15 +224,14 @@ class MediaSpool:
         with video.open_file(sink.path, reference.label) as file:
             return self._seen(reference, file, sink.path)
 
-    def _seen(self, reference: MediaReference, file: video.OpenFile, path: Path) -> MediaSource:
+    def _seen(self, reference: MediaReference, file: video.OpenFile, path: Path) -> FetchedFile:
         mm_hash = self._known.content_hash(file)
         facts = self._facts.get(mm_hash)
         if facts is None:
             facts = self._reader.look(file, reference.label)
             self._facts.set(mm_hash, facts)
         _check_kind(facts.kind, reference)
-        num_bytes, identity = file.identity.num_bytes, file.identity
-        return MediaSource(facts.kind, path, mm_hash, num_bytes, facts, reference.label, identity)
+        return FetchedFile(path, reference.label, mm_hash, facts, file.identity)
 
 
 def _scheme(url: str) -> str:

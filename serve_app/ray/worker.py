@@ -27,13 +27,14 @@ from epd.errors import EPDError
 from epd.topology import Stage
 from epd.types import UInt8Array
 from serve_app.fleet import WorkerLostError
+from serve_app.media.frame_reader import FrameReader, child_decoder, path_opener
+from serve_app.media.media_processes import video_child_limits
 from serve_app.messages import CloseStream, Message, WorkerLoad, WorkerReport
 from serve_app.network.connector import Envelope, ProcessTransport
 from serve_app.network.memory import PoolFiles
 from serve_app.network.peer_links import Delivery, PeerLinks
 from serve_app.ray.thread import ActorThread
 from serve_app.task_group import Loops
-from serve_app.worker.frame_reader import ChildOpener, FrameReader, video_child_limits
 from serve_app.worker.worker_stages import WorkerSettings
 from serve_app.worker.worker_thread import Call, fault_of
 from video import MediaChildren
@@ -248,7 +249,7 @@ class VideoActor:
         self._epoch = ""
         self._name = ""
         self._children = MediaChildren(video_child_limits(), decodes_video=True)
-        self._reader = FrameReader(ChildOpener(self._children))
+        self._reader = FrameReader(path_opener(child_decoder(self._children)))
         self._executor: ThreadPoolExecutor | None = None
         self._node_id = ray.get_runtime_context().get_node_id()
 

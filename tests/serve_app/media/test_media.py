@@ -22,8 +22,8 @@ from epd.errors import CancelledError, MediaLimitError, OverloadedError
 from epd.types import content_hash
 from serve_app.http.chat_request import ChatRequest
 from serve_app.http.server_state import ApiSettings
-from serve_app.media.media_spool import MediaReference
 from serve_app.media.spool_files import ByteBudget, RequestFolder
+from serve_app.service import MediaReference
 from tests.serve_app.conftest import JSON, Front, data_url, image_part, video_part
 from tests.serve_app.fakes import FakeService
 from tests.serve_app.server import wait_until

@@ -17,6 +17,7 @@ import pytest
 
 from epd.errors import EPDError, InternalError, http_status
 from epd.sampling_params import SamplingParams
+from serve_app.media.frame_reader import FrameReader
 from serve_app.messages import (
     Abort,
     CancelTickets,
@@ -30,7 +31,6 @@ from serve_app.messages import (
     Reissue,
     Reserve,
 )
-from serve_app.worker.frame_reader import FrameReader
 from serve_app.worker.worker_core import WorkerCore
 from tests.media import write_image, write_video
 from tests.serve_app.deployments import Deployment, Question, deployed, undisturbed, until_busy

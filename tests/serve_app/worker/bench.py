@@ -14,6 +14,7 @@ from epd.transfer.connectors import KVTicket
 from epd.transfer.reception import Grant
 from epd.types import UInt8Array
 from serve_app.local.fleet import LocalTransport
+from serve_app.media.frame_reader import FrameReader
 from serve_app.messages import (
     DecodeOrder,
     EncodeGroup,
@@ -25,7 +26,6 @@ from serve_app.messages import (
     endpoint,
 )
 from serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
-from serve_app.worker.frame_reader import FrameReader
 from serve_app.worker.worker_core import WorkerCore
 from serve_app.worker.worker_stages import WorkerSettings
 from stages.engine.generation import TokenOutput

@@ -1,4 +1,4 @@
-"""Runs the video decoder as a worker: frames of single groups on demand, decoded ahead of ordered requests.
+"""Reads streams of videos: frames of single groups on demand, decoded ahead of ordered requests.
 
 groups of the item   |  0  |  1  |  2  |  3  |  4  |
 requested               ^           ^     ^           the stream starts at the first and skips the others
@@ -12,25 +12,16 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import video
 from epd.errors import CancelledError, UnavailableError
-from epd.machine import memory_limit_bytes
 from epd.types import Frames, UInt8Array
-from serve_app.messages import CloseStream, DecodeOrder, Message, ReadFrames
+from serve_app.messages import CloseStream, DecodeOrder, HeldItem, Message, ReadFrames
 
 # Names of closed streams are kept for reads that were sent before the close and run after it.
 _MAX_CLOSED = 4096
-_MIN_CHILDREN, _MAX_CHILDREN = 4, 32
-
-
-def video_child_limits() -> video.ChildLimits:
-    """Returns the default limits, with as many children as fit in a quarter of the machine's memory."""
-    limits = video.ChildLimits()
-    num_children = memory_limit_bytes() // 4 // limits.memory_bytes
-    return replace(limits, max_children=min(max(num_children, _MIN_CHILDREN), _MAX_CHILDREN))
 
 
 class FrameStream(Protocol):
@@ -70,7 +61,7 @@ class FrameReader:
 
     def __init__(self, opener: Opener | None = None) -> None:
         """Starts without streams. opener: by default decodes in this process."""
-        self._open = opener or _StreamHere
+        self._open = opener or path_opener(stream_here)
         self._streams: dict[str, _Stream] = {}
         self._closed: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
@@ -169,16 +160,31 @@ def _closed(stream_id: str) -> CancelledError:
     return CancelledError(f"stream '{stream_id}' is closed; open another")
 
 
+# Starts decoding an open file, which it takes over; name: of the source in errors. Raises MediaError.
+Decoder = Callable[[video.OpenFile, str, DecodeOrder], FrameStream]
+
+
+def path_opener(decoder: Decoder) -> Opener:
+    """Returns an opener of orders that name a path."""
+
+    def opened(order: DecodeOrder) -> FrameStream:
+        if isinstance(order.source, HeldItem):
+            raise UnavailableError("no media are kept here; ask the worker that has them")
+        return decoder(video.open_file(order.source, order.name, order.identity), order.name, order)
+
+    return opened
+
+
 class _StreamHere:
     """Decodes in threads of this process. Raises MediaError."""
 
-    def __init__(self, order: DecodeOrder) -> None:
-        self._file = video.open_file(order.source, order.name, order.identity)
+    def __init__(self, file: video.OpenFile, name: str, order: DecodeOrder) -> None:
+        self._file = file
         try:
-            media = video.Media(self._file.source, order.name)
+            media = video.Media(file.source, name)
             self._groups = video.stream(media, order.times_s, order.size, group_sizes=order.group_sizes)
         except BaseException:
-            self._file.close()
+            file.close()
             raise
 
     def read(self) -> Frames:
@@ -189,15 +195,15 @@ class _StreamHere:
         self._file.close()
 
 
-class ChildOpener:
-    """Opens streams that media children decode: see `video.MediaChildren`."""
+def stream_here(file: video.OpenFile, name: str, order: DecodeOrder) -> FrameStream:
+    """Decodes in threads of this process. Raises MediaError."""
+    return _StreamHere(file, name, order)
 
-    def __init__(self, children: video.MediaChildren) -> None:
-        self._children = children
 
-    def __call__(self, order: DecodeOrder) -> FrameStream:
-        """Opens a stream. Raises MediaError."""
-        file = video.open_file(order.source, order.name, order.identity)
-        return video.ChildStream(
-            self._children, file, order.name, order.times_s, order.size, order.group_sizes
-        )
+def child_decoder(children: video.MediaChildren) -> Decoder:
+    """Returns a decoder by media children: see `video.MediaChildren`."""
+
+    def started(file: video.OpenFile, name: str, order: DecodeOrder) -> FrameStream:
+        return video.ChildStream(children, file, name, order.times_s, order.size, order.group_sizes)
+
+    return started

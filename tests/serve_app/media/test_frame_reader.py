@@ -14,8 +14,8 @@ import pytest
 
 from epd.errors import CancelledError, MediaNotFoundError
 from epd.types import Frames
+from serve_app.media.frame_reader import FrameReader, FrameStream
 from serve_app.messages import CloseStream, DecodeOrder, ReadFrames
-from serve_app.worker.frame_reader import FrameReader, FrameStream
 from tests.serve_app.server import wait_until
 from video import open_file
 
