@@ -1,12 +1,15 @@
-"""Switches roles as traffic changes: pure policy, driven by the server and by the simulator.
+"""Follows traffic with roles and replica counts: pure policy, driven by the server and by the simulator.
 
 samples of workers -> LoadEstimator -> ClusterLoad -> RoleController -> Switch
+                                                   -> StageReplicas  -> ReplicaAdvice
 """
 
+from epd.control.elasticity.assignment import replacement_for, roles_for_newcomer
 from epd.control.elasticity.controller import ControllerConfig, Decision, RoleController, Switch
 from epd.control.elasticity.estimator import EstimatorConfig, LoadEstimator
 from epd.control.elasticity.load import (
     ClusterLoad,
+    MediaSample,
     RequestWork,
     Roles,
     StageLoad,
@@ -15,6 +18,7 @@ from epd.control.elasticity.load import (
     WorkerSample,
     WorkerStanding,
 )
+from epd.control.elasticity.replicas import MediaReplicas, ReplicaAdvice, ReplicaConfig, StageReplicas
 
 __all__ = [
     "ClusterLoad",
@@ -22,13 +26,20 @@ __all__ = [
     "Decision",
     "EstimatorConfig",
     "LoadEstimator",
+    "MediaReplicas",
+    "MediaSample",
+    "ReplicaAdvice",
+    "ReplicaConfig",
     "RequestWork",
     "RoleController",
     "Roles",
     "StageLoad",
     "StageNeed",
+    "StageReplicas",
     "StageSample",
     "Switch",
     "WorkerSample",
     "WorkerStanding",
+    "replacement_for",
+    "roles_for_newcomer",
 ]

@@ -79,6 +79,21 @@ class WorkerSample:
 
 
 @dataclass(frozen=True, slots=True)
+class MediaSample:
+    """Samples a media worker.
+
+    num_threads: tasks that it does at once
+    num_tasks: tasks under way and waiting now
+    num_done: tasks done since its start
+    """
+
+    name: str
+    num_threads: int
+    num_tasks: int
+    num_done: int
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerStanding:
     """Describes a worker as the controller sees it. queued_s: seconds of work that it has, by stage."""
 

@@ -1,0 +1,122 @@
+"""Assigns roles to workers that come, finds who replaces those that go, and lays out roles for a load.
+
+wanted  2e1p1d    present  e0 p0 d0       a newcomer gets e: the topology lacks it
+wanted  2e1p1d    present  e0 e1 p0 d0    the next gets e: so many keep the topology's ratio best
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+from epd.control.elasticity.controller import Switch
+from epd.control.elasticity.load import ClusterLoad, Roles, WorkerStanding
+from epd.topology import STAGES, Stage, Topology
+
+# A newcomer follows the load instead of the topology's ratio if a stage needs more than this of its workers.
+_BUSY = 0.5
+
+
+def roles_for_newcomer(wanted: Topology, present: Sequence[Roles], load: ClusterLoad | None = None) -> Roles:
+    """Returns the roles of a worker that joins.
+
+    A stage without any worker comes first, then the roles of which the topology has the largest share
+    missing. Beyond the topology its ratio is kept, or the stage that needs most is helped if the load is
+    known and a stage is busy. Roles that the topology does not name are never given.
+
+    wanted: topology to fill
+    present: roles of each worker that is there or starting, without those that leave
+    load: load of the whole fleet, None if it is not known
+    """
+    kinds, counts = _kinds(wanted), Counter(present)
+    served = frozenset[Stage]().union(*present)
+    missing = [roles for roles in kinds if roles - served]
+    if missing:
+        return max(missing, key=lambda roles: (len(roles - served), kinds[roles]))
+    is_filled = all(counts[roles] >= num for roles, num in kinds.items())
+    if is_filled and load is not None and load.is_known:
+        needed = {stage: each.demand for stage, each in load.stages.items()}
+        if _shares(needed, load.capacity(present))[0] > _BUSY:
+            return _most_helpful(load, needed, kinds, counts)
+    return max(kinds, key=lambda roles: _lack(kinds, counts, roles))
+
+
+def layout_for(
+    load: ClusterLoad, needed: Mapping[Stage, float], wanted: Topology, max_workers: int
+) -> Counter[Roles]:
+    """Returns the fewest workers of each kind in the topology that give every stage the workers it needs.
+
+    load: for how workers with several roles divide their time
+    needed: workers that each stage needs, idle time included
+    max_workers: bound of the sum, unless the topology has more kinds
+    """
+    kinds = _kinds(wanted)
+    counts = Counter(dict.fromkeys(kinds, 1))
+    while counts.total() < max_workers and _shares(needed, load.capacity(counts.elements()))[0] > 1:
+        counts[_most_helpful(load, needed, kinds, counts)] += 1
+    return counts
+
+
+def replacement_for(workers: Sequence[WorkerStanding], leaving: Collection[str]) -> Switch | None:
+    """Returns the switch that keeps every stage served when workers leave, None if none is needed or can be.
+
+    Serve chooses which replica stops, and may choose the last worker of a stage. The worker that drains
+    soonest then takes over its roles, if its own are served by others too.
+
+    workers: all that are alive, those that leave included
+    leaving: names of those that leave
+    """
+    staying = [each for each in workers if each.name not in leaving]
+    served = frozenset[Stage]().union(*(each.roles for each in staying))
+    for gone in (each for each in workers if each.name in leaving and each.roles - served):
+        spare = [each for each in staying if not each.is_switching and _is_spare(each, staying, gone.roles)]
+        if spare:
+            chosen = min(spare, key=lambda each: (each.drain_s, each.name))
+            return Switch(chosen.name, gone.roles)
+    return None
+
+
+def _is_spare(worker: WorkerStanding, staying: Sequence[WorkerStanding], taken: Roles) -> bool:
+    """Returns whether every stage of the worker is served by others, or by itself with the roles it takes."""
+    others = frozenset[Stage]().union(*(each.roles for each in staying if each.name != worker.name))
+    return not worker.roles - others - taken
+
+
+def _kinds(wanted: Topology) -> Counter[Roles]:
+    """Returns how many workers of each set of roles the topology names, in its order."""
+    kinds: Counter[Roles] = Counter()
+    for group in wanted.groups:
+        kinds[group.roles] += group.num_workers
+    return kinds
+
+
+def _lack(kinds: Mapping[Roles, int], counts: Mapping[Roles, int], roles: Roles) -> float:
+    """Returns how much the roles are lacking: at least 1 up to the topology, below 1 beyond it.
+
+    The highest quotients, one worker after another, fill a topology exactly and keep its ratio (D'Hondt).
+    """
+    return kinds[roles] / (counts[roles] + 1)
+
+
+def _most_helpful(
+    load: ClusterLoad, needed: Mapping[Stage, float], kinds: Mapping[Roles, int], counts: Mapping[Roles, int]
+) -> Roles:
+    """Returns the roles with which the stage that needs most needs least, then the next one and so on."""
+    present = list(Counter(counts).elements())
+
+    def rank(roles: Roles) -> tuple[list[float], float]:
+        return _shares(needed, load.capacity([*present, roles])), -_lack(kinds, counts, roles)
+
+    return min(kinds, key=rank)
+
+
+def _shares(needed: Mapping[Stage, float], capacity: Mapping[Stage, float]) -> list[float]:
+    """Returns the share of each stage's workers that is needed, the largest first."""
+    return sorted(
+        (_share(needed.get(stage, 0.0), capacity.get(stage, 0.0)) for stage in STAGES), reverse=True
+    )
+
+
+def _share(needed: float, capacity: float) -> float:
+    return needed / capacity if capacity else math.inf if needed else 0.0
