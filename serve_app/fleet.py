@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 from epd.errors import EPDError, UnavailableError
 from epd.topology import Stage
-from serve_app.messages import Message, Offload, ReplyT, SetRoles, WorkerReport
+from serve_app.messages import Message, ReplyT, WorkerReport
+from serve_app.role_messages import Offload, SetRoles
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +58,15 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """Reports that all state of the worker is lost. No report of that incarnation follows."""
+    """Reports that all state of the worker is lost. No report of that incarnation follows.
+
+    is_planned: it has drained and left for good, so that its loss is nobody's fault
+    """
 
     name: str
     reason: str
+    incarnation: int
+    is_planned: bool = False
 
 
 @dataclass(frozen=True, slots=True)

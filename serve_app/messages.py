@@ -36,6 +36,11 @@ def endpoint(worker: str, stage: Stage) -> str:
     return f"{worker}.{stage}"
 
 
+def worker_of(name: str) -> str:
+    """Returns the worker of an end point."""
+    return name.rpartition(".")[0]
+
+
 def attempt_id(owner: str, request_id: str, number: int) -> str:
     """Returns the id by which workers know an attempt. owner: the orchestrator's, without "/"."""
     return f"{owner}/{request_id}#{number}"
@@ -169,11 +174,13 @@ class EncodeGroup(Message[bool]):
     """Asks for a group to be encoded for a ticket; its frames come as bulk, or not at all.
 
     The reply is whether it was taken; without frames, it is refused unless it is in the encoder's cache.
+    incarnation: of the prefill worker, as in `Reserve`
     """
 
     request_id: str
     ticket: Ticket
     group: MediaGroup
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,19 +198,25 @@ class Prefill(Message[bool]):
     """Submits a request with the groups of all its media. The reply is whether there was room for it.
 
     ticket: at the decode worker that continues it; None if the roles are merged
+    incarnation: of that worker, as in `Reserve`
     """
 
     request: GenerateRequest
     groups: tuple[MediaGroup, ...]
     ticket: KVTicket | None
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Redirect(Message[bool]):
-    """Hands a request over to another decode worker. Reply False: it is gone and must be prefilled again."""
+    """Hands a request over to another decode worker. Reply False: it is gone and must be prefilled again.
+
+    incarnation: of the decode worker, as in `Reserve`
+    """
 
     request_id: str
     ticket: KVTicket
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,12 +231,16 @@ class Reissue(Message[None]):
 
 @dataclass(frozen=True, slots=True)
 class Reserve(Message[KVTicket | None]):
-    """Reserves room for a request that the end point `sender` will send. Reply None: no room now."""
+    """Reserves room for a request that the end point `sender` will send. Reply None: no room now.
+
+    incarnation: of the sender's worker; 0 if unknown. The message is refused if that is lost
+    """
 
     request_id: str
     sender: str
     identity: TokenIdentity
     sampling: SamplingParams
+    incarnation: int = 0
 
 
 # To any worker
@@ -245,104 +262,15 @@ class DropOwner(Message[None]):
 
 @dataclass(frozen=True, slots=True)
 class PeerLost(Message[tuple[str, ...]]):
-    """Announces that worker `name` is lost with all its state: it sends and takes nothing more.
+    """Announces that an incarnation of worker `name` is lost with all its state: it sends and takes no more.
 
     The reply names requests that this loses here: at a prefill worker those it can hand over to another
-    (`Redirect`), at a decode worker those that had not arrived completely, which it has dropped.
+    (`Redirect`), at a decode worker those that had not arrived completely, which it has dropped. A loss is
+    handled once, however often it is announced; each gets the same reply. Later incarnations lose nothing.
     """
 
     name: str
-
-
-@dataclass(frozen=True, slots=True)
-class StagesClosed(Message[None]):
-    """Announces that worker `name` has closed these stages: data in transit to them will not be taken."""
-
-    name: str
-    stages: frozenset[Stage]
-
-
-@dataclass(frozen=True, slots=True)
-class SetRoles(Message[None]):
-    """Restricts new work to these roles; the worker completes what it has."""
-
-    roles: frozenset[Stage]
-
-
-# To a worker whose roles are being changed, in this order; `SetRoles`, new or former, ends it at any point
-
-
-@dataclass(frozen=True, slots=True)
-class Offload(Message[None]):
-    """Restricts new work to these roles until `SetRoles`, without closing any stage."""
-
-    roles: frozenset[Stage]
-
-
-@dataclass(frozen=True, slots=True)
-class RemainingWork:
-    """The work that stages still have.
-
-    is_over: no work is left, and their memory is not being read
-    waiting: not begun: requests at a prefill stage, transfers at an encode stage
-    arriving: requests reserved at a decode stage
-    running: all others, except those in transit to another decode worker
-    """
-
-    is_over: bool
-    waiting: tuple[str, ...] = ()
-    arriving: tuple[str, ...] = ()
-    running: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class AskRemaining(Message[RemainingWork]):
-    """Asks for the work that these stages still have."""
-
-    stages: frozenset[Stage]
-
-
-@dataclass(frozen=True, slots=True)
-class Pause(Message[TokenIdentity | None]):
-    """Pauses an answer, to move it to another decode worker. The reply: its tokens to be sent.
-
-    None: it is not here, or cannot be moved now and continues.
-    """
-
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Move(Message[bool]):
-    """Sends a paused request to reserved room. If it is not taken there, it continues here.
-
-    Reply False: it is no longer here.
-    """
-
-    request_id: str
-    ticket: KVTicket
-
-
-@dataclass(frozen=True, slots=True)
-class Resume(Message[None]):
-    """Continues a paused request that no other worker has room for. Unknown ids are ignored."""
-
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class OnloadTimes:
-    """Seconds spent starting stages: weights_s on loading their weights, the rest on pools and queues."""
-
-    weights_s: float
-    total_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Onload(Message[OnloadTimes]):
-    """Starts the stages of these roles beside the present ones, without taking work before `SetRoles`."""
-
-    roles: frozenset[Stage]
+    incarnation: int
 
 
 # From workers

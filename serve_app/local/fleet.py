@@ -246,7 +246,7 @@ class LocalFleet:
             self._stop(self._threads[name], f"worker '{name}' is gone: {reason}")
             for stage in ROLE_LETTERS:
                 self._hubs.close(endpoint(name, stage))
-        self._events.put_nowait(WorkerLost(name, reason))
+        self._events.put_nowait(WorkerLost(name, reason, info.incarnation))
         self._spawn(self._restart(name))
 
     def _stop(self, thread: _LocalWorker, reason: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from encoders.groups import MediaGroup
 from epd.control.routing import Router
@@ -124,8 +124,10 @@ class EncodeDispatcher:
         """
         transfer_id = message.ticket.transfer_id
         dispatched = self._dispatched.get(transfer_id)
-        if dispatched is None or not self._fleet.workers[dispatched.receiver].is_alive:
+        receiver = None if dispatched is None else self._fleet.workers.get(dispatched.receiver)
+        if receiver is None or not receiver.is_alive:
             return True  # after `PeerLost` the encoder would keep what is never fetched
+        message = replace(message, incarnation=receiver.incarnation)
         try:
             is_taken = await self._fleet.send("encode", worker, message, frames)
         except WorkerLostError:

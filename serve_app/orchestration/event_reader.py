@@ -84,7 +84,7 @@ class EventReader:
                 try:
                     self.losses.lose(event.name)
                 finally:
-                    self.recovery.lose(event.name)
+                    self.recovery.lose(event.name, event.incarnation)
                     self.placement.wake()
             case WorkerBack():
                 self.dispatcher.wake()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from epd.control.admission import AdmissionQueue
 from epd.control.placement import Candidates, PlacementPolicy, Step
@@ -15,26 +16,23 @@ from epd.errors import EPDError
 from epd.kv.kv_identity import TokenIdentity
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket
-from serve_app.fleet import Fleet, WorkerLostError
-from serve_app.messages import (
-    Abort,
-    Message,
-    Move,
-    Pause,
-    Prefill,
-    Redirect,
-    ReplyT,
-    Reserve,
-    Resume,
-    endpoint,
-)
+from serve_app.fleet import Fleet, WorkerInfo, WorkerLostError
+from serve_app.messages import Abort, Message, Prefill, Redirect, ReplyT, Reserve, endpoint
 from serve_app.orchestration.attempt import Attempt, Ending
 from serve_app.orchestration.isolation import Isolation
 from serve_app.orchestration.loss_counter import LossCounter
+from serve_app.role_messages import Move, Pause, Resume
 
 _NUM_FIRST = 8  # requests that look for room concurrently
 _POLL_S = 0.5
-_Seen = list[tuple[bool, int]]
+
+
+class _SeenWorker(NamedTuple):
+    is_alive: bool
+    incarnation: int
+
+
+_Seen = list[_SeenWorker]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +45,15 @@ class PlacementLimits:
 
     max_prefills: int
     unavailable_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """Room that a decode worker has reserved. incarnation: of that worker."""
+
+    worker: str
+    ticket: KVTicket
+    incarnation: int
 
 
 class _Round:
@@ -141,7 +148,8 @@ class RequestPlacer:
                 if attempt.placement.is_merged:
                     round_.ticket, round_.seen = None, self._seen(attempt)
                 plan = attempt.answer.plan
-                prefill = Prefill(plan.generate_request(attempt.id), plan.groups, round_.ticket)
+                request, incarnation = plan.generate_request(attempt.id), round_.seen[1].incarnation
+                prefill = Prefill(request, plan.groups, round_.ticket, incarnation)
                 return await self._give(attempt, prefill, round_.seen)
             case "release":
                 await self._abort(attempt, attempt.decode_worker)
@@ -170,7 +178,7 @@ class RequestPlacer:
                 seen = self._seen(attempt)
                 ticket = await self._reserve(attempt, worker)
                 if ticket is not None:
-                    return await self._give(attempt, Redirect(attempt.id, ticket), seen)
+                    return await self._give(attempt, Redirect(attempt.id, ticket, seen[1].incarnation), seen)
             await self._changed(attempt)
         return False
 
@@ -181,18 +189,17 @@ class RequestPlacer:
 
         The former decode worker discards what had arrived. Returns False if nothing has changed.
         """
-        former, prefiller, plan = attempt.decode_worker, attempt.prefill_worker, attempt.answer.plan
-        message = Reserve(attempt.id, endpoint(prefiller, "prefill"), plan.identity, plan.sampling)
-        found = await self._other_decoder(attempt, message)
-        if found is None:
+        former, prefiller = attempt.decode_worker, attempt.prefill_worker
+        room = await self._other_decoder(attempt, self._reservation(attempt))
+        if room is None:
             return False
-        worker, ticket = found
-        is_taken = await self._ask_or_redo(attempt, "prefill", prefiller, Redirect(attempt.id, ticket))
+        message = Redirect(attempt.id, room.ticket, room.incarnation)
+        is_taken = await self._ask_or_redo(attempt, "prefill", prefiller, message)
         if is_taken and attempt.decode_worker == former:
-            attempt.placement.move_decode(worker)
+            attempt.placement.move_decode(room.worker)
             await self._abort(attempt, former)
             return True
-        await self._abort(attempt, worker)
+        await self._abort(attempt, room.worker)
         return False
 
     async def move(self, attempt: Attempt) -> bool:
@@ -211,25 +218,27 @@ class RequestPlacer:
         return is_moving
 
     async def _move(self, attempt: Attempt, former: str, identity: TokenIdentity) -> bool:
-        message = Reserve(attempt.id, endpoint(former, "decode"), identity, attempt.answer.plan.sampling)
-        found = await self._other_decoder(attempt, message)
-        if found is None:
+        sender, sampling = endpoint(former, "decode"), attempt.answer.plan.sampling
+        message = Reserve(attempt.id, sender, identity, sampling, self._info(former).incarnation)
+        room = await self._other_decoder(attempt, message)
+        if room is None:
             return False
-        worker, ticket = found
-        attempt.moving_to = worker
-        if await self._ask_or_redo(attempt, "decode", former, Move(attempt.id, ticket)):
+        attempt.moving_to = room.worker
+        moving = Move(attempt.id, room.ticket, room.incarnation)
+        if await self._ask_or_redo(attempt, "decode", former, moving):
             return True
         attempt.moving_to = ""
-        await self._abort(attempt, worker)
+        await self._abort(attempt, room.worker)
         return False
 
-    async def _other_decoder(self, attempt: Attempt, message: Reserve) -> tuple[str, KVTicket] | None:
+    async def _other_decoder(self, attempt: Attempt, message: Reserve) -> _Room | None:
         """Finds a decode worker that takes new work and has room for what another one has."""
         for worker in list(self._policy.router.decode_order(self._policy.candidates().decoders())):
             attempt.placement.touched.add(worker)
+            incarnation = self._info(worker).incarnation
             ticket = await self._ask(attempt, "decode", worker, message)
             if ticket is not None:
-                return worker, ticket
+                return _Room(worker, ticket, incarnation)
         return None
 
     async def _ask_or_redo(
@@ -259,10 +268,13 @@ class RequestPlacer:
         return bool(is_taken)
 
     async def _reserve(self, attempt: Attempt, worker: str) -> KVTicket | None:
-        plan = attempt.answer.plan
-        sender = endpoint(attempt.prefill_worker, "prefill")
-        message = Reserve(attempt.id, sender, plan.identity, plan.sampling)
-        return await self._ask(attempt, "decode", worker, message)
+        return await self._ask(attempt, "decode", worker, self._reservation(attempt))
+
+    def _reservation(self, attempt: Attempt) -> Reserve:
+        """Returns the message that reserves room for what the attempt's prefill worker computes."""
+        plan, prefiller = attempt.answer.plan, attempt.prefill_worker
+        incarnation = self._info(prefiller).incarnation
+        return Reserve(attempt.id, endpoint(prefiller, "prefill"), plan.identity, plan.sampling, incarnation)
 
     async def _ask(
         self, attempt: Attempt, stage: Stage, worker: str, message: Message[ReplyT]
@@ -284,9 +296,12 @@ class RequestPlacer:
             return
 
     def _seen(self, attempt: Attempt) -> _Seen:
-        """Returns whether each of its two workers is alive, and their incarnations."""
-        infos = [self._fleet.workers[name] for name in (attempt.prefill_worker, attempt.decode_worker)]
-        return [(info.is_alive, info.incarnation) for info in infos]
+        """Returns its two workers, prefill first, as far as a loss would change them."""
+        infos = [self._info(name) for name in (attempt.prefill_worker, attempt.decode_worker)]
+        return [_SeenWorker(info.is_alive, info.incarnation) for info in infos]
+
+    def _info(self, worker: str) -> WorkerInfo:
+        return self._fleet.workers.get(worker) or WorkerInfo(worker, frozenset(), is_alive=False)
 
     async def _changed(self, attempt: Attempt) -> None:
         """Waits until there is reason to look for room again, or to check the time."""

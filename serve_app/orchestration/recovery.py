@@ -40,11 +40,11 @@ class Recovery:
         self._attempts = attempts
         self.tasks = Tasks()
 
-    def lose(self, name: str) -> None:
+    def lose(self, name: str, incarnation: int) -> None:
         """Handles a lost worker. Each attempt continues once the worker that matters to it has answered."""
         self._router.forget(name)
         replies = {
-            info.name: asyncio.create_task(self._tell(info.name, info.roles, name))
+            info.name: asyncio.create_task(self._tell(info.name, info.roles, PeerLost(name, incarnation)))
             for info in self._fleet.workers.values()
             if info.is_alive and info.name != name and "video" not in info.roles
         }
@@ -54,9 +54,9 @@ class Recovery:
             if attempt.is_placed and name in (attempt.prefill_worker, attempt.decode_worker):
                 self.tasks.spawn(self._recover(attempt, name, replies))
 
-    async def _tell(self, worker: str, roles: frozenset[Stage], lost: str) -> frozenset[str] | None:
+    async def _tell(self, worker: str, roles: frozenset[Stage], lost: PeerLost) -> frozenset[str] | None:
         stage = next(iter(sorted(roles)))
-        lost_ids = await send_surely(self._fleet, stage, worker, PeerLost(lost))
+        lost_ids = await send_surely(self._fleet, stage, worker, lost)
         return None if lost_ids is None else frozenset(lost_ids)
 
     async def _recover(self, attempt: Attempt, name: str, replies: _Replies) -> None:

@@ -22,20 +22,19 @@ from epd.control.routing import Router
 from epd.errors import EPDError, InfeasibleError, InternalError, RequestError, UnavailableError
 from epd.topology import Stage, role_letters
 from serve_app.fleet import Fleet, WorkerInfo, WorkerLostError
-from serve_app.messages import (
+from serve_app.messages import Message, ReplyT
+from serve_app.orchestration.attempt import Attempt, Ending
+from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
+from serve_app.orchestration.placement import RequestPlacer
+from serve_app.role_messages import (
     AskRemaining,
-    Message,
     Offload,
     Onload,
     OnloadTimes,
     RemainingWork,
-    ReplyT,
     SetRoles,
     StagesClosed,
 )
-from serve_app.orchestration.attempt import Attempt, Ending
-from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
-from serve_app.orchestration.placement import RequestPlacer
 from serve_app.service import RoleSwitch, SwitchTotals
 from serve_app.task_group import Tasks
 from serve_app.worker.worker_core import stages_of
@@ -280,7 +279,7 @@ class _SwitchRun:
 
     async def _report_closed(self) -> None:
         """Notifies the other workers of the closed stages; they would keep data sent there forever."""
-        send, message = self.parts.fleet.send, StagesClosed(self.name, self.leaving)
+        send, message = self.parts.fleet.send, StagesClosed(self.name, self.leaving, self.info.incarnation)
         others = [
             info
             for info in self.parts.fleet.workers.values()

@@ -168,9 +168,10 @@ class RayFleet:
         while True:
             reason = await member.follow(self._events.put_nowait)
             logger.warning("worker %s is lost: %s", member.name, reason)
+            incarnation = member.info.incarnation
             member.lose(reason)
             self.files.remove_of(member.name)
-            self._events.put_nowait(WorkerLost(member.name, reason))
+            self._events.put_nowait(WorkerLost(member.name, reason, incarnation))
             await self._bring_back(member)
             self._events.put_nowait(WorkerBack(member.name))
 

@@ -14,13 +14,13 @@ from epd.types import ceil_div
 from serve_app.messages import (
     Admitted,
     Prefill,
-    RemainingWork,
     RequestFailed,
     SpanDone,
     WorkerLoad,
     endpoint,
     owner_of,
 )
+from serve_app.role_messages import RemainingWork
 from serve_app.service import StageSpan
 from serve_app.worker.media_feed import MediaFeeds, group_end
 from serve_app.worker.worker_roles import Clock, ReportBuffer, Rounds

@@ -18,30 +18,33 @@ from epd.transfer.connectors import KVTicket
 from epd.types import UInt8Array
 from serve_app.messages import (
     Abort,
-    AskRemaining,
     CancelTickets,
     DropOwner,
     EncodeGroup,
     Message,
+    PeerLost,
+    Prefill,
+    Redirect,
+    Reissue,
+    Reserve,
+    WorkerLoad,
+    WorkerReport,
+    endpoint,
+)
+from serve_app.role_messages import (
+    AskRemaining,
     Move,
     Offload,
     Onload,
     OnloadTimes,
     Pause,
-    PeerLost,
-    Prefill,
-    Redirect,
-    Reissue,
     RemainingWork,
-    Reserve,
     Resume,
     SetRoles,
     StagesClosed,
-    WorkerLoad,
-    WorkerReport,
-    endpoint,
 )
 from serve_app.worker.media_feed import MediaFeeds
+from serve_app.worker.peer_losses import NamedPeer, PeerLosses, named_peer, refusal
 from serve_app.worker.prefill_role import PrefillRole
 from serve_app.worker.worker_roles import Clock, DecodeRole, EncodeRole, ReportBuffer, Role, lost_stage
 from serve_app.worker.worker_stages import StageBuilder, Transport, WorkerSettings
@@ -67,6 +70,7 @@ class WorkerCore:
         self._news = ReportBuffer()
         # Running roles: its own, and those being given up, until they have no work left.
         self.hosted: dict[Stage, Role] = {}
+        self._peers = PeerLosses(self._drop_peer)
         self._num_switches = 0
         self._is_switching = False
         self._is_load_untold = False
@@ -77,6 +81,9 @@ class WorkerCore:
     def handle(self, message: Message[Any], bulk: UInt8Array | None = None) -> Any:
         """Handles a message and returns its reply. bulk: frames, uint8 [N, h, w, 3]. Raises EPDError."""
         self._is_load_untold = True
+        peer = named_peer(message)
+        if peer is not None and peer.name != self.name and not self._peers.meet(peer):
+            return refusal(message)
         match message:
             case EncodeGroup():
                 return self._encoding.submit(message, bulk)
@@ -97,10 +104,20 @@ class WorkerCore:
                 for role in self.hosted.values():
                     role.drop_owner(message.owner, self._news)
             case PeerLost():
-                return tuple(lost for role in self.hosted.values() for lost in role.drop_peer(message.name))
+                return self.lose_peer(message.name, message.incarnation)
             case _:
                 return self._handle_switch(message)
         return None
+
+    def lose_peer(self, name: str, incarnation: int) -> tuple[str, ...]:
+        """Handles the loss of another worker in this and earlier incarnations: see `PeerLost`.
+
+        May be called without a message, before the worker meets the next incarnation.
+        """
+        return self._peers.lose(NamedPeer(name, incarnation))
+
+    def _drop_peer(self, name: str) -> tuple[str, ...]:
+        return tuple(lost for role in self.hosted.values() for lost in role.drop_peer(name))
 
     def _handle_switch(self, message: Message[Any]) -> Any:
         """Handles messages of a role switch."""

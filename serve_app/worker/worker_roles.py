@@ -18,7 +18,6 @@ from epd.types import UInt8Array
 from serve_app.messages import (
     EncodeGroup,
     HandedOver,
-    RemainingWork,
     RequestFailed,
     Reserve,
     SpanDone,
@@ -27,6 +26,7 @@ from serve_app.messages import (
     endpoint,
     owner_of,
 )
+from serve_app.role_messages import RemainingWork
 from serve_app.service import StageSpan
 from stages.decode import DecodeStage
 from stages.encode.encoder import EncodeJob, EncodeStage
@@ -71,7 +71,7 @@ class Role(Protocol):
         ...
 
     def remaining(self) -> RemainingWork:
-        """Returns the remaining work: see `serve_app.messages.RemainingWork`."""
+        """Returns the remaining work: see `serve_app.role_messages.RemainingWork`."""
         ...
 
     def load(self) -> WorkerLoad: ...

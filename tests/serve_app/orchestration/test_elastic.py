@@ -16,8 +16,9 @@ from epd.errors import UnavailableError
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from serve_app.fleet import WorkerInfo
-from serve_app.messages import Onload, WorkerLoad
+from serve_app.messages import WorkerLoad
 from serve_app.orchestration.elastic import Elastic
+from serve_app.role_messages import Onload
 from tests.serve_app.deployments import Deployment, Question, deployed
 from tests.serve_app.orchestration.test_role_switch import on_message, roles
 

@@ -14,7 +14,7 @@ from encoders import FrameSampling
 from epd.errors import InfeasibleError, MediaError, OverloadedError, RequestError, UnavailableError
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
-from serve_app.messages import SetRoles
+from serve_app.role_messages import SetRoles
 from stages.colocated import ColocatedPipeline
 from tests.serve_app.deployments import MAX_TOKENS, NUM_FRAMES, Answered, Question, deployed
 

@@ -15,8 +15,9 @@ from epd.errors import InfeasibleError, ModelError, RequestError, UnavailableErr
 from epd.sampling_params import SamplingParams
 from epd.topology import Stage
 from serve_app.fleet import WorkerLostError
-from serve_app.messages import AskRemaining, Message, Move, Offload, Onload, Pause, Reserve, SetRoles
+from serve_app.messages import Message, Reserve
 from serve_app.orchestration.role_switch import SwitchLimits, closed_roles
+from serve_app.role_messages import AskRemaining, Move, Offload, Onload, Pause, SetRoles
 from tests.serve_app.deployments import (
     LETTERS,
     Answered,

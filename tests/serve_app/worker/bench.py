@@ -74,9 +74,10 @@ class Bench:
         return pickle.loads(pickle.dumps(reply))
 
     def reserve(
-        self, request_id: str, plan: AnswerPlan, sender: str = "p0", worker: str = "d0"
+        self, request_id: str, plan: AnswerPlan, sender: str = "p0", worker: str = "d0", incarnation: int = 0
     ) -> KVTicket | None:
-        message = Reserve(request_id, endpoint(sender, "prefill"), plan.identity, plan.sampling)
+        """Reserves room. incarnation: of the sender."""
+        message = Reserve(request_id, endpoint(sender, "prefill"), plan.identity, plan.sampling, incarnation)
         ticket: KVTicket | None = self.tell(worker, message)
         return ticket
 

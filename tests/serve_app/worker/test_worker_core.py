@@ -18,10 +18,10 @@ from serve_app.messages import (
     Redirect,
     Reissue,
     RequestFailed,
-    SetRoles,
     SpanDone,
     WorkerEvent,
 )
+from serve_app.role_messages import SetRoles
 from tests.serve_app.deployments import MAX_TOKENS, Question
 from tests.serve_app.worker.bench import Bench
 
@@ -187,7 +187,7 @@ def test_a_lost_decode_worker_is_redirected_from(bench: Bench, question: Questio
     bench.encode(question, plan, granted[0], "e0")
     bench.step(3)
     bench.lose("d0")
-    assert bench.tell("p0", PeerLost("d0")) == ("r",)
+    assert bench.tell("p0", PeerLost("d0", 1)) == ("r",)
     ticket = bench.reserve("r", plan, worker="d1")
     assert ticket is not None
     assert bench.tell("p0", Redirect("r", ticket)) is True
@@ -205,8 +205,8 @@ def test_a_lost_prefill_worker_leaves_nothing_at_the_others(bench: Bench, questi
         bench.encode(question, plan, each, "e0")
     bench.lose("p0")
     bench.step()
-    assert bench.tell("d0", PeerLost("p0")) == ("r",)
-    assert bench.tell("e0", PeerLost("p0")) == ()
+    assert bench.tell("d0", PeerLost("p0", 1)) == ("r",)
+    assert bench.tell("e0", PeerLost("p0", 1)) == ()
     bench.settle()
 
 
