@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from time import perf_counter, time
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLIENT_GONE = 499
+# Stages, and the names of their seconds; `total_s` is none.
+_STAGES = tuple(
+    (each.name.removesuffix("_s"), each.name) for each in fields(StageTimings) if each.name != "total_s"
+)
 # The maximum number of spans kept per request: a day of video has 20,000 groups.
 MAX_SPANS = 100_000
 
@@ -235,7 +239,7 @@ def _shown_seconds(timings: StageTimings) -> str | None:
 
 def seconds_by_stage(timings: StageTimings) -> dict[str, float]:
     """Returns the seconds of each stage, without `total`, which is not a stage."""
-    return {name.removesuffix("_s"): value for name, value in asdict(timings).items() if name != "total_s"}
+    return {stage: getattr(timings, name) for stage, name in _STAGES}
 
 
 def server_timing(end: AnswerEnd) -> str:
