@@ -80,7 +80,7 @@ class ChatAnswer(Response):
             self._record, includes_usage=self._includes_usage, has_logprobs=self._has_logprobs
         )
         async for item in items:
-            if data := b"".join(event(chunk) for chunk in builder.chunks(item)):
+            if data := builder.events(item):
                 await stream.write(data)
         await stream.write(b"".join(event(chunk) for chunk in builder.last_chunks()) + DONE)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from json.encoder import encode_basestring  # json.dumps of one text, not in ASCII
 
 from epd.errors import EPDError
 from serve_app.http.protocol import (
@@ -95,6 +96,8 @@ class ChunkBuilder:
     """Turns items into chunks. The last chunk with a choice waits for the answer's end and has its report.
 
     So the only chunks without a choice are those that were requested: usage, and the events of stages.
+    `events` gives the same as bytes; a piece of text, of which a stream has thousands, is put into the event
+    of an empty one instead of being validated and serialised.
     """
 
     def __init__(self, record: RequestRecord, *, includes_usage: bool, has_logprobs: bool) -> None:
@@ -102,8 +105,28 @@ class ChunkBuilder:
         self._includes_usage = includes_usage
         self._has_logprobs = has_logprobs
         self._begun: set[int] = set()
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
         self._held: ChatChunk | None = None
         self._end: AnswerEnd | None = None
+
+    def events(self, item: AnswerItem) -> bytes:
+        """Returns the events of an item: those of `chunks`."""
+        if not (isinstance(item, TokenDelta) and self._is_text(item)):
+            return b"".join(map(event, self.chunks(item)))
+        before, after = self._frame(item.index)
+        return b"%b%b%b" % (before, encode_basestring(item.text).encode(), after)
+
+    def _is_text(self, delta: TokenDelta) -> bool:
+        """Returns whether a piece is one chunk with a text alone."""
+        has_more = delta.finish_reason or self._has_logprobs or delta.index not in self._begun
+        return bool(delta.text) and not has_more
+
+    def _frame(self, index: int) -> tuple[bytes, bytes]:
+        """Returns what comes before and after the text in the events of a choice."""
+        if index not in self._frames:
+            before, _, after = event(self._choice_chunk(index, Delta(content=""))).rpartition(b'""')
+            self._frames[index] = before, after
+        return self._frames[index]
 
     def chunks(self, item: AnswerItem) -> Iterator[ChatChunk]:
         if isinstance(item, TokenDelta):
