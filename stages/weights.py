@@ -22,6 +22,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers.initialization import no_init_weights
 
 from encoders.names import WeightSet, is_wanted, name_in_model
 from epd.errors import ModelError
@@ -70,8 +71,11 @@ def load_role(path: Path, role: WeightSet, dtype: torch.dtype, weights: Path | N
 
 
 def skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
-    """Creates the model of a transformers configuration, with its parameters on the meta device."""
-    with _parameters_without_memory():
+    """Creates the model of a transformers configuration, with its parameters on the meta device.
+
+    Nothing is initialised: what has no memory has no values, and buffers are computed with their modules.
+    """
+    with _parameters_without_memory(), no_init_weights():
         model: nn.Module = transformers.AutoModelForImageTextToText.from_config(
             config, dtype=dtype, attn_implementation="sdpa"
         )
