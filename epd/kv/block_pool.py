@@ -7,7 +7,7 @@ tokens         0 .... written .)| room )
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +50,11 @@ class BlockPool:
         if start <= self._num_written[block] < stop:
             self._num_written[block] = stop
 
+    def fill(self, blocks: Iterable[int], block_size: int) -> None:
+        """Records blocks as written in full."""
+        for block in blocks:
+            self._num_written[block] = block_size
+
     def take(self, count: int, after: int | None = None) -> list[int]:
         """Returns `count` fresh blocks, held once; they follow block `after` where those are free.
 
@@ -90,14 +95,16 @@ class BlockPool:
             raise ValueError(f"block {block} is free and cannot be shared; take it")
         self._references[block] += 1
 
-    def release(self, block: int) -> None:
-        """Takes one holder from the block; the last makes it free. Raises ValueError for a free one."""
-        if not self._references[block]:
-            raise ValueError(f"block {block} is free already")
-        self._references[block] -= 1
-        if not self._references[block]:
-            self._is_free[block] = 1
-            self.num_free += 1
+    def release(self, *blocks: int) -> None:
+        """Takes one holder from each block; the last makes it free. Raises ValueError for a free one."""
+        references = self._references
+        for block in blocks:
+            if not references[block]:
+                raise ValueError(f"block {block} is free already")
+            references[block] -= 1
+            if not references[block]:
+                self._is_free[block] = 1
+                self.num_free += 1
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless the free blocks are those without references."""
@@ -154,10 +161,15 @@ class BlockTable:
 
     def write(self, num_tokens: int) -> None:
         """Records the next `num_tokens` tokens as written; they must have room."""
-        size, start, stop = self.block_size, self.num_tokens, self.num_tokens + num_tokens
-        for index in range(start // size, ceil_div(stop, size)):
-            at = index * size
-            self.pool.write(self.blocks[index], max(start - at, 0), min(stop - at, size))
+        stop = self.num_tokens + num_tokens
+        first, start = divmod(self.num_tokens, self.block_size)
+        last, rest = divmod(stop, self.block_size)
+        if first < last:
+            self.pool.write(self.blocks[first], start, self.block_size)
+            self.pool.fill(self.blocks[first + 1 : last], self.block_size)
+            start = 0
+        if start < rest:
+            self.pool.write(self.blocks[last], start, rest)
         self.num_tokens = stop
 
     @property
@@ -199,8 +211,7 @@ class BlockTable:
     def cut(self, num_tokens: int) -> None:
         """Releases the blocks past `num_tokens`."""
         keep = ceil_div(num_tokens, self.block_size)
-        for block in self.blocks[keep:]:
-            self.pool.release(block)
+        self.pool.release(*self.blocks[keep:])
         del self.blocks[keep:]
         self.num_tokens = min(self.num_tokens, num_tokens)
 

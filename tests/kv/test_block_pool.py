@@ -121,6 +121,23 @@ def test_a_table_grows_by_whole_blocks() -> None:
     assert (table.blocks, table.room) == ([0, 1, 2], 7)
 
 
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 11), max_size=8), st.integers(0, 7))
+def test_a_table_records_what_is_written_block_by_block(pieces: list[int], num_unwritten: int) -> None:
+    """However tokens come in pieces, and where the first block waits for a copy of its front."""
+    pool = BlockPool(32)
+    table = BlockTable(pool, block_size=4)
+    table.take(table.num_missing(num_unwritten + sum(pieces)))
+    table.num_tokens = num_unwritten
+    slots = [False] * num_unwritten
+    for piece in pieces:
+        table.write(piece)
+        slots += [True] * piece
+        for index, block in enumerate(table.blocks):
+            assert pool.num_written(block) == [*slots[4 * index :][:4], False].index(False)
+    assert table.num_tokens == len(slots)
+
+
 def test_two_tables_share_what_is_written_in_full() -> None:
     pool = BlockPool(8)
     old, new = table_of(pool, 8), BlockTable(pool, block_size=4)
@@ -130,6 +147,9 @@ def test_two_tables_share_what_is_written_in_full() -> None:
     old.cut(0)
     assert pool.num_free == 6
     new.check_integrity()
+    new.cut(0)
+    assert (pool.num_free, new.blocks, new.num_tokens) == (8, [], 0)
+    pool.check_integrity()
 
 
 def test_a_cut_inside_a_shared_block_needs_a_block_of_its_own() -> None:
