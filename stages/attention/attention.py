@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from epd.types import Int32Array, Int64Array
-from stages.attention.device import DevicePlan
 from stages.attention.host import HostPlan
 from stages.attention.support import check_arguments
 from stages.reduction.pruning import PrunedRows
@@ -95,6 +94,8 @@ class AttentionPlan:
         """Builds a plan. device: the caches'; on a GPU the kernels attend, on a CPU their plain twin."""
         device = torch.device(device)
         if device.type == "cuda":
+            from stages.attention.device import DevicePlan  # Triton is needed, and there, on a GPU alone
+
             on_device = DevicePlan.build(batch, device)
             return cls(on_device.slot_mapping, on_device)
         return cls(torch.from_numpy(batch.slot_mapping), HostPlan.build(batch))

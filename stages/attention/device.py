@@ -1,4 +1,7 @@
-"""Computes attention over a paged cache on a GPU: the kernels' shared inputs, moved there at once."""
+"""Computes attention over a paged cache on a GPU: the kernels' shared inputs, moved there at once.
+
+Import this module only where Triton is.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ import torch
 from torch import Tensor
 
 from epd.types import ceil_div
+from stages.kernels.paged_attention import PagedSegments, TileSet, attend_tiles
 
 if TYPE_CHECKING:
     from stages.attention.attention import AttentionBatch
-    from stages.kernels.paged_attention import PagedSegments, TileSet
 
 # Segments of at most this many new tokens are tiled apart from chunks, whose tiles would be mostly padding.
 _MOST_SHORT = 8
@@ -37,8 +40,6 @@ class DevicePlan:
 
     @classmethod
     def build(cls, batch: AttentionBatch, device: torch.device) -> DevicePlan:
-        from stages.kernels.paged_attention import PagedSegments, TileSet
-
         lens = np.diff(batch.query_starts)
         is_short = lens <= _MOST_SHORT
         chosen = [np.flatnonzero(kind) for kind in (is_short, ~is_short) if kind.any()]
@@ -63,8 +64,6 @@ class DevicePlan:
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
         """Attends as `stages.attention.attention.attend` does."""
-        from stages.kernels.paged_attention import attend_tiles
-
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for tiles in self.tile_sets:
             attend_tiles(

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from stages.attention.attention import AttentionPlan, attend, write_kv
-from stages.attention.device import DevicePlan
 from tests.stages.attention.test_attention import Case, filled, make_case, naive
 
 HAS_GPU = torch.cuda.is_available() or any(Path("/dev").glob("nvidia[0-9]*"))
@@ -83,6 +82,8 @@ def in_float32(case: Case) -> Case:
 
 
 def compare_attention(one: Pass, device: str, *, is_large: bool = False) -> None:
+    from stages.attention.device import DevicePlan
+
     case = make_case(list(one.lens), one.heads, one.block_size, one.dtype)
     scale = one.heads[2] ** -0.5
     plan = DevicePlan.build(case.batch, torch.device(device))
