@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -10,6 +14,23 @@ from epd.cli.program import _COMMANDS, _GROUPS, app
 from serve_app.app_args import AppArgs
 
 PROGRAM = get_command(app)
+# Torch alone takes more, on any machine; the slowest of these takes 0.3 s on one that is busy.
+MOST_HELP_S = 1.0
+HEAVY = {"torch", "transformers", "torchvision", "triton", "ray"}
+EVERY_HELP = """
+import contextlib, io, json, sys, time
+from epd.cli.program import _COMMANDS, main
+
+seconds = {}
+for name in _COMMANDS:
+    sys.argv = ["epd", name, "--help"]
+    start = time.process_time()
+    with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
+        main()
+    assert shown.getvalue().startswith(f"Usage: epd {name}")
+    seconds[name] = time.process_time() - start
+print(json.dumps([seconds, list(sys.modules)]))
+"""
 
 
 def test_help_lists_each_command_in_its_group() -> None:
@@ -18,6 +39,15 @@ def test_help_lists_each_command_in_its_group() -> None:
         section = shown.partition(f"{title}:\n")[2].partition("\n\n")[0].splitlines()
         assert [line.split()[0] for line in section] == list(group)
         assert all(line.endswith(group[line.split()[0]][1]) for line in section)
+
+
+def test_the_help_of_every_command_is_quick_and_imports_nothing_heavy() -> None:
+    """Of CPU time: the machine may be busy."""
+    done = subprocess.run([sys.executable, "-c", EVERY_HELP], capture_output=True, timeout=60, check=True)
+    seconds, modules = json.loads(done.stdout)
+    assert seconds.keys() == _COMMANDS.keys()
+    assert HEAVY.isdisjoint(modules)
+    assert {name: each for name, each in seconds.items() if each > MOST_HELP_S} == {}
 
 
 @pytest.mark.parametrize("name", _COMMANDS)
