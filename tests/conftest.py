@@ -6,6 +6,7 @@ tests draw the same examples each time, so that a commit passes or fails; `make 
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -24,7 +25,11 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from tests.reference import Subject
 
-settings.register_profile("same", derandomize=True)
+# What is imported stays: it is not searched for garbage while it grows, nor after it is frozen.
+gc.disable()
+# The machine may be busy: no example has a deadline.
+settings.register_profile("same", derandomize=True, deadline=None)
+settings.register_profile("explore", deadline=None)
 settings.load_profile("same")
 
 # Start Ray, or look at what Ray leaves in the folders of the machine: never two of them at once.
@@ -53,6 +58,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of two processes, one begins with the tests that need Ray, which take the longest."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: not item.nodeid.startswith(RAY_FILES))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
