@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 _NUM_SURE_TRIES = 3
 _SURE_PAUSE_S = 0.1
+# Of a worker that leaves for good: no switch of roles gives up all three, as prefill decodes what it merges.
+EVERY_STAGE: frozenset[Stage] = frozenset({"encode", "prefill", "decode"})
 # A NumPy array, or a fleet's own handle to one elsewhere. The orchestrator only passes it on.
 Bulk = object
 
@@ -34,6 +36,7 @@ class WorkerInfo:
     """Describes the current state of a worker. incarnation: number of times it was started, from 1.
 
     closed: roles that it is giving up or taking on, for which it gets no work meanwhile
+    leaving: stages that it gives up, whose work every orchestrator takes elsewhere; `EVERY_STAGE` for good
     """
 
     name: str
@@ -41,18 +44,30 @@ class WorkerInfo:
     is_alive: bool = True
     incarnation: int = 1
     closed: frozenset[Stage] = frozenset()
+    leaving: frozenset[Stage] = frozenset()
 
     def takes(self, stage: Stage) -> bool:
         """Returns whether it can be given work for the role."""
-        return self.is_alive and stage in self.roles and stage not in self.closed
+        is_staying = stage not in self.closed and stage not in self.leaving
+        return self.is_alive and stage in self.roles and is_staying
+
+    @property
+    def is_draining(self) -> bool:
+        """Returns whether it ends once its work is done."""
+        return self.leaving == EVERY_STAGE
+
+    @property
+    def is_gone(self) -> bool:
+        """Returns whether it has ended for good: its name may be given to another."""
+        return self.is_draining and not self.is_alive
 
     def told(self, message: Message[Any]) -> WorkerInfo:
         """Returns its state after it has been sent the message, as the next message will find it."""
         match message:
             case Offload():
-                return replace(self, closed=self.roles - message.roles)
+                return replace(self, closed=self.roles - message.roles, leaving=message.leaving)
             case SetRoles():
-                return replace(self, roles=message.roles, closed=frozenset())
+                return replace(self, roles=message.roles, closed=frozenset(), leaving=frozenset())
         return self
 
 
@@ -71,7 +86,17 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class WorkerBack:
-    """Reports that the worker is alive again, without state, with the roles that it had."""
+    """Reports that a worker is alive without state, for the first time or again."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerChanged:
+    """Reports that the roles of a worker have changed, or which of them it closes or leaves.
+
+    Not needed for changes that the orchestrator itself has sent to the worker.
+    """
 
     name: str
 
@@ -83,15 +108,20 @@ class FleetBroken:
     loop: str
 
 
-FleetEvent = WorkerReport | WorkerLost | WorkerBack | FleetBroken
+FleetEvent = WorkerReport | WorkerLost | WorkerBack | WorkerChanged | FleetBroken
 
 
 class Fleet(Protocol):
-    """Runs workers. Used from one event loop. A worker handles messages in the order they are sent."""
+    """Runs workers. Used from one event loop. A worker handles messages in the order they are sent.
+
+    Several fleets, one for each orchestrator, may give access to the same workers: then reports hold the
+    events and tokens of that orchestrator, see `serve_app.messages.by_owner`, and the load of all. A fleet
+    announces a loss before it sends anything to the next incarnation, and sends nothing to the lost one.
+    """
 
     @property
     def workers(self) -> Mapping[str, WorkerInfo]:
-        """Returns all workers by name, including lost ones."""
+        """Returns all workers by name, including lost ones. They come and go while the fleet runs."""
         ...
 
     async def start(self) -> None:
@@ -108,7 +138,8 @@ class Fleet(Protocol):
         """Gives a message to the worker `target`, for its role `stage`, and waits for the reply.
 
         Once started it is delivered, even if the caller is cancelled while it waits.
-        Raises what the worker raised, an EPDError, and WorkerLostError.
+        Raises what the worker raised, an EPDError, and WorkerLostError, also for a name that no worker has.
+        If the worker was alive when the message was sent, its `WorkerLost` follows.
         """
         ...
 

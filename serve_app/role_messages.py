@@ -35,16 +35,20 @@ class SetRoles(Message[None]):
 
 @dataclass(frozen=True, slots=True)
 class Offload(Message[None]):
-    """Restricts new work to these roles until `SetRoles`, without closing any stage."""
+    """Restricts new work to these roles until `SetRoles`, without closing any stage.
+
+    leaving: stages that the worker gives up; see `WorkerInfo.leaving`
+    """
 
     roles: frozenset[Stage]
+    leaving: frozenset[Stage]
 
 
 @dataclass(frozen=True, slots=True)
 class RemainingWork:
-    """The work that stages still have.
+    """The work that stages still have, of all orchestrators.
 
-    is_over: no work is left, and their memory is not being read
+    is_over: no work of any is left, and their memory is not being read
     waiting: not begun: requests at a prefill stage, transfers at an encode stage
     arriving: requests reserved at a decode stage
     running: all others, except those in transit to another decode worker

@@ -195,8 +195,8 @@ class LocalFleet:
         return cast(ReplyT, reply), frames
 
     async def _read(self, target: str, message: Message[Any]) -> tuple[int | None, UInt8Array | None]:
-        reader, before = self.readers[target], self._infos[target]
-        if not before.is_alive:
+        reader, before = self.readers.get(target), self._infos.get(target)
+        if reader is None or before is None or not before.is_alive:
             raise WorkerLostError(f"worker '{target}' is gone; it is being started again")
         loop = asyncio.get_running_loop()
         try:
@@ -239,7 +239,7 @@ class LocalFleet:
         info = self._infos[name]
         if self._is_closed or not info.is_alive:
             return
-        self._infos[name] = replace(info, is_alive=False, closed=frozenset())
+        self._infos[name] = replace(info, is_alive=False, closed=frozenset(), leaving=frozenset())
         if name in self.readers:
             self.readers[name].close()
         else:

@@ -96,7 +96,7 @@ class Elastic:
         if roles != info.roles:
             since_s = self._clock()
             self._since[info.name] = info.roles, since_s
-        is_switching = info.name in self._switcher.in_flight
+        is_switching = info.name in self._switcher.in_flight or bool(info.leaving)
         # The resource that runs out first limits how many answers a worker can generate at once.
         usages = [usage for usage in (load.kv_usage, load.seat_usage) if usage is not None]
         usage = max(usages, default=None)

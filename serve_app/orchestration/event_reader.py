@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from epd.control.admission import AdmissionQueue
 from epd.errors import EncodeError, InternalError
 from epd.transfer.reception import Grant
-from serve_app.fleet import Fleet, FleetBroken, FleetEvent, WorkerBack, WorkerLost
+from serve_app.fleet import Fleet, FleetBroken, FleetEvent, WorkerBack, WorkerChanged, WorkerLost
 from serve_app.messages import (
     Admitted,
     GroupFailed,
@@ -78,19 +78,22 @@ class EventReader:
             case WorkerReport():
                 self._take_report(event)
             case WorkerLost():
-                self.counters["workers_lost"] += 1
-                self.loads.pop(event.name, None)
-                # Lost attempts are retried in any case, even if they could not be counted.
-                try:
-                    self.losses.lose(event.name)
-                finally:
-                    self.recovery.lose(event.name, event.incarnation)
-                    self.placement.wake()
-            case WorkerBack():
+                self._take_loss(event)
+            case WorkerBack() | WorkerChanged():
                 self.dispatcher.wake()
                 self.placement.wake()
             case FleetBroken():
                 self.loops.gone.append(event.loop)
+
+    def _take_loss(self, loss: WorkerLost) -> None:
+        self.counters["workers_lost"] += not loss.is_planned
+        self.loads.pop(loss.name, None)
+        # Lost attempts are retried in any case, even if they could not be counted.
+        try:
+            self.losses.lose(loss.name, is_planned=loss.is_planned)
+        finally:
+            self.recovery.lose(loss)
+            self.placement.wake()
 
     def _take_report(self, report: WorkerReport) -> None:
         self.watchdog.reported(report)

@@ -77,7 +77,8 @@ class LossCounter:
     @contextmanager
     def asking(self, attempt: Attempt, worker: str) -> Iterator[None]:
         """Marks the time in which a worker has a message about an attempt, so that its loss is counted."""
-        num_lost, was_alive = self._num_lost[worker], self._fleet.workers[worker].is_alive
+        info = self._fleet.workers.get(worker)
+        num_lost, was_alive = self._num_lost[worker], info is not None and info.is_alive
         attempt.asking[worker] += was_alive
         try:
             yield
@@ -88,9 +89,16 @@ class LossCounter:
         finally:
             attempt.asking[worker] -= was_alive
 
-    def lose(self, worker: str) -> None:
-        """Ends the requests to blame for a lost worker, and attempts at requests that were lost too often."""
+    def lose(self, worker: str, *, is_planned: bool = False) -> None:
+        """Ends the requests to blame for a lost worker, and attempts at requests that were lost too often.
+
+        is_planned: the worker has left by itself: nothing is counted
+        """
         self._num_lost[worker] += 1
+        if is_planned:
+            for attempt in self._attempts.values():
+                attempt.lost_with.discard(worker)
+            return
         there = list(self._there(worker))
         for attempt in {id(each.attempt): each.attempt for each in there}.values():
             attempt.answer.num_losses += 1
@@ -119,7 +127,8 @@ class LossCounter:
         """Returns the stage for which a worker has an attempt, or is being asked to take it."""
         if worker not in attempt.lost_with and not attempt.is_at(worker):
             return None
-        if "video" in self._fleet.workers[worker].roles:
+        info = self._fleet.workers.get(worker)
+        if info is not None and "video" in info.roles:
             return "video"
         return "prefill" if worker == attempt.prefill_worker else "decode"
 

@@ -28,7 +28,7 @@ from epd.control.routing import Router, check_reduction
 from epd.encode.sharding import Sharding
 from epd.errors import UnavailableError
 from epd.topology import Stage, role_letters, topology_name
-from serve_app.fleet import Fleet, send_surely
+from serve_app.fleet import Fleet, WorkerInfo, send_surely
 from serve_app.messages import (
     Abort,
     WorkerLoad,
@@ -222,7 +222,8 @@ class Orchestrator:
         self.queue.check(now_s, deadline_s, num_coming=self._num_planning, priority=request.priority)
         self._losses.check(request)
         request = self.retention.reduced(request)
-        check_reduction(request.reduction, [info.roles for info in self._fleet.workers.values()])
+        there = [info.roles for info in self._fleet.workers.values() if not info.is_gone]
+        check_reduction(request.reduction, there)
         async with AsyncExitStack() as held:
             plan = await self._plan(request, held)
             answer = LiveAnswer(request, plan, self._planner.texts, time.time, self._substituted)
@@ -346,7 +347,7 @@ class Orchestrator:
 
     async def status(self) -> ServiceStatus:
         """See `AnswerService`."""
-        infos = self._fleet.workers.values()
+        infos = [info for info in self._fleet.workers.values() if not info.is_gone]
         alive = {stage for info in infos if info.is_alive for stage in info.roles}
         counters = Counter(self._counters)
         for load in self._loads.values():
@@ -355,7 +356,7 @@ class Orchestrator:
         return ServiceStatus(
             is_ready=alive >= {"video", "encode", "prefill", "decode"} and self._is_open,
             topology=topology_name([info.roles for info in infos]),
-            workers=tuple(self._worker_status(info.name) for info in infos),
+            workers=tuple(self._worker_status(info) for info in infos),
             counters=dict(counters),
             num_waiting=len(self.queue),
             decisions=tuple(self.elastic.decisions),
@@ -364,10 +365,10 @@ class Orchestrator:
             retention=self.retention.status,
         )
 
-    def _worker_status(self, name: str) -> WorkerStatus:
-        info, load = self._fleet.workers[name], self._loads.get(name, WorkerLoad())
+    def _worker_status(self, info: WorkerInfo) -> WorkerStatus:
+        load = self._loads.get(info.name, WorkerLoad())
         return WorkerStatus(
-            name=name,
+            name=info.name,
             roles=role_letters(info.roles),
             is_alive=info.is_alive,
             num_waiting=load.num_waiting,
@@ -375,5 +376,5 @@ class Orchestrator:
             kv_usage=load.kv_usage,
             encoder_cache_usage=load.encoder_cache_usage,
             num_role_switches=load.num_role_switches,
-            is_switching=name in self.switcher.in_flight,
+            is_switching=info.name in self.switcher.in_flight or bool(info.leaving),
         )

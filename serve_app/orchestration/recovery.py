@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from epd.control.routing import Router
 from epd.errors import InternalError
 from epd.topology import Stage
-from serve_app.fleet import Fleet, send_surely
+from serve_app.fleet import Fleet, WorkerLost, send_surely
 from serve_app.messages import PeerLost
 from serve_app.orchestration.attempt import Attempt, Ending
 from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
@@ -40,11 +40,13 @@ class Recovery:
         self._attempts = attempts
         self.tasks = Tasks()
 
-    def lose(self, name: str, incarnation: int) -> None:
+    def lose(self, loss: WorkerLost) -> None:
         """Handles a lost worker. Each attempt continues once the worker that matters to it has answered."""
+        name, message = loss.name, PeerLost(loss.name, loss.incarnation)
+        ending = Ending.TAKEN_BACK if loss.is_planned else Ending.LOST
         self._router.forget(name)
         replies = {
-            info.name: asyncio.create_task(self._tell(info.name, info.roles, PeerLost(name, incarnation)))
+            info.name: asyncio.create_task(self._tell(info.name, info.roles, message))
             for info in self._fleet.workers.values()
             if info.is_alive and info.name != name and "video" not in info.roles
         }
@@ -52,29 +54,29 @@ class Recovery:
         for attempt in list(self._attempts.values()):
             # Attempts that are being placed detect the loss themselves.
             if attempt.is_placed and name in (attempt.prefill_worker, attempt.decode_worker):
-                self.tasks.spawn(self._recover(attempt, name, replies))
+                self.tasks.spawn(self._recover(attempt, name, replies, ending))
 
     async def _tell(self, worker: str, roles: frozenset[Stage], lost: PeerLost) -> frozenset[str] | None:
         stage = next(iter(sorted(roles)))
         lost_ids = await send_surely(self._fleet, stage, worker, lost)
         return None if lost_ids is None else frozenset(lost_ids)
 
-    async def _recover(self, attempt: Attempt, name: str, replies: _Replies) -> None:
+    async def _recover(self, attempt: Attempt, name: str, replies: _Replies, ending: Ending) -> None:
+        """Saves an attempt, or ends it so that it is retried."""
         try:
-            await self._save(attempt, name, replies)
+            if not await self._is_saved(attempt, name, replies):
+                attempt.end(ending)
         except Exception as error:  # any error: nothing else ends the attempt
             logger.exception("an attempt was not saved from a loss")
             attempt.fail(InternalError.of(error))
 
-    async def _save(self, attempt: Attempt, name: str, replies: _Replies) -> None:
-        is_saved = False
-        if not attempt.placement.is_merged:
-            if name == attempt.prefill_worker:
-                is_saved = await self._is_at_decode(attempt, replies)
-            else:
-                is_saved = await self._is_redirected(attempt, replies)
-        if not is_saved:
-            attempt.end(Ending.LOST)
+    async def _is_saved(self, attempt: Attempt, name: str, replies: _Replies) -> bool:
+        """Returns whether an attempt continues without the lost worker."""
+        if attempt.placement.is_merged:
+            return False
+        if name == attempt.prefill_worker:
+            return await self._is_at_decode(attempt, replies)
+        return await self._is_redirected(attempt, replies)
 
     async def _is_at_decode(self, attempt: Attempt, replies: _Replies) -> bool:
         """Returns whether the decode worker has all of it and the first tokens came before the loss."""

@@ -126,7 +126,9 @@ class RoleSwitcher:
 
     def _checked(self, worker: str, roles: frozenset[Stage]) -> WorkerInfo:
         workers = self._parts.fleet.workers
-        names = sorted(name for name, info in workers.items() if "video" not in info.roles)
+        names = sorted(
+            name for name, info in workers.items() if "video" not in info.roles and not info.is_gone
+        )
         if worker not in names:
             raise RequestError(f"received the worker {worker[:100]!r}; allowed: {', '.join(names)}; name one")
         if not roles or not roles <= _SWITCHABLE:
@@ -137,6 +139,8 @@ class RoleSwitcher:
         info = workers[worker]
         if info.roles == roles:
             raise RequestError(f"worker '{worker}' has the roles {sorted(roles)} already; name others")
+        if info.leaving and worker not in self.in_flight:
+            raise UnavailableError(f"worker '{worker}' gives up work already; try again later")
         if not info.is_alive:
             raise UnavailableError(f"worker '{worker}' is being started again; try again when it is back")
         if len(self.in_flight) >= self.limits.max_in_flight or worker in self.in_flight:
@@ -253,7 +257,7 @@ class _SwitchRun:
     # Phases
 
     async def _offload(self) -> None:
-        await self._send(Offload(self.info.roles - closed_roles(self.info.roles, self.roles)))
+        await self._send(Offload(self.info.roles - closed_roles(self.info.roles, self.roles), self.leaving))
         await self._hand_on(await self._remaining())
 
     async def _migrate(self) -> None:
@@ -359,8 +363,8 @@ class _SwitchRun:
 
     async def _send(self, message: Message[ReplyT]) -> ReplyT:
         """Sends a message. Raises UnavailableError at the time limit, or if the worker was restarted."""
-        now = self.parts.fleet.workers[self.name]
-        if not now.is_alive or now.incarnation != self.info.incarnation:
+        now = self.parts.fleet.workers.get(self.name)
+        if now is None or not now.is_alive or now.incarnation != self.info.incarnation:
             raise WorkerLostError(f"worker '{self.name}' was lost; it is started with its former roles")
         left_s = self.start_s + self.limits.limit_s - time.monotonic()
         try:

@@ -179,8 +179,8 @@ class RayMember:
 
     def lose(self, reason: str) -> None:
         """Ends the process in any state, and fails the messages sent to it."""
-        incarnation = self.info.incarnation + 1
-        self.info = replace(self.info, is_alive=False, incarnation=incarnation, closed=frozenset())
+        number, none = self.info.incarnation + 1, frozenset[Stage]()
+        self.info = replace(self.info, is_alive=False, incarnation=number, closed=none, leaving=none)
         self.is_up = False
         if self._process is not None:
             self._process.kill()
