@@ -22,7 +22,7 @@ import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -115,13 +115,14 @@ class Link(asyncio.BufferedProtocol):
     # The protocol of asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(
+            asyncio.Transport, transport
+        )  # uvloop's, in replicas, does not inherit from it
         with suppress(OSError):
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._is_server:
             self._nonce = secrets.token_bytes(_NONCE_BYTES)
-            transport.write(self._nonce)
+            self._transport.write(self._nonce)
 
     def connection_lost(self, exc: Exception | None) -> None:
         was_open, self.is_open = self.is_open, False

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,11 +26,11 @@ HOST = "127.0.0.1"
 async def linked() -> AsyncIterator[tuple[Link, Link]]:
     accepted: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
     listener = await listen(HOST, KEY, accepted.set_result)
-    mine = await connect(listener.address, KEY)
     try:
+        mine = await connect(listener.address, KEY)
         yield mine, await accepted
-    finally:
         mine.close()
+    finally:
         await listener.close()
 
 
@@ -54,6 +55,19 @@ def run(work: Callable[[], Awaitable[Any]]) -> Any:
         return await work()
 
     return asyncio.run(all_of_it())
+
+
+def test_links_work_in_the_event_loop_of_replicas() -> None:
+    """Serve runs replicas in uvloop, whose transports are no `asyncio.Transport`."""
+    frames = np.arange(3_000_000, dtype=np.uint8)
+
+    async def pass_frames() -> list[Any]:
+        async with linked() as (mine, theirs):
+            return await received(theirs, 2, lambda: [mine.send(each) for each in ("small", frames)])  # type: ignore[func-returns-value]
+
+    small, large = uvloop.run(pass_frames())
+    assert small == "small"
+    assert np.array_equal(large, frames)
 
 
 SIZES = st.lists(st.one_of(st.integers(0, 200), st.integers(60_000, 140_000)), min_size=1, max_size=12)
