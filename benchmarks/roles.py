@@ -38,17 +38,18 @@ from epd.kv.scheduling import SchedulerConfig
 from epd.models import embedded_model_path
 from epd.sampling_params import SamplingParams
 from epd.topology import STAGES, Stage, parse_topology, role_letters
-from epd.types import content_hash
 from epd.workload.requests import Resolution
 from serve_app.local.fleet import LocalFleet, LocalFleetConfig
+from serve_app.media.media_worker import MediaSettings
 from serve_app.orchestration.orchestrator import Orchestrator
 from serve_app.orchestration.request_planner import RequestPlanner
 from serve_app.ray.cluster import RaySettings, ray_cluster
 from serve_app.ray.fleet import RayFleet, RayFleetConfig
-from serve_app.service import AnswerRequest, MediaSource, RoleSwitch, TokenDelta
+from serve_app.service import AnswerRequest, MediaReference, RoleSwitch, TokenDelta
 from serve_app.worker.worker_core import WorkerCore
 from serve_app.worker.worker_stages import WorkerSettings
 from stages.weights import WholeModel, load_role, write_weights
+from video import FetchPolicy
 
 MODEL = embedded_model_path()
 # Every kind once, from 1e1p2d back to it.
@@ -98,14 +99,15 @@ class App:
         paths = [self.folder / f"{number}-{index}.png" for index in range(num_images)]
         for index, path in enumerate(paths):
             draw_image(path, 1000 * number + index, Resolution(224, 224), "png")
-        sources = tuple(MediaSource("image", path, content_hash(path), path.stat().st_size) for path in paths)
+        references = [MediaReference("image", path.as_uri(), "image") for path in paths]
         message = ChatMessage("user", (*(ContentPart("image") for _ in paths), ContentPart("text", text)))
-        request = AnswerRequest(f"q{number}", "shapes-vl", (message,), sources, params, FrameSampling())
         start, tokens = time.perf_counter(), list[int]()
-        async with aclosing(self.service.answer(request)) as items:
-            async for item in items:
-                if isinstance(item, TokenDelta):
-                    tokens += item.token_ids
+        async with self.service.media.sources(f"q{number}", references) as sources:
+            request = AnswerRequest(f"q{number}", "shapes-vl", (message,), sources, params, FrameSampling())
+            async with aclosing(self.service.answer(request)) as items:
+                async for item in items:
+                    if isinstance(item, TokenDelta):
+                        tokens += item.token_ids
         return time.perf_counter() - start, tokens
 
 
@@ -121,6 +123,9 @@ SETTINGS = WorkerSettings(
 )
 
 
+MEDIA = MediaSettings(MODEL, FetchPolicy(media_folder=Path(tempfile.gettempdir())))
+
+
 def workers_of(topology: str) -> dict[str, frozenset[Stage]]:
     workers = {worker.name: worker.roles for worker in parse_topology(topology).workers()}
     return workers | {"v0": frozenset({"video"})}
@@ -128,11 +133,11 @@ def workers_of(topology: str) -> dict[str, frozenset[Stage]]:
 
 def running(topology: str) -> AbstractAsyncContextManager[App]:
     """Worker processes on Ray."""
-    return _running(RayFleet(RayFleetConfig(workers_of(topology)), SETTINGS))
+    return _running(RayFleet(RayFleetConfig(workers_of(topology), media=MEDIA), SETTINGS))
 
 
 def running_threads(topology: str) -> AbstractAsyncContextManager[App]:
-    return _running(LocalFleet(LocalFleetConfig(workers_of(topology)), SETTINGS))
+    return _running(LocalFleet(LocalFleetConfig(workers_of(topology), media=MEDIA), SETTINGS))
 
 
 @asynccontextmanager

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from fastapi import FastAPI
 
@@ -14,18 +14,17 @@ from epd.sampling_params import SamplingParams
 from serve_app.app_args import AppArgs
 from serve_app.fleet import Fleet
 from serve_app.http.api import ApiSettings, create_api
+from serve_app.media.media_worker import MediaSettings
 from serve_app.orchestration.orchestrator import Orchestrator, OrchestratorConfig
 from serve_app.orchestration.request_planner import RequestPlanner
 from serve_app.worker.worker_stages import WorkerSettings
-from video import FetchPolicy, MediaChildren
 
 
 async def create_app(args: AppArgs, fleet: Fleet) -> FastAPI:
     """Starts the fleet and returns the HTTP app over it. The app's lifespan closes both. Raises EPDError."""
-    children = MediaChildren()
-    planner = RequestPlanner(args.model_path, args.model_name, limits=args.limits, reader=children)
+    planner = RequestPlanner(args.model_path, args.model_name, limits=args.limits)
     service = Orchestrator(fleet, planner, _orchestrator_config(args))
-    app = create_api(service, _api_settings(args, planner), children)
+    app = create_api(service, service.media, _api_settings(args, planner))
     api_lifespan = app.router.lifespan_context
 
     @asynccontextmanager
@@ -35,14 +34,12 @@ async def create_app(args: AppArgs, fleet: Fleet) -> FastAPI:
                 yield
         finally:
             await service.close()
-            children.close()
 
     app.router.lifespan_context = lifespan
     try:
-        await asyncio.gather(service.start(), asyncio.to_thread(children.server.start))
+        await service.start()
     except BaseException:
         await service.close()
-        children.close()
         raise
     return app
 
@@ -60,6 +57,14 @@ def worker_settings(args: AppArgs) -> WorkerSettings:
     )
 
 
+def media_settings(args: AppArgs) -> MediaSettings:
+    default = MediaSettings(args.model_path)
+    fetch = replace(
+        default.fetch, allowed_hosts=args.allowed_media_hosts, media_folder=args.allowed_media_path
+    )
+    return replace(default, fetch=fetch, num_read_threads=args.num_video_threads)
+
+
 def _orchestrator_config(args: AppArgs) -> OrchestratorConfig:
     return OrchestratorConfig(
         max_waiting=args.max_waiting,
@@ -75,15 +80,9 @@ def _api_settings(args: AppArgs, planner: RequestPlanner) -> ApiSettings:
 
     planner: supplies the checkpoint's default repetition penalty and the model's limits
     """
-    policy = FetchPolicy(
-        allowed_hosts=args.allowed_media_hosts,
-        media_folder=args.allowed_media_path,
-        max_bytes=ApiSettings().fetch.max_bytes,
-    )
     return ApiSettings(
         api_key=args.api_key.get_secret_value() if args.api_key else None,
         admin_api_key=args.admin_api_key.get_secret_value() if args.admin_api_key else None,
-        fetch=policy,
         max_requests=args.max_requests,
         limits=planner.limits,
         default_params=SamplingParams(repetition_penalty=planner.settings.repetition_penalty),

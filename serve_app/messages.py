@@ -12,21 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Generic, TypeVar
 
 from encoders import MediaPlan
 from encoders.groups import MediaGroup
 from epd.control.elasticity import StageSample
-from epd.errors import EPDError
+from epd.errors import EPDError, UnavailableError
 from epd.kv.kv_identity import TokenIdentity
 from epd.sampling_params import SamplingParams
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket, Ticket
 from epd.transfer.reception import Grant
-from serve_app.service import MediaReference, StageSpan
+from serve_app.service import HeldItem, MediaReference, StageSpan
 from stages.engine.generation import GenerateRequest, TokenOutput
-from video import FileIdentity, MediaFacts
+from video import MediaFacts
 
 ReplyT = TypeVar("ReplyT")
 
@@ -49,6 +48,10 @@ def attempt_id(owner: str, request_id: str, number: int) -> str:
 def owner_of(attempt_id: str) -> str:
     """Returns the owner of an attempt, from its id or from one that begins with it, such as a stream's."""
     return attempt_id.partition("/")[0]
+
+
+class NotHeldError(UnavailableError):
+    """Raised by a media worker for media that it does not keep, or not any more."""
 
 
 class Message(Generic[ReplyT]):
@@ -78,14 +81,6 @@ class FetchMedia(Message[tuple[FetchedItem, ...]]):
 
     hold: str
     references: tuple[MediaReference, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class HeldItem:
-    """Names a medium that a media worker keeps. item: its number among the references of the hold."""
-
-    hold: str
-    item: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,16 +120,12 @@ class DecodeOrder:
     times_s: of all frames, in order
     group_sizes: frames of each group
     size: (height, width) of the frames
-    name: name of the source in errors, which never show its path
-    identity: of the source, which must not have changed
     """
 
-    source: Path | HeldItem
+    source: HeldItem
     times_s: tuple[float, ...]
     group_sizes: tuple[int, ...]
     size: tuple[int, int]
-    name: str = "the video"
-    identity: FileIdentity | None = None
 
     def groups(self, start: int, stop: int | None = None) -> DecodeOrder:
         """Returns an order for groups [start, stop), by default to the end."""

@@ -3,15 +3,18 @@
     HTTP server  --AnswerRequest-->  AnswerService  (an engine in this process, or workers elsewhere)
                  <--StageSpan, TokenDelta, ..., AnswerEnd--
 
-Everything here can be pickled. Media are local files of the server's machine, deleted when the iterator of
-the answer ends: a service on other machines moves their bytes itself.
+    HTTP server  --MediaReference-->  MediaService   (media workers, which keep the bytes)
+                 <--MediaSource--
+
+Everything here can be pickled. No bytes of media pass through the HTTP server's process, except those that a
+request itself contains.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Literal, Protocol
 
 from encoders import FrameSampling
@@ -22,7 +25,7 @@ from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.topology import Stage
 from epd.types import MediaKind, StageTimings, Usage
-from video import FileIdentity, MediaFacts
+from video import MediaFacts
 
 FinishReason = Literal["stop", "length"]
 # The steps of a request that are timed. A worker with several roles performs several of them.
@@ -39,22 +42,31 @@ class MediaReference:
 
 
 @dataclass(frozen=True, slots=True)
-class MediaSource:
-    """One image or video of a request: its bytes are in a local file, within the limits, and hashed.
+class HeldItem:
+    """Names a medium that a media worker keeps. item: its number among the references of the hold."""
 
-    mm_hash: `epd.types.content_hash` of the file
-    facts: None if it has not been probed yet
+    hold: str
+    item: int
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSource:
+    """One image or video of a request: its bytes are at a media worker, within the limits, and hashed.
+
+    mm_hash: `epd.types.content_hash` of its bytes
     label: its name in messages, which never show local paths
-    identity: of the file, which must not have changed
+    held: its name among the media that are kept for requests
     """
 
-    kind: MediaKind
-    path: Path
+    facts: MediaFacts
     mm_hash: str
     num_bytes: int
-    facts: MediaFacts | None = None
-    label: str = "the medium"
-    identity: FileIdentity | None = None
+    label: str
+    held: HeldItem
+
+    @property
+    def kind(self) -> MediaKind:
+        return self.facts.kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +325,30 @@ class ServiceStatus:
     switches: tuple[RoleSwitch, ...] = ()
     switch_totals: tuple[SwitchTotals, ...] = ()
     retention: RetentionStatus | None = None
+
+
+class MediaService(Protocol):
+    """Fetches the media of requests and keeps them away from this process. Used from one event loop."""
+
+    def sources(
+        self, request_id: str, references: Sequence[MediaReference]
+    ) -> AbstractAsyncContextManager[tuple[MediaSource, ...]]:
+        """Yields the media of one request, in order, which are kept until the block is left.
+
+        Raises MediaError, RequestError for a URL of an unknown kind, OverloadedError when there is no room,
+        UnavailableError.
+        """
+        ...
+
+    @property
+    def num_spooled_bytes(self) -> int:
+        """Returns the bytes of files that were made for requests in flight."""
+        ...
+
+    @property
+    def num_downloads(self) -> int:
+        """Returns the number of downloads in progress."""
+        ...
 
 
 class AnswerService(Protocol):

@@ -52,6 +52,7 @@ class InFlight(NamedTuple):
 
 
 _NOTHING = InFlight()
+_MAX_MORE_VIDEOS = 4  # items that a worker which knows a medium may have beyond the least busy one
 _Key = tuple[int, ...]
 _MAX_STALE = 8  # heap entries per candidate, stale ones included, before the heap is rebuilt
 
@@ -220,10 +221,17 @@ class Router:
         """Remembers that the worker has encoded the group."""
         self._groups.set(key, worker)
 
-    def video(self, candidates: Collection[str]) -> str:
-        """Returns the candidate that reads the fewest items. Raises IndexError without candidates."""
+    def video(self, candidates: Collection[str], wanted: str | None = None) -> str:
+        """Returns the candidate that has the fewest items of requests in flight, or the wanted one.
+
+        wanted: one that knows the medium; chosen unless it has many more items than the best.
+        Raises IndexError without candidates.
+        """
         self._video.choose_among(candidates)
-        return self._video.first()
+        best = self._video.first()
+        most = self.in_flight(best).num_videos + _MAX_MORE_VIDEOS
+        is_near = wanted is not None and wanted in candidates and self.in_flight(wanted).num_videos <= most
+        return wanted if is_near and wanted is not None else best
 
     def forget(self, worker: str) -> None:
         """Forgets what the worker had, which is lost; the caller takes back its counts."""

@@ -40,8 +40,7 @@ from serve_app.http.request_parsing import describe
 from serve_app.http.server_state import ApiSettings, ServerState
 from serve_app.observability import metrics
 from serve_app.observability.record import record_of
-from serve_app.service import AnswerService, ModelCard, RoleSwitch
-from video import MediaReader
+from serve_app.service import AnswerService, MediaService, ModelCard, RoleSwitch
 
 __all__ = ["ApiSettings", "create_api"]
 
@@ -50,14 +49,12 @@ _MAX_ROLES_BYTES = 4096
 _SCHEMA_REF = "#/components/schemas/{model}"
 
 
-def create_api(
-    service: AnswerService, settings: ApiSettings | None = None, reader: MediaReader | None = None
-) -> FastAPI:
+def create_api(service: AnswerService, media: MediaService, settings: ApiSettings | None = None) -> FastAPI:
     """Creates the app. Its lifespan calls `app.state.server.close()`; without one the caller must do so.
 
-    reader: reads media that clients send; by default this process
+    media: keeps the media of requests to the service
     """
-    server = ServerState(service, settings or ApiSettings(), reader)
+    server = ServerState(service, media, settings or ApiSettings())
     app = _App(title="epd", docs_url=None, redoc_url=None, lifespan=_lifespan)
     app.state.server = server
     hosts = HostCheck(server.settings.allowed_hosts, has_key=server.settings.api_key is not None)

@@ -30,12 +30,18 @@ from serve_app.http.request_parsing import (
     sampling_params,
     video_sampling,
 )
-from serve_app.media.media_spool import MediaSpool, SpoolLimits
 from serve_app.observability.metrics import ServerMetrics
 from serve_app.observability.record import RequestRecord, record_of
 from serve_app.observability.tracing import tracing_of
-from serve_app.service import AnswerItem, AnswerRequest, AnswerService, MediaReference, MediaSource, StageSpan
-from video import FetchPolicy, MediaReader
+from serve_app.service import (
+    AnswerItem,
+    AnswerRequest,
+    AnswerService,
+    MediaReference,
+    MediaService,
+    MediaSource,
+    StageSpan,
+)
 
 _RETRY_AFTER_S = 1.0
 
@@ -46,15 +52,10 @@ class ApiSettings:
 
     api_key: None allows every client
     admin_api_key: required to change roles and to come before others; None allows no client
-    fetch: allowed origins of media, and the maximum size of one
     max_body_bytes: of one body
     bodies: limits of all bodies being read
-    max_spooled_bytes: of the media of all requests
-    spool_folder: None is the system's temporary folder
     max_requests: requests answered at once
     limits: of what one request may ask for
-    num_downloads: downloads at once
-    max_fetch_s: until all media of a request are fetched
     default_params, default_reduction: for requests without their own
     default_deadline_s: of the first token, from arrival
     keep_alive_s: seconds of silence in a stream before a comment is sent
@@ -65,15 +66,10 @@ class ApiSettings:
 
     api_key: str | None = field(default=None, repr=False)
     admin_api_key: str | None = field(default=None, repr=False)
-    fetch: FetchPolicy = field(default_factory=lambda: FetchPolicy(max_bytes=512 << 20))
     max_body_bytes: int = 128 << 20
     bodies: BodyLimits = field(default_factory=BodyLimits)
-    max_spooled_bytes: int = 8 << 30
-    spool_folder: Path | None = None
     max_requests: int = 512
     limits: RequestLimits = field(default_factory=RequestLimits)
-    num_downloads: int = 32
-    max_fetch_s: float = 180.0
     default_params: SamplingParams = field(default_factory=SamplingParams)
     default_deadline_s: float | None = None
     default_reduction: ReductionPolicy = KEEP_ALL
@@ -106,26 +102,15 @@ class ParsedRequest:
 class ServerState:
     """Holds the state that all routes share."""
 
-    def __init__(
-        self, service: AnswerService, settings: ApiSettings, reader: MediaReader | None = None
-    ) -> None:
-        """Starts serving. reader: reads media; by default this process."""
+    def __init__(self, service: AnswerService, media: MediaService, settings: ApiSettings) -> None:
+        """Starts serving. media: keeps the media of requests to the service."""
         self.service = service
+        self.media = media
         self.settings = settings
         self.metrics = ServerMetrics()
         self.tracing = tracing_of(settings.trace_dir, settings.max_traces, settings.otlp_endpoint)
         self.bodies = BodyReader(settings.bodies)
         self.num_requests = 0
-        self.spool = MediaSpool(
-            settings.fetch,
-            parent=settings.spool_folder,
-            limits=SpoolLimits(
-                max_spooled_bytes=settings.max_spooled_bytes,
-                max_s=settings.max_fetch_s,
-                num_downloads=settings.num_downloads,
-            ),
-            reader=reader,
-        )
         watch = self.metrics.watch
         watch(
             "held_body_bytes", "Bytes of request bodies held in memory.", lambda: self.bodies.budget.num_taken
@@ -133,13 +118,12 @@ class ServerState:
         watch(
             "spooled_media_bytes",
             "Bytes of media files of requests in flight.",
-            lambda: self.spool.budget.num_taken,
+            lambda: media.num_spooled_bytes,
         )
-        watch("media_downloads", "Media downloads in flight.", lambda: self.spool.num_downloads)
+        watch("media_downloads", "Media downloads in flight.", lambda: media.num_downloads)
         watch("dropped_traces", "Traces dropped since the start.", lambda: self.tracing.num_dropped)
 
     def close(self) -> None:
-        self.spool.close()
         self.tracing.close()
 
     async def read(self, request: Request) -> ParsedRequest:
@@ -175,7 +159,7 @@ class ServerState:
         request = partial(self._request, record, parsed.messages, options)
         record.num_media = len(parsed.references)
         with self._admitted():
-            async with self.spool.sources(parsed.references) as media:
+            async with self.media.sources(record.request_id, parsed.references) as media:
                 del parsed  # it holds whole media as text, and the answer may take minutes
                 self.bodies.release(record)
                 async with aclosing(self.service.answer(request(media))) as items:

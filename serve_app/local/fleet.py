@@ -11,7 +11,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -24,16 +23,16 @@ from epd.topology import ROLE_LETTERS, Stage
 from epd.transfer.connectors import EncoderConnector, KVConnector
 from epd.types import UInt8Array
 from serve_app.fleet import Bulk, FleetBroken, FleetEvent, WorkerBack, WorkerInfo, WorkerLost, WorkerLostError
-from serve_app.media.frame_reader import FrameReader, child_decoder, path_opener
-from serve_app.messages import CloseStream, Message, ReplyT, WorkerReport, endpoint
+from serve_app.media.media_processes import MediaProcesses
+from serve_app.media.media_worker import MediaSettings, MediaWorker
+from serve_app.messages import Message, ReplyT, WorkerReport, endpoint
 from serve_app.task_group import Loops
 from serve_app.worker.worker_core import WorkerCore
 from serve_app.worker.worker_stages import WorkerSettings
-from serve_app.worker.worker_thread import Call, Listener, WorkerThread, fault_of
+from serve_app.worker.worker_thread import IDLE_S, Call, Listener, WorkerThread, fault_of
 from stages.connectors import InProcessHub
 from stages.encode.encoder_pool import EncoderPool, EncoderPoolShape
 from stages.engine.kv_pool import KVPools, KVPoolsShape
-from video import MediaChildren
 
 logger = logging.getLogger(__name__)
 
@@ -48,15 +47,15 @@ class LocalFleetConfig:
     workers: roles of each, by name
     hang_s: a worker without a heartbeat for this time is lost
     restart_s: until a lost worker is restarted
-    num_video_threads: groups of frames read at once
-    children: processes that decode video; None for threads of this process
+    media: settings of media workers, by default those for the model of the other workers
+    processes: read the media; None for threads of this process
     """
 
     workers: Mapping[str, frozenset[Stage]]
     hang_s: float = 30.0
     restart_s: float = 0.05
-    num_video_threads: int = 4
-    children: MediaChildren | None = None
+    media: MediaSettings | None = None
+    processes: MediaProcesses | None = None
 
 
 @dataclass(slots=True)
@@ -111,7 +110,10 @@ class _LocalWorker(WorkerThread):
 
 
 class LocalFleet:
-    """Runs workers as threads. A "video" worker has no other role; frames are arrays of this process."""
+    """Runs workers as threads. A "video" worker is a media worker and has no other role.
+
+    media: the media workers by name. Frames are arrays of this process.
+    """
 
     def __init__(self, config: LocalFleetConfig, settings: WorkerSettings) -> None:
         self._config = config
@@ -120,8 +122,7 @@ class LocalFleet:
         self._infos = {name: WorkerInfo(name, roles) for name, roles in config.workers.items()}
         self._threads: dict[str, _LocalWorker] = {}
         self._stopped: list[_LocalWorker] = []
-        self.readers: dict[str, FrameReader] = {}
-        self._executor = ThreadPoolExecutor(config.num_video_threads, thread_name_prefix="video")
+        self.media: dict[str, MediaWorker] = {}
         self._events: asyncio.Queue[FleetEvent | None] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loops = Loops(Counter(), lambda loop: self._events.put_nowait(FleetBroken(loop)))
@@ -137,15 +138,19 @@ class LocalFleet:
         assert core is not None
         return core
 
-    def _new_reader(self) -> FrameReader:
-        children = self._config.children
-        return FrameReader(path_opener(child_decoder(children)) if children else None)
+    def _new_media_worker(self) -> MediaWorker:
+        settings = self._config.media or MediaSettings(self._settings.model_path)
+        return MediaWorker(settings, self._config.processes)
 
     async def start(self) -> None:
-        decoders = [name for name, info in self._infos.items() if "video" in info.roles]
-        self.readers = {name: self._new_reader() for name in decoders}
-        await asyncio.gather(*(self._start(name) for name in self._infos if name not in self.readers))
+        names = [name for name, info in self._infos.items() if "video" in info.roles]
+        self.media = {name: self._new_media_worker() for name in names}
+        starting = [self._start(name) for name in self._infos if name not in self.media]
+        if self._config.processes is not None:
+            starting.append(asyncio.to_thread(self._config.processes.start))
+        await asyncio.gather(*starting)
         self._loops.start("watch", self._watch)
+        self._loops.start("media", self._report_media)
 
     async def _start(self, name: str) -> None:
         listener = Listener(self._take, lambda reason: self._lose(name, reason))
@@ -162,21 +167,20 @@ class LocalFleet:
             task.cancel()
         for thread in self._threads.values():
             self._stop(thread, "the fleet is closed")
-        for reader in self.readers.values():
-            reader.close()
+        for worker in self.media.values():
+            worker.close()
         await asyncio.to_thread(self._join)
         self._events.put_nowait(None)
 
     def _join(self) -> None:
         for thread in self._stopped:
             thread.join(_JOIN_S)
-        self._executor.shutdown()
 
     async def send(
         self, stage: Stage, target: str, message: Message[ReplyT], bulk: Bulk | None = None
     ) -> ReplyT:
         if stage == "video":
-            reply, _ = await self._read(target, message)
+            reply, _ = await self._ask_media(target, message)
             return cast(ReplyT, reply)
         thread = self._threads.get(target)
         if thread is None or thread.is_stopped or not self._infos[target].is_alive:
@@ -191,18 +195,14 @@ class LocalFleet:
 
     async def fetch(self, stage: Stage, target: str, message: Message[ReplyT]) -> tuple[ReplyT, Bulk]:
         assert stage == "video"
-        reply, frames = await self._read(target, message)
-        return cast(ReplyT, reply), frames
+        return await self._ask_media(target, message)
 
-    async def _read(self, target: str, message: Message[Any]) -> tuple[int | None, UInt8Array | None]:
-        reader, before = self.readers.get(target), self._infos.get(target)
-        if reader is None or before is None or not before.is_alive:
+    async def _ask_media(self, target: str, message: Message[Any]) -> tuple[Any, UInt8Array | None]:
+        before = self._infos.get(target)
+        if target not in self.media or before is None or not before.is_alive:
             raise WorkerLostError(f"worker '{target}' is gone; it is being started again")
-        loop = asyncio.get_running_loop()
         try:
-            if isinstance(message, CloseStream):  # at once: every thread may be reading
-                return reader.handle(message)
-            return await loop.run_in_executor(self._executor, reader.handle, message)
+            return await self.media[target].answer(message)
         except CancelledError as error:
             if self._infos[target] == before:
                 raise
@@ -219,6 +219,13 @@ class LocalFleet:
             if event is None:
                 return
             yield event
+
+    async def _report_media(self) -> None:
+        """Reports the loads of media workers, as they have no thread that does."""
+        while True:
+            for name, worker in self.media.items():
+                self._take(WorkerReport(name, load=worker.load()))
+            await asyncio.sleep(IDLE_S)
 
     def _take(self, report: WorkerReport) -> None:
         """Takes the report of a thread, and ignores those of lost workers."""
@@ -240,8 +247,8 @@ class LocalFleet:
         if self._is_closed or not info.is_alive:
             return
         self._infos[name] = replace(info, is_alive=False, closed=frozenset(), leaving=frozenset())
-        if name in self.readers:
-            self.readers[name].close()
+        if name in self.media:
+            self.media[name].close()
         else:
             self._stop(self._threads[name], f"worker '{name}' is gone: {reason}")
             for stage in ROLE_LETTERS:
@@ -260,8 +267,8 @@ class LocalFleet:
         await asyncio.sleep(self._config.restart_s)
         info = self._infos[name]
         self._infos[name] = replace(info, incarnation=info.incarnation + 1)
-        if name in self.readers:
-            self.readers[name] = self._new_reader()
+        if name in self.media:
+            self.media[name] = self._new_media_worker()
         else:
             while not await self._is_started(name):
                 await asyncio.sleep(max(self._config.restart_s, _FROZEN_S))

@@ -16,12 +16,11 @@ import uvicorn
 from fastapi import FastAPI
 
 from serve_app.app_args import AppArgs
-from serve_app.composition import create_app, log_requests, worker_settings
+from serve_app.composition import create_app, log_requests, media_settings, worker_settings
 from serve_app.http.address import HttpAddress
 from serve_app.http.socket_guard import GuardedProtocol
 from serve_app.local.fleet import LocalFleet, LocalFleetConfig
-from serve_app.media.media_processes import video_child_limits
-from video import MediaChildren
+from serve_app.media.media_processes import MediaProcesses
 
 __all__ = ["log_requests", "served_locally"]
 
@@ -68,12 +67,12 @@ def _run(args: AppArgs, listener: socket.socket, started: Future[_Server]) -> No
 
 
 async def _serve(args: AppArgs, listener: socket.socket, started: Future[_Server]) -> None:
-    with closing(MediaChildren(video_child_limits(), decodes_video=True)) as children:
+    with closing(MediaProcesses()) as processes:
         config = LocalFleetConfig(
             args.workers,
             hang_s=max(args.hang_s, _MAX_STEP_S),
-            num_video_threads=args.num_video_workers * args.num_video_threads,
-            children=children,
+            media=media_settings(args),
+            processes=processes,
         )
         app = await create_app(args, LocalFleet(config, worker_settings(args)))
         async with app.router.lifespan_context(app):

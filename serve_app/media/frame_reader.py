@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import video
 from epd.errors import CancelledError, UnavailableError
 from epd.types import Frames, UInt8Array
-from serve_app.messages import CloseStream, DecodeOrder, HeldItem, Message, ReadFrames
+from serve_app.messages import CloseStream, DecodeOrder, Message, ReadFrames
 
 # Names of closed streams are kept for reads that were sent before the close and run after it.
 _MAX_CLOSED = 4096
@@ -59,9 +59,9 @@ class _Stream:
 class FrameReader:
     """Reads streams of any number of items, each one group at a time. May be used by several threads."""
 
-    def __init__(self, opener: Opener | None = None) -> None:
-        """Starts without streams. opener: by default decodes in this process."""
-        self._open = opener or path_opener(stream_here)
+    def __init__(self, opener: Opener) -> None:
+        """Starts without streams."""
+        self._open = opener
         self._streams: dict[str, _Stream] = {}
         self._closed: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
@@ -162,17 +162,6 @@ def _closed(stream_id: str) -> CancelledError:
 
 # Starts decoding an open file, which it takes over; name: of the source in errors. Raises MediaError.
 Decoder = Callable[[video.OpenFile, str, DecodeOrder], FrameStream]
-
-
-def path_opener(decoder: Decoder) -> Opener:
-    """Returns an opener of orders that name a path."""
-
-    def opened(order: DecodeOrder) -> FrameStream:
-        if isinstance(order.source, HeldItem):
-            raise UnavailableError("no media are kept here; ask the worker that has them")
-        return decoder(video.open_file(order.source, order.name, order.identity), order.name, order)
-
-    return opened
 
 
 class _StreamHere:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager, closing
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from epd.types import MediaKind, content_hash
 from serve_app.held_folder import SPOOL_PREFIX, HeldFolder, remove_abandoned
 from serve_app.media.fair_threads import FairThreads
 from serve_app.media.spool_files import ByteBudget, RequestFolder, SpooledFile
-from serve_app.service import MediaReference, MediaSource
+from serve_app.service import MediaReference
 from video import FetchPolicy, FileIdentity
 
 SCHEMES = ("http", "https", "data", "file")
@@ -129,25 +128,6 @@ class MediaSpool:
         for threads in (self._local, self._data, self._remote):
             threads.close()
         self._held.remove()
-
-    @asynccontextmanager
-    async def sources(self, references: Sequence[MediaReference]) -> AsyncIterator[tuple[MediaSource, ...]]:
-        """Yields the media of one request as files, in order, until the block is left. Raises as `fetch`."""
-        fetching = self.fetch(references)
-        del references
-        with closing(await fetching) as media:
-            yield tuple(
-                MediaSource(
-                    each.facts.kind,
-                    each.path,
-                    each.mm_hash,
-                    each.identity.num_bytes,
-                    each.facts,
-                    each.label,
-                    each.identity,
-                )
-                for each in media.files
-            )
 
     async def fetch(self, references: Sequence[MediaReference]) -> FetchedMedia:
         """Returns the media of one request as files, which the caller closes.

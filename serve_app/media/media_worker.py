@@ -22,7 +22,7 @@ from typing import Any
 
 import video
 from encoders import MediaPlan
-from epd.errors import CancelledError, UnavailableError
+from epd.errors import CancelledError
 from epd.types import UInt8Array
 from serve_app.media.frame_reader import FrameReader, FrameStream, stream_here
 from serve_app.media.image_planner import ImagePlanner
@@ -30,16 +30,19 @@ from serve_app.media.media_processes import MediaProcesses
 from serve_app.media.media_spool import FetchedFile, FetchedMedia, MediaSpool, SpoolLimits
 from serve_app.messages import (
     DecodeOrder,
+    DropOwner,
     FetchedItem,
     FetchMedia,
-    HeldItem,
     Message,
+    NotHeldError,
     PlanImages,
     ReadFrames,
     ReadImage,
     ReleaseMedia,
     WorkerLoad,
+    owner_of,
 )
+from serve_app.service import HeldItem
 from stages.media import PlannedMedia
 from video import FetchPolicy
 
@@ -106,7 +109,7 @@ class MediaWorker:
         return self.submit(message, owner).result()
 
     def submit(self, message: Message[Any], owner: str = "") -> Future[Answer]:
-        """Begins to handle a message, without blocking. owner: the front that sent it.
+        """Begins to handle a message, without blocking. owner: the front that sent it, by default as ids say.
 
         The future raises EPDError, or any error of a bug; CancelledError if the hold or stream was released
         meanwhile. It is never cancelled itself.
@@ -120,6 +123,8 @@ class MediaWorker:
                 return self._begin(self._plan(message))
             case ReleaseMedia():
                 return self._begin(self._release(message.hold))
+            case DropOwner():
+                return self._begin(self._drop_owner(message.owner))
             case ReadFrames():
                 return self._readers.submit(self._read, message)
             case _:
@@ -131,10 +136,7 @@ class MediaWorker:
 
     def drop_owner(self, owner: str) -> None:
         """Drops all holds of a front that is lost. Does not wait for it."""
-        with self._lock:
-            holds = [name for name, hold in self._holds.items() if hold.owner == owner]
-        for name in holds:
-            self._begin(self._release(name))
+        self._begin(self._drop_owner(owner))
 
     def close(self) -> None:
         """Drops everything; calls in progress raise CancelledError."""
@@ -190,12 +192,12 @@ class MediaWorker:
     def _held(self, name: str) -> _Hold:
         hold = self._holds.get(name)
         if hold is None:
-            raise UnavailableError("the media are not held by this worker; fetch them again")
+            raise NotHeldError("the media are not held by this worker; fetch them again")
         return hold
 
     def _media_of(self, hold: _Hold) -> FetchedMedia:
         if hold.media is None:
-            raise UnavailableError("the media have not been fetched yet; wait for them")
+            raise NotHeldError("the media have not been fetched yet; wait for them")
         return hold.media
 
     # In the event loop
@@ -209,7 +211,7 @@ class MediaWorker:
 
     async def _fetch(self, message: FetchMedia, owner: str) -> tuple[FetchedItem, ...]:
         name = message.hold
-        hold = self._new_hold(name, owner)
+        hold = self._new_hold(name, owner or owner_of(name))
         fetching = self._spool.fetch(message.references)
         del message  # a data: URL holds a whole medium
         try:
@@ -268,6 +270,10 @@ class MediaWorker:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
 
+    async def _drop_owner(self, owner: str) -> None:
+        for name in [name for name, hold in self._holds.items() if hold.owner == owner]:
+            await self._release(name)
+
     def _drop(self, hold: _Hold) -> None:
         """Frees everything that a hold has. May be called again."""
         with self._lock:
@@ -286,13 +292,12 @@ class MediaWorker:
     # In threads
 
     def _read(self, message: ReadFrames) -> Answer:
-        if message.order is not None and isinstance(message.order.source, HeldItem):
+        if message.order is not None:
             with self._lock:
                 self._held(message.order.source.hold).streams.add(message.stream_id)
         return self._frames.handle(message)
 
     def _open(self, order: DecodeOrder) -> FrameStream:
-        assert isinstance(order.source, HeldItem)
         file = self.file_of(order.source)
         return self._decoder(file.open(), file.label, order)
 
@@ -312,7 +317,7 @@ class MediaWorker:
         """Returns uint8 [N, h, w, 3], a view of the kept image."""
         image = self._held(message.source.hold).images.get(message.source.item)
         if image is None or image.image is None:
-            raise UnavailableError("the image has not been planned here; plan it first")
+            raise NotHeldError("the image has not been planned here; plan it first")
         pixels: UInt8Array = image.image[message.start : message.stop].numpy()
         return pixels
 

@@ -1,6 +1,6 @@
 """Brings the groups of one attempt to encoders as room is granted; frames are fetched in order, by item.
 
-granted  ->  an encoder has it cached?  ->  frames: from the image, or from a video decoder  ->  encoder
+granted  ->  an encoder has it cached?  ->  frames: from the media worker that has the item  ->  encoder
 """
 
 from __future__ import annotations
@@ -8,19 +8,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from epd.control.routing import Router
+from encoders.groups import MediaGroup
 from epd.encode.sharding import Sharding, wanted_encoder
 from epd.errors import EPDError, InternalError, UnavailableError
 from epd.transfer.reception import Grant
-from serve_app.fleet import Bulk, Fleet, send_surely
-from serve_app.messages import CloseStream, DecodeOrder, EncodeGroup, ReadFrames
+from serve_app.fleet import Bulk, Fleet, WorkerLostError, send_surely
+from serve_app.media.fleet_media import FleetMedia
+from serve_app.messages import CloseStream, DecodeOrder, EncodeGroup, NotHeldError, ReadFrames, ReadImage
 from serve_app.orchestration.attempt import Attempt
 from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
 from serve_app.orchestration.isolation import Isolation
 from serve_app.orchestration.loss_counter import LossCounter
+from serve_app.service import HeldItem
 from serve_app.task_group import Tasks
 from serve_app.worker.worker_roles import Clock
 
@@ -30,78 +33,79 @@ _RETRY_S, _MAX_RETRY_S = 0.05, 1.0  # between attempts, doubled after each
 _MAX_READS = 5  # of one group, with decoders that are alive
 
 
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """A stream of an item's groups at a media worker."""
+
+    worker: str
+    id: str
+
+
 class _ItemFrames:
-    """Reads the frames of one item, from one video worker for as long as that answers."""
+    """Reads the frames of one item, from the media worker that has it."""
 
     def __init__(
-        self, fleet: Fleet, router: Router, losses: LossCounter, attempt: Attempt, item: int
+        self, fleet: Fleet, media: FleetMedia, losses: LossCounter, attempt: Attempt, item: int
     ) -> None:
         self._fleet = fleet
-        self._router = router
+        self._media = media
         self._losses = losses
         self._attempt = attempt
         self._item = item
-        self._worker: str | None = None
-        self._failed: str | None = None
+        self._source = attempt.answer.request.media[item]
+        self._stream: _Stream | None = None
         self._num_streams = 0
-        self._is_open = False  # whether the decoder has received the stream's order
 
-    async def read(self, index: int, patience_s: float) -> tuple[int, Bulk]:
-        """Reads the item's group `index`. Returns the number of substituted frames, and all frames.
+    async def read(self, group: MediaGroup, patience_s: float) -> tuple[int, Bulk]:
+        """Reads a group of the item. Returns the number of substituted frames, and all frames.
 
-        Raises MediaError, and UnavailableError if no decoder delivers it.
+        Raises MediaError, and UnavailableError if no media worker delivers it.
         """
         deadline = asyncio.get_running_loop().time() + patience_s
         num_reads, pause_s = 0, _RETRY_S
         while True:
+            worker, held = await self._place()
             try:
-                worker = self._worker or self._choose()
                 num_reads += 1
-                message = ReadFrames(self._stream_id, index, None if self._is_open else self._order())
                 with self._losses.asking(self._attempt, worker):
-                    reply = await self._fleet.fetch("video", worker, message)
-                self._is_open = True
-                return reply
-            except UnavailableError:  # also when that worker is lost
-                self._leave()
+                    return await self._read(worker, held, group)
+            except UnavailableError as error:
+                if isinstance(error, WorkerLostError | NotHeldError):
+                    self._media.leave(self._source, worker)
+                await self.close()
                 if num_reads >= _MAX_READS or asyncio.get_running_loop().time() > deadline:
                     raise
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MAX_RETRY_S)
 
-    def _order(self) -> DecodeOrder:
+    async def _place(self) -> tuple[str, HeldItem]:
+        """Returns the worker that has the item, ready to be read."""
+        is_image = self._source.kind == "image"
+        return await (self._media.image(self._source) if is_image else self._media.place(self._source))
+
+    async def _read(self, worker: str, held: HeldItem, group: MediaGroup) -> tuple[int, Bulk]:
+        if self._source.kind == "image":
+            return await self._fleet.fetch("video", worker, ReadImage(held, group.start, group.stop))
+        stream = self._stream
+        order = None
+        if stream is None or stream.worker != worker:
+            self._num_streams += 1
+            stream_id = f"{self._attempt.id}/{self._item}/{self._num_streams}"
+            stream, order = _Stream(worker, stream_id), self._order(held)
+            self._stream = stream
+        return await self._fleet.fetch("video", worker, ReadFrames(stream.id, group.index, order))
+
+    def _order(self, held: HeldItem) -> DecodeOrder:
         """Returns the order for all groups of the item."""
-        plan, source = self._attempt.answer.plan, self._attempt.answer.request.media[self._item]
-        whole = plan.media[self._item].plan
+        plan = self._attempt.answer.plan
+        whole = plan.media[self._item]
         sizes = tuple(group.num_frames for group in plan.groups if group.item == self._item)
-        return DecodeOrder(source.path, whole.times_s, sizes, whole.size, source.label)
-
-    @property
-    def _stream_id(self) -> str:
-        return f"{self._attempt.id}/{self._item}/{self._num_streams}"
-
-    def _choose(self) -> str:
-        """Returns the video worker that reads the fewest items; one that just failed only if it is alone."""
-        names = [info.name for info in self._fleet.workers.values() if info.takes("video")]
-        if not names:
-            raise UnavailableError("no video worker is alive; retry")
-        self._num_streams += 1
-        self._is_open = False
-        self._worker = self._router.video([name for name in names if name != self._failed] or names)
-        self._router.add(self._worker, num_videos=1)
-        return self._worker
-
-    def _leave(self) -> str | None:
-        """Releases the video worker. Returns its name, if there was one."""
-        self._failed, self._worker = self._worker, None
-        if self._failed is not None:
-            self._router.add(self._failed, num_videos=-1)
-        return self._failed
+        return DecodeOrder(held, whole.times_s, sizes, whole.size)
 
     async def close(self) -> None:
-        worker = self._leave()
-        if worker is not None:
-            await send_surely(self._fleet, "video", worker, CloseStream(self._stream_id))
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            await send_surely(self._fleet, "video", stream.worker, CloseStream(stream.id))
 
 
 class GroupFeed:
@@ -110,7 +114,7 @@ class GroupFeed:
     def __init__(
         self,
         fleet: Fleet,
-        router: Router,
+        media: FleetMedia,
         dispatcher: EncodeDispatcher,
         losses: LossCounter,
         isolation: Isolation,
@@ -120,9 +124,9 @@ class GroupFeed:
         patience_s: float,
         sharding: Sharding = "groups",
     ) -> None:
-        """Starts with nothing granted. patience_s: how long to wait for a video decoder when all are lost."""
+        """Starts with nothing granted. patience_s: how long to try to read a group."""
         self._fleet = fleet
-        self._router = router
+        self._media = media
         self._dispatcher = dispatcher
         self._losses = losses
         self._isolation = isolation
@@ -140,7 +144,7 @@ class GroupFeed:
         item = self._attempt.answer.plan.groups[granted.group].item
         if item not in self._granted:
             self._granted[item] = asyncio.Queue()
-            self._frames[item] = _ItemFrames(self._fleet, self._router, self._losses, self._attempt, item)
+            self._frames[item] = _ItemFrames(self._fleet, self._media, self._losses, self._attempt, item)
             self._tasks.spawn(self._guarded(partial(self._serve_item, item)))
         self._granted[item].put_nowait(granted)
 
@@ -193,12 +197,11 @@ class GroupFeed:
 
     async def _read(self, number: int) -> Bulk:
         plan = self._attempt.answer.plan
-        image = plan.image_of(number)
-        if image is not None:
-            return image
         start_s = self._clock()
         group = plan.groups[number]
-        num_substituted, frames = await self._frames[group.item].read(group.index, self._patience_s)
+        num_substituted, frames = await self._frames[group.item].read(group, self._patience_s)
+        if plan.media[group.item].kind == "image":
+            return frames
         self._attempt.answer.substituted.note(group.spec.key, num_substituted)
         self._attempt.answer.timings.decode_video_s += self._clock() - start_s
         self._attempt.event_s = self._clock()

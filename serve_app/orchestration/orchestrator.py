@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -29,6 +28,7 @@ from epd.encode.sharding import Sharding
 from epd.errors import UnavailableError
 from epd.topology import Stage, role_letters, topology_name
 from serve_app.fleet import Fleet, WorkerInfo, send_surely
+from serve_app.media.fleet_media import FleetMedia
 from serve_app.messages import (
     Abort,
     WorkerLoad,
@@ -38,7 +38,6 @@ from serve_app.orchestration.elastic import Elastic
 from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
 from serve_app.orchestration.event_reader import EventReader
 from serve_app.orchestration.group_feed import GroupFeed
-from serve_app.orchestration.image_loading import ImageLoader
 from serve_app.orchestration.isolation import Isolation
 from serve_app.orchestration.live_answer import LiveAnswer
 from serve_app.orchestration.loss_counter import LossCounter
@@ -74,7 +73,7 @@ class OrchestratorConfig:
     max_prefills, unavailable_s: see `PlacementLimits`
     stall_timeout_s: after which a silent attempt is lost, see `stall_policy`; longer than a worker's step
     max_backlog_patches: see `EncodeDispatcher`
-    num_planning_threads: threads that probe media and tokenise
+    num_planning_threads: threads that tokenise
     sharding: of one request's groups over the encoders
     switching: limits of role switches
     elastic, retention: how roles, and the share of visual tokens, follow the load; None if they do not
@@ -139,6 +138,9 @@ class Orchestrator:
         parts = SwitchParts(fleet, self.router, self._dispatcher, self._placement, self._attempts)
         self.switcher = RoleSwitcher(parts, self.config.switching)
         self._loads: dict[str, WorkerLoad] = {}
+        self.media = FleetMedia(
+            fleet, self.router, self._loads, owner=owner, patience_s=self.config.unavailable_s
+        )
         self.elastic = Elastic(fleet, self.queue, self.switcher, self._loads, self.config.elastic, time.time)
         self.retention = LoadRetention(
             self.config.retention,
@@ -160,7 +162,6 @@ class Orchestrator:
         self._tasks = Tasks()
         self._loops = Loops(self._counters)
         self._threads = ThreadPoolExecutor(self.config.num_planning_threads, thread_name_prefix="planning")
-        self._images = ImageLoader(planner, self.config.num_planning_threads)
 
     @property
     def models(self) -> Sequence[ModelCard]:
@@ -209,7 +210,6 @@ class Orchestrator:
         await self.switcher.close()
         await self._fleet.close()
         self._threads.shutdown(cancel_futures=True)
-        self._images.close()
 
     # Answers
 
@@ -224,25 +224,25 @@ class Orchestrator:
         request = self.retention.reduced(request)
         there = [info.roles for info in self._fleet.workers.values() if not info.is_gone]
         check_reduction(request.reduction, there)
-        async with AsyncExitStack() as held:
-            plan = await self._plan(request, held)
-            answer = LiveAnswer(request, plan, self._planner.texts, time.time, self._substituted)
-            self.elastic.arrived(plan)
-            self.retention.arrived(plan)
-            running = self._tasks.spawn(self._run(answer, deadline_s))
-            try:
-                async for item in answer.items():
-                    yield item
-            finally:
-                self.elastic.finished()
-                running.cancel()
+        plan = await self._plan(request)
+        answer = LiveAnswer(request, plan, self._planner.texts, time.time, self._substituted)
+        self.elastic.arrived(plan)
+        self.retention.arrived(plan)
+        running = self._tasks.spawn(self._run(answer, deadline_s))
+        try:
+            async for item in answer.items():
+                yield item
+        finally:
+            self.elastic.finished()
+            running.cancel()
 
-    async def _plan(self, request: AnswerRequest, held: AsyncExitStack) -> AnswerPlan:
-        """Plans a request. held: keeps the images of the plan while it is open."""
+    async def _plan(self, request: AnswerRequest) -> AnswerPlan:
+        """Plans a request; its images stay at their media workers."""
         self._num_planning += 1
         try:
             loop = asyncio.get_running_loop()
-            images = await held.enter_async_context(self._images.loaded(request))
+            self._planner.check_images(request)
+            images = await self.media.plan_images(request.media)
             return await loop.run_in_executor(self._threads, self._planner.plan, request, images)
         finally:
             self._num_planning -= 1
@@ -278,7 +278,7 @@ class Orchestrator:
     async def _try(self, attempt: Attempt, deadline_s: float, *, is_new: bool) -> Ending:
         feed = GroupFeed(
             self._fleet,
-            self.router,
+            self.media,
             self._dispatcher,
             self._losses,
             self._isolation,

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import video
 from encoders import Adapter, FrameSampling, MediaPlan, load_adapter
 from encoders.adapter import PromptPlan
 from encoders.groups import DEFAULT_GROUP_TOKENS, MediaGroup, plan_groups
@@ -22,11 +21,11 @@ from epd.control.request_budget import RequestLimits, check_num_pixels, check_vi
 from epd.errors import MediaError
 from epd.kv.kv_identity import TokenIdentity
 from epd.sampling_params import SamplingParams
-from epd.types import UInt8Array, Usage
+from epd.types import Usage
 from serve_app.orchestration.token_text import TokenTexts
 from serve_app.service import AnswerRequest, MediaSource, ModelCard
 from stages.engine.generation import GenerateRequest, generation_settings
-from stages.media import PlannedMedia, plan_pixels, plan_video
+from stages.media import plan_video
 from stages.weights import weights_revision
 
 _MAX_SEED = 2**31
@@ -41,7 +40,7 @@ class AnswerPlan:
     """A planned request.
 
     sampling: complete, with a seed that stays the same in every retry
-    media: source and plan of each item, and the pixels of an image
+    media: of each item
     groups: of all items, in order
     plan_s: seconds that planning took
     expected_tokens: of all answers, to plan for
@@ -50,7 +49,7 @@ class AnswerPlan:
     prompt: PromptPlan
     identity: TokenIdentity
     groups: tuple[MediaGroup, ...]
-    media: tuple[PlannedMedia, ...]
+    media: tuple[MediaPlan, ...]
     mm_hashes: tuple[str, ...]
     sampling: SamplingParams
     seed: int
@@ -62,14 +61,6 @@ class AnswerPlan:
         return GenerateRequest(
             request_id, self.prompt, self.identity, self.sampling, self.seed, priority=self.priority
         )
-
-    def image_of(self, number: int) -> UInt8Array | None:
-        """Returns the pixels of an image's group, uint8 [N, h, w, 3]; None for a video's group."""
-        group = self.groups[number]
-        if self.media[group.item].image is None:
-            return None
-        pixels: UInt8Array = self.media[group.item].pixels_of(group).numpy()
-        return pixels
 
     @property
     def visual_tokens(self) -> tuple[tuple[str, int], ...]:
@@ -118,15 +109,12 @@ class RequestPlanner:
         *,
         group_tokens: int = DEFAULT_GROUP_TOKENS,
         limits: RequestLimits | None = None,
-        reader: video.MediaReader | None = None,
     ) -> None:
         """Opens the model's folder. Raises ModelError.
 
         name: requests use it for the model; by default the folder's name
         limits: see `self.limits`
-        reader: reads media; by default this process
         """
-        self._reader = reader or video.OwnReader()
         self.adapter = load_adapter(model_path)
         self.settings = generation_settings(model_path, self.adapter)
         self.texts = TokenTexts(self.adapter.tokenizer)
@@ -138,11 +126,10 @@ class RequestPlanner:
         # Ceilings of one request, lowered to what can fit the model's context.
         self.limits = _limits_of(self.card.max_model_len, self.adapter.tokenizer, limits or RequestLimits())
 
-    def plan(self, request: AnswerRequest, images: Mapping[int, PlannedMedia] | None = None) -> AnswerPlan:
-        """Plans a request. images: already loaded ones, by place. Raises MediaError, RequestError."""
+    def plan(self, request: AnswerRequest, images: Mapping[int, MediaPlan] | None = None) -> AnswerPlan:
+        """Plans a request. images: the plans of all its images, by place. Raises MediaError, RequestError."""
         start = time.perf_counter()
-        media = self._planned_media(request, images or {})
-        plans = [item.plan for item in media]
+        plans = self._media_plans(request, images or {})
         with self._adapters.borrowed() as adapter:
             whole = adapter.plan_chat(plans, request.messages)
         prompt = reduce_prompt(whole, request.reduction)
@@ -154,7 +141,7 @@ class RequestPlanner:
             prompt=prompt,
             identity=prompt_identity(prompt, hashes, request.cache_salt),
             groups=tuple(groups),
-            media=media,
+            media=plans,
             mm_hashes=hashes,
             sampling=sampling,
             expected_tokens=self.settings.expected_tokens(request.sampling, len(prompt)),
@@ -164,70 +151,42 @@ class RequestPlanner:
         )
 
     def check_images(self, request: AnswerRequest) -> None:
-        """Raises RequestBudgetError for too many pixels in total. To be called before `image`."""
+        """Raises RequestBudgetError for too many pixels in total. To be called before images are decoded."""
         check_num_pixels(sum(map(_image_pixels, request.media)), self.limits)
 
-    def image(self, source: MediaSource) -> PlannedMedia:
-        """Decodes an image and resizes it to its planned size. Raises MediaError."""
-        with _opened(source) as file:
-            pixels = self._reader.load_image(file, source.label)
-        with _labelled(source):
-            return plan_pixels(self.adapter, source.path, pixels)
-
-    def _planned_media(
-        self, request: AnswerRequest, images: Mapping[int, PlannedMedia]
-    ) -> tuple[PlannedMedia, ...]:
-        """Plans the media. What can never fit is refused before it is decoded, listed or put in a prompt."""
-        sources = [replace(each, facts=each.facts or self._look(each)) for each in request.media]
-        check_num_pixels(sum(map(_image_pixels, sources)), self.limits)
-        planned: list[PlannedMedia] = []
+    def _media_plans(self, request: AnswerRequest, images: Mapping[int, MediaPlan]) -> tuple[MediaPlan, ...]:
+        """Plans the media. What can never fit is refused before it is listed or put in a prompt."""
+        self.check_images(request)
+        plans: list[MediaPlan] = []
         num_frames_left = self.limits.max_frames
-        for place, source in enumerate(sources):
-            frame_sampling = replace(request.frame_sampling, max_frames=num_frames_left)
-            planned.append(images.get(place) or self._planned(source, frame_sampling))
-            num_frames_left -= planned[-1].plan.num_frames if source.kind == "video" else 0
+        for place, source in enumerate(request.media):
+            if source.kind == "image":
+                plans.append(images[place])
+                continue
+            plans.append(
+                self._video_plan(source, replace(request.frame_sampling, max_frames=num_frames_left))
+            )
+            num_frames_left -= plans[-1].num_frames
         if self.card.max_model_len is not None:
-            num_tokens = sum(item.plan.num_tokens for item in planned)
+            num_tokens = sum(plan.num_tokens for plan in plans)
             check_visual_tokens(num_tokens, request.reduction.retention, self.card.max_model_len)
-        return tuple(planned)
+        return tuple(plans)
 
-    def _planned(self, source: MediaSource, frame_sampling: FrameSampling) -> PlannedMedia:
-        """Plans one item. Raises MediaError, RequestError."""
-        facts = source.facts or self._look(source)
-        if facts.kind == "image":
-            return self.image(source)
-        with _labelled(source):
-            return PlannedMedia(source.path, self._video_plan(source.mm_hash, facts, frame_sampling))
-
-    def _look(self, source: MediaSource) -> video.MediaFacts:
-        with _opened(source) as file:
-            return self._reader.look(file, source.label)
-
-    def _video_plan(self, mm_hash: str, facts: video.MediaFacts, frame_sampling: FrameSampling) -> MediaPlan:
-        plan = self._plans.get((mm_hash, frame_sampling))
+    def _video_plan(self, source: MediaSource, frame_sampling: FrameSampling) -> MediaPlan:
+        """Plans a video. Raises MediaError, RequestError."""
+        plan = self._plans.get((source.mm_hash, frame_sampling))
         if plan is None:
-            plan = plan_video(self.adapter, facts, frame_sampling)
-            self._plans.set((mm_hash, frame_sampling), plan)
+            try:
+                plan = plan_video(self.adapter, source.facts, frame_sampling)
+            except MediaError as error:
+                raise type(error)(f"{source.label}: {error}") from error
+            self._plans.set((source.mm_hash, frame_sampling), plan)
         return plan
-
-
-def _opened(source: MediaSource) -> video.OpenFile:
-    """Opens the exact file that was checked. Raises MediaError."""
-    return video.open_file(source.path, source.label, source.identity)
-
-
-@contextmanager
-def _labelled(source: MediaSource) -> Iterator[None]:
-    """Prefixes errors about the source with its name."""
-    try:
-        yield
-    except MediaError as error:
-        raise type(error)(f"{source.label}: {error}") from error
 
 
 def _image_pixels(source: MediaSource) -> int:
     """Returns the number of pixels; 0 for a video."""
-    return source.facts.height * source.facts.width if source.facts and source.kind == "image" else 0
+    return source.facts.height * source.facts.width if source.kind == "image" else 0
 
 
 def _limits_of(context_tokens: int | None, tokenizer: Any, limits: RequestLimits) -> RequestLimits:

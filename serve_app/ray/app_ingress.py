@@ -7,7 +7,7 @@ import logging
 from fastapi import FastAPI
 
 from serve_app.app_args import AppArgs
-from serve_app.composition import create_app, log_requests, worker_settings
+from serve_app.composition import create_app, log_requests, media_settings, worker_settings
 from serve_app.ray.fleet import RayFleet, RayFleetConfig
 
 
@@ -19,6 +19,6 @@ async def create_ingress(args: AppArgs) -> FastAPI:
         args.workers,
         hang_s=args.hang_s,
         num_threads=args.threads_per_worker,
-        num_video_threads=args.num_video_threads,
+        media=media_settings(args),
     )
     return await create_app(args, RayFleet(config, worker_settings(args)))

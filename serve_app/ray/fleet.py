@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -85,6 +86,9 @@ class RayFleet:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_REMOVE_S):
+                await asyncio.gather(*(member.drop_media() for member in self._members.values()))
         for member in self._members.values():
             member.end()
         self.files.remove_all()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +19,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from epd.errors import UnavailableError
 from epd.topology import Stage
 from serve_app.fleet import Bulk, WorkerInfo, WorkerLostError
+from serve_app.media.media_worker import MediaSettings
 from serve_app.messages import Message, WorkerReport
 from serve_app.ray.process import WatchedProcess
-from serve_app.ray.worker import Heartbeat, Peer, Place, Reply, StageActor, Start, VideoActor
+from serve_app.ray.worker import Heartbeat, MediaActor, Peer, Place, Reply, StageActor, Start
 from serve_app.worker.worker_stages import WorkerSettings
 
 _MAX_CALLS = 10_000  # of one actor at once, most of which wait
@@ -39,7 +41,7 @@ class RayFleetConfig:
     start_s: time limit for a worker to be ready
     restart_s: until another attempt to start a worker
     num_threads: of torch, in each process
-    num_video_threads: groups read at once by each worker that decodes video
+    media: settings of media workers, by default those for the model of the other workers
     """
 
     workers: Mapping[str, frozenset[Stage]]
@@ -49,7 +51,7 @@ class RayFleetConfig:
     start_s: float = 300.0
     restart_s: float = 0.5
     num_threads: int = 1
-    num_video_threads: int = 4
+    media: MediaSettings | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,7 +111,8 @@ class RayMember:
                 roles=self.info.roles,
                 settings=settings,
                 fleet_id=self._fleet_id,
-                num_threads=config.num_video_threads if self.is_video else config.num_threads,
+                num_threads=config.num_threads,
+                media=config.media or MediaSettings(settings.model_path),
             )
             reply: Reply = await self.actor.start.remote(start)
         if reply.error is not None:
@@ -194,6 +197,12 @@ class RayMember:
         self._fail_calls("the fleet is closed")
         ray.kill(self.actor, no_restart=True)
 
+    async def drop_media(self) -> None:
+        """Makes a media worker remove its files, if it is alive."""
+        if self.is_video and self.is_up:
+            with suppress(RayError):
+                await self.actor.close.remote()
+
     # Messages
 
     def new_call(self, message: Message[Any], bulk: Bulk | None, *, is_fetch: bool) -> SentMessage:
@@ -250,7 +259,7 @@ def _new_actor(info: WorkerInfo, fleet_id: str, home: str) -> Any:
     }
     if "video" in info.roles:  # it reads files of this machine
         here = NodeAffinitySchedulingStrategy(home, soft=False)
-        return ray.remote(VideoActor).options(**options, scheduling_strategy=here).remote()
+        return ray.remote(MediaActor).options(**options, scheduling_strategy=here).remote()
     return ray.remote(StageActor).options(**options, scheduling_strategy="SPREAD").remote()
 
 

@@ -1,4 +1,4 @@
-"""Defines worker processes: Ray actors that carry messages to a `WorkerCore` or `FrameReader`, and reports.
+"""Defines worker processes: Ray actors that carry messages to a `WorkerCore` or `MediaWorker`, and reports.
 
     fleet     --handle, in numbered order-->  event loop  --inbox-->  worker thread: messages, step, report
               <--beat: reports, several per reply, at once when there are any--
@@ -13,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +27,9 @@ from epd.errors import EPDError
 from epd.topology import Stage
 from epd.types import UInt8Array
 from serve_app.fleet import WorkerLostError
-from serve_app.media.frame_reader import FrameReader, child_decoder, path_opener
-from serve_app.media.media_processes import video_child_limits
-from serve_app.messages import CloseStream, Message, WorkerLoad, WorkerReport
+from serve_app.media.media_processes import MediaProcesses
+from serve_app.media.media_worker import MediaSettings, MediaWorker
+from serve_app.messages import Message, WorkerReport
 from serve_app.network.connector import Envelope, ProcessTransport
 from serve_app.network.memory import PoolFiles
 from serve_app.network.peer_links import Delivery, PeerLinks
@@ -37,7 +37,6 @@ from serve_app.ray.thread import ActorThread
 from serve_app.task_group import Loops
 from serve_app.worker.worker_stages import WorkerSettings
 from serve_app.worker.worker_thread import Call, fault_of
-from video import MediaChildren
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +59,8 @@ class Start:
 
     epoch: unique to this start
     fleet_id: see `PoolFiles`
-    num_threads: of torch, or that read video
+    num_threads: of torch
+    media: settings of a media worker
     """
 
     name: str
@@ -69,6 +69,7 @@ class Start:
     settings: WorkerSettings
     fleet_id: str
     num_threads: int
+    media: MediaSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,51 +243,53 @@ async def _frames(bulk: BulkArgument) -> tuple[UInt8Array | None, EPDError | Non
         return None, WorkerLostError(f"the frames are lost: {type(error).__name__}; have them decoded again")
 
 
-class VideoActor:
-    """Runs a worker that decodes video: frames of one group for each call, several calls at once."""
+class MediaActor:
+    """Runs a media worker."""
 
     def __init__(self) -> None:
         self._epoch = ""
         self._name = ""
-        self._children = MediaChildren(video_child_limits(), decodes_video=True)
-        self._reader = FrameReader(path_opener(child_decoder(self._children)))
-        self._executor: ThreadPoolExecutor | None = None
+        self._processes = MediaProcesses()
+        self._worker: MediaWorker | None = None
         self._node_id = ray.get_runtime_context().get_node_id()
 
     async def place(self) -> Place:
         return Place(self._node_id, os.getpid())
 
     async def start(self, start: Start) -> Reply:
+        await self.close()
         self._name, self._epoch = start.name, start.epoch
-        self._executor = ThreadPoolExecutor(start.num_threads, thread_name_prefix="video")
-        self._executor.submit(self._children.server.start)  # the first frames need not wait for it
+        self._worker = MediaWorker(start.media, self._processes)
+        # The first media need not wait for them.
+        threading.Thread(target=self._processes.start, name="processes", daemon=True).start()
         return Reply()
 
+    async def close(self) -> None:
+        """Drops all media, with their files."""
+        if self._worker is not None:
+            self._worker.close()
+
     async def handle(self, epoch: str, _number: int, message: Message[Any], _bulk: BulkArgument) -> Reply:
-        """Handles a message at once, whatever its number: streams detect messages after their end."""
+        """Handles a message at once, whatever its number: holds and streams notice late messages."""
         reply, _ = await self.fetch(epoch, message)
         return reply
 
     async def fetch(self, epoch: str, message: Message[Any]) -> tuple[Reply, UInt8Array | None]:
         """Returns the reply, and frames as a separate value, which stays where it is."""
-        if epoch != self._epoch or self._executor is None:
+        if epoch != self._epoch or self._worker is None:
             return Reply(error=WorkerLostError("the worker was started again; send to another")), None
-        loop = asyncio.get_running_loop()
         try:
-            if isinstance(message, CloseStream):  # at once: every thread may be reading
-                value, frames = self._reader.handle(message)
-            else:
-                value, frames = await loop.run_in_executor(self._executor, self._reader.handle, message)
+            value, frames = await self._worker.answer(message)
         except EPDError as error:
             return Reply(error=error), None
-        except Exception as error:  # a group that cannot be read fails its request alone
+        except Exception as error:  # a medium that cannot be read fails its request alone
             logger.exception("worker %s failed on a message", self._name)
             return Reply(error=fault_of(self._name, message, error)), None
         return Reply(value), frames
 
     async def beat(self, epoch: str, wait_s: float) -> Heartbeat:
-        if epoch != self._epoch:
+        if epoch != self._epoch or self._worker is None:
             return Heartbeat(failure="it was started again")
         await asyncio.sleep(wait_s)
-        report = WorkerReport(self._name, load=WorkerLoad(num_running=len(self._reader)))
-        return Heartbeat((report,), self._reader.busy_s)
+        report = WorkerReport(self._name, load=self._worker.load())
+        return Heartbeat((report,), self._worker.busy_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +13,13 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from epd.models import embedded_model_path
 from serve_app.http.api import ApiSettings
+from serve_app.media.media_spool import MediaSpool, SpoolLimits
+from serve_app.media.media_worker import MediaSettings
 from tests.serve_app.fakes import FakeService
 from tests.serve_app.server import Server, served, wait_until
+from video import FetchPolicy
 
 if TYPE_CHECKING:
     from tests.serve_app.ray.ray_session import RaySession
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
 JSON = dict[str, Any]
 # The header of an admin of `front`.
 ADMIN = {"authorization": "Bearer the admin's"}
+_MEDIA_OPTIONS = {"fetch", "max_spooled_bytes", "num_downloads", "max_s"}
 QUESTION: JSON = {"messages": [{"role": "user", "content": "What colour is it?"}]}
 
 
@@ -54,22 +59,38 @@ class Front:
         """Returns when nothing is left of any request."""
         front = self.server.front
         wait_until(lambda: self.service.num_open == self.service.num_closed and front.num_requests == 0)
-        wait_until(lambda: front.spool.budget.num_taken == front.bodies.budget.num_taken == 0)
-        wait_until(lambda: not list(front.spool.path.iterdir()))
+        wait_until(lambda: self.spool.budget.num_taken == front.bodies.budget.num_taken == 0)
+        wait_until(lambda: not list(self.spool.path.iterdir()))
+
+    @property
+    def spool(self) -> MediaSpool:
+        """Of the media worker."""
+        assert self.server.media is not None
+        return self.server.media.spool
 
 
 @contextmanager
-def running_front(service: FakeService, settings: ApiSettings) -> Iterator[Front]:
+def running_front(
+    service: FakeService, settings: ApiSettings | None = None, media: MediaSettings | None = None
+) -> Iterator[Front]:
     """Whatever is asked, nothing of it may be left at the end."""
     with (
-        served(service, settings) as server,
+        served(service, settings, media=media or media_settings()) as server,
         httpx.Client(base_url=server.url, trust_env=False, timeout=30) as http,
         httpx.Client(trust_env=False, timeout=30) as openai_http,
     ):
         front = Front(service, server, http, openai_http)
         yield front
         front.wait_until_empty()
-    assert not front.server.front.spool.path.exists()
+    assert not front.spool.path.exists()
+
+
+def media_settings(
+    fetch: FetchPolicy | None = None, spool_folder: Path | None = None, **limits: Any
+) -> MediaSettings:
+    """Settings of a media worker as they are by default, with other ones of a test. limits: of its spool."""
+    default = MediaSettings(embedded_model_path(), spool_folder=spool_folder)
+    return replace(default, fetch=fetch or default.fetch, limits=SpoolLimits(**limits))
 
 
 @pytest.fixture
@@ -77,10 +98,12 @@ def run_front(tmp_path: Path) -> Iterator[Callable[..., Front]]:
     """Starts fronts over services and with settings of the test's own."""
     with ExitStack() as running:
 
-        def run(service: FakeService | None = None, **settings: Any) -> Front:
-            return running.enter_context(
-                running_front(service or FakeService(), ApiSettings(spool_folder=tmp_path, **settings))
-            )
+        def run(service: FakeService | None = None, **options: Any) -> Front:
+            """options: of `media_settings` and of ApiSettings."""
+            of_media = {name: options.pop(name) for name in _MEDIA_OPTIONS & options.keys()}
+            media = media_settings(spool_folder=tmp_path, **of_media)
+            settings = ApiSettings(**options)
+            return running.enter_context(running_front(service or FakeService(), settings, media))
 
         yield run
 

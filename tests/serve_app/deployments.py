@@ -16,16 +16,25 @@ from epd.control.routing import InFlight
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from epd.topology import Stage
-from epd.types import content_hash
 from serve_app.local.fleet import LocalFleet, LocalFleetConfig
+from serve_app.media.media_worker import MediaSettings
 from serve_app.orchestration.orchestrator import Orchestrator, OrchestratorConfig
 from serve_app.orchestration.request_planner import RequestPlanner
-from serve_app.service import AnswerEnd, AnswerRequest, MediaSource, StageSpan, TokenDelta, TokenLogprob
+from serve_app.service import (
+    AnswerEnd,
+    AnswerItem,
+    AnswerRequest,
+    MediaSource,
+    StageSpan,
+    TokenDelta,
+    TokenLogprob,
+)
 from serve_app.worker.prefill_role import PrefillRole
 from serve_app.worker.worker_core import WorkerCore
 from serve_app.worker.worker_roles import EncodeRole
 from serve_app.worker.worker_stages import WorkerSettings
 from tests.clear_draws import clear_draws
+from tests.serve_app.media_fleet import ANY_FILE, reference_to, unheld
 from video import media_kind
 
 LETTERS: dict[str, Stage] = {"v": "video", "e": "encode", "p": "prefill", "d": "decode"}
@@ -57,18 +66,15 @@ class Question:
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=MAX_TOKENS))
     frame_sampling: FrameSampling = field(default_factory=lambda: FrameSampling(num_frames=NUM_FRAMES))
 
-    def request(self, **options: Any) -> AnswerRequest:
+    def request(self, sources: tuple[MediaSource, ...] | None = None, **options: Any) -> AnswerRequest:
+        """sources: its media, as a media worker has them; by default they are only good for planning."""
         parts = [ContentPart(media_kind(path)) for path in self.media]
         message = ChatMessage("user", (*parts, ContentPart("text", self.text)))
-        sources = tuple(
-            MediaSource(media_kind(path), path, content_hash(path), path.stat().st_size)
-            for path in self.media
-        )
         return AnswerRequest(
             f"q{next(_numbers)}",
             "tiny",
             (message,),
-            sources,
+            unheld(self.media) if sources is None else sources,
             self.sampling,
             self.frame_sampling,
             **options,
@@ -84,6 +90,16 @@ class Answered:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     spans: list[StageSpan] = field(default_factory=list)
     end: AnswerEnd | None = None
+
+    def take(self, item: AnswerItem) -> None:
+        if isinstance(item, TokenDelta):
+            self.token_ids.setdefault(item.index, []).extend(item.token_ids)
+            self.text += item.text
+            self.logprobs += item.logprobs
+        elif isinstance(item, StageSpan):
+            self.spans.append(item)
+        else:
+            self.end = item
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -102,8 +118,9 @@ class Deployment:
             scheduler=SchedulerConfig(max_chunk_tokens=64),
         )
         settings = replace(settings, **options.pop("settings", {}))
+        fleet.setdefault("media", MediaSettings(path, ANY_FILE))
         self.fleet = LocalFleet(LocalFleetConfig(workers_of(topology), **fleet), settings)
-        planner = RequestPlanner(path, "tiny", group_tokens=16, reader=options.pop("reader", None))
+        planner = RequestPlanner(path, "tiny", group_tokens=16)
         self.service = Orchestrator(self.fleet, planner, OrchestratorConfig(**options))
 
     def cores(self) -> list[WorkerCore]:
@@ -113,17 +130,20 @@ class Deployment:
 
     async def ask(self, question: Question, **options: Any) -> Answered:
         answered = Answered()
-        async with aclosing(self.service.answer(question.request(**options))) as items:
+        async with (
+            self.requested(question, **options) as request,
+            aclosing(self.service.answer(request)) as items,
+        ):
             async for item in items:
-                if isinstance(item, TokenDelta):
-                    answered.token_ids.setdefault(item.index, []).extend(item.token_ids)
-                    answered.text += item.text
-                    answered.logprobs += item.logprobs
-                elif isinstance(item, StageSpan):
-                    answered.spans.append(item)
-                else:
-                    answered.end = item
+                answered.take(item)
         return answered
+
+    @asynccontextmanager
+    async def requested(self, question: Question, **options: Any) -> AsyncIterator[AnswerRequest]:
+        """The request of a question, its media fetched while the block runs."""
+        references = tuple(map(reference_to, question.media))
+        async with self.service.media.sources(f"m{next(_numbers)}", references) as sources:
+            yield question.request(sources, **options)
 
     async def ask_all(self, questions: Sequence[Question]) -> list[Answered]:
         return list(await asyncio.gather(*(self.ask(question) for question in questions)))
@@ -145,10 +165,11 @@ class Deployment:
         left += [f"{core.name} uses KV" for core in self.cores() if core.load().kv_usage]
         left += [f"{core.name} holds embeddings" for core in self.cores() if num_held(core)]
         left += [
-            f"{len(self.fleet.readers[name])} streams at {name}"
-            for name in self.fleet.readers
-            if len(self.fleet.readers[name])
+            f"{name} has {held}"
+            for name, worker in self.fleet.media.items()
+            if any(held := (worker.num_holds, worker.num_streams, worker.num_pixel_bytes))
         ]
+        left += ["media"] if self.service.media.num_held else []
         left += ["attempts"] if self.service.num_attempts else []
         left += ["tickets"] if self.service.num_tickets else []
         left += [

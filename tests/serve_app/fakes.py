@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from epd.control.elasticity import Decision, RequestWork
 from epd.errors import EPDError
 from epd.topology import Stage
 from epd.types import StageTimings, Usage
+from serve_app.media.media_spool import FetchedFile
 from serve_app.service import (
     AnswerEnd,
     AnswerItem,
     AnswerRequest,
+    HeldItem,
     ModelCard,
     RoleSwitch,
     ServiceStatus,
@@ -37,12 +40,17 @@ SWITCH = RoleSwitch(
 )
 
 
+def _no_file(held: HeldItem) -> FetchedFile:
+    raise AssertionError(f"no worker has {held}")
+
+
 @dataclass
 class FakeService:
     """error: raised after `words_before_error` words. word_s: seconds before each word.
 
     num_open, num_closed: answers begun and those whose iterator has ended in any way. requests: as
-    received; files_seen: the bytes of their media, as read while the answer ran.
+    received; files_seen: the bytes of their media, as read while the answer ran, from paths_seen.
+    file_of: where the media worker has a medium.
     """
 
     error: Exception | None = None
@@ -55,6 +63,8 @@ class FakeService:
     counters: dict[str, float] = field(default_factory=lambda: {"encoder_cache_hits": 7.0})
     requests: list[AnswerRequest] = field(default_factory=list)
     files_seen: list[list[bytes]] = field(default_factory=list)
+    paths_seen: list[list[Path]] = field(default_factory=list)
+    file_of: Callable[[HeldItem], FetchedFile] = field(default=_no_file, repr=False)
     num_open: int = 0
     num_closed: int = 0
     switch_error: EPDError | None = None
@@ -69,7 +79,8 @@ class FakeService:
 
     async def _answer(self, request: AnswerRequest) -> AsyncGenerator[AnswerItem, None]:
         self.requests.append(request)
-        self.files_seen.append([source.path.read_bytes() for source in request.media])
+        self.paths_seen.append([self.file_of(source.held).path for source in request.media])
+        self.files_seen.append([path.read_bytes() for path in self.paths_seen[-1]])
         self.num_open += 1
         try:
             async for item in self._items(request):

@@ -16,6 +16,9 @@ import httpx
 import uvicorn
 
 from serve_app.http.api import ApiSettings, create_api
+from serve_app.media.media_processes import MediaProcesses
+from serve_app.media.media_worker import MediaSettings
+from tests.serve_app.conftest import media_settings
 from tests.serve_app.deployments import Deployment
 from tests.serve_app.server import START_S, wait_until
 from video import ChildLimits, MediaChildren
@@ -48,7 +51,11 @@ class RealApp:
 
 @contextmanager
 def real_app(
-    path: Path, topology: str, settings: ApiSettings | None = None, **options: Any
+    path: Path,
+    topology: str,
+    settings: ApiSettings | None = None,
+    media: MediaSettings | None = None,
+    **options: Any,
 ) -> Iterator[RealApp]:
     """Serves the checkpoint at `path`, its media read by child processes. options: of OrchestratorConfig."""
     started, stop = threading.Event(), threading.Event()
@@ -58,10 +65,11 @@ def real_app(
     children = MediaChildren(ChildLimits(max_children=3), decodes_video=True)
 
     async def serve() -> None:
-        deployment = Deployment(path, topology, {"children": children}, reader=children, **options)
+        fleet = {"processes": MediaProcesses(children, children), "media": media or media_settings()}
+        deployment = Deployment(path, topology, fleet, **options)
         try:
             await deployment.service.start()
-            app = create_api(deployment.service, settings, children)
+            app = create_api(deployment.service, deployment.service.media, settings)
             config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=2)
             server = uvicorn.Server(config)
             serving = asyncio.create_task(server.serve(sockets=[listener]))

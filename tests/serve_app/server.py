@@ -13,17 +13,26 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from epd.control.routing import Router
 from serve_app.http.api import ApiSettings, create_api
 from serve_app.http.server_state import ServerState
+from serve_app.media.fleet_media import FleetMedia
+from serve_app.media.media_worker import MediaSettings, MediaWorker
+from serve_app.orchestration.orchestrator import Orchestrator
 from serve_app.service import AnswerService
+from tests.serve_app.fakes import FakeService
+from tests.serve_app.media_fleet import MediaFleet
 
 START_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
+    """media: the worker that keeps its media; None if the service has its own."""
+
     url: str
     app: FastAPI
+    media: MediaWorker | None = None
 
     @property
     def front(self) -> ServerState:
@@ -49,9 +58,13 @@ def served(
     settings: ApiSettings | None = None,
     *,
     running: AbstractAsyncContextManager[None] | None = None,
+    media: MediaSettings | None = None,
 ) -> Iterator[Server]:
-    """running: open in the server's event loop while it runs."""
-    app = create_api(service, settings)
+    """running: open in the server's event loop while it runs. media: of a worker for a fake service."""
+    fleet = None if isinstance(service, Orchestrator) else MediaFleet(media)
+    if fleet is not None and isinstance(service, FakeService):
+        service.file_of = fleet.media["v0"].file_of
+    app = create_api(service, FleetMedia(fleet, Router()) if fleet else service.media, settings)
     if running is not None:
         app.router.lifespan_context = _around(app.router.lifespan_context, running)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -62,10 +75,13 @@ def served(
         thread.start()
         wait_until(lambda: server.started or not thread.is_alive())
         try:
-            yield Server(f"http://127.0.0.1:{listener.getsockname()[1]}", app)
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            yield Server(url, app, fleet.media["v0"] if fleet else None)
         finally:
             server.should_exit = True
             thread.join(START_S)
+            if fleet is not None:
+                fleet.close()
 
 
 def wait_until(condition, seconds: float = START_S) -> None:  # type: ignore[no-untyped-def]

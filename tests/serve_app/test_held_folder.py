@@ -13,9 +13,9 @@ import pytest
 
 from serve_app import held_folder
 from serve_app.held_folder import HeldFolder, abandoned, remove_abandoned, remove_own
-from serve_app.http.server_state import ApiSettings
 from serve_app.media.media_spool import MediaSpool
 from serve_app.network.memory import PoolFiles, orphans, remove_orphans
+from video import FetchPolicy
 
 # A process that has files of a fleet, a pool and media, as an ingress does; it says when.
 OWNER = """
@@ -96,7 +96,7 @@ def test_a_spool_that_starts_removes_what_a_killed_one_has_left(shared_folder: P
     with owner(shared_folder):
         left = list(shared_folder.glob("epd-media-*/requests/medium"))
         assert len(left) == 1
-    spool = MediaSpool(ApiSettings().fetch, parent=shared_folder)
+    spool = MediaSpool(FetchPolicy(), parent=shared_folder)
     assert not left[0].exists()
     assert spool.path.is_dir()
     assert abandoned(shared_folder, "epd-media-") == []

@@ -9,12 +9,15 @@ from pathlib import Path
 import httpx
 import pytest
 
+from epd.control.routing import Router
 from serve_app.http.chat_request import ChatRequest
 from serve_app.http.request_parsing import conversation
 from serve_app.http.server_state import ApiSettings, ParsedRequest, ServerState
+from serve_app.media.fleet_media import FleetMedia
 from serve_app.observability.record import RequestRecord
-from tests.serve_app.conftest import QUESTION, Front, data_url, image_part
+from tests.serve_app.conftest import QUESTION, Front, data_url, image_part, media_settings
 from tests.serve_app.fakes import FakeService
+from tests.serve_app.media_fleet import MediaFleet
 from tests.serve_app.server import wait_until
 
 HOURS = 3600.0
@@ -83,7 +86,8 @@ def test_others_do_not_notice(run_front: Callable[..., Front]) -> None:
 def test_an_answer_is_closed_between_two_of_its_items(tmp_path: Path) -> None:
     """As when a client goes away while a piece is being sent to it."""
     service = FakeService()
-    front = ServerState(service, ApiSettings(spool_folder=tmp_path))
+    fleet = MediaFleet(media_settings(spool_folder=tmp_path))
+    front = ServerState(service, FleetMedia(fleet, Router()), ApiSettings())
 
     async def leave_early() -> None:
         chat = ChatRequest.model_validate(QUESTION)
@@ -95,3 +99,4 @@ def test_an_answer_is_closed_between_two_of_its_items(tmp_path: Path) -> None:
 
     asyncio.run(leave_early())
     front.close()
+    fleet.close()

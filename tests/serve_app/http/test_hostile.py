@@ -21,8 +21,7 @@ from typing import Protocol
 import httpx
 import pytest
 
-from serve_app.http.api import ApiSettings
-from tests.serve_app.conftest import data_url, image_part, video_part
+from tests.serve_app.conftest import data_url, image_part, media_settings, video_part
 from tests.serve_app.hostile import ENDLESS, Body, content_of, drawn, named, text_question
 from tests.serve_app.ray.ray_session import IGNORED
 from tests.serve_app.real_app import real_app, workers_lost
@@ -139,7 +138,7 @@ class Target:
 @contextmanager
 def app_of(kind: str, path: Path, spool: Path, request: pytest.FixtureRequest) -> Iterator[App]:
     if kind == "threads":
-        with real_app(path, "1e1p1d", ApiSettings(spool_folder=spool)) as app:
+        with real_app(path, "1e1p1d", media=media_settings(spool_folder=spool)) as app:
             yield app
         return
     from tests.serve_app.ray.ray_session import running_app

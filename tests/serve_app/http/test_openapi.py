@@ -24,7 +24,7 @@ from schemathesis.specs.openapi.checks import response_schema_conformance, statu
 from epd.control.request_budget import RequestLimits
 from epd.sampling_params import SamplingParams
 from serve_app.http.api import ApiSettings
-from tests.serve_app.conftest import QUESTION, Front, running_front
+from tests.serve_app.conftest import QUESTION, Front, media_settings, running_front
 from tests.serve_app.deployments import Deployment
 from tests.serve_app.fakes import FakeService
 from tests.serve_app.server import Server, served, wait_until
@@ -50,8 +50,8 @@ OPERATIONS = {
 def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
     """A front that asks no host for media."""
     policy = FetchPolicy(allowed_hosts=frozenset(), max_s=1.0)
-    settings = ApiSettings(spool_folder=tmp_path_factory.mktemp("spool"), fetch=policy)
-    with running_front(FakeService(), settings) as front:
+    media = media_settings(policy, tmp_path_factory.mktemp("spool"))
+    with running_front(FakeService(), media=media) as front:
         yield front
 
 
@@ -91,7 +91,8 @@ def test_the_schema_names_every_operation(offline: Front) -> None:
 @pytest.fixture(scope="module")
 def real(checkpoints: dict[str, Path]) -> Iterator[tuple[Server, Deployment]]:
     """A front over real workers. Answers are short: what is drawn may ask for 2^63 tokens."""
-    deployment = Deployment(checkpoints["qwen2_5_vl"], "1e1p1d", {})
+    policy = FetchPolicy(allowed_hosts=frozenset(), max_s=1.0)
+    deployment = Deployment(checkpoints["qwen2_5_vl"], "1e1p1d", {"media": media_settings(policy)})
 
     @asynccontextmanager
     async def running() -> AsyncIterator[None]:
@@ -100,7 +101,6 @@ def real(checkpoints: dict[str, Path]) -> Iterator[tuple[Server, Deployment]]:
         await deployment.service.close()
 
     settings = ApiSettings(
-        fetch=FetchPolicy(allowed_hosts=frozenset(), max_s=1.0),
         limits=RequestLimits(max_answer_tokens=128),
         default_params=SamplingParams(max_tokens=8),
     )

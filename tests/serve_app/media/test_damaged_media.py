@@ -15,8 +15,9 @@ import httpx
 import pytest
 
 from epd.models import embedded_model_path
-from serve_app.http.api import ApiSettings, create_api
-from tests.serve_app.conftest import JSON, image_part, video_part
+from serve_app.http.api import create_api
+from serve_app.media.media_processes import MediaProcesses
+from tests.serve_app.conftest import JSON, image_part, media_settings, video_part
 from tests.serve_app.deployments import Deployment, deployed
 from tests.video.corpus import Variant, corpus
 from tests.video.recipes import GOP15, Recipe, make
@@ -36,10 +37,10 @@ def children() -> Iterator[MediaChildren]:
 @asynccontextmanager
 async def asked(children: MediaChildren, folder: Path) -> AsyncIterator[tuple[Deployment, httpx.AsyncClient]]:
     """The application over `folder` as its spool and its media folder."""
-    fleet = {"children": children}
-    async with deployed(embedded_model_path(), "1epd", fleet=fleet, reader=children) as deployment:
-        settings = ApiSettings(spool_folder=folder, fetch=FetchPolicy(media_folder=folder))
-        app = create_api(deployment.service, settings, children)
+    media = media_settings(FetchPolicy(media_folder=folder), folder)
+    fleet = {"processes": MediaProcesses(children, children), "media": media}
+    async with deployed(embedded_model_path(), "1epd", fleet=fleet) as deployment:
+        app = create_api(deployment.service, deployment.service.media)
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             yield deployment, http

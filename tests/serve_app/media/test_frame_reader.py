@@ -6,16 +6,15 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-from epd.errors import CancelledError, MediaNotFoundError
+from epd.errors import CancelledError
 from epd.types import Frames
-from serve_app.media.frame_reader import FrameReader, FrameStream
+from serve_app.media.frame_reader import FrameReader, FrameStream, stream_here
 from serve_app.messages import CloseStream, DecodeOrder, ReadFrames
+from serve_app.service import HeldItem
 from tests.serve_app.server import wait_until
 from video import open_file
 
@@ -24,7 +23,7 @@ TIMES_S = (0.1, 0.4, 0.7, 1.0)
 
 def order_of(path: Path) -> DecodeOrder:
     """Two groups of two frames."""
-    return DecodeOrder(path, TIMES_S, (2, 2), (32, 32))
+    return DecodeOrder(HeldItem(str(path), 0), TIMES_S, (2, 2), (32, 32))
 
 
 def read(stream_id: str, path: Path = Path("x"), index: int = 0) -> ReadFrames:
@@ -67,7 +66,7 @@ def test_a_stream_that_cannot_be_opened_holds_up_no_other() -> None:
             return Frames(np.zeros((2, 32, 32, 3), np.uint8), np.zeros(2))
 
     def opener(order: DecodeOrder) -> FrameStream:
-        if order.source == Path("stuck"):
+        if order.source.hold == "stuck":
             assert other_is_read.wait(10)
             return closed
         return Ready()
@@ -83,26 +82,8 @@ def test_a_stream_that_cannot_be_opened_holds_up_no_other() -> None:
     assert closed.closed.is_set()
 
 
-def test_a_file_that_was_replaced_is_not_read(tmp_path: Path, media: dict[str, Path]) -> None:
-    path = tmp_path / "video.mp4"
-    path.write_bytes(media["video"].read_bytes())
-    with open_file(path, "it") as file:
-        identity = file.identity
-    message = ReadFrames("a", 0, replace(order_of(path), name="the clip", identity=identity))
-    assert FrameReader().handle(message)[1] is not None
-    other = tmp_path / "other"
-    other.write_bytes(media["video"].read_bytes())
-    other.rename(path)
-    with pytest.raises(MediaNotFoundError, match="the clip was changed"):
-        FrameReader().handle(message)
-    path.unlink()
-    path.symlink_to(media["video"])
-    with pytest.raises(MediaNotFoundError, match="cannot read the clip"):
-        FrameReader().handle(message)
-
-
 def test_groups_in_order_and_again(media: dict[str, Path]) -> None:
-    reader = FrameReader()
+    reader = FrameReader(lambda order: stream_here(open_file(Path(order.source.hold), "it"), "it", order))
     whole: Callable[[int], np.ndarray] = lambda index: reader.handle(read("a", media["video"], index))[1]  # type: ignore[assignment,return-value]  # noqa: E731
     first, second, again = whole(0), whole(1), whole(0)
     assert np.array_equal(first, again)

@@ -24,7 +24,7 @@ from serve_app.http.chat_request import ChatRequest
 from serve_app.http.server_state import ApiSettings
 from serve_app.media.spool_files import ByteBudget, RequestFolder
 from serve_app.service import MediaReference
-from tests.serve_app.conftest import JSON, Front, data_url, image_part, video_part
+from tests.serve_app.conftest import JSON, Front, data_url, image_part, media_settings, video_part
 from tests.serve_app.fakes import FakeService
 from tests.serve_app.server import wait_until
 from tests.video.corpus import corpus
@@ -88,7 +88,7 @@ def test_data_urls_become_files_in_order(front: Front, media: dict[str, Path]) -
     assert front.service.files_seen[0] == [media[name].read_bytes() for name in names]
     assert [source.num_bytes for source in request.media] == [media[name].stat().st_size for name in names]
     front.wait_until_empty()
-    assert not any(source.path.exists() for source in request.media)
+    assert not any(path.exists() for path in front.service.paths_seen[0])
 
 
 def test_media_of_earlier_turns_come_first(front: Front, media: dict[str, Path]) -> None:
@@ -135,7 +135,7 @@ def test_a_file_is_used_where_it_lies(run_front: Callable[..., Front], folder: P
     front = run_front(fetch=FetchPolicy(media_folder=folder))
     response = front.ask_about(image_part(f"file://{folder}/a%20b.png"))
     assert response.status_code == 200, response.text
-    assert front.service.requests[0].media[0].path == folder / "a b.png"
+    assert front.service.paths_seen[0] == [folder / "a b.png"]
     assert (folder / "a b.png").exists()
 
 
@@ -210,7 +210,7 @@ def test_corrupt_media_are_the_clients_to_mend(
     path.write_bytes(corrupt(media)[name])
     response = front.ask_about(part(data_url(path, "application/octet-stream")))
     assert code_of(response) in ("unsupported_media", "corrupt_media")
-    assert str(front.server.front.spool.path) not in response.text
+    assert str(front.spool.path) not in response.text
     assert front.service.requests == []
     assert front.ask().status_code == 200
 
@@ -287,9 +287,9 @@ def test_a_client_that_leaves_while_its_media_come(run_front: Callable[..., Fron
 
 
 def test_defaults_are_bounded() -> None:
-    settings = ApiSettings()
-    assert settings.fetch.allowed_hosts is None
-    assert settings.fetch.media_folder is None
+    settings, fetch = ApiSettings(), media_settings().fetch
+    assert fetch.allowed_hosts is None
+    assert fetch.media_folder is None
     assert settings.max_body_bytes <= settings.bodies.max_held_bytes <= 2 << 30
 
 
@@ -333,7 +333,7 @@ def test_dripping_urls_hold_up_no_other_media(
     urls = [image_part(f"{dripping}/{number}") for number in range(8)]
     with ThreadPoolExecutor(2) as clients:
         attacks = [clients.submit(front.ask_about, *urls) for _ in range(2)]
-        wait_until(lambda: front.server.front.spool.num_downloads >= 8)
+        wait_until(lambda: front.spool.num_downloads >= 8)
         began = monotonic()
         for url in (data_url(media["image"], "image/png"), (folder / "a b.png").as_uri(), f"{web}/image"):
             assert front.ask_about(image_part(url)).status_code == 200
@@ -342,7 +342,7 @@ def test_dripping_urls_hold_up_no_other_media(
             response = attack.result(timeout=20)
             assert code_of(response) == "media_limit"
             assert "bytes a second" in response.json()["error"]["message"]
-    wait_until(lambda: front.server.front.spool.num_downloads == 0)
+    wait_until(lambda: front.spool.num_downloads == 0)
 
 
 def test_a_download_ends_when_its_client_leaves(run_front: Callable[..., Front], dripping: str) -> None:
@@ -353,12 +353,12 @@ def test_a_download_ends_when_its_client_leaves(run_front: Callable[..., Front],
             json={"messages": [{"role": "user", "content": [image_part(f"{dripping}/1")]}]},
             timeout=0.5,
         )
-    wait_until(lambda: front.server.front.spool.num_downloads == 0, 3.0)
+    wait_until(lambda: front.spool.num_downloads == 0, 3.0)
     front.wait_until_empty()
 
 
 def test_64_slow_urls_of_one_request_end_together(run_front: Callable[..., Front], dripping: str) -> None:
-    front = run_front(fetch=replace(SLOW, grace_s=20.0), max_fetch_s=1.0)
+    front = run_front(fetch=replace(SLOW, grace_s=20.0), max_s=1.0)
     began = monotonic()
     response = front.ask_about(*(image_part(f"{dripping}/{number}") for number in range(64)))
     assert code_of(response) == "media_limit"

@@ -1,40 +1,32 @@
-"""Which video worker reads an item: the least busy one, and the same for all its groups unless it is lost."""
+"""Which media worker an item's frames come from: the one that has it, or another once that is lost."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pytest
+
+from encoders import FrameSampling
+from encoders.groups import MediaGroup
 from epd.control.routing import InFlight, Router
-from epd.topology import Stage
-from serve_app.fleet import WorkerInfo, WorkerLostError
-from serve_app.messages import CloseStream, ReadFrames
+from epd.errors import UnavailableError
+from epd.models import embedded_model_path
+from serve_app.fleet import WorkerLostError
+from serve_app.media.fleet_media import FleetMedia
+from serve_app.messages import CloseStream, FetchMedia, PlanImages, ReadFrames, ReadImage
 from serve_app.orchestration.group_feed import _ItemFrames
-
-
-class FakeFleet:
-    """Video workers that note what they are asked, until they are lost."""
-
-    def __init__(self, *names: str) -> None:
-        self.workers = {name: WorkerInfo(name, frozenset({"video"})) for name in names}
-        self.lost: set[str] = set()
-        self.asked: list[str] = []
-        self.streams = {name: set[str]() for name in names}
-
-    async def fetch(self, _stage: Stage, target: str, message: ReadFrames) -> tuple[int, int]:
-        self.asked.append(target)
-        if target in self.lost:
-            raise WorkerLostError(f"{target} is gone")
-        assert message.order is not None or message.stream_id in self.streams[target]
-        self.streams[target].add(message.stream_id)
-        return 0, message.index
-
-    async def send(self, _stage: Stage, target: str, message: object) -> None:
-        assert isinstance(message, CloseStream)
-        self.asked.append(f"close at {target}")
+from serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
+from serve_app.service import MediaReference
+from tests.serve_app.conftest import data_url
+from tests.serve_app.deployments import Question
+from tests.serve_app.media_fleet import MediaFleet, image_pixels, reference_to
+from video import reference_decode
 
 
 class NoLosses:
@@ -43,59 +35,141 @@ class NoLosses:
         yield
 
 
-def items(fleet: FakeFleet, router: Router, num: int) -> list[_ItemFrames]:
-    whole = SimpleNamespace(plan=SimpleNamespace(times_s=(0.0, 1.0), size=(56, 56)))
-    plan = SimpleNamespace(media=[whole] * num, groups=[])
-    request = SimpleNamespace(media=[SimpleNamespace(path="a.mp4", label="a")] * num)
-    attempt: Any = SimpleNamespace(id="r#1", answer=SimpleNamespace(plan=plan, request=request))
+class Feed:
+    """The media of one question, and how their frames are read."""
+
+    def __init__(self, fleet: MediaFleet, media: FleetMedia, plan: AnswerPlan, request: Any) -> None:
+        attempt: Any = SimpleNamespace(id="/r#1", answer=SimpleNamespace(plan=plan, request=request))
+        anything: Any = fleet
+        losses: Any = NoLosses()
+        self.plan = plan
+        self.items = [_ItemFrames(anything, media, losses, attempt, item) for item in range(len(plan.media))]
+
+    def groups(self, item: int) -> list[MediaGroup]:
+        return [group for group in self.plan.groups if group.item == item]
+
+    async def read(self, item: int, number: int = 0) -> np.ndarray:
+        num, frames = await self.items[item].read(self.groups(item)[number], 5.0)
+        assert num == 0
+        assert isinstance(frames, np.ndarray)
+        return frames
+
+
+@pytest.fixture
+def fleet() -> Iterator[MediaFleet]:
+    fleet = MediaFleet(names=("v0", "v1"))
+    yield fleet
+    fleet.close()
+
+
+@pytest.fixture(scope="module")
+def planner() -> RequestPlanner:
+    return RequestPlanner(embedded_model_path(), group_tokens=8)
+
+
+@asynccontextmanager
+async def feeding(
+    fleet: MediaFleet, planner: RequestPlanner, *references: MediaReference, paths: tuple[Path, ...]
+) -> AsyncIterator[tuple[Feed, FleetMedia]]:
     anything: Any = fleet
-    losses: Any = NoLosses()
-    return [_ItemFrames(anything, router, losses, attempt, item) for item in range(num)]
+    router = Router()
+    media = FleetMedia(anything, router, patience_s=5.0)
+    async with media.sources("r", references) as sources:
+        question = Question(paths, frame_sampling=FrameSampling(num_frames=6))
+        plan = planner.plan(question.request(sources), await media.plan_images(sources))
+        feed = Feed(fleet, media, plan, question.request(sources))
+        yield feed, media
+        for each in feed.items:
+            await each.close()
+    await media.close()
+    for name, worker in fleet.media.items():
+        assert router.in_flight(name) == InFlight()
+        if fleet.workers[name].is_alive:
+            assert (worker.num_holds, worker.num_streams, worker.num_pixel_bytes) == (0, 0, 0)
 
 
-def test_items_are_spread_and_each_stays_with_its_worker() -> None:
+def test_groups_come_from_the_worker_that_has_the_item(
+    fleet: MediaFleet, planner: RequestPlanner, media: dict[str, Path]
+) -> None:
+    paths = (media["video"], media["wide_image"])
+
     async def run() -> None:
-        fleet, router = FakeFleet("v0", "v1"), Router()
-        feeds = items(fleet, router, 3)
-        for group in (0, 1):
-            for feed in feeds:
-                await feed.read(group, 1.0)
-        assert fleet.asked == ["v0", "v1", "v0"] * 2
-        await feeds[1].close()
-        [another] = items(fleet, router, 1)
-        await another.read(0, 1.0)
-        assert fleet.asked[-2:] == ["close at v1", "v1"]
-        for feed in (*feeds, another):
-            await feed.close()
-        assert router.in_flight("v0") == router.in_flight("v1") == InFlight()
+        async with feeding(fleet, planner, *map(reference_to, paths), paths=paths) as (feed, _):
+            plan = feed.plan.media[0]
+            whole = reference_decode(paths[0], plan.times_s, size=plan.size).data
+            frames = [await feed.read(0, number) for number in range(len(feed.groups(0)))]
+            assert len(frames) > 1
+            assert np.array_equal(np.concatenate(frames), whole)
+            pixels = image_pixels(embedded_model_path(), paths[1])[1]
+            units = [await feed.read(1, number) for number in range(len(feed.groups(1)))]
+            assert np.array_equal(np.concatenate(units), pixels)
+        kinds = [kind for _, kind in fleet.asked]
+        assert kinds[:2] == [FetchMedia, PlanImages]
+        assert kinds.count(ReadFrames) == len(frames)
+        assert kinds.count(ReadImage) == len(units)
+        assert kinds.count(CloseStream) == 1
+        assert len({name for name, _ in fleet.asked}) == 1
 
     asyncio.run(run())
 
 
-def test_an_item_whose_worker_is_lost_goes_on_at_another() -> None:
-    """Though the lost one has nothing to do, and is not known to be lost yet."""
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_an_item_whose_worker_is_lost_is_fetched_again(
+    fleet: MediaFleet, planner: RequestPlanner, media: dict[str, Path], comes_back: bool
+) -> None:
+    """Its image too, in the middle of the video's groups."""
+    paths = (media["video"], media["wide_image"])
 
     async def run() -> None:
-        fleet, router = FakeFleet("v0", "v1"), Router()
-        router.add("v1", num_videos=5)
-        [feed] = items(fleet, router, 1)
-        await feed.read(0, 1.0)
-        fleet.lost.add("v0")
-        await feed.read(1, 1.0)
-        await feed.read(2, 1.0)
-        assert fleet.asked == ["v0", "v0", "v1", "v1"]
-        assert router.in_flight("v0") == InFlight()
+        async with feeding(fleet, planner, *map(reference_to, paths), paths=paths) as (feed, _):
+            plan = feed.plan.media[0]
+            whole = reference_decode(paths[0], plan.times_s, size=plan.size).data
+            frames = [await feed.read(0)]
+            fleet.lose(fleet.asked[0][0], comes_back=comes_back)
+            frames += [await feed.read(0, number) for number in range(1, len(feed.groups(0)))]
+            assert np.array_equal(np.concatenate(frames), whole)
+            pixels = image_pixels(embedded_model_path(), paths[1])[1]
+            assert np.array_equal(
+                await feed.read(1), pixels[feed.groups(1)[0].start : feed.groups(1)[0].stop]
+            )
+        assert [kind for _, kind in fleet.asked].count(FetchMedia) == 3
 
     asyncio.run(run())
 
 
-def test_a_worker_that_is_alone_is_asked_again() -> None:
+def test_what_came_in_the_request_must_be_sent_again(
+    fleet: MediaFleet, planner: RequestPlanner, media: dict[str, Path]
+) -> None:
+    paths = (media["video"],)
+    reference = MediaReference("video", data_url(paths[0], "video/mp4"), "video, number 1 of the media")
+
     async def run() -> None:
-        fleet = FakeFleet("v0")
-        [feed] = items(fleet, Router(), 1)
-        fleet.lost.add("v0")
-        asyncio.get_running_loop().call_later(0.01, fleet.lost.clear)
-        assert await feed.read(7, 1.0) == (0, 7)
-        assert fleet.asked == ["v0", "v0"]
+        async with feeding(fleet, planner, reference, paths=paths) as (feed, _):
+            await feed.read(0)
+            fleet.lose(fleet.asked[0][0])
+            with pytest.raises(UnavailableError, match=r"number 1 of the media: .*send the request again"):
+                await feed.read(0, 1)
 
     asyncio.run(run())
+
+
+def test_a_worker_that_is_alone_is_asked_again(planner: RequestPlanner, media: dict[str, Path]) -> None:
+    fleet, paths = MediaFleet(), (media["video"],)
+    fetch, num_failures = fleet.fetch, 2
+
+    async def failing(stage: Any, target: str, message: Any) -> Any:
+        nonlocal num_failures
+        if isinstance(message, ReadFrames) and num_failures:
+            num_failures -= 1
+            raise UnavailableError("busy") if num_failures else WorkerLostError("gone for a moment")
+        return await fetch(stage, target, message)
+
+    fleet.fetch = failing  # type: ignore[method-assign]
+
+    async def run() -> None:
+        async with feeding(fleet, planner, *map(reference_to, paths), paths=paths) as (feed, _):
+            assert len(await feed.read(0)) == feed.groups(0)[0].num_frames
+
+    asyncio.run(run())
+    assert num_failures == 0
+    fleet.close()

@@ -122,9 +122,10 @@ def drawn_faults(kinds: tuple[type[Message[Any]], ...], num_times: int) -> list[
 
 
 async def ask_poison(deployment: Deployment, medium: Path) -> None:
-    request = replace(Question((medium,), "who?", SHORT).request(), request_id=f"{POISON}{medium.stem}")
-    async for _ in deployment.service.answer(request):
-        pass
+    async with deployment.requested(Question((medium,), "who?", SHORT)) as request:
+        poisoned = replace(request, request_id=f"{POISON}{medium.stem}")
+        async for _ in deployment.service.answer(poisoned):
+            pass
 
 
 @pytest.fixture(scope="module")

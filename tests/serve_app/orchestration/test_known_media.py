@@ -44,7 +44,7 @@ def test_one_opening_for_the_first_question_none_for_the_second(
         assert front.ask_about(video_part(data_url(media["video"], "video/mp4"))).status_code == 200
         request = front.service.requests[number]
         sources = tuple(source for source in request.media)
-        lengths.append(len(planner._planned(sources[0], FrameSampling(num_frames=4)).plan.times_s))
+        lengths.append(len(planner._video_plan(sources[0], FrameSampling(num_frames=4)).times_s))
         assert len(opened) == 1, opened
     assert lengths == [4, 4, 4]
 
@@ -52,7 +52,7 @@ def test_one_opening_for_the_first_question_none_for_the_second(
 def test_a_sampling_of_its_own_is_planned_anew(model: Path, media: dict[str, Path]) -> None:
     planner = RequestPlanner(model)
     source = Question((media["video"],)).request().media[0]
-    plans = [planner._planned(source, FrameSampling(num_frames=number)).plan for number in (4, 6, 4)]
+    plans = [planner._video_plan(source, FrameSampling(num_frames=number)) for number in (4, 6, 4)]
     assert [plan.num_frames for plan in plans] == [4, 6, 4]
     assert plans[0] is plans[2]
 

@@ -73,9 +73,10 @@ def deadly(deployment: Deployment, kind: type[Message[Any]]) -> Iterator[None]:
 
 async def ask_poison(deployment: Deployment, medium: Path, number: int = 0) -> None:
     question = Question((medium,), "what will end you?", LONG)
-    request = replace(question.request(), request_id=f"{POISON}{number}")
-    async for _ in deployment.service.answer(request):
-        pass
+    async with deployment.requested(question) as request:
+        poisoned = replace(request, request_id=f"{POISON}{number}")
+        async for _ in deployment.service.answer(poisoned):
+            pass
 
 
 async def num_lost(deployment: Deployment) -> float:

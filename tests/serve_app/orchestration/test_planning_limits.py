@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,10 @@ from epd.control.request_budget import RequestLimits
 from epd.errors import RequestBudgetError, RequestError
 from epd.models import embedded_model_path
 from epd.sampling_params import SamplingParams
+from serve_app.orchestration.orchestrator import Orchestrator
 from serve_app.orchestration.request_planner import RequestPlanner
 from tests.serve_app.deployments import Question
+from tests.serve_app.media_fleet import MediaFleet, reference_to
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
@@ -40,10 +43,18 @@ def test_images_of_too_many_pixels_are_not_decoded(
     media: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planner = RequestPlanner(embedded_model_path(), limits=RequestLimits(max_image_pixels=60 * 150))
-    assert planner.plan(Question((media["wide_image"],)).request()).media
-    monkeypatch.setattr("video.load_image", lambda *_: pytest.fail("an image was decoded"))
+    planner.check_images(Question((media["wide_image"],)).request())
+    service = Orchestrator(fleet := MediaFleet(), planner)  # type: ignore[arg-type]
+    monkeypatch.setattr("video.OwnReader.load_image", lambda *_: pytest.fail("an image was decoded"))
+
+    async def ask() -> None:
+        paths = (media["wide_image"], media["image"])
+        async with service.media.sources("r", tuple(map(reference_to, paths))) as sources:
+            await service._plan(Question(paths).request(sources))
+
     with pytest.raises(RequestBudgetError, match=r"allowed 9,000 \(max_image_pixels\)"):
-        planner.plan(Question((media["wide_image"], media["image"])).request())
+        asyncio.run(ask())
+    fleet.close()
 
 
 def test_media_beyond_the_context_are_refused_before_the_prompt_is_laid_out(

@@ -129,13 +129,13 @@ def test_tokens_that_were_sent_do_not_come_again(
     async def run() -> None:
         async with deployed(checkpoints["qwen2_5_vl"], "1e1p2d") as deployment:
             tokens: list[int] = []
-            async for item in deployment.service.answer(questions[1].request()):
-                tokens += getattr(item, "token_ids", ())
-                if len(tokens) == 10:
-                    busy = [
-                        name for name in ("d0", "d1") if deployment.service.router.in_flight(name).num_decodes
-                    ]
-                    deployment.fleet.kill(busy[0])
+            router = deployment.service.router
+            async with deployment.requested(questions[1]) as request:
+                async for item in deployment.service.answer(request):
+                    tokens += getattr(item, "token_ids", ())
+                    if len(tokens) == 10:
+                        busy = [name for name in ("d0", "d1") if router.in_flight(name).num_decodes]
+                        deployment.fleet.kill(busy[0])
             assert tuple(tokens) == expected[1]
             await deployment.settle()
 

@@ -16,6 +16,7 @@ from ray.serve.config import ProxyLocation
 
 from serve_app.app import build_app
 from serve_app.app_args import AppArgs
+from serve_app.media.media_worker import MediaSettings
 from serve_app.network.memory import orphans
 from serve_app.orchestration.orchestrator import Orchestrator, OrchestratorConfig
 from serve_app.orchestration.request_planner import RequestPlanner
@@ -23,6 +24,7 @@ from serve_app.ray.cluster import RaySettings, ray_cluster
 from serve_app.ray.fleet import RayFleet, RayFleetConfig
 from serve_app.worker.worker_stages import WorkerSettings
 from tests.serve_app.deployments import Deployment, workers_of
+from tests.serve_app.media_fleet import ANY_FILE
 
 # What Ray and Serve do in this process is not ours to mend.
 IGNORED = (
@@ -76,7 +78,9 @@ class RayDeployment(Deployment):
 
     def __init__(self, path: Path, topology: str, fleet: dict[str, Any]) -> None:
         settings = WorkerSettings(path, num_kv_tokens=16_384, num_embeddings=8192, max_batch_patches=512)
-        self.ray_fleet = RayFleet(RayFleetConfig(workers_of(topology), **fleet), settings)
+        self.ray_fleet = RayFleet(
+            RayFleetConfig(workers_of(topology), media=MediaSettings(path, ANY_FILE), **fleet), settings
+        )
         planner = RequestPlanner(path, "tiny", group_tokens=16)
         self.service = Orchestrator(self.ray_fleet, planner, OrchestratorConfig())
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from encoders.groups import MediaGroup
 from epd.kv.scheduling import SchedulerConfig
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket
 from epd.transfer.reception import Grant
 from epd.types import UInt8Array
 from serve_app.local.fleet import LocalTransport
-from serve_app.media.frame_reader import FrameReader
+from serve_app.media.frame_reader import FrameReader, FrameStream, stream_here
 from serve_app.messages import (
     DecodeOrder,
     EncodeGroup,
@@ -26,10 +27,18 @@ from serve_app.messages import (
     endpoint,
 )
 from serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
+from serve_app.service import HeldItem
 from serve_app.worker.worker_core import WorkerCore
 from serve_app.worker.worker_stages import WorkerSettings
 from stages.engine.generation import TokenOutput
 from tests.serve_app.deployments import Question, num_held, workers_of
+from tests.serve_app.media_fleet import image_pixels, planned_here
+from video import open_file
+
+
+def _opened(order: DecodeOrder) -> FrameStream:
+    """Holds are named by the paths of their media."""
+    return stream_here(open_file(Path(order.source.hold), "the video"), "the video", order)
 
 
 @dataclass
@@ -50,7 +59,7 @@ class Bench:
         self.worker_settings = replace(base, **self.settings)
         self.transport = LocalTransport()
         self.planner = RequestPlanner(self.path, "tiny", group_tokens=8)
-        self.reader = FrameReader()
+        self.reader = FrameReader(_opened)
         roles = workers_of(self.topology)
         del roles["v0"]
         self.cores = {name: self.new(name, each) for name, each in roles.items()}
@@ -67,7 +76,11 @@ class Bench:
             self.transport.close(f"{name}.{stage}")
 
     def plan(self, question: Question) -> AnswerPlan:
-        return self.planner.plan(question.request())
+        return planned_here(self.planner, self.path, question.request(), question.media)
+
+    def pixels(self, question: Question, group: MediaGroup) -> UInt8Array:
+        """The units of an image's group."""
+        return image_pixels(self.path, question.media[group.item])[1][group.start : group.stop]
 
     def tell(self, worker: str, message: Message[Any], frames: UInt8Array | None = None) -> Any:
         reply = self.cores[worker].handle(pickle.loads(pickle.dumps(message)), frames)
@@ -91,12 +104,15 @@ class Bench:
     def encode(self, question: Question, plan: AnswerPlan, granted: Grant, worker: str) -> bool:
         """Hands a granted group to an encoder, with its frames."""
         group = plan.groups[granted.group]
-        frames = plan.image_of(granted.group)
-        if frames is None:
+        frames: UInt8Array | None
+        if group.plan.kind == "image":
+            frames = self.pixels(question, group)
+        else:
             stream_id = f"{granted.request_id} {group.item}"
-            whole = plan.media[group.item].plan
+            whole = plan.media[group.item]
             sizes = tuple(each.num_frames for each in plan.groups if each.item == group.item)
-            order = DecodeOrder(question.media[group.item], whole.times_s, sizes, whole.size)
+            source = HeldItem(str(question.media[group.item]), 0)
+            order = DecodeOrder(source, whole.times_s, sizes, whole.size)
             _, frames = self.reader.handle(ReadFrames(stream_id, group.index, order))
         message = EncodeGroup(granted.request_id, granted.ticket, group)
         taken: bool = self.tell(worker, message, frames)

@@ -137,8 +137,7 @@ def test_a_group_that_cannot_be_encoded_is_told_and_may_be_granted_again(
     first, *rest = bench.granted(bench.step(2))
     group = plan.groups[first.group]
     message = EncodeGroup("r", first.ticket, group)
-    image = plan.image_of(len(plan.groups) - 1)
-    assert image is not None
+    image = bench.pixels(question, plan.groups[-1])
     assert bench.tell("e0", message, image[:, :-3, :-5].copy())  # of no size that the tower could take
     failed = [event for _, event in bench.step(3) if isinstance(event, GroupFailed)]
     assert [(each.request_id, each.group, each.transfer_id) for each in failed] == [
