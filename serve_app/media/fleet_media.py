@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -28,6 +28,7 @@ from serve_app.task_group import Tasks
 _MAX_LOSSES = 3  # of workers, for one fetch or one plan
 _RETRY_S = 0.05  # between looks whether a media worker is there
 _MAX_REMEMBERED = 4096  # contents and URLs whose last worker is known
+_CLOSE_S = 2.0
 _DATA = "data:"
 
 
@@ -100,8 +101,10 @@ class FleetMedia:
         return len(self._media)
 
     async def close(self) -> None:
-        """Returns when what was released is released at the workers too."""
-        await self._tasks.wait()
+        """Returns when what was released is released at the workers too, as far as they answer."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_S):
+                await self._tasks.wait()
 
     # Fetching
 

@@ -208,6 +208,7 @@ class Orchestrator:
         await self._loops.close()
         await self.elastic.close()
         await self.switcher.close()
+        await self.media.close()
         await self._fleet.close()
         self._threads.shutdown(cancel_futures=True)
 

@@ -14,7 +14,7 @@ from epd.control.routing import InFlight, Router
 from epd.errors import MediaError, MediaForbiddenError, UnavailableError
 from epd.types import content_hash
 from serve_app.media.fleet_media import FleetMedia
-from serve_app.messages import FetchMedia
+from serve_app.messages import FetchMedia, WorkerLoad
 from serve_app.service import MediaReference, MediaSource
 from tests.serve_app.conftest import data_url
 from tests.serve_app.media_fleet import MediaFleet, reference_to
@@ -81,6 +81,14 @@ def test_a_busy_worker_is_not_preferred(fleet: MediaFleet, media: dict[str, Path
         await front.close()
 
     asyncio.run(run())
+
+
+def test_totals_are_those_of_the_latest_reports(fleet: MediaFleet) -> None:
+    loads: dict[str, WorkerLoad] = {}
+    front = over(fleet, loads=loads)
+    assert (front.num_spooled_bytes, front.num_downloads) == (0, 0)
+    loads |= {f"v{number}": WorkerLoad(spooled_bytes=5, num_downloads=number) for number in range(3)}
+    assert (front.num_spooled_bytes, front.num_downloads) == (15, 3)
 
 
 def test_a_request_without_media_asks_nobody(fleet: MediaFleet) -> None:
