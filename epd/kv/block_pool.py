@@ -8,6 +8,7 @@ tokens         0 .... written .)| room )
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import not_
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,8 +109,8 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless the free blocks are those without references."""
-        free = [int(not count) for count in self._references]
-        if list(self._is_free) != [*free, 0] or sum(free) != self.num_free:
+        free = bytes(map(not_, self._references))
+        if self._is_free != free + b"\0" or sum(free) != self.num_free:
             raise AssertionError(f"{sum(free)} blocks have no references, {self.num_free} count as free")
 
 

@@ -343,17 +343,21 @@ class KVCacheManager:
             self._check_references(group, pool)
         pins = Counter(node for request in self._requests.values() for node in request.path)
         for node in self._cache.nodes():
-            require(node.num_pins == pins[node], f"{node.num_pins} pins are counted, {pins[node]} are held")
+            if node.num_pins != pins[node]:
+                raise AssertionError(f"{node.num_pins} pins are counted, {pins[node]} are held")
         for request in self._requests.values():
             self._check_request(request)
 
     def _check_references(self, group: int, pool: BlockPool) -> None:
-        tables = (request.tables[group] for request in self._requests.values())
-        holders = Counter(block for table in tables for block in table.blocks)
-        holders.update(node.blocks[group] for node in self._cache.nodes())
-        for block in range(pool.num_blocks):
-            counted, held = pool.references(block), holders[block]
-            require(counted == held, f"block {block}: {counted} references are counted, {held} are held")
+        holders = [0] * pool.num_blocks
+        for request in self._requests.values():
+            for block in request.tables[group].blocks:
+                holders[block] += 1
+        for node in self._cache.nodes():
+            holders[node.blocks[group]] += 1
+        for block, held in enumerate(holders):
+            if (counted := pool.references(block)) != held:
+                raise AssertionError(f"block {block}: {counted} references are counted, {held} are held")
 
     def _check_request(self, request: RequestBlocks) -> None:
         size, parent = self.block_size, self._cache.root
@@ -366,7 +370,8 @@ class KVCacheManager:
         require(len(request.path) <= max(request.lengths) // size, "pins past the tokens that are written")
         derived = request.capacity, request.next_share
         request.refresh()
-        require(derived == (request.capacity, request.next_share), f"stale, of before a change: {derived}")
+        if derived != (request.capacity, request.next_share):
+            raise AssertionError(f"stale, of before a change: {derived}")
 
 
 def _own_copy(group: int, table: BlockTable, source: int, num_tokens: int) -> BlockCopy:

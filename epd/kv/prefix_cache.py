@@ -158,21 +158,20 @@ class PrefixCache:
             require(node.keys == sorted(node.children), "keys differ from the children's")
             nested = any(b.startswith(a) for a, b in pairwise(node.keys))
             require(not nested, "part of a block beside a block that begins with it")
-            require(
-                not node.children or node is self.root or self._is_whole(node), "children of part of a block"
-            )
-            require(self._is_whole(node) or not node.num_pins, "a pin on part of a block")
+            is_root, is_whole = node is self.root, self._is_whole(node)
+            require(not node.children or is_root or is_whole, "children of part of a block")
+            require(is_whole or not node.num_pins, "a pin on part of a block")
             for pool, block in zip(self._pools, node.blocks, strict=False):  # the root has none
-                written = pool.num_written(block)
-                require(
-                    written >= node.num_tokens,
-                    f"{node.num_tokens} tokens are cached in block {block}, "
-                    f"of which {node.num_tokens - written} were never written",
-                )
+                if (written := pool.num_written(block)) < node.num_tokens:
+                    raise AssertionError(
+                        f"{node.num_tokens} tokens are cached in block {block}, "
+                        f"of which {node.num_tokens - written} were never written"
+                    )
+            place = order.get(node, len(order))
             for key, child in node.children.items():
                 require(child.key == key and child.parent is node, "a child of another node")
-                require(node is self.root or child.num_pins <= node.num_pins, "pinned below what is not")
-                require(order.get(child, -1) < order.get(node, len(order)), "a node goes before its child")
+                require(is_root or child.num_pins <= node.num_pins, "pinned below what is not")
+                require(order.get(child, -1) < place, "a node goes before its child")
 
     def _is_whole(self, node: CachedBlock) -> bool:
         return node.num_tokens == self.block_size
