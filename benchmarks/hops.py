@@ -15,7 +15,7 @@ flight, and the CPU time of both processes is divided by the calls (not that of 
 A change of role is seen when a call for the new role has been answered by the worker that was asked to take
 it. With actors the caller notes the change itself when the worker confirms it; with Serve a request router
 chooses by what replicas report in their routing statistics, every 0.1 s.
-Results go to benchmarks/results/hops.{json,md}; the decisions 5 and 12 use them.
+Results go to benchmarks/results/hops.{json,md}; docs/decisions/0012-serve-places-sockets-carry.md uses them.
 """
 
 from __future__ import annotations
