@@ -20,10 +20,13 @@ from serve_app.orchestration.request_planner import RequestPlanner
 from serve_app.worker.worker_stages import WorkerSettings
 
 
-async def create_app(args: AppArgs, fleet: Fleet) -> FastAPI:
-    """Starts the fleet and returns the HTTP app over it. The app's lifespan closes both. Raises EPDError."""
+async def create_app(args: AppArgs, fleet: Fleet, owner: str = "") -> FastAPI:
+    """Starts the fleet and returns the HTTP app over it. The app's lifespan closes both. Raises EPDError.
+
+    owner: by which the fleet's workers know the requests of this app
+    """
     planner = RequestPlanner(args.model_path, args.model_name, limits=args.limits)
-    service = Orchestrator(fleet, planner, _orchestrator_config(args))
+    service = Orchestrator(fleet, planner, _orchestrator_config(args), owner=owner)
     app = create_api(service, service.media, _api_settings(args, planner))
     api_lifespan = app.router.lifespan_context
 

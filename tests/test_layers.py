@@ -102,7 +102,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "orchestration": ". media worker",
         "composition.py": ". http media orchestration worker",
         "local": ". composition.py http media observability orchestration worker",
-        "network": ".",
+        "network": ". worker",
         "ray": ". composition.py media network worker",
         "app.py": ". ray",
         "ray/server.py": ". app.py http ray",

@@ -118,6 +118,9 @@ class Link(asyncio.BufferedProtocol):
         self._transport = cast(
             asyncio.Transport, transport
         )  # uvloop's, in replicas, does not inherit from it
+        if self._reason:  # closed before
+            self._transport.abort()
+            return
         with suppress(OSError):
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._is_server:
@@ -291,6 +294,7 @@ class Listener:
         self._server: asyncio.Server | None = None
         self._strangers: set[Link] = set()
         self._links: set[Link] = set()
+        self._is_closed = False
         self.address = Address("", 0)
 
     async def start(self, host: str) -> None:
@@ -301,8 +305,10 @@ class Listener:
 
     def _new_link(self) -> Link:
         if len(self._strangers) >= _MAX_STRANGERS:
-            next(iter(self._strangers)).close()
+            self._strangers.pop().close("too many others have not proven the key")
         link = Link(self._key, is_server=True, on_open=lambda: self._accept(link))
+        if self._is_closed:  # it was accepted just before
+            link.close()
         self._strangers.add(link)
         asyncio.get_running_loop().call_later(_HANDSHAKE_S, self._forget_stranger, link)
         return link
@@ -325,6 +331,7 @@ class Listener:
 
     async def close(self) -> None:
         """Ends the listener and its links."""
+        self._is_closed = True
         for link in (*self._links, *self._strangers):
             link.close()
         if self._server is not None:

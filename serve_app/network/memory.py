@@ -122,6 +122,15 @@ class PoolFiles:
             held.release()
         self._held.clear()
 
+    def release(self) -> None:
+        """Removes the pools of this process, and the fleet's files with the last process that holds them."""
+        for path in list(self._pools):
+            self.remove(path)
+        for held in self._held.values():
+            held.release()
+        self._held.clear()
+        remove_orphans()
+
     def paths(self, name: str = "") -> list[Path]:
         """Returns pools and shared files whose names start with `name`."""
         found: list[Path] = []

@@ -103,8 +103,8 @@ class PeerLinks(Generic[PeerT]):
     async def _deliver(self, link: _Link[PeerT], delivery: Delivery) -> None:
         try:
             next_number = await self._call(link.peer, delivery)
-        except Exception:  # an error of the transport: the call is repeated when due
-            logger.warning("message %d was not delivered", delivery.number, exc_info=True)
+        except Exception as error:  # noqa: BLE001 - of the transport: the call is repeated when due
+            logger.warning("message %d was not delivered: %s", delivery.number, error)
             return
         if next_number is None:
             return

@@ -1,0 +1,292 @@
+"""Keeps the list of the members: names, roles and incarnations of workers, losses, and the leading front.
+
+    member  --follow: how it is now, which view it has seen-->   Board
+            <--the next view, or nothing after a while--
+
+One call registers, beats, acknowledges and subscribes. A member is lost when the board's link to it ends,
+when it is silent for too long, or when another member accuses it; a view without it says so. A board that was
+restarted knows nothing, and waits for a moment in which the members call it with what they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from epd.control.elasticity import roles_for_newcomer
+from epd.topology import Stage, Topology, parse_topology, role_letters
+from serve_app.fleet import WorkerInfo
+from serve_app.network.calls import Channel
+from serve_app.network.link import Link, LinkClosedError, connect
+from serve_app.network.members import Credentials, Hello, Member, View
+from serve_app.network.memory import new_fleet_id
+from serve_app.task_group import Tasks
+
+logger = logging.getLogger(__name__)
+
+_WAIT_S = 0.5  # of a call for news
+_TICK_S = 0.25  # between checks for silent members
+_REGROUP_S = 1.5  # after a restart, until views are given
+_MEET_S = 2.0  # for the workers to hear of a new one
+_LOADING_S = 60.0  # of silence, while a member loads its weights
+_MAX_ENDED = 4096
+_KEY_BYTES = 32
+_VIDEO: frozenset[Stage] = frozenset({"video"})
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A member that is there.
+
+    order: of its arrival
+    heard_s: of its last call
+    seen: the last view that it has seen
+    ready_version, ready_s: the first view in which it is ready, and when that was
+    """
+
+    member: Member
+    order: int
+    heard_s: float
+    seen: int = -1
+    ready_version: int = -1
+    ready_s: float = 0.0
+    link: Link | None = None
+
+
+class Board:
+    """Keeps the members of one application. Used from one event loop.
+
+    hang_s: a member that does not call for this time is lost
+    is_restarted: whether members may exist that it does not know of
+    """
+
+    def __init__(self, *, hang_s: float = 10.0, is_restarted: bool = False) -> None:
+        self._hang_s = hang_s
+        self._regrouped_s = time.monotonic() + (_REGROUP_S if is_restarted else 0.0)
+        self._credentials: Credentials | None = None
+        self._entries: dict[str, _Entry] = {}
+        self._ended: deque[str] = deque(maxlen=_MAX_ENDED)
+        self._departed: deque[tuple[str, int]] = deque(maxlen=_MAX_ENDED)
+        self._incarnations: dict[str, int] = {}
+        self._vacant: dict[str, frozenset[Stage]] = {}  # names and roles of lost workers
+        self._num_arrived = 0
+        # Versions of a board that was restarted follow those that members have seen.
+        self._version = int(time.time() * 1000)
+        self._changed = asyncio.Event()
+        self._tasks = Tasks()
+        self._is_watching = False
+        self.empty_since_s = time.monotonic()
+
+    # Calls of members
+
+    async def credentials(self) -> Credentials:
+        """See `BoardClient`."""
+        if self._credentials is None:
+            await self._regroup()
+        if self._credentials is None:
+            self._credentials = Credentials(secrets.token_bytes(_KEY_BYTES), new_fleet_id())
+        return self._credentials
+
+    async def follow(self, member: Member, seen: int, credentials: Credentials) -> View | None:
+        """See `BoardClient`."""
+        self._credentials = self._credentials or credentials
+        if not self._is_watching:
+            self._is_watching = True
+            self._tasks.spawn(self._watch_silence())
+        if member.epoch in self._ended:
+            return self._view()
+        if member.info is None and member.kind != "front":
+            await self._regroup()
+        self._register(member, seen)
+        await self._regroup()
+        if seen >= self._version:
+            changed = self._changed
+            try:
+                async with asyncio.timeout(_WAIT_S):
+                    await changed.wait()
+            except TimeoutError:
+                pass
+        if member.epoch in self._entries:
+            self._entries[member.epoch].heard_s = time.monotonic()
+        return self._view() if self._version > seen else None
+
+    async def leave(self, epoch: str) -> None:
+        """See `BoardClient`."""
+        entry = self._remove(epoch)
+        if entry is not None and entry.member.info is not None:
+            self._departed.append((entry.member.info.name, entry.member.info.incarnation))
+
+    async def accuse(self, epoch: str, reason: str) -> None:
+        """See `BoardClient`."""
+        self._lose(epoch, reason)
+
+    async def _regroup(self) -> None:
+        """Waits until members that a former board knew have had time to call."""
+        await asyncio.sleep(max(0.0, self._regrouped_s - time.monotonic()))
+
+    # Members
+
+    def _register(self, member: Member, seen: int) -> None:
+        entry = self._entries.get(member.epoch)
+        if entry is None:
+            entry = self._admit(member)
+            if entry is None:
+                return
+        member = replace(member, info=member.info or entry.member.info, is_known=entry.member.is_known)
+        if member != entry.member:
+            self._note_ready(entry, member)
+            entry.member = member
+            self._change()
+        entry.heard_s = time.monotonic()
+        entry.seen = max(entry.seen, seen)
+        self._introduce()
+
+    def _admit(self, member: Member) -> _Entry | None:
+        """Adds a new member. Returns None if its name is another one's by now."""
+        if member.kind != "front":
+            info = member.info or self._placed(member)
+            if info.incarnation < self._incarnations.get(info.name, 0) or info.name in self._infos():
+                self._ended.append(member.epoch)
+                return None
+            self._incarnations[info.name] = info.incarnation
+            self._vacant.pop(info.name, None)
+            member = replace(member, info=info)
+        entry = _Entry(member, self._num_arrived, time.monotonic())
+        self._num_arrived += 1
+        self._entries[member.epoch] = entry
+        self._change()
+        self._tasks.spawn(self._watch(entry))
+        return entry
+
+    def _infos(self) -> dict[str, WorkerInfo]:
+        """Returns the workers by name."""
+        infos = [entry.member.info for entry in self._entries.values()]
+        return {info.name: info for info in infos if info is not None}
+
+    def _placed(self, member: Member) -> WorkerInfo:
+        """Returns name and roles for a new worker: of a lost one, else of what the topology lacks most."""
+        taken = self._infos()
+        if member.kind == "media":
+            name, roles = _free_name("v", taken), _VIDEO
+        else:
+            name, roles = self._stage_place(parse_topology(member.topology), taken)
+        return WorkerInfo(name, roles, is_alive=True, incarnation=self._incarnations.get(name, 0) + 1)
+
+    def _stage_place(self, wanted: Topology, taken: Mapping[str, WorkerInfo]) -> tuple[str, frozenset[Stage]]:
+        kinds = {worker.roles for worker in wanted.workers()}
+        for name, roles in self._vacant.items():
+            if name not in taken and roles in kinds:
+                return name, roles
+        present = [info.roles - info.leaving for info in taken.values() if info.roles != _VIDEO]
+        roles = roles_for_newcomer(wanted, list(filter(None, present)))
+        return _free_name(role_letters(roles), taken), roles
+
+    def _note_ready(self, entry: _Entry, member: Member) -> None:
+        if member.is_ready and not entry.member.is_ready:
+            entry.ready_version, entry.ready_s = self._version + 1, time.monotonic()
+
+    def _introduce(self) -> None:
+        """Marks ready members as known, once the workers that were there before have seen them."""
+        for entry in self._entries.values():
+            if entry.member.is_ready and not entry.member.is_known and self._is_met(entry):
+                entry.member = replace(entry.member, is_known=True)
+                self._change()
+
+    def _is_met(self, entry: _Entry) -> bool:
+        if entry.member.kind != "stage" or time.monotonic() - entry.ready_s > _MEET_S:
+            return True
+        others = [
+            each
+            for each in self._entries.values()
+            if each is not entry and each.member.kind == "stage" and each.member.is_ready
+        ]
+        return all(other.seen >= entry.ready_version for other in others)
+
+    def _lose(self, epoch: str, reason: str) -> None:
+        entry = self._remove(epoch)
+        if entry is None:
+            return
+        name = entry.member.info.name if entry.member.info else epoch
+        logger.warning("%s '%s' is lost: %s", entry.member.kind, name, reason)
+        if entry.member.info is not None:
+            self._vacant[name] = entry.member.info.roles
+
+    def _remove(self, epoch: str) -> _Entry | None:
+        self._ended.append(epoch)
+        entry = self._entries.pop(epoch, None)
+        if entry is None:
+            return None
+        if entry.link is not None:
+            entry.link.close()
+        if not self._entries:
+            self._vacant.clear()
+            self.empty_since_s = time.monotonic()
+        self._introduce()
+        self._change()
+        return entry
+
+    def _change(self) -> None:
+        self._version += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _view(self) -> View:
+        fronts = [entry for entry in self._entries.values() if entry.member.kind == "front"]
+        leader = min(fronts, key=lambda entry: entry.order, default=None)
+        return View(
+            self._version,
+            {epoch: entry.member for epoch, entry in self._entries.items()},
+            leader.member.epoch if leader else "",
+            frozenset(self._departed),
+        )
+
+    def __len__(self) -> int:
+        """Returns the number of members."""
+        return len(self._entries)
+
+    # Losses
+
+    async def _watch(self, entry: _Entry) -> None:
+        """Holds a link to a member, whose end is the end of its process."""
+        credentials = await self.credentials()
+        try:
+            link = await connect(entry.member.address, credentials.key)
+        except LinkClosedError as error:
+            logger.warning("%s", error)  # if it is gone, it will be silent
+            return
+        entry.link = link
+        channel = Channel(link)
+        channel.on_close = lambda reason: self._lose(entry.member.epoch, reason)
+        channel.push(Hello("board"))
+        if entry.member.epoch not in self._entries:
+            link.close()
+
+    async def _watch_silence(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now_s = time.monotonic()
+            for epoch, entry in list(self._entries.items()):
+                patience_s = self._hang_s if entry.member.is_ready else max(self._hang_s, _LOADING_S)
+                if now_s - entry.heard_s > patience_s:
+                    self._lose(epoch, f"silent for {patience_s:g} s")
+            self._introduce()
+
+    async def close(self) -> None:
+        """Ends its links."""
+        self._tasks.cancel()
+        await self._tasks.wait()
+        for entry in self._entries.values():
+            if entry.link is not None:
+                entry.link.close()
+
+
+def _free_name(prefix: str, taken: Mapping[str, object]) -> str:
+    number = 0
+    while f"{prefix}{number}" in taken:
+        number += 1
+    return f"{prefix}{number}"

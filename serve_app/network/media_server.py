@@ -1,0 +1,190 @@
+"""Serves a media worker to fronts, and its frames to encoders, over links."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from typing import Any, Protocol
+
+from epd.errors import EPDError
+from epd.types import UInt8Array
+from serve_app.fleet import EVERY_STAGE, WorkerLostError
+from serve_app.messages import Message, WorkerLoad, WorkerReport
+from serve_app.network.calls import Answer, Channel
+from serve_app.network.link import Link
+from serve_app.network.members import BoardClient, Hello, Place, View
+from serve_app.network.membership import Membership
+from serve_app.network.wire import FetchCall, Fetched, ReleaseBulk, TakeBulk, WorkerCall
+from serve_app.task_group import Loops, Tasks
+from serve_app.worker.worker_thread import fault_of
+
+logger = logging.getLogger(__name__)
+
+_REPORT_S = 0.5
+_MAX_STEP_S = 120.0  # a worker that is busy with one read for this time ends
+
+
+class MediaHost(Protocol):
+    """Does the work of a media worker: a `MediaWorker`."""
+
+    async def answer(self, message: Message[Any], owner: str) -> tuple[Any, UInt8Array | None]:
+        """Returns the reply, and frames if there are any. Raises EPDError, or any error of a bug."""
+        ...
+
+    def drop_owner(self, owner: str) -> None:
+        """Frees everything of a front that is gone."""
+        ...
+
+    def close(self) -> None:
+        """Frees everything. May block for some seconds."""
+        ...
+
+    def load(self) -> WorkerLoad: ...
+
+    @property
+    def busy_s(self) -> float:
+        """Returns seconds that the oldest read in progress has taken; 0 without any."""
+        ...
+
+    @property
+    def num_holds(self) -> int:
+        """Returns the number of requests whose media it holds."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    owner: str
+    frames: UInt8Array
+
+
+class MediaServer:
+    """Runs one media worker. Used from one event loop."""
+
+    def __init__(self, board: BoardClient, place: Place, host: MediaHost) -> None:
+        self.membership = Membership(board, "media", place)
+        self._host = host
+        self._fronts: dict[str, Channel] = {}
+        self._known_fronts: set[str] = set()
+        self._kept: dict[int, _Kept] = {}
+        self._numbers = count()
+        self._loops = Loops(Counter(), lambda loop: self.membership.on_ended(f"its loop '{loop}' has ended"))
+        self._tasks = Tasks()
+        self.is_healthy = True
+
+    async def start(self) -> None:
+        """Joins, and takes work."""
+        await self.membership.join(self._accept)
+        self.membership.on_view = self._take_view
+        self._loops.start("board", self.membership.run)
+        self._loops.start("load", self._report)
+        await self.membership.update(is_ready=True)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Takes no new items, waits until those in work are read, and leaves. Returns whether all were."""
+        self._set_closed()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._host.num_holds:
+                    await asyncio.sleep(_REPORT_S / 10)
+        except TimeoutError:
+            return False
+        finally:
+            await self.membership.leave()
+        return True
+
+    async def close(self) -> None:
+        """Ends the worker with what it has. May be called again."""
+        self.is_healthy = False
+        await self.membership.leave()
+        await self._loops.close()
+        self._tasks.cancel()
+        await self._tasks.wait()
+        await asyncio.to_thread(self._host.close)
+        self._kept.clear()
+
+    # Links
+
+    def _accept(self, link: Link) -> None:
+        channel = Channel(link)
+        channel.on_push = partial(self._greet, channel)
+
+    def _greet(self, channel: Channel, hello: Hello) -> None:
+        if hello.kind == "front":
+            self._known_fronts.add(hello.epoch)
+            self._fronts[hello.epoch] = channel
+            channel.on_call = partial(self._take, hello.epoch)
+            channel.on_push = self._release
+            channel.push(self.membership.info)
+        elif hello.kind in ("stage", "media"):
+            channel.on_call = self._give
+
+    def _give(self, call: TakeBulk, answer: Answer) -> None:
+        kept = self._kept.get(call.number)
+        answer(
+            WorkerLostError("the frames were released; have them decoded again")
+            if kept is None
+            else kept.frames
+        )
+
+    def _release(self, release: ReleaseBulk) -> None:
+        self._kept.pop(release.number, None)
+
+    def _take(self, owner: str, call: FetchCall | WorkerCall, answer: Answer) -> None:
+        self._tasks.spawn(self._handle(owner, call, answer))
+
+    async def _handle(self, owner: str, call: FetchCall | WorkerCall, answer: Answer) -> None:
+        message = call.message
+        try:
+            value, frames = await self._host.answer(message, owner)
+        except EPDError as error:
+            answer(error)
+        except Exception as error:  # what cannot be read fails its request alone
+            logger.exception("media worker %s failed on a message", self.membership.info.name)
+            answer(fault_of(self.membership.info.name, message, error))
+        else:
+            answer(self._fetched(owner, value, frames) if isinstance(call, FetchCall) else value)
+
+    def _fetched(self, owner: str, value: Any, frames: UInt8Array | None) -> Fetched:
+        if frames is None or owner not in self._fronts:
+            return Fetched(value, None)
+        number = next(self._numbers)
+        self._kept[number] = _Kept(owner, frames)
+        return Fetched(value, number)
+
+    # The board
+
+    def _take_view(self, view: View) -> None:
+        fronts = {member.epoch for member in view.of_kind("front")}
+        for owner in self._known_fronts - fronts:
+            self._drop_front(owner)
+        self._known_fronts = fronts | {owner for owner, channel in self._fronts.items() if channel.is_open}
+
+    def _drop_front(self, owner: str) -> None:
+        channel = self._fronts.pop(owner, None)
+        if channel is not None:
+            channel.close("the front was declared lost")
+        for number in [number for number, kept in self._kept.items() if kept.owner == owner]:
+            del self._kept[number]
+        self._host.drop_owner(owner)
+
+    def _set_closed(self) -> None:
+        info = self.membership.info
+        info = replace(info, closed=info.roles, leaving=EVERY_STAGE)
+        self.membership.set(info=info)
+        for channel in self._fronts.values():
+            channel.push(info)
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(_REPORT_S)
+            if self._host.busy_s > _MAX_STEP_S:
+                self.is_healthy = False
+                self.membership.on_ended(f"a step of {self._host.busy_s:.0f} s")
+            report = WorkerReport(self.membership.info.name, load=self._host.load())
+            for channel in self._fronts.values():
+                channel.push(report)

@@ -1,0 +1,103 @@
+"""Describes the members of the application - fronts, media and stage workers - and what all of them see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from serve_app.fleet import WorkerInfo
+from serve_app.network.link import Address
+
+Kind = Literal["front", "media", "stage"]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A process of the application, as it describes itself.
+
+    epoch: unique to the process; of a front, the owner of its requests
+    address: where other members reach it
+    topology: that is wanted, from a stage worker
+    info: of a worker, given by the board; None before
+    is_ready: whether it can be given work
+    is_known: whether the other workers know its address, so that it may be given work; set by the board
+    num_waiting, oldest_s: requests in a front's queue, and the arrival of the first one, Unix time
+    """
+
+    epoch: str
+    kind: Kind
+    address: Address
+    node_id: str
+    pid: int
+    topology: str = ""
+    info: WorkerInfo | None = None
+    is_ready: bool = False
+    is_known: bool = False
+    num_waiting: int = 0
+    oldest_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first message over a link. kind: of who has opened it. epoch: of a member."""
+
+    kind: Literal["front", "media", "stage", "board"]
+    epoch: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a process runs. host: its address for other members. node_id: of its machine."""
+
+    host: str
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The members at one time.
+
+    members: by epoch
+    leader: the epoch of the front that switches roles; empty without fronts
+    departed: (name, incarnation) of workers that have completed their work and left
+    """
+
+    version: int
+    members: Mapping[str, Member]
+    leader: str = ""
+    departed: frozenset[tuple[str, int]] = frozenset()
+
+    def of_kind(self, kind: Kind) -> list[Member]:
+        return [member for member in self.members.values() if member.kind == kind]
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What the members of one application share. key: of all links. fleet_id: see `PoolFiles`."""
+
+    key: bytes = field(repr=False)
+    fleet_id: str
+
+
+class BoardClient(Protocol):
+    """Calls the board, wherever it is. Every method raises UnavailableError while it is being restarted."""
+
+    async def credentials(self) -> Credentials:
+        """Returns those of the application, for a new member."""
+        ...
+
+    async def follow(self, member: Member, seen: int, credentials: Credentials) -> View | None:
+        """Registers a member as it is now. Returns the next view after version `seen`; None after a while.
+
+        A view without the member says that it has been declared lost, and must end.
+        """
+        ...
+
+    async def leave(self, epoch: str) -> None:
+        """Removes a member that has completed its work."""
+        ...
+
+    async def accuse(self, epoch: str, reason: str) -> None:
+        """Declares a member lost that does not answer another one."""
+        ...

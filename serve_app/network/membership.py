@@ -1,0 +1,132 @@
+"""Keeps one process a member: registers it with the board, beats, and passes on each view."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from epd.errors import UnavailableError
+from serve_app.fleet import WorkerInfo
+from serve_app.network.link import Link, Listener, listen
+from serve_app.network.members import BoardClient, Credentials, Kind, Member, Place, View
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 0.1  # between calls of a board that is being restarted
+
+
+class Membership:
+    """Makes this process a member, at an address that it listens at. Used from one event loop.
+
+    on_view: gets each new view
+    on_ended: called with the reason once the process has been declared lost: it must end
+    """
+
+    def __init__(self, board: BoardClient, kind: Kind, place: Place, *, topology: str = "") -> None:
+        self.epoch = secrets.token_hex(8)
+        self.on_view: Callable[[View], None] = lambda _view: None
+        self.on_ended: Callable[[str], None] = lambda _reason: None
+        self.view = View(-1, {})
+        self._board = board
+        self._kind: Kind = kind
+        self._place = place
+        self._topology = topology
+        self._listener: Listener | None = None
+        self._credentials: Credentials | None = None
+        self._member: Member | None = None
+        self._has_left = False
+
+    @property
+    def credentials(self) -> Credentials:
+        assert self._credentials is not None
+        return self._credentials
+
+    @property
+    def member(self) -> Member:
+        assert self._member is not None
+        return self._member
+
+    @property
+    def info(self) -> WorkerInfo:
+        """Returns name and state of a worker, after it has joined."""
+        assert self.member.info is not None
+        return self.member.info
+
+    async def join(self, on_link: Callable[[Link], None]) -> None:
+        """Listens, registers, and returns once the board has answered. on_link: gets links of others."""
+        self._credentials = await self._surely(lambda: self._board.credentials())
+        self._listener = await listen(self._place.host, self._credentials.key, on_link)
+        self._member = Member(
+            epoch=self.epoch,
+            kind=self._kind,
+            address=self._listener.address,
+            node_id=self._place.node_id,
+            pid=os.getpid(),
+            topology=self._topology,
+        )
+        while self.epoch not in self.view.members:
+            await self._follow_once()
+
+    async def update(self, **changes: Any) -> None:
+        """Changes fields of this member, and registers them at once."""
+        self._member = replace(self.member, **changes)
+        await self._surely(lambda: self._board.follow(self.member, -1, self.credentials))
+
+    def set(self, **changes: Any) -> None:
+        """Changes fields of this member, of which the next call informs the board."""
+        self._member = replace(self.member, **changes)
+
+    async def run(self) -> None:
+        """Follows the board until this process has left, or must end."""
+        while not self._has_left:
+            await self._follow_once()
+            if self.epoch not in self.view.members and not self._has_left:
+                self.on_ended("it was declared lost")
+                return
+
+    async def leave(self) -> None:
+        """Ends the membership of a process that has completed its work."""
+        if self._has_left:
+            return
+        self._has_left = True
+        if self._member is not None:
+            try:
+                async with asyncio.timeout(2.0):
+                    await self._board.leave(self.epoch)
+            except (UnavailableError, TimeoutError):
+                logger.warning("the board was not informed that this process ends")
+        if self._listener is not None:
+            await self._listener.close()
+
+    async def accuse(self, epoch: str, reason: str) -> None:
+        """Declares another member lost."""
+        await self._surely(lambda: self._board.accuse(epoch, reason))
+
+    async def _follow_once(self) -> None:
+        view = await self._surely(
+            lambda: self._board.follow(self.member, self.view.version, self.credentials)
+        )
+        if view is None or self._has_left:
+            return
+        mine = view.members.get(self.epoch)
+        if mine is not None and self.member.info is None:
+            self._member = replace(self.member, info=mine.info)
+        self.view = view
+        if mine is not None:
+            self.on_view(view)
+
+    async def _surely(self, call: Callable[[], Any]) -> Any:
+        """Calls the board, as often as needed while it is being restarted."""
+        while True:
+            try:
+                return await call()
+            except UnavailableError as error:
+                logger.info("the board does not answer: %s", error)
+                if self._has_left:
+                    raise
+                await asyncio.sleep(_RETRY_S)

@@ -1,0 +1,249 @@
+"""Implements a front's fleet: workers of other processes, which belong to no front, over links.
+
+board    --views: who is there-->         RemoteFleet   links to each worker that is known to the others
+workers  --reports of own requests-->                   a worker whose link ends is lost, for all fronts
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import weakref
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+from epd.topology import Stage
+from serve_app.fleet import (
+    EVERY_STAGE,
+    Bulk,
+    FleetBroken,
+    FleetEvent,
+    WorkerBack,
+    WorkerChanged,
+    WorkerInfo,
+    WorkerLost,
+    WorkerLostError,
+)
+from serve_app.messages import Message, ReplyT, WorkerReport
+from serve_app.network.calls import Channel
+from serve_app.network.link import Link, LinkClosedError, connect
+from serve_app.network.members import BoardClient, Hello, Member, Place, View
+from serve_app.network.membership import Membership
+from serve_app.network.wire import BulkPlace, FetchCall, Fetched, ReleaseBulk, WorkerCall
+from serve_app.task_group import Loops, Tasks
+
+logger = logging.getLogger(__name__)
+
+
+class RemoteBulk:
+    """Refers to frames at a media worker, which are released when nobody refers to them any more."""
+
+    def __init__(self, place: BulkPlace, release: Callable[[], None]) -> None:
+        self.place = place
+        weakref.finalize(self, release)
+
+
+@dataclass(slots=True)
+class _Worker:
+    """A worker that this front knows. channel: None until connected, and after the loss."""
+
+    member: Member
+    channel: Channel | None = None
+
+
+class RemoteFleet:
+    """Reaches the workers of the application. Used from one event loop.
+
+    owner: the name under which workers know this front's requests
+    on_view: gets each view of the members
+    """
+
+    def __init__(self, board: BoardClient, place: Place) -> None:
+        self.membership = Membership(board, "front", place)
+        self.on_view: Callable[[View], None] = lambda _view: None
+        self._workers: dict[str, _Worker] = {}
+        self._infos: dict[str, WorkerInfo] = {}
+        self._events: asyncio.Queue[FleetEvent | None] = asyncio.Queue()
+        self._loops = Loops(Counter(), lambda loop: self._events.put_nowait(FleetBroken(loop)))
+        self._tasks = Tasks()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_closed = False
+
+    @property
+    def owner(self) -> str:
+        return self.membership.epoch
+
+    @property
+    def workers(self) -> Mapping[str, WorkerInfo]:
+        return self._infos
+
+    async def start(self) -> None:
+        """Joins the members. Workers are found as they come."""
+        self._loop = asyncio.get_running_loop()
+        await self.membership.join(self._accept)
+        self.membership.on_view = self._take_view
+        self._take_view(self.membership.view)
+        self._loops.start("board", self.membership.run)
+        await self.membership.update(is_ready=True)
+
+    async def close(self) -> None:
+        """Leaves; the workers drop what belongs to this front, and go on."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        await self.membership.leave()
+        await self._loops.close()
+        self._tasks.cancel()
+        await self._tasks.wait()
+        for worker in self._workers.values():
+            if worker.channel is not None:
+                worker.channel.close()
+        self._events.put_nowait(None)
+
+    def _accept(self, link: Link) -> None:
+        Channel(link)  # of the board, which watches this process
+
+    # Messages
+
+    async def send(
+        self,
+        stage: Stage,  # noqa: ARG002 - a worker takes messages for all of its roles in one place
+        target: str,
+        message: Message[ReplyT],
+        bulk: Bulk | None = None,
+    ) -> ReplyT:
+        channel = self._channel_to(target)
+        frames = bulk.place if isinstance(bulk, RemoteBulk) else bulk
+        reply = channel.call(WorkerCall(message, cast(Any, frames)))
+        self._infos[target] = self._infos[target].told(message)
+        return cast(ReplyT, await self._reply(target, reply))
+
+    async def fetch(
+        self,
+        stage: Stage,  # noqa: ARG002 - as above
+        target: str,
+        message: Message[ReplyT],
+    ) -> tuple[ReplyT, Bulk]:
+        channel = self._channel_to(target)
+        reply = channel.call(FetchCall(message))
+        try:
+            fetched: Fetched = await self._reply(target, asyncio.shield(reply))
+        except asyncio.CancelledError:
+            reply.add_done_callback(partial(_release_unread, channel))
+            raise
+        if fetched.number is None:
+            return fetched.value, None
+        place = BulkPlace(self._workers[target].member.address, fetched.number)
+        return fetched.value, RemoteBulk(place, partial(self._release, channel, fetched.number))
+
+    def _release(self, channel: Channel, number: int) -> None:
+        """Releases frames; called from wherever the last reference is dropped."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the event loop has ended
+                self._loop.call_soon_threadsafe(channel.push, ReleaseBulk(number))
+
+    def _channel_to(self, target: str) -> Channel:
+        worker = self._workers.get(target)
+        if worker is None or worker.channel is None:
+            raise WorkerLostError(f"worker '{target}' is gone; another one takes its place")
+        return worker.channel
+
+    async def _reply(self, target: str, reply: asyncio.Future[Any]) -> Any:
+        try:
+            return await reply
+        except LinkClosedError as error:
+            raise WorkerLostError(f"worker '{target}' is gone: {error}; send to another worker") from error
+
+    async def events(self) -> AsyncIterator[FleetEvent]:
+        while True:
+            event = await self._events.get()
+            if event is None:
+                return
+            yield event
+
+    # Workers come and go
+
+    def _take_view(self, view: View) -> None:
+        there = {
+            _info(member).name: member
+            for member in view.members.values()
+            if member.kind != "front" and member.is_ready and member.is_known
+        }
+        for name, worker in list(self._workers.items()):
+            if name not in there or there[name].epoch != worker.member.epoch:
+                info = worker.member.info
+                is_planned = info is not None and (name, info.incarnation) in view.departed
+                self._lose(
+                    name, "it has left" if is_planned else "its process has ended", is_planned=is_planned
+                )
+        for name, member in there.items():
+            if name not in self._workers:
+                self._workers[name] = _Worker(member)
+                self._tasks.spawn(self._connect(name, member))
+        self.on_view(view)
+
+    async def _connect(self, name: str, member: Member) -> None:
+        try:
+            link = await connect(member.address, self.membership.credentials.key)
+        except LinkClosedError as error:
+            if self._is_current(name, member):
+                del self._workers[name]
+                await self.membership.accuse(member.epoch, str(error))
+            return
+        channel = Channel(link)
+        if not self._is_current(name, member):
+            channel.close()
+            return
+        channel.on_push = self._take_push
+        channel.on_close = lambda reason: self._end(name, member, reason)
+        channel.push(Hello("front", self.owner))
+        self._workers[name].channel = channel
+        self._infos[name] = replace(_info(member), is_alive=True)
+        self._events.put_nowait(WorkerBack(name))
+
+    def _is_current(self, name: str, member: Member) -> bool:
+        return name in self._workers and self._workers[name].member.epoch == member.epoch
+
+    def _end(self, name: str, member: Member, reason: str) -> None:
+        """Handles the end of a link: the worker is lost, and lost for all, unless the board has said so."""
+        if self._is_closed or not self._is_current(name, member):
+            return
+        info = self._infos[name]
+        self._lose(name, reason, is_planned=info.is_draining)
+        self._tasks.spawn(self.membership.accuse(member.epoch, f"its link to a front has ended: {reason}"))
+
+    def _lose(self, name: str, reason: str, *, is_planned: bool = False) -> None:
+        worker = self._workers.pop(name)
+        if worker.channel is None:
+            return
+        worker.channel.close()
+        logger.log(logging.INFO if is_planned else logging.WARNING, "worker %s is lost: %s", name, reason)
+        info = self._infos[name]
+        leaving = EVERY_STAGE if is_planned else frozenset[Stage]()
+        self._infos[name] = replace(info, is_alive=False, closed=frozenset(), leaving=leaving)
+        self._events.put_nowait(WorkerLost(name, reason, info.incarnation, is_planned))
+
+    def _take_push(self, value: WorkerReport | WorkerInfo) -> None:
+        if isinstance(value, WorkerReport):
+            self._events.put_nowait(value)
+        elif value.name in self._infos:
+            self._infos[value.name] = value
+            self._events.put_nowait(WorkerChanged(value.name))
+
+
+def _release_unread(channel: Channel, reply: asyncio.Future[Fetched]) -> None:
+    """Releases frames that came after the fetch was cancelled."""
+    if reply.cancelled() or reply.exception() is not None:
+        return
+    number = reply.result().number
+    if number is not None:
+        channel.push(ReleaseBulk(number))
+
+
+def _info(member: Member) -> WorkerInfo:
+    assert member.info is not None
+    return member.info

@@ -1,0 +1,352 @@
+"""Serves the stages of one worker to fronts and other workers, over links.
+
+fronts    --messages, in order-->  event loop  --inbox-->  worker thread: messages, step, report
+          <--reports: of each front's requests alone, at once; the load, often enough--
+workers   --deliveries: offers, receipts, repeated until acknowledged-->
+media     <--frames are fetched from where they are, before their message is handled--
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, deque
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from epd.errors import EPDError
+from epd.types import UInt8Array
+from serve_app.fleet import EVERY_STAGE, WorkerInfo, WorkerLostError
+from serve_app.messages import DropOwner, Message, PeerLost, WorkerLoad, WorkerReport, by_owner
+from serve_app.network.calls import Answer, Channel, Channels
+from serve_app.network.connector import Envelope, ProcessTransport
+from serve_app.network.link import Address, Link, LinkClosedError
+from serve_app.network.members import BoardClient, Hello, Member, Place, View
+from serve_app.network.membership import Membership
+from serve_app.network.memory import PoolFiles
+from serve_app.network.peer_links import Delivery, PeerLinks
+from serve_app.network.wire import BulkPlace, TakeBulk, WorkerCall
+from serve_app.role_messages import AskRemaining, Offload
+from serve_app.task_group import Loops, Tasks
+from serve_app.worker.worker_stages import WorkerSettings
+from serve_app.worker.worker_thread import Call, Listener, WorkerThread
+
+logger = logging.getLogger(__name__)
+
+_LOAD_S = 0.25  # between reports of the load to fronts that have nothing else to hear
+_WATCH_S = 1.0  # between looks at the worker's thread
+_POLL_S = 0.02  # between checks of what a worker that leaves still has
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    """Another stage worker, in one epoch."""
+
+    address: Address
+    epoch: str
+    node_id: str
+    name: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerServerConfig:
+    """Configures a `WorkerServer`.
+
+    topology: that is wanted; the board decides which part of it this worker is
+    num_threads: of torch
+    max_step_s: a worker that is busy with a single step for this time ends
+    """
+
+    settings: WorkerSettings
+    topology: str
+    num_threads: int = 1
+    max_step_s: float = 120.0
+
+
+class WorkerServer:
+    """Runs one worker. Used from one event loop. on_end: see `Membership`; also called when it fails."""
+
+    def __init__(self, board: BoardClient, place: Place, config: WorkerServerConfig) -> None:
+        self.membership = Membership(board, "stage", place, topology=config.topology)
+        self._config = config
+        self._place = place
+        self._fronts: dict[str, _FrontSession] = {}
+        self._known_fronts: set[str] = set()
+        self._peers: dict[str, _Peer] = {}
+        self._thread: WorkerThread | None = None
+        self._files: PoolFiles | None = None
+        self._transport: ProcessTransport | None = None
+        self._links: PeerLinks[_Peer] | None = None
+        self._channels: Channels | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._load = WorkerLoad()
+        self._loops = Loops(Counter(), lambda loop: self.membership.on_ended(f"its loop '{loop}' has ended"))
+        self._tasks = Tasks()
+        self.is_healthy = True
+
+    @property
+    def info(self) -> WorkerInfo:
+        return self.membership.info
+
+    async def start(self) -> None:
+        """Joins, loads the weights of the roles it is given, and takes work. Raises EPDError."""
+        torch.set_num_threads(self._config.num_threads)
+        self._loop = asyncio.get_running_loop()
+        await self.membership.join(self._accept)
+        self.membership.on_view = self._take_view
+        self._loops.start("board", self.membership.run)
+        name, credentials = self.info.name, self.membership.credentials
+        self._files = PoolFiles(credentials.fleet_id)
+        self._files.hold()
+        self._files.remove_of(name)
+        self._channels = Channels(credentials.key, Hello("stage", self.membership.epoch))
+        self._links = PeerLinks(name, self.membership.epoch, self._deliver)
+        self._transport = ProcessTransport(self._post, self._can_map, self._files)
+        listener = Listener(self._report, self._fail)
+        self._thread = WorkerThread(name, self.info.roles, self._config.settings, self._transport, listener)
+        await self._thread.start()
+        self._loops.start("messages", self._links.run)
+        self._loops.start("load", self._report_load)
+        self._loops.start("watch", self._watch_thread)
+        await self.membership.update(is_ready=True)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Takes no new work, waits until none is left, and leaves. Returns whether all was completed."""
+        is_over = False
+        if self._thread is not None and self.is_healthy:
+            offload = Offload(frozenset(), EVERY_STAGE)
+            self._set_info(self.info.told(offload))
+            with suppress(TimeoutError, EPDError):
+                async with asyncio.timeout(timeout_s):
+                    await self.membership.update()  # now: a worker that comes takes its place
+                    await self._ask(offload)
+                    while not (await self._ask(AskRemaining(EVERY_STAGE))).is_over:
+                        await asyncio.sleep(_POLL_S)
+                    is_over = True
+        await self.membership.leave()
+        return is_over
+
+    async def close(self) -> None:
+        """Ends the worker with what it has. May be called again."""
+        self.is_healthy = False
+        await self.membership.leave()
+        await self._loops.close()
+        self._tasks.cancel()
+        await self._tasks.wait()
+        if self._thread is not None:
+            self._thread.stop()
+            await asyncio.to_thread(self._thread.join, 10.0)
+        if self._links is not None:
+            await self._links.close()
+        if self._channels is not None:
+            self._channels.close()
+        if self._files is not None:
+            self._files.release()
+
+    # Links
+
+    def _accept(self, link: Link) -> None:
+        channel = Channel(link)
+        channel.on_push = partial(self._greet, channel)
+
+    def _greet(self, channel: Channel, hello: Hello) -> None:
+        if hello.kind == "front":
+            self._known_fronts.add(hello.epoch)
+            self._fronts[hello.epoch] = _FrontSession(self, hello.epoch, channel)
+            channel.push(self.info)
+        elif hello.kind == "stage":
+            channel.on_call = self._take_delivery
+
+    def _take_delivery(self, delivery: Delivery, answer: Answer) -> None:
+        if self._links is None or self._transport is None or self._thread is None:
+            raise LinkClosedError("the worker is starting")
+        envelopes, next_number = self._links.take(delivery)
+        for envelope in envelopes:
+            self._transport.deliver(envelope)
+        self._thread.wake()
+        answer(next_number)
+
+    async def _deliver(self, peer: _Peer, delivery: Delivery) -> int | None:
+        assert self._channels is not None
+        next_number: int | None = await self._channels.call(peer.address, delivery)
+        return next_number
+
+    async def fetch_bulk(self, place: BulkPlace) -> UInt8Array:
+        """Fetches frames. Raises WorkerLostError if they are gone."""
+        assert self._channels is not None
+        try:
+            frames: UInt8Array = await self._channels.call(place.address, TakeBulk(place.number))
+        except LinkClosedError as error:
+            raise WorkerLostError(f"the frames are lost: {error}; have them decoded again") from error
+        return frames
+
+    def _post(self, worker: str, envelope: Envelope) -> None:
+        """Posts from the worker thread. A worker that is gone never reads the message."""
+        assert self._loop is not None
+        assert self._links is not None
+        assert self._transport is not None
+        if worker == self.info.name:
+            self._transport.deliver(envelope)
+        else:
+            with suppress(RuntimeError):  # the event loop has ended, and with it the process
+                self._loop.call_soon_threadsafe(self._links.send, worker, envelope)
+
+    def _can_map(self, worker: str) -> bool:
+        peer = self._peers.get(worker)
+        return worker == self.info.name or (peer is not None and peer.node_id == self._place.node_id)
+
+    # The board
+
+    def _take_view(self, view: View) -> None:
+        stages = [member for member in view.of_kind("stage") if member.is_ready]
+        peers = {peer.name: peer for peer in map(_peer, stages) if peer.epoch != self.membership.epoch}
+        for name, peer in self._peers.items():
+            if name not in peers or peers[name].incarnation != peer.incarnation:
+                self._lose_peer(peer)
+        self._peers = peers
+        if self._links is not None:
+            self._links.meet(peers)
+        fronts = {member.epoch for member in view.of_kind("front")}
+        for owner in self._known_fronts - fronts:
+            self._drop_front(owner)
+        self._known_fronts = fronts | {owner for owner, each in self._fronts.items() if each.channel.is_open}
+
+    def _lose_peer(self, peer: _Peer) -> None:
+        if self._thread is not None and self._files is not None and self._channels is not None:
+            self._put(PeerLost(peer.name, peer.incarnation))
+            self._channels.forget(peer.address)
+            if peer.node_id == self._place.node_id:
+                self._files.remove_of(peer.name)
+
+    def _drop_front(self, owner: str) -> None:
+        session = self._fronts.pop(owner, None)
+        if session is not None:
+            session.channel.close("the front was declared lost")
+        if self._thread is not None:
+            self._put(DropOwner(owner))
+
+    def _set_info(self, info: WorkerInfo) -> None:
+        """Notes that the worker's state has changed, and informs the fronts and the board."""
+        if info != self.info:
+            self.membership.set(info=info)
+            for session in self._fronts.values():
+                session.channel.push(info)
+
+    # The worker thread
+
+    def handle(self, message: Message[Any], frames: UInt8Array | None) -> asyncio.Future[Any]:
+        """Gives the thread a message. Returns the future of its reply."""
+        if self._thread is None:
+            raise WorkerLostError("the worker is starting; send to another")
+        self._set_info(self.info.told(message))
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._thread.put(Call(message, frames, reply))
+        return reply
+
+    def _put(self, message: Message[Any]) -> None:
+        self.handle(message, None).add_done_callback(_noted)
+
+    async def _ask(self, message: Message[Any]) -> Any:
+        return await self.handle(message, None)
+
+    def _report(self, report: WorkerReport) -> None:
+        self._load = report.load
+        is_load_only = not (report.events or report.outputs)
+        for owner, part in by_owner(report, self._fronts).items():
+            if is_load_only or part.events or part.outputs:
+                self._fronts[owner].push(part)
+
+    async def _report_load(self) -> None:
+        """Informs fronts of the load that have no requests here."""
+        while True:
+            await asyncio.sleep(_LOAD_S)
+            for session in self._fronts.values():
+                if session.reported != self._load:
+                    session.push(WorkerReport(self.info.name, load=self._load))
+
+    async def _watch_thread(self) -> None:
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            if self._thread is not None and self._thread.busy_s > self._config.max_step_s:
+                self._fail(f"a step of {self._thread.busy_s:.0f} s")
+
+    def _fail(self, reason: str) -> None:
+        self.is_healthy = False
+        logger.error("the worker ends: %s", reason)
+        self.membership.on_ended(reason)
+
+
+class _FrontSession:
+    """Takes the messages of one front, in order: one waits for its frames, and those behind it for that."""
+
+    def __init__(self, server: WorkerServer, owner: str, channel: Channel) -> None:
+        self.channel = channel
+        self.reported: WorkerLoad | None = None
+        self._server = server
+        self._owner = owner
+        self._waiting: deque[tuple[WorkerCall, asyncio.Future[UInt8Array] | None, Answer]] = deque()
+        self._tasks = Tasks()
+        channel.on_call = self._take
+        channel.on_close = lambda _reason: self._end()
+
+    def push(self, report: WorkerReport) -> None:
+        self.reported = report.load
+        self.channel.push(report)
+
+    def _take(self, call: WorkerCall, answer: Answer) -> None:
+        if not isinstance(call.bulk, BulkPlace) and not self._waiting:
+            self._handle(call.message, call.bulk, answer)
+            return
+        fetching = None
+        if isinstance(call.bulk, BulkPlace):
+            fetching = asyncio.ensure_future(self._server.fetch_bulk(call.bulk))
+        self._waiting.append((call, fetching, answer))
+        if len(self._waiting) == 1:
+            self._tasks.spawn(self._take_waiting())
+
+    def _end(self) -> None:
+        self._tasks.cancel()
+        for _, fetching, _ in self._waiting:
+            if fetching is not None:
+                fetching.cancel()
+
+    async def _take_waiting(self) -> None:
+        while self._waiting:
+            call, fetching, answer = self._waiting[0]
+            try:
+                frames = call.bulk if fetching is None else await fetching
+            except EPDError as error:
+                answer(error)
+            else:
+                assert not isinstance(frames, BulkPlace)
+                self._handle(call.message, frames, answer)
+            self._waiting.popleft()
+
+    def _handle(self, message: Message[Any], frames: UInt8Array | None, answer: Answer) -> None:
+        try:
+            reply = self._server.handle(message, frames)
+        except EPDError as error:
+            answer(error)
+        else:
+            reply.add_done_callback(partial(_pass_on, answer))
+
+
+def _pass_on(answer: Answer, reply: asyncio.Future[Any]) -> None:
+    if not reply.cancelled():
+        error = reply.exception()
+        answer(reply.result() if error is None else error)
+
+
+def _noted(reply: asyncio.Future[Any]) -> None:
+    if not reply.cancelled() and reply.exception() is not None:
+        logger.error("a message was refused", exc_info=reply.exception())
+
+
+def _peer(member: Member) -> _Peer:
+    assert member.info is not None
+    return _Peer(member.address, member.epoch, member.node_id, member.info.name, member.info.incarnation)

@@ -1,0 +1,214 @@
+"""An application of fronts and workers in one process, which talk over real links, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from epd.errors import UnavailableError
+from epd.kv.scheduling import SchedulerConfig
+from epd.topology import parse_topology
+from serve_app.media.media_worker import MediaSettings, MediaWorker
+from serve_app.network.board import Board
+from serve_app.network.media_server import MediaServer
+from serve_app.network.members import Credentials, Member, Place, View
+from serve_app.network.remote_fleet import RemoteFleet
+from serve_app.network.worker_server import WorkerServer, WorkerServerConfig
+from serve_app.orchestration.orchestrator import Orchestrator, OrchestratorConfig
+from serve_app.orchestration.request_planner import RequestPlanner
+from serve_app.worker.worker_core import WorkerCore
+from serve_app.worker.worker_stages import WorkerSettings
+from tests.serve_app.deployments import ANY_FILE, Answered, Question, reference_to
+
+HOST = "127.0.0.1"
+_numbers = itertools.count()
+
+
+class BoardHere:
+    """A board of this process that can be restarted. Calls that wait when it ends fail, as an actor's do."""
+
+    def __init__(self, hang_s: float) -> None:
+        self._hang_s = hang_s
+        self.board: Board | None = Board(hang_s=hang_s)
+        self._calls: set[asyncio.Task[Any]] = set()
+
+    async def stop(self) -> None:
+        board, self.board = self.board, None
+        for call in self._calls:
+            call.cancel()
+        if board is not None:
+            await board.close()
+
+    def restart(self) -> None:
+        self.board = Board(hang_s=self._hang_s, is_restarted=True)
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        if self.board is None:
+            raise UnavailableError("the board is gone")
+        call = asyncio.ensure_future(getattr(self.board, method)(*arguments))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            if call.cancelled():
+                raise UnavailableError("the board is gone") from None
+            raise
+
+    async def credentials(self) -> Credentials:
+        return await self._call("credentials")  # type: ignore[no-any-return]
+
+    async def follow(self, member: Member, seen: int, credentials: Credentials) -> View | None:
+        return await self._call("follow", member, seen, credentials)  # type: ignore[no-any-return]
+
+    async def leave(self, epoch: str) -> None:
+        await self._call("leave", epoch)
+
+    async def accuse(self, epoch: str, reason: str) -> None:
+        await self._call("accuse", epoch, reason)
+
+
+class Front:
+    """A front: its fleet and its orchestrator."""
+
+    def __init__(self, cluster: Cluster, node_id: str = "here", **options: Any) -> None:
+        self.fleet = RemoteFleet(cluster.board, Place(HOST, node_id))
+        self.ended: list[str] = []
+        self.fleet.membership.on_ended = self.ended.append
+        planner = RequestPlanner(cluster.model, "tiny", group_tokens=16)
+        self.service = Orchestrator(
+            self.fleet, planner, OrchestratorConfig(**options), owner=self.fleet.owner
+        )
+
+    async def ask(self, question: Question, **options: Any) -> Answered:
+        answered = Answered()
+        references = tuple(map(reference_to, question.media))
+        async with (
+            self.service.media.sources(f"m{next(_numbers)}", references) as sources,
+            aclosing(self.service.answer(question.request(sources, **options))) as items,
+        ):
+            async for item in items:
+                answered.take(item)
+        return answered
+
+    async def ask_all(self, questions: Sequence[Question]) -> list[Answered]:
+        return list(await asyncio.gather(*(self.ask(question) for question in questions)))
+
+    async def kill(self) -> None:
+        """Ends the front as a killed process does: its links end, and it tells nobody."""
+        fleet = self.fleet
+        fleet._is_closed = True
+        await fleet._loops.close()
+        for worker in fleet._workers.values():
+            if worker.channel is not None:
+                worker.channel.close()
+        assert fleet.membership._listener is not None
+        await fleet.membership._listener.close()
+
+
+class Cluster:
+    """Workers and fronts around one board."""
+
+    def __init__(self, model: Path, topology: str, *, hang_s: float = 10.0, **settings: Any) -> None:
+        self.model = model
+        self.topology = topology
+        self.board = BoardHere(hang_s)
+        defaults = WorkerSettings(
+            model,
+            num_kv_tokens=8192,
+            num_embeddings=4096,
+            max_batch_patches=512,
+            scheduler=SchedulerConfig(max_chunk_tokens=64),
+        )
+        self.settings = replace(defaults, **settings)
+        self.stages: list[WorkerServer] = []
+        self.media: list[MediaServer] = []
+        self.fronts: list[Front] = []
+        self.ended: list[str] = []
+
+    async def start(self, num_fronts: int = 1, num_media: int = 1) -> None:
+        num_stages = parse_topology(self.topology).num_workers
+        for _ in range(num_stages):
+            await self.add_stage()
+        for _ in range(num_media):
+            await self.add_media()
+        for _ in range(num_fronts):
+            await self.add_front()
+
+    async def add_stage(self, node_id: str = "here") -> WorkerServer:
+        config = WorkerServerConfig(self.settings, self.topology)
+        server = WorkerServer(self.board, Place(HOST, node_id), config)
+        server.membership.on_ended = self.ended.append
+        await server.start()
+        self.stages.append(server)
+        return server
+
+    async def add_media(self, node_id: str = "here") -> MediaServer:
+        server = MediaServer(
+            self.board, Place(HOST, node_id), MediaWorker(MediaSettings(self.model, ANY_FILE))
+        )
+        await server.start()
+        self.media.append(server)
+        return server
+
+    async def add_front(self, **options: Any) -> Front:
+        front = Front(self, **options)
+        await front.service.start()
+        self.fronts.append(front)
+        return front
+
+    async def close(self) -> None:
+        for front in self.fronts:
+            await front.service.close()
+        for server in (*self.stages, *self.media):
+            await server.close()
+        await self.board.stop()
+
+    def worker(self, name: str) -> WorkerServer:
+        return next(each for each in self.stages if each.is_healthy and each.info.name == name)
+
+    def core(self, server: WorkerServer) -> WorkerCore:
+        assert server._thread is not None
+        assert server._thread.core is not None
+        return server._thread.core
+
+    async def kill(self, server: WorkerServer) -> None:
+        """Ends a worker as a killed process does."""
+        server.is_healthy = False
+        server.membership._has_left = True
+        await server._loops.close()
+        assert server._thread is not None
+        server._thread.stop()
+        for session in server._fronts.values():
+            session.channel.close()
+        assert server.membership._listener is not None
+        await server.membership._listener.close()
+        assert server._channels is not None
+        server._channels.close()
+
+    async def kill_media(self, server: MediaServer) -> None:
+        """Ends a media worker as a killed process does."""
+        server.is_healthy = False
+        server.membership._has_left = True
+        await server._loops.close()
+        for channel in server._fronts.values():
+            channel.close()
+        assert server.membership._listener is not None
+        await server.membership._listener.close()
+
+
+@asynccontextmanager
+async def clustered(
+    model: Path, topology: str, *, num_fronts: int = 1, num_media: int = 1, **options: Any
+) -> AsyncIterator[Cluster]:
+    cluster = Cluster(model, topology, **options)
+    try:
+        await cluster.start(num_fronts, num_media)
+        yield cluster
+    finally:
+        await cluster.close()

@@ -1,0 +1,202 @@
+"""Several fronts over one set of workers, over real links: tokens are right, whichever of them is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from epd.sampling_params import SamplingParams
+from epd.topology import topology_name
+from tests.serve_app.deployments import Question, num_held, undisturbed
+from tests.serve_app.network.cluster import Cluster, Front, clustered
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
+
+LONG = SamplingParams(max_tokens=40, ignore_eos=True)
+KINDS = (("image",), ("video",), (), ("image", "tall_video"))
+
+
+@pytest.fixture(scope="module")
+def model(checkpoints: dict[str, Path]) -> Path:
+    return checkpoints["qwen2_5_vl"]
+
+
+@pytest.fixture(scope="module")
+def questions(media: dict[str, Path]) -> list[Question]:
+    return [
+        Question(tuple(media[name] for name in KINDS[number % len(KINDS)]), f"what {number}?", LONG)
+        for number in range(12)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, questions: list[Question]) -> list[tuple[int, ...]]:
+    return undisturbed(model, questions)
+
+
+async def until(is_true: Callable[[], bool], seconds: float = 20.0) -> float:
+    """Returns the seconds that it took."""
+    start_s = asyncio.get_running_loop().time()
+    while not is_true():
+        assert asyncio.get_running_loop().time() - start_s < seconds, "it did not happen"
+        await asyncio.sleep(0.01)
+    return asyncio.get_running_loop().time() - start_s
+
+
+def topology_seen(front: Front) -> str:
+    return topology_name([info.roles for info in front.fleet.workers.values() if info.is_alive])
+
+
+def leftovers(cluster: Cluster) -> list[str]:
+    left = []
+    for server in cluster.stages:
+        if server.is_healthy:
+            core, name = cluster.core(server), server.info.name
+            left += [f"{name} has work"] if core.has_work() else []
+            left += [f"{name} uses KV"] if core.load().kv_usage else []
+            left += [f"{name} holds embeddings"] if num_held(core) else []
+    left += [f"{len(server._kept)} frames" for server in cluster.media if server.is_healthy and server._kept]
+    return left
+
+
+async def settled(cluster: Cluster) -> None:
+    try:
+        await until(lambda: not leftovers(cluster))
+    except AssertionError:
+        raise AssertionError(f"left behind: {leftovers(cluster)}") from None
+    for server in cluster.stages:
+        if server.is_healthy:
+            cluster.core(server).check_integrity()
+
+
+@pytest.mark.parametrize("topology", ["1e1p1d", "2e1pd", "1epd"])
+def test_two_fronts_share_workers(
+    topology: str, model: Path, questions: list[Question], expected: list[tuple[int, ...]]
+) -> None:
+    async def run() -> None:
+        async with clustered(model, topology, num_fronts=2) as cluster:
+            first, second = cluster.fronts
+            await until(lambda: topology_seen(first) == topology_seen(second) == topology)
+            answers = await asyncio.gather(first.ask_all(questions), second.ask_all(questions))
+            for each in answers:
+                assert [answer.tokens for answer in each] == expected
+            await settled(cluster)
+
+    asyncio.run(run())
+
+
+def test_a_front_that_is_lost_takes_only_its_own_requests_with_it(
+    model: Path, questions: list[Question], expected: list[tuple[int, ...]]
+) -> None:
+    async def run() -> None:
+        async with clustered(model, "1e1p1d", num_fronts=2) as cluster:
+            lost, kept = cluster.fronts
+            await until(lambda: topology_seen(lost) == topology_seen(kept) == "1e1p1d")
+            dead = asyncio.create_task(lost.ask_all(questions))
+            alive = asyncio.create_task(kept.ask_all(questions))
+            await until(lambda: len(lost.service.attempts) + len(kept.service.attempts) >= 16)
+            await asyncio.sleep(0.2)
+            await lost.kill()
+            dead.cancel()
+            assert [answer.tokens for answer in await alive] == expected
+            assert (await kept.service.status()).counters.get("workers_lost", 0) == 0
+            await settled(cluster)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", ["e0", "p0", "d0", "v0"])
+def test_a_lost_worker_changes_no_token_of_any_front(
+    name: str, model: Path, questions: list[Question], expected: list[tuple[int, ...]]
+) -> None:
+    async def run() -> None:
+        async with clustered(model, "1e1p1d", num_fronts=2) as cluster:
+            for front in cluster.fronts:
+                await until(lambda front=front: topology_seen(front) == "1e1p1d")
+            asking = [asyncio.create_task(front.ask_all(questions)) for front in cluster.fronts]
+            await until(lambda: all(front.service.attempts for front in cluster.fronts))
+            await asyncio.sleep(0.1)
+            if name == "v0":
+                await cluster.kill_media(cluster.media[0])
+                await cluster.add_media()
+                assert cluster.media[-1].membership.info.incarnation == 2
+            else:
+                await cluster.kill(cluster.worker(name))
+                server = await cluster.add_stage()
+                assert (server.info.name, server.info.incarnation) == (name, 2)
+            for answers in await asyncio.gather(*asking):
+                assert [answer.tokens for answer in answers] == expected
+            await settled(cluster)
+
+    asyncio.run(run())
+
+
+def test_a_board_that_is_restarted_loses_nobody(
+    model: Path, questions: list[Question], expected: list[tuple[int, ...]]
+) -> None:
+    async def run() -> None:
+        async with clustered(model, "1e1p1d", num_fronts=2) as cluster:
+            for front in cluster.fronts:
+                await until(lambda front=front: topology_seen(front) == "1e1p1d")
+            asking = [asyncio.create_task(front.ask_all(questions)) for front in cluster.fronts]
+            await asyncio.sleep(0.2)
+            await cluster.board.stop()
+            await asyncio.sleep(0.3)
+            cluster.board.restart()
+            for answers in await asyncio.gather(*asking):
+                assert [answer.tokens for answer in answers] == expected
+            # It knows the names again, and gives new ones.
+            server = await cluster.add_stage()
+            assert server.info.name not in {"e0", "p0", "d0"}
+            await until(lambda: len(cluster.fronts[0].fleet.workers) == 5)
+            for front in cluster.fronts:
+                assert (await front.service.status()).counters.get("workers_lost", 0) == 0
+            assert cluster.ended == []
+
+    asyncio.run(run())
+
+
+def test_workers_that_join_get_work_and_those_that_leave_hand_theirs_on(
+    model: Path, questions: list[Question], expected: list[tuple[int, ...]]
+) -> None:
+    async def run() -> None:
+        async with clustered(model, "1e1p1d", num_fronts=2) as cluster:
+            first = cluster.fronts[0]
+            await until(lambda: topology_seen(first) == "1e1p1d")
+            old = {name: cluster.worker(name) for name in ("e0", "p0", "d0")}
+            asking = [asyncio.create_task(front.ask_all(questions)) for front in cluster.fronts]
+            for name, server in old.items():
+                # As in a rolling update: the old worker begins to leave while the new one is started.
+                draining = asyncio.create_task(server.drain(20.0))
+                await until(lambda name=name: bool(first.fleet.workers[name].leaving))
+                await asyncio.sleep(0.1)
+                new = await cluster.add_stage()
+                assert new.info.roles == server.info.roles, name
+                assert await draining
+                await server.close()
+            for answers in await asyncio.gather(*asking):
+                assert [answer.tokens for answer in answers] == expected
+            for front in cluster.fronts:
+                assert (await front.service.status()).counters.get("workers_lost", 0) == 0
+            assert [a.tokens for a in await first.ask_all(questions[:4])] == expected[:4]
+            await settled(cluster)
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_is_silent_is_lost_for_all(model: Path) -> None:
+    async def run() -> None:
+        async with clustered(model, "1e1p1d", hang_s=1.0) as cluster:
+            front = cluster.fronts[0]
+            await until(lambda: topology_seen(front) == "1e1p1d")
+            server = cluster.worker("d0")
+            await server._loops.close()  # it calls the board no more, but its links are open
+            await until(lambda: not front.fleet.workers["d0"].is_alive, 5.0)
+            again = await cluster.add_stage()
+            assert again.info.name == "d0"
+            await until(lambda: front.fleet.workers["d0"].is_alive)
+
+    asyncio.run(run())
