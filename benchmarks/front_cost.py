@@ -39,6 +39,7 @@ from benchmarks.reporting import RESULTS, Row, median_ratio, setting, table
 
 ROOT = Path(__file__).resolve().parents[1]
 CHILD = Path(__file__).with_name("front_cost_layers.py")
+WHAT = ("text", "video", "token")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 READY_S = 180.0
 QUESTION = "Which colour is the shape in the middle, and what is left of it?"
@@ -252,9 +253,8 @@ def running(checkouts: Sequence[Path]) -> Iterator[list[Layers]]:
         yield [held.enter_context(contextlib.closing(Layers(each))) for each in checkouts]
 
 
-def measure_layers(checkouts: Sequence[Path], layers: Sequence[str], rounds: int) -> list[Row]:
-    """Measures all cases in process, in turns between the checkouts."""
-    cases = [case for case in CASES if case.layer in layers]
+def measure_layers(checkouts: Sequence[Path], cases: Sequence[Case], rounds: int) -> list[Row]:
+    """Measures cases in process, in turns between the checkouts."""
     rows = []
     with running(checkouts) as children:
         for number, case in enumerate(cases, start=1):
@@ -311,6 +311,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--against", type=Path, help="another checkout, measured in turns with this one")
     names = ("http", "orchestration", "front", "app")
     parser.add_argument("--layers", nargs="+", choices=names, default=names[:3], help="what to measure")
+    parser.add_argument("--what", nargs="+", choices=WHAT, default=WHAT, help="of these, which cases")
     parser.add_argument("--rounds", type=int, default=5, help="rounds; medians are reported")
     parser.add_argument("--serve-options", default="--topology 1e1p1d", help="options of epd serve")
     parser.add_argument("--write", action="store_true", help="write the results")
@@ -321,9 +322,9 @@ def main() -> None:
     args = parsed()
     checkouts = [ROOT, *([args.against.resolve()] if args.against else [])]
     rows: list[Row] = []
-    in_process = [name for name in args.layers if name != "app"]
-    if in_process:
-        rows += measure_layers(checkouts, in_process, args.rounds)
+    cases = [case for case in CASES if case.layer in args.layers and case.what in args.what]
+    if cases:
+        rows += measure_layers(checkouts, cases, args.rounds)
     if "app" in args.layers:
         rows += measure_app(checkouts, args.rounds, args.serve_options.split())
     print(table(rows))

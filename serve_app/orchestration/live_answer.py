@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -66,17 +67,26 @@ class LiveAnswer:
         self._clock = clock
         self._texts = texts
         self._choices = [_Choice() for _ in range(plan.sampling.n)]
-        self._items: asyncio.Queue[AnswerItem | Exception | None] = asyncio.Queue()
+        self._items: deque[AnswerItem | Exception | None] = deque()
+        self._consumer: asyncio.Future[None] | None = None  # while it waits
 
     async def items(self) -> AsyncIterator[AnswerItem]:
         """Yields everything in order, up to AnswerEnd. Raises the error that the answer failed with."""
         while True:
-            item = await self._items.get()
+            while not self._items:
+                self._consumer = asyncio.get_running_loop().create_future()
+                await self._consumer
+            item = self._items.popleft()
             if item is None:
                 return
             if isinstance(item, Exception):
                 raise item
             yield item
+
+    def _put(self, item: AnswerItem | Exception | None) -> None:
+        self._items.append(item)
+        if self._consumer is not None and not self._consumer.done():
+            self._consumer.set_result(None)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -94,7 +104,7 @@ class LiveAnswer:
     @property
     def is_complete(self) -> bool:
         """Returns whether every choice has ended."""
-        return self.status.is_finished
+        return all(choice.finish_reason for choice in self._choices)
 
     @property
     def has_begun(self) -> bool:
@@ -122,12 +132,12 @@ class LiveAnswer:
         self.first_token_s = self.first_token_s or self._clock()
         choice.finish_reason = outputs[-1].finish_reason
         wants_logprobs = self.plan.sampling.logprobs is not None
-        self._items.put_nowait(
+        self._put(
             TokenDelta(
                 index,
-                "".join(output.text for output in outputs),
-                tuple(output.token.token_id for output in outputs),
-                tuple(self._texts.logprob(output.token) for output in outputs) if wants_logprobs else (),
+                "".join([output.text for output in outputs]),
+                tuple([output.token.token_id for output in outputs]),
+                tuple([self._texts.logprob(output.token) for output in outputs]) if wants_logprobs else (),
                 choice.finish_reason,
             )
         )
@@ -154,7 +164,7 @@ class LiveAnswer:
 
     def _tell(self, span: StageSpan) -> None:
         if self.request.wants_spans:
-            self._items.put_nowait(span)
+            self._put(span)
 
     def finish(self, decode_worker: str) -> None:
         """Ends the answer after every choice has ended."""
@@ -163,7 +173,7 @@ class LiveAnswer:
         self.timings.decode_s = now_s - first_s
         self.timings.total_s = now_s - self._start_s + self.plan.plan_s
         self.note_span("decode", decode_worker, first_s)
-        self._items.put_nowait(
+        self._put(
             AnswerEnd(
                 usage=self._usage(),
                 timings=self.timings,
@@ -173,7 +183,7 @@ class LiveAnswer:
                 num_retries=self.num_retries,
             )
         )
-        self._items.put_nowait(None)
+        self._put(None)
 
     def _usage(self) -> Usage:
         usage = self.plan.usage(sum(choice.num_passed for choice in self._choices))
@@ -181,7 +191,7 @@ class LiveAnswer:
         return replace(usage, num_substituted_frames=num_substituted)
 
     def fail(self, error: Exception) -> None:
-        self._items.put_nowait(error)
+        self._put(error)
 
 
 def fingerprint(request: AnswerRequest) -> str:

@@ -43,10 +43,10 @@ class Watchdog:
 
     def reported(self, report: WorkerReport) -> None:
         """Notes the progress of a worker: an event or output it reports, or counters that have grown."""
-        done = replace(report.load, kv_usage=None, encoder_cache_usage=None, seat_usage=None)
-        if report.events or report.outputs or done != self._loads.get(report.worker):
+        before = self._loads.get(report.worker)
+        if report.events or report.outputs or before is None or _done(report.load) != _done(before):
             self._progress_s[report.worker] = self._clock()
-        self._loads[report.worker] = done
+        self._loads[report.worker] = report.load
 
     async def run(self) -> None:
         while True:
@@ -66,3 +66,8 @@ class Watchdog:
     def _watched(self, attempt: Attempt) -> Watched:
         encoders = self._dispatcher.encoders_of(attempt.id)
         return Watched(attempt.id, attempt.workers | encoders, max(attempt.event_s, attempt.started_s))
+
+
+def _done(load: WorkerLoad) -> WorkerLoad:
+    """Returns the part of a load that changes with progress alone."""
+    return replace(load, kv_usage=None, encoder_cache_usage=None, seat_usage=None)
