@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from epd.errors import ModelNotFoundError
 from serve_app.http.chat_answer import ChatAnswer
 from serve_app.http.chat_request import ChatRequest
+from serve_app.http.chat_route import chat_route
 from serve_app.http.host_check import HostCheck
 from serve_app.http.http_guard import (
     KeyCheck,
@@ -58,10 +59,11 @@ def create_api(service: AnswerService, media: MediaService, settings: ApiSetting
     app = _App(title="epd", docs_url=None, redoc_url=None, lifespan=_lifespan)
     app.state.server = server
     hosts = HostCheck(server.settings.allowed_hosts, has_key=server.settings.api_key is not None)
-    app.add_middleware(RequestEdge, on_finished=server.finish, host_check=hosts)
-    install_error_handlers(app)
-    app.include_router(_open)
     keys = KeyCheck(server.settings.api_key, server.settings.admin_api_key)
+    install_error_handlers(app)
+    chat = chat_route(app, keys, chat_completions)
+    app.add_middleware(RequestEdge, on_finished=server.finish, host_check=hosts, chat=chat)
+    app.include_router(_open)
     app.include_router(_guarded, dependencies=[Depends(keys)])
     app.include_router(page_routes())
     return app

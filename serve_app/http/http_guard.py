@@ -52,8 +52,11 @@ class RequestEdge:
         app: ASGIApp,
         on_finished: Callable[[RequestRecord], None],
         host_check: HostCheck,
+        chat: ASGIApp | None = None,
     ) -> None:
+        """Guards app. chat: answers `ANSWER_ROUTE`; by default the app does."""
         self._app = app
+        self._chat = chat or app
         self._on_finished = on_finished
         self._host_check = host_check
 
@@ -77,7 +80,7 @@ class RequestEdge:
             await send(message)
 
         try:
-            await self._app_for(scope)(scope, receive, send_with_id)
+            await self._app_for(scope, record)(scope, receive, send_with_id)
         except Exception:  # the edge of the process: a bug ends one request, not the server
             logger.exception("request_id=%s ended by a bug", record.request_id)
             record.status, record.error = HTTPStatus.INTERNAL_SERVER_ERROR.value, "bug"
@@ -86,8 +89,9 @@ class RequestEdge:
         finally:
             self._on_finished(record)
 
-    def _app_for(self, scope: Scope) -> ASGIApp:
-        return self._app if self._host_check.allows(scope) else _foreign_host_response()
+    def _app_for(self, scope: Scope, record: RequestRecord) -> ASGIApp:
+        app = self._chat if record.is_answer else self._app
+        return app if self._host_check.allows(scope) else _foreign_host_response()
 
 
 def _foreign_host_response() -> JSONResponse:
