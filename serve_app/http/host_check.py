@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Collection, Iterable
+from functools import lru_cache
 
 from starlette.types import Scope
 
 from epd.errors import RequestError
+
+# Clients choose the names they send: 64 of them, of the size of a header, are the most that is kept.
+_MAX_KNOWN_NAMES = 64
 
 
 class HostCheck:
@@ -77,6 +81,7 @@ def _name_of(value: str) -> str:
     return value.partition(":")[0].lower().removesuffix(".")
 
 
+@lru_cache(_MAX_KNOWN_NAMES)
 def is_address(name: str) -> bool:
     try:
         ipaddress.ip_address(name)
@@ -87,5 +92,9 @@ def is_address(name: str) -> bool:
 
 def _is_over_loopback(scope: Scope) -> bool:
     """Returns whether the connection is to a loopback address of this machine; False for a Unix socket."""
-    address = (scope.get("server") or ("", 0))[0]
+    return _is_loopback((scope.get("server") or ("", 0))[0])
+
+
+@lru_cache(_MAX_KNOWN_NAMES)
+def _is_loopback(address: str) -> bool:
     return is_address(address) and ipaddress.ip_address(address).is_loopback

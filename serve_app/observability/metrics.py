@@ -49,20 +49,8 @@ class ServerMetrics:
             buckets=_SECONDS,
             registry=registry,
         )
-        self._stage_s = Histogram(
-            "epd_stage_seconds",
-            "Time a stage worked on a request.",
-            ["stage"],
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self._queued_s = Histogram(
-            "epd_stage_queue_seconds",
-            "Time a request waited for a stage.",
-            ["stage"],
-            buckets=_SECONDS,
-            registry=registry,
-        )
+        self._stage_s = _by_stage("epd_stage_seconds", "Time a stage worked on a request.", registry)
+        self._queued_s = _by_stage("epd_stage_queue_seconds", "Time a request waited for a stage.", registry)
         self._amounts = {
             each: Counter(f"epd_{each.metric}", f"{each.help}, of finished requests.", registry=registry)
             for each in AMOUNTS
@@ -80,9 +68,9 @@ class ServerMetrics:
             self._ttft_s.observe(record.ttft_s)
         if record.tpot_s is not None:
             self._tpot_s.observe(record.tpot_s)
-        for histogram, timings in ((self._stage_s, record.end.timings), (self._queued_s, record.end.queued)):
+        for histograms, timings in ((self._stage_s, record.end.timings), (self._queued_s, record.end.queued)):
             for stage, seconds in seconds_by_stage(timings).items():
-                histogram.labels(stage).observe(seconds)
+                histograms[stage].observe(seconds)
         for amount, counter in self._amounts.items():
             counter.inc(amount.value(record.end))
 
@@ -94,6 +82,21 @@ class ServerMetrics:
         """Returns the text that Prometheus scrapes."""
         self._workers.status = status
         return generate_latest(self._registry)
+
+
+def _by_stage(name: str, text: str, registry: CollectorRegistry) -> _ByStage:
+    return _ByStage(Histogram(name, text, ["stage"], buckets=_SECONDS, registry=registry))
+
+
+class _ByStage(dict[str, Histogram]):
+    """Holds the histogram of each stage from its first observation on: finding it by its label takes long."""
+
+    def __init__(self, whole: Histogram) -> None:
+        self._whole = whole
+
+    def __missing__(self, stage: str) -> Histogram:
+        self[stage] = self._whole.labels(stage)
+        return self[stage]
 
 
 # Counted by workers and the orchestrator, see `ServiceStatus.counters`; other counters are exported too.
