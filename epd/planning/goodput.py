@@ -14,8 +14,8 @@ from epd.errors import InfeasibleError
 from epd.profiles.profile import Profile
 from epd.simulate.clock import TICKS_PER_S
 from epd.simulate.deployment import Deployment
-from epd.simulate.records import SimulationResult
-from epd.simulate.requests import Job
+from epd.simulate.records import RecordTable, SimulationResult
+from epd.simulate.requests import Job, RequestState
 from epd.simulate.simulation import Simulation
 from epd.topology import Stage
 from epd.workload.metrics import SLO
@@ -153,21 +153,67 @@ def goodput(
     Raises InfeasibleError if memory binds.
     """
     high = MAX_LOAD * rate_bound(profile, deployment, demand)
-    if high <= at_least or not _keeps(profile, deployment, demand, max(at_least, high / 2.0**num_halvings)):
+    if high <= at_least or not keeps(profile, deployment, demand, max(at_least, high / 2.0**num_halvings)):
         return 0.0
     low = max(at_least, high / 2.0**num_halvings)
     for _ in range(num_halvings):
         middle = (low + high) / 2
-        if _keeps(profile, deployment, demand, middle):
+        if keeps(profile, deployment, demand, middle):
             low = middle
         else:
             high = middle
     return low
 
 
-def _keeps(profile: Profile, deployment: Deployment, demand: Demand, rate_per_s: float) -> bool:
-    result = simulate_at(profile, deployment, demand, rate_per_s)
-    return result.attainment(demand.slo) >= demand.attainment
+class _DecidedError(Exception):
+    """Ends a simulation. is_kept: whether enough requests meet the objectives."""
+
+    def __init__(self, is_kept: bool) -> None:
+        super().__init__()
+        self.is_kept = is_kept
+
+
+class _Verdict(RecordTable):
+    """Counts requests that met the objectives, and ends the simulation once the others cannot change it."""
+
+    def __init__(self, demand: Demand, num_requests: int) -> None:
+        super().__init__()
+        self._demand = demand
+        self._num_requests = num_requests
+        self._num_met = self._num_missed = 0
+
+    def add(self, state: RequestState, end: int, *, is_refused: bool = False) -> None:
+        is_met = not is_refused and _meets(self._demand.slo, state, end)
+        self._num_met += is_met
+        self._num_missed += not is_met
+        if self._num_met / self._num_requests >= self._demand.attainment:
+            raise _DecidedError(is_kept=True)
+        if (self._num_requests - self._num_missed) / self._num_requests < self._demand.attainment:
+            raise _DecidedError(is_kept=False)
+
+
+def _meets(slo: SLO, state: RequestState, end: int) -> bool:
+    """Returns whether one request meets the objectives, as `SimulationResult.attainment` counts it."""
+    due, first_token = state.job.due, state.first_token
+    num_gaps = max(state.job.output_tokens - 1, 1)
+    ticks = (
+        (slo.ttft_s, first_token - due),
+        (slo.tpot_s, (end - first_token) / num_gaps),
+        (slo.e2e_s, end - due),
+    )
+    return all(limit_s is None or took <= limit_s * TICKS_PER_S for limit_s, took in ticks)
+
+
+def keeps(profile: Profile, deployment: Deployment, demand: Demand, rate_per_s: float) -> bool:
+    """Returns whether enough requests meet their objectives at a rate."""
+    jobs = demand.at(rate_per_s)
+    simulation = Simulation(profile, deployment)
+    simulation.records = _Verdict(demand, len(jobs))
+    try:
+        simulation.run(jobs)
+    except _DecidedError as verdict:
+        return verdict.is_kept
+    raise AssertionError(f"{len(jobs)} requests ended without a verdict")
 
 
 def unloaded(profile: Profile, deployment: Deployment, demand: Demand) -> tuple[float, float]:

@@ -11,7 +11,7 @@ import yaml
 
 from epd.cli.program import app
 from epd.errors import InfeasibleError, RequestError
-from epd.planning.goodput import MAX_LOAD, Demand, goodput, rate_bound, simulate_at
+from epd.planning.goodput import MAX_LOAD, Demand, goodput, keeps, rate_bound, simulate_at
 from epd.planning.plan import make_plan
 from epd.planning.search import LEAST_GAIN, Planner
 from epd.planning.space import Settings, Space, cells_of, splits, times, topologies
@@ -92,6 +92,25 @@ def test_goodput_is_the_edge_of_what_keeps_the_objectives() -> None:
     assert simulate_at(PROFILE, deployment, want, rate).attainment(want.slo) >= want.attainment
     beyond = simulate_at(PROFILE, deployment, want, rate + bound / 64)
     assert beyond.attainment(want.slo) < want.attainment or rate + bound / 64 > MAX_LOAD * bound
+
+
+@pytest.mark.parametrize("share", [0.3, 0.9, 1.0])
+@pytest.mark.parametrize("name", ["ttft_s", "tpot_s", "e2e_s"])
+def test_a_verdict_that_comes_early_is_that_of_the_whole_run(name: str, share: float) -> None:
+    """Also with the limit at what one request takes, just below and just above, where it alone decides."""
+    want = replace(demand(PROFILE, SLO(), 20, **HEAVY), attainment=share)
+    deployment = Settings(4096, 16, 128, 2048, "groups").deployment(parse_topology("1e1p1d"), BASE)
+    rate = 0.8 * rate_bound(PROFILE, deployment, want)
+    whole = simulate_at(PROFILE, deployment, want, rate)
+    seconds = sorted(getattr(whole, name))
+    decisive = round(share * len(seconds)) - 1
+    limits_s = [seconds[place] + more for place in (0, decisive - 1, decisive) for more in (0, -1e-9, 1e-9)]
+    verdicts = []
+    for limit_s in limits_s:
+        slo = SLO(**{name: limit_s})
+        verdicts.append(keeps(PROFILE, deployment, replace(want, slo=slo), rate))
+        assert verdicts[-1] == (whole.attainment(slo) >= share), limit_s
+    assert set(verdicts) == {True, False}
 
 
 def test_no_schedule_exceeds_the_bound() -> None:
