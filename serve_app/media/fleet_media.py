@@ -11,6 +11,7 @@ bodies until then; a medium that came as one and is lost later must be sent agai
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from itertools import count
 from encoders import MediaPlan
 from epd.control.recent import Recent
 from epd.control.routing import Router
-from epd.errors import MediaError, UnavailableError
+from epd.errors import MediaError, OverloadedError, UnavailableError
 from serve_app.fleet import Fleet, WorkerLostError, send_surely
 from serve_app.messages import FetchedItem, FetchMedia, NotHeldError, PlanImages, ReleaseMedia, WorkerLoad
 from serve_app.service import HeldItem, MediaReference, MediaSource
@@ -27,9 +28,10 @@ from serve_app.task_group import Tasks
 
 _MAX_LOSSES = 3  # of workers, for one fetch or one plan
 _RETRY_S = 0.05  # between looks whether a media worker is there
+_MAX_READERS = 4  # of one video
 _MAX_REMEMBERED = 4096  # contents and URLs whose last worker is known
 _CLOSE_S = 2.0
-_DATA = "data:"
+_DATA, _FILE = "data:", "file:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class FleetMedia:
         self._numbers = count(1)
         self._media: dict[HeldItem, _Medium] = {}
         self._holds: dict[str, list[_Hold]] = {}  # by request
+        self.reading: Counter[str] = Counter()  # streams of this front, by worker
         self._had: Recent[int | str, str] = Recent(_MAX_REMEMBERED)
         self._tasks = Tasks()
 
@@ -163,7 +166,11 @@ class FleetMedia:
         )
 
     async def _new_hold(self, key: str, known_as: int | str, num_media: int, avoid: Collection[str]) -> _Hold:
-        worker = await self._choose(known_as, avoid)
+        return self._hold_at(await self._choose(known_as, avoid), key, num_media)
+
+    def _hold_at(self, worker: str, key: str, num_media: int) -> _Hold:
+        if key not in self._holds:
+            raise NotHeldError("the request has ended; ask again")
         name = f"{self._owner}/{key}#{next(self._numbers)}"
         hold = _Hold(name, worker, self._fleet.workers[worker].incarnation, num_media)
         self._holds[key].append(hold)
@@ -204,6 +211,34 @@ class FleetMedia:
         medium = self._medium(source)
         async with medium.lock:
             return await self._place(medium)
+
+    def spare_workers(self, source: MediaSource) -> list[str]:
+        """Returns workers that could read a medium beside the one that has it: they read nothing now."""
+        medium = self._media.get(source.held)
+        if medium is None:
+            return []
+        home = next((name for name, (hold, _) in medium.places.items() if self._is_there(hold)), None)
+        names = [info.name for info in self._fleet.workers.values() if info.takes("video")]
+        spare = [name for name in names if name != home and self.reading[name] == 0]
+        return spare[: _MAX_READERS - 1]
+
+    async def lend(self, source: MediaSource, worker: str) -> HeldItem | None:
+        """Returns the name of a medium at one more worker, which gets it if need be; None if it cannot."""
+        medium = self._medium(source)
+        if worker in medium.places:
+            hold, held = medium.places[worker]
+            return held if self._is_there(hold) else None
+        if medium.reference is None or not _is_file(medium.reference):
+            return None
+        with suppress(UnavailableError, OverloadedError, MediaError):
+            hold = self._hold_at(worker, medium.request_id, 1)
+            message = FetchMedia(hold.name, (medium.reference,))
+            [item] = await self._fleet.send("video", worker, message)
+            if item.mm_hash == source.mm_hash:
+                held = HeldItem(hold.name, 0)
+                medium.places[worker] = (hold, held)
+                return held
+        return None
 
     def leave(self, source: MediaSource, worker: str) -> None:
         """Notes that a worker has lost a medium."""
@@ -285,6 +320,10 @@ class FleetMedia:
         held = HeldItem(hold.name, 0)
         medium.places[hold.worker] = (hold, held)
         return hold.worker, held
+
+
+def _is_file(reference: MediaReference) -> bool:
+    return reference.url[: len(_FILE)].lower() == _FILE
 
 
 def _is_data(reference: MediaReference) -> bool:

@@ -1,6 +1,6 @@
 """Brings the groups of one attempt to encoders as room is granted; frames are fetched in order, by item.
 
-granted  ->  an encoder has it cached?  ->  frames: from the media worker that has the item  ->  encoder
+granted  ->  an encoder has it cached?  ->  frames: from a media worker that has the item  ->  encoder
 """
 
 from __future__ import annotations
@@ -8,104 +8,27 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from encoders.groups import MediaGroup
 from epd.encode.sharding import Sharding, wanted_encoder
-from epd.errors import EPDError, InternalError, UnavailableError
+from epd.errors import EPDError, InternalError
 from epd.transfer.reception import Grant
-from serve_app.fleet import Bulk, Fleet, WorkerLostError, send_surely
+from serve_app.fleet import Bulk, Fleet
 from serve_app.media.fleet_media import FleetMedia
-from serve_app.messages import CloseStream, DecodeOrder, EncodeGroup, NotHeldError, ReadFrames, ReadImage
+from serve_app.messages import EncodeGroup
 from serve_app.orchestration.attempt import Attempt
 from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
 from serve_app.orchestration.isolation import Isolation
+from serve_app.orchestration.item_frames import ItemFrames
 from serve_app.orchestration.loss_counter import LossCounter
-from serve_app.service import HeldItem
 from serve_app.task_group import Tasks
 from serve_app.worker.worker_roles import Clock
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S, _MAX_RETRY_S = 0.05, 1.0  # between attempts, doubled after each
-_MAX_READS = 5  # of one group, with decoders that are alive
-
-
-@dataclass(frozen=True, slots=True)
-class _Stream:
-    """A stream of an item's groups at a media worker."""
-
-    worker: str
-    id: str
-
-
-class _ItemFrames:
-    """Reads the frames of one item, from the media worker that has it."""
-
-    def __init__(
-        self, fleet: Fleet, media: FleetMedia, losses: LossCounter, attempt: Attempt, item: int
-    ) -> None:
-        self._fleet = fleet
-        self._media = media
-        self._losses = losses
-        self._attempt = attempt
-        self._item = item
-        self._source = attempt.answer.request.media[item]
-        self._stream: _Stream | None = None
-        self._num_streams = 0
-
-    async def read(self, group: MediaGroup, patience_s: float) -> tuple[int, Bulk]:
-        """Reads a group of the item. Returns the number of substituted frames, and all frames.
-
-        Raises MediaError, and UnavailableError if no media worker delivers it.
-        """
-        deadline = asyncio.get_running_loop().time() + patience_s
-        num_reads, pause_s = 0, _RETRY_S
-        while True:
-            worker, held = await self._place()
-            try:
-                num_reads += 1
-                with self._losses.asking(self._attempt, worker):
-                    return await self._read(worker, held, group)
-            except UnavailableError as error:
-                if isinstance(error, WorkerLostError | NotHeldError):
-                    self._media.leave(self._source, worker)
-                await self.close()
-                if num_reads >= _MAX_READS or asyncio.get_running_loop().time() > deadline:
-                    raise
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _MAX_RETRY_S)
-
-    async def _place(self) -> tuple[str, HeldItem]:
-        """Returns the worker that has the item, ready to be read."""
-        is_image = self._source.kind == "image"
-        return await (self._media.image(self._source) if is_image else self._media.place(self._source))
-
-    async def _read(self, worker: str, held: HeldItem, group: MediaGroup) -> tuple[int, Bulk]:
-        if self._source.kind == "image":
-            return await self._fleet.fetch("video", worker, ReadImage(held, group.start, group.stop))
-        stream = self._stream
-        order = None
-        if stream is None or stream.worker != worker:
-            self._num_streams += 1
-            stream_id = f"{self._attempt.id}/{self._item}/{self._num_streams}"
-            stream, order = _Stream(worker, stream_id), self._order(held)
-            self._stream = stream
-        return await self._fleet.fetch("video", worker, ReadFrames(stream.id, group.index, order))
-
-    def _order(self, held: HeldItem) -> DecodeOrder:
-        """Returns the order for all groups of the item."""
-        plan = self._attempt.answer.plan
-        whole = plan.media[self._item]
-        sizes = tuple(group.num_frames for group in plan.groups if group.item == self._item)
-        return DecodeOrder(held, whole.times_s, sizes, whole.size)
-
-    async def close(self) -> None:
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            await send_surely(self._fleet, "video", stream.worker, CloseStream(stream.id))
+_RETRY_S = 0.05  # until another encoder is asked
+_Lane = tuple[int, int]  # an item, and one of its lanes
 
 
 class GroupFeed:
@@ -135,18 +58,22 @@ class GroupFeed:
         self._patience_s = patience_s
         self._sharding = sharding
         self._last_encoder: str | None = None
-        self._granted: dict[int, asyncio.Queue[Grant]] = {}  # by item
-        self._frames: dict[int, _ItemFrames] = {}
+        self._granted: dict[_Lane, asyncio.Queue[Grant]] = {}
+        self._frames: dict[int, ItemFrames] = {}  # by item
         self._tasks = Tasks()
 
     def grant(self, granted: Grant) -> None:
         """Notes that there is room for a group."""
-        item = self._attempt.answer.plan.groups[granted.group].item
-        if item not in self._granted:
-            self._granted[item] = asyncio.Queue()
-            self._frames[item] = _ItemFrames(self._fleet, self._media, self._losses, self._attempt, item)
-            self._tasks.spawn(self._guarded(partial(self._serve_item, item)))
-        self._granted[item].put_nowait(granted)
+        group = self._attempt.answer.plan.groups[granted.group]
+        if group.item not in self._frames:
+            self._frames[group.item] = ItemFrames(
+                self._fleet, self._media, self._losses, self._attempt, group.item
+            )
+        lane = (group.item, self._frames[group.item].lane_of(group))
+        if lane not in self._granted:
+            self._granted[lane] = asyncio.Queue()
+            self._tasks.spawn(self._guarded(partial(self._serve_lane, lane)))
+        self._granted[lane].put_nowait(granted)
 
     def stop(self) -> None:
         """Stops sending groups."""
@@ -168,8 +95,8 @@ class GroupFeed:
             logger.exception("dispatching the groups of an item failed")
             self._attempt.fail(InternalError.of(error))
 
-    async def _serve_item(self, item: int) -> None:
-        queue, plan = self._granted[item], self._attempt.answer.plan
+    async def _serve_lane(self, lane: _Lane) -> None:
+        queue, plan = self._granted[lane], self._attempt.answer.plan
         while True:
             granted = await queue.get()
             if await self._from_cache(granted):

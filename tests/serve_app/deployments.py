@@ -119,7 +119,8 @@ class Deployment:
         )
         settings = replace(settings, **options.pop("settings", {}))
         fleet.setdefault("media", MediaSettings(path, ANY_FILE))
-        self.fleet = LocalFleet(LocalFleetConfig(workers_of(topology), **fleet), settings)
+        workers = {**workers_of(topology), **fleet.pop("more_workers", {})}
+        self.fleet = LocalFleet(LocalFleetConfig(workers, **fleet), settings)
         planner = RequestPlanner(path, "tiny", group_tokens=16)
         self.service = Orchestrator(self.fleet, planner, OrchestratorConfig(**options))
 
@@ -170,6 +171,7 @@ class Deployment:
             if any(held := (worker.num_holds, worker.num_streams, worker.num_pixel_bytes))
         ]
         left += ["media"] if self.service.media.num_held else []
+        left += ["readers"] if any(self.service.media.reading.values()) else []
         left += ["attempts"] if self.service.num_attempts else []
         left += ["tickets"] if self.service.num_tickets else []
         left += [

@@ -20,7 +20,7 @@ from epd.models import embedded_model_path
 from serve_app.fleet import WorkerLostError
 from serve_app.media.fleet_media import FleetMedia
 from serve_app.messages import CloseStream, FetchMedia, PlanImages, ReadFrames, ReadImage
-from serve_app.orchestration.group_feed import _ItemFrames
+from serve_app.orchestration.item_frames import ItemFrames
 from serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
 from serve_app.service import MediaReference
 from tests.serve_app.conftest import data_url
@@ -43,7 +43,7 @@ class Feed:
         anything: Any = fleet
         losses: Any = NoLosses()
         self.plan = plan
-        self.items = [_ItemFrames(anything, media, losses, attempt, item) for item in range(len(plan.media))]
+        self.items = [ItemFrames(anything, media, losses, attempt, item) for item in range(len(plan.media))]
 
     def groups(self, item: int) -> list[MediaGroup]:
         return [group for group in self.plan.groups if group.item == item]
