@@ -49,8 +49,12 @@ class Elastic:
         loads: Mapping[str, WorkerLoad],
         config: ControllerConfig | None,
         clock: Callable[[], float],
+        leads: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Starts without an estimate. config: None for no switches. clock: Unix time, seconds."""
+        """Starts without an estimate.
+
+        config: None for no switches. clock: Unix time, seconds. leads: whether it may switch roles now
+        """
         self.estimator = LoadEstimator()
         self.controller = None if config is None else RoleController(config)
         self._fleet = fleet
@@ -58,6 +62,7 @@ class Elastic:
         self._switcher = switcher
         self.loads = loads
         self._clock = clock
+        self._leads = leads
         self._since: dict[str, tuple[frozenset[Stage], float]] = {}
         self._tasks = Tasks()
 
@@ -107,7 +112,7 @@ class Elastic:
             await asyncio.sleep(controller.config.interval_s)
             now_s = self._clock()
             load = self.estimator.observe(now_s, self.samples(), num_waiting=len(self._queue))
-            switch = controller.decide(now_s, load)
+            switch = controller.decide(now_s, load) if self._leads() else None
             if switch is not None:
                 logger.info("decision: %s", controller.decisions[-1].reason)
                 self._tasks.spawn(self._switch(controller, switch))

@@ -28,6 +28,7 @@ from serve_app.messages import (
 )
 from serve_app.orchestration.attempt import Attempt, Ending
 from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
+from serve_app.orchestration.evacuation import Evacuations
 from serve_app.orchestration.group_feed import GroupFeed
 from serve_app.orchestration.loss_counter import LossCounter
 from serve_app.orchestration.placement import RequestPlacer
@@ -54,6 +55,7 @@ class EventReader:
     dispatcher: EncodeDispatcher
     placement: RequestPlacer
     recovery: Recovery
+    evacuations: Evacuations
     losses: LossCounter
     watchdog: Watchdog
     queue: AdmissionQueue
@@ -80,6 +82,7 @@ class EventReader:
             case WorkerLost():
                 self._take_loss(event)
             case WorkerBack() | WorkerChanged():
+                self.evacuations.changed(event.name)
                 self.dispatcher.wake()
                 self.placement.wake()
             case FleetBroken():

@@ -26,8 +26,8 @@ from epd.control.retention import RetentionConfig
 from epd.control.routing import Router, check_reduction
 from epd.encode.sharding import Sharding
 from epd.errors import UnavailableError
-from epd.topology import Stage, role_letters, topology_name
-from serve_app.fleet import Fleet, WorkerInfo, send_surely
+from epd.topology import Stage, topology_name
+from serve_app.fleet import Fleet, send_surely
 from serve_app.media.fleet_media import FleetMedia
 from serve_app.messages import (
     Abort,
@@ -36,7 +36,9 @@ from serve_app.messages import (
 from serve_app.orchestration.attempt import Attempt, Ending
 from serve_app.orchestration.elastic import Elastic
 from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
+from serve_app.orchestration.evacuation import EvacuationParts, Evacuations
 from serve_app.orchestration.event_reader import EventReader
+from serve_app.orchestration.fleet_status import has_all_roles, worker_statuses
 from serve_app.orchestration.group_feed import GroupFeed
 from serve_app.orchestration.isolation import Isolation
 from serve_app.orchestration.live_answer import LiveAnswer
@@ -45,7 +47,7 @@ from serve_app.orchestration.placement import PlacementLimits, RequestPlacer
 from serve_app.orchestration.recovery import Recovery
 from serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
 from serve_app.orchestration.retention import LoadRetention
-from serve_app.orchestration.role_switch import RoleSwitcher, SwitchLimits, SwitchParts
+from serve_app.orchestration.role_switch import RoleSwitcher, SwitchLimits
 from serve_app.orchestration.substituted_frames import SubstitutedFrames
 from serve_app.orchestration.watchdog import Watchdog
 from serve_app.service import (
@@ -54,7 +56,6 @@ from serve_app.service import (
     ModelCard,
     RoleSwitch,
     ServiceStatus,
-    WorkerStatus,
 )
 from serve_app.task_group import Loops, Tasks
 
@@ -135,13 +136,20 @@ class Orchestrator:
         )
         self._feeds: dict[str, GroupFeed] = {}
         self._recovery = Recovery(fleet, self.router, self._dispatcher, self._placement, self._attempts)
-        parts = SwitchParts(fleet, self.router, self._dispatcher, self._placement, self._attempts)
+        parts = EvacuationParts(fleet, self.router, self._dispatcher, self._placement, self._attempts)
         self.switcher = RoleSwitcher(parts, self.config.switching)
+        switching = self.config.switching
+        self._evacuations = Evacuations(
+            parts, self.switcher.in_flight, switch_s=switching.drain_s, drain_s=switching.leave_s
+        )
+        self._leads = True
         self._loads: dict[str, WorkerLoad] = {}
         self.media = FleetMedia(
             fleet, self.router, self._loads, owner=owner, patience_s=self.config.unavailable_s
         )
-        self.elastic = Elastic(fleet, self.queue, self.switcher, self._loads, self.config.elastic, time.time)
+        self.elastic = Elastic(
+            fleet, self.queue, self.switcher, self._loads, self.config.elastic, time.time, lambda: self._leads
+        )
         self.retention = LoadRetention(
             self.config.retention,
             fleet,
@@ -181,6 +189,7 @@ class Orchestrator:
             self._dispatcher,
             self._placement,
             self._recovery,
+            self._evacuations,
             self._losses,
             self._watchdog,
             self.queue,
@@ -208,6 +217,7 @@ class Orchestrator:
         await self._loops.close()
         await self.elastic.close()
         await self.switcher.close()
+        await self._evacuations.close()
         await self.media.close()
         await self._fleet.close()
         self._threads.shutdown(cancel_futures=True)
@@ -337,8 +347,21 @@ class Orchestrator:
     # Roles
 
     async def switch_roles(self, worker: str, roles: frozenset[Stage]) -> RoleSwitch:
-        """See `AnswerService`."""
+        """See `AnswerService`. Raises UnavailableError if another orchestrator leads."""
+        if not self._leads:
+            raise UnavailableError("another replica of the server switches roles; send the request again")
         return await self.switcher.switch(worker, roles)
+
+    @property
+    def leads(self) -> bool:
+        """Returns whether this orchestrator switches roles: of those that share the workers, one does."""
+        return self._leads
+
+    @leads.setter
+    def leads(self, leads: bool) -> None:
+        if leads and not self._leads:
+            self._tasks.spawn(self.switcher.roll_back_abandoned())
+        self._leads = leads
 
     def recent_load(self) -> Sequence[tuple[float, RequestWork]]:
         """See `AnswerService`."""
@@ -349,33 +372,18 @@ class Orchestrator:
     async def status(self) -> ServiceStatus:
         """See `AnswerService`."""
         infos = [info for info in self._fleet.workers.values() if not info.is_gone]
-        alive = {stage for info in infos if info.is_alive for stage in info.roles}
         counters = Counter(self._counters)
         for load in self._loads.values():
             counters.update(load.counters)
         counters["refused"] = self.queue.num_refused
         return ServiceStatus(
-            is_ready=alive >= {"video", "encode", "prefill", "decode"} and self._is_open,
+            is_ready=has_all_roles(infos) and self._is_open,
             topology=topology_name([info.roles for info in infos]),
-            workers=tuple(self._worker_status(info) for info in infos),
+            workers=worker_statuses(infos, self._loads, self.switcher.in_flight),
             counters=dict(counters),
             num_waiting=len(self.queue),
             decisions=tuple(self.elastic.decisions),
             switches=tuple(self.switcher.last),
             switch_totals=self.switcher.totals,
             retention=self.retention.status,
-        )
-
-    def _worker_status(self, info: WorkerInfo) -> WorkerStatus:
-        load = self._loads.get(info.name, WorkerLoad())
-        return WorkerStatus(
-            name=info.name,
-            roles=role_letters(info.roles),
-            is_alive=info.is_alive,
-            num_waiting=load.num_waiting,
-            num_running=load.num_running,
-            kv_usage=load.kv_usage,
-            encoder_cache_usage=load.encoder_cache_usage,
-            num_role_switches=load.num_role_switches,
-            is_switching=info.name in self.switcher.in_flight or bool(info.leaving),
         )

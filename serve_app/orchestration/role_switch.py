@@ -1,8 +1,8 @@
 """Gives a worker other roles while it runs; if anything goes wrong, it gets its former roles back.
 
 offload    the worker gets no new work for the roles it gives up; work it has not begun goes to others
-migrate    answers move to other decode workers with their keys and values, the rest is completed;
-           work left after `drain_s` is retried elsewhere, its repeated tokens dropped by their index
+migrate    answers move to other decode workers with their keys and values, the rest is completed, or after
+           `drain_s` retried elsewhere: see `evacuation`, by which other orchestrators take away theirs
 onload     the stages of the new roles are started alongside the old ones
 announce   the worker takes work of its new roles and closes the old stages
 """
@@ -13,19 +13,16 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from epd.control.routing import Router
 from epd.errors import EPDError, InfeasibleError, InternalError, RequestError, UnavailableError
 from epd.topology import Stage, role_letters
-from serve_app.fleet import Fleet, WorkerInfo, WorkerLostError
+from serve_app.fleet import Fleet, WorkerInfo, WorkerLostError, send_surely
 from serve_app.messages import Message, ReplyT
-from serve_app.orchestration.attempt import Attempt, Ending
-from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
-from serve_app.orchestration.placement import RequestPlacer
+from serve_app.orchestration.evacuation import Evacuation, EvacuationParts
 from serve_app.role_messages import (
     AskRemaining,
     Offload,
@@ -43,8 +40,7 @@ logger = logging.getLogger(__name__)
 
 Phase = Literal["offload", "migrate", "onload", "announce"]
 _POLL_S = 0.005  # between checks of what a worker still has
-_RETRY_MOVE_S = 0.25  # until another attempt to move an answer that no worker had room for
-_MAX_AT_ONCE = 8  # requests moved at a time
+_ROLL_BACK_S = 0.25  # until another attempt to give a worker its former roles
 _MAX_KEPT = 64
 _NUM_ROLL_BACKS = 3
 _SWITCHABLE: frozenset[Stage] = frozenset({"encode", "prefill", "decode"})
@@ -57,31 +53,21 @@ class SwitchLimits:
     min_workers: workers of each role that must remain during a switch
     max_in_flight: switches at a time
     drain_s: seconds after which remaining work is retried elsewhere
+    leave_s: the same for a worker that leaves for good
     limit_s: seconds after which the whole switch is rolled back
     """
 
     min_workers: int = 1
     max_in_flight: int = 1
     drain_s: float = 2.0
+    leave_s: float = 10.0
     limit_s: float = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class SwitchParts:
-    """Holds what a switch works with. attempts: all that have not ended, by id."""
-
-    fleet: Fleet
-    router: Router
-    dispatcher: EncodeDispatcher
-    placement: RequestPlacer
-    attempts: Mapping[str, Attempt]
-    clock: Callable[[], float] = time.time
 
 
 class RoleSwitcher:
     """Switches workers and records the results. last: the latest switches, oldest first."""
 
-    def __init__(self, parts: SwitchParts, limits: SwitchLimits | None = None) -> None:
+    def __init__(self, parts: EvacuationParts, limits: SwitchLimits | None = None) -> None:
         self.limits = limits or SwitchLimits()
         self.last: deque[RoleSwitch] = deque(maxlen=_MAX_KEPT)
         self.in_flight: set[str] = set()
@@ -118,6 +104,13 @@ class RoleSwitcher:
         self._totals[record.kind] = total.plus(record)
         logger.info("%s", record.line())
         return record
+
+    async def roll_back_abandoned(self) -> None:
+        """Gives workers their roles back that nobody switches any more: who did is gone."""
+        for info in list(self._parts.fleet.workers.values()):
+            is_abandoned = info.leaving and not info.is_draining and info.name not in self.in_flight
+            if info.is_alive and is_abandoned:
+                await send_surely(self._parts.fleet, min(info.roles), info.name, SetRoles(info.roles))
 
     async def close(self) -> None:
         """Cancels the switches in flight."""
@@ -174,28 +167,21 @@ def check_others(fleet: Fleet, info: WorkerInfo, roles: frozenset[Stage], min_wo
 
 
 @dataclass(slots=True)
-class _Counts:
-    """Counts requests and groups: handed on before they were begun, moved while running, retried."""
-
-    num_handed_on: int = 0
-    num_moved: int = 0
-    num_redone: int = 0
-
-
-@dataclass(slots=True)
 class _SwitchRun:
     """Runs one switch. seconds: of each phase so far. stage: the stage that messages to it are sent to."""
 
-    parts: SwitchParts
+    parts: EvacuationParts
     limits: SwitchLimits
     info: WorkerInfo
     roles: frozenset[Stage]
     seconds: dict[Phase, float] = field(default_factory=dict)
     phase: Phase = "offload"
     weights_s: float = 0.0
-    counts: _Counts = field(default_factory=_Counts)
-    move_after_s: dict[str, float] = field(default_factory=dict)
     start_s: float = field(default_factory=time.monotonic)
+    evacuation: Evacuation = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.evacuation = Evacuation(self.parts, self.name, self.leaving)
 
     @property
     def name(self) -> str:
@@ -240,9 +226,9 @@ class _SwitchRun:
             onload_s=self.seconds.get("onload", 0.0),
             announce_s=self.seconds.get("announce", 0.0),
             weights_s=self.weights_s,
-            num_handed_on=self.counts.num_handed_on,
-            num_moved=self.counts.num_moved,
-            num_redone=self.counts.num_redone,
+            num_handed_on=self.evacuation.num_handed_on,
+            num_moved=self.evacuation.num_moved,
+            num_redone=self.evacuation.num_redone,
             error=error,
         )
 
@@ -258,17 +244,13 @@ class _SwitchRun:
 
     async def _offload(self) -> None:
         await self._send(Offload(self.info.roles - closed_roles(self.info.roles, self.roles), self.leaving))
-        await self._hand_on(await self._remaining())
+        await self.evacuation.hand_on(await self._remaining())
 
     async def _migrate(self) -> None:
         redo_s = time.monotonic() + self.limits.drain_s
         while not (left := await self._remaining()).is_over:
             check_others(self.parts.fleet, self.info, self.roles, self.limits.min_workers)
-            await self._hand_on(left)
-            if time.monotonic() < redo_s:
-                await self._move([each for each in left.running if self._may_move(each)])
-            else:
-                await self._redo()
+            await self.evacuation.step(left, is_late=time.monotonic() >= redo_s)
             await asyncio.sleep(_POLL_S)
 
     async def _onload(self) -> None:
@@ -302,64 +284,18 @@ class _SwitchRun:
                 return
             except Exception:
                 logger.exception("worker %s does not go back to its roles", self.name)
-                await asyncio.sleep(_RETRY_MOVE_S)
+                await asyncio.sleep(_ROLL_BACK_S)
             else:
                 return
-
-    # Remaining work
-
-    async def _remaining(self) -> RemainingWork:
-        return await self._send(AskRemaining(self.leaving))
-
-    async def _hand_on(self, left: RemainingWork) -> None:
-        """Gives other workers what this one has not begun."""
-        for attempt in self._placed(left.waiting):
-            attempt.end(Ending.TAKEN_BACK)
-            self.counts.num_handed_on += 1
-        self.counts.num_handed_on += await self.parts.dispatcher.take_back(self.name, left.waiting)
-        redirect = self.parts.placement.redirect_once
-        done = await _gathered([redirect(attempt) for attempt in self._placed(left.arriving)])
-        self.counts.num_handed_on += sum(done)
-
-    async def _move(self, request_ids: Sequence[str]) -> None:
-        """Moves answers to other decode workers, as far as they have room."""
-        if "decode" not in self.leaving:
-            return
-        attempts = [each for each in self._placed(request_ids) if each.decode_worker == self.name]
-        done = await _gathered([self.parts.placement.move(attempt) for attempt in attempts])
-        self.counts.num_moved += sum(done)
-        for attempt in attempts:
-            self.move_after_s[attempt.id] = time.monotonic() + _RETRY_MOVE_S
-
-    def _may_move(self, request_id: str) -> bool:
-        return time.monotonic() >= self.move_after_s.get(request_id, 0.0)
-
-    async def _redo(self) -> None:
-        """Retries elsewhere what the worker has not completed."""
-        for attempt in list(self.parts.attempts.values()):
-            if attempt.is_placed and not attempt.has_ended and self._has(attempt):
-                attempt.end(Ending.TAKEN_BACK)
-                self.counts.num_redone += 1
-        if "encode" in self.leaving:
-            self.counts.num_redone += await self.parts.dispatcher.take_back(self.name)
-
-    def _has(self, attempt: Attempt) -> bool:
-        """Returns whether a stage that the worker gives up has the request."""
-        if attempt.is_handed_over:
-            return "decode" in self.leaving and attempt.decode_worker == self.name
-        is_prompt = attempt.prefill_worker == self.name and "prefill" in self.leaving
-        return is_prompt or (attempt.decode_worker == self.name and "decode" in self.leaving)
-
-    def _placed(self, request_ids: Sequence[str]) -> list[Attempt]:
-        """Returns attempts that workers have taken and that have not ended; the others detect the change."""
-        found = [self.parts.attempts.get(request_id) for request_id in request_ids]
-        return [each for each in found if each is not None and each.is_placed and not each.has_ended]
 
     # Messages
 
     @property
     def _address(self) -> Stage:
         return min(self.info.roles)
+
+    async def _remaining(self) -> RemainingWork:
+        return await self._send(AskRemaining(self.leaving))
 
     async def _send(self, message: Message[ReplyT]) -> ReplyT:
         """Sends a message. Raises UnavailableError at the time limit, or if the worker was restarted."""
@@ -372,18 +308,3 @@ class _SwitchRun:
                 return await self.parts.fleet.send(self._address, self.name, message)
         except TimeoutError:
             raise UnavailableError(f"it took more than {self.limits.limit_s:g} s") from None
-
-
-async def _gathered(work: Sequence[Coroutine[Any, Any, bool]]) -> list[bool]:
-    """Gathers results, a few at a time. An error is raised once all have ended."""
-    gate = asyncio.Semaphore(_MAX_AT_ONCE)
-
-    async def gated(one: Coroutine[Any, Any, bool]) -> bool:
-        async with gate:
-            return await one
-
-    results = await asyncio.gather(*(gated(one) for one in work), return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return [bool(result) for result in results]

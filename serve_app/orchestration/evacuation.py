@@ -1,0 +1,196 @@
+"""Takes requests away from stages that a worker gives up: each orchestrator does so for its own.
+
+not begun           other workers get it
+arriving at decode  its prefill worker redirects it
+answers             move to other decode workers with their keys and values, as far as there is room
+late                the rest is retried elsewhere, its repeated tokens dropped by their index
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from epd.control.routing import InFlight, Router
+from epd.topology import Stage
+from serve_app.fleet import Fleet, WorkerInfo
+from serve_app.orchestration.attempt import Attempt, Ending
+from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
+from serve_app.orchestration.placement import RequestPlacer
+from serve_app.role_messages import AskRemaining, RemainingWork
+from serve_app.task_group import Tasks
+
+logger = logging.getLogger(__name__)
+
+_FOLLOW_S = 0.02  # between looks at a worker that others, or itself, make leave
+_RETRY_MOVE_S = 0.25  # until another attempt to move an answer that no worker had room for
+_MAX_AT_ONCE = 8  # requests moved at a time
+
+
+@dataclass(frozen=True, slots=True)
+class EvacuationParts:
+    """Holds what an evacuation works with. attempts: all of this orchestrator that have not ended, by id."""
+
+    fleet: Fleet
+    router: Router
+    dispatcher: EncodeDispatcher
+    placement: RequestPlacer
+    attempts: Mapping[str, Attempt]
+    clock: Callable[[], float] = time.time
+
+
+@dataclass(slots=True)
+class Evacuation:
+    """Takes one orchestrator's requests away from stages of one worker.
+
+    leaving: the stages that it gives up
+    num_handed_on, num_moved, num_redone: requests and groups, by what was done with them
+    """
+
+    parts: EvacuationParts
+    worker: str
+    leaving: frozenset[Stage]
+    num_handed_on: int = 0
+    num_moved: int = 0
+    num_redone: int = 0
+    _move_after_s: dict[str, float] = field(default_factory=dict)
+
+    async def step(self, left: RemainingWork, *, is_late: bool) -> None:
+        """Takes away what can be taken now. left: the worker's remaining work, also that of others.
+
+        is_late: whether what is running is retried elsewhere instead of moved
+        """
+        await self.hand_on(left)
+        if is_late:
+            await self._redo()
+        else:
+            await self._move([each for each in left.running if self._may_move(each)])
+
+    async def hand_on(self, left: RemainingWork) -> None:
+        """Gives other workers what this one has not begun."""
+        for attempt in self._placed(left.waiting):
+            attempt.end(Ending.TAKEN_BACK)
+            self.num_handed_on += 1
+        self.num_handed_on += await self.parts.dispatcher.take_back(self.worker, left.waiting)
+        redirect = self.parts.placement.redirect_once
+        done = await _gathered([redirect(attempt) for attempt in self._placed(left.arriving)])
+        self.num_handed_on += sum(done)
+
+    async def _move(self, request_ids: Sequence[str]) -> None:
+        """Moves answers to other decode workers, as far as they have room; merged ones stay."""
+        if "decode" not in self.leaving:
+            return
+        attempts = [each for each in self._placed(request_ids) if each.decode_worker == self.worker]
+        attempts = [each for each in attempts if not each.placement.is_merged]
+        done = await _gathered([self.parts.placement.move(attempt) for attempt in attempts])
+        self.num_moved += sum(done)
+        for attempt in attempts:
+            self._move_after_s[attempt.id] = time.monotonic() + _RETRY_MOVE_S
+
+    def _may_move(self, request_id: str) -> bool:
+        return time.monotonic() >= self._move_after_s.get(request_id, 0.0)
+
+    async def _redo(self) -> None:
+        """Retries elsewhere what the worker has not completed."""
+        for attempt in list(self.parts.attempts.values()):
+            if attempt.is_placed and not attempt.has_ended and self._has(attempt):
+                attempt.end(Ending.TAKEN_BACK)
+                self.num_redone += 1
+        if "encode" in self.leaving:
+            self.num_redone += await self.parts.dispatcher.take_back(self.worker)
+
+    def _has(self, attempt: Attempt) -> bool:
+        """Returns whether a stage that the worker gives up has the request."""
+        if attempt.is_handed_over:
+            return "decode" in self.leaving and attempt.decode_worker == self.worker
+        is_prompt = attempt.prefill_worker == self.worker and "prefill" in self.leaving
+        return is_prompt or (attempt.decode_worker == self.worker and "decode" in self.leaving)
+
+    def _placed(self, request_ids: Sequence[str]) -> list[Attempt]:
+        """Returns attempts that workers have taken and that have not ended; the others detect the change."""
+        found = [self.parts.attempts.get(request_id) for request_id in request_ids]
+        return [each for each in found if each is not None and each.is_placed and not each.has_ended]
+
+
+class Evacuations:
+    """Evacuates every worker that leaves stages, but for those of this orchestrator's own switches.
+
+    own_switches: the workers that it switches itself
+    switch_s: seconds after which the rest is retried elsewhere
+    drain_s: the same for a worker that leaves for good
+    """
+
+    def __init__(
+        self, parts: EvacuationParts, own_switches: Collection[str], *, switch_s: float, drain_s: float
+    ) -> None:
+        self._parts = parts
+        self._own_switches = own_switches
+        self._switch_s = switch_s
+        self._drain_s = drain_s
+        self._running: set[str] = set()
+        self._tasks = Tasks()
+
+    def changed(self, worker: str) -> None:
+        """Begins to evacuate a worker if it leaves stages now."""
+        info = self._parts.fleet.workers.get(worker)
+        is_known = worker in self._own_switches or worker in self._running
+        if info is not None and info.leaving and not is_known:
+            self._running.add(worker)
+            self._tasks.spawn(self._run(info))
+
+    async def close(self) -> None:
+        self._tasks.cancel()
+        await self._tasks.wait()
+
+    async def _run(self, first: WorkerInfo) -> None:
+        """Evacuates a worker until it stays, with these roles or others, or has ended."""
+        evacuation = Evacuation(self._parts, first.name, first.leaving)
+        late_s = time.monotonic() + (self._drain_s if first.is_draining else self._switch_s)
+        try:
+            while (info := self._leaving_now(first)) is not None:
+                evacuation.leaving = info.leaving
+                try:
+                    await self._look(evacuation, info, is_late=time.monotonic() >= late_s)
+                except Exception:  # any error: requests must not be left at a worker that ends
+                    logger.warning("worker %s is not evacuated yet", first.name, exc_info=True)
+                await asyncio.sleep(_FOLLOW_S)
+        finally:
+            self._running.discard(first.name)
+            self._parts.router.forget(first.name)
+            self._parts.placement.wake()
+            self._parts.dispatcher.wake()
+
+    def _leaving_now(self, first: WorkerInfo) -> WorkerInfo | None:
+        info = self._parts.fleet.workers.get(first.name)
+        is_same = info is not None and info.is_alive and info.incarnation == first.incarnation
+        return info if is_same and info is not None and info.leaving else None
+
+    async def _look(self, evacuation: Evacuation, info: WorkerInfo, *, is_late: bool) -> None:
+        """Takes away what is there; all of it stays while no other worker takes such work."""
+        is_here = self._parts.router.in_flight(info.name) != InFlight()
+        if is_here and all(self._is_taken_elsewhere(stage, info) for stage in info.closed):
+            left = await self._parts.fleet.send(min(info.roles), info.name, AskRemaining(info.leaving))
+            await evacuation.step(left, is_late=is_late)
+
+    def _is_taken_elsewhere(self, stage: Stage, info: WorkerInfo) -> bool:
+        workers = self._parts.fleet.workers.values()
+        return any(each.name != info.name and each.takes(stage) for each in workers)
+
+
+async def _gathered(work: Sequence[Coroutine[Any, Any, bool]]) -> list[bool]:
+    """Gathers results, a few at a time. An error is raised once all have ended."""
+    gate = asyncio.Semaphore(_MAX_AT_ONCE)
+
+    async def gated(one: Coroutine[Any, Any, bool]) -> bool:
+        async with gate:
+            return await one
+
+    results = await asyncio.gather(*(gated(one) for one in work), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [bool(result) for result in results]

@@ -1,0 +1,274 @@
+"""Several orchestrators over one fleet: each answers as if it were alone, and misses none that is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epd.errors import UnavailableError
+from epd.sampling_params import SamplingParams
+from serve_app.fleet import EVERY_STAGE, WorkerChanged, WorkerLost
+from serve_app.orchestration.role_switch import SwitchLimits
+from serve_app.role_messages import AskRemaining, Offload
+from tests.serve_app.deployments import Answered, Question, undisturbed, until_busy, until_decoding
+from tests.serve_app.shared_fleet import Front, fronts_over
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
+
+KINDS = (("image",), ("video",), (), ("image", "tall_video"))
+PREFILL, DECODE = frozenset({"prefill"}), frozenset({"decode"})
+LONG = SamplingParams(max_tokens=300, ignore_eos=True)
+
+
+def asked(media: dict[str, Path], sampling: SamplingParams, num_questions: int) -> list[Question]:
+    return [
+        Question(tuple(media[name] for name in KINDS[number % len(KINDS)]), f"what {number}?", sampling)
+        for number in range(num_questions)
+    ]
+
+
+@pytest.fixture(scope="module")
+def questions(media: dict[str, Path]) -> list[Question]:
+    return asked(media, SamplingParams(max_tokens=40, ignore_eos=True), 8)
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoints: dict[str, Path], questions: list[Question]) -> list[tuple[int, ...]]:
+    return undisturbed(checkpoints["qwen2_5_vl"], questions)
+
+
+@pytest.fixture(scope="module")
+def long_questions(media: dict[str, Path]) -> list[Question]:
+    return asked(media, LONG, 3)
+
+
+@pytest.fixture(scope="module")
+def long_expected(checkpoints: dict[str, Path], long_questions: list[Question]) -> list[tuple[int, ...]]:
+    return undisturbed(checkpoints["qwen2_5_vl"], long_questions)
+
+
+async def ask_at_both(fronts: list[Front], questions: list[Question]) -> list[list[Answered]]:
+    return list(await asyncio.gather(*(front.ask_all(questions) for front in fronts)))
+
+
+def tokens_of(answers: list[list[Answered]]) -> list[list[tuple[int, ...]]]:
+    return [[answer.tokens for answer in each] for each in answers]
+
+
+async def in_the_middle(fronts: list[Front], questions: list[Question]) -> asyncio.Task[list[list[Answered]]]:
+    """All questions are asked at each front, and d0 has begun an answer of each."""
+    asking = asyncio.create_task(ask_at_both(fronts, questions))
+    for front in fronts:
+        await until_decoding(front, "d0", 1)
+    return asking
+
+
+def at_decode(front: Front, worker: str) -> set[str]:
+    """Returns the attempts that decode at a worker."""
+    attempts = front.service.attempts.values()
+    return {each.id for each in attempts if each.is_handed_over and each.decode_worker == worker}
+
+
+async def until(is_so: Callable[[], bool], limit_s: float = 10.0) -> float:
+    """Returns the seconds until it is so."""
+    start_s = time.monotonic()
+    while not is_so():
+        assert time.monotonic() - start_s < limit_s
+        await asyncio.sleep(0.005)
+    return time.monotonic() - start_s
+
+
+def test_the_same_questions_at_two_fronts_get_the_same_tokens(
+    checkpoints: dict[str, Path], questions: list[Question], expected: list[tuple[int, ...]]
+) -> None:
+    """They have the same media, so that groups of one serve requests of the other."""
+
+    async def run() -> None:
+        async with fronts_over(checkpoints["qwen2_5_vl"], "2e2p2d") as fronts:
+            assert tokens_of(await ask_at_both(fronts, questions)) == [expected, expected]
+            for front in fronts:
+                await front.settle()
+                assert (await front.service.status()).counters.get("retries", 0) == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("victim", ["e0", "p0", "d0"])
+def test_a_lost_worker_changes_no_token_of_either(
+    victim: str, checkpoints: dict[str, Path], questions: list[Question], expected: list[tuple[int, ...]]
+) -> None:
+    async def run() -> None:
+        async with fronts_over(checkpoints["qwen2_5_vl"], "2e2p2d") as fronts:
+            asking = asyncio.create_task(ask_at_both(fronts, questions))
+            for front in fronts:
+                await until_busy(front, victim)
+            fronts[0].fleet.kill(victim)
+            assert tokens_of(await asking) == [expected, expected]
+            for front in fronts:
+                await front.settle()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("worker", ["e0", "p0", "d0"])
+def test_a_front_that_is_gone_takes_nothing_from_the_other(
+    worker: str, checkpoints: dict[str, Path], questions: list[Question], expected: list[tuple[int, ...]]
+) -> None:
+    """It goes while it has work at every stage: its room is free at once, and its media are known."""
+
+    async def run() -> None:
+        async with fronts_over(checkpoints["qwen2_5_vl"], "2e2p2d") as (gone, other):
+            lost = asyncio.create_task(gone.ask_all(questions))
+            asking = asyncio.create_task(other.ask_all(questions))
+            await until_busy(gone, worker)
+            await asyncio.sleep(0.05)
+            await gone.crash()
+            assert [answer.tokens for answer in await asking] == expected
+            await other.settle(5.0)
+            assert (await other.service.status()).counters.get("workers_lost", 0) == 0
+            assert (await other.ask(questions[1])).tokens == expected[1]
+            lost.cancel()
+            await asyncio.gather(lost, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_a_switch_moves_the_answers_of_every_front(
+    checkpoints: dict[str, Path], long_questions: list[Question], long_expected: list[tuple[int, ...]]
+) -> None:
+    async def run() -> None:
+        async with fronts_over(checkpoints["qwen2_5_vl"], "1e1p2d") as fronts:
+            asking = await in_the_middle(fronts, long_questions)
+            others = at_decode(fronts[1], "d0")
+            switch = await fronts[0].service.switch_roles("d0", PREFILL)
+            assert others & at_decode(fronts[1], "d1")
+            assert switch.num_moved > 0
+            assert switch.num_redone == 0
+            answers = await asking
+            assert tokens_of(answers) == [long_expected, long_expected]
+            assert [answer.end.num_retries for each in answers for answer in each if answer.end] == [0] * 6
+            for front in fronts:
+                await front.settle()
+                assert (await front.service.status()).topology == "1e2p1d"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("worker", ["e0", "p0"])
+def test_a_switch_hands_on_what_other_fronts_have_there(
+    worker: str, checkpoints: dict[str, Path], questions: list[Question], expected: list[tuple[int, ...]]
+) -> None:
+    async def run() -> None:
+        async with fronts_over(checkpoints["qwen2_5_vl"], "2e2p2d", "abc") as fronts:
+            asking = asyncio.create_task(ask_at_both(fronts, questions))
+            await until_busy(fronts[2], worker)
+            switch = await fronts[0].service.switch_roles(worker, DECODE)
+            assert switch.error == ""
+            assert tokens_of(await asking) == [expected] * 3
+            for front in fronts:
+                await front.settle()
+
+    asyncio.run(run())
+
+
+def test_only_the_front_that_leads_switches_roles(checkpoints: dict[str, Path]) -> None:
+    async def run() -> None:
+        async with fronts_over(checkpoints["qwen2_5_vl"], "1e1p2d") as (leader, other):
+            with pytest.raises(UnavailableError, match="send the request again"):
+                await other.service.switch_roles("d0", PREFILL)
+            leader.service.leads, other.service.leads = False, True
+            assert (await other.service.switch_roles("d0", PREFILL)).error == ""
+            with pytest.raises(UnavailableError, match="send the request again"):
+                await leader.service.switch_roles("d0", DECODE)
+
+    asyncio.run(run())
+
+
+def test_the_next_leader_ends_the_switch_of_one_that_is_gone(
+    checkpoints: dict[str, Path], long_questions: list[Question], long_expected: list[tuple[int, ...]]
+) -> None:
+    async def run() -> None:
+        limits = SwitchLimits(drain_s=1000.0)
+        async with fronts_over(checkpoints["qwen2_5_vl"], "1e1p2d", switching=limits) as (gone, other):
+            await gone.fleet.send("decode", "d0", Offload(frozenset(), DECODE))
+            other.shared.publish(WorkerChanged("d0"))
+            assert not other.fleet.workers["d0"].takes("decode")
+            await gone.crash()
+            other.service.leads = True
+            await until(lambda: other.fleet.workers["d0"].takes("decode"))
+            answers = await other.ask_all(long_questions)
+            assert [answer.tokens for answer in answers] == long_expected
+
+    asyncio.run(run())
+
+
+async def drain(front: Front, worker: str) -> float:
+    """The worker leaves for good, as it does by itself. Returns the seconds until it had nothing left."""
+    info, fleet = front.fleet.workers[worker], front.fleet
+    stage = min(info.roles)
+    await fleet.send(stage, worker, Offload(frozenset(), EVERY_STAGE))
+    front.shared.publish(WorkerChanged(worker))
+    start_s = time.monotonic()
+    while not (await fleet.send(stage, worker, AskRemaining(EVERY_STAGE))).is_over:
+        assert time.monotonic() - start_s < 20.0
+        await asyncio.sleep(0.01)
+    fleet._stop(fleet._threads.pop(worker), "it has left")
+    infos: Any = fleet.workers
+    del infos[worker]
+    front.shared.publish(WorkerLost(worker, "it has left", info.incarnation, is_planned=True))
+    return time.monotonic() - start_s
+
+
+@pytest.mark.parametrize("worker", ["e0", "p0", "d0"])
+def test_a_worker_that_drains_loses_nothing_of_any_front(
+    worker: str, checkpoints: dict[str, Path], questions: list[Question], expected: list[tuple[int, ...]]
+) -> None:
+    async def run() -> None:
+        async with fronts_over(checkpoints["qwen2_5_vl"], "2e2p2d", max_attempts=1) as fronts:
+            asking = asyncio.create_task(ask_at_both(fronts, questions))
+            for front in fronts:
+                await until_busy(front, worker)
+            await drain(fronts[0], worker)
+            assert tokens_of(await asking) == [expected, expected]
+            for front in fronts:
+                await front.settle()
+                counters = (await front.service.status()).counters
+                assert counters.get("workers_lost", 0) == counters.get("retries", 0) == 0
+
+    asyncio.run(run())
+
+
+def test_the_only_worker_of_a_role_completes_its_answers_before_it_ends(
+    checkpoints: dict[str, Path], long_questions: list[Question], long_expected: list[tuple[int, ...]]
+) -> None:
+    async def run() -> None:
+        limits = SwitchLimits(leave_s=0.0)
+        async with fronts_over(checkpoints["qwen2_5_vl"], "1e1p1d", switching=limits) as fronts:
+            asking = await in_the_middle(fronts, long_questions[:1])
+            await drain(fronts[0], "d0")
+            answers = await asking
+            assert tokens_of(answers) == [long_expected[:1]] * 2
+            assert [answer.end.num_retries for each in answers for answer in each if answer.end] == [0, 0]
+
+    asyncio.run(run())
+
+
+def test_answers_move_from_a_worker_that_drains(
+    checkpoints: dict[str, Path], long_questions: list[Question], long_expected: list[tuple[int, ...]]
+) -> None:
+    async def run() -> None:
+        async with fronts_over(checkpoints["qwen2_5_vl"], "1e1p2d") as fronts:
+            asking = await in_the_middle(fronts, long_questions)
+            before = [at_decode(front, "d0") for front in fronts]
+            await drain(fronts[0], "d0")
+            assert any(ids & at_decode(front, "d1") for front, ids in zip(fronts, before, strict=True))
+            assert tokens_of(await asking) == [long_expected, long_expected]
+            for front in fronts:
+                await front.settle()
+
+    asyncio.run(run())
