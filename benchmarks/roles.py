@@ -27,7 +27,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
+from ray import serve
 
 from benchmarks.reporting import Row, Section, median_ratio, run_sections, setting
 from encoders import FrameSampling
@@ -39,12 +41,17 @@ from epd.models import embedded_model_path
 from epd.sampling_params import SamplingParams
 from epd.topology import STAGES, Stage, parse_topology, role_letters
 from epd.workload.requests import Resolution
+from serve_app.app import build_app
+from serve_app.app_args import AppArgs
 from serve_app.local.fleet import LocalFleet, LocalFleetConfig
 from serve_app.media.media_worker import MediaSettings
+from serve_app.network.members import Place, Purpose
+from serve_app.network.remote_fleet import RemoteFleet
 from serve_app.orchestration.orchestrator import Orchestrator
 from serve_app.orchestration.request_planner import RequestPlanner
-from serve_app.ray.cluster import RaySettings, ray_cluster
-from serve_app.ray.fleet import RayFleet, RayFleetConfig
+from serve_app.ray.board import RayBoard
+from serve_app.ray.cluster import LOOPBACK, RaySettings, ray_cluster
+from serve_app.ray.server import APP_NAME
 from serve_app.service import AnswerRequest, MediaReference, RoleSwitch, TokenDelta
 from serve_app.worker.worker_core import WorkerCore
 from serve_app.worker.worker_stages import WorkerSettings
@@ -68,7 +75,7 @@ class App:
     """An orchestrator of this process over worker processes. folder: for media."""
 
     service: Orchestrator
-    fleet: RayFleet | LocalFleet
+    fleet: RemoteFleet | LocalFleet
     folder: Path
     numbers: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -132,8 +139,29 @@ def workers_of(topology: str) -> dict[str, frozenset[Stage]]:
 
 
 def running(topology: str) -> AbstractAsyncContextManager[App]:
-    """Worker processes on Ray."""
-    return _running(RayFleet(RayFleetConfig(workers_of(topology), media=MEDIA), SETTINGS))
+    """Worker processes on Ray, with a front in this process."""
+    return _running_on_ray(topology)
+
+
+@asynccontextmanager
+async def _running_on_ray(topology: str) -> AsyncIterator[App]:
+    args = AppArgs(
+        topology=topology,
+        num_kv_tokens=SETTINGS.num_kv_tokens,
+        decode_max_num_seqs=NUM_SEATS,
+        allowed_media_path=Path(tempfile.gettempdir()),
+    )
+    await asyncio.to_thread(serve.run, build_app(args), name=APP_NAME)
+    place = Place(LOOPBACK, ray.get_runtime_context().get_node_id())
+    board = RayBoard(APP_NAME, hang_s=args.hang_s)
+    fleet = RemoteFleet(board, place, Purpose(str(args.model_path)))
+    try:
+        async with _running(fleet, fleet.owner) as app:
+            while not (await app.service.status()).is_ready:
+                await asyncio.sleep(0.05)
+            yield app
+    finally:
+        await asyncio.to_thread(serve.delete, APP_NAME)
 
 
 def running_threads(topology: str) -> AbstractAsyncContextManager[App]:
@@ -141,8 +169,8 @@ def running_threads(topology: str) -> AbstractAsyncContextManager[App]:
 
 
 @asynccontextmanager
-async def _running(fleet: RayFleet | LocalFleet) -> AsyncIterator[App]:
-    service = Orchestrator(fleet, RequestPlanner(MODEL, "shapes-vl"))
+async def _running(fleet: RemoteFleet | LocalFleet, owner: str = "") -> AsyncIterator[App]:
+    service = Orchestrator(fleet, RequestPlanner(MODEL, "shapes-vl"), owner=owner)
     with tempfile.TemporaryDirectory() as folder:
         try:
             await service.start()

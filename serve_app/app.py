@@ -1,50 +1,72 @@
-"""Defines the service as a Ray Serve application: HTTP server, orchestrator, a fleet of worker processes.
+"""Defines the service as a Ray Serve application: fronts, media workers and stage workers.
 
     serve run serve_app.app:build_app topology=2e1p1d        or with a file: serve run serve_config.yaml
 
-One replica is the ingress: it answers HTTP, plans, and owns the fleet. It starts and ends with its workers.
+Replica counts, resources and autoscaling are Serve's own fields of each deployment; where a file leaves the
+counts out, the topology and `num_video_workers` set them.
 """
 
 # No `from __future__ import annotations`: Serve reads the builder's annotation as a class.
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
 
-from serve_app.app_args import AppArgs
+from serve_app.app_args import MEDIA_FIELDS, STAGE_FIELDS, AppArgs
+from serve_app.ray.deployments import Media, Stage, create_front
 
 # Requests that Serve passes on concurrently: those being answered, those whose bodies are being read, and as
 # many being refused. Health and metrics requests are included, so that nothing can take their place.
 _MAX_ONGOING = 8192
 # Additional requests that wait in the proxy; Serve refuses more with 503.
 _MAX_QUEUED = 1024
+# Of a graceful shutdown, beyond the grace period for requests in flight.
+_CLOSE_S = 10.0
 
 
 def build_app(args: AppArgs) -> serve.Application:
     """Builds the application without running it. Raises EPDError for an invalid model or topology."""
     args = args.with_keys_from(os.environ).resolved()
+    options: dict[str, Any] = {
+        "graceful_shutdown_timeout_s": args.drain_s + _CLOSE_S,
+        "graceful_shutdown_wait_loop_s": 0.1,
+        "max_constructor_retry_count": 1,
+        "ray_actor_options": {"num_cpus": 0},
+        # An update starts new replicas beside the old ones, which then complete their work.
+        "max_surge_percent": 100,
+        "health_check_period_s": 1.0,
+        "health_check_timeout_s": args.hang_s,
+    }
+    stage = _deployment(Stage, "Stage", args.num_stage_workers, options)
+    media = _deployment(Media, "Media", args.num_video_workers, options)
+    front = _deployment(_front_class(args), "Front", args.num_fronts, options)
+    front = front.options(
+        max_ongoing_requests=args.max_requests + _MAX_ONGOING, max_queued_requests=_MAX_QUEUED
+    )
+    return front.bind(
+        stage.bind(args.for_workers(*STAGE_FIELDS)), media.bind(args.for_workers(*MEDIA_FIELDS))
+    )
 
+
+def _deployment(
+    replica: type[Any], name: str, num_replicas: int, options: Mapping[str, Any]
+) -> serve.Deployment:
+    return serve.deployment(name=name, num_replicas=num_replicas, **options)(replica)
+
+
+def _front_class(args: AppArgs) -> Any:
     made: list[FastAPI] = []
 
-    class Ingress:
+    class Front:
         """Created before Serve asks for the HTTP app, so that a failure here is reported to the deployer."""
 
-        async def __init__(self) -> None:  # type: ignore[misc] # Serve awaits it
-            from serve_app.ray.app_ingress import create_ingress  # torch, which only the replica needs
-
-            made.append(await create_ingress(args))
+        async def __init__(self, *_deployments: Any) -> None:  # type: ignore[misc] # Serve awaits it
+            made.append(await create_front(args))
 
     def api() -> FastAPI:
         return made.pop()
 
-    deployment = serve.deployment(
-        name="ingress",
-        max_ongoing_requests=args.max_requests + _MAX_ONGOING,
-        max_queued_requests=_MAX_QUEUED,
-        graceful_shutdown_timeout_s=args.drain_s,
-        graceful_shutdown_wait_loop_s=0.1,
-        max_constructor_retry_count=1,
-        ray_actor_options={"num_cpus": 0},
-    )
-    return deployment(serve.ingress(api)(Ingress)).bind()
+    return serve.ingress(api)(Front)

@@ -29,6 +29,24 @@ KEY_VARIABLES = {"api_key": "EPD_API_KEY", "admin_api_key": "EPD_ADMIN_API_KEY"}
 ENVIRONMENT = {**KEY_VARIABLES, "otlp_endpoint": "OTEL_EXPORTER_OTLP_ENDPOINT"}
 
 
+# What the workers of each kind are started with.
+STAGE_FIELDS = (
+    "topology",
+    "dtype",
+    "num_threads",
+    "num_kv_tokens",
+    "hang_s",
+    "drain_s",
+    "max_batch_patches",
+    "skip_static",
+    "max_num_batched_tokens",
+    "max_chunk_tokens",
+    "max_num_seqs",
+    "decode_max_num_seqs",
+)
+MEDIA_FIELDS = ("num_video_threads", "allowed_media_path", "allowed_media_hosts", "hang_s", "drain_s")
+
+
 class AppArgs(BaseModel):
     """The application's arguments. Every field is also a flag of `epd serve` and a key of its YAML.
 
@@ -51,6 +69,9 @@ class AppArgs(BaseModel):
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32", description="Type of weights and activations: float32, bfloat16 or float16."
+    )
+    num_fronts: int = Field(
+        default=1, ge=1, le=64, description="Replicas that answer HTTP; each works with all workers."
     )
     num_video_workers: int = Field(default=1, ge=1, le=64, description="Workers that decode video.")
     num_video_threads: int = Field(
@@ -178,6 +199,18 @@ class AppArgs(BaseModel):
                 "for the time to first token; set slo_ttft_s"
             )
         return RetentionConfig(self.slo_ttft_s, levels_down_to(self.retention_min))
+
+    def for_workers(self, *fields: str) -> Self:
+        """Returns a copy with just these fields, and the model: what some replicas need.
+
+        Others change without a restart of these.
+        """
+        kept = {name: getattr(self, name) for name in ("model", *fields)}
+        return type(self).model_construct(**kept)
+
+    @property
+    def num_stage_workers(self) -> int:
+        return parse_topology(self.topology).num_workers
 
     @property
     def threads_per_worker(self) -> int:

@@ -23,7 +23,6 @@ INSTEAD: dict[str, str] = {
     r"books|booked": "in-flight counts, reserved",
     r"seats?": "sequence slots",
     r"joiners?": "splicer",
-    r"(?<!to )the front(?! page)": "the server",
     r"verbs?": "command",
     r"tides?|outlook": "load wave, forecast",
     r"mend(s|ed|ing)?": "change, correct",

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from epd.control.elasticity import roles_for_newcomer
-from epd.topology import Stage, Topology, parse_topology, role_letters
+from epd.topology import Stage, parse_topology, role_letters
 from serve_app.fleet import WorkerInfo
 from serve_app.network.calls import Channel
 from serve_app.network.link import Link, LinkClosedError, connect
@@ -174,15 +174,20 @@ class Board:
         if member.kind == "media":
             name, roles = _free_name("v", taken), _VIDEO
         else:
-            name, roles = self._stage_place(parse_topology(member.topology), taken)
+            name, roles = self._stage_place(member, taken)
         return WorkerInfo(name, roles, is_alive=True, incarnation=self._incarnations.get(name, 0) + 1)
 
-    def _stage_place(self, wanted: Topology, taken: Mapping[str, WorkerInfo]) -> tuple[str, frozenset[Stage]]:
+    def _stage_place(self, member: Member, taken: Mapping[str, WorkerInfo]) -> tuple[str, frozenset[Stage]]:
+        wanted = parse_topology(member.topology)
         kinds = {worker.roles for worker in wanted.workers()}
         for name, roles in self._vacant.items():
             if name not in taken and roles in kinds:
                 return name, roles
-        present = [info.roles - info.leaving for info in taken.values() if info.roles != _VIDEO]
+        present = [
+            info.roles - info.leaving
+            for each in self._entries.values()
+            if (info := each.member.info) and each.member.release == member.release and info.roles != _VIDEO
+        ]
         roles = roles_for_newcomer(wanted, list(filter(None, present)))
         return _free_name(role_letters(roles), taken), roles
 

@@ -16,7 +16,7 @@ from serve_app.fleet import EVERY_STAGE, WorkerLostError
 from serve_app.messages import Message, WorkerLoad, WorkerReport
 from serve_app.network.calls import Answer, Channel
 from serve_app.network.link import Link
-from serve_app.network.members import BoardClient, Hello, Place, View
+from serve_app.network.members import BoardClient, Hello, Place, Purpose, View
 from serve_app.network.membership import Membership
 from serve_app.network.wire import FetchCall, Fetched, ReleaseBulk, TakeBulk, WorkerCall
 from serve_app.task_group import Loops, Tasks
@@ -65,8 +65,10 @@ class _Kept:
 class MediaServer:
     """Runs one media worker. Used from one event loop."""
 
-    def __init__(self, board: BoardClient, place: Place, host: MediaHost) -> None:
-        self.membership = Membership(board, "media", place)
+    def __init__(
+        self, board: BoardClient, place: Place, host: MediaHost, purpose: Purpose | None = None
+    ) -> None:
+        self.membership = Membership(board, "media", place, purpose)
         self._host = host
         self._fronts: dict[str, Channel] = {}
         self._known_fronts: set[str] = set()

@@ -18,7 +18,10 @@ class Member:
 
     epoch: unique to the process; of a front, the owner of its requests
     address: where other members reach it
-    topology: that is wanted, from a stage worker
+    pid, start_ticks: of its process; ids alone are given to other processes again
+    model: members work together only with those of the same model
+    topology, release: what a stage worker is to fill, and its configuration; workers of an older release
+        are leaving, or will
     info: of a worker, given by the board; None before
     is_ready: whether it can be given work
     is_known: whether the other workers know its address, so that it may be given work; set by the board
@@ -30,7 +33,10 @@ class Member:
     address: Address
     node_id: str
     pid: int
+    start_ticks: int = 0
+    model: str = ""
     topology: str = ""
+    release: str = ""
     info: WorkerInfo | None = None
     is_ready: bool = False
     is_known: bool = False
@@ -52,6 +58,15 @@ class Place:
 
     host: str
     node_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Purpose:
+    """What a process is there for; see `Member`."""
+
+    model: str = ""
+    topology: str = ""
+    release: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,17 @@ import asyncio
 import logging
 import os
 import secrets
+import signal
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from epd.errors import UnavailableError
 from serve_app.fleet import WorkerInfo
 from serve_app.network.link import Link, Listener, listen
-from serve_app.network.members import BoardClient, Credentials, Kind, Member, Place, View
+from serve_app.network.members import BoardClient, Credentials, Kind, Member, Place, Purpose, View
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +30,7 @@ class Membership:
     on_ended: called with the reason once the process has been declared lost: it must end
     """
 
-    def __init__(self, board: BoardClient, kind: Kind, place: Place, *, topology: str = "") -> None:
+    def __init__(self, board: BoardClient, kind: Kind, place: Place, purpose: Purpose | None = None) -> None:
         self.epoch = secrets.token_hex(8)
         self.on_view: Callable[[View], None] = lambda _view: None
         self.on_ended: Callable[[str], None] = lambda _reason: None
@@ -35,7 +38,7 @@ class Membership:
         self._board = board
         self._kind: Kind = kind
         self._place = place
-        self._topology = topology
+        self.purpose = purpose or Purpose()
         self._listener: Listener | None = None
         self._credentials: Credentials | None = None
         self._member: Member | None = None
@@ -67,7 +70,10 @@ class Membership:
             address=self._listener.address,
             node_id=self._place.node_id,
             pid=os.getpid(),
-            topology=self._topology,
+            start_ticks=start_ticks(os.getpid()),
+            model=self.purpose.model,
+            topology=self.purpose.topology,
+            release=self.purpose.release,
         )
         while self.epoch not in self.view.members:
             await self._follow_once()
@@ -116,9 +122,19 @@ class Membership:
         mine = view.members.get(self.epoch)
         if mine is not None and self.member.info is None:
             self._member = replace(self.member, info=mine.info)
-        self.view = view
+        before, self.view = self.view, view
         if mine is not None:
+            self._end_lost(before)
             self.on_view(view)
+
+    def _end_lost(self, before: View) -> None:
+        """Ends processes of this machine that are lost but may hang: nobody waits for them any more."""
+        for member in before.members.values():
+            info = member.info
+            has_left = info is not None and (info.name, info.incarnation) in self.view.departed
+            is_lost = member.epoch not in self.view.members and not has_left
+            if is_lost and member.node_id == self._place.node_id and member.pid != os.getpid():
+                end_process(member.pid, member.start_ticks)
 
     async def _surely(self, call: Callable[[], Any]) -> Any:
         """Calls the board, as often as needed while it is being restarted."""
@@ -130,3 +146,20 @@ class Membership:
                 if self._has_left:
                     raise
                 await asyncio.sleep(_RETRY_S)
+
+
+def start_ticks(pid: int) -> int:
+    """Returns when a process of this machine was started, in clock ticks; 0 if it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+def end_process(pid: int, ticks: int) -> None:
+    """Ends a process, even a stopped one, unless its id is another one's by now."""
+    if ticks and start_ticks(pid) == ticks:
+        logger.warning("process %d is lost and is ended", pid)
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)

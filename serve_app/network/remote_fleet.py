@@ -31,7 +31,7 @@ from serve_app.fleet import (
 from serve_app.messages import Message, ReplyT, WorkerReport
 from serve_app.network.calls import Channel
 from serve_app.network.link import Link, LinkClosedError, connect
-from serve_app.network.members import BoardClient, Hello, Member, Place, View
+from serve_app.network.members import BoardClient, Hello, Member, Place, Purpose, View
 from serve_app.network.membership import Membership
 from serve_app.network.wire import BulkPlace, FetchCall, Fetched, ReleaseBulk, WorkerCall
 from serve_app.task_group import Loops, Tasks
@@ -62,8 +62,8 @@ class RemoteFleet:
     on_view: gets each view of the members
     """
 
-    def __init__(self, board: BoardClient, place: Place) -> None:
-        self.membership = Membership(board, "front", place)
+    def __init__(self, board: BoardClient, place: Place, purpose: Purpose | None = None) -> None:
+        self.membership = Membership(board, "front", place, purpose)
         self.on_view: Callable[[View], None] = lambda _view: None
         self._workers: dict[str, _Worker] = {}
         self._infos: dict[str, WorkerInfo] = {}
@@ -76,6 +76,10 @@ class RemoteFleet:
     @property
     def owner(self) -> str:
         return self.membership.epoch
+
+    def member(self, name: str) -> Member:
+        """Returns where a worker that is there runs. Raises KeyError for others."""
+        return self._workers[name].member
 
     @property
     def workers(self) -> Mapping[str, WorkerInfo]:
@@ -168,10 +172,11 @@ class RemoteFleet:
     # Workers come and go
 
     def _take_view(self, view: View) -> None:
+        model = self.membership.purpose.model
         there = {
             _info(member).name: member
             for member in view.members.values()
-            if member.kind != "front" and member.is_ready and member.is_known
+            if member.kind != "front" and member.is_ready and member.is_known and member.model == model
         }
         for name, worker in list(self._workers.items()):
             if name not in there or there[name].epoch != worker.member.epoch:

@@ -25,7 +25,7 @@ from serve_app.messages import DropOwner, Message, PeerLost, WorkerLoad, WorkerR
 from serve_app.network.calls import Answer, Channel, Channels
 from serve_app.network.connector import Envelope, ProcessTransport
 from serve_app.network.link import Address, Link, LinkClosedError
-from serve_app.network.members import BoardClient, Hello, Member, Place, View
+from serve_app.network.members import BoardClient, Hello, Member, Place, Purpose, View
 from serve_app.network.membership import Membership
 from serve_app.network.memory import PoolFiles
 from serve_app.network.peer_links import Delivery, PeerLinks
@@ -57,13 +57,13 @@ class _Peer:
 class WorkerServerConfig:
     """Configures a `WorkerServer`.
 
-    topology: that is wanted; the board decides which part of it this worker is
+    purpose: with the topology that is wanted; the board decides which part of it this worker is
     num_threads: of torch
     max_step_s: a worker that is busy with a single step for this time ends
     """
 
     settings: WorkerSettings
-    topology: str
+    purpose: Purpose
     num_threads: int = 1
     max_step_s: float = 120.0
 
@@ -72,7 +72,7 @@ class WorkerServer:
     """Runs one worker. Used from one event loop. on_end: see `Membership`; also called when it fails."""
 
     def __init__(self, board: BoardClient, place: Place, config: WorkerServerConfig) -> None:
-        self.membership = Membership(board, "stage", place, topology=config.topology)
+        self.membership = Membership(board, "stage", place, config.purpose)
         self._config = config
         self._place = place
         self._fronts: dict[str, _FrontSession] = {}
@@ -203,7 +203,8 @@ class WorkerServer:
     # The board
 
     def _take_view(self, view: View) -> None:
-        stages = [member for member in view.of_kind("stage") if member.is_ready]
+        model = self._config.purpose.model
+        stages = [each for each in view.of_kind("stage") if each.is_ready and each.model == model]
         peers = {peer.name: peer for peer in map(_peer, stages) if peer.epoch != self.membership.epoch}
         for name, peer in self._peers.items():
             if name not in peers or peers[name].incarnation != peer.incarnation:

@@ -1,1 +1,1 @@
-"""Runs the application on Ray: workers as actors behind Ray Serve."""
+"""Runs the application on Ray: its fronts, media and stage workers as deployments of Ray Serve."""

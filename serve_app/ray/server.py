@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 
@@ -22,6 +23,8 @@ from serve_app.ray.cluster import RaySettings, ray_cluster
 from serve_app.ray.supervisor import supervised
 
 APP_NAME = "epd"
+# For fronts to find the workers, which are ready.
+_FIND_S = 10.0
 # The address for requests to a server that listens on every interface.
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _RAISED = re.compile(r"^epd\.errors\.(\w+): (.+)", re.MULTILINE)
@@ -60,19 +63,31 @@ def served_app(
 
 
 def _check_answers(address: HttpAddress) -> None:
-    """Raises UnavailableError if the application does not answer there: Serve may listen elsewhere."""
+    """Waits until the application can answer. Raises UnavailableError if nothing answers there."""
     host = _LOOPBACK.get(address.host, address.host)
     advice = "Serve runs on that cluster with other options; use its port, or shut it down"
-    get(Endpoint("app", HttpAddress(host, address.port).url), "/health", advice)
+    end_s = time.monotonic() + _FIND_S
+    while True:
+        try:
+            get(Endpoint("app", HttpAddress(host, address.port).url), "/health", advice)
+        except UnavailableError:
+            if time.monotonic() > end_s:
+                raise
+            time.sleep(_FIND_S / 100)
+        else:
+            return
 
 
 def _start_error(error: Exception) -> EPDError:
-    """Returns the ingress's start error, if that was the cause: Serve reports it as a traceback text."""
+    """Returns the start error of a replica, if that was the cause: Serve reports it as a traceback text."""
+    reason = str(error).partition("\n")[0]
     with suppress(RayServeException, RayError, KeyError):
-        message = serve.status().applications[APP_NAME].deployments["ingress"].message
-        for name, text in reversed(_RAISED.findall(message)):
-            kind = getattr(errors, name, None)
-            if isinstance(kind, type) and issubclass(kind, EPDError):
-                return kind(text)
-    first_line = str(error).partition("\n")[0]
-    return UnavailableError(f"the application does not start: {first_line}; see the logs in /tmp/ray")
+        deployments = serve.status().applications[APP_NAME].deployments
+        for message in [each.message for each in deployments.values()]:
+            for name, text in reversed(_RAISED.findall(message)):
+                kind = getattr(errors, name, None)
+                if isinstance(kind, type) and issubclass(kind, EPDError):
+                    return kind(text)
+            if "Traceback" in message:
+                reason = message.strip().rpartition("\n")[2]
+    return UnavailableError(f"the application does not start: {reason}; see the logs in /tmp/ray")

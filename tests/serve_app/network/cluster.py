@@ -16,7 +16,7 @@ from epd.topology import parse_topology
 from serve_app.media.media_worker import MediaSettings, MediaWorker
 from serve_app.network.board import Board
 from serve_app.network.media_server import MediaServer
-from serve_app.network.members import Credentials, Member, Place, View
+from serve_app.network.members import Credentials, Member, Place, Purpose, View
 from serve_app.network.remote_fleet import RemoteFleet
 from serve_app.network.worker_server import WorkerServer, WorkerServerConfig
 from serve_app.orchestration.orchestrator import Orchestrator, OrchestratorConfig
@@ -140,8 +140,8 @@ class Cluster:
         for _ in range(num_fronts):
             await self.add_front()
 
-    async def add_stage(self, node_id: str = "here") -> WorkerServer:
-        config = WorkerServerConfig(self.settings, self.topology)
+    async def add_stage(self, node_id: str = "here", release: str = "") -> WorkerServer:
+        config = WorkerServerConfig(self.settings, Purpose(topology=self.topology, release=release))
         server = WorkerServer(self.board, Place(HOST, node_id), config)
         server.membership.on_ended = self.ended.append
         await server.start()

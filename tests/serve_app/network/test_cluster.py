@@ -187,6 +187,30 @@ def test_workers_that_join_get_work_and_those_that_leave_hand_theirs_on(
     asyncio.run(run())
 
 
+def test_a_new_release_comes_up_beside_the_old_one(
+    model: Path, questions: list[Question], expected: list[tuple[int, ...]]
+) -> None:
+    """As Serve updates with a surge: all new workers are there before the first old one leaves."""
+
+    async def run() -> None:
+        async with clustered(model, "1e1p1d", num_fronts=2) as cluster:
+            first = cluster.fronts[0]
+            await until(lambda: topology_seen(first) == "1e1p1d")
+            old = cluster.stages.copy()
+            asking = [asyncio.create_task(front.ask_all(questions)) for front in cluster.fronts]
+            new = [await cluster.add_stage(release="next") for _ in old]
+            assert topology_name([server.info.roles for server in new]) == "1e1p1d"
+            await asyncio.gather(*(server.drain(20.0) for server in old))
+            for server in old:
+                await server.close()
+            for answers in await asyncio.gather(*asking):
+                assert [answer.tokens for answer in answers] == expected
+            assert [a.tokens for a in await first.ask_all(questions[:4])] == expected[:4]
+            await settled(cluster)
+
+    asyncio.run(run())
+
+
 def test_a_worker_that_is_silent_is_lost_for_all(model: Path) -> None:
     async def run() -> None:
         async with clustered(model, "1e1p1d", hang_s=1.0) as cluster:

@@ -17,10 +17,10 @@ from epd.types import RequestStatus
 from serve_app.messages import WorkerLoad, WorkerReport
 from serve_app.orchestration.attempt import Ending
 from serve_app.orchestration.watchdog import Watchdog
-from serve_app.ray.thread import ActorThread
 from serve_app.worker import worker_thread
 from stages.connectors.in_process import InProcessConnector
 from tests.serve_app.deployments import Question, deployed, undisturbed
+from tests.serve_app.worker.threads import KeepingThread
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
@@ -87,7 +87,7 @@ def test_a_worker_that_computes_without_an_event_shows_that_it_gets_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def run() -> None:
-        thread = ActorThread("p0", frozenset(), None, None)  # type: ignore[arg-type]
+        thread = KeepingThread("p0", frozenset(), None, None)  # type: ignore[arg-type]
         core: Any = BusyCore()
         thread.turn(core)
         assert len(await thread.take_reports(0.0)) == 1

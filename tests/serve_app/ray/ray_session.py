@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
@@ -11,20 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve.config import ProxyLocation
 
 from serve_app.app import build_app
 from serve_app.app_args import AppArgs
-from serve_app.media.media_worker import MediaSettings
+from serve_app.network.members import Member, Place, Purpose
 from serve_app.network.memory import orphans
+from serve_app.network.remote_fleet import RemoteFleet
 from serve_app.orchestration.orchestrator import Orchestrator, OrchestratorConfig
 from serve_app.orchestration.request_planner import RequestPlanner
+from serve_app.ray.board import RayBoard
 from serve_app.ray.cluster import RaySettings, ray_cluster
-from serve_app.ray.fleet import RayFleet, RayFleetConfig
-from serve_app.worker.worker_stages import WorkerSettings
-from tests.serve_app.deployments import Deployment, workers_of
-from tests.serve_app.media_fleet import ANY_FILE
+from tests.serve_app.deployments import Deployment
 
 # What Ray and Serve do in this process is not ours to mend.
 IGNORED = (
@@ -74,23 +75,36 @@ def running_app(session: RaySession, **args: Any) -> Iterator[str]:
 
 
 class RayDeployment(Deployment):
-    """An orchestrator of this process over worker processes."""
+    """A front of this process, over the workers of an application on Ray."""
 
-    def __init__(self, path: Path, topology: str, fleet: dict[str, Any]) -> None:
-        settings = WorkerSettings(path, num_kv_tokens=16_384, num_embeddings=8192, max_batch_patches=512)
-        self.ray_fleet = RayFleet(
-            RayFleetConfig(workers_of(topology), media=MediaSettings(path, ANY_FILE), **fleet), settings
-        )
+    def __init__(self, path: Path, hang_s: float) -> None:
+        node_id = ray.get_runtime_context().get_node_id()
+        place, purpose = Place("127.0.0.1", node_id), Purpose(str(path.resolve()))
+        self.ray_fleet = RemoteFleet(RayBoard("epd", hang_s=hang_s), place, purpose)
         planner = RequestPlanner(path, "tiny", group_tokens=16)
-        self.service = Orchestrator(self.ray_fleet, planner, OrchestratorConfig())
+        self.service = Orchestrator(self.ray_fleet, planner, OrchestratorConfig(), owner=self.ray_fleet.owner)
+
+    def member(self, name: str) -> Member:
+        return self.ray_fleet.member(name)
+
+    async def until_ready(self) -> None:
+        while not (await self.service.status()).is_ready:
+            await asyncio.sleep(0.05)
 
 
 @asynccontextmanager
-async def ray_deployed(path: Path, topology: str, **fleet: Any) -> AsyncIterator[RayDeployment]:
-    """fleet: options of RayFleetConfig."""
-    deployment = RayDeployment(path, topology, fleet)
+async def ray_deployed(
+    path: Path, topology: str, *, hang_s: float = 10.0, **args: Any
+) -> AsyncIterator[RayDeployment]:
+    """args: of the application, which must be the only one."""
+    args = {"model": path, "num_kv_tokens": 16_384, "allowed_media_path": Path("/"), **args}
+    app = build_app(AppArgs(topology=topology, hang_s=hang_s, **args))
+    await asyncio.to_thread(serve.run, app, name="epd", route_prefix="/")
+    deployment = RayDeployment(path, hang_s)
     try:
         await deployment.service.start()
+        await deployment.until_ready()
         yield deployment
     finally:
         await deployment.service.close()
+        await asyncio.to_thread(serve.delete, "epd")

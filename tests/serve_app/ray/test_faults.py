@@ -111,11 +111,9 @@ async def asked_while_harmed(deployment: RayDeployment, questions: list[Question
             while not deployment.service.num_attempts:  # on a busy machine, workers have none at once
                 await asyncio.sleep(0.005)
             await asyncio.sleep(rng.uniform(0.0, 0.4))
-        place = deployment.ray_fleet.place(name)
-        assert place is not None
-        life = deployment.ray_fleet.workers[name].incarnation
-        os.kill(place.pid, how)
+        incarnation = deployment.ray_fleet.workers[name].incarnation
+        os.kill(deployment.member(name).pid, how)
         answers += await asking
-        while not (info := deployment.ray_fleet.workers[name]).is_alive or info.incarnation == life:
+        while not (info := deployment.ray_fleet.workers[name]).is_alive or info.incarnation == incarnation:
             await asyncio.sleep(0.05)
     return answers

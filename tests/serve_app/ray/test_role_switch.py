@@ -60,7 +60,7 @@ def test_processes_change_roles_under_load(
             assert num_moved > 0
             assert [answer.tokens for answer in await deployment.ask_all(questions)] == expected
             assert deployment.service.num_attempts == deployment.service.num_tickets == 0
-            files.append(deployment.ray_fleet.files)
+            files.append(PoolFiles(deployment.ray_fleet.membership.credentials.fleet_id))
             assert len(files[0].paths("weights")) == 1
 
     asyncio.run(run())

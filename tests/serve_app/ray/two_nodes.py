@@ -47,9 +47,8 @@ def questions_about(folder: Path) -> list[Question]:
 
 async def disturbed(model: Path, questions: list[Question], cluster: Cluster, node: Any) -> dict[str, Any]:
     async with ray_deployed(model, "2e2p2d", hang_s=8.0) as deployment:
-        fleet = deployment.ray_fleet
-        places = {name: fleet.place(name) for name in fleet.workers}
-        there = sorted(name for name, place in places.items() if place and place.node_id == node.node_id)
+        names = deployment.ray_fleet.workers
+        there = sorted(name for name in names if deployment.member(name).node_id == node.node_id)
         quiet = await deployment.ask_all(questions[:3])
         asking = asyncio.create_task(deployment.ask_all(questions))
         await asyncio.sleep(0.3)

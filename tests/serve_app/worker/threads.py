@@ -1,4 +1,4 @@
-"""Runs the worker thread of a Ray actor, whose reports are kept until fetched with a heartbeat."""
+"""A worker thread whose reports are kept until a test asks for them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from serve_app.worker.worker_stages import Transport, WorkerSettings
 from serve_app.worker.worker_thread import Listener, WorkerThread
 
 
-class ActorThread(WorkerThread):
-    """Keeps reports for the fleet. failure: the reason why the worker has ended, if it has."""
+class KeepingThread(WorkerThread):
+    """failure: why the worker has ended, if it has."""
 
     def __init__(
         self, name: str, roles: frozenset[Stage], settings: WorkerSettings, transport: Transport
@@ -23,7 +23,7 @@ class ActorThread(WorkerThread):
         self._has_reports = asyncio.Event()
 
     async def take_reports(self, wait_s: float) -> list[WorkerReport]:
-        """Returns new reports: at once if there are any, else those that arrive within `wait_s`."""
+        """Returns new reports: at once if there are any, else those that come within `wait_s`."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._has_reports.wait(), wait_s)
         self._has_reports.clear()

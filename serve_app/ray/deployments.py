@@ -1,0 +1,147 @@
+"""Defines the deployments: a replica of `Stage` or `Media` is a worker, one of `Front` an HTTP server.
+
+    Serve      places, watches, scales and updates replicas
+    replicas   say what they are to the board, and talk to each other over links of their own
+
+What a replica needs is imported when it starts: the deployer and Serve's controller import no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+from typing import TYPE_CHECKING
+
+import ray
+from fastapi import FastAPI
+from ray import serve
+
+from serve_app.app_args import AppArgs
+
+if TYPE_CHECKING:
+    from serve_app.network.media_server import MediaServer
+    from serve_app.network.members import Place, Purpose, View
+    from serve_app.network.worker_server import WorkerServer
+    from serve_app.ray.board import RayBoard
+
+logger = logging.getLogger(__name__)
+
+_LEAVE_S = 5.0  # of a graceful shutdown, after the work is completed
+_EXIT_CODE = 1
+
+
+class Stage:
+    """Runs one stage worker. The board gives it its name and roles."""
+
+    async def __init__(self, args: AppArgs) -> None:  # type: ignore[misc] # Serve awaits it
+        from serve_app.composition import worker_settings
+        from serve_app.network.worker_server import WorkerServer, WorkerServerConfig
+
+        _quiet()
+        config = WorkerServerConfig(worker_settings(args), _purpose(args), args.threads_per_worker)
+        self._drain_s = args.drain_s
+        self._server = WorkerServer(_board(args), _place(), config)
+        await _started(self._server)
+
+    async def check_health(self) -> None:
+        if not self._server.is_healthy:
+            raise RuntimeError("the worker has ended")
+
+    async def __del__(self) -> None:  # Serve awaits it, before it ends the replica
+        if hasattr(self, "_server"):
+            await _ended(self._server, self._drain_s)
+
+
+class Media:
+    """Runs one media worker."""
+
+    async def __init__(self, args: AppArgs) -> None:  # type: ignore[misc] # Serve awaits it
+        from serve_app.composition import media_settings
+        from serve_app.media.media_processes import MediaProcesses
+        from serve_app.media.media_worker import MediaWorker
+        from serve_app.network.media_server import MediaServer
+
+        _quiet()
+        self._drain_s = args.drain_s
+        self._processes = MediaProcesses()
+        await asyncio.to_thread(self._processes.start)
+        worker = MediaWorker(media_settings(args), self._processes)
+        self._server = MediaServer(_board(args), _place(), worker, _purpose(args))
+        await _started(self._server)
+
+    async def check_health(self) -> None:
+        if not self._server.is_healthy:
+            raise RuntimeError("the worker has ended")
+
+    async def __del__(self) -> None:  # as above
+        if hasattr(self, "_server"):
+            await _ended(self._server, self._drain_s)
+            self._processes.close()
+
+
+async def create_front(args: AppArgs) -> FastAPI:
+    """Creates the HTTP app of a front. Raises EPDError."""
+    from serve_app.composition import create_app, log_requests
+    from serve_app.network.remote_fleet import RemoteFleet
+
+    _quiet()
+    log_requests()  # Ray keeps stderr in a file, and shows it on request
+    fleet = RemoteFleet(_board(args), _place(), _purpose(args))
+    fleet.membership.on_ended = _end
+    app = await create_app(args, fleet, fleet.owner)
+    service = app.state.server.service
+
+    def follow(view: View) -> None:
+        service.leads = view.leader == fleet.owner
+
+    fleet.on_view = follow
+    follow(fleet.membership.view)
+    return app
+
+
+async def _started(server: WorkerServer | MediaServer) -> None:
+    server.membership.on_ended = _end
+    try:
+        await server.start()
+    except BaseException:
+        await server.close()
+        raise
+
+
+async def _ended(server: WorkerServer | MediaServer, drain_s: float) -> None:
+    server.membership.on_ended = lambda _reason: None
+    await server.drain(drain_s)
+    await server.close()
+
+
+def _end(reason: str) -> None:
+    """Ends this process at once: others count it as lost, and Serve starts another one."""
+    logger.error("this replica ends: %s", reason)
+    logging.shutdown()
+    os._exit(_EXIT_CODE)
+
+
+def _board(args: AppArgs) -> RayBoard:
+    from serve_app.ray.board import RayBoard
+
+    return RayBoard(serve.get_replica_context().app_name, hang_s=args.hang_s)
+
+
+def _place() -> Place:
+    from serve_app.network.members import Place
+
+    host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    return Place(host, ray.get_runtime_context().get_node_id())
+
+
+def _purpose(args: AppArgs) -> Purpose:
+    from serve_app.network.members import Purpose
+
+    release = hashlib.blake2b(args.model_dump_json().encode(), digest_size=8).hexdigest()
+    return Purpose(str(args.model_path), args.topology, release)
+
+
+def _quiet() -> None:
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)

@@ -1,0 +1,50 @@
+"""Files that the workers of one machine share."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from serve_app.network.memory import PoolFiles
+
+
+def write_whole(path: Path) -> None:
+    path.write_bytes(b"whole")
+
+
+def test_a_shared_file_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve_app.network.memory._MEMORY_FOLDER", tmp_path)
+    files = PoolFiles("shared-test")
+    written: list[Path] = []
+
+    def write(path: Path) -> None:
+        written.append(path)
+        time.sleep(0.05)
+        write_whole(path)
+
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(files.shared, "weights", 7, write) for _ in range(4)]
+        paths = {each.result() for each in asked}
+    assert len(written) == 1
+    assert [path.read_bytes() for path in paths] == [b"whole"]
+    files.remove_all()
+    assert files.paths() == []
+
+
+def test_a_shared_file_that_cannot_be_written_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve_app.network.memory._MEMORY_FOLDER", tmp_path)
+    files = PoolFiles("shared-test")
+
+    def fail(path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        files.shared("weights", 7, fail)
+    assert files.shared("weights", 7, write_whole).read_bytes() == b"whole"
+    files.remove_all()
