@@ -1,12 +1,14 @@
 """Measures the CPU time of layers of a front in this process: see `front_cost`, which starts it.
 
 Reads cases from standard input, one JSON object a line, and answers each with CPU milliseconds, on a line.
-It imports the application from PYTHONPATH, so the same file measures any checkout.
+It imports the application from PYTHONPATH, so the same file measures another checkout, also one of
+the time when the HTTP server fetched media itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import logging
 import sys
@@ -15,18 +17,20 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from fastapi import FastAPI
 
 from encoders import FrameSampling
 from encoders.prompt.chat import ChatMessage, ContentPart
 from epd.sampling_params import SamplingParams
-from epd.types import StageTimings, Usage
+from epd.types import StageTimings, Usage, content_hash
+from serve_app import messages as worker_messages
 from serve_app.fleet import WorkerInfo
 from serve_app.http.api import ApiSettings, create_api
 from serve_app.messages import Admitted, Prefill, WorkerReport
@@ -35,7 +39,8 @@ from serve_app.orchestration.request_planner import RequestPlanner
 from serve_app.service import AnswerEnd, AnswerRequest, ModelCard, ServiceStatus, TokenDelta
 from stages.engine.generation import TokenOutput
 from stages.sampling.sampler import SampledToken
-from video import FetchPolicy
+from video import FetchPolicy, open_file
+from video.containers.look import look
 from video.demo_video import encode_h264
 
 MODEL = Path("epd/models/shapes-vl")
@@ -103,16 +108,27 @@ class MemoryService:
         return ServiceStatus(True, "1epd")
 
 
+_FETCH: Any = getattr(worker_messages, "FetchMedia", ())
+
+
 class MemoryFleet:
     """Workers that take everything at once: texts are answered, streams get a token at a call of `step`."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        """Knows one video. folder: gets it."""
+        self.video = write_video(folder / "video.mp4")
         roles = {"v0": frozenset({"video"}), "w0": frozenset({"encode", "prefill", "decode"})}
         self.workers: Mapping[str, WorkerInfo] = {
             name: WorkerInfo(name, each) for name, each in roles.items()
         }
         self.streams: dict[str, int] = {}
         self._events: asyncio.Queue[Any] = asyncio.Queue()
+        if _FETCH:
+            with open_file(self.video, "the video") as file:
+                item = worker_messages.FetchedItem(
+                    look(file.source), content_hash(file.source), file.identity.num_bytes
+                )
+            self._fetched = (item,)
 
     async def start(self) -> None:
         """Does nothing."""
@@ -121,6 +137,8 @@ class MemoryFleet:
         self._events.put_nowait(None)
 
     async def send(self, stage: str, target: str, message: Any, bulk: Any = None) -> Any:  # noqa: ARG002
+        if isinstance(message, _FETCH):
+            return self._fetched
         if not isinstance(message, Prefill):
             return None
         await asyncio.sleep(0)
@@ -162,14 +180,32 @@ def _output(request_id: str, number: int, length: int = 0) -> TokenOutput:
     return TokenOutput(request_id, 0, number, SampledToken(number % 100), _word(number), reason)
 
 
+def api_over(service: Any, folder: Path, max_requests: int = 2000) -> FastAPI:
+    """The HTTP app over a service; media are kept by the service if it can, or in a folder."""
+    if "media" in inspect.signature(create_api).parameters:
+        return create_api(
+            service, getattr(service, "media", None) or NoMedia(), ApiSettings(max_requests=max_requests)
+        )
+    options: Any = {"spool_folder": folder, "fetch": FetchPolicy(media_folder=folder)}
+    return create_api(service, ApiSettings(max_requests=max_requests, **options))  # type: ignore[call-arg]
+
+
+class NoMedia:
+    """Keeps no media."""
+
+    num_spooled_bytes = num_downloads = 0
+
+    @asynccontextmanager
+    async def sources(self, request_id: str, references: Any) -> AsyncIterator[tuple[()]]:  # noqa: ARG002
+        yield ()
+
+
 class HttpLayer:
     """The ASGI app without a socket, over a service; with an orchestrator, the whole front."""
 
     def __init__(self, service: Any, source: Any, folder: Path) -> None:
-        policy = FetchPolicy(media_folder=folder)
-        self._app = create_api(service, ApiSettings(spool_folder=folder, fetch=policy, max_requests=2000))
-        self._source = source
-        self._video = write_video(folder / "video.mp4")
+        self._app = api_over(service, folder)
+        self._video = folder / "video.mp4"
         self.ticker = Ticker(source.step)
 
     async def close(self) -> None:
@@ -301,7 +337,7 @@ def _num_live(source: MemoryService | MemoryFleet) -> int:
 
 
 async def serve_cases(folder: Path, cases: asyncio.Queue[str]) -> None:
-    memory, fleet, whole_fleet = MemoryService(), MemoryFleet(), MemoryFleet()
+    memory, fleet, whole_fleet = MemoryService(), MemoryFleet(folder), MemoryFleet(folder)
     services = [Orchestrator(each, RequestPlanner(MODEL.resolve())) for each in (fleet, whole_fleet)]
     for service in services:
         await service.start()

@@ -24,8 +24,7 @@ with warnings.catch_warnings():
 
 from fastapi import FastAPI
 
-from benchmarks.front_cost_layers import MemoryService
-from serve_app.http.api import ApiSettings, create_api
+from benchmarks.front_cost_layers import MemoryService, api_over
 from serve_app.ray.cluster import RaySettings, ray_cluster
 
 
@@ -63,7 +62,7 @@ def application(num_groups: int, rate: float) -> serve.Application:
     def api() -> FastAPI:
         logging.basicConfig(level=logging.INFO, filename="/dev/null")
         folder = Path(tempfile.mkdtemp(prefix="front-cost-"))
-        app = create_api(RatedService(num_groups, rate), ApiSettings(spool_folder=folder, max_requests=2000))
+        app = api_over(RatedService(num_groups, rate), folder)
 
         @app.get("/pid")
         async def pid() -> int:
