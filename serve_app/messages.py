@@ -14,18 +14,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from encoders import MediaPlan
 from encoders.groups import MediaGroup
 from epd.control.elasticity import StageSample
-from epd.errors import EPDError, UnavailableError
+from epd.errors import EPDError
 from epd.kv.kv_identity import TokenIdentity
 from epd.sampling_params import SamplingParams
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket, Ticket
 from epd.transfer.reception import Grant
-from serve_app.service import HeldItem, MediaReference, StageSpan
+from serve_app.service import StageSpan
 from stages.engine.generation import GenerateRequest, TokenOutput
-from video import MediaFacts
 
 ReplyT = TypeVar("ReplyT")
 
@@ -50,111 +48,10 @@ def owner_of(attempt_id: str) -> str:
     return attempt_id.partition("/")[0]
 
 
-class NotHeldError(UnavailableError):
-    """Raised by a media worker for media that it does not keep, or not any more."""
-
-
 class Message(Generic[ReplyT]):
     """A message to a worker, answered by a ReplyT, or by an EPDError that is raised at the sender."""
 
     __slots__ = ()
-
-
-# To a media worker
-
-
-@dataclass(frozen=True, slots=True)
-class FetchedItem:
-    """What a media worker found out about a medium. mm_hash: `epd.types.content_hash` of its bytes."""
-
-    facts: MediaFacts
-    mm_hash: str
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class FetchMedia(Message[tuple[FetchedItem, ...]]):
-    """Asks for the media of a request to be fetched, checked and kept until `ReleaseMedia`.
-
-    hold: a new id, unique among all holds of the fleet, by which the media are named afterwards
-    """
-
-    hold: str
-    references: tuple[MediaReference, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PlanImages(Message[tuple[MediaPlan, ...]]):
-    """Asks for images to be decoded, resized to their planned sizes and kept with their hold.
-
-    items: numbers of the images among the references of the hold
-    """
-
-    hold: str
-    items: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ReadImage(Message[int]):
-    """Asks for units [start, stop) of a planned image, the bulk of the reply: uint8 [N, h, w, 3].
-
-    The reply is the number of frames that show a neighbour, as for `ReadFrames`: 0.
-    """
-
-    source: HeldItem
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReleaseMedia(Message[None]):
-    """Drops a hold with its files, images and streams, or the fetch for it. May come before the fetch."""
-
-    hold: str
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeOrder:
-    """A video and the frames of it that a stream gives, in groups.
-
-    times_s: of all frames, in order
-    group_sizes: frames of each group
-    size: (height, width) of the frames
-    """
-
-    source: HeldItem
-    times_s: tuple[float, ...]
-    group_sizes: tuple[int, ...]
-    size: tuple[int, int]
-
-    def groups(self, start: int, stop: int | None = None) -> DecodeOrder:
-        """Returns an order for groups [start, stop), by default to the end."""
-        sizes = self.group_sizes[start:stop]
-        first = sum(self.group_sizes[:start])
-        return replace(self, times_s=self.times_s[first : first + sum(sizes)], group_sizes=sizes)
-
-
-@dataclass(frozen=True, slots=True)
-class ReadFrames(Message[int]):
-    """Asks for the frames of one group, which is the bulk of the reply: uint8 [N, h, w, 3].
-
-    The reply is the number of them that could not be decoded and show a neighbour.
-
-    stream_id: one for each item of a request; asked in order, frames are decoded ahead.
-    index: the group that is wanted.
-    order: what the stream is; None in all messages but the first.
-    """
-
-    stream_id: str
-    index: int
-    order: DecodeOrder | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CloseStream(Message[None]):
-    """Closes a stream whose frames are no longer needed. Unknown streams are ignored."""
-
-    stream_id: str
 
 
 # To an encode worker

@@ -180,7 +180,8 @@ class LocalFleet:
         self, stage: Stage, target: str, message: Message[ReplyT], bulk: Bulk | None = None
     ) -> ReplyT:
         if stage == "video":
-            reply, _ = await self._ask_media(target, message)
+            assert bulk is None or isinstance(bulk, np.ndarray)
+            reply, _ = await self._ask_media(target, message, bulk)
             return cast(ReplyT, reply)
         thread = self._threads.get(target)
         if thread is None or thread.is_stopped or not self._infos[target].is_alive:
@@ -197,12 +198,14 @@ class LocalFleet:
         assert stage == "video"
         return await self._ask_media(target, message)
 
-    async def _ask_media(self, target: str, message: Message[Any]) -> tuple[Any, UInt8Array | None]:
+    async def _ask_media(
+        self, target: str, message: Message[Any], bulk: UInt8Array | None = None
+    ) -> tuple[Any, UInt8Array | None]:
         before = self._infos.get(target)
         if target not in self.media or before is None or not before.is_alive:
             raise WorkerLostError(f"worker '{target}' is gone; it is being started again")
         try:
-            return await self.media[target].answer(message)
+            return await self.media[target].answer(message, bulk=bulk)
         except CancelledError as error:
             if self._infos[target] == before:
                 raise

@@ -3,6 +3,7 @@
     fetched    at the worker with the fewest media, or the one that had the same before
     worker lost while it fetches        ->  fetched at another one
     worker lost before frames are read  ->  fetched again, by path or URL; the content must be the same
+    needed at one more worker           ->  opened there by path, else its bytes come from one that has it
 
 A `data:` URL is kept until all media of its request are fetched, and counts against the memory of request
 bodies until then; a medium that came as one and is lost later must be sent again.
@@ -20,9 +21,19 @@ from itertools import count
 from encoders import MediaPlan
 from epd.control.recent import Recent
 from epd.control.routing import Router
-from epd.errors import MediaError, OverloadedError, UnavailableError
+from epd.errors import EPDError, MediaError, UnavailableError
 from serve_app.fleet import Fleet, WorkerLostError, send_surely
-from serve_app.messages import FetchedItem, FetchMedia, NotHeldError, PlanImages, ReleaseMedia, WorkerLoad
+from serve_app.media_messages import (
+    FILE_CHUNK_BYTES,
+    FetchedItem,
+    FetchMedia,
+    NotHeldError,
+    PlanImages,
+    ReadFile,
+    ReleaseMedia,
+    StoreFile,
+)
+from serve_app.messages import WorkerLoad
 from serve_app.service import HeldItem, MediaReference, MediaSource
 from serve_app.task_group import Tasks
 
@@ -228,17 +239,39 @@ class FleetMedia:
         if worker in medium.places:
             hold, held = medium.places[worker]
             return held if self._is_there(hold) else None
+        for give in (self._by_path, self._by_bytes):
+            with suppress(EPDError):  # others can read it
+                found = await give(medium, worker)
+                if found is not None:
+                    hold, item = found
+                    if item.mm_hash == source.mm_hash:
+                        medium.places[worker] = (hold, HeldItem(hold.name, 0))
+                        return medium.places[worker][1]
+        return None
+
+    async def _by_path(self, medium: _Medium, worker: str) -> tuple[_Hold, FetchedItem] | None:
+        """Lets a worker open the file itself; None for a medium that is not a file."""
         if medium.reference is None or not _is_file(medium.reference):
             return None
-        with suppress(UnavailableError, OverloadedError, MediaError):
-            hold = self._hold_at(worker, medium.request_id, 1)
-            message = FetchMedia(hold.name, (medium.reference,))
-            [item] = await self._fleet.send("video", worker, message)
-            if item.mm_hash == source.mm_hash:
-                held = HeldItem(hold.name, 0)
-                medium.places[worker] = (hold, held)
-                return held
-        return None
+        hold = self._hold_at(worker, medium.request_id, 1)
+        [item] = await self._fleet.send("video", worker, FetchMedia(hold.name, (medium.reference,)))
+        return hold, item
+
+    async def _by_bytes(self, medium: _Medium, worker: str) -> tuple[_Hold, FetchedItem]:
+        """Sends a worker the bytes from one that has them, which do not pass through this process."""
+        home, held = await self.place(medium.source)
+        hold = self._hold_at(worker, medium.request_id, 1)
+        source, start = medium.source, 0
+        while True:
+            num_bytes, chunk = await self._fleet.fetch("video", home, ReadFile(held, start))
+            message = StoreFile(hold.name, source.kind, source.label, num_bytes, start)
+            item = await self._fleet.send("video", worker, message, chunk)
+            del chunk
+            if item is not None:
+                return hold, item
+            start += FILE_CHUNK_BYTES
+            if start >= num_bytes:
+                raise NotHeldError(f"{source.label} has not arrived whole; ask again")
 
     def leave(self, source: MediaSource, worker: str) -> None:
         """Notes that a worker has lost a medium."""

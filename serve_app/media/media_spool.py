@@ -17,11 +17,17 @@ from pathlib import Path
 
 import video
 from epd.control.recent import Recent
-from epd.errors import MediaError, MediaLimitError, RequestError, UnsupportedMediaError
-from epd.types import MediaKind, content_hash
+from epd.errors import (
+    CancelledError,
+    MediaError,
+    MediaLimitError,
+    RequestError,
+    UnsupportedMediaError,
+)
+from epd.types import MediaKind, UInt8Array, content_hash
 from serve_app.held_folder import SPOOL_PREFIX, HeldFolder, remove_abandoned
 from serve_app.media.fair_threads import FairThreads
-from serve_app.media.spool_files import ByteBudget, RequestFolder, SpooledFile
+from serve_app.media.spool_files import ByteBudget, RequestFolder, SpooledFile, told_when_full
 from serve_app.service import MediaReference
 from video import FetchPolicy, FileIdentity
 
@@ -58,6 +64,29 @@ class FetchedMedia:
 
     def close(self) -> None:
         self.folder.close()
+
+
+@dataclass(slots=True, eq=False)
+class IncomingFile:
+    """A medium that comes in pieces from another media worker. num_written: bytes so far."""
+
+    reference: MediaReference
+    path: Path
+    folder: RequestFolder
+    num_bytes: int
+    num_written: int = 0
+
+    def append(self, chunk: UInt8Array) -> bool:
+        """Appends bytes. Returns whether it is complete. Raises StorageFullError, CancelledError."""
+        if self.num_written + len(chunk) > self.num_bytes:
+            raise MediaLimitError(f"{self.reference.label} has more bytes than were announced; send it again")
+        try:
+            with told_when_full(), self.path.open("ab") as file:
+                file.write(chunk.data)
+        except FileNotFoundError as error:
+            raise CancelledError("the request of this medium has ended") from error
+        self.num_written += len(chunk)
+        return self.num_written == self.num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +174,25 @@ class MediaSpool:
             folder.close()
             raise
 
+    def incoming(self, reference: MediaReference, num_bytes: int) -> IncomingFile:
+        """Returns an empty file for a medium of that many bytes. Raises OverloadedError, StorageFullError."""
+        folder = RequestFolder(self.path, self.budget, self._policy.max_bytes)
+        try:
+            with folder.new_file() as file:
+                file.expect(num_bytes)
+        except BaseException:
+            folder.close()
+            raise
+        return IncomingFile(reference, file.path, folder, num_bytes)
+
+    async def append(self, incoming: IncomingFile, chunk: UInt8Array) -> FetchedMedia | None:
+        """Appends the next bytes. Returns the medium once it is complete. Raises as `fetch`."""
+        is_whole = await self._data.run(incoming, partial(incoming.append, chunk))
+        if not is_whole:
+            return None
+        file = await self._local.run(incoming, partial(self._from_path, incoming.reference, incoming.path))
+        return FetchedMedia((file,), incoming.folder)
+
     async def _all(self, work: list[Coroutine[None, None, FetchedFile]]) -> tuple[FetchedFile, ...]:
         """Returns the results in order. The first error, or the end of the request, cancels the others."""
         tasks = [asyncio.ensure_future(one) for one in work]
@@ -201,8 +249,11 @@ class MediaSpool:
                 fetch(sink)
             except MediaError as error:
                 raise _labelled(error, reference) from error
-        with video.open_file(sink.path, reference.label) as file:
-            return self._seen(reference, file, sink.path)
+        return self._from_path(reference, sink.path)
+
+    def _from_path(self, reference: MediaReference, path: Path) -> FetchedFile:
+        with video.open_file(path, reference.label) as file:
+            return self._seen(reference, file, path)
 
     def _seen(self, reference: MediaReference, file: video.OpenFile, path: Path) -> FetchedFile:
         mm_hash = self._known.content_hash(file)

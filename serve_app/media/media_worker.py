@@ -4,6 +4,7 @@
     PlanImages    pixels, kept with the hold          "
     ReadImage     units of a planned image            at once
     ReadFrames    groups of a video's stream          in threads that read
+    ReadFile      the bytes of a medium, in chunks    "; StoreFile takes them at another media worker
     ReleaseMedia  the hold and all of this is dropped; a fetch in progress ends
 
 A hold belongs to the front, its owner, that asked for it, and ends with it.
@@ -12,6 +13,7 @@ A hold belongs to the front, its owner, that asked for it, and ends with it.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Coroutine
@@ -20,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import video
 from encoders import MediaPlan
 from epd.errors import CancelledError
@@ -27,22 +31,22 @@ from epd.types import UInt8Array
 from serve_app.media.frame_reader import FrameReader, FrameStream, stream_here
 from serve_app.media.image_planner import ImagePlanner
 from serve_app.media.media_processes import MediaProcesses
-from serve_app.media.media_spool import FetchedFile, FetchedMedia, MediaSpool, SpoolLimits
-from serve_app.messages import (
+from serve_app.media.media_spool import FetchedFile, FetchedMedia, IncomingFile, MediaSpool, SpoolLimits
+from serve_app.media_messages import (
+    FILE_CHUNK_BYTES,
     DecodeOrder,
-    DropOwner,
     FetchedItem,
     FetchMedia,
-    Message,
     NotHeldError,
     PlanImages,
+    ReadFile,
     ReadFrames,
     ReadImage,
     ReleaseMedia,
-    WorkerLoad,
-    owner_of,
+    StoreFile,
 )
-from serve_app.service import HeldItem
+from serve_app.messages import DropOwner, Message, WorkerLoad, owner_of
+from serve_app.service import HeldItem, MediaReference
 from stages.media import PlannedMedia
 from video import FetchPolicy
 
@@ -74,10 +78,16 @@ class MediaSettings:
 
 @dataclass(slots=True, eq=False)
 class _Hold:
-    """The media of one request. tasks: fetching or planning them. streams: ids of those opened."""
+    """The media of one request.
+
+    incoming: a medium that is not complete yet
+    tasks: fetching or planning them
+    streams: ids of those opened
+    """
 
     owner: str
     media: FetchedMedia | None = None
+    incoming: IncomingFile | None = None
     images: dict[int, PlannedMedia] = field(default_factory=dict)
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     streams: set[str] = field(default_factory=set)
@@ -104,12 +114,17 @@ class MediaWorker:
         self._thread = threading.Thread(target=self._loop.run_forever, name="media", daemon=True)
         self._thread.start()
 
-    def handle(self, message: Message[Any], owner: str = "") -> Answer:
+    def handle(self, message: Message[Any], owner: str = "", bulk: UInt8Array | None = None) -> Answer:
         """Handles a message and returns its reply and bulk. Blocks; raises as `submit`'s future does."""
-        return self.submit(message, owner).result()
+        return self.submit(message, owner, bulk).result()
 
-    def submit(self, message: Message[Any], owner: str = "") -> Future[Answer]:
-        """Begins to handle a message, without blocking. owner: the front that sent it, by default as ids say.
+    def submit(
+        self, message: Message[Any], owner: str = "", bulk: UInt8Array | None = None
+    ) -> Future[Answer]:
+        """Begins to handle a message, without blocking.
+
+        owner: the front that sent it, by default as ids say
+        bulk: of the message, only for StoreFile
 
         The future raises EPDError, or any error of a bug; CancelledError if the hold or stream was released
         meanwhile. It is never cancelled itself.
@@ -125,14 +140,18 @@ class MediaWorker:
                 return self._begin(self._release(message.hold))
             case DropOwner():
                 return self._begin(self._drop_owner(message.owner))
+            case StoreFile():
+                return self._begin(self._store(message, owner, bulk))
+            case ReadFile():
+                return self._readers.submit(self._chunk, message)
             case ReadFrames():
                 return self._readers.submit(self._read, message)
             case _:
                 return self._at_once(message)
 
-    async def answer(self, message: Message[Any], owner: str = "") -> Answer:
+    async def answer(self, message: Message[Any], owner: str = "", bulk: UInt8Array | None = None) -> Answer:
         """Handles a message, completely even if the caller is cancelled. Raises as `submit`'s future does."""
-        return await asyncio.shield(asyncio.wrap_future(self.submit(message, owner)))
+        return await asyncio.shield(asyncio.wrap_future(self.submit(message, owner, bulk)))
 
     def drop_owner(self, owner: str) -> None:
         """Drops all holds of a front that is lost. Does not wait for it."""
@@ -253,6 +272,28 @@ class MediaWorker:
         hold.images |= images
         return tuple(hold.images[item].plan for item in message.items)
 
+    async def _store(self, message: StoreFile, owner: str, chunk: UInt8Array | None) -> FetchedItem | None:
+        if chunk is None:
+            raise NotHeldError("the bytes of the medium did not come with the message; send them again")
+        if message.start == 0:
+            hold = self._new_hold(message.hold, owner or owner_of(message.hold))
+        else:
+            hold = self._held(message.hold)
+        try:
+            if hold.incoming is None:
+                reference = MediaReference(message.kind, "", message.label)
+                hold.incoming = self._spool.incoming(reference, message.num_bytes)
+            if hold.incoming.num_written != message.start:
+                raise NotHeldError("a part of the medium is missing; send it again from its start")
+            hold.media = await self._in_hold(hold, self._spool.append(hold.incoming, chunk))
+        except BaseException:
+            self._drop(hold)
+            raise
+        if hold.media is None:
+            return None
+        [file] = hold.media.files
+        return FetchedItem(file.facts, file.mm_hash, file.identity.num_bytes)
+
     async def _release(self, name: str) -> None:
         with self._lock:
             self._released[name] = None
@@ -288,6 +329,8 @@ class MediaWorker:
         hold.images = {}
         if hold.media is not None:
             hold.media.close()
+        if hold.incoming is not None:
+            hold.incoming.folder.close()
 
     # In threads
 
@@ -296,6 +339,11 @@ class MediaWorker:
             with self._lock:
                 self._held(message.order.source.hold).streams.add(message.stream_id)
         return self._frames.handle(message)
+
+    def _chunk(self, message: ReadFile) -> Answer:
+        with self.file_of(message.source).open() as file:
+            data = os.pread(file.descriptor, FILE_CHUNK_BYTES, message.start)
+            return file.identity.num_bytes, np.frombuffer(data, np.uint8)
 
     def _open(self, order: DecodeOrder) -> FrameStream:
         file = self.file_of(order.source)

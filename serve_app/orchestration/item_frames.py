@@ -17,7 +17,7 @@ from epd.encode.runs import Run, plan_runs
 from epd.errors import UnavailableError
 from serve_app.fleet import Bulk, Fleet, WorkerLostError, send_surely
 from serve_app.media.fleet_media import FleetMedia
-from serve_app.messages import CloseStream, DecodeOrder, NotHeldError, ReadFrames, ReadImage
+from serve_app.media_messages import CloseStream, DecodeOrder, NotHeldError, ReadFrames, ReadImage
 from serve_app.orchestration.attempt import Attempt
 from serve_app.orchestration.loss_counter import LossCounter
 from serve_app.service import HeldItem

@@ -31,16 +31,18 @@ class MediaFleet:
         self.workers = {name: WorkerInfo(name, frozenset({"video"})) for name in names}
         self.asked: list[tuple[str, type[Message[Any]]]] = []
 
-    async def send(self, stage: Stage, target: str, message: Message[Any], _bulk: object = None) -> Any:
-        return (await self.fetch(stage, target, message))[0]
+    async def send(self, stage: Stage, target: str, message: Message[Any], bulk: Any = None) -> Any:
+        return (await self.fetch(stage, target, message, bulk))[0]
 
-    async def fetch(self, _stage: Stage, target: str, message: Message[Any]) -> tuple[Any, UInt8Array | None]:
+    async def fetch(
+        self, _stage: Stage, target: str, message: Message[Any], bulk: Any = None
+    ) -> tuple[Any, UInt8Array | None]:
         self.asked.append((target, type(message)))
         before = self.workers[target]
         if not before.is_alive:
             raise WorkerLostError(f"{target} is gone")
         try:
-            return await self.media[target].answer(message)
+            return await self.media[target].answer(message, bulk=bulk)
         except CancelledError as error:
             if self.workers[target] == before:
                 raise

@@ -14,7 +14,8 @@ from epd.control.routing import InFlight, Router
 from epd.errors import MediaError, MediaForbiddenError, UnavailableError
 from epd.types import content_hash
 from serve_app.media.fleet_media import FleetMedia
-from serve_app.messages import FetchMedia, WorkerLoad
+from serve_app.media_messages import FetchMedia
+from serve_app.messages import WorkerLoad
 from serve_app.service import MediaReference, MediaSource
 from tests.serve_app.conftest import data_url
 from tests.serve_app.media_fleet import MediaFleet, reference_to

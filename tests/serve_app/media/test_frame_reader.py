@@ -13,7 +13,7 @@ import numpy as np
 from epd.errors import CancelledError
 from epd.types import Frames
 from serve_app.media.frame_reader import FrameReader, FrameStream, stream_here
-from serve_app.messages import CloseStream, DecodeOrder, ReadFrames
+from serve_app.media_messages import CloseStream, DecodeOrder, ReadFrames
 from serve_app.service import HeldItem
 from tests.serve_app.server import wait_until
 from video import open_file

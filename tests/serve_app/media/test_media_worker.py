@@ -21,6 +21,7 @@ from epd.errors import (
     CancelledError,
     CorruptMediaError,
     MediaError,
+    MediaLimitError,
     OverloadedError,
     UnavailableError,
     UnsupportedMediaError,
@@ -30,17 +31,19 @@ from epd.types import MediaKind, content_hash
 from serve_app.media.image_planner import ImagePlanner
 from serve_app.media.media_spool import FetchedFile, SpoolLimits
 from serve_app.media.media_worker import MediaSettings, MediaWorker
-from serve_app.messages import (
+from serve_app.media_messages import (
     CloseStream,
     DecodeOrder,
     FetchMedia,
-    HeldItem,
+    NotHeldError,
     PlanImages,
+    ReadFile,
     ReadFrames,
     ReadImage,
     ReleaseMedia,
+    StoreFile,
 )
-from serve_app.service import MediaReference
+from serve_app.service import HeldItem, MediaReference
 from stages.media import PlannedMedia, plan_pixels
 from tests.serve_app.conftest import data_url
 from tests.serve_app.server import wait_until
@@ -154,6 +157,61 @@ def test_a_front_that_is_lost_leaves_nothing_and_others_keep_theirs(
     assert len(list(worker.spool.path.iterdir())) == 1
     assert worker.handle(ReadFrames("b/s", 1))[1] is not None
     worker.drop_owner("b")
+    assert_empty(worker)
+
+
+def store(hold: str, start: int, num_bytes: int) -> StoreFile:
+    return StoreFile(hold, "video", "video 1", num_bytes, start)
+
+
+@pytest.fixture
+def chunk_bytes(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr("serve_app.media.media_worker.FILE_CHUNK_BYTES", 3000)
+    return 3000
+
+
+def test_another_worker_gets_the_bytes(
+    worker: MediaWorker, settings: MediaSettings, media: dict[str, Path], chunk_bytes: int
+) -> None:
+    data, [there] = media["video"].read_bytes(), worker.handle(fetch("h", media["video"]))[0]
+    other, item, starts = MediaWorker(settings), None, range(0, len(data), chunk_bytes)
+    for start in starts:
+        assert item is None
+        num_bytes, chunk = worker.handle(ReadFile(HeldItem("h", 0), start))
+        assert (num_bytes, np.array(chunk).tobytes()) == (len(data), data[start : start + chunk_bytes])
+        item, _ = other.handle(store("i", start, num_bytes), bulk=chunk)
+        assert other.spool.budget.num_taken == len(data)
+    assert item == there
+    assert len(starts) > 2
+    frames = [each.handle(frames_of(hold, 1))[1] for each, hold in ((worker, "h"), (other, "i"))]
+    assert np.array_equal(np.array(frames[0]), np.array(frames[1]))
+    for each, hold in ((worker, "h"), (other, "i")):
+        each.handle(ReleaseMedia(hold))
+        assert_empty(each)
+    other.close()
+
+
+def test_bytes_that_do_not_fit_are_refused_and_leave_nothing(
+    worker: MediaWorker, settings: MediaSettings, media: dict[str, Path]
+) -> None:
+    chunk = np.frombuffer(media["video"].read_bytes()[:100], np.uint8)
+    worker.handle(store("a", 0, 1000), bulk=chunk)
+    with pytest.raises(NotHeldError, match="a part of the medium is missing"):
+        worker.handle(store("a", 500, 1000), bulk=chunk)
+    assert_empty(worker)
+    with pytest.raises(MediaLimitError, match="more bytes than were announced"):
+        worker.handle(store("b", 0, 99), bulk=chunk)
+    with pytest.raises(NotHeldError):
+        worker.handle(store("c", 100, 1000), bulk=chunk)
+    with pytest.raises(MediaLimitError, match="allowed"):
+        worker.handle(store("d", 0, settings.fetch.max_bytes + 1), bulk=chunk)
+    with pytest.raises(MediaError):  # complete, but no video
+        worker.handle(store("e", 0, 100), bulk=chunk)
+    assert_empty(worker)
+    worker.handle(store("f", 0, 1000), bulk=chunk)
+    worker.handle(ReleaseMedia("f"))
+    with pytest.raises(NotHeldError):
+        worker.handle(store("f", 100, 1000), bulk=chunk)
     assert_empty(worker)
 
 

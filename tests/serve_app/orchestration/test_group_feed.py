@@ -19,7 +19,7 @@ from epd.errors import UnavailableError
 from epd.models import embedded_model_path
 from serve_app.fleet import WorkerLostError
 from serve_app.media.fleet_media import FleetMedia
-from serve_app.messages import CloseStream, FetchMedia, PlanImages, ReadFrames, ReadImage
+from serve_app.media_messages import CloseStream, FetchMedia, PlanImages, ReadFrames, ReadImage
 from serve_app.orchestration.item_frames import ItemFrames
 from serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
 from serve_app.service import MediaReference
@@ -157,12 +157,12 @@ def test_a_worker_that_is_alone_is_asked_again(planner: RequestPlanner, media: d
     fleet, paths = MediaFleet(), (media["video"],)
     fetch, num_failures = fleet.fetch, 2
 
-    async def failing(stage: Any, target: str, message: Any) -> Any:
+    async def failing(stage: Any, target: str, message: Any, *bulk: Any) -> Any:
         nonlocal num_failures
         if isinstance(message, ReadFrames) and num_failures:
             num_failures -= 1
             raise UnavailableError("busy") if num_failures else WorkerLostError("gone for a moment")
-        return await fetch(stage, target, message)
+        return await fetch(stage, target, message, *bulk)
 
     fleet.fetch = failing  # type: ignore[method-assign]
 

@@ -18,15 +18,14 @@ import pytest
 from epd.errors import EPDError, InternalError, http_status
 from epd.sampling_params import SamplingParams
 from serve_app.media.frame_reader import FrameReader
+from serve_app.media_messages import CloseStream, ReadFrames
 from serve_app.messages import (
     Abort,
     CancelTickets,
-    CloseStream,
     EncodeGroup,
     Message,
     PeerLost,
     Prefill,
-    ReadFrames,
     Redirect,
     Reissue,
     Reserve,

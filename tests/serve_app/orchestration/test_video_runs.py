@@ -13,9 +13,11 @@ import pytest
 from encoders import FrameSampling
 from epd.sampling_params import SamplingParams
 from epd.topology import Stage
-from serve_app.messages import FetchMedia, ReadFrames
+from serve_app.media_messages import FetchMedia, ReadFile, ReadFrames
+from serve_app.service import MediaReference
 from tests.media import write_video
-from tests.serve_app.deployments import Deployment, Question, deployed, undisturbed
+from tests.serve_app.conftest import data_url
+from tests.serve_app.deployments import Answered, Deployment, Question, deployed, undisturbed
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
@@ -47,11 +49,13 @@ class Watched:
         self.fleet, self._fetch = deployment.fleet, deployment.fleet.fetch
         self.reads: Counter[str] = Counter()
         self.now: Counter[str] = Counter()
+        self.chunks: Counter[str] = Counter()
         self.max_at_once = 0
         self.kill_after: tuple[str, int] | None = None
         self.fleet.fetch = self.fetch  # type: ignore[method-assign]
 
     async def fetch(self, stage: Stage, target: str, message: Any) -> Any:
+        self.chunks[target] += isinstance(message, ReadFile)
         if not isinstance(message, ReadFrames):
             return await self._fetch(stage, target, message)
         self.reads[target] += 1
@@ -108,11 +112,19 @@ def test_many_long_videos_share_the_workers(
     asyncio.run(run())
 
 
-def test_a_file_that_differs_elsewhere_is_read_at_one_worker(
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
+    num_bytes = 10_000
+    for module in ("fleet_media", "media_worker"):
+        monkeypatch.setattr(f"serve_app.media.{module}.FILE_CHUNK_BYTES", num_bytes)
+    return num_bytes
+
+
+def test_a_file_that_differs_elsewhere_is_sent_there(
     checkpoints: dict[str, Path],
     question: Question,
     expected: tuple[int, ...],
-    monkeypatch: pytest.MonkeyPatch,
+    small_chunks: int,
 ) -> None:
     """As when a path names another file on another machine."""
 
@@ -127,6 +139,52 @@ def test_a_file_that_differs_elsewhere_is_read_at_one_worker(
 
             deployment.fleet.send = differing  # type: ignore[method-assign,assignment]
             assert (await deployment.ask(question)).tokens == expected
+            assert set(watched.reads) == {"v0", "v1", "v2"}
+            num_chunks = -(-question.media[0].stat().st_size // small_chunks)
+            assert watched.chunks == {"v0": 2 * num_chunks, "v1": 0, "v2": 0}
+            assert num_chunks > 2
+            await deployment.settle()
+
+
+async def answer_from_data(deployment: Deployment, question: Question) -> Answered:
+    """The answer to a question whose video comes in the request itself."""
+    reference, answered = MediaReference("video", data_url(question.media[0], "video/mp4"), "it"), Answered()
+    async with deployment.service.media.sources("r", [reference]) as sources:
+        async for item in deployment.service.answer(question.request(sources)):
+            answered.take(item)
+    return answered
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("victim", [None, "v0"])
+def test_a_video_that_came_in_the_request(
+    checkpoints: dict[str, Path], question: Question, expected: tuple[int, ...], victim: str | None
+) -> None:
+    """The workers that were given its bytes read on when the first is lost."""
+
+    async def run() -> None:
+        fleet = {"more_workers": MORE, "restart_s": 0.3}
+        async with deployed(checkpoints["qwen2_5_vl"], "1e1p1d", fleet=fleet) as deployment:
+            watched = Watched(deployment)
+            if victim is not None:
+                watched.kill_after = (victim, 4)
+            assert (await answer_from_data(deployment, question)).tokens == expected
+            assert set(watched.reads) == {"v0", "v1", "v2"}
+            await deployment.settle()
+
+    asyncio.run(run())
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_worker_without_room_for_the_bytes_reads_nothing(
+    checkpoints: dict[str, Path], question: Question, expected: tuple[int, ...]
+) -> None:
+    async def run() -> None:
+        async with deployed(checkpoints["qwen2_5_vl"], "1e1p1d", fleet={"more_workers": MORE}) as deployment:
+            watched = Watched(deployment)
+            for name in MORE:
+                deployment.fleet.media[name].spool.budget.take(8 << 30)
+            assert (await answer_from_data(deployment, question)).tokens == expected
             assert set(watched.reads) == {"v0"}
             await deployment.settle()
 

@@ -16,16 +16,8 @@ from epd.transfer.reception import Grant
 from epd.types import UInt8Array
 from serve_app.local.fleet import LocalTransport
 from serve_app.media.frame_reader import FrameReader, FrameStream, stream_here
-from serve_app.messages import (
-    DecodeOrder,
-    EncodeGroup,
-    Message,
-    Prefill,
-    ReadFrames,
-    Reserve,
-    WorkerEvent,
-    endpoint,
-)
+from serve_app.media_messages import DecodeOrder, ReadFrames
+from serve_app.messages import EncodeGroup, Message, Prefill, Reserve, WorkerEvent, endpoint
 from serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
 from serve_app.service import HeldItem
 from serve_app.worker.worker_core import WorkerCore
