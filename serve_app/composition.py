@@ -10,13 +10,17 @@ from dataclasses import replace
 from fastapi import FastAPI
 
 from epd.control.elasticity import ControllerConfig
+from epd.errors import UnavailableError
 from epd.sampling_params import SamplingParams
 from serve_app.app_args import AppArgs
 from serve_app.fleet import Fleet
 from serve_app.http.api import ApiSettings, create_api
 from serve_app.media.media_worker import MediaSettings
-from serve_app.orchestration.orchestrator import Orchestrator, OrchestratorConfig
+from serve_app.network.members import View
+from serve_app.network.remote_fleet import RemoteFleet
+from serve_app.orchestration.orchestrator import Orchestrator, OrchestratorConfig, SwitchRequest
 from serve_app.orchestration.request_planner import RequestPlanner
+from serve_app.service import RoleSwitch
 from serve_app.worker.worker_stages import WorkerSettings
 
 
@@ -45,6 +49,22 @@ async def create_app(args: AppArgs, fleet: Fleet, owner: str = "") -> FastAPI:
         await service.close()
         raise
     return app
+
+
+def share_lead(service: Orchestrator, fleet: RemoteFleet) -> None:
+    """Lets one front at a time switch roles; the others ask it to."""
+
+    def follow(view: View) -> None:
+        service.leads = view.leader == fleet.owner
+
+    async def answer(asked: SwitchRequest) -> RoleSwitch:
+        if not service.leads:
+            raise UnavailableError("another replica of the server switches roles by now; send it again")
+        return await service.switch_roles(asked.worker, asked.roles)
+
+    service.ask_leader, fleet.on_ask = fleet.ask_leader, answer
+    fleet.on_view = follow
+    follow(fleet.membership.view)
 
 
 def worker_settings(args: AppArgs) -> WorkerSettings:

@@ -100,7 +100,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "http": ". media observability",
         "worker": ".",
         "orchestration": ". media worker",
-        "composition.py": ". http media orchestration worker",
+        "composition.py": ". http media network orchestration worker",
         "local": ". composition.py http media observability orchestration worker",
         "network": ". worker",
         "ray": ". composition.py media network",

@@ -10,12 +10,13 @@ import asyncio
 import logging
 import weakref
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
+from epd.errors import EPDError, InternalError, UnavailableError
 from epd.topology import Stage
 from serve_app.fleet import (
     EVERY_STAGE,
@@ -29,7 +30,7 @@ from serve_app.fleet import (
     WorkerLostError,
 )
 from serve_app.messages import Message, ReplyT, WorkerReport
-from serve_app.network.calls import Channel
+from serve_app.network.calls import Answer, Channel, Channels
 from serve_app.network.link import Link, LinkClosedError, connect
 from serve_app.network.members import BoardClient, Hello, Member, Place, Purpose, View
 from serve_app.network.membership import Membership
@@ -60,12 +61,15 @@ class RemoteFleet:
 
     owner: the name under which workers know this front's requests
     on_view: gets each view of the members
+    on_ask: answers what another front asks this one, as the leader
     """
 
     def __init__(self, board: BoardClient, place: Place, purpose: Purpose | None = None) -> None:
         self.membership = Membership(board, "front", place, purpose)
         self.on_view: Callable[[View], None] = lambda _view: None
+        self.on_ask: Callable[[Any], Awaitable[Any]] = _refuse
         self._workers: dict[str, _Worker] = {}
+        self._channels: Channels | None = None
         self._infos: dict[str, WorkerInfo] = {}
         self._events: asyncio.Queue[FleetEvent | None] = asyncio.Queue()
         self._loops = Loops(Counter(), lambda loop: self._events.put_nowait(FleetBroken(loop)))
@@ -89,6 +93,7 @@ class RemoteFleet:
         """Joins the members. Workers are found as they come."""
         self._loop = asyncio.get_running_loop()
         await self.membership.join(self._accept)
+        self._channels = Channels(self.membership.credentials.key, Hello("front", self.owner))
         self.membership.on_view = self._take_view
         self._take_view(self.membership.view)
         self._loops.start("board", self.membership.run)
@@ -106,10 +111,33 @@ class RemoteFleet:
         for worker in self._workers.values():
             if worker.channel is not None:
                 worker.channel.close()
+        if self._channels is not None:
+            self._channels.close()
         self._events.put_nowait(None)
 
     def _accept(self, link: Link) -> None:
-        Channel(link)  # of the board, which watches this process
+        """Takes a link: of the board, which watches this process, or of another front."""
+        Channel(link).on_call = self._take_ask
+
+    def _take_ask(self, value: Any, answer: Answer) -> None:
+        self._tasks.spawn(self._answer(value, answer))
+
+    async def _answer(self, value: Any, answer: Answer) -> None:
+        try:
+            answer(await self.on_ask(value))
+        except EPDError as error:
+            answer(error)
+        except Exception as error:
+            logger.exception("what another front asked was not answered")
+            answer(InternalError.of(error))
+
+    async def ask_leader(self, value: Any) -> Any:
+        """Asks the leading front. Raises UnavailableError without one, and what its `on_ask` raises."""
+        view = self.membership.view
+        leader = view.members.get(view.leader)
+        if leader is None or self._channels is None:
+            raise UnavailableError("no replica of the server leads at the moment; send the request again")
+        return await self._channels.call(leader.address, value)
 
     # Messages
 
@@ -238,6 +266,10 @@ class RemoteFleet:
         elif value.name in self._infos:
             self._infos[value.name] = value
             self._events.put_nowait(WorkerChanged(value.name))
+
+
+async def _refuse(value: Any) -> Any:
+    raise UnavailableError(f"this replica answers no {type(value).__name__}")
 
 
 def _release_unread(channel: Channel, reply: asyncio.Future[Fetched]) -> None:

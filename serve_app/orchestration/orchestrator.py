@@ -14,10 +14,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 from epd.control.admission import AdmissionQueue
 from epd.control.elasticity import ControllerConfig, RequestWork
@@ -95,6 +96,14 @@ class OrchestratorConfig:
     retention: RetentionConfig | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class SwitchRequest:
+    """A role switch that another orchestrator asks the leading one for."""
+
+    worker: str
+    roles: frozenset[Stage]
+
+
 class Orchestrator:
     """Implements AnswerService. Used from one event loop, which it never blocks."""
 
@@ -143,6 +152,7 @@ class Orchestrator:
             parts, self.switcher.in_flight, switch_s=switching.drain_s, drain_s=switching.leave_s
         )
         self._leads = True
+        self.ask_leader: Callable[[SwitchRequest], Awaitable[Any]] | None = None
         self._loads: dict[str, WorkerLoad] = {}
         self.media = FleetMedia(
             fleet, self.router, self._loads, owner=owner, patience_s=self.config.unavailable_s
@@ -347,10 +357,13 @@ class Orchestrator:
     # Roles
 
     async def switch_roles(self, worker: str, roles: frozenset[Stage]) -> RoleSwitch:
-        """See `AnswerService`. Raises UnavailableError if another orchestrator leads."""
-        if not self._leads:
+        """See `AnswerService`. Asks the orchestrator that leads, if that is another one."""
+        if self._leads:
+            return await self.switcher.switch(worker, roles)
+        if self.ask_leader is None:
             raise UnavailableError("another replica of the server switches roles; send the request again")
-        return await self.switcher.switch(worker, roles)
+        switch: RoleSwitch = await self.ask_leader(SwitchRequest(worker, roles))
+        return switch
 
     @property
     def leads(self) -> bool:

@@ -22,7 +22,7 @@ from serve_app.app_args import AppArgs
 
 if TYPE_CHECKING:
     from serve_app.network.media_server import MediaServer
-    from serve_app.network.members import Place, Purpose, View
+    from serve_app.network.members import Place, Purpose
     from serve_app.network.worker_server import WorkerServer
     from serve_app.ray.board import RayBoard
 
@@ -83,7 +83,7 @@ class Media:
 
 async def create_front(args: AppArgs) -> FastAPI:
     """Creates the HTTP app of a front. Raises EPDError."""
-    from serve_app.composition import create_app, log_requests
+    from serve_app.composition import create_app, log_requests, share_lead
     from serve_app.network.remote_fleet import RemoteFleet
 
     _quiet()
@@ -91,13 +91,7 @@ async def create_front(args: AppArgs) -> FastAPI:
     fleet = RemoteFleet(_board(args), _place(), _purpose(args))
     fleet.membership.on_ended = _end
     app = await create_app(args, fleet, fleet.owner)
-    service = app.state.server.service
-
-    def follow(view: View) -> None:
-        service.leads = view.leader == fleet.owner
-
-    fleet.on_view = follow
-    follow(fleet.membership.view)
+    share_lead(app.state.server.service, fleet)
     return app
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from epd.errors import UnavailableError
 from epd.kv.scheduling import SchedulerConfig
 from epd.topology import parse_topology
+from serve_app.composition import share_lead
 from serve_app.media.media_worker import MediaSettings, MediaWorker
 from serve_app.network.board import Board
 from serve_app.network.media_server import MediaServer
@@ -159,6 +160,7 @@ class Cluster:
     async def add_front(self, **options: Any) -> Front:
         front = Front(self, **options)
         await front.service.start()
+        share_lead(front.service, front.fleet)
         self.fronts.append(front)
         return front
 

@@ -211,6 +211,42 @@ def test_a_new_release_comes_up_beside_the_old_one(
     asyncio.run(run())
 
 
+def test_any_front_switches_roles_and_all_move_their_answers(
+    model: Path, questions: list[Question], expected: list[tuple[int, ...]]
+) -> None:
+    async def run() -> None:
+        async with clustered(model, "1e1p2d", num_fronts=2) as cluster:
+            leader, other = cluster.fronts
+            await until(lambda: topology_seen(leader) == topology_seen(other) == "1e1p2d")
+            assert (leader.service.leads, other.service.leads) == (True, False)
+            asking = [asyncio.create_task(front.ask_all(questions)) for front in cluster.fronts]
+            await until(
+                lambda: all(
+                    any(each.decode_worker == "d1" and each.is_handed_over for each in attempts.values())
+                    for attempts in (leader.service.attempts, other.service.attempts)
+                )
+            )
+            switch = await other.service.switch_roles("d1", frozenset({"prefill"}))
+            assert (switch.before, switch.after) == ("d", "p")
+            assert [each.worker for each in leader.service.switcher.last] == ["d1"]
+            await until(lambda: topology_seen(leader) == topology_seen(other) == "1e2p1d")
+            for answers in await asyncio.gather(*asking):
+                assert [answer.tokens for answer in answers] == expected
+            # A worker that comes for a lost one takes its roles, also those it was switched to.
+            await cluster.kill(cluster.worker("d1"))
+            again = await cluster.add_stage()
+            assert (again.info.name, again.info.roles) == ("d1", frozenset({"prefill"}))
+            # The next front leads once the first is gone.
+            await leader.kill()
+            await until(lambda: other.service.leads)
+            await until(lambda: topology_seen(other) == "1e2p1d")
+            await other.service.switch_roles("d1", frozenset({"decode"}))
+            assert [a.tokens for a in await other.ask_all(questions[:4])] == expected[:4]
+            await settled(cluster)
+
+    asyncio.run(run())
+
+
 def test_a_worker_that_is_silent_is_lost_for_all(model: Path) -> None:
     async def run() -> None:
         async with clustered(model, "1e1p1d", hang_s=1.0) as cluster:
