@@ -1,4 +1,4 @@
-"""Serves a media worker to fronts, and its frames to encoders, over links."""
+"""Serves a media worker to fronts, and what it reads to encoders and other media workers, over links."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from typing import Any, Protocol
 from epd.errors import EPDError
 from epd.types import UInt8Array
 from serve_app.fleet import EVERY_STAGE, WorkerLostError
+from serve_app.media_messages import NotHeldError
 from serve_app.messages import Message, WorkerLoad, WorkerReport
-from serve_app.network.calls import Answer, Channel
-from serve_app.network.link import Link
+from serve_app.network.calls import Answer, Channel, Channels
+from serve_app.network.link import Link, LinkClosedError
 from serve_app.network.members import BoardClient, Hello, Place, Purpose, View
 from serve_app.network.membership import Membership
-from serve_app.network.wire import FetchCall, Fetched, ReleaseBulk, TakeBulk, WorkerCall
+from serve_app.network.wire import BulkPlace, FetchCall, Fetched, ReleaseBulk, TakeBulk, WorkerCall
 from serve_app.task_group import Loops, Tasks
 from serve_app.worker.worker_thread import fault_of
 
@@ -31,7 +32,9 @@ _MAX_STEP_S = 120.0  # a worker that is busy with one read for this time ends
 class MediaHost(Protocol):
     """Does the work of a media worker: a `MediaWorker`."""
 
-    async def answer(self, message: Message[Any], owner: str) -> tuple[Any, UInt8Array | None]:
+    async def answer(
+        self, message: Message[Any], owner: str, bulk: UInt8Array | None
+    ) -> tuple[Any, UInt8Array | None]:
         """Returns the reply, and frames if there are any. Raises EPDError, or any error of a bug."""
         ...
 
@@ -76,11 +79,13 @@ class MediaServer:
         self._numbers = count()
         self._loops = Loops(Counter(), lambda loop: self.membership.on_ended(f"its loop '{loop}' has ended"))
         self._tasks = Tasks()
+        self._channels: Channels | None = None  # to other media workers
         self.is_healthy = True
 
     async def start(self) -> None:
         """Joins, and takes work."""
         await self.membership.join(self._accept)
+        self._channels = Channels(self.membership.credentials.key, Hello("media", self.membership.epoch))
         self.membership.on_view = self._take_view
         self._loops.start("board", self.membership.run)
         self._loops.start("load", self._report)
@@ -106,6 +111,8 @@ class MediaServer:
         await self._loops.close()
         self._tasks.cancel()
         await self._tasks.wait()
+        if self._channels is not None:
+            self._channels.close()
         await asyncio.to_thread(self._host.close)
         self._kept.clear()
 
@@ -142,7 +149,8 @@ class MediaServer:
     async def _handle(self, owner: str, call: FetchCall | WorkerCall, answer: Answer) -> None:
         message = call.message
         try:
-            value, frames = await self._host.answer(message, owner)
+            bulk = await self._bulk(call) if isinstance(call, WorkerCall) else None
+            value, frames = await self._host.answer(message, owner, bulk)
         except EPDError as error:
             answer(error)
         except Exception as error:  # what cannot be read fails its request alone
@@ -150,6 +158,18 @@ class MediaServer:
             answer(fault_of(self.membership.info.name, message, error))
         else:
             answer(self._fetched(owner, value, frames) if isinstance(call, FetchCall) else value)
+
+    async def _bulk(self, call: WorkerCall) -> UInt8Array | None:
+        """Returns the bytes that come with a message. Raises NotHeldError if they are gone."""
+        if not isinstance(call.bulk, BulkPlace):
+            return call.bulk
+        assert self._channels is not None
+        try:
+            there = TakeBulk(call.bulk.number)
+            found: UInt8Array = await self._channels.call(call.bulk.address, there)
+        except LinkClosedError as error:
+            raise NotHeldError(f"the bytes are lost: {error}; send them again") from error
+        return found
 
     def _fetched(self, owner: str, value: Any, frames: UInt8Array | None) -> Fetched:
         if frames is None or owner not in self._fronts:
