@@ -7,7 +7,7 @@ is deployed, which pods get clients); names of fields in its CRD. Only what our 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,6 +137,25 @@ class Group:
         return agent if self.is_head else {"httpGet": {"path": "/-/healthz", "port": 8000}}
 
     @property
+    def num_pods(self) -> int:
+        return 1 if self.is_head else int(self.spec["replicas"])
+
+    @property
+    def num_cpus(self) -> int:
+        """Those of a pod, as Ray is started with: of rayStartParams, else of limits, else of requests."""
+        resources = self.container.get("resources", {})
+        by_kind = (resources.get(kind, {}).get("cpu") for kind in ("limits", "requests"))
+        given = (self.start_params.get("num-cpus"), *by_kind)
+        return int(next((each for each in given if each is not None), 0))
+
+    @property
+    def num_gpus(self) -> int:
+        """Those of a pod: of rayStartParams, else of the limit whose name ends with "gpu"."""
+        limits = self.container.get("resources", {}).get("limits", {})
+        given = self.start_params.get("num-gpus")
+        return int(given or sum(int(num) for name, num in limits.items() if name.endswith("gpu")))
+
+    @property
     def grace_s(self) -> int:
         return int(self.pod.get("terminationGracePeriodSeconds", DEFAULT_GRACE_S))
 
@@ -152,6 +171,32 @@ def problems(service: Object) -> list[str]:
     """Why the operator cannot bring the application up, or sends clients where nobody answers."""
     named = _misnamed(service, "", FIELDS, REQUIRED)
     return [*named, *_pod_problems(service), *_head_problems(service)]
+
+
+def unplaced(service: Object, deployments: Iterable[Object]) -> list[str]:
+    """Which replicas of Serve's deployments find no pod with free CPUs and GPUs.
+
+    Those that ask for GPUs choose first; the others take pods without one first, as Ray's scheduler does.
+    """
+    pods = [[group.num_cpus, group.num_gpus] for group in groups(service) for _ in range(group.num_pods)]
+    found = []
+    for deployment in sorted(deployments, key=lambda each: -each["ray_actor_options"].get("num_gpus", 0)):
+        num, options = deployment["num_replicas"], deployment["ray_actor_options"]
+        wanted = (options.get("num_cpus", 1), options.get("num_gpus", 0))
+        left = sum(not _place(pods, wanted) for _ in range(num))
+        if left:
+            found.append(f"{left} of {num} replicas of {deployment['name']} find no pod with {wanted}")
+    return found
+
+
+def _place(pods: list[list[int]], wanted: tuple[float, float]) -> bool:
+    """Takes CPUs and GPUs of the first pod that has them. Returns whether there is one."""
+    for pod in sorted(pods, key=lambda each: each[1]):
+        if pod[0] >= wanted[0] and pod[1] >= wanted[1]:
+            pod[0] -= int(wanted[0])
+            pod[1] -= int(wanted[1])
+            return True
+    return False
 
 
 def _misnamed(found: Any, place: str, fields: Fields, required: Fields) -> Iterator[str]:
