@@ -31,12 +31,12 @@ from encoders.prompt.chat import ChatMessage, ContentPart
 from epd.sampling_params import SamplingParams
 from epd.types import StageTimings, Usage, content_hash
 from serve_app import messages as worker_messages
-from serve_app.fleet import WorkerInfo
 from serve_app.http.api import ApiSettings, create_api
 from serve_app.messages import Admitted, Prefill, WorkerReport
 from serve_app.orchestration.orchestrator import Orchestrator
 from serve_app.orchestration.request_planner import RequestPlanner
 from serve_app.service import AnswerEnd, AnswerRequest, ModelCard, ServiceStatus, TokenDelta
+from serve_app.worker_info import WorkerInfo
 from stages.engine.generation import TokenOutput
 from stages.sampling.sampler import SampledToken
 from video import FetchPolicy, open_file

@@ -16,13 +16,12 @@ from epd.errors import EPDError, UnavailableError
 from epd.topology import Stage
 from serve_app.messages import Message, ReplyT, WorkerReport
 from serve_app.role_messages import Offload, SetRoles
+from serve_app.worker_info import WorkerInfo
 
 logger = logging.getLogger(__name__)
 
 _NUM_SURE_TRIES = 3
 _SURE_PAUSE_S = 0.1
-# Of a worker that leaves for good: no switch of roles gives up all three, as prefill decodes what it merges.
-EVERY_STAGE: frozenset[Stage] = frozenset({"encode", "prefill", "decode"})
 # A NumPy array, or a fleet's own handle to one elsewhere. The orchestrator only passes it on.
 Bulk = object
 
@@ -31,44 +30,14 @@ class WorkerLostError(UnavailableError):
     """Raised when a worker is lost, or was when the message arrived: the message may have been handled."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerInfo:
-    """Describes the current state of a worker. incarnation: number of times it was started, from 1.
-
-    closed: roles that it is giving up or taking on, for which it gets no work meanwhile
-    leaving: stages that it gives up, whose work every orchestrator takes elsewhere; `EVERY_STAGE` for good
-    """
-
-    name: str
-    roles: frozenset[Stage]
-    is_alive: bool = True
-    incarnation: int = 1
-    closed: frozenset[Stage] = frozenset()
-    leaving: frozenset[Stage] = frozenset()
-
-    def takes(self, stage: Stage) -> bool:
-        """Returns whether it can be given work for the role."""
-        is_staying = stage not in self.closed and stage not in self.leaving
-        return self.is_alive and stage in self.roles and is_staying
-
-    @property
-    def is_draining(self) -> bool:
-        """Returns whether it ends once its work is done."""
-        return self.leaving == EVERY_STAGE
-
-    @property
-    def is_gone(self) -> bool:
-        """Returns whether it has ended for good: its name may be given to another."""
-        return self.is_draining and not self.is_alive
-
-    def told(self, message: Message[Any]) -> WorkerInfo:
-        """Returns its state after it has been sent the message, as the next message will find it."""
-        match message:
-            case Offload():
-                return replace(self, closed=self.roles - message.roles, leaving=message.leaving)
-            case SetRoles():
-                return replace(self, roles=message.roles, closed=frozenset(), leaving=frozenset())
-        return self
+def state_after(info: WorkerInfo, message: Message[Any]) -> WorkerInfo:
+    """Returns a worker's state after it has been sent a message, as the next message will find it."""
+    match message:
+        case Offload():
+            return replace(info, closed=info.roles - message.roles, leaving=message.leaving)
+        case SetRoles():
+            return replace(info, roles=message.roles, closed=frozenset(), leaving=frozenset())
+    return info
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,15 @@ from epd.errors import CancelledError, EPDError
 from epd.topology import ROLE_LETTERS, Stage
 from epd.transfer.connectors import EncoderConnector, KVConnector
 from epd.types import UInt8Array
-from serve_app.fleet import Bulk, FleetBroken, FleetEvent, WorkerBack, WorkerInfo, WorkerLost, WorkerLostError
+from serve_app.fleet import (
+    Bulk,
+    FleetBroken,
+    FleetEvent,
+    WorkerBack,
+    WorkerLost,
+    WorkerLostError,
+    state_after,
+)
 from serve_app.media.media_processes import MediaProcesses
 from serve_app.media.media_worker import MediaSettings, MediaWorker
 from serve_app.messages import Message, ReplyT, WorkerReport, endpoint
@@ -30,6 +38,7 @@ from serve_app.task_group import Loops
 from serve_app.worker.worker_core import WorkerCore
 from serve_app.worker.worker_stages import WorkerSettings
 from serve_app.worker.worker_thread import IDLE_S, Call, Listener, WorkerThread, fault_of
+from serve_app.worker_info import WorkerInfo
 from stages.connectors import InProcessHub
 from stages.encode.encoder_pool import EncoderPool, EncoderPoolShape
 from stages.engine.kv_pool import KVPools, KVPoolsShape
@@ -191,7 +200,7 @@ class LocalFleet:
         thread.calls.add(answered)
         answered.add_done_callback(thread.calls.discard)
         thread.put(Call(message, bulk, answered))
-        self._infos[target] = self._infos[target].told(message)
+        self._infos[target] = state_after(self._infos[target], message)
         return cast(ReplyT, await answered)
 
     async def fetch(self, stage: Stage, target: str, message: Message[ReplyT]) -> tuple[ReplyT, Bulk]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from epd.errors import EPDError
 from epd.types import UInt8Array
-from serve_app.fleet import EVERY_STAGE, WorkerLostError
+from serve_app.fleet import WorkerLostError
 from serve_app.media_messages import NotHeldError
 from serve_app.messages import Message, WorkerLoad, WorkerReport
 from serve_app.network.calls import Answer, Channel, Channels
@@ -22,6 +22,7 @@ from serve_app.network.membership import Membership
 from serve_app.network.wire import BulkPlace, FetchCall, Fetched, ReleaseBulk, TakeBulk, WorkerCall
 from serve_app.task_group import Loops, Tasks
 from serve_app.worker.worker_thread import fault_of
+from serve_app.worker_info import EVERY_STAGE
 
 logger = logging.getLogger(__name__)
 

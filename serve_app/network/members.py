@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from serve_app.fleet import WorkerInfo
 from serve_app.network.link import Address
+from serve_app.worker_info import WorkerInfo
 
 Kind = Literal["front", "media", "stage"]
 

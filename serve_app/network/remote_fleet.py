@@ -19,15 +19,14 @@ from typing import Any, cast
 from epd.errors import EPDError, InternalError, UnavailableError
 from epd.topology import Stage
 from serve_app.fleet import (
-    EVERY_STAGE,
     Bulk,
     FleetBroken,
     FleetEvent,
     WorkerBack,
     WorkerChanged,
-    WorkerInfo,
     WorkerLost,
     WorkerLostError,
+    state_after,
 )
 from serve_app.messages import Message, ReplyT, WorkerReport
 from serve_app.network.calls import Answer, Channel, Channels
@@ -36,6 +35,7 @@ from serve_app.network.members import BoardClient, Hello, Member, Place, Purpose
 from serve_app.network.membership import Membership
 from serve_app.network.wire import BulkPlace, FetchCall, Fetched, ReleaseBulk, WorkerCall
 from serve_app.task_group import Loops, Tasks
+from serve_app.worker_info import EVERY_STAGE, WorkerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ class RemoteFleet:
         channel = self._channel_to(target)
         frames = bulk.place if isinstance(bulk, RemoteBulk) else bulk
         reply = channel.call(WorkerCall(message, cast(Any, frames)))
-        self._infos[target] = self._infos[target].told(message)
+        self._infos[target] = state_after(self._infos[target], message)
         return cast(ReplyT, await self._reply(target, reply))
 
     async def fetch(

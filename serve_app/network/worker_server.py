@@ -20,7 +20,7 @@ import torch
 
 from epd.errors import EPDError
 from epd.types import UInt8Array
-from serve_app.fleet import EVERY_STAGE, WorkerInfo, WorkerLostError
+from serve_app.fleet import WorkerLostError, state_after
 from serve_app.messages import DropOwner, Message, PeerLost, WorkerLoad, WorkerReport, by_owner
 from serve_app.network.calls import Answer, Channel, Channels
 from serve_app.network.connector import Envelope, ProcessTransport
@@ -34,6 +34,7 @@ from serve_app.role_messages import AskRemaining, Offload
 from serve_app.task_group import Loops, Tasks
 from serve_app.worker.worker_stages import WorkerSettings
 from serve_app.worker.worker_thread import Call, Listener, WorkerThread
+from serve_app.worker_info import EVERY_STAGE, WorkerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ class WorkerServer:
         is_over = False
         if self._thread is not None and self.is_healthy:
             offload = Offload(frozenset(), EVERY_STAGE)
-            self._set_info(self.info.told(offload))
+            self._set_info(state_after(self.info, offload))
             with suppress(TimeoutError, EPDError):
                 async with asyncio.timeout(timeout_s):
                     await self.membership.update()  # now: a worker that comes takes its place
@@ -244,7 +245,7 @@ class WorkerServer:
         """Gives the thread a message. Returns the future of its reply."""
         if self._thread is None:
             raise WorkerLostError("the worker is starting; send to another")
-        self._set_info(self.info.told(message))
+        self._set_info(state_after(self.info, message))
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._thread.put(Call(message, frames, reply))
         return reply

@@ -24,11 +24,12 @@ from epd.control.elasticity import (
 )
 from epd.errors import EPDError
 from epd.topology import Stage
-from serve_app.fleet import Fleet, WorkerInfo
+from serve_app.fleet import Fleet
 from serve_app.messages import WorkerLoad
 from serve_app.orchestration.request_planner import AnswerPlan
 from serve_app.orchestration.role_switch import RoleSwitcher
 from serve_app.task_group import Loops, Tasks
+from serve_app.worker_info import WorkerInfo
 
 logger = logging.getLogger(__name__)
 

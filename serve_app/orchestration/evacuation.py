@@ -17,12 +17,13 @@ from typing import Any
 
 from epd.control.routing import InFlight, Router
 from epd.topology import Stage
-from serve_app.fleet import Fleet, WorkerInfo
+from serve_app.fleet import Fleet
 from serve_app.orchestration.attempt import Attempt, Ending
 from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
 from serve_app.orchestration.placement import RequestPlacer
 from serve_app.role_messages import AskRemaining, RemainingWork
 from serve_app.task_group import Tasks
+from serve_app.worker_info import WorkerInfo
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from epd.topology import Stage, role_letters
-from serve_app.fleet import WorkerInfo
 from serve_app.messages import WorkerLoad
 from serve_app.service import WorkerStatus
+from serve_app.worker_info import WorkerInfo
 
 _ALL_ROLES: frozenset[Stage] = frozenset({"video", "encode", "prefill", "decode"})
 

@@ -16,12 +16,13 @@ from epd.errors import EPDError
 from epd.kv.kv_identity import TokenIdentity
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket
-from serve_app.fleet import Fleet, WorkerInfo, WorkerLostError
+from serve_app.fleet import Fleet, WorkerLostError
 from serve_app.messages import Abort, Message, Prefill, Redirect, ReplyT, Reserve, endpoint
 from serve_app.orchestration.attempt import Attempt, Ending
 from serve_app.orchestration.isolation import Isolation
 from serve_app.orchestration.loss_counter import LossCounter
 from serve_app.role_messages import Move, Pause, Resume
+from serve_app.worker_info import WorkerInfo
 
 _NUM_FIRST = 8  # requests that look for room concurrently
 _POLL_S = 0.5

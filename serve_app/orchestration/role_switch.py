@@ -20,7 +20,7 @@ from typing import Literal
 
 from epd.errors import EPDError, InfeasibleError, InternalError, RequestError, UnavailableError
 from epd.topology import Stage, role_letters
-from serve_app.fleet import Fleet, WorkerInfo, WorkerLostError, send_surely
+from serve_app.fleet import Fleet, WorkerLostError, send_surely
 from serve_app.messages import Message, ReplyT
 from serve_app.orchestration.evacuation import Evacuation, EvacuationParts
 from serve_app.role_messages import (
@@ -35,6 +35,7 @@ from serve_app.role_messages import (
 from serve_app.service import RoleSwitch, SwitchTotals
 from serve_app.task_group import Tasks
 from serve_app.worker.worker_core import stages_of
+from serve_app.worker_info import WorkerInfo
 
 logger = logging.getLogger(__name__)
 

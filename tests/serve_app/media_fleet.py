@@ -10,11 +10,12 @@ from epd.errors import CancelledError
 from epd.models import embedded_model_path
 from epd.topology import Stage
 from epd.types import UInt8Array, content_hash
-from serve_app.fleet import WorkerInfo, WorkerLostError
+from serve_app.fleet import WorkerLostError
 from serve_app.media.media_worker import MediaSettings, MediaWorker
 from serve_app.messages import Message
 from serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
 from serve_app.service import AnswerRequest, HeldItem, MediaReference, MediaSource
+from serve_app.worker_info import WorkerInfo
 from stages.media import plan_pixels
 from video import FetchPolicy, load_image, look, media_kind
 

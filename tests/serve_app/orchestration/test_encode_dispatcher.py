@@ -17,9 +17,10 @@ from epd.errors import UnavailableError
 from epd.topology import Stage
 from epd.transfer.connectors import Ticket
 from epd.transfer.reception import Grant
-from serve_app.fleet import WorkerInfo, WorkerLostError
+from serve_app.fleet import WorkerLostError
 from serve_app.messages import CancelTickets, EncodeGroup, Reissue
 from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
+from serve_app.worker_info import WorkerInfo
 
 PLAN = MediaPlan("image", (56, 56), Grid(1, 4, 4), 1, 4)
 

@@ -12,9 +12,10 @@ import pytest
 
 from epd.errors import UnavailableError
 from epd.sampling_params import SamplingParams
-from serve_app.fleet import EVERY_STAGE, WorkerChanged, WorkerLost
+from serve_app.fleet import WorkerChanged, WorkerLost
 from serve_app.orchestration.role_switch import SwitchLimits
 from serve_app.role_messages import AskRemaining, Offload
+from serve_app.worker_info import EVERY_STAGE
 from tests.serve_app.deployments import Answered, Question, undisturbed, until_busy, until_decoding
 from tests.serve_app.shared_fleet import Front, fronts_over
 

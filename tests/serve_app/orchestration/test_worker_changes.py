@@ -18,18 +18,11 @@ from epd.control.routing import Router
 from epd.errors import RequestError, UnavailableError
 from epd.sampling_params import SamplingParams
 from epd.topology import Stage
-from serve_app.fleet import (
-    EVERY_STAGE,
-    FleetEvent,
-    WorkerBack,
-    WorkerChanged,
-    WorkerInfo,
-    WorkerLost,
-    WorkerLostError,
-)
+from serve_app.fleet import FleetEvent, WorkerBack, WorkerChanged, WorkerLost, WorkerLostError, state_after
 from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
 from serve_app.orchestration.loss_counter import LossCounter
 from serve_app.role_messages import Offload, SetRoles
+from serve_app.worker_info import EVERY_STAGE, WorkerInfo
 from tests.serve_app.deployments import Deployment, Question, deployed, undisturbed, until_decoding
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
@@ -71,10 +64,10 @@ def test_a_worker_takes_nothing_for_what_it_leaves() -> None:
     roles: frozenset[Stage] = frozenset({"encode", "decode"})
     info = WorkerInfo("ed0", roles)
     offload = Offload(frozenset({"encode"}), frozenset({"decode"}))
-    assert [info.told(offload).takes(stage) for stage in ("encode", "decode")] == [True, False]
-    assert not info.told(offload).is_draining
-    assert info.told(offload).told(SetRoles(roles)) == info
-    draining = info.told(Offload(frozenset(), EVERY_STAGE))
+    assert [state_after(info, offload).takes(stage) for stage in ("encode", "decode")] == [True, False]
+    assert not state_after(info, offload).is_draining
+    assert state_after(state_after(info, offload), SetRoles(roles)) == info
+    draining = state_after(info, Offload(frozenset(), EVERY_STAGE))
     assert [draining.takes(stage) for stage in ("encode", "decode")] == [False, False]
     assert draining.is_draining
     assert [draining.is_gone, replace(draining, is_alive=False).is_gone] == [False, True]
