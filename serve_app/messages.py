@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 
 from encoders.groups import MediaGroup
 from epd.control.elasticity import StageSample
+from epd.control.routing import InFlight
 from epd.errors import EPDError
 from epd.kv.kv_identity import TokenIdentity
 from epd.sampling_params import SamplingParams
@@ -232,6 +233,7 @@ class WorkerLoad:
     counters: totals since its start, under names as in `ServiceStatus.counters`
     spooled_bytes, num_downloads: at a media worker, files of requests in flight and downloads in progress
     stages: samples from which its load is estimated, for each of its roles
+    work: what it has of everybody, in the units in which a router counts; None if it does not say
     """
 
     num_waiting: int = 0
@@ -244,6 +246,7 @@ class WorkerLoad:
     spooled_bytes: int = 0
     num_downloads: int = 0
     stages: Mapping[Stage, StageSample] = field(default_factory=dict)
+    work: InFlight | None = None
 
 
 @dataclass(frozen=True, slots=True)

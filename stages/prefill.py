@@ -94,6 +94,11 @@ class PrefillStage:
         """Lists the requests that are not over, including those that are being handed over."""
         return {*self.engine.request_ids, *self._handovers}
 
+    @property
+    def num_merged(self) -> int:
+        """Counts the requests that are not over and have no other worker to decode them."""
+        return len(set(self.engine.request_ids) - self._handovers.keys())
+
     def has_work(self) -> bool:
         """Reports whether a request is not over, or its blocks may still be read."""
         return self.engine.has_work() or bool(self._handovers) or bool(self._leaving)

@@ -7,7 +7,10 @@
 The lower a priority, the more important, as in vLLM: 0 where a user waits for the answer. Above it, batch
 requests look for room only while nothing more important waits, and take no place in the queue from others.
 
-Time is passed in, in seconds on any one clock.
+Several queues may share the workers. Each then knows from the others how many wait there and since when: all
+of them count as waiting, and a request lets an older one go first, for a short time on each turn.
+
+Time is passed in, in seconds on any one clock; queues that share workers use clocks that agree.
 """
 
 from __future__ import annotations
@@ -20,6 +23,20 @@ from epd.errors import OverloadedError
 _WEIGHT_OF_NEW = 0.1  # weight of a measurement in the running means
 _MAX_OVERTAKEN = 32
 _LEAST_RETRY_S, _MOST_RETRY_S = 1.0, 60.0
+_YIELD_S = 0.25  # the longest that a turn is left to older requests of other queues
+_MIN_OLDER_S = 0.5  # that must be older by this: what is known of others is not newer
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """Describes the requests that wait in other queues.
+
+    num_waiting: those with users, see priorities
+    oldest_s: when the oldest of them came; None if none waits
+    """
+
+    num_waiting: int = 0
+    oldest_s: float | None = None
 
 
 @dataclass(order=True, slots=True)
@@ -29,6 +46,7 @@ class _Waiting:
     number: int
     request_id: str = field(compare=False)
     deadline_s: float = field(compare=False)
+    entered_s: float = field(default=0.0, compare=False)
     num_overtaken: int = field(default=0, compare=False)  # by requests behind it that found room
 
 
@@ -48,6 +66,8 @@ class AdmissionQueue:
     def __init__(self, max_waiting: int) -> None:
         self.max_waiting = max_waiting
         self.num_refused = 0
+        self.others: Others | None = None
+        self._yields_since_s: float | None = None
         self._waiting: list[_Waiting] = []
         self._num_entered = 0
         self._placed_s: float | None = None  # last time that a request left while another waited
@@ -57,12 +77,18 @@ class AdmissionQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def summary(self) -> Others:
+        """Returns what other queues need to know of this one."""
+        entered = [each.entered_s for each in self._waiting if each.priority <= 0]
+        return Others(len(entered), min(entered, default=None))
+
     def check(self, now_s: float, deadline_s: float, *, num_coming: int = 0, priority: int = 0) -> None:
         """Raises OverloadedError if a request that came now would be refused.
 
         num_coming: requests that were not refused and have not entered yet.
         """
         num_rivals = sum(each.priority <= max(priority, 0) for each in self._waiting) + num_coming
+        num_rivals += self.others.num_waiting if self.others is not None else 0
         if num_rivals >= self.max_waiting:
             raise self._refusal(f"{num_rivals} requests wait; allowed {self.max_waiting}")
         num_ahead = sum(each.priority <= priority for each in self._waiting) + num_coming
@@ -82,7 +108,7 @@ class AdmissionQueue:
             self.check(now_s, deadline_s, priority=priority)
         if not self._waiting:
             self._placed_s = None
-        insort(self._waiting, _Waiting(priority, is_new, self._num_entered, request_id, deadline_s))
+        insort(self._waiting, _Waiting(priority, is_new, self._num_entered, request_id, deadline_s, now_s))
         self._num_entered += 1
 
     def first(self, num_first: int = 1) -> list[str]:
@@ -95,9 +121,26 @@ class AdmissionQueue:
         first = self._waiting[:num_first]
         return [each.request_id for each in first if each.priority == first[0].priority]
 
-    def is_turn(self, request_id: str, num_first: int = 1) -> bool:
-        """Returns whether the request is one of those from `first`."""
+    def is_turn(self, request_id: str, num_first: int = 1, now_s: float | None = None) -> bool:
+        """Returns whether the request is one of those from `first`.
+
+        now_s: the time, where older requests of other queues may go first
+        """
+        if now_s is not None and self._yields(now_s):
+            return False
         return request_id in self.first(num_first)
+
+    def _yields(self, now_s: float) -> bool:
+        """Returns whether this turn is left to other queues; one that has been left long enough is taken."""
+        first = self._waiting[0] if self._waiting else None
+        oldest_s = None if self.others is None else self.others.oldest_s
+        is_older = first is not None and oldest_s is not None and oldest_s + _MIN_OLDER_S < first.entered_s
+        if first is None or not is_older or not first.is_new:
+            self._yields_since_s = None
+            return False
+        if self._yields_since_s is None:
+            self._yields_since_s = now_s
+        return now_s < self._yields_since_s + _YIELD_S
 
     def check_deadline(self, request_id: str, now_s: float) -> None:
         """Raises OverloadedError for a request that has waited too long, or is expected to.
@@ -122,6 +165,7 @@ class AdmissionQueue:
                 break
             waiting.num_overtaken += 1
         self.leave(request_id)
+        self._yields_since_s = None  # the next turn may be left to others again
         if self._placed_s is not None:
             self._interval_s.add(now_s - self._placed_s)
         self._placed_s = now_s if self._waiting else None

@@ -196,7 +196,7 @@ class PlacementPolicy:
     def _prefillers(self, allowed: Allowed | None) -> Sequence[str]:
         names: Sequence[str] = self._answering(self.candidates().taking("prefill"))
         if self._max_prefills is not None:
-            names = [name for name in names if self.router.in_flight(name).num_prefills < self._max_prefills]
+            names = [name for name in names if self.router.load(name).num_prefills < self._max_prefills]
         return names if allowed is None else allowed("prefill", names)
 
     def decoders(self, allowed: Allowed | None = None) -> Iterable[str]:

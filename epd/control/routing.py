@@ -111,24 +111,52 @@ class _LeastLoaded:
 class Router:
     """Chooses workers by the work in flight at each, and remembers which workers have which media.
 
+    Work of other routers that share the workers counts as far as it is reported: see `set_reported`.
     The orders are iterators: the workers after the first are sorted when the second is requested.
     """
 
     def __init__(self, *, max_remembered: int = 65_536) -> None:
         """max_remembered bounds the groups, and prefixes of media, whose last worker is known."""
-        self._in_flight: dict[str, InFlight] = {}
+        self._in_flight: dict[str, InFlight] = {}  # sent from here
+        self._others: dict[str, InFlight] = {}  # sent by others, as far as known
+        self._loads: dict[str, InFlight] = {}  # both
         self._prefixes: Recent[Hashable, str] = Recent(max_remembered)
         self._groups: Recent[GroupKey, str] = Recent(max_remembered)
-        self._prefill = _LeastLoaded(self._in_flight, lambda it: (it.prefill_tokens, _num_requests(it)))
-        self._decode = _LeastLoaded(self._in_flight, lambda it: (it.num_decodes,))
-        self._encode = _LeastLoaded(self._in_flight, lambda it: (it.encode_patches,))
-        self._video = _LeastLoaded(self._in_flight, lambda it: (it.num_videos,))
+        self._prefill = _LeastLoaded(self._loads, lambda it: (it.prefill_tokens, _num_requests(it)))
+        self._decode = _LeastLoaded(self._loads, lambda it: (it.num_decodes,))
+        self._encode = _LeastLoaded(self._loads, lambda it: (it.encode_patches,))
+        self._video = _LeastLoaded(self._loads, lambda it: (it.num_videos,))
 
     # Counts
 
     def in_flight(self, worker: str) -> InFlight:
-        """Returns the counts of work in flight at one worker."""
+        """Returns the counts of work in flight at one worker that was sent from here."""
         return self._in_flight.get(worker, _NOTHING)
+
+    def load(self, worker: str) -> InFlight:
+        """Returns the counts of everybody's work in flight at one worker, as far as known."""
+        return self._loads.get(worker, _NOTHING)
+
+    def set_reported(self, worker: str, reported: InFlight) -> None:
+        """Sets the counts that a worker has reported, of everybody's work.
+
+        What is more than was sent from here is the work of others, until the next report.
+        """
+        self._others[worker] = _more(reported, self.in_flight(worker))
+        self._recount(worker)
+
+    def clear_reported(self) -> None:
+        """Forgets the work of others: there are none."""
+        for worker in list(self._others):
+            del self._others[worker]
+            self._recount(worker)
+
+    def _recount(self, worker: str) -> None:
+        """Updates the orders after counts of a worker have changed."""
+        own, others = self.in_flight(worker), self._others.get(worker)
+        self._loads[worker] = own if others is None else _sum(own, others)
+        for order in (self._prefill, self._decode, self._encode, self._video):
+            order.changed(worker)
 
     def add(
         self,
@@ -149,8 +177,7 @@ class Router:
             before.encode_patches + encode_patches,
             before.num_videos + num_videos,
         )
-        for order in (self._prefill, self._decode, self._encode, self._video):
-            order.changed(worker)
+        self._recount(worker)
 
     # Prefill and decode
 
@@ -170,7 +197,7 @@ class Router:
             return
 
         def cost(worker: str) -> tuple[int, int, str]:
-            counts = self.in_flight(worker)
+            counts = self.load(worker)
             return counts.prefill_tokens - cached.get(worker, 0), _num_requests(counts), worker
 
         # A worker that had nothing can only be the best if it is the least loaded.
@@ -237,6 +264,17 @@ class Router:
         """Forgets what the worker had, which is lost; the caller takes back its counts."""
         self._prefixes.drop(worker)
         self._groups.drop(worker)
+        if self._others.pop(worker, None) is not None:
+            self._recount(worker)
+
+
+def _sum(first: InFlight, second: InFlight) -> InFlight:
+    return InFlight(*(one + other for one, other in zip(first, second, strict=True)))
+
+
+def _more(counts: InFlight, than: InFlight) -> InFlight:
+    """Returns by how much each count is larger."""
+    return InFlight(*(max(0, one - other) for one, other in zip(counts, than, strict=True)))
 
 
 def _num_requests(counts: InFlight) -> int:

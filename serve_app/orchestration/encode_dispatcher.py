@@ -85,9 +85,7 @@ class EncodeDispatcher:
         while True:
             alive = self._alive()
             among = [wanted] if wanted is not None and wanted in alive else alive
-            names = [
-                name for name in among if self._router.in_flight(name).encode_patches < self._max_backlog
-            ]
+            names = [name for name in among if self._router.load(name).encode_patches < self._max_backlog]
             names = allowed(names)
             if names:
                 return self._router.encoder(names)

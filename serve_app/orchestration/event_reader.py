@@ -34,6 +34,7 @@ from serve_app.orchestration.loss_counter import LossCounter
 from serve_app.orchestration.placement import RequestPlacer
 from serve_app.orchestration.recovery import Recovery
 from serve_app.orchestration.retention import LoadRetention
+from serve_app.orchestration.shared_load import SharedLoad
 from serve_app.orchestration.watchdog import Watchdog
 from serve_app.task_group import Loops, Tasks
 from stages.engine.generation import TokenOutput
@@ -58,6 +59,7 @@ class EventReader:
     evacuations: Evacuations
     losses: LossCounter
     watchdog: Watchdog
+    shared: SharedLoad
     queue: AdmissionQueue
     retention: LoadRetention
     attempts: Mapping[str, Attempt]
@@ -100,6 +102,7 @@ class EventReader:
 
     def _take_report(self, report: WorkerReport) -> None:
         self.watchdog.reported(report)
+        before = self.loads.get(report.worker)
         self.loads[report.worker] = report.load
         for event in report.events:
             self._guarded(_request_id(event), self._take_event, report.worker, event)
@@ -108,6 +111,7 @@ class EventReader:
             by_request.setdefault(output.request_id, []).append(output)
         for request_id, outputs in by_request.items():
             self._guarded(request_id, self._take_tokens, request_id, outputs)
+        self.shared.reported(report, before)
 
     def _guarded(self, request_id: str, take: Callable[..., None], *arguments: object) -> None:
         try:

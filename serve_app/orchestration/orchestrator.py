@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from epd.control.admission import AdmissionQueue
+from epd.control.admission import AdmissionQueue, Others
 from epd.control.elasticity import ControllerConfig, RequestWork
 from epd.control.loss_policy import LossLedger, LossLimits
 from epd.control.retention import RetentionConfig
@@ -49,6 +49,7 @@ from serve_app.orchestration.recovery import Recovery
 from serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
 from serve_app.orchestration.retention import LoadRetention
 from serve_app.orchestration.role_switch import RoleSwitcher, SwitchLimits
+from serve_app.orchestration.shared_load import SharedLoad
 from serve_app.orchestration.substituted_frames import SubstitutedFrames
 from serve_app.orchestration.watchdog import Watchdog
 from serve_app.service import (
@@ -143,6 +144,7 @@ class Orchestrator:
         self._placement = RequestPlacer(
             fleet, self.router, self.queue, limits, self._losses, self._isolation, time.time
         )
+        self._shared = SharedLoad(self.router, self._dispatcher, self._placement)
         self._feeds: dict[str, GroupFeed] = {}
         self._recovery = Recovery(fleet, self.router, self._dispatcher, self._placement, self._attempts)
         parts = EvacuationParts(fleet, self.router, self._dispatcher, self._placement, self._attempts)
@@ -202,6 +204,7 @@ class Orchestrator:
             self._evacuations,
             self._losses,
             self._watchdog,
+            self._shared,
             self.queue,
             self.retention,
             self._attempts,
@@ -375,6 +378,11 @@ class Orchestrator:
         if leads and not self._leads:
             self._tasks.spawn(self.switcher.roll_back_abandoned())
         self._leads = leads
+
+    def share(self, others: Others | None) -> None:
+        """Sets what is known of other orchestrators over the same workers. None: there are none."""
+        self.queue.others = others
+        self._shared.share(is_shared=others is not None)
 
     def recent_load(self) -> Sequence[tuple[float, RequestWork]]:
         """See `AnswerService`."""

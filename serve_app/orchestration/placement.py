@@ -121,7 +121,7 @@ class RequestPlacer:
         attempt.is_placed = True
 
     async def _is_taken(self, attempt: Attempt) -> bool:
-        if attempt.has_ended or not self._queue.is_turn(attempt.id, _NUM_FIRST):
+        if attempt.has_ended or not self._queue.is_turn(attempt.id, _NUM_FIRST, self._clock()):
             return False
         return await self._ask_workers(attempt)
 

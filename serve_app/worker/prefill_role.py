@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from encoders.groups import MediaGroup
 from epd.control.elasticity import StageSample
+from epd.control.routing import InFlight
 from epd.errors import InfeasibleError, UnavailableError
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket, TransferOutcome
@@ -218,6 +219,7 @@ class PrefillRole:
             num_running=len(engine.scheduler.running),
             kv_usage=engine.kv.usage,
             encoder_cache_usage=1 - cache.num_free_blocks / cache.num_blocks,
+            work=self._work(),
             counters={
                 "computed_tokens": engine.counts.num_computed_tokens,
                 "prefix_cached_tokens": engine.counts.num_cached_tokens,
@@ -228,6 +230,11 @@ class PrefillRole:
             },
             stages=self._samples(),
         )
+
+    def _work(self) -> InFlight:
+        """Counts prompts that are not computed, whole, and the answers that are completed here."""
+        tokens = [each.message.request.num_prompt_tokens for each in self._prompts.values()]
+        return InFlight(sum(tokens), len(tokens), num_decodes=self.stage.num_merged)
 
     def _samples(self) -> dict[Stage, StageSample]:
         """Returns load samples, also of decode if this worker completes answers."""

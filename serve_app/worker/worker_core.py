@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from epd.control.routing import InFlight
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket
 from epd.types import UInt8Array
@@ -271,6 +272,7 @@ class WorkerCore:
             seat_usage=_highest([load.seat_usage for load in loads]),
             counters=_summed([load.counters for load in loads]),
             stages={stage: sample for load in loads for stage, sample in load.stages.items()},
+            work=InFlight(*map(sum, zip(*(load.work or InFlight() for load in loads), strict=True))),
         )
 
     def check_integrity(self) -> None:

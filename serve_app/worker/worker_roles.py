@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from epd.control.elasticity import StageSample
+from epd.control.routing import InFlight
 from epd.errors import EncodeError, UnavailableError
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket, TransferOutcome
@@ -195,6 +196,7 @@ class EncodeRole:
             num_waiting=self.stage.num_waiting,
             num_running=len(self.stage.outbox),
             encoder_cache_usage=1 - cache.num_free_blocks / cache.num_blocks,
+            work=InFlight(encode_patches=self.stage.outstanding_patches),
             counters={
                 "encoded_groups": counts.num_groups,
                 "encoded_patches": counts.num_patches,
@@ -270,6 +272,7 @@ class DecodeRole:
             num_waiting=len(engine.scheduler.waiting) + len(self.stage.reception),
             num_running=len(engine.scheduler.running),
             kv_usage=engine.kv.usage,
+            work=InFlight(num_decodes=len(self.stage.request_ids)),
             seat_usage=min(1.0, self.stage.num_seqs / engine.scheduler.config.max_num_seqs),
             counters={
                 "generated_tokens": engine.counts.num_generated_tokens,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from epd.control.routing import Router
+from epd.control.routing import InFlight, Router
 from epd.encode.encoder_cache import GroupKey
 from epd.topology import role_letters, topology_name
 
@@ -76,3 +76,43 @@ def test_topologies_are_named_in_the_order_of_the_stages() -> None:
     assert topology_name(roles) == "2e1p1d"
     assert topology_name([("encode", "prefill"), ("decode",)]) == "1ep1d"
     assert role_letters({"prefill", "encode", "decode"}) == "epd"
+
+
+# Several routers over the same workers
+
+
+def test_what_others_have_sent_counts_until_the_next_report() -> None:
+    router = Router()
+    router.add("p0", prefill_tokens=100, num_prefills=1)
+    router.set_reported("p0", InFlight(prefill_tokens=600, num_prefills=3))
+    assert router.load("p0") == InFlight(prefill_tokens=600, num_prefills=3)
+    assert router.in_flight("p0") == InFlight(prefill_tokens=100, num_prefills=1)
+    router.add("p1", prefill_tokens=300)
+    assert next(router.prefill_order(["p0", "p1"])) == "p1"
+    router.add("p0", prefill_tokens=50)
+    assert router.load("p0").prefill_tokens == 650
+    router.set_reported("p0", InFlight(prefill_tokens=120))  # not all that was sent has arrived
+    assert router.load("p0") == router.in_flight("p0")
+    assert next(router.prefill_order(["p0", "p1"])) == "p0"
+
+
+def test_every_order_counts_others() -> None:
+    router = Router()
+    router.set_reported("a", InFlight(num_decodes=1, encode_patches=8, num_videos=1))
+    assert list(router.decode_order(["a", "b"])) == ["b", "a"]
+    assert router.encoder(["a", "b"]) == router.video(["a", "b"]) == "b"
+    router.remember_prefix("a", VIDEO)
+    router.set_reported("a", InFlight(prefill_tokens=1001))
+    assert next(router.prefill_order(["a", "b"], VIDEO)) == "b"
+
+
+def test_others_are_forgotten_with_the_worker_or_when_there_are_none() -> None:
+    router = Router()
+    for worker in ("a", "b"):
+        router.add(worker, num_decodes=1)
+        router.set_reported(worker, InFlight(num_decodes=5))
+    router.forget("a")
+    assert [router.load(worker).num_decodes for worker in ("a", "b")] == [1, 5]
+    assert list(router.decode_order(["a", "b"])) == ["a", "b"]
+    router.clear_reported()
+    assert router.load("b") == router.in_flight("b") == InFlight(num_decodes=1)

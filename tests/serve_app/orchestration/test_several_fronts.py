@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from epd.control.admission import Others
 from epd.errors import UnavailableError
 from epd.sampling_params import SamplingParams
 from serve_app.fleet import WorkerChanged, WorkerLost
+from serve_app.orchestration import placement
 from serve_app.orchestration.role_switch import SwitchLimits
 from serve_app.role_messages import AskRemaining, Offload
 from serve_app.worker_info import EVERY_STAGE
@@ -271,5 +273,47 @@ def test_answers_move_from_a_worker_that_drains(
             assert tokens_of(await asking) == [long_expected, long_expected]
             for front in fronts:
                 await front.settle()
+
+    asyncio.run(run())
+
+
+def test_each_front_sees_the_work_of_the_other(
+    checkpoints: dict[str, Path], long_questions: list[Question], long_expected: list[tuple[int, ...]]
+) -> None:
+    async def run() -> None:
+        async with fronts_over(checkpoints["qwen2_5_vl"], "1e2p2d") as (busy, other):
+            other.service.share(Others())
+            asking = asyncio.create_task(busy.ask_all(long_questions[:1]))
+            router = other.service.router
+            await until(lambda: any(router.load(name).num_prefills for name in ("p0", "p1")))
+            await until(lambda: any(router.load(name).num_decodes for name in ("d0", "d1")))
+            (at,) = [name for name in ("d0", "d1") if router.load(name).num_decodes]
+            assert router.load(at) == busy.service.router.in_flight(at)
+            assert next(router.decode_order(("d0", "d1"))) != at
+            assert [answer.tokens for answer in await asking] == long_expected[:1]
+            await until(lambda: not any(any(router.load(name)) for name in other.fleet.workers))
+            assert not busy.service.router._others
+
+    asyncio.run(run())
+
+
+def test_room_that_one_front_frees_wakes_the_other(
+    checkpoints: dict[str, Path],
+    long_questions: list[Question],
+    long_expected: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There is room for one answer at a time, and nobody looks for it without a reason."""
+    monkeypatch.setattr(placement, "_POLL_S", 60.0)
+    only: dict[str, Any] = {"settings": {"num_kv_tokens": 640}}
+
+    async def run() -> None:
+        async with fronts_over(checkpoints["qwen2_5_vl"], "1e1p1d", **only) as fronts:
+            for front in fronts:
+                front.service.share(Others())
+            asking = [asyncio.create_task(front.ask_all(long_questions[:2])) for front in fronts]
+            await until(lambda: any(len(front.service.queue) for front in fronts))
+            answers = await asyncio.wait_for(asyncio.gather(*asking), 30.0)
+            assert tokens_of(answers) == [long_expected[:2]] * 2
 
     asyncio.run(run())
