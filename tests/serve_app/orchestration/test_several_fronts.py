@@ -12,6 +12,7 @@ import pytest
 
 from epd.control.admission import Others
 from epd.errors import UnavailableError
+from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from serve_app.fleet import WorkerChanged, WorkerLost
 from serve_app.orchestration import placement
@@ -305,15 +306,16 @@ def test_room_that_one_front_frees_wakes_the_other(
 ) -> None:
     """There is room for one answer at a time, and nobody looks for it without a reason."""
     monkeypatch.setattr(placement, "_POLL_S", 60.0)
-    only: dict[str, Any] = {"settings": {"num_kv_tokens": 640}}
+    only: dict[str, Any] = {"settings": {"scheduler": SchedulerConfig(max_chunk_tokens=64, max_num_seqs=1)}}
 
     async def run() -> None:
-        async with fronts_over(checkpoints["qwen2_5_vl"], "1e1p1d", **only) as fronts:
-            for front in fronts:
-                front.service.share(Others())
-            asking = [asyncio.create_task(front.ask_all(long_questions[:2])) for front in fronts]
-            await until(lambda: any(len(front.service.queue) for front in fronts))
+        async with fronts_over(checkpoints["qwen2_5_vl"], "1e1p1d", **only) as (first, second):
+            asking = [asyncio.create_task(first.ask(long_questions[0]))]
+            await until_decoding(first, "d0", 1)
+            second.service.share(Others())
+            asking.append(asyncio.create_task(second.ask(long_questions[0])))
+            await until(lambda: len(second.service.queue) == 1)
             answers = await asyncio.wait_for(asyncio.gather(*asking), 30.0)
-            assert tokens_of(answers) == [long_expected[:2]] * 2
+            assert [answer.tokens for answer in answers] == long_expected[:1] * 2
 
     asyncio.run(run())
