@@ -236,6 +236,7 @@ class WorkerServer:
         """Notes that the worker's state has changed, and informs the fronts and the board."""
         if info != self.info:
             self.membership.set(info=info)
+            self._tasks.spawn(self.membership.update())
             for session in self._fronts.values():
                 session.channel.push(info)
 
