@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 from fastapi import FastAPI
 
+from epd.control.admission import Others
 from epd.control.elasticity import ControllerConfig
 from epd.errors import UnavailableError
 from epd.sampling_params import SamplingParams
@@ -52,10 +54,15 @@ async def create_app(args: AppArgs, fleet: Fleet, owner: str = "") -> FastAPI:
 
 
 def share_lead(service: Orchestrator, fleet: RemoteFleet) -> None:
-    """Lets one front at a time switch roles; the others ask it to."""
+    """Lets one front at a time switch roles, whom the others ask to, and has all of them queue as one."""
 
     def follow(view: View) -> None:
         service.leads = view.leader == fleet.owner
+        service.share(_others(view, fleet))
+
+    def describe() -> Mapping[str, Any]:
+        queue = service.queue.summary()
+        return {"num_waiting": queue.num_waiting, "oldest_s": queue.oldest_s}
 
     async def answer(asked: SwitchRequest) -> RoleSwitch:
         if not service.leads:
@@ -63,8 +70,18 @@ def share_lead(service: Orchestrator, fleet: RemoteFleet) -> None:
         return await service.switch_roles(asked.worker, asked.roles)
 
     service.ask_leader, fleet.on_ask = fleet.ask_leader, answer
-    fleet.on_view = follow
+    fleet.on_view, fleet.membership.describe = follow, describe
     follow(fleet.membership.view)
+
+
+def _others(view: View, fleet: RemoteFleet) -> Others | None:
+    """Returns what waits at other fronts over the same workers; None without any."""
+    model = fleet.membership.purpose.model
+    fronts = [each for each in view.of_kind("front") if each.epoch != fleet.owner and each.model == model]
+    if not fronts:
+        return None
+    arrivals = [each.oldest_s for each in fronts if each.oldest_s is not None]
+    return Others(sum(each.num_waiting for each in fronts), min(arrivals, default=None))
 
 
 def worker_settings(args: AppArgs) -> WorkerSettings:

@@ -25,7 +25,7 @@ class Member:
     info: of a worker, given by the board; None before
     is_ready: whether it can be given work
     is_known: whether the other workers know its address, so that it may be given work; set by the board
-    num_waiting, oldest_s: requests in a front's queue, and the arrival of the first one, Unix time
+    num_waiting, oldest_s: requests in a front's queue, and the arrival of the oldest, Unix time
     """
 
     epoch: str
@@ -41,7 +41,7 @@ class Member:
     is_ready: bool = False
     is_known: bool = False
     num_waiting: int = 0
-    oldest_s: float = 0.0
+    oldest_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

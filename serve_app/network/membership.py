@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,12 +28,14 @@ class Membership:
 
     on_view: gets each new view
     on_ended: called with the reason once the process has been declared lost: it must end
+    describe: returns the fields of this member that change all the time
     """
 
     def __init__(self, board: BoardClient, kind: Kind, place: Place, purpose: Purpose | None = None) -> None:
         self.epoch = secrets.token_hex(8)
         self.on_view: Callable[[View], None] = lambda _view: None
         self.on_ended: Callable[[str], None] = lambda _reason: None
+        self.describe: Callable[[], Mapping[str, Any]] = dict
         self.view = View(-1, {})
         self._board = board
         self._kind: Kind = kind

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from epd.errors import OverloadedError
 from epd.sampling_params import SamplingParams
 from epd.topology import topology_name
 from tests.serve_app.deployments import Question, num_held, undisturbed
@@ -242,6 +243,30 @@ def test_any_front_switches_roles_and_all_move_their_answers(
             await until(lambda: topology_seen(other) == "1e2p1d")
             await other.service.switch_roles("d1", frozenset({"decode"}))
             assert [a.tokens for a in await other.ask_all(questions[:4])] == expected[:4]
+            await settled(cluster)
+
+    asyncio.run(run())
+
+
+def test_fronts_queue_as_one(model: Path) -> None:
+    """What waits at one front counts against the limit of another."""
+
+    async def run() -> None:
+        async with clustered(model, "1e1p1d", num_fronts=2) as cluster:
+            first, second = cluster.fronts
+            await until(lambda: topology_seen(first) == topology_seen(second) == "1e1p1d")
+            await cluster.kill(cluster.worker("d0"))
+            asking = [asyncio.create_task(first.ask(Question((), f"what {n}?"))) for n in range(4)]
+            await until(lambda: bool((others := second.service.queue.others) and others.num_waiting == 4))
+            second.service.queue.max_waiting = 4
+            with pytest.raises(OverloadedError, match="4 requests wait"):
+                await second.ask(Question((), "one more"))
+            await cluster.add_stage()
+            assert all(answer.tokens for answer in await asyncio.gather(*asking))
+            await until(lambda: bool((others := second.service.queue.others) and not others.num_waiting))
+            assert (await second.ask(Question((), "one more"))).tokens
+            await first.kill()
+            await until(lambda: second.service.queue.others is None)
             await settled(cluster)
 
     asyncio.run(run())
