@@ -100,6 +100,8 @@ class Board:
             self._tasks.spawn(self._watch_silence())
         if member.epoch in self._ended:
             return self._view()
+        if self._is_of_former(member, seen):
+            self._regrouped_s = time.monotonic() + _REGROUP_S
         if member.info is None and member.kind != "front":
             await self._regroup()
         self._register(member, seen)
@@ -124,6 +126,10 @@ class Board:
     async def accuse(self, epoch: str, reason: str) -> None:
         """See `BoardClient`."""
         self._lose(epoch, reason)
+
+    def _is_of_former(self, member: Member, seen: int) -> bool:
+        """Returns whether a member shows a board without members that it takes the place of another one."""
+        return not self._entries and not self._ended and (seen >= 0 or member.is_ready)
 
     async def _regroup(self) -> None:
         """Waits until members that a former board knew have had time to call."""

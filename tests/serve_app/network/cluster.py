@@ -45,8 +45,9 @@ class BoardHere:
         if board is not None:
             await board.close()
 
-    def restart(self) -> None:
-        self.board = Board(hang_s=self._hang_s, is_restarted=True)
+    def restart(self, *, is_new: bool = False) -> None:
+        """is_new: another one in its place, which is not said to be restarted."""
+        self.board = Board(hang_s=self._hang_s, is_restarted=not is_new)
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         if self.board is None:

@@ -135,8 +135,9 @@ def test_a_lost_worker_changes_no_token_of_any_front(
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("is_new", [False, True])
 def test_a_board_that_is_restarted_loses_nobody(
-    model: Path, questions: list[Question], expected: list[tuple[int, ...]]
+    is_new: bool, model: Path, questions: list[Question], expected: list[tuple[int, ...]]
 ) -> None:
     async def run() -> None:
         async with clustered(model, "1e1p1d", num_fronts=2) as cluster:
@@ -146,7 +147,7 @@ def test_a_board_that_is_restarted_loses_nobody(
             await asyncio.sleep(0.2)
             await cluster.board.stop()
             await asyncio.sleep(0.3)
-            cluster.board.restart()
+            cluster.board.restart(is_new=is_new)
             for answers in await asyncio.gather(*asking):
                 assert [answer.tokens for answer in answers] == expected
             # It knows the names again, and gives new ones.
