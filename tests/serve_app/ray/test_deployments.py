@@ -1,0 +1,230 @@
+"""Three deployments of Serve under load: a front is killed, replica counts change, a release follows another.
+
+`make soak` runs more streams, and the updates that take long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ray import serve
+
+from epd.sampling_params import SamplingParams
+from tests.media import write_video
+from tests.serve_app.deployments import Question
+from tests.serve_app.ray.declared_app import (
+    DEPLOYMENTS,
+    DeclaredApp,
+    Stream,
+    Truth,
+    declared_app,
+    truths,
+    until,
+)
+from tests.serve_app.ray.ray_session import IGNORED, RaySession
+
+pytestmark = [pytest.mark.filterwarnings(each) for each in IGNORED]
+
+IS_SOAK = "EPD_SOAK" in os.environ
+NUM_STREAMS, NUM_TOKENS = (100, 600) if IS_SOAK else (12, 300)
+KINDS = (("image",), ("video",), (), ("image", "tall_video"))
+SEED = 5
+
+
+@pytest.fixture(scope="module")
+def questions(media: dict[str, Path]) -> list[Question]:
+    """Greedy and drawn, long enough for all of them to be in the middle at once."""
+    return [
+        Question(
+            tuple(media[name] for name in KINDS[number % len(KINDS)]),
+            f"what {number}?",
+            SamplingParams(
+                max_tokens=NUM_TOKENS,
+                ignore_eos=True,
+                temperature=number % 3 / 2,
+                top_k=5,
+                seed=SEED + number,
+            ),
+        )
+        for number in range(NUM_STREAMS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoints: dict[str, Path], questions: list[Question]) -> list[Truth]:
+    return truths(checkpoints["qwen2_5_vl"], questions)
+
+
+@pytest.fixture(scope="module")
+def app(
+    expected: list[Truth], ray_session: RaySession, checkpoints: dict[str, Path]
+) -> Iterator[DeclaredApp]:
+    """Two fronts, and a worker for each stage. expected: computed before the application takes the cores."""
+    with declared_app(
+        ray_session,
+        model=checkpoints["qwen2_5_vl"],
+        topology="1e1p1d",
+        num_fronts=2,
+        allowed_media_path="/",
+        num_kv_tokens=1 << 17 if IS_SOAK else 1 << 15,
+        max_num_seqs=128,
+        hang_s=30,
+    ) as app:
+        yield app
+
+
+def say(capsys: pytest.CaptureFixture[str], row: str) -> None:
+    with capsys.disabled():
+        print(f"\n{row}", end="")
+
+
+def are_streaming(streams: list[Stream]) -> bool:
+    assert not any(stream.outcome for stream in streams), [stream.outcome for stream in streams]
+    return all(stream.text for stream in streams)
+
+
+async def first_answer(app: DeclaredApp) -> tuple[float, int]:
+    """Asks until it is answered. Returns the seconds that took, and how many requests failed before."""
+    start_s, num_failed = time.monotonic(), 0
+    while True:
+        async with app.streams([Question((), "well?", SamplingParams(max_tokens=1))]) as streams:
+            pass
+        if streams[0].outcome == "whole":
+            return time.monotonic() - start_s, num_failed
+        num_failed += 1
+        assert time.monotonic() - start_s < 60, streams[0].outcome
+
+
+def test_serve_lists_three_deployments(app: DeclaredApp) -> None:
+    deployments = serve.status().applications["epd"].deployments
+    assert {name: dict(each.replica_states) for name, each in deployments.items()} == {
+        "Front": {"RUNNING": 2},
+        "Media": {"RUNNING": 1},
+        "Stage": {"RUNNING": 3},
+    }
+
+
+def test_a_killed_front_takes_its_own_streams_with_it_and_nothing_else(
+    app: DeclaredApp,
+    questions: list[Question],
+    expected: list[Truth],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def run() -> None:
+        before = app.all_replicas()
+        new = Question((write_video(tmp_path / "new.mp4", seed=77),), "new?")
+        async with app.streams([new]) as first:
+            pass
+        async with app.streams(questions) as streams:
+            await until(lambda: are_streaming(streams))
+            os.kill(max(before["Front"].values()), signal.SIGKILL)
+            killed_s = time.monotonic()
+            answering = asyncio.create_task(first_answer(app))
+
+            async def is_freed() -> bool:
+                decode = (await app.workers())["d0"]
+                left = [stream for stream in streams if not stream.outcome.startswith("cut")]
+                assert not any(stream.outcome for stream in left)  # else it would say nothing
+                return len(left) < NUM_STREAMS and decode["num_running"] <= len(left)
+
+            await until(is_freed, 30.0)
+            freed_s = time.monotonic() - killed_s
+            again_s, num_failed = await answering
+            cut = [number for number, stream in enumerate(streams) if stream.outcome]
+            number = next(number for number in cut if len(questions[number].media) == 1 and number % 4 == 1)
+            async with app.streams([questions[number]]) as retried:
+                pass
+        kept = [number for number in range(NUM_STREAMS) if number not in cut]
+        assert NUM_STREAMS / 5 < len(kept) < NUM_STREAMS * 4 / 5
+        assert [streams[number].outcome for number in kept] == ["whole"] * len(kept)
+        assert [streams[number].truth for number in kept] == [expected[number] for number in kept]
+        assert freed_s < 5
+        assert again_s < 5
+        report = retried[0].report
+        assert retried[0].truth == expected[number]
+        assert report["cached_tokens"] >= report["visual_tokens"] > 0
+        assert report["stages_s"]["encode"] == 0
+        await until(app.is_empty, 5.0)
+        await app.until_replicas(Front=2)
+        back_s = time.monotonic() - killed_s
+        after = app.all_replicas()
+        assert (after["Stage"], after["Media"]) == (before["Stage"], before["Media"])
+        assert len(after["Front"].keys() & before["Front"].keys()) == 1
+        async with app.streams(questions[:8]) as again:
+            pass
+        assert [stream.truth for stream in again] == expected[:8]
+        say(
+            capsys,
+            f"front killed under {NUM_STREAMS} streams: {len(kept)} whole, {len(cut)} cut, freed after "
+            f"{freed_s:.2f} s, served again after {again_s:.2f} s and {num_failed} failed requests, both "
+            f"fronts after {back_s:.1f} s; first token of a new video {first[0].report['ttft_s']:.3f} s, of "
+            f"the retry {report['ttft_s']:.3f} s, {report['cached_tokens']} tokens cached",
+        )
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("deployment", "numbers"),
+    [("Stage", (5, 3)), ("Front", (3, 2)), ("Media", (2, 1))] if IS_SOAK else [("Stage", (4, 3))],
+)
+def test_another_number_of_replicas_changes_just_that(
+    deployment: str,
+    numbers: tuple[int, ...],
+    app: DeclaredApp,
+    questions: list[Question],
+    expected: list[Truth],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def run() -> None:
+        for number in numbers:
+            before = app.all_replicas()
+            async with app.streams(questions) as streams:
+                await until(lambda: are_streaming(streams))
+                app.deploy({deployment: number})
+                seconds = await app.until_replicas(**{deployment: number})
+            assert [stream.outcome for stream in streams] == ["whole"] * NUM_STREAMS
+            assert [stream.truth for stream in streams] == expected
+            after = app.all_replicas()
+            for name in DEPLOYMENTS:
+                if name != deployment:
+                    assert after[name] == before[name]
+            kept = before[deployment].items() & after[deployment].items()
+            assert len(kept) == min(number, len(before[deployment]))
+            say(capsys, f"{deployment}: {len(before[deployment])} -> {number} replicas in {seconds:.1f} s")
+            await until(app.is_empty, 10.0)
+
+    asyncio.run(run())
+
+
+@pytest.mark.skipif(not IS_SOAK, reason="replaces all replicas: make soak")
+def test_a_rolling_update_loses_no_stream(
+    app: DeclaredApp, questions: list[Question], expected: list[Truth], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Waves of streams follow each other while every stage worker and every front is replaced."""
+
+    async def run() -> None:
+        before = app.all_replicas()
+        app.deploy(max_num_seqs=96)
+        updating = asyncio.create_task(app.until_replicas(Front=2, Stage=3))
+        num_streams = 0
+        while not updating.done():
+            async with app.streams(questions[: NUM_STREAMS // 4]) as streams:
+                pass
+            assert {stream.outcome for stream in streams} == {"whole"}
+            assert [stream.truth for stream in streams] == expected[: len(streams)]
+            num_streams += len(streams)
+        after = app.all_replicas()
+        assert not after["Stage"].keys() & before["Stage"].keys()
+        assert not after["Front"].keys() & before["Front"].keys()
+        assert after["Media"] == before["Media"]
+        say(capsys, f"rolling update in {await updating:.1f} s, {num_streams} streams whole")
+
+    asyncio.run(run())
