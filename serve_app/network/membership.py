@@ -116,6 +116,7 @@ class Membership:
         await self._surely(lambda: self._board.accuse(epoch, reason))
 
     async def _follow_once(self) -> None:
+        self.set(**self.describe())
         view = await self._surely(
             lambda: self._board.follow(self.member, self.view.version, self.credentials)
         )
