@@ -18,12 +18,16 @@ from serve_app.app_args import AppArgs
 from serve_app.fleet import Fleet
 from serve_app.http.api import ApiSettings, create_api
 from serve_app.media.media_worker import MediaSettings
-from serve_app.network.members import View
+from serve_app.network.members import Kind, View
 from serve_app.network.remote_fleet import RemoteFleet
+from serve_app.orchestration.elastic import Elastic
 from serve_app.orchestration.orchestrator import Orchestrator, OrchestratorConfig, SwitchRequest
 from serve_app.orchestration.request_planner import RequestPlanner
 from serve_app.service import RoleSwitch
 from serve_app.worker.worker_stages import WorkerSettings
+
+# Deployments whose replicas are workers, by the kind of member.
+_SCALED: Mapping[Kind, str] = {"stage": "Stage", "media": "Media"}
 
 
 async def create_app(args: AppArgs, fleet: Fleet, owner: str = "") -> FastAPI:
@@ -59,6 +63,7 @@ def share_lead(service: Orchestrator, fleet: RemoteFleet) -> None:
     def follow(view: View) -> None:
         service.leads = view.leader == fleet.owner
         service.share(_others(view, fleet))
+        _follow_fronts(service.elastic, view, fleet)
 
     def describe() -> Mapping[str, Any]:
         queue = service.queue.summary()
@@ -70,6 +75,7 @@ def share_lead(service: Orchestrator, fleet: RemoteFleet) -> None:
         return await service.switch_roles(asked.worker, asked.roles)
 
     service.ask_leader, fleet.on_ask = fleet.ask_leader, answer
+    service.elastic.on_look = lambda: _publish(service.elastic, fleet)
     fleet.on_view, fleet.membership.describe = follow, describe
     follow(fleet.membership.view)
 
@@ -82,6 +88,25 @@ def _others(view: View, fleet: RemoteFleet) -> Others | None:
         return None
     arrivals = [each.oldest_s for each in fronts if each.oldest_s is not None]
     return Others(sum(each.num_waiting for each in fronts), min(arrivals, default=None))
+
+
+def _follow_fronts(elastic: Elastic, view: View, fleet: RemoteFleet) -> None:
+    """Counts the traffic of other fronts, and takes the bounds within which Serve scales."""
+    model = fleet.membership.purpose.model
+    others = [each for each in view.of_kind("front") if each.epoch != fleet.owner and each.model == model]
+    elastic.follow_others({front.epoch: front.traffic for front in others})
+    elastic.advisor.follow(
+        {name: bounds for kind, name in _SCALED.items() if (bounds := view.bounds(kind))},
+        fleet.membership.purpose.topology,
+    )
+    if view.leader != fleet.owner:
+        elastic.advisor.stop(view.advice)
+
+
+def _publish(elastic: Elastic, fleet: RemoteFleet) -> None:
+    """Puts this front's traffic on the board, and advice if it leads."""
+    leads = fleet.membership.view.leader == fleet.owner
+    fleet.membership.set(traffic=elastic.traffic, advice=elastic.advisor.advice if leads else {})
 
 
 def worker_settings(args: AppArgs) -> WorkerSettings:

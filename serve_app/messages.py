@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from encoders.groups import MediaGroup
-from epd.control.elasticity import StageSample
+from epd.control.elasticity import MediaSample, StageSample
 from epd.control.routing import InFlight
 from epd.errors import EPDError
 from epd.kv.kv_identity import TokenIdentity
@@ -234,6 +234,7 @@ class WorkerLoad:
     spooled_bytes, num_downloads: at a media worker, files of requests in flight and downloads in progress
     stages: samples from which its load is estimated, for each of its roles
     work: what it has of everybody, in the units in which a router counts; None if it does not say
+    media: the same of a media worker
     """
 
     num_waiting: int = 0
@@ -247,6 +248,7 @@ class WorkerLoad:
     num_downloads: int = 0
     stages: Mapping[Stage, StageSample] = field(default_factory=dict)
     work: InFlight | None = None
+    media: MediaSample | None = None
 
 
 @dataclass(frozen=True, slots=True)

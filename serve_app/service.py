@@ -19,7 +19,7 @@ from typing import Literal, Protocol
 
 from encoders import FrameSampling
 from encoders.prompt.chat import ChatMessage, media_kinds
-from epd.control.elasticity import Decision, RequestWork
+from epd.control.elasticity import Decision, ReplicaAdvice, RequestWork
 from epd.control.retention import LevelChange
 from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.sampling_params import SamplingParams
@@ -313,6 +313,7 @@ class ServiceStatus:
     switch_totals: of all of them, by kind
     num_waiting: requests that no worker has taken yet
     decisions: whether the load required a change of roles, and why; the last ones, oldest first
+    advice: how many replicas there should be of each deployment that follows the load, and why
     retention: None if it does not follow the load
     """
 
@@ -322,6 +323,7 @@ class ServiceStatus:
     counters: Mapping[str, float] = field(default_factory=dict)
     num_waiting: int = 0
     decisions: tuple[Decision, ...] = ()
+    advice: Mapping[str, ReplicaAdvice] = field(default_factory=dict)
     switches: tuple[RoleSwitch, ...] = ()
     switch_totals: tuple[SwitchTotals, ...] = ()
     retention: RetentionStatus | None = None

@@ -150,7 +150,9 @@ def _share(usage: float | None) -> str:
 
 
 def _print_changes(now: dict[str, Any]) -> None:
-    """Prints the last decisions and switches, a line each."""
+    """Prints advised replicas, and the last decisions and switches, a line each."""
+    for deployment, each in now["advice"].items():
+        print(f"{_clock(each['at_s'])} {deployment}: {each['reason']}")
     for each in now["decisions"][-_NUM_SHOWN:]:
         print(f"{_clock(each['at_s'])} {each['verdict']}: {each['reason']}")
     for each in now["switches"][-_NUM_SHOWN:]:

@@ -155,12 +155,19 @@ class DecisionReport(BaseModel):
     reason: str
 
 
+class AdviceReport(DecisionReport):
+    """How many replicas a deployment should have, with the reason."""
+
+    num_replicas: int
+
+
 class StatusReport(BaseModel):
     """The current state of the service.
 
     roles: one letter each, v video decoding, e encode, p prefill, d decode
     num_waiting: requests that no worker has taken yet
     switches, decisions: the last ones, oldest first; decisions only of an elastic service
+    advice: of each deployment whose replicas follow the load
     retention: null if it does not follow the load
     """
 
@@ -171,6 +178,7 @@ class StatusReport(BaseModel):
     workers: tuple[WorkerStatus, ...]
     switches: tuple[RoleSwitch, ...]
     decisions: list[DecisionReport]
+    advice: dict[str, AdviceReport]
     retention: RetentionStatus | None
 
 

@@ -46,6 +46,7 @@ class _Entry:
     order: of its arrival
     heard_s: of its last call
     seen: the last view that it has seen
+    traffic_seen: the last count of changed traffic that it has seen
     ready_version, ready_s: the first view in which it is ready, and when that was
     """
 
@@ -53,6 +54,7 @@ class _Entry:
     order: int
     heard_s: float
     seen: int = -1
+    traffic_seen: int = 0
     ready_version: int = -1
     ready_s: float = 0.0
     link: Link | None = None
@@ -75,6 +77,7 @@ class Board:
         self._incarnations: dict[str, int] = {}
         self._vacant: dict[str, frozenset[Stage]] = {}  # names and roles of lost workers
         self._num_arrived = 0
+        self._num_traffic = 0  # changes of any front's traffic
         # Versions of a board that was restarted follow those that members have seen.
         self._version = int(time.time() * 1000)
         self._changed = asyncio.Event()
@@ -115,7 +118,15 @@ class Board:
                 pass
         if member.epoch in self._entries:
             self._entries[member.epoch].heard_s = time.monotonic()
-        return self._view() if self._version > seen else None
+        return self._view() if self._version > seen or self._has_traffic(member) else None
+
+    def _has_traffic(self, member: Member) -> bool:
+        """Returns whether fronts have reported traffic since this one has seen it."""
+        entry = self._entries.get(member.epoch)
+        if entry is None or member.kind != "front" or entry.traffic_seen == self._num_traffic:
+            return False
+        entry.traffic_seen = self._num_traffic
+        return True
 
     async def leave(self, epoch: str) -> None:
         """See `BoardClient`."""
@@ -144,9 +155,10 @@ class Board:
             if entry is None:
                 return
         member = replace(member, info=member.info or entry.member.info, is_known=entry.member.is_known)
-        if member != entry.member:
-            self._note_ready(entry, member)
-            entry.member = member
+        before, entry.member = entry.member, member
+        self._num_traffic += member.traffic != before.traffic
+        if member != replace(before, traffic=member.traffic):
+            self._note_ready(entry, before)
             self._change()
         entry.heard_s = time.monotonic()
         entry.seen = max(entry.seen, seen)
@@ -197,8 +209,8 @@ class Board:
         roles = roles_for_newcomer(wanted, list(filter(None, present)))
         return _free_name(role_letters(roles), taken), roles
 
-    def _note_ready(self, entry: _Entry, member: Member) -> None:
-        if member.is_ready and not entry.member.is_ready:
+    def _note_ready(self, entry: _Entry, before: Member) -> None:
+        if entry.member.is_ready and not before.is_ready:
             entry.ready_version, entry.ready_s = self._version + 1, time.monotonic()
 
     def _introduce(self) -> None:

@@ -10,10 +10,11 @@ from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
+from epd.control.elasticity import MediaSample
 from epd.errors import EPDError
 from epd.types import UInt8Array
 from serve_app.fleet import WorkerLostError
-from serve_app.media_messages import NotHeldError
+from serve_app.media_messages import NotHeldError, PlanImages, ReadFrames
 from serve_app.messages import Message, WorkerLoad, WorkerReport
 from serve_app.network.calls import Answer, Channel, Channels
 from serve_app.network.link import Link, LinkClosedError
@@ -70,9 +71,17 @@ class MediaServer:
     """Runs one media worker. Used from one event loop."""
 
     def __init__(
-        self, board: BoardClient, place: Place, host: MediaHost, purpose: Purpose | None = None
+        self,
+        board: BoardClient,
+        place: Place,
+        host: MediaHost,
+        purpose: Purpose | None = None,
+        num_threads: int = 2,
     ) -> None:
+        """Starts without links. num_threads: decodes that the host does at once."""
         self.membership = Membership(board, "media", place, purpose)
+        self._num_threads = num_threads
+        self._num_decoding = self._num_decoded = 0
         self._host = host
         self._fronts: dict[str, Channel] = {}
         self._known_fronts: set[str] = set()
@@ -149,6 +158,8 @@ class MediaServer:
 
     async def _handle(self, owner: str, call: FetchCall | WorkerCall, answer: Answer) -> None:
         message = call.message
+        is_decoding = isinstance(message, ReadFrames | PlanImages)
+        self._num_decoding += is_decoding
         try:
             bulk = await self._bulk(call) if isinstance(call, WorkerCall) else None
             value, frames = await self._host.answer(message, owner, bulk)
@@ -159,6 +170,9 @@ class MediaServer:
             answer(fault_of(self.membership.info.name, message, error))
         else:
             answer(self._fetched(owner, value, frames) if isinstance(call, FetchCall) else value)
+        finally:
+            self._num_decoding -= is_decoding
+            self._num_decoded += is_decoding
 
     async def _bulk(self, call: WorkerCall) -> UInt8Array | None:
         """Returns the bytes that come with a message. Raises NotHeldError if they are gone."""
@@ -208,6 +222,11 @@ class MediaServer:
             if self._host.busy_s > _MAX_STEP_S:
                 self.is_healthy = False
                 self.membership.on_ended(f"a step of {self._host.busy_s:.0f} s")
-            report = WorkerReport(self.membership.info.name, load=self._host.load())
+            report = WorkerReport(self.membership.info.name, load=self._load())
             for channel in self._fronts.values():
                 channel.push(report)
+
+    def _load(self) -> WorkerLoad:
+        name = self.membership.info.name
+        media = MediaSample(name, self._num_threads, self._num_decoding, self._num_decoded)
+        return replace(self._host.load(), media=media)

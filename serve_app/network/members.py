@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from epd.control.elasticity import ReplicaAdvice, TrafficTotals
 from serve_app.network.link import Address
 from serve_app.worker_info import WorkerInfo
 
@@ -26,6 +27,9 @@ class Member:
     is_ready: whether it can be given work
     is_known: whether the other workers know its address, so that it may be given work; set by the board
     num_waiting, oldest_s: requests in a front's queue, and the arrival of the oldest, Unix time
+    traffic: of a front; what changes in it is in the next view, but makes no new one
+    bounds: the least and most replicas of a worker's deployment, if Serve scales it
+    advice: by the leading front, for each deployment that Serve scales
     """
 
     epoch: str
@@ -42,6 +46,9 @@ class Member:
     is_known: bool = False
     num_waiting: int = 0
     oldest_s: float | None = None
+    traffic: TrafficTotals = field(default_factory=TrafficTotals)
+    bounds: tuple[int, int] | None = None
+    advice: Mapping[str, ReplicaAdvice] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +89,16 @@ class View:
     members: Mapping[str, Member]
     leader: str = ""
     departed: frozenset[tuple[str, int]] = frozenset()
+
+    @property
+    def advice(self) -> Mapping[str, ReplicaAdvice]:
+        """Returns the leading front's advice, by deployment; empty without a leader."""
+        leader = self.members.get(self.leader)
+        return {} if leader is None else leader.advice
+
+    def bounds(self, kind: Kind) -> tuple[int, int] | None:
+        """Returns between which numbers Serve scales workers of a kind; None if it does not."""
+        return max((each.bounds for each in self.of_kind(kind) if each.bounds), default=None)
 
     def of_kind(self, kind: Kind) -> list[Member]:
         return [member for member in self.members.values() if member.kind == kind]

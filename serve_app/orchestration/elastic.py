@@ -2,7 +2,8 @@
 
     requests, reports of workers --> LoadEstimator --ClusterLoad--> RoleController --Switch--> RoleSwitcher
 
-The estimate is always kept, for the status; roles are switched only with a controller.
+The estimate is always kept, for the status; roles are switched only with a controller. Of several
+fronts each publishes its own traffic and counts that of the others; one leads, switches and advises.
 """
 
 from __future__ import annotations
@@ -10,22 +11,26 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 
 from epd.control.admission import AdmissionQueue
 from epd.control.elasticity import (
     ControllerConfig,
     Decision,
     LoadEstimator,
+    MediaSample,
+    OtherFronts,
     RequestWork,
     RoleController,
     Switch,
+    TrafficTotals,
     WorkerSample,
 )
 from epd.errors import EPDError
 from epd.topology import Stage
 from serve_app.fleet import Fleet
 from serve_app.messages import WorkerLoad
+from serve_app.orchestration.replica_advisor import ReplicaAdvisor
 from serve_app.orchestration.request_planner import AnswerPlan
 from serve_app.orchestration.role_switch import RoleSwitcher
 from serve_app.task_group import Loops, Tasks
@@ -34,12 +39,14 @@ from serve_app.worker_info import WorkerInfo
 logger = logging.getLogger(__name__)
 
 _NO_LOAD = WorkerLoad()
+_INTERVAL_S = 1.0  # between looks without a controller
 
 
 class Elastic:
     """Drives `LoadEstimator` and `RoleController` with what the server knows.
 
     loads: the last report of each worker, by name
+    on_look: called every interval
     """
 
     def __init__(
@@ -58,6 +65,10 @@ class Elastic:
         """
         self.estimator = LoadEstimator()
         self.controller = None if config is None else RoleController(config)
+        self.advisor = ReplicaAdvisor()
+        self.others = OtherFronts(self.estimator)
+        self.on_look: Callable[[], None] = lambda: None
+        self._totals = TrafficTotals()
         self._fleet = fleet
         self._queue = queue
         self._switcher = switcher
@@ -73,8 +84,7 @@ class Elastic:
         return () if self.controller is None else self.controller.decisions
 
     def start(self, loops: Loops) -> None:
-        if self.controller is not None:
-            loops.start("elastic", partial(self._run, self.controller), is_vital=False)
+        loops.start("elastic", self._run, is_vital=False)
 
     async def close(self) -> None:
         self._tasks.cancel()
@@ -86,10 +96,21 @@ class Elastic:
         max_tokens = plan.sampling.n * (plan.sampling.max_tokens or 1)
         work = RequestWork(num_patches, len(plan.prompt), max_tokens, plan.expected_tokens)
         self.estimator.arrived(self._clock(), work)
+        self._totals = self._totals.plus(work)
 
     def finished(self) -> None:
         """Counts an answer that has ended, completely or not."""
         self.estimator.finished(self._clock())
+        self._totals = replace(self._totals, num_finished=self._totals.num_finished + 1)
+
+    @property
+    def traffic(self) -> TrafficTotals:
+        """Returns what has come to this front."""
+        return replace(self._totals, num_waiting=len(self._queue))
+
+    def follow_others(self, fronts: Mapping[str, TrafficTotals]) -> None:
+        """Counts the traffic of the other fronts that are there, by id."""
+        self.others.follow(self._clock(), fronts)
 
     def samples(self) -> list[WorkerSample]:
         """Returns the live workers in the estimator's form."""
@@ -108,15 +129,29 @@ class Elastic:
         usage = max(usages, default=None)
         return WorkerSample(info.name, info.roles, since_s, load.stages, usage, is_switching)
 
-    async def _run(self, controller: RoleController) -> None:
+    def _media(self) -> list[MediaSample]:
+        """Returns the live media workers that have reported."""
+        infos = [info for info in self._fleet.workers.values() if info.is_alive and "video" in info.roles]
+        samples = [(info.name, self.loads.get(info.name, _NO_LOAD).media) for info in infos]
+        return [replace(sample, name=name) for name, sample in samples if sample is not None]
+
+    async def _run(self) -> None:
         while True:
-            await asyncio.sleep(controller.config.interval_s)
-            now_s = self._clock()
-            load = self.estimator.observe(now_s, self.samples(), num_waiting=len(self._queue))
-            switch = controller.decide(now_s, load) if self._leads() else None
-            if switch is not None:
-                logger.info("decision: %s", controller.decisions[-1].reason)
-                self._tasks.spawn(self._switch(controller, switch))
+            await asyncio.sleep(_INTERVAL_S if self.controller is None else self.controller.config.interval_s)
+            if self.controller is not None or self.advisor.is_wanted:
+                self._look(self._clock())
+            self.on_look()
+
+    def _look(self, now_s: float) -> None:
+        num_waiting = len(self._queue) + self.others.num_waiting
+        load = self.estimator.observe(now_s, self.samples(), num_waiting=num_waiting)
+        if not self._leads():
+            return
+        self.advisor.look(load, self._media())
+        switch = None if self.controller is None else self.controller.decide(now_s, load)
+        if self.controller is not None and switch is not None:
+            logger.info("decision: %s", self.controller.decisions[-1].reason)
+            self._tasks.spawn(self._switch(self.controller, switch))
 
     async def _switch(self, controller: RoleController, switch: Switch) -> None:
         try:

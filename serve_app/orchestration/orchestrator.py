@@ -404,6 +404,7 @@ class Orchestrator:
             counters=dict(counters),
             num_waiting=len(self.queue),
             decisions=tuple(self.elastic.decisions),
+            advice=self.elastic.advisor.advice,
             switches=tuple(self.switcher.last),
             switch_totals=self.switcher.totals,
             retention=self.retention.status,

@@ -21,6 +21,8 @@ from ray import serve
 from serve_app.app_args import AppArgs
 
 if TYPE_CHECKING:
+    from ray.serve.context import ReplicaContext
+
     from serve_app.network.media_server import MediaServer
     from serve_app.network.members import Place, Purpose
     from serve_app.network.worker_server import WorkerServer
@@ -49,6 +51,10 @@ class Stage:
         if not self._server.is_healthy:
             raise RuntimeError("the worker has ended")
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Returns the advice that the deployment's policy follows. Serve asks if it scales the deployment."""
+        return _advised(self._server)
+
     async def __del__(self) -> None:  # Serve awaits it, before it ends the replica
         if hasattr(self, "_server"):
             await _ended(self._server, self._drain_s)
@@ -68,12 +74,15 @@ class Media:
         self._processes = MediaProcesses()
         await asyncio.to_thread(self._processes.start)
         worker = MediaWorker(media_settings(args), self._processes)
-        self._server = MediaServer(_board(args), _place(), worker, _purpose(args))
+        self._server = MediaServer(_board(args), _place(), worker, _purpose(args), args.num_video_threads)
         await _started(self._server)
 
     async def check_health(self) -> None:
         if not self._server.is_healthy:
             raise RuntimeError("the worker has ended")
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:  # as above
+        return _advised(self._server)
 
     async def __del__(self) -> None:  # as above
         if hasattr(self, "_server"):
@@ -108,6 +117,23 @@ async def _ended(server: WorkerServer | MediaServer, drain_s: float) -> None:
     server.membership.on_ended = lambda _reason: None
     await server.drain(drain_s)
     await server.close()
+
+
+def _advised(server: WorkerServer | MediaServer) -> dict[str, float]:
+    from serve_app.ray.autoscaling import advice_stats
+
+    context = serve.get_replica_context()
+    bounds = _bounds(context)
+    if bounds != server.membership.member.bounds:
+        server.membership.set(bounds=bounds)
+    advice = server.membership.view.advice.get(context.deployment)
+    return advice_stats(None if advice is None else advice.num_replicas)
+
+
+def _bounds(context: ReplicaContext) -> tuple[int, int] | None:
+    """Returns between which numbers Serve scales the deployment; they may change without a restart."""
+    config = context._deployment_config.autoscaling_config
+    return None if config is None else (config.min_replicas, config.max_replicas)
 
 
 def _end(reason: str) -> None:

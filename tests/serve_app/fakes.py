@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from epd.control.elasticity import Decision, RequestWork
+from epd.control.elasticity import Decision, ReplicaAdvice, RequestWork
 from epd.errors import EPDError
 from epd.topology import Stage
 from epd.types import StageTimings, Usage
@@ -141,6 +141,7 @@ class FakeService:
                 Decision(1_700_000_000.0, "switch", "e1: e to d, gains 9.0 s for 1.0 s: worth it"),
                 Decision(1_700_000_010.0, "no gain", "nothing is better than what is"),
             ),
+            advice={"Stage": ReplicaAdvice(1_700_000_010.0, "enough", 4, "4 of 3 to 8 replicas: why")},
             switches=(SWITCH,),
             switch_totals=(SwitchTotals("e->d").plus(SWITCH),),
         )

@@ -7,6 +7,7 @@ samples of workers -> LoadEstimator -> ClusterLoad -> RoleController -> Switch
 from epd.control.elasticity.assignment import replacement_for, roles_for_newcomer
 from epd.control.elasticity.controller import ControllerConfig, Decision, RoleController, Switch
 from epd.control.elasticity.estimator import EstimatorConfig, LoadEstimator
+from epd.control.elasticity.fleet_traffic import OtherFronts, TrafficTotals
 from epd.control.elasticity.load import (
     ClusterLoad,
     MediaSample,
@@ -28,6 +29,7 @@ __all__ = [
     "LoadEstimator",
     "MediaReplicas",
     "MediaSample",
+    "OtherFronts",
     "ReplicaAdvice",
     "ReplicaConfig",
     "RequestWork",
@@ -38,6 +40,7 @@ __all__ = [
     "StageReplicas",
     "StageSample",
     "Switch",
+    "TrafficTotals",
     "WorkerSample",
     "WorkerStanding",
     "replacement_for",

@@ -18,6 +18,8 @@ def test_status_tells_of_switches_and_decisions(front: Front) -> None:
     assert (switch["migrate_s"], switch["weights_s"], switch["num_moved"]) == (0.2, 0.1, 2)
     assert [each["verdict"] for each in status["decisions"]] == ["switch", "no gain"]
     assert status["decisions"][0]["reason"].startswith("e1: e to d")
+    assert status["advice"]["Stage"]["num_replicas"] == 4
+    assert status["advice"]["Stage"]["reason"] == "4 of 3 to 8 replicas: why"
     assert status["num_waiting"] == 2
     assert not any(worker["is_switching"] for worker in status["workers"])
 

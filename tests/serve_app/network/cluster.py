@@ -79,7 +79,7 @@ class Front:
     """A front: its fleet and its orchestrator."""
 
     def __init__(self, cluster: Cluster, node_id: str = "here", **options: Any) -> None:
-        self.fleet = RemoteFleet(cluster.board, Place(HOST, node_id))
+        self.fleet = RemoteFleet(cluster.board, Place(HOST, node_id), Purpose(topology=cluster.topology))
         self.ended: list[str] = []
         self.fleet.membership.on_ended = self.ended.append
         planner = RequestPlanner(cluster.model, "tiny", group_tokens=16)

@@ -1,0 +1,94 @@
+"""Traffic of several fronts in the estimate of one: as if all requests had come to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd.control.elasticity import (
+    LoadEstimator,
+    OtherFronts,
+    RequestWork,
+    StageSample,
+    TrafficTotals,
+    WorkerSample,
+)
+
+WORKS = st.builds(
+    RequestWork,
+    num_patches=st.integers(0, 5000),
+    num_prompt_tokens=st.integers(1, 5000),
+    max_tokens=st.integers(1, 500),
+    expected_tokens=st.none() | st.integers(1, 500),
+)
+
+
+def totals_of(works: list[RequestWork]) -> TrafficTotals:
+    totals = TrafficTotals()
+    for work in works:
+        totals = totals.plus(work)
+    return totals
+
+
+@given(st.lists(WORKS, max_size=20), st.lists(WORKS, max_size=20))
+def test_what_came_in_between_has_the_same_number_and_work(
+    before: list[RequestWork], new: list[RequestWork]
+) -> None:
+    first = totals_of(before)
+    found = totals_of(before + new).since(first)
+    assert totals_of(found) == totals_of(new)
+
+
+def test_fewer_than_before_are_none() -> None:
+    """A front's epoch is its own; totals of a front never shrink, and what does is not believed."""
+    assert TrafficTotals().since(totals_of([RequestWork(1, 1, 1)])) == []
+
+
+def worker(now_s: float) -> WorkerSample:
+    """Encodes 1000 patches a second."""
+    stages = {"encode": StageSample(done_units=1000 * now_s, num_rounds=int(now_s), busy_s=now_s)}
+    return WorkerSample("e0", frozenset({"encode"}), 0.0, stages)
+
+
+def test_the_leader_s_estimate_is_that_of_one_front() -> None:
+    """Requests go to three fronts in turn; the leader sees the others once a second."""
+    alone, leader = LoadEstimator(), LoadEstimator()
+    others, totals = OtherFronts(leader), [TrafficTotals()] * 3
+    others.follow(0.0, {"a": totals[1], "b": totals[2]})
+    for number in range(300):
+        now_s = number / 5
+        work = RequestWork(1000, 300, 20)
+        alone.arrived(now_s, work)
+        alone.finished(now_s)
+        if number % 3:
+            totals[number % 3] = replace(totals[number % 3].plus(work), num_finished=number)
+        else:
+            leader.arrived(now_s, work)
+            leader.finished(now_s)
+        if number % 5 == 4:
+            others.follow(now_s, {"a": totals[1], "b": totals[2]})
+            expected = alone.observe(now_s, [worker(now_s)])
+            load = leader.observe(now_s, [worker(now_s)])
+            if number > 10:
+                assert load.arrival_rate == pytest.approx(expected.arrival_rate, rel=0.1)
+                demand = expected.stages["encode"].demand
+                assert load.stages["encode"].demand == pytest.approx(demand, rel=0.15)
+    assert len(leader.recent(60.0)) == pytest.approx(300, abs=4)
+
+
+def test_fronts_come_and_go() -> None:
+    """What a front had before it was seen does not count, nor what one had that is gone."""
+    estimator = LoadEstimator()
+    others = OtherFronts(estimator)
+    old = totals_of([RequestWork(0, 10, 10)] * 7)
+    others.follow(0.0, {"a": old})
+    assert estimator.recent(0.0) == ()
+    others.follow(1.0, {"a": old.plus(RequestWork(0, 10, 10))})
+    assert len(estimator.recent(1.0)) == 1
+    others.follow(2.0, {})
+    others.follow(3.0, {"b": TrafficTotals(num_waiting=4)})
+    assert len(estimator.recent(3.0)) == 1
+    assert others.num_waiting == 4

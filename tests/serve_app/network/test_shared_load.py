@@ -1,0 +1,71 @@
+"""The leading front's estimate counts the requests of all fronts, and its advice reaches every process."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from epd.control.elasticity import ReplicaConfig
+from epd.sampling_params import SamplingParams
+from serve_app.orchestration.replica_advisor import ReplicaAdvisor
+from tests.serve_app.deployments import Question
+from tests.serve_app.network.cluster import clustered
+from tests.serve_app.network.test_cluster import topology_seen, until
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def questions(media: dict[str, Path]) -> list[Question]:
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    return [Question((media["image"],) if number % 2 else (), f"{number}?", params) for number in range(12)]
+
+
+def test_requests_of_all_fronts_count_and_all_see_the_advice(
+    checkpoints: dict[str, Path], questions: list[Question]
+) -> None:
+    async def run() -> None:
+        async with clustered(checkpoints["qwen2_5_vl"], "1e1p1d", num_fronts=2) as cluster:
+            leader, other = cluster.fronts
+            for front in cluster.fronts:
+                front.service.elastic.advisor = ReplicaAdvisor(ReplicaConfig(up_delay_s=0.0), settle_s=0.0)
+            await until(lambda: topology_seen(leader) == topology_seen(other) == "1e1p1d")
+            cluster.stages[0].membership.set(bounds=(3, 8))
+            await until(lambda: leader.service.elastic.advisor.is_wanted)
+            await asyncio.sleep(1.1)  # work is measured between two looks
+            await other.ask_all(questions)
+            await until(lambda: len(leader.service.recent_load()) == len(questions))
+            mine, its = leader.service.recent_load(), other.service.recent_load()
+            for name in ("num_patches", "num_prompt_tokens", "max_tokens"):
+                assert sum(getattr(work, name) for _, work in mine) == sum(
+                    getattr(work, name) for _, work in its
+                )
+            assert sum(bool(work.num_patches) for _, work in mine) == len(questions) // 2
+            await until(lambda: all("Stage" in each.membership.view.advice for each in cluster.stages))
+            given = cluster.stages[0].membership.view.advice["Stage"]
+            assert 3 <= given.num_replicas <= 8
+            for front in cluster.fronts:
+                status = await front.service.status()
+                assert "of 3 to 8 replicas" in status.advice["Stage"].reason
+            # The other one leads on, with the advice that was given.
+            await leader.kill()
+            await until(lambda: other.service.leads)
+            assert "Stage" in other.service.elastic.advisor.advice
+
+    asyncio.run(run())
+
+
+def test_traffic_makes_no_new_view_for_workers(checkpoints: dict[str, Path]) -> None:
+    async def run() -> None:
+        async with clustered(checkpoints["qwen2_5_vl"], "1epd", num_fronts=2) as cluster:
+            leader, other = cluster.fronts
+            await until(lambda: topology_seen(leader) == topology_seen(other) == "1epd")
+            await asyncio.sleep(1.0)
+            version = cluster.stages[0].membership.view.version
+            await other.ask(Question((), "well?", SamplingParams(max_tokens=2)))
+            await until(lambda: len(leader.service.recent_load()) == 1)
+            assert cluster.stages[0].membership.view.version == version
+
+    asyncio.run(run())
