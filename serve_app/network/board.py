@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 _WAIT_S = 0.5  # of a call for news
 _TICK_S = 0.25  # between checks for silent members
-_REGROUP_S = 1.5  # after a restart, until views are given
+# After a restart, until views are given. Ray fails calls of an actor that it restarts only after 2 s.
+_REGROUP_S = 6.0
 _MEET_S = 2.0  # for the workers to hear of a new one
 _LOADING_S = 60.0  # of silence, while a member loads its weights
 _MAX_ENDED = 4096
@@ -295,7 +296,8 @@ class Board:
             now_s = time.monotonic()
             for epoch, entry in list(self._entries.items()):
                 patience_s = self._hang_s if entry.member.is_ready else max(self._hang_s, _LOADING_S)
-                if now_s - entry.heard_s > patience_s:
+                # Those that called while the board regrouped still wait for its answer.
+                if now_s - max(entry.heard_s, self._regrouped_s) > patience_s:
                     self._lose(epoch, f"silent for {patience_s:g} s")
             self._introduce()
 

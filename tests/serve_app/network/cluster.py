@@ -17,7 +17,7 @@ from serve_app.composition import share_lead
 from serve_app.media.media_worker import MediaSettings, MediaWorker
 from serve_app.network.board import Board
 from serve_app.network.media_server import MediaServer
-from serve_app.network.members import Credentials, Member, Place, Purpose, View
+from serve_app.network.members import Credentials, Kind, Member, Place, Purpose, View
 from serve_app.network.remote_fleet import RemoteFleet
 from serve_app.network.worker_server import WorkerServer, WorkerServerConfig
 from serve_app.orchestration.orchestrator import Orchestrator, OrchestratorConfig
@@ -37,6 +37,7 @@ class BoardHere:
         self._hang_s = hang_s
         self.board: Board | None = Board(hang_s=hang_s)
         self._calls: set[asyncio.Task[Any]] = set()
+        self.unreachable: Kind | None = None  # for members of this kind
 
     async def stop(self) -> None:
         board, self.board = self.board, None
@@ -50,7 +51,8 @@ class BoardHere:
         self.board = Board(hang_s=self._hang_s, is_restarted=not is_new)
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        if self.board is None:
+        is_refused = method == "follow" and arguments[0].kind == self.unreachable
+        if self.board is None or is_refused:
             raise UnavailableError("the board is gone")
         call = asyncio.ensure_future(getattr(self.board, method)(*arguments))
         self._calls.add(call)

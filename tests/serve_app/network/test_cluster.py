@@ -147,7 +147,10 @@ def test_a_board_that_is_restarted_loses_nobody(
             await asyncio.sleep(0.2)
             await cluster.board.stop()
             await asyncio.sleep(0.3)
+            cluster.board.unreachable = "front"  # they notice later that it is back
             cluster.board.restart(is_new=is_new)
+            await asyncio.sleep(2.5)
+            cluster.board.unreachable = None
             for answers in await asyncio.gather(*asking):
                 assert [answer.tokens for answer in answers] == expected
             # It knows the names again, and gives new ones.
@@ -156,6 +159,7 @@ def test_a_board_that_is_restarted_loses_nobody(
             await until(lambda: len(cluster.fronts[0].fleet.workers) == 5)
             for front in cluster.fronts:
                 assert (await front.service.status()).counters.get("workers_lost", 0) == 0
+                assert front.ended == []
             assert cluster.ended == []
 
     asyncio.run(run())
