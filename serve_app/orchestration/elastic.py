@@ -25,6 +25,8 @@ from epd.control.elasticity import (
     Switch,
     TrafficTotals,
     WorkerSample,
+    WorkerStanding,
+    replacement_for,
 )
 from epd.errors import EPDError
 from epd.topology import Stage
@@ -140,6 +142,8 @@ class Elastic:
             await asyncio.sleep(_INTERVAL_S if self.controller is None else self.controller.config.interval_s)
             if self.controller is not None or self.advisor.is_wanted:
                 self._look(self._clock())
+            if self._leads() and not self._switcher.in_flight:
+                self._replace_leavers()
             self.on_look()
 
     def _look(self, now_s: float) -> None:
@@ -152,6 +156,28 @@ class Elastic:
         if self.controller is not None and switch is not None:
             logger.info("decision: %s", self.controller.decisions[-1].reason)
             self._tasks.spawn(self._switch(self.controller, switch))
+
+    def _replace_leavers(self) -> None:
+        """Switches a worker that others can spare if the last one of a stage leaves for good, or has left."""
+        infos = [info for info in self._fleet.workers.values() if "video" not in info.roles]
+        leaving = {info.name for info in infos if info.is_draining}
+        switch = replacement_for([self._standing(info) for info in infos], leaving) if leaving else None
+        if switch is not None:
+            logger.info("worker %s takes the roles of one that leaves", switch.worker)
+            self._tasks.spawn(self._replace(switch))
+
+    def _standing(self, info: WorkerInfo) -> WorkerStanding:
+        """Returns a worker as `replacement_for` sees it. One that is lost comes back, and is spared."""
+        load = self.loads.get(info.name, _NO_LOAD)
+        work = {stage: float(load.num_waiting + load.num_running) for stage in info.roles}
+        is_busy = bool(info.leaving) or not info.is_alive
+        return WorkerStanding(info.name, info.roles, 0.0, work, load.num_running, is_switching=is_busy)
+
+    async def _replace(self, switch: Switch) -> None:
+        try:
+            await self._switcher.switch(switch.worker, switch.roles)
+        except EPDError as error:
+            logger.warning("%s", error)
 
     async def _switch(self, controller: RoleController, switch: Switch) -> None:
         try:

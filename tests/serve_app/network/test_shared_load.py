@@ -10,9 +10,9 @@ import pytest
 from epd.control.elasticity import ReplicaConfig
 from epd.sampling_params import SamplingParams
 from serve_app.orchestration.replica_advisor import ReplicaAdvisor
-from tests.serve_app.deployments import Question
+from tests.serve_app.deployments import Question, undisturbed
 from tests.serve_app.network.cluster import clustered
-from tests.serve_app.network.test_cluster import topology_seen, until
+from tests.serve_app.network.test_cluster import settled, topology_seen, until
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
@@ -67,5 +67,48 @@ def test_traffic_makes_no_new_view_for_workers(checkpoints: dict[str, Path]) -> 
             await other.ask(Question((), "well?", SamplingParams(max_tokens=2)))
             await until(lambda: len(leader.service.recent_load()) == 1)
             assert cluster.stages[0].membership.view.version == version
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_leaving_at_once", [True, False])
+def test_the_last_worker_of_a_stage_that_leaves_is_replaced(
+    is_leaving_at_once: bool, checkpoints: dict[str, Path], questions: list[Question]
+) -> None:
+    """Serve chooses which replica stops: here the only decode worker of four."""
+    expected = undisturbed(checkpoints["qwen2_5_vl"], questions)
+
+    async def run() -> None:
+        async with clustered(checkpoints["qwen2_5_vl"], "2e1p1d", num_fronts=2) as cluster:
+            leader, other = cluster.fronts
+            await until(lambda: topology_seen(leader) == topology_seen(other) == "2e1p1d")
+            asking = None if is_leaving_at_once else asyncio.create_task(other.ask_all(questions))
+            server = cluster.worker("d0")
+            assert await server.drain(20.0)
+            await server.close()
+            await until(lambda: topology_seen(leader) == topology_seen(other) == "1e1p1d")
+            if asking is not None:
+                assert [each.tokens for each in await asking] == expected
+            assert [each.tokens for each in await leader.ask_all(questions)] == expected
+            assert len(leader.service.switcher.last) == 1
+            await settled(cluster)
+
+    asyncio.run(run())
+
+
+def test_a_lost_worker_is_waited_for(checkpoints: dict[str, Path]) -> None:
+    """Another one is started in its place: nobody gives up a role for it."""
+
+    async def run() -> None:
+        async with clustered(checkpoints["qwen2_5_vl"], "2e1p2d") as cluster:
+            (front,) = cluster.fronts
+            await until(lambda: topology_seen(front) == "2e1p2d")
+            gone = cluster.worker("d1")
+            assert await gone.drain(20.0)
+            await gone.close()
+            await cluster.kill(cluster.worker("d0"))
+            await until(lambda: topology_seen(front) == "2e1p")
+            await asyncio.sleep(2.5)
+            assert topology_seen(front) == "2e1p"
 
     asyncio.run(run())
