@@ -32,6 +32,8 @@ WORKER_ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1",
 }
 LOOPBACK = "127.0.0.1"
+# Environment variable for the address of a machine that links are made to; by default that of its Ray node.
+LINK_HOST = "EPD_LINK_HOST"
 # Serve's proxy calls it when it starts: it limits what one connection may use.
 _PROXY_CALLBACK = ("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "serve_app.http.socket_guard.install")
 # For Ray's accounting only. Workers of this app request none, but others in the cluster may.
@@ -97,6 +99,7 @@ def _start(settings: RaySettings) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray's default is 15, which would give other processes of the machine precedence over all workers.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault(LINK_HOST, LOOPBACK)
     os.environ.setdefault(*_PROXY_CALLBACK)
     # By default the only proxy is checked every 10 s, and restarted after being found dead three times.
     os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "0.2")

@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from ray import serve
 
 from serve_app.app_args import AppArgs
+from serve_app.ray.cluster import LINK_HOST
 
 if TYPE_CHECKING:
     from ray.serve.context import ReplicaContext
@@ -152,8 +153,8 @@ def _board(args: AppArgs) -> RayBoard:
 def _place() -> Place:
     from serve_app.network.members import Place
 
-    host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-    return Place(host, ray.get_runtime_context().get_node_id())
+    own: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    return Place(os.environ.get(LINK_HOST) or own, ray.get_runtime_context().get_node_id())
 
 
 def _purpose(args: AppArgs) -> Purpose:

@@ -47,6 +47,7 @@ def test_processes_change_roles_under_load(
     async def run() -> None:
         async with ray_deployed(checkpoints["qwen2_5_vl"], "1e1p2d") as deployment:
             num_moved = 0
+            assert {deployment.member(name).address.host for name in ("e0", "p0", "v0")} == {"127.0.0.1"}
             for worker, letters, topology in ROUND:
                 asking = asyncio.create_task(deployment.ask_all(questions))
                 await until_decoding(deployment, "d1" if worker == "d1" else "d0", 1)
