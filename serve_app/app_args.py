@@ -201,10 +201,7 @@ class AppArgs(BaseModel):
         return RetentionConfig(self.slo_ttft_s, levels_down_to(self.retention_min))
 
     def for_workers(self, *fields: str) -> Self:
-        """Returns a copy with just these fields, and the model: what some replicas need.
-
-        Others change without a restart of these.
-        """
+        """Returns a copy with just these fields, and the model: what some replicas need."""
         kept = {name: getattr(self, name) for name in ("model", *fields)}
         return type(self).model_construct(**kept)
 

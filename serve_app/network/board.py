@@ -74,7 +74,7 @@ class Board:
         self._credentials: Credentials | None = None
         self._entries: dict[str, _Entry] = {}
         self._ended: deque[str] = deque(maxlen=_MAX_ENDED)
-        self._departed: deque[tuple[str, int]] = deque(maxlen=_MAX_ENDED)
+        self._departed: deque[str] = deque(maxlen=_MAX_ENDED)
         self._incarnations: dict[str, int] = {}
         self._vacant: dict[str, frozenset[Stage]] = {}  # names and roles of lost workers
         self._num_arrived = 0
@@ -131,9 +131,8 @@ class Board:
 
     async def leave(self, epoch: str) -> None:
         """See `BoardClient`."""
-        entry = self._remove(epoch)
-        if entry is not None and entry.member.info is not None:
-            self._departed.append((entry.member.info.name, entry.member.info.incarnation))
+        self._departed.append(epoch)
+        self._remove(epoch)
 
     async def accuse(self, epoch: str, reason: str) -> None:
         """See `BoardClient`."""

@@ -113,6 +113,7 @@ class Channels:
         self._hello = hello
         self._open: dict[Address, Channel] = {}
         self._opening: dict[Address, asyncio.Task[Channel]] = {}
+        self._is_closed = False
 
     async def get(self, address: Address) -> Channel:
         """Returns an open channel. Raises LinkClosedError if none answers there."""
@@ -137,6 +138,9 @@ class Channels:
 
     async def _connect(self, address: Address) -> Channel:
         channel = Channel(await connect(address, self._key))
+        if self._is_closed:
+            channel.close()
+            raise LinkClosedError("this process ends")
         channel.push(self._hello)
         self._open[address] = channel
         return channel
@@ -148,6 +152,8 @@ class Channels:
             channel.close()
 
     def close(self) -> None:
+        """Ends all channels; none is opened afterwards."""
+        self._is_closed = True
         for address in list(self._open):
             self.forget(address)
         for task in list(self._opening.values()):

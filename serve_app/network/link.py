@@ -279,6 +279,9 @@ async def connect(address: Address, key: bytes) -> Link:
         async with asyncio.timeout(_HANDSHAKE_S):
             await loop.create_connection(lambda: link, address.host, address.port)
             await opened
+    except asyncio.CancelledError:
+        link.close()
+        raise
     except (OSError, TimeoutError) as error:
         link.close()
         raise LinkClosedError(f"no member answers at {address.host}:{address.port}: {error}") from error

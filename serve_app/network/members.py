@@ -82,13 +82,13 @@ class View:
 
     members: by epoch
     leader: the epoch of the front that switches roles; empty without fronts
-    departed: (name, incarnation) of workers that have completed their work and left
+    departed: epochs of members that have completed their work and left
     """
 
     version: int
     members: Mapping[str, Member]
     leader: str = ""
-    departed: frozenset[tuple[str, int]] = frozenset()
+    departed: frozenset[str] = frozenset()
 
     @property
     def advice(self) -> Mapping[str, ReplicaAdvice]:

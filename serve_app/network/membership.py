@@ -133,9 +133,7 @@ class Membership:
     def _end_lost(self, before: View) -> None:
         """Ends processes of this machine that are lost but may hang: nobody waits for them any more."""
         for member in before.members.values():
-            info = member.info
-            has_left = info is not None and (info.name, info.incarnation) in self.view.departed
-            is_lost = member.epoch not in self.view.members and not has_left
+            is_lost = member.epoch not in self.view.members and member.epoch not in self.view.departed
             if is_lost and member.node_id == self._place.node_id and member.pid != os.getpid():
                 end_process(member.pid, member.start_ticks)
 

@@ -208,8 +208,7 @@ class RemoteFleet:
         }
         for name, worker in list(self._workers.items()):
             if name not in there or there[name].epoch != worker.member.epoch:
-                info = worker.member.info
-                is_planned = info is not None and (name, info.incarnation) in view.departed
+                is_planned = worker.member.epoch in view.departed
                 self._lose(
                     name, "it has left" if is_planned else "its process has ended", is_planned=is_planned
                 )
@@ -228,7 +227,7 @@ class RemoteFleet:
                 await self.membership.accuse(member.epoch, str(error))
             return
         channel = Channel(link)
-        if not self._is_current(name, member):
+        if self._is_closed or not self._is_current(name, member):
             channel.close()
             return
         channel.on_push = self._take_push

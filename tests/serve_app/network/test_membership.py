@@ -1,7 +1,8 @@
-"""Processes that are lost are ended, and no others."""
+"""Members that are lost are ended, and no others: not those that have left, and not other processes."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -10,7 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from serve_app.network.membership import end_process, start_ticks
+from serve_app.network.board import Board
+from serve_app.network.members import Kind, Place
+from serve_app.network.membership import Membership, end_process, start_ticks
 
 SOON_S = 10.0
 
@@ -40,3 +43,35 @@ def test_a_process_that_is_gone_is_none(process: subprocess.Popen[bytes]) -> Non
     process.wait()
     assert start_ticks(process.pid) == 0
     end_process(process.pid, ticks)
+
+
+@pytest.mark.parametrize("kind", ["front", "media"])
+def test_members_that_leave_are_not_ended(
+    kind: Kind, process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another member of the machine, told of two that are gone: one has left, one is lost."""
+    ended: list[int] = []
+    monkeypatch.setattr("serve_app.network.membership.end_process", lambda pid, _ticks: ended.append(pid))
+
+    async def run() -> None:
+        board, place = Board(), Place("127.0.0.1", "here")
+        leaves, is_lost, watches = (Membership(board, kind, place) for _ in range(3))
+        for number, each in enumerate((leaves, is_lost, watches)):
+            await each.join(lambda _link: None)
+            await each.update(pid=1_000_000 + number)
+        await watches.update()
+        following = asyncio.create_task(watches.run())
+        async with asyncio.timeout(SOON_S):
+            while len({member.pid for member in watches.view.members.values()}) < 3:
+                await asyncio.sleep(0.01)
+            await leaves.leave()
+            await is_lost.accuse(is_lost.epoch, "it does not answer")
+            while len(watches.view.members) > 1:
+                await asyncio.sleep(0.01)
+        await is_lost.leave()
+        await watches.leave()
+        await following
+        await board.close()
+
+    asyncio.run(run())
+    assert ended == [1_000_001]
