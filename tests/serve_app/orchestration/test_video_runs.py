@@ -52,6 +52,8 @@ class Watched:
         self.chunks: Counter[str] = Counter()
         self.max_at_once = 0
         self.kill_after: tuple[str, int] | None = None
+        self.kill_once_read: tuple[str, frozenset[str]] | None = None  # victim, workers that have answered
+        self.answered: set[str] = set()
         self.fleet.fetch = self.fetch  # type: ignore[method-assign]
 
     async def fetch(self, stage: Stage, target: str, message: Any) -> Any:
@@ -64,9 +66,17 @@ class Watched:
         if self.kill_after == (target, self.reads[target]):
             asyncio.get_running_loop().call_soon(self.fleet.kill, target)
         try:
-            return await self._fetch(stage, target, message)
+            reply = await self._fetch(stage, target, message)
+            self.answered.add(target)
+            self._kill_once_read()
+            return reply
         finally:
             self.now[target] -= 1
+
+    def _kill_once_read(self) -> None:
+        if self.kill_once_read is not None and self.kill_once_read[1] <= self.answered:
+            victim, self.kill_once_read = self.kill_once_read[0], None
+            asyncio.get_running_loop().call_soon(self.fleet.kill, victim)
 
 
 @pytest.mark.parametrize("victim", [None, "v0", "v1"])
@@ -167,9 +177,10 @@ def test_a_video_that_came_in_the_request(
         async with deployed(checkpoints["qwen2_5_vl"], "1e1p1d", fleet=fleet) as deployment:
             watched = Watched(deployment)
             if victim is not None:
-                watched.kill_after = (victim, 4)
+                watched.kill_once_read = (victim, frozenset(MORE))  # these have the bytes then
             assert (await answer_from_data(deployment, question)).tokens == expected
             assert set(watched.reads) == {"v0", "v1", "v2"}
+            assert watched.kill_once_read is None
             await deployment.settle()
 
     asyncio.run(run())
