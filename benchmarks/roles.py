@@ -153,7 +153,7 @@ async def _running_on_ray(topology: str) -> AsyncIterator[App]:
     )
     await asyncio.to_thread(serve.run, build_app(args), name=APP_NAME)
     place = Place(LOOPBACK, ray.get_runtime_context().get_node_id())
-    board = RayBoard(APP_NAME, hang_s=args.hang_s)
+    board = RayBoard(APP_NAME)
     fleet = RemoteFleet(board, place, Purpose(str(args.model_path)))
     try:
         async with _running(fleet, fleet.owner) as app:

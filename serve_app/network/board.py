@@ -34,6 +34,7 @@ _TICK_S = 0.25  # between checks for silent members
 # After a restart, until views are given. Ray fails calls of an actor that it restarts only after 2 s.
 _REGROUP_S = 6.0
 _MEET_S = 2.0  # for the workers to hear of a new one
+_REPLACED_S = 3.0  # of silence, of a worker while another one comes
 _LOADING_S = 60.0  # of silence, while a member loads its weights
 _MAX_ENDED = 4096
 _KEY_BYTES = 32
@@ -64,11 +65,11 @@ class _Entry:
 class Board:
     """Keeps the members of one application. Used from one event loop.
 
-    hang_s: a member that does not call for this time is lost
+    hang_s: a member that does not call for this time is lost; by default what it says of itself
     is_restarted: whether members may exist that it does not know of
     """
 
-    def __init__(self, *, hang_s: float = 10.0, is_restarted: bool = False) -> None:
+    def __init__(self, *, hang_s: float | None = None, is_restarted: bool = False) -> None:
         self._hang_s = hang_s
         self._regrouped_s = time.monotonic() + (_REGROUP_S if is_restarted else 0.0)
         self._credentials: Credentials | None = None
@@ -164,8 +165,18 @@ class Board:
         entry.seen = max(entry.seen, seen)
         self._introduce()
 
+    def _lose_replaced(self, newcomer: Member) -> None:
+        """Declares silent workers lost when another comes: Serve may have found them dead first."""
+        for epoch, entry in list(self._entries.items()):
+            is_same = entry.member.kind == "stage" and entry.member.release == newcomer.release
+            silent_s = time.monotonic() - max(entry.heard_s, self._regrouped_s)
+            if is_same and entry.member.is_ready and silent_s > _REPLACED_S:
+                self._lose(epoch, "silent while another worker comes")
+
     def _admit(self, member: Member) -> _Entry | None:
         """Adds a new member. Returns None if its name is another one's by now."""
+        if member.kind == "stage" and member.info is None:
+            self._lose_replaced(member)
         if member.kind != "front":
             info = member.info or self._placed(member)
             if info.incarnation < self._incarnations.get(info.name, 0) or info.name in self._infos():
@@ -294,7 +305,8 @@ class Board:
             await asyncio.sleep(_TICK_S)
             now_s = time.monotonic()
             for epoch, entry in list(self._entries.items()):
-                patience_s = self._hang_s if entry.member.is_ready else max(self._hang_s, _LOADING_S)
+                hang_s = self._hang_s or entry.member.hang_s
+                patience_s = hang_s if entry.member.is_ready else max(hang_s, _LOADING_S)
                 # Those that called while the board regrouped still wait for its answer.
                 if now_s - max(entry.heard_s, self._regrouped_s) > patience_s:
                     self._lose(epoch, f"silent for {patience_s:g} s")

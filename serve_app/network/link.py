@@ -335,10 +335,15 @@ class Listener:
     async def close(self) -> None:
         """Ends the listener and its links."""
         self._is_closed = True
+        if self._server is not None:
+            # A server that is closed while a connection is being accepted leaves that open.
+            for listening in self._server.sockets:
+                asyncio.get_running_loop().remove_reader(listening.fileno())
+            for _ in range(3):
+                await asyncio.sleep(0)
+            self._server.close()
         for link in (*self._links, *self._strangers):
             link.close()
-        if self._server is not None:
-            self._server.close()
 
 
 async def listen(host: str, key: bytes, on_link: Callable[[Link], None]) -> Listener:

@@ -23,6 +23,7 @@ class Member:
     model: members work together only with those of the same model
     topology, release: what a stage worker is to fill, and its configuration; workers of an older release
         are leaving, or will
+    hang_s: after this time of silence it is lost
     info: of a worker, given by the board; None before
     is_ready: whether it can be given work
     is_known: whether the other workers know its address, so that it may be given work; set by the board
@@ -41,6 +42,7 @@ class Member:
     model: str = ""
     topology: str = ""
     release: str = ""
+    hang_s: float = 10.0
     info: WorkerInfo | None = None
     is_ready: bool = False
     is_known: bool = False
@@ -74,6 +76,7 @@ class Purpose:
     model: str = ""
     topology: str = ""
     release: str = ""
+    hang_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)

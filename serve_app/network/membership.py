@@ -76,6 +76,7 @@ class Membership:
             model=self.purpose.model,
             topology=self.purpose.topology,
             release=self.purpose.release,
+            hang_s=self.purpose.hang_s,
         )
         while self.epoch not in self.view.members:
             await self._follow_once()

@@ -21,9 +21,9 @@ _END_S = 30.0  # without members
 class BoardActor:
     """Carries calls to the `Board`."""
 
-    def __init__(self, hang_s: float) -> None:
+    def __init__(self) -> None:
         is_restarted = ray.get_runtime_context().was_current_actor_reconstructed
-        self._board = Board(hang_s=hang_s, is_restarted=is_restarted)
+        self._board = Board(is_restarted=is_restarted)
         self._ending: asyncio.Task[None] | None = None
 
     async def credentials(self) -> Credentials:
@@ -49,9 +49,8 @@ class BoardActor:
 class RayBoard:
     """Implements `BoardClient` over the actor of one application, which the first member starts."""
 
-    def __init__(self, application: str, *, hang_s: float) -> None:
+    def __init__(self, application: str) -> None:
         self._name = f"epd-board-{application}"
-        self._hang_s = hang_s
         self._actor: Any = None
 
     async def credentials(self) -> Credentials:
@@ -71,14 +70,14 @@ class RayBoard:
     async def _call(self, method: str, *arguments: Any) -> Any:
         try:
             if self._actor is None:
-                self._actor = _board_actor(self._name, self._hang_s)
+                self._actor = _board_actor(self._name)
             return await getattr(self._actor, method).remote(*arguments)
         except (RayError, ValueError) as error:
             self._actor = None
             raise UnavailableError(f"the board does not answer: {type(error).__name__}") from error
 
 
-def _board_actor(name: str, hang_s: float) -> Any:
+def _board_actor(name: str) -> Any:
     return (
         ray.remote(BoardActor)
         .options(
@@ -90,5 +89,5 @@ def _board_actor(name: str, hang_s: float) -> Any:
             max_concurrency=_MAX_CALLS,
             num_cpus=0,
         )
-        .remote(hang_s)
+        .remote()
     )

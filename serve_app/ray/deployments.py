@@ -45,7 +45,7 @@ class Stage:
         _quiet()
         config = WorkerServerConfig(worker_settings(args), _purpose(args), args.threads_per_worker)
         self._drain_s = args.drain_s
-        self._server = WorkerServer(_board(args), _place(), config)
+        self._server = WorkerServer(_board(), _place(), config)
         await _started(self._server)
 
     async def check_health(self) -> None:
@@ -75,7 +75,7 @@ class Media:
         self._processes = MediaProcesses()
         await asyncio.to_thread(self._processes.start)
         worker = MediaWorker(media_settings(args), self._processes)
-        self._server = MediaServer(_board(args), _place(), worker, _purpose(args), args.num_video_threads)
+        self._server = MediaServer(_board(), _place(), worker, _purpose(args), args.num_video_threads)
         await _started(self._server)
 
     async def check_health(self) -> None:
@@ -98,7 +98,7 @@ async def create_front(args: AppArgs) -> FastAPI:
 
     _quiet()
     log_requests()  # Ray keeps stderr in a file, and shows it on request
-    fleet = RemoteFleet(_board(args), _place(), _purpose(args))
+    fleet = RemoteFleet(_board(), _place(), _purpose(args))
     fleet.membership.on_ended = _end
     app = await create_app(args, fleet, fleet.owner)
     share_lead(app.state.server.service, fleet)
@@ -144,10 +144,10 @@ def _end(reason: str) -> None:
     os._exit(_EXIT_CODE)
 
 
-def _board(args: AppArgs) -> RayBoard:
+def _board() -> RayBoard:
     from serve_app.ray.board import RayBoard
 
-    return RayBoard(serve.get_replica_context().app_name, hang_s=args.hang_s)
+    return RayBoard(serve.get_replica_context().app_name)
 
 
 def _place() -> Place:
@@ -161,7 +161,7 @@ def _purpose(args: AppArgs) -> Purpose:
     from serve_app.network.members import Purpose
 
     release = hashlib.blake2b(args.model_dump_json().encode(), digest_size=8).hexdigest()
-    return Purpose(str(args.model_path), args.topology, release)
+    return Purpose(str(args.model_path), args.topology, release, args.hang_s)
 
 
 def _quiet() -> None:

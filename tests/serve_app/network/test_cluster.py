@@ -290,3 +290,19 @@ def test_a_worker_that_is_silent_is_lost_for_all(model: Path) -> None:
             await until(lambda: front.fleet.workers["d0"].is_alive)
 
     asyncio.run(run())
+
+
+def test_a_worker_that_comes_for_a_silent_one_takes_its_place(model: Path) -> None:
+    """Serve's own check of a stopped worker may be quicker than the board's."""
+
+    async def run() -> None:
+        async with clustered(model, "1e1p1d", hang_s=30.0) as cluster:
+            front = cluster.fronts[0]
+            await until(lambda: topology_seen(front) == "1e1p1d")
+            await cluster.worker("p0")._loops.close()
+            await asyncio.sleep(3.5)
+            again = await cluster.add_stage()
+            assert (again.info.name, again.info.incarnation) == ("p0", 2)
+            await until(lambda: topology_seen(front) == "1e1p1d")
+
+    asyncio.run(run())

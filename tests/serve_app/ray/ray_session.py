@@ -77,10 +77,10 @@ def running_app(session: RaySession, **args: Any) -> Iterator[str]:
 class RayDeployment(Deployment):
     """A front of this process, over the workers of an application on Ray."""
 
-    def __init__(self, path: Path, hang_s: float) -> None:
+    def __init__(self, path: Path) -> None:
         node_id = ray.get_runtime_context().get_node_id()
         place, purpose = Place("127.0.0.1", node_id), Purpose(str(path.resolve()))
-        self.ray_fleet = RemoteFleet(RayBoard("epd", hang_s=hang_s), place, purpose)
+        self.ray_fleet = RemoteFleet(RayBoard("epd"), place, purpose)
         planner = RequestPlanner(path, "tiny", group_tokens=16)
         self.service = Orchestrator(self.ray_fleet, planner, OrchestratorConfig(), owner=self.ray_fleet.owner)
 
@@ -100,7 +100,7 @@ async def ray_deployed(
     args = {"model": path, "num_kv_tokens": 16_384, "allowed_media_path": Path("/"), **args}
     app = build_app(AppArgs(topology=topology, hang_s=hang_s, **args))
     await asyncio.to_thread(serve.run, app, name="epd", route_prefix="/")
-    deployment = RayDeployment(path, hang_s)
+    deployment = RayDeployment(path)
     try:
         await deployment.service.start()
         await deployment.until_ready()

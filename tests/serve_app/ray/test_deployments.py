@@ -32,7 +32,7 @@ from tests.serve_app.ray.ray_session import IGNORED, RaySession
 pytestmark = [pytest.mark.filterwarnings(each) for each in IGNORED]
 
 IS_SOAK = "EPD_SOAK" in os.environ
-NUM_STREAMS, NUM_TOKENS = (100, 600) if IS_SOAK else (12, 300)
+NUM_STREAMS, NUM_TOKENS = (100, 600) if IS_SOAK else (12, 1200)
 KINDS = (("image",), ("video",), (), ("image", "tall_video"))
 SEED = 5
 
