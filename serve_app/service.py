@@ -361,6 +361,10 @@ class AnswerService(Protocol):
         """Returns the available models, the default first; at least one."""
         ...
 
+    def check_reduction(self, policy: ReductionPolicy) -> None:
+        """Raises RequestError where the workers cannot reduce like this; before any medium is fetched."""
+        ...
+
     def answer(self, request: AnswerRequest) -> AsyncGenerator[AnswerItem, None]:
         """Yields pieces of all choices as they come, then one AnswerEnd; starts when it is first awaited.
 

@@ -155,6 +155,7 @@ class ServerState:
     async def items(self, parsed: ParsedRequest, record: RequestRecord) -> AsyncGenerator[AnswerItem, None]:
         """Yields the answer; ending or closing it frees all resources of the request. Raises EPDError."""
         options = self._options(parsed.chat)
+        self.service.check_reduction(options.reduction)
         shows_spans = record.is_stream and options.ours.events
         request = partial(self._request, record, parsed.messages, options)
         record.num_media = len(parsed.references)

@@ -27,6 +27,7 @@ from epd.control.retention import RetentionConfig
 from epd.control.routing import Router, check_reduction
 from epd.encode.sharding import Sharding
 from epd.errors import UnavailableError
+from epd.reduction import ReductionPolicy
 from epd.topology import Stage, topology_name
 from serve_app.fleet import Fleet, send_surely
 from serve_app.media.fleet_media import FleetMedia
@@ -237,6 +238,11 @@ class Orchestrator:
 
     # Answers
 
+    def check_reduction(self, policy: ReductionPolicy) -> None:
+        """See `AnswerService`."""
+        there = [info.roles for info in self._fleet.workers.values() if not info.is_gone]
+        check_reduction(policy, there)
+
     async def answer(self, request: AnswerRequest) -> AsyncGenerator[AnswerItem, None]:
         """See `AnswerService`."""
         now_s = time.time()
@@ -246,8 +252,7 @@ class Orchestrator:
         self.queue.check(now_s, deadline_s, num_coming=self._num_planning, priority=request.priority)
         self._losses.check(request)
         request = self.retention.reduced(request)
-        there = [info.roles for info in self._fleet.workers.values() if not info.is_gone]
-        check_reduction(request.reduction, there)
+        self.check_reduction(request.reduction)
         plan = await self._plan(request)
         answer = LiveAnswer(request, plan, self._planner.texts, time.time, self._substituted)
         self.elastic.arrived(plan)

@@ -124,6 +124,15 @@ class Deployment:
         planner = RequestPlanner(path, "tiny", group_tokens=16)
         self.service = Orchestrator(self.fleet, planner, OrchestratorConfig(**options))
 
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Runs the service while the block runs."""
+        try:
+            await self.service.start()
+            yield
+        finally:
+            await self.service.close()
+
     def cores(self) -> list[WorkerCore]:
         return [
             self.fleet.core(info.name) for info in self.fleet.workers.values() if "video" not in info.roles
@@ -216,11 +225,8 @@ async def deployed(
 ) -> AsyncIterator[Deployment]:
     """fleet: options of LocalFleetConfig. options: of OrchestratorConfig; settings: of WorkerSettings."""
     deployment = Deployment(path, topology, fleet or {}, **options)
-    try:
-        await deployment.service.start()
+    async with deployment.running():
         yield deployment
-    finally:
-        await deployment.service.close()
 
 
 def undisturbed(path: Path, questions: Sequence[Question]) -> list[tuple[int, ...]]:

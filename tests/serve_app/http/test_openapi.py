@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -94,17 +93,11 @@ def real(checkpoints: dict[str, Path]) -> Iterator[tuple[Server, Deployment]]:
     policy = FetchPolicy(allowed_hosts=frozenset(), max_s=1.0)
     deployment = Deployment(checkpoints["qwen2_5_vl"], "1e1p1d", {"media": media_settings(policy)})
 
-    @asynccontextmanager
-    async def running() -> AsyncIterator[None]:
-        await deployment.service.start()
-        yield
-        await deployment.service.close()
-
     settings = ApiSettings(
         limits=RequestLimits(max_answer_tokens=128),
         default_params=SamplingParams(max_tokens=8),
     )
-    with served(deployment.service, settings, running=running()) as server:
+    with served(deployment.service, settings, running=deployment.running()) as server:
         yield server, deployment
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -83,21 +82,13 @@ class DeadlyDeployment:
             asyncio.get_running_loop().call_soon(self.deployment.fleet.kill, target)
         return await self.send(stage, target, message, bulk)
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        await self.deployment.service.start()
-        try:
-            yield
-        finally:
-            await self.deployment.service.close()
-
 
 def test_lines_that_end_workers_of_a_server_are_explained(
     tmp_path: Path, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_backend, "_FIRST_PAUSE_S", 0.05)
     deadly = DeadlyDeployment(checkpoints["qwen2_5_vl"])
-    with served(deadly.deployment.service, running=deadly.running()) as server:
+    with served(deadly.deployment.service, running=deadly.deployment.running()) as server:
         plan = written(tmp_path)
         arguments = ["batch", str(plan.source), str(plan.out), "--url", server.url, "--json"]
         result = CliRunner().invoke(app, arguments)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from epd.errors import RequestError, http_status
+from epd.errors import RequestError
 from epd.models import embedded_model_path
 from epd.reduction import METHODS, QUESTION_METHODS, ReductionPolicy
 from serve_app.app_args import AppArgs
 from stages.colocated import ColocatedPipeline, EncodedMedia
 from tests.serve_app.deployments import NUM_FRAMES, Deployment, Question, deployed
+from tests.serve_app.server import served, wait_until
 from tests.stages.reduction.prompts import Engines, prompt_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
@@ -21,8 +24,21 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:Depre
 POLICY = ReductionPolicy("mustdrop", 0.2)
 
 
-async def sent(deployment: Deployment, question: Question, policy: ReductionPolicy) -> list[str]:
-    """The kinds of messages that workers get while the question is asked; it has to be refused."""
+def ask_over_http(url: str, clip: Path, text: str, policy: ReductionPolicy) -> httpx.Response:
+    parts = [{"type": "video_url", "video_url": {"url": clip.as_uri()}}, {"type": "text", "text": text}]
+    body = {
+        "messages": [{"role": "user", "content": parts}],
+        "max_tokens": 4,
+        "epd": {"reduction": policy.method, "retention": policy.retention, "num_frames": NUM_FRAMES},
+    }
+    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=30, trust_env=False)
+
+
+@pytest.mark.parametrize("topology", ["1e1p1d", "1ep1d", "1e1pd1p1d"])
+def test_where_another_worker_decodes_it_is_refused_before_anything_is_fetched(
+    topology: str, clip: Path, questions: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployment = Deployment(embedded_model_path(), topology, {})
     messages: list[str] = []
     send = deployment.fleet.send
 
@@ -30,25 +46,28 @@ async def sent(deployment: Deployment, question: Question, policy: ReductionPoli
         messages.append(type(message).__name__)
         return await send(stage, target, message, *bulk)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deployment.fleet, "send", watched)
-        with pytest.raises(RequestError, match=r"received .*'mustdrop'.*; allowed .*; use one") as refused:
-            await deployment.ask(question, reduction=policy)
-    assert http_status(refused.value) == 400
-    for method in METHODS:
-        assert (f" {method}" in str(refused.value)) == (method not in QUESTION_METHODS)
-    return messages
+    monkeypatch.setattr(deployment.fleet, "send", watched)
+    with served(deployment.service, running=deployment.running()) as server:
+        refused = ask_over_http(server.url, clip, questions[0], POLICY)
+        assert refused.status_code == 400, refused.text
+        assert messages == []
+        error = refused.json()["error"]["message"]
+        assert re.search(r"received .*'mustdrop'.*; allowed .*; use one", error), error
+        for method in METHODS:
+            assert (f" {method}" in error) == (method not in QUESTION_METHODS)
+        answered = ask_over_http(server.url, clip, questions[0], ReductionPolicy("mustdrop", 1.0))
+        assert answered.status_code == 200, answered.text
+        assert messages[0] == "FetchMedia"
+        wait_until(lambda: not deployment.leftovers())
 
 
-@pytest.mark.parametrize("topology", ["1e1p1d", "1ep1d", "1e1pd1p1d"])
-def test_where_another_worker_decodes_it_is_refused_before_anything_is_done(
-    topology: str, clip: Path, questions: list[str]
+def test_it_is_refused_also_where_the_topology_changed_while_media_were_fetched(
+    clip: Path, questions: list[str]
 ) -> None:
     async def run() -> None:
-        async with deployed(embedded_model_path(), topology) as deployment:
-            question = Question((clip,), questions[0])
-            assert await sent(deployment, question, POLICY) == []
-            assert (await deployment.ask(question, reduction=ReductionPolicy("mustdrop", 1.0))).tokens
+        async with deployed(embedded_model_path(), "1e1p1d") as deployment:
+            with pytest.raises(RequestError, match="'mustdrop'"):
+                await deployment.ask(Question((clip,), questions[0]), reduction=POLICY)
             await deployment.settle()
 
     asyncio.run(run())
