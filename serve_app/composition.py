@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,7 @@ from serve_app.app_args import AppArgs
 from serve_app.fleet import Fleet
 from serve_app.http.api import ApiSettings, create_api
 from serve_app.media.media_worker import MediaSettings
-from serve_app.network.members import Kind, View
+from serve_app.network.members import Kind, Member, View
 from serve_app.network.remote_fleet import RemoteFleet
 from serve_app.orchestration.elastic import Elastic
 from serve_app.orchestration.orchestrator import Orchestrator, OrchestratorConfig, SwitchRequest
@@ -61,9 +61,10 @@ def share_lead(service: Orchestrator, fleet: RemoteFleet) -> None:
     """Lets one front at a time switch roles, whom the others ask to, and has all of them queue as one."""
 
     def follow(view: View) -> None:
+        fronts = _other_fronts(view, fleet)
         service.leads = view.leader == fleet.owner
-        service.share(_others(view, fleet))
-        _follow_fronts(service.elastic, view, fleet)
+        service.share(_waiting_at(fronts))
+        _follow_fronts(service.elastic, view, fleet, fronts)
 
     def describe() -> Mapping[str, Any]:
         queue = service.queue.summary()
@@ -80,20 +81,22 @@ def share_lead(service: Orchestrator, fleet: RemoteFleet) -> None:
     follow(fleet.membership.view)
 
 
-def _others(view: View, fleet: RemoteFleet) -> Others | None:
-    """Returns what waits at other fronts over the same workers; None without any."""
+def _other_fronts(view: View, fleet: RemoteFleet) -> list[Member]:
+    """Returns the other fronts over the same workers."""
     model = fleet.membership.purpose.model
-    fronts = [each for each in view.of_kind("front") if each.epoch != fleet.owner and each.model == model]
+    return [each for each in view.of_kind("front") if each.epoch != fleet.owner and each.model == model]
+
+
+def _waiting_at(fronts: Sequence[Member]) -> Others | None:
+    """Returns what waits at fronts; None without any."""
     if not fronts:
         return None
     arrivals = [each.oldest_s for each in fronts if each.oldest_s is not None]
     return Others(sum(each.num_waiting for each in fronts), min(arrivals, default=None))
 
 
-def _follow_fronts(elastic: Elastic, view: View, fleet: RemoteFleet) -> None:
+def _follow_fronts(elastic: Elastic, view: View, fleet: RemoteFleet, others: Sequence[Member]) -> None:
     """Counts the traffic of other fronts, and takes the bounds within which Serve scales."""
-    model = fleet.membership.purpose.model
-    others = [each for each in view.of_kind("front") if each.epoch != fleet.owner and each.model == model]
     elastic.follow_others({front.epoch: front.traffic for front in others})
     elastic.advisor.follow(
         {name: bounds for kind, name in _SCALED.items() if (bounds := view.bounds(kind))},

@@ -18,7 +18,7 @@ from serve_app.media_messages import NotHeldError, PlanImages, ReadFrames
 from serve_app.messages import Message, WorkerLoad, WorkerReport
 from serve_app.network.calls import Answer, Channel, Channels
 from serve_app.network.link import Link, LinkClosedError
-from serve_app.network.members import BoardClient, Hello, Place, Purpose, View
+from serve_app.network.members import BoardClient, Hello, KnownFronts, Place, Purpose, View
 from serve_app.network.membership import Membership
 from serve_app.network.wire import BulkPlace, FetchCall, Fetched, ReleaseBulk, TakeBulk, WorkerCall
 from serve_app.task_group import Loops, Tasks
@@ -84,7 +84,7 @@ class MediaServer:
         self._num_decoding = self._num_decoded = 0
         self._host = host
         self._fronts: dict[str, Channel] = {}
-        self._known_fronts: set[str] = set()
+        self._known_fronts = KnownFronts()
         self._kept: dict[int, _Kept] = {}
         self._numbers = count()
         self._loops = Loops(Counter(), lambda loop: self.membership.on_ended(f"its loop '{loop}' has ended"))
@@ -196,10 +196,9 @@ class MediaServer:
     # The board
 
     def _take_view(self, view: View) -> None:
-        fronts = {member.epoch for member in view.of_kind("front")}
-        for owner in self._known_fronts - fronts:
+        linked = [owner for owner, each in self._fronts.items() if each.is_open]
+        for owner in self._known_fronts.lost(view, linked):
             self._drop_front(owner)
-        self._known_fronts = fronts | {owner for owner, channel in self._fronts.items() if channel.is_open}
 
     def _drop_front(self, owner: str) -> None:
         channel = self._fronts.pop(owner, None)

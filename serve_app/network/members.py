@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -136,3 +136,21 @@ class BoardClient(Protocol):
     async def accuse(self, epoch: str, reason: str) -> None:
         """Declares a member lost that does not answer another one."""
         ...
+
+
+class KnownFronts:
+    """Remembers the fronts that a worker serves, to find out which of them are gone."""
+
+    def __init__(self) -> None:
+        self._epochs: set[str] = set()
+
+    def add(self, epoch: str) -> None:
+        """Notes a front that has opened a link, which may be newer than the last view."""
+        self._epochs.add(epoch)
+
+    def lost(self, view: View, linked: Collection[str]) -> set[str]:
+        """Returns known fronts that are not in a view, once. linked: those with an open link."""
+        fronts = {member.epoch for member in view.of_kind("front")}
+        lost = self._epochs - fronts
+        self._epochs = fronts | (set(linked) - lost)
+        return lost

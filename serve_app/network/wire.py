@@ -12,11 +12,10 @@ from serve_app.network.link import Address
 
 @dataclass(frozen=True, slots=True)
 class BulkPlace:
-    """Where frames wait to be fetched. number: of them at that process. owner: see `owner_of`."""
+    """Where frames wait to be fetched. number: of them at that process."""
 
     address: Address
     number: int
-    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from serve_app.messages import DropOwner, Message, PeerLost, WorkerLoad, WorkerR
 from serve_app.network.calls import Answer, Channel, Channels
 from serve_app.network.connector import Envelope, ProcessTransport
 from serve_app.network.link import Address, Link, LinkClosedError
-from serve_app.network.members import BoardClient, Hello, Member, Place, Purpose, View
+from serve_app.network.members import BoardClient, Hello, KnownFronts, Member, Place, Purpose, View
 from serve_app.network.membership import Membership
 from serve_app.network.memory import PoolFiles
 from serve_app.network.peer_links import Delivery, PeerLinks
@@ -77,7 +77,7 @@ class WorkerServer:
         self._config = config
         self._place = place
         self._fronts: dict[str, _FrontSession] = {}
-        self._known_fronts: set[str] = set()
+        self._known_fronts = KnownFronts()
         self._peers: dict[str, _Peer] = {}
         self._thread: WorkerThread | None = None
         self._files: PoolFiles | None = None
@@ -158,7 +158,7 @@ class WorkerServer:
     def _greet(self, channel: Channel, hello: Hello) -> None:
         if hello.kind == "front":
             self._known_fronts.add(hello.epoch)
-            self._fronts[hello.epoch] = _FrontSession(self, hello.epoch, channel)
+            self._fronts[hello.epoch] = _FrontSession(self, channel)
             channel.push(self.info)
         elif hello.kind == "stage":
             channel.on_call = self._take_delivery
@@ -213,10 +213,9 @@ class WorkerServer:
         self._peers = peers
         if self._links is not None:
             self._links.meet(peers)
-        fronts = {member.epoch for member in view.of_kind("front")}
-        for owner in self._known_fronts - fronts:
+        linked = [owner for owner, each in self._fronts.items() if each.channel.is_open]
+        for owner in self._known_fronts.lost(view, linked):
             self._drop_front(owner)
-        self._known_fronts = fronts | {owner for owner, each in self._fronts.items() if each.channel.is_open}
 
     def _lose_peer(self, peer: _Peer) -> None:
         if self._thread is not None and self._files is not None and self._channels is not None:
@@ -287,11 +286,10 @@ class WorkerServer:
 class _FrontSession:
     """Takes the messages of one front, in order: one waits for its frames, and those behind it for that."""
 
-    def __init__(self, server: WorkerServer, owner: str, channel: Channel) -> None:
+    def __init__(self, server: WorkerServer, channel: Channel) -> None:
         self.channel = channel
         self.reported: WorkerLoad | None = None
         self._server = server
-        self._owner = owner
         self._waiting: deque[tuple[WorkerCall, asyncio.Future[UInt8Array] | None, Answer]] = deque()
         self._tasks = Tasks()
         channel.on_call = self._take

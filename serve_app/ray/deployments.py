@@ -31,22 +31,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LEAVE_S = 5.0  # of a graceful shutdown, after the work is completed
 _EXIT_CODE = 1
 
 
-class Stage:
-    """Runs one stage worker. The board gives it its name and roles."""
+class _Worker:
+    """Holds what the replicas of both kinds of workers do for Serve."""
 
-    async def __init__(self, args: AppArgs) -> None:  # type: ignore[misc] # Serve awaits it
-        from serve_app.composition import worker_settings
-        from serve_app.network.worker_server import WorkerServer, WorkerServerConfig
-
-        _quiet()
-        config = WorkerServerConfig(worker_settings(args), _purpose(args), args.threads_per_worker)
-        self._drain_s = args.drain_s
-        self._server = WorkerServer(_board(), _place(), config)
-        await _started(self._server)
+    _server: WorkerServer | MediaServer
+    _drain_s: float
 
     async def check_health(self) -> None:
         if not self._server.is_healthy:
@@ -61,7 +53,21 @@ class Stage:
             await _ended(self._server, self._drain_s)
 
 
-class Media:
+class Stage(_Worker):
+    """Runs one stage worker. The board gives it its name and roles."""
+
+    async def __init__(self, args: AppArgs) -> None:  # type: ignore[misc] # Serve awaits it
+        from serve_app.composition import worker_settings
+        from serve_app.network.worker_server import WorkerServer, WorkerServerConfig
+
+        _quiet()
+        config = WorkerServerConfig(worker_settings(args), _purpose(args), args.threads_per_worker)
+        self._drain_s = args.drain_s
+        self._server = WorkerServer(_board(), _place(), config)
+        await _started(self._server)
+
+
+class Media(_Worker):
     """Runs one media worker."""
 
     async def __init__(self, args: AppArgs) -> None:  # type: ignore[misc] # Serve awaits it
@@ -78,16 +84,9 @@ class Media:
         self._server = MediaServer(_board(), _place(), worker, _purpose(args), args.num_video_threads)
         await _started(self._server)
 
-    async def check_health(self) -> None:
-        if not self._server.is_healthy:
-            raise RuntimeError("the worker has ended")
-
-    async def record_autoscaling_stats(self) -> dict[str, float]:  # as above
-        return _advised(self._server)
-
-    async def __del__(self) -> None:  # as above
-        if hasattr(self, "_server"):
-            await _ended(self._server, self._drain_s)
+    async def __del__(self) -> None:
+        await super().__del__()
+        if hasattr(self, "_processes"):
             self._processes.close()
 
 

@@ -51,6 +51,11 @@ def topology_seen(front: Front) -> str:
     return topology_name([info.roles for info in front.fleet.workers.values() if info.is_alive])
 
 
+async def until_all_see(cluster: Cluster, topology: str) -> None:
+    """Returns when every front knows workers of that topology."""
+    await until(lambda: all(topology_seen(front) == topology for front in cluster.fronts))
+
+
 def leftovers(cluster: Cluster) -> list[str]:
     left = []
     for server in cluster.stages:
@@ -80,7 +85,7 @@ def test_two_fronts_share_workers(
     async def run() -> None:
         async with clustered(model, topology, num_fronts=2) as cluster:
             first, second = cluster.fronts
-            await until(lambda: topology_seen(first) == topology_seen(second) == topology)
+            await until_all_see(cluster, topology)
             answers = await asyncio.gather(first.ask_all(questions), second.ask_all(questions))
             for each in answers:
                 assert [answer.tokens for answer in each] == expected
@@ -95,7 +100,7 @@ def test_a_front_that_is_lost_takes_only_its_own_requests_with_it(
     async def run() -> None:
         async with clustered(model, "1e1p1d", num_fronts=2) as cluster:
             lost, kept = cluster.fronts
-            await until(lambda: topology_seen(lost) == topology_seen(kept) == "1e1p1d")
+            await until_all_see(cluster, "1e1p1d")
             dead = asyncio.create_task(lost.ask_all(questions))
             alive = asyncio.create_task(kept.ask_all(questions))
             await until(lambda: len(lost.service.attempts) + len(kept.service.attempts) >= 16)
@@ -115,8 +120,7 @@ def test_a_lost_worker_changes_no_token_of_any_front(
 ) -> None:
     async def run() -> None:
         async with clustered(model, "1e1p1d", num_fronts=2) as cluster:
-            for front in cluster.fronts:
-                await until(lambda front=front: topology_seen(front) == "1e1p1d")
+            await until_all_see(cluster, "1e1p1d")
             asking = [asyncio.create_task(front.ask_all(questions)) for front in cluster.fronts]
             await until(lambda: all(front.service.attempts for front in cluster.fronts))
             await asyncio.sleep(0.1)
@@ -141,8 +145,7 @@ def test_a_board_that_is_restarted_loses_nobody(
 ) -> None:
     async def run() -> None:
         async with clustered(model, "1e1p1d", num_fronts=2) as cluster:
-            for front in cluster.fronts:
-                await until(lambda front=front: topology_seen(front) == "1e1p1d")
+            await until_all_see(cluster, "1e1p1d")
             asking = [asyncio.create_task(front.ask_all(questions)) for front in cluster.fronts]
             await asyncio.sleep(0.2)
             await cluster.board.stop()
@@ -223,7 +226,7 @@ def test_any_front_switches_roles_and_all_move_their_answers(
     async def run() -> None:
         async with clustered(model, "1e1p2d", num_fronts=2) as cluster:
             leader, other = cluster.fronts
-            await until(lambda: topology_seen(leader) == topology_seen(other) == "1e1p2d")
+            await until_all_see(cluster, "1e1p2d")
             assert (leader.service.leads, other.service.leads) == (True, False)
             asking = [asyncio.create_task(front.ask_all(questions)) for front in cluster.fronts]
             await until(
@@ -235,7 +238,7 @@ def test_any_front_switches_roles_and_all_move_their_answers(
             switch = await other.service.switch_roles("d1", frozenset({"prefill"}))
             assert (switch.before, switch.after) == ("d", "p")
             assert [each.worker for each in leader.service.switcher.last] == ["d1"]
-            await until(lambda: topology_seen(leader) == topology_seen(other) == "1e2p1d")
+            await until_all_see(cluster, "1e2p1d")
             for answers in await asyncio.gather(*asking):
                 assert [answer.tokens for answer in answers] == expected
             # A worker that comes for a lost one takes its roles, also those it was switched to.
@@ -259,7 +262,7 @@ def test_fronts_queue_as_one(model: Path) -> None:
     async def run() -> None:
         async with clustered(model, "1e1p1d", num_fronts=2) as cluster:
             first, second = cluster.fronts
-            await until(lambda: topology_seen(first) == topology_seen(second) == "1e1p1d")
+            await until_all_see(cluster, "1e1p1d")
             await cluster.kill(cluster.worker("d0"))
             asking = [asyncio.create_task(first.ask(Question((), f"what {n}?"))) for n in range(4)]
             await until(lambda: bool((others := second.service.queue.others) and others.num_waiting == 4))
