@@ -1,0 +1,113 @@
+"""Decides where a model runs, and in which type: the noun that goes from a command to every tensor."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from epd.errors import RequestError
+
+# Names as in torch; they are also the choices of `--dtype`.
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Says where a model runs, and in which type its weights, activations and caches are.
+
+    device: the CPU, or one GPU
+    dtype: a floating-point type that the device computes in
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def resolve(cls, device: str = "auto", dtype: str = "auto", model_path: Path | None = None) -> Self:
+        """Returns the placement that these options mean on this machine.
+
+        device: auto, cpu, cuda or cuda:N; auto is a GPU where there is one
+        dtype: auto, or a name of DTYPES; auto is the checkpoint's own type on a GPU and float32 on a CPU
+        model_path: the folder of the checkpoint, read if the type depends on it
+        Raises RequestError for names that are unknown, and for what this machine does not have.
+        """
+        placed = _device(device)
+        return cls(placed, _dtype(dtype, placed, model_path))
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} on {self.device}"
+
+
+CPU_FLOAT32 = Placement(torch.device("cpu"), torch.float32)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not _DEVICE.fullmatch(name):
+        raise RequestError(
+            f"received the device {name!r}; allowed: auto, cpu, cuda, or cuda:N for one of several GPUs"
+        )
+    device = torch.device(name)
+    if device.type == "cuda":
+        _check_gpu(device)
+    return device
+
+
+def _check_gpu(device: torch.device) -> None:
+    """Raises RequestError for a GPU that is not there."""
+    if not torch.cuda.is_available():
+        built = f"is built for CUDA {torch.version.cuda} and finds no GPU"
+        reason = built if torch.version.cuda else "is built for CPUs alone"
+        raise RequestError(
+            f"received the device '{device}'; allowed here: cpu, since torch {torch.__version__} {reason}; "
+            "use --device cpu or auto, or check nvidia-smi and the installed torch"
+        )
+    num_gpus = torch.cuda.device_count()
+    if device.index is not None and device.index >= num_gpus:
+        raise RequestError(
+            f"received the device '{device}'; allowed: cuda:0 to cuda:{num_gpus - 1}, the GPUs that this "
+            "process sees; CUDA_VISIBLE_DEVICES hides others"
+        )
+
+
+def _dtype(name: str, device: torch.device, model_path: Path | None) -> torch.dtype:
+    if name != "auto" and name not in DTYPES:
+        raise RequestError(f"received the dtype {name!r}; allowed: auto, {', '.join(DTYPES)}")
+    if name != "auto":
+        dtype = DTYPES[name]
+    elif device.type == "cpu":
+        dtype = torch.float32
+    else:
+        dtype = _checkpoint_dtype(model_path)
+    has_bfloat16 = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
+    if dtype == torch.bfloat16 and not has_bfloat16:
+        raise RequestError(
+            f"received bfloat16 for '{device}', {torch.cuda.get_device_name(device)}, which does not compute "
+            "in it; allowed: float16 or float32; set --dtype float16"
+        )
+    return dtype
+
+
+def _checkpoint_dtype(model_path: Path | None) -> torch.dtype:
+    """Reads the type that a checkpoint was saved in; bfloat16, that of all large ones, if it does not say."""
+    try:
+        config = json.loads((model_path / "config.json").read_text(encoding="utf-8")) if model_path else {}
+    except (OSError, ValueError):  # who loads the checkpoint reports it
+        config = {}
+    named: list[Any] = [
+        part.get(key)
+        for part in (config, config.get("text_config") or {})
+        for key in ("dtype", "torch_dtype")
+    ]
+    return next((DTYPES[each] for each in named if each in DTYPES), torch.bfloat16)
