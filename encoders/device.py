@@ -1,0 +1,69 @@
+"""Moves what a pass needs to its device without waiting, and reads results back where that is named.
+
+Memory that can be swapped out makes a copy to a GPU wait for everything queued before it; pinned memory does
+not. torch keeps pinned memory until the copies from it are done, so it may be dropped at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from epd.types import ceil_div
+
+# Every array of a common copy starts at a multiple of this, or Triton compiles kernels for each alignment.
+_ALIGNMENT_BYTES = 16
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Returns the device of a module's parameters, which all lie on one."""
+    return next(module.parameters()).device
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Moves a tensor to a device; the copy is queued there, and the host does not wait for it.
+
+    On a CPU, a tensor that is there is returned as it is.
+    """
+    if device.type == "cpu" or tensor.device.type != "cpu":
+        return tensor.to(device, non_blocking=device.type != "cpu")
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def arrays_to_device(arrays: Sequence[np.ndarray[Any, np.dtype[Any]]], device: torch.device) -> list[Tensor]:
+    """Moves the small arrays of a pass in one copy; on a CPU they share memory with the arrays."""
+    tensors = [torch.from_numpy(array) for array in arrays]
+    if device.type == "cpu":
+        return tensors
+    packed = _packed(tensors, pin_memory=True).to(device, non_blocking=True)
+    return _unpacked(packed, tensors)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Reads a tensor back, and so waits for all that was queued before: for values that the host needs."""
+    return tensor.cpu()
+
+
+def _packed(tensors: Sequence[Tensor], *, pin_memory: bool) -> Tensor:
+    """Returns the bytes of all tensors one after the other, aligned: uint8 [n]."""
+    packed = torch.empty(sum(map(_room_bytes, tensors)), dtype=torch.uint8, pin_memory=pin_memory)
+    for place, tensor in zip(_unpacked(packed, tensors), tensors, strict=True):
+        place.copy_(tensor)
+    return packed
+
+
+def _unpacked(packed: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns views of the packed bytes, of the shapes and types of these tensors."""
+    pieces = torch.split(packed, list(map(_room_bytes, tensors)))
+    return [
+        piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for piece, tensor in zip(pieces, tensors, strict=True)
+    ]
+
+
+def _room_bytes(tensor: Tensor) -> int:
+    return ceil_div(tensor.nbytes, _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
