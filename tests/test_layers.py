@@ -81,7 +81,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "attention": "kernels reduction",
         "weights.py": "attention",
         "sampling": "",
-        "connectors": "",
+        "connectors": ".",
         "engine": ". attention reduction sampling",
         "encode": ". engine",
         "prefill.py": ". engine",

@@ -1,6 +1,10 @@
 """Implements the common connector: mailboxes carry messages, and `recv` copies between pools.
 
-What is sent is up to the pool: `EncoderPool` takes embeddings, `KVPools` takes keys and values.
+What is sent is up to the pool: `EncoderPool` takes embeddings, `KVPools` takes keys and values. A GPU writes
+and copies later than it is asked to, so both messages about its memory wait for it:
+
+    offer      is put when the kernels that write what it offers are done
+    receipt    is put when the copy is done: only then may the sender reuse the memory
 """
 
 from __future__ import annotations
@@ -8,9 +12,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, Protocol, Self, TypeVar
 
+import torch
+
 from epd.transfer.connectors import AnyTicket, Offer, Receipt, SourceT, TicketT, TransferOutcome
+from stages.connectors.deferred import Deferred
 
 Message = Offer[Any] | Receipt
 
@@ -20,6 +28,11 @@ _SourceT = TypeVar("_SourceT", contravariant=True)
 
 class Pool(Protocol[_TicketT, _SourceT]):
     """Holds memory that can be filled from another of its kind."""
+
+    @property
+    def device(self) -> torch.device:
+        """Returns where the memory is."""
+        ...
 
     def receive(self, ticket: _TicketT, source: _SourceT, source_pool: Self) -> None:
         """Copies what lies at `source` in the other pool to where the ticket says.
@@ -40,6 +53,7 @@ class MailboxConnector(ABC, Generic[TicketT, SourceT]):
         self._expected: dict[str, tuple[TicketT, set[int]]] = {}  # by transfer, with the offers answered
         self._offers: list[Offer[SourceT]] = []
         self._receipts: list[Receipt] = []
+        self._deferred = Deferred(pool.device)
 
     @abstractmethod
     def put(self, name: str, message: Message) -> None:
@@ -56,8 +70,12 @@ class MailboxConnector(ABC, Generic[TicketT, SourceT]):
     def send(self, ticket: TicketT, source: SourceT | None, error: str = "") -> int:
         self._num_sent += 1
         offer = Offer(ticket.transfer_id, self._num_sent, self.name, self.pool_id, source, error)
-        self.put(ticket.receiver, offer)
+        self.offer(ticket.receiver, offer)
         return offer.number
+
+    def offer(self, receiver: str, offer: Offer[SourceT]) -> None:
+        """Leaves an offer for the receiver, once what it offers has been written."""
+        self._deferred.add(partial(self.put, receiver, offer))
 
     def poll(self) -> Sequence[Receipt]:
         self._sort()
@@ -89,7 +107,9 @@ class MailboxConnector(ABC, Generic[TicketT, SourceT]):
         return taken
 
     def _answer(self, offer: Offer[SourceT], outcome: TransferOutcome) -> None:
-        self.put(offer.sender, Receipt(offer.transfer_id, offer.number, outcome, offer.error))
+        """Answers an offer, once the copies made so far are done: its memory is not read any more."""
+        receipt = Receipt(offer.transfer_id, offer.number, outcome, offer.error)
+        self._deferred.add(partial(self.put, offer.sender, receipt))
 
     def _copied(self, ticket: TicketT, offer: Offer[SourceT]) -> Offer[SourceT]:
         """Returns the offer after it was copied; without a source if it could not be."""
@@ -105,6 +125,7 @@ class MailboxConnector(ABC, Generic[TicketT, SourceT]):
         return offer
 
     def _sort(self) -> None:
+        self._deferred.flush()
         for message in self.messages():
             if isinstance(message, Offer):
                 self._offers.append(message)

@@ -67,6 +67,10 @@ class EncoderPool:
         self.storage = memory.view(layout.dtype).view(num_blocks, block_size, layout.width)
 
     @property
+    def device(self) -> torch.device:
+        return self.storage.device
+
+    @property
     def num_blocks(self) -> int:
         return self.storage.shape[0]
 

@@ -189,6 +189,10 @@ class KVPools:
         return self.shape.block_size
 
     @property
+    def device(self) -> torch.device:
+        return self.groups[0].storage.device
+
+    @property
     def bytes_per_token(self) -> int:
         """Counts the bytes of a token that every layer keeps."""
         return sum(group.layout.bytes_per_token for group in self.shape.groups)
