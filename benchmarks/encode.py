@@ -36,6 +36,7 @@ from encoders.checkpoint import Checkpoint, open_checkpoint
 from encoders.groups import cut
 from encoders.names import is_wanted
 from epd.published.sharding import imbalance, plan_shards
+from stages.placement import CPU_FLOAT32
 from stages.weights import load_role, skeleton
 from tests.encoders.tiny_tiles import BUILDERS
 
@@ -231,7 +232,7 @@ def published_row(name: str, config: Any) -> Row:
 
 def tiny_row(family: str, folder: Path) -> Row:
     path = BUILDERS[family](folder / family)
-    loaded = [load_role(path, role, torch.float32).num_bytes for role in ("encode", "language")]
+    loaded = [load_role(path, role, CPU_FLOAT32).num_bytes for role in ("encode", "language")]
     return _weights(f"tiny {family}", "read from the files", *loaded)
 
 

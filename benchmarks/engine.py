@@ -48,6 +48,7 @@ from epd.shapes import SceneRenderer, make_questions, make_scene
 from stages.engine.engine import LanguageEngine
 from stages.engine.generation import GenerateRequest, GenerationSettings
 from stages.engine.setup import build_engine
+from stages.placement import CPU_FLOAT32
 from stages.visual_inputs import PlacedEmbeddings
 from stages.weights import load_role
 
@@ -92,7 +93,7 @@ class Ours:
 
     def __init__(self) -> None:
         self.adapter: Adapter = load_adapter(PATH)
-        model: Any = load_role(PATH, "whole", torch.float32).model
+        model: Any = load_role(PATH, "whole", CPU_FLOAT32).model
         self.tower = self.adapter.vision_tower(model)
         self.engine: LanguageEngine = build_engine(
             model, self.adapter, GenerationSettings(frozenset()), num_kv_tokens=2**16

@@ -55,6 +55,7 @@ from serve_app.ray.server import APP_NAME
 from serve_app.service import AnswerRequest, MediaReference, RoleSwitch, TokenDelta
 from serve_app.worker.worker_core import WorkerCore
 from serve_app.worker.worker_stages import WorkerSettings
+from stages.placement import CPU_FLOAT32
 from stages.weights import WholeModel, load_role, write_weights
 from video import FetchPolicy
 
@@ -224,12 +225,12 @@ def weight_rows(num_repeats: int) -> list[Row]:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         weights = Path(folder) / "weights"
         write_weights(MODEL, torch.float32, weights)
-        whole = WholeModel(MODEL, torch.float32, weights)
+        whole = WholeModel(MODEL, CPU_FLOAT32, weights)
         for role in ("encode", "language"):
             seconds: dict[str, list[float]] = {"read": [], "mapped": []}
             for _ in range(num_repeats):
                 start = time.perf_counter()
-                load_role(MODEL, role, torch.float32)
+                load_role(MODEL, role, CPU_FLOAT32)
                 middle = time.perf_counter()
                 whole.part(role)
                 seconds["read"].append(middle - start)

@@ -14,6 +14,7 @@ from encoders.groups import DEFAULT_GROUP_TOKENS
 from epd.machine import usable_cpus
 from stages.engine.generation import GenerationSettings, generation_settings
 from stages.engine.setup import build_engine
+from stages.placement import Placement
 from stages.weights import load_role
 
 
@@ -42,7 +43,7 @@ class Pipeline:
         cls,
         model_path: str | Path,
         *,
-        dtype: torch.dtype = torch.float32,
+        placement: Placement | None = None,
         num_threads: int | None = None,
         group_tokens: int = DEFAULT_GROUP_TOKENS,
         num_kv_tokens: int | None = None,
@@ -50,6 +51,7 @@ class Pipeline:
     ) -> Self:
         """Loads the folder `model_path`, in Hugging Face layout.
 
+        placement: where the model runs, and in which type; by default `Placement.resolve` decides.
         num_threads: of torch, for the whole process; by default OMP_NUM_THREADS or all cores.
         group_tokens: about how many visual tokens are encoded and prefilled at a time.
         num_kv_tokens: room for keys and values; by default what a quarter of the machine's memory holds, or
@@ -61,7 +63,8 @@ class Pipeline:
         path = Path(model_path)
         adapter = load_adapter(path)
         use_threads(num_threads)
-        model = load_role(path, "whole", dtype).model
+        placement = placement or Placement.resolve(model_path=path)
+        model = load_role(path, "whole", placement).model
         return cls(
             model,
             adapter,

@@ -27,6 +27,7 @@ from stages.engine.generation import GenerateRequest, generation_settings
 from stages.engine.model_runner import kv_layout
 from stages.engine.setup import build_engine, default_kv_tokens
 from stages.pipeline import use_threads
+from stages.placement import CPU_FLOAT32, Placement
 from stages.weights import load_role
 from video.demo_video import write_scene
 
@@ -46,12 +47,12 @@ _PHOTO_SIDES = (256, 512, 1024)
 class Profiler:
     """Loads a model and measures each of its stages alone."""
 
-    def __init__(self, path: Path, num_threads: int) -> None:
+    def __init__(self, path: Path, num_threads: int, placement: Placement = CPU_FLOAT32) -> None:
         self.adapter: Any = load_adapter(path)
         use_threads(num_threads)
         self.clock = time.process_time if num_threads == 1 else time.perf_counter
 
-        self.model: Any = load_role(path, "whole", torch.float32).model
+        self.model: Any = load_role(path, "whole", placement).model
         self.engine: Any = build_engine(self.model, self.adapter, generation_settings(path, self.adapter))
         self._num_requests = 0
 

@@ -27,6 +27,7 @@ from transformers.initialization import no_init_weights
 from encoders.names import WeightSet, is_wanted, name_in_model
 from epd.errors import ModelError
 from stages.attention.support import check_attention
+from stages.placement import Placement
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -48,9 +49,10 @@ class LoadedModel:
     num_bytes: int
 
 
-def load_role(path: Path, role: WeightSet, dtype: torch.dtype, weights: Path | None = None) -> LoadedModel:
+def load_role(path: Path, role: WeightSet, placement: Placement, weights: Path | None = None) -> LoadedModel:
     """Loads the part of the model at `path` for a worker of this role, in eval mode, with sdpa attention.
 
+    placement: where its weights go, and their type.
     weights: what `write_weights` has made of it, to be mapped instead of being read.
     Raises ModelError when the files lack a tensor or cannot be read, UnsupportedModelError for attention that
     nothing here computes.
@@ -59,10 +61,10 @@ def load_role(path: Path, role: WeightSet, dtype: torch.dtype, weights: Path | N
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
         check_attention(config)
         with _LOADING:
-            model = skeleton(config, dtype)
+            model = skeleton(config, placement.dtype)
             prune(model, role)
             stored = _stored_names(path) if weights is None else {weights: _names_in(weights)}
-            loaded = _fill(model, stored, dtype)
+            loaded = _fill(model, stored, placement)
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"the weights at '{path}' do not load: {reason}") from error
@@ -93,7 +95,7 @@ def prune(model: nn.Module, role: WeightSet) -> None:
                 setattr(parent, name, None)
 
 
-def _fill(model: nn.Module, stored_names: Mapping[Path, list[str]], dtype: torch.dtype) -> LoadedModel:
+def _fill(model: nn.Module, stored_names: Mapping[Path, list[str]], placement: Placement) -> LoadedModel:
     """Reads the tensors that the model has a place for, and no others."""
     wanted = model.state_dict(keep_vars=True)
     read: list[str] = []
@@ -105,10 +107,11 @@ def _fill(model: nn.Module, stored_names: Mapping[Path, list[str]], dtype: torch
                 if name is None:
                     continue
                 tensor = tensors.get_tensor(stored)
-                _assign(model, name, tensor, dtype)
+                _assign(model, name, _placed(tensor, placement))
                 read.append(stored)
                 num_bytes += tensor.nbytes
     _tie(model)
+    _move_buffers(model, placement.device)
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if missing:
         raise ValueError(f"{len(missing)} tensors are missing, such as {missing[0]}; get all of the files")
@@ -139,6 +142,11 @@ def num_weight_bytes(path: Path, dtype: torch.dtype) -> int:
     return size * dtype.itemsize
 
 
+def _placed(tensor: Tensor, placement: Placement) -> Tensor:
+    """Brings a stored tensor to its device, and to its type there: what travels is as small as the files."""
+    return _converted(tensor.to(placement.device), placement.dtype)
+
+
 def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
@@ -146,9 +154,9 @@ def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 class WholeModel:
     """Maps a model's weights: whatever part of it is requested is there at once."""
 
-    def __init__(self, path: Path, dtype: torch.dtype, weights: Path) -> None:
+    def __init__(self, path: Path, placement: Placement, weights: Path) -> None:
         """Maps weights as in `load_role`. Raises ModelError."""
-        self._model = load_role(path, "whole", dtype, weights).model
+        self._model = load_role(path, "whole", placement, weights).model
 
     def part(self, role: WeightSet) -> nn.Module:
         """Returns what a worker of this role runs: other modules are left out, weights share memory."""
@@ -182,18 +190,25 @@ def _names_in(file: Path) -> list[str]:
         return list(tensors.keys())
 
 
-def _assign(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:
     """Puts a tensor in the place of the parameter or buffer `name`. Raises ValueError if it does not fit."""
     path, _, attribute = name.rpartition(".")
     module = model.get_submodule(path)
     place: Tensor = getattr(module, attribute)
     if place.shape != tensor.shape:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the model wants {tuple(place.shape)}")
-    value = _converted(tensor, dtype)
     if isinstance(place, nn.Parameter):
-        module.register_parameter(attribute, nn.Parameter(value, requires_grad=False))
+        module.register_parameter(attribute, nn.Parameter(tensor, requires_grad=False))
     else:
-        setattr(module, attribute, value)
+        setattr(module, attribute, tensor)
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Moves what modules have computed when they were made, such as the frequencies of rotary positions."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
 
 
 def _tie(model: Any) -> None:

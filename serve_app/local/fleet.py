@@ -42,6 +42,7 @@ from serve_app.worker_info import WorkerInfo
 from stages.connectors import InProcessHub
 from stages.encode.encoder_pool import EncoderPool, EncoderPoolShape
 from stages.engine.kv_pool import KVPools, KVPoolsShape
+from stages.placement import Placement
 
 logger = logging.getLogger(__name__)
 
@@ -86,15 +87,17 @@ class LocalTransport:
     hubs: Hubs = field(default_factory=Hubs)
     wake: Callable[[], None] | None = None
 
-    def embeddings(self, name: str, shape: EncoderPoolShape) -> tuple[EncoderPool, EncoderConnector]:
-        pool = shape.build()
+    def embeddings(
+        self, name: str, shape: EncoderPoolShape, device: torch.device
+    ) -> tuple[EncoderPool, EncoderConnector]:
+        pool = shape.build(device=device)
         return pool, self.hubs.embeddings.connect(name, pool, self.wake)
 
-    def kv(self, name: str, shape: KVPoolsShape) -> tuple[KVPools, KVConnector]:
-        pools = shape.build()
+    def kv(self, name: str, shape: KVPoolsShape, device: torch.device) -> tuple[KVPools, KVConnector]:
+        pools = shape.build(device=device)
         return pools, self.hubs.kv.connect(name, pools, self.wake)
 
-    def weights(self, path: Path, dtype: torch.dtype) -> Path | None:  # noqa: ARG002 - each reads its own
+    def weights(self, path: Path, placement: Placement) -> Path | None:  # noqa: ARG002 - each reads its own
         return None
 
     def close(self, name: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ from serve_app.network.packing import Packed, pack, unpack
 from stages.connectors.mailbox import MailboxConnector, Message
 from stages.encode.encoder_pool import EncoderPool, EncoderPoolShape
 from stages.engine.kv_pool import KVPools, KVPoolsShape
+from stages.placement import Placement
 from stages.weights import num_weight_bytes, write_weights
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ logger = logging.getLogger(__name__)
 Kind = Literal["embeddings", "kv"]
 AnyShape = EncoderPoolShape | KVPoolsShape
 AnyPool = EncoderPool | KVPools
+_CPU = torch.device("cpu")
 _LOOK_EVERY_S = 2.0  # between checks for mapped pools that are gone
 
 
@@ -65,18 +68,26 @@ class ProcessTransport:
         self._files = files
         self._ends: dict[tuple[str, Kind], ProcessConnector] = {}
 
-    def embeddings(self, name: str, shape: EncoderPoolShape) -> tuple[EncoderPool, EncoderConnector]:
-        end = self._open(name, "embeddings", shape)
+    def embeddings(
+        self, name: str, shape: EncoderPoolShape, device: torch.device = _CPU
+    ) -> tuple[EncoderPool, EncoderConnector]:
+        end = self._open(name, "embeddings", shape, device)
         assert isinstance(end.pool, EncoderPool)
         return end.pool, end
 
-    def kv(self, name: str, shape: KVPoolsShape) -> tuple[KVPools, KVConnector]:
-        end = self._open(name, "kv", shape)
+    def kv(self, name: str, shape: KVPoolsShape, device: torch.device = _CPU) -> tuple[KVPools, KVConnector]:
+        end = self._open(name, "kv", shape, device)
         assert isinstance(end.pool, KVPools)
         return end.pool, end
 
-    def weights(self, path: Path, dtype: torch.dtype) -> Path | None:
-        """Returns the file of weights, written by the machine's first worker; None without room for it."""
+    def weights(self, path: Path, placement: Placement) -> Path | None:
+        """Returns the file of weights, written by the machine's first worker.
+
+        None without room for it, and for a GPU, to which each worker loads its own.
+        """
+        if placement.is_cuda:
+            return None
+        dtype = placement.dtype
         num_bytes = num_weight_bytes(path, dtype)
         try:
             return self._files.shared(f"weights-{dtype}", num_bytes, partial(write_weights, path, dtype))
@@ -86,7 +97,9 @@ class ProcessTransport:
 
     def close(self, name: str) -> None:
         for key in [key for key in self._ends if key[0] == name]:
-            self._files.remove(Path(self._ends.pop(key).pool_id))
+            path = Path(self._ends.pop(key).pool_id)
+            if path.is_absolute():  # of a GPU's pool there is no file
+                self._files.remove(path)
 
     def deliver(self, envelope: Envelope) -> None:
         """Delivers a message to one of the ends; it is dropped if that end, and so its pool, is closed."""
@@ -94,9 +107,14 @@ class ProcessTransport:
         if end is not None:
             end.mail.append(envelope)
 
-    def _open(self, name: str, kind: Kind, shape: AnyShape) -> ProcessConnector:
-        path = self._files.create(f"{name}-{kind}", shape.num_bytes)
-        end = ProcessConnector(name, kind, shape, path, self._post, self._can_map)
+    def _open(self, name: str, kind: Kind, shape: AnyShape, device: torch.device) -> ProcessConnector:
+        if device.type == "cpu":
+            path = self._files.create(f"{name}-{kind}", shape.num_bytes)
+            pool, pool_id = shape.build(path), str(path)
+            end = ProcessConnector(name, kind, shape, pool, pool_id, self._post, self._can_map)
+        else:  # no other process maps it: its data travels in messages
+            pool, pool_id = shape.build(device=device), f"{name}-{kind}-{secrets.token_hex(4)}"
+            end = ProcessConnector(name, kind, shape, pool, pool_id, self._post, lambda _worker: False)
         self._ends[name, kind] = end
         return end
 
@@ -109,11 +127,12 @@ class ProcessConnector(MailboxConnector[Any, Any]):
         name: str,
         kind: Kind,
         shape: AnyShape,
-        path: Path,
+        pool: AnyPool,
+        pool_id: str,
         post: Callable[[str, Envelope], None],
         can_map: Callable[[str], bool],
     ) -> None:
-        super().__init__(name, shape.build(path), str(path))
+        super().__init__(name, pool, pool_id)
         self.mail: deque[Envelope] = deque()
         self._kind = kind
         self._shape = shape

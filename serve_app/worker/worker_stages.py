@@ -22,6 +22,7 @@ from stages.engine.engine import LanguageEngine
 from stages.engine.generation import generation_settings
 from stages.engine.kv_pool import KVPools, KVPoolsShape
 from stages.engine.setup import BLOCK_SIZE, build_engine, kv_shape
+from stages.placement import Placement
 from stages.prefill import PrefillStage
 from stages.weights import WholeModel, load_role
 
@@ -30,7 +31,7 @@ from stages.weights import WholeModel, load_role
 class WorkerSettings:
     """Settings that all workers of a model share.
 
-    dtype: a name in torch
+    device, dtype: see `Placement.resolve`; each worker resolves them in its own process
     num_kv_tokens: room for keys and values, None as in `ColocatedPipeline.load`
     max_draft: see `LanguageEngine`
     num_embeddings: room for embeddings, at an encoder and at its receivers
@@ -41,7 +42,8 @@ class WorkerSettings:
     """
 
     model_path: Path
-    dtype: str = "float32"
+    device: str = "auto"
+    dtype: str = "auto"
     num_kv_tokens: int | None = None
     block_size: int = BLOCK_SIZE
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -54,25 +56,25 @@ class WorkerSettings:
     decode_scheduler: SchedulerConfig | None = None
     num_kv_pools: int = 1
 
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
+    def placement(self) -> Placement:
+        """Returns where the models of this process run. Raises RequestError for what the machine lacks."""
+        return Placement.resolve(self.device, self.dtype, self.model_path)
 
 
 class Transport(Protocol):
     """Gives a worker its ends of the connectors; names are those of `serve_app.messages.endpoint`."""
 
-    def embeddings(self, name: str, shape: EncoderPoolShape) -> tuple[EncoderPool, EncoderConnector]:
-        """Creates a pool, in memory that others can reach, and the end that moves its embeddings."""
+    def embeddings(
+        self, name: str, shape: EncoderPoolShape, device: torch.device
+    ) -> tuple[EncoderPool, EncoderConnector]:
+        """Creates a pool on a device, where others can reach it, and the end that moves its embeddings."""
         ...
 
-    def kv(self, name: str, shape: KVPoolsShape) -> tuple[KVPools, KVConnector]:
+    def kv(self, name: str, shape: KVPoolsShape, device: torch.device) -> tuple[KVPools, KVConnector]:
         """Creates the same for keys and values."""
         ...
 
-    def weights(self, path: Path, dtype: torch.dtype) -> Path | None:
+    def weights(self, path: Path, placement: Placement) -> Path | None:
         """Returns a file of the model's weights in memory shared by a machine's workers; None if not shared.
 
         Raises ModelError.
@@ -91,6 +93,7 @@ class StageBuilder:
         self.settings = settings
         self.transport = transport
         self.adapter: Adapter = load_adapter(settings.model_path)
+        self.placement = settings.placement()
         self.generation = generation_settings(settings.model_path, self.adapter)
         self.weights_s = 0.0  # spent on weights so far
         self._whole = self._mapped()
@@ -129,7 +132,7 @@ class StageBuilder:
     def _engine(self, name: str, scheduler: SchedulerConfig) -> tuple[LanguageEngine, KVConnector]:
         settings, model = self.settings, self._language_model()
         shape = kv_shape(model, settings.num_kv_tokens, settings.block_size, settings.num_kv_pools)
-        pools, connector = self.transport.kv(name, shape)
+        pools, connector = self.transport.kv(name, shape, self.placement.device)
         engine = build_engine(
             model,
             self.adapter,
@@ -146,8 +149,8 @@ class StageBuilder:
     ) -> tuple[EncoderCacheManager, EncoderPool, EncoderConnector]:
         size = self.settings.embeddings_per_block
         num_blocks = self.settings.num_embeddings // size
-        shape = EncoderPoolShape(num_blocks, size, embedding_layout(config, self.settings.torch_dtype))
-        pool, connector = self.transport.embeddings(name, shape)
+        shape = EncoderPoolShape(num_blocks, size, embedding_layout(config, self.placement.dtype))
+        pool, connector = self.transport.embeddings(name, shape, self.placement.device)
         return EncoderCacheManager(num_blocks, size), pool, connector
 
     def _language_model(self) -> Any:
@@ -160,17 +163,17 @@ class StageBuilder:
         if self._whole is not None:
             model = self._whole.part(role)
         else:
-            model = load_role(self.settings.model_path, role, self.settings.torch_dtype).model
+            model = load_role(self.settings.model_path, role, self.placement).model
         self.weights_s += time.perf_counter() - start_s
         return model
 
     def _mapped(self) -> WholeModel | None:
         """Returns the whole model if workers share its weights: parts that are not run take no memory."""
-        path, dtype = self.settings.model_path, self.settings.torch_dtype
-        weights = self.transport.weights(path, dtype)
+        path = self.settings.model_path
+        weights = self.transport.weights(path, self.placement)
         if weights is None:
             return None
-        return WholeModel(path, dtype, weights)
+        return WholeModel(path, self.placement, weights)
 
 
 def embedding_layout(config: Any, dtype: torch.dtype) -> EmbeddingLayout:

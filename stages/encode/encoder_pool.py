@@ -48,8 +48,8 @@ class EncoderPoolShape:
     def num_bytes(self) -> int:
         return self.num_blocks * self.block_size * self.layout.bytes_per_embedding
 
-    def build(self, shared_file: Path | None = None) -> EncoderPool:
-        return EncoderPool(self.num_blocks, self.block_size, self.layout, shared_file)
+    def build(self, shared_file: Path | None = None, device: torch.device | str = "cpu") -> EncoderPool:
+        return EncoderPool(self.num_blocks, self.block_size, self.layout, shared_file, device)
 
 
 class EncoderPool:
@@ -59,11 +59,16 @@ class EncoderPool:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, layout: EmbeddingLayout, shared_file: Path | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        layout: EmbeddingLayout,
+        shared_file: Path | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.layout = layout
         shape = EncoderPoolShape(num_blocks, block_size, layout)
-        memory = pool_memory(shape.num_bytes, shared_file)
+        memory = pool_memory(shape.num_bytes, shared_file, device)
         self.storage = memory.view(layout.dtype).view(num_blocks, block_size, layout.width)
 
     @property

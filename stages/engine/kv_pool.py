@@ -67,7 +67,7 @@ class KVPool:
         layout: KVLayout,
         *,
         memory: Tensor | None = None,
-        device: str = "cpu",
+        device: torch.device | str = "cpu",
     ) -> None:
         self.layout = layout
         if memory is None:
@@ -166,14 +166,16 @@ class KVPoolsShape:
     def num_bytes(self) -> int:
         return sum(self.bytes_by_group)
 
-    def build(self, shared_file: Path | None = None, device: str = "cpu") -> KVPools:
+    def build(self, shared_file: Path | None = None, device: torch.device | str = "cpu") -> KVPools:
         return KVPools(self, shared_file, device)
 
 
 class KVPools:
     """Holds one worker's pools, of every layer group, side by side in one piece of memory."""
 
-    def __init__(self, shape: KVPoolsShape, shared_file: Path | None = None, device: str = "cpu") -> None:
+    def __init__(
+        self, shape: KVPoolsShape, shared_file: Path | None = None, device: torch.device | str = "cpu"
+    ) -> None:
         self.shape = shape
         memory = pool_memory(shape.num_bytes, shared_file, device)
         pieces = torch.split(memory, list(shape.bytes_by_group))

@@ -9,18 +9,21 @@ import torch
 from torch import Tensor
 
 
-def pool_memory(num_bytes: int, shared_file: Path | None = None, device: str = "cpu") -> Tensor:
+def pool_memory(
+    num_bytes: int, shared_file: Path | None = None, device: torch.device | str = "cpu"
+) -> Tensor:
     """Allocates uint8 [num_bytes], zeros until written: garbage read as floats could be NaN.
 
     A CPU's memory is taken page by page when it is written first, so a pool costs what is used of it.
 
     Raises ValueError for a shared file on another device than the CPU.
     """
-    if shared_file is None and device == "cpu":
+    is_host = torch.device(device).type == "cpu"
+    if shared_file is None and is_host:
         # torch writes its zeros at once, and NumPy asks for huge pages.
         return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
     if shared_file is None:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    if torch.device(device).type != "cpu":
+    if not is_host:
         raise ValueError(f"memory of '{device}' cannot be shared, only the CPU's; leave out the file")
     return torch.from_file(str(shared_file), shared=True, size=num_bytes, dtype=torch.uint8)

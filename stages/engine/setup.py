@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from encoders import Adapter
+from encoders.device import device_of
 from epd.kv.scheduling import SchedulerConfig
 from epd.machine import memory_limit_bytes
 from stages.engine.engine import LanguageEngine
@@ -30,9 +31,11 @@ def build_engine(
     enable_prefix_caching: bool = False,
     max_draft: int = 0,
 ) -> LanguageEngine:
-    """Builds an engine over these pools, by default over its own: see `kv_shape`."""
+    """Builds an engine over these pools, by default over its own, where the model is: see `kv_shape`."""
+    if pools is None:
+        pools = kv_shape(model, num_kv_tokens, block_size).build(device=device_of(model))
     return LanguageEngine(
-        ModelRunner(model, adapter, pools or kv_shape(model, num_kv_tokens, block_size).build()),
+        ModelRunner(model, adapter, pools),
         adapter.tokenizer,
         settings.eos_ids,
         config or SchedulerConfig(),

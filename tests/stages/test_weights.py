@@ -13,10 +13,12 @@ from safetensors import safe_open
 import stages.weights
 from encoders.names import is_wanted
 from epd.errors import ModelError
+from stages.placement import CPU_FLOAT32, Placement
 from stages.weights import WholeModel, load_role, num_weight_bytes, weights_revision, write_weights
 from tests.encoders.families import Family, Picture
 
 FLOAT = torch.float32
+CPU_BFLOAT16 = Placement(torch.device("cpu"), torch.bfloat16)
 
 
 class CountingFile:
@@ -57,9 +59,9 @@ def stored(path: Path) -> dict[str, int]:
 
 
 def test_roles_share_nothing_and_miss_nothing(family: Family, tensors_read: list[str]) -> None:
-    encode = load_role(family.path, "encode", FLOAT)
+    encode = load_role(family.path, "encode", CPU_FLOAT32)
     assert sorted(encode.tensor_names) == sorted(tensors_read)
-    language = load_role(family.path, "language", FLOAT)
+    language = load_role(family.path, "language", CPU_FLOAT32)
     sizes = stored(family.path)
     assert sorted(encode.tensor_names + language.tensor_names) == sorted(sizes)
     assert sorted(tensors_read) == sorted(sizes)
@@ -69,7 +71,7 @@ def test_roles_share_nothing_and_miss_nothing(family: Family, tensors_read: list
 
 def test_no_parameter_of_another_role_exists(family: Family) -> None:
     for role in ("encode", "language"):
-        model = load_role(family.path, role, FLOAT).model
+        model = load_role(family.path, role, CPU_FLOAT32).model
         names = [name for name, _ in model.named_parameters()]
         assert names
         assert all(is_wanted(name, role) for name in names)
@@ -81,10 +83,10 @@ def test_parts_of_mapped_weights_equal_what_is_read(family: Family, tmp_path: Pa
     weights = tmp_path / "weights"
     write_weights(family.path, FLOAT, weights)
     assert weights.stat().st_size >= num_weight_bytes(family.path, FLOAT)
-    whole = WholeModel(family.path, FLOAT, weights)
+    whole = WholeModel(family.path, CPU_FLOAT32, weights)
     before = {name for name, _ in whole.part("whole").named_parameters()}
     for role in ("encode", "language"):
-        part, lone = whole.part(role), load_role(family.path, role, FLOAT).model
+        part, lone = whole.part(role), load_role(family.path, role, CPU_FLOAT32).model
         theirs = dict(lone.named_parameters())
         ours = dict(part.named_parameters())
         assert ours.keys() == theirs.keys()
@@ -99,7 +101,7 @@ def test_mapped_weights_are_memory_of_their_file(family: Family, tmp_path: Path)
     """Also where the checkpoint has another type: what is converted is so once, for all."""
     weights = tmp_path / "weights"
     write_weights(family.path, torch.bfloat16, weights)
-    part = WholeModel(family.path, torch.bfloat16, weights).part("encode")
+    part = WholeModel(family.path, CPU_BFLOAT16, weights).part("encode")
     ends = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(weights) in line]
     spans = [tuple(int(end, 16) for end in span[0].split("-")) for span in ends]
     places = [parameter.data_ptr() for parameter in part.parameters()]
@@ -109,7 +111,7 @@ def test_mapped_weights_are_memory_of_their_file(family: Family, tmp_path: Path)
 
 def test_what_is_loaded_equals_what_transformers_loads(family: Family) -> None:
     theirs = {**dict(family.model.named_parameters()), **dict(family.model.named_buffers())}
-    model = load_role(family.path, "whole", FLOAT).model
+    model = load_role(family.path, "whole", CPU_FLOAT32).model
     ours = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -123,14 +125,14 @@ def test_the_lone_encoder_encodes_as_the_whole_model_does(family: Family) -> Non
     plan = family.adapter.plan_image(60, 90)
     whole = family.encode(picture, plan)
     lone = Family(
-        family.name, family.path, family.adapter, load_role(family.path, "encode", FLOAT).model, None
+        family.name, family.path, family.adapter, load_role(family.path, "encode", CPU_FLOAT32).model, None
     )
     assert torch.equal(lone.encode(picture, plan).rows, whole.rows)
 
 
 @torch.inference_mode()
 def test_the_lone_language_model_answers_as_the_whole_model_does(family: Family) -> None:
-    model: Any = load_role(family.path, "language", FLOAT).model
+    model: Any = load_role(family.path, "language", CPU_FLOAT32).model
     ids = torch.arange(3, 40)[None]
     embeds = model.get_input_embeddings()(ids)
     assert torch.equal(embeds, family.model.get_input_embeddings()(ids))
@@ -160,7 +162,7 @@ def test_a_missing_file_is_a_model_error(families: dict[str, Family], tmp_path: 
     for file in families["internvl"].path.glob("*.json"):
         shutil.copy(file, tmp_path)
     with pytest.raises(ModelError, match="do not load"):
-        load_role(tmp_path, "encode", FLOAT)
+        load_role(tmp_path, "encode", CPU_FLOAT32)
 
 
 def test_another_checkpoint_has_another_revision(families: dict[str, Family]) -> None:

@@ -22,13 +22,13 @@ SOON_S = 10.0
 class NoTransport:
     """For an encoder that nobody asks anything of."""
 
-    def embeddings(self, _name: str, shape: EncoderPoolShape) -> Any:
+    def embeddings(self, _name: str, shape: EncoderPoolShape, _device: Any) -> Any:
         return shape.build(), SilentConnector()
 
-    def kv(self, _name: str, _shape: Any) -> Any:
+    def kv(self, _name: str, _shape: Any, _device: Any) -> Any:
         raise NotImplementedError
 
-    def weights(self, _path: Path, _dtype: Any) -> None: ...
+    def weights(self, _path: Path, _placement: Any) -> None: ...
 
     def close(self, _name: str) -> None: ...
 

@@ -14,6 +14,7 @@ from transformers import Gemma2Config, Gemma2Model, Qwen2Config
 
 from epd.errors import UnsupportedModelError
 from stages.attention.attention import epd_paged, register
+from stages.placement import CPU_FLOAT32
 from stages.weights import load_role
 from tests.encoders.tiny_tiles import build_internvl
 
@@ -53,18 +54,18 @@ def test_a_checkpoint_with_other_attention_is_refused_at_load(
 ) -> None:
     path = with_text_config(internvl, tmp_path / "changed", **changes)
     with pytest.raises(UnsupportedModelError, match=named):
-        load_role(path, role, torch.float32)
+        load_role(path, role, CPU_FLOAT32)
 
 
 def test_qwen_with_a_window_is_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     path = with_text_config(checkpoints["qwen2_5_vl"], tmp_path / "changed", **WINDOWED, sliding_window=64)
     with pytest.raises(UnsupportedModelError, match="sliding_window=64"):
-        load_role(path, "language", torch.float32)
+        load_role(path, "language", CPU_FLOAT32)
 
 
 def test_a_window_as_wide_as_the_context_is_none(internvl: Path, tmp_path: Path) -> None:
     path = with_text_config(internvl, tmp_path / "changed", **WINDOWED, sliding_window=8192)
-    load_role(path, "language", torch.float32)
+    load_role(path, "language", CPU_FLOAT32)
 
 
 class Layer(nn.Module):

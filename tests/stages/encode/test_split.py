@@ -13,6 +13,7 @@ from epd.sampling_params import SamplingParams
 from stages.encode.splicing import spliced
 from stages.engine.generation import GenerateRequest, GenerationSettings
 from stages.engine.setup import build_engine
+from stages.placement import CPU_FLOAT32
 from stages.weights import load_role
 from tests.encoders.families import QUESTION, Family, Media, Picture
 from tests.positions import trained_positions_in
@@ -28,8 +29,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:Depre
 @torch.inference_mode()
 def answer(family: Family, media: list[Media], num_encoders: int) -> list[int]:
     """Greedy tokens of the split pipeline: sharded encoding, transfer, prefill group by group, decode."""
-    encode = load_role(family.path, "encode", torch.float32).model
-    language = load_role(family.path, "language", torch.float32).model
+    encode = load_role(family.path, "encode", CPU_FLOAT32).model
+    language = load_role(family.path, "language", CPU_FLOAT32).model
     workers = Workers(
         Family(family.name, family.path, family.adapter, encode, family.processor), num_encoders
     )
