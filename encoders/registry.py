@@ -20,6 +20,7 @@ ADAPTERS: dict[str, Callable[[Checkpoint], Adapter]] = {
     "llava_onevision": LlavaOnevisionAdapter,
     "qwen2_5_vl": Qwen2_5VLAdapter,
     "qwen3_vl": Qwen3VLAdapter,
+    "qwen3_vl_moe": Qwen3VLAdapter,
     "smolvlm": SmolVLMAdapter,
 }
 

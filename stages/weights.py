@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
+from encoders.checkpoint import check_unquantised
 from encoders.names import WeightSet, is_wanted, name_in_model
 from epd.errors import ModelError
 from stages.attention.support import check_attention
@@ -55,10 +56,11 @@ def load_role(path: Path, role: WeightSet, placement: Placement, weights: Path |
     placement: where its weights go, and their type.
     weights: what `write_weights` has made of it, to be mapped instead of being read.
     Raises ModelError when the files lack a tensor or cannot be read, UnsupportedModelError for attention that
-    nothing here computes.
+    nothing here computes, and for quantised weights.
     """
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        check_unquantised(config)
         check_attention(config)
         with _LOADING:
             model = skeleton(config, placement.dtype)
@@ -195,8 +197,7 @@ def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:
     path, _, attribute = name.rpartition(".")
     module = model.get_submodule(path)
     place: Tensor = getattr(module, attribute)
-    if place.shape != tensor.shape:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the model wants {tuple(place.shape)}")
+    tensor = in_layout(tensor, place.shape, name)
     if isinstance(place, nn.Parameter):
         module.register_parameter(attribute, nn.Parameter(tensor, requires_grad=False))
     else:
@@ -209,6 +210,19 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
+
+
+def in_layout(tensor: Tensor, wanted: torch.Size, name: str) -> Tensor:
+    """Returns a stored tensor, or a view of it, in the shape that the model wants.
+
+    Published experts are [experts, in, out], all in one tensor; the modules of transformers 5 have
+    [experts, out, in]. Raises ValueError for any other difference.
+    """
+    if tensor.shape == wanted:
+        return tensor
+    if ".experts." in name and tensor.ndim == 3 and tensor.transpose(1, 2).shape == wanted:
+        return tensor.transpose(1, 2)
+    raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the model wants {tuple(wanted)}")
 
 
 def _tie(model: Any) -> None:

@@ -19,7 +19,7 @@ from epd.types import Int64Array, PlaceholderRange
 
 
 class Qwen3VLAdapter(QwenVLAdapter):
-    """Adapts `model_type` qwen3_vl."""
+    """Adapts `model_type` qwen3_vl and qwen3_vl_moe, which differ in the language model alone."""
 
     def video_size(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
         unit = self.video_spec.frames_per_unit
