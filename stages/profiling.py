@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from epd.workload.requests import Resolution, VideoSpec
 from stages.engine.generation import GenerateRequest, generation_settings
 from stages.engine.model_runner import kv_layout
 from stages.engine.setup import build_engine, default_kv_tokens
+from stages.peak_memory import peak_bytes
 from stages.pipeline import use_threads
 from stages.placement import CPU_FLOAT32, Placement
 from stages.weights import load_role
@@ -41,6 +42,7 @@ _VIDEO_SIZES, _VIDEO_FRAMES, _VIDEO_S = ((160, 96), (320, 192), (640, 384)), (2,
 # Beside 2048 pixels of height: sizes are cut to whole patches, and some shape comes close to the limit.
 _WIDTHS = tuple(range(1024, 4097, 64))
 _SPEED_S = 0.3
+_PEAK_SIDE, _PEAK_BATCHES, _PEAK_CHUNKS = 224, (2, 8), (128, 512)
 _PHOTO_SIDES = (256, 512, 1024)
 
 
@@ -80,6 +82,7 @@ class Profiler:
                 tables[stage] = measure(num_repeats)
                 speeds.append(core_speed(_SPEED_S))
                 show(len(tables), len(stages) + 2)
+            memory = self._memory()
         num_threads = torch.get_num_threads()
         return Profile(
             name=f"{name}@{device}",
@@ -87,7 +90,7 @@ class Profiler:
             device=device,
             is_analytic=False,
             media=_media_rule(self.adapter),
-            memory=self._memory(),
+            memory=memory,
             encode=tables["encode"],
             prefill=tables["prefill"],
             decode=tables["decode"],
@@ -178,6 +181,7 @@ class Profiler:
         config = self.model.config
         layers = 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
         kv_bytes = kv_layout(self.model).bytes_per_token
+        encode_bytes, prefill_bytes = self._activation_bytes()
         return MemoryNeeds(
             device_bytes=memory_limit_bytes(),
             vision_weight_bytes=vision,
@@ -185,7 +189,33 @@ class Profiler:
             kv_bytes_per_token=kv_bytes,
             embedding_bytes_per_token=4 * layers * config.get_text_config().hidden_size,
             max_kv_tokens=default_kv_tokens(kv_bytes),
+            encode_bytes_per_patch=encode_bytes,
+            prefill_bytes_per_token=prefill_bytes,
+            logits_bytes_per_sequence=4.0 * config.get_text_config().vocab_size,
         )
+
+    def _activation_bytes(self) -> tuple[float, float]:
+        """Measures what a patch adds to the peak of the tower, and a token to that of the language model."""
+        return _slope(map(self._encode_peak, _PEAK_BATCHES)), _slope(map(self._prefill_peak, _PEAK_CHUNKS))
+
+    def _encode_peak(self, num_images: int) -> tuple[int, int]:
+        """Returns (patches, bytes) of one batch of images."""
+        plan = self.adapter.plan_image(_PEAK_SIDE, _PEAK_SIDE)
+        frames = torch.zeros((1, *plan.size, 3), dtype=torch.uint8)
+        encode = self._encoding(self.adapter.vision_tower(self.model), plan, frames, num_images)
+        return plan.grid.num_patches * num_images, peak_bytes(encode)
+
+    def _prefill_peak(self, num_tokens: int) -> tuple[int, int]:
+        """Returns (tokens, bytes) of one pass."""
+        self._limit(num_tokens)
+        self.engine.add(self._request(num_tokens, 1))
+        return num_tokens, peak_bytes(self.engine.step)
+
+
+def _slope(points: Iterable[tuple[int, int]]) -> float:
+    """Returns the bytes for one more unit, by the first and the last of (units, bytes)."""
+    (first, least), *_, (last, most) = points
+    return max(0.0, (most - least) / (last - first))
 
 
 def _area(size: tuple[int, int]) -> int:

@@ -88,6 +88,8 @@ def _print(found: Plan) -> None:
     if found.cost_per_thousand is not None:
         price = found.profile.price_per_hour
         out.print(f"  {found.cost_per_thousand:.3g} per thousand requests, at {price:g} per device and hour")
+    for worker in found.memory:
+        out.print(f"  memory of {worker}")
     out.print(found.verdict)
     if found.search.runner_up is not None:
         loser = found.search.runner_up

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from epd.errors import InfeasibleError
@@ -10,6 +10,7 @@ from epd.planning.files import FORMAT
 from epd.planning.goodput import Demand, mean_work, simulate_at
 from epd.planning.search import OnProgress, Planner, Scored, SearchResult
 from epd.planning.space import is_colocated, times
+from epd.profiles.memory import WorkerMemory
 from epd.profiles.profile import Profile
 from epd.topology import Topology
 
@@ -84,17 +85,23 @@ class Plan:
             "dtype": self.profile.dtype,
             "num_video_threads": deployment.cpu_threads,
             "num_threads": self.profile.num_threads,
-            "num_kv_tokens": deployment.block_size * self._num_blocks(),
+            "num_kv_tokens": self._num_kv_tokens(),
         }
 
-    def _num_blocks(self) -> int:
-        """Returns the KV blocks of a worker, equal for all: those of the one with the least room."""
+    def _num_kv_tokens(self) -> int:
+        """Returns the tokens of a worker's KV cache, equal for all: those of the one with the least room."""
         deployment = self.winner.candidate.deployment
-        return min(
+        return deployment.block_size * min(
             deployment.num_blocks(self.profile, group.roles)
             for group in deployment.topology.groups
             if group.roles != {"encode"}
         )
+
+    @property
+    def memory(self) -> tuple[WorkerMemory, ...]:
+        """Returns the peak of each kind of worker, with the KV cache that the plan gives to all."""
+        deployment = replace(self.winner.candidate.deployment, kv_tokens=self._num_kv_tokens())
+        return tuple(deployment.memory(self.profile, group.roles) for group in deployment.topology.groups)
 
     def _explanation(self) -> dict[str, Any]:
         return {
@@ -113,6 +120,7 @@ class Plan:
                 {"encoders": count, "goodput_per_s": round(value, 4)}
                 for count, value in self.search.encoder_scaling
             ],
+            "memory": [each.record() for each in self.memory],
             "num_candidates": self.search.num_candidates,
             "num_simulated": self.search.num_simulated,
             "assumptions": list(self.assumptions),

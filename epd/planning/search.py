@@ -72,7 +72,7 @@ class Planner:
         self.profile = profile
         self.demand = demand
         self.space = space
-        self._base = base
+        self._base = replace(base, largest_group_patches=_largest_group(demand))
         self._demands = {share: self._reduced(share) for share in space.retentions}
 
     def _reduced(self, retention: float) -> Demand:
@@ -93,13 +93,25 @@ class Planner:
 
     def _candidate(self, topology: Topology, settings: Settings) -> Candidate | None:
         deployment = settings.deployment(topology, self._base)
-        try:
-            for group in topology.groups:
-                deployment.num_blocks(self.profile, group.roles)
-        except InfeasibleError:
+        if self._refusal(deployment) is not None:
             return None
         demand = self._demands[settings.retention]
         return Candidate(topology, settings, deployment, rate_bound(self.profile, deployment, demand))
+
+    def _refusal(self, deployment: Deployment) -> InfeasibleError | None:
+        """Returns the error of the first worker that does not fit its device, None if all do."""
+        try:
+            for group in deployment.topology.groups:
+                deployment.memory(self.profile, group.roles)
+        except InfeasibleError as error:
+            return error
+        return None
+
+    def _no_memory(self) -> InfeasibleError:
+        """Returns the error of the layout that splits the most, with the first settings, where none fits."""
+        topology = max(self.space.topologies(), key=lambda each: len(each.groups))
+        deployments = (each.deployment(topology, self._base) for each in self.space.settings(topology))
+        return next(error for each in deployments if (error := self._refusal(each)) is not None)
 
     def goodput(self, candidate: Candidate, at_least: float = 0.0) -> float:
         demand = self.demand_of(candidate)
@@ -114,7 +126,7 @@ class Planner:
         """Searches the space. Raises InfeasibleError, which names the constraint, when nothing fits."""
         candidates = self.candidates()
         if not candidates:
-            raise InfeasibleError(_memory_binds(self.profile))
+            raise self._no_memory()
         best: dict[str, Scored] = {}
         num_simulated = 0
         for done, candidate in enumerate(self._in_turns(candidates), start=1):
@@ -211,10 +223,5 @@ def _one_of_each_topology(candidates: list[Candidate]) -> list[Candidate]:
     return list({str(each.topology): each for each in reversed(candidates)}.values())
 
 
-def _memory_binds(profile: Profile) -> str:
-    memory = profile.memory
-    weights = (memory.language_weight_bytes + memory.vision_weight_bytes) / 1e9
-    return (
-        f"memory binds: {profile.model} has {weights:.1f} GB of weights, {profile.device} "
-        f"{memory.device_bytes / 1e9:.0f} GB; take a larger device or a smaller model"
-    )
+def _largest_group(demand: Demand) -> int:
+    return max((group.media.num_patches for job in demand.jobs for group in job.groups), default=0)

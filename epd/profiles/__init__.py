@@ -5,7 +5,8 @@ from epd.profiles.cost import Measurement, StageCost, StageTable, ValidRange, fi
 from epd.profiles.files import dump_profile, load_profile, parse_profile
 from epd.profiles.host import HostCosts, Overhead, PromptRule
 from epd.profiles.media import MediaRule, MediaWork
-from epd.profiles.profile import MemoryNeeds, Profile
+from epd.profiles.memory import MemoryLimits, MemoryNeeds, WorkerMemory
+from epd.profiles.profile import Profile
 
 __all__ = [
     "Efficiency",
@@ -13,6 +14,7 @@ __all__ = [
     "Measurement",
     "MediaRule",
     "MediaWork",
+    "MemoryLimits",
     "MemoryNeeds",
     "Overhead",
     "Profile",
@@ -20,6 +22,7 @@ __all__ = [
     "StageCost",
     "StageTable",
     "ValidRange",
+    "WorkerMemory",
     "analytic_profile",
     "dump_profile",
     "fit_table",

@@ -6,9 +6,12 @@ from dataclasses import dataclass
 
 from epd.profiles.catalog import Device, ModelShape, device_named, model_named
 from epd.profiles.cost import StageCost, StageTable, ValidRange
-from epd.profiles.profile import MemoryNeeds, Profile
+from epd.profiles.memory import MemoryNeeds
+from epd.profiles.profile import Profile
 
-_BYTES_PER_VALUE = 2
+_BYTES_PER_VALUE, _BYTES_PER_LOGIT = 2, 4
+# Context of the device and workspaces of matrix products: an assumption.
+_RUNTIME_BYTES = 10**9
 _MAX_CONTEXT = 131_072
 
 
@@ -69,6 +72,11 @@ def _memory(on: Device, of: ModelShape) -> MemoryNeeds:
         language_weight_bytes=of.language.num_parameters * _BYTES_PER_VALUE,
         kv_bytes_per_token=of.language.kv_values_per_token * _BYTES_PER_VALUE,
         embedding_bytes_per_token=of.language.hidden * of.embeddings_per_token * _BYTES_PER_VALUE,
+        encode_bytes_per_patch=(of.vision.live_values_per_token + of.media.values_per_patch)
+        * _BYTES_PER_VALUE,
+        prefill_bytes_per_token=of.language.live_values_per_token * _BYTES_PER_VALUE,
+        logits_bytes_per_sequence=of.language.vocabulary * _BYTES_PER_LOGIT,
+        fixed_bytes=_RUNTIME_BYTES,
     )
 
 
@@ -128,6 +136,7 @@ def _assumptions(efficiency: Efficiency) -> tuple[str, ...]:
         f"{efficiency.compute:.0%} of dense 16-bit FLOPs, {efficiency.memory:.0%} of memory bandwidth, "
         f"{efficiency.link:.0%} of link bandwidth",
         f"{efficiency.launch_s * 1e3:g} ms per pass, {efficiency.call_s * 1e3:g} ms per call of the tower",
+        f"activations of one layer at its widest, {_RUNTIME_BYTES / 1e9:g} GB of runtime per device",
         f"one CPU thread decodes {efficiency.pixels_per_s:.2g} pixels/s of H.264, "
         f"{efficiency.image_pixels_per_s:.2g} of JPEG",
     )

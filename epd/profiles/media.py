@@ -50,6 +50,11 @@ class MediaRule:
     max_frames: int = 768
     group_frames: int = 8
 
+    @property
+    def values_per_patch(self) -> int:
+        """Counts the values that enter the tower for one patch."""
+        return 3 * self.patch**2 * (self.frames_per_unit if self.kind == "grid" else 1)
+
     def image(self, size: Resolution) -> MediaWork:
         if self.kind == "tiles":
             return self._tiles(size)

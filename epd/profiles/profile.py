@@ -1,4 +1,4 @@
-"""Defines a profile: the costs of one model's stages on one device, and its memory. Frozen."""
+"""Defines a profile: the costs of one model's stages on one device, and the sizes of its memory. Frozen."""
 
 from __future__ import annotations
 
@@ -9,30 +9,7 @@ from epd.errors import RequestError
 from epd.profiles.cost import StageCost, StageTable
 from epd.profiles.host import HostCosts, PromptRule
 from epd.profiles.media import MediaRule
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryNeeds:
-    """Sizes memory in bytes.
-
-    kv_per_token: keys and values of all layers
-    embedding: of one visual token, as it travels
-    max_kv_tokens: upper bound for a worker, however many would fit
-    """
-
-    device_bytes: int
-    vision_weight_bytes: int
-    language_weight_bytes: int
-    kv_bytes_per_token: int
-    embedding_bytes_per_token: int
-    max_kv_tokens: int | None = None
-
-    def kv_tokens(self, *, has_vision: bool, utilization: float = 0.9) -> int:
-        """Returns the tokens of keys and values that fit beside the weights; 0 if the weights do not fit."""
-        weights = self.language_weight_bytes + has_vision * self.vision_weight_bytes
-        free = self.device_bytes * utilization - weights
-        fitting = max(0, int(free // self.kv_bytes_per_token))
-        return fitting if self.max_kv_tokens is None else min(fitting, self.max_kv_tokens)
+from epd.profiles.memory import MemoryNeeds
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from epd.encode.sharding import Sharding
-from epd.errors import InfeasibleError
 from epd.kv.scheduling import SchedulerConfig
+from epd.profiles.memory import MemoryLimits, WorkerMemory
 from epd.profiles.profile import Profile
 from epd.topology import Stage, Topology
 
@@ -27,6 +27,8 @@ class Deployment:
     is_overlapped: groups are prefilled and handed over as they come, instead of all at once
     cpu_threads: that decode media, for the whole machine
     kv_tokens: of each worker; None for the most that fits the device
+    num_embeddings: that an encoder keeps, and a prefill worker receives, each: as `epd serve` has it
+    largest_group_patches: of the requests to come, a batch of its own if it is above max_batch_patches
     max_waiting, max_wait_s: before requests are refused
     is_stepwise: every decode step is an event of its own, a slow check of combined steps
     """
@@ -40,6 +42,8 @@ class Deployment:
     is_overlapped: bool = True
     cpu_threads: int = 16
     kv_tokens: int | None = None
+    num_embeddings: int = 65_536
+    largest_group_patches: int = 0
     block_size: int = 16
     enable_prefix_caching: bool = False
     max_waiting: int = 4096
@@ -53,14 +57,22 @@ class Deployment:
     def scheduler_config(self, roles: frozenset[Stage]) -> SchedulerConfig:
         return self.language if "prefill" in roles else self.decode
 
+    def memory(self, profile: Profile, roles: frozenset[Stage]) -> WorkerMemory:
+        """Returns the memory of one worker. Raises InfeasibleError when it does not fit its device."""
+        limits = self.scheduler_config(roles)
+        found = profile.memory.worker(
+            roles,
+            MemoryLimits(
+                max(self.max_batch_patches, self.largest_group_patches),
+                limits.max_num_batched_tokens,
+                limits.max_num_seqs,
+                self.num_embeddings,
+                self.kv_tokens,
+            ),
+        )
+        found.check(profile.model, profile.device, self.block_size)
+        return found
+
     def num_blocks(self, profile: Profile, roles: frozenset[Stage]) -> int:
         """Returns KV blocks of one worker. Raises InfeasibleError when its weights leave no room for one."""
-        has_vision = "encode" in roles
-        tokens = self.kv_tokens or profile.memory.kv_tokens(has_vision=has_vision)
-        if tokens < self.block_size:
-            raise InfeasibleError(
-                f"memory binds: the weights of {profile.model} leave no room for keys and values in "
-                f"{profile.memory.device_bytes / 1e9:.0f} GB of {profile.device}; take a larger device "
-                "or split the encoder off"
-            )
-        return tokens // self.block_size
+        return self.memory(profile, roles).kv_tokens // self.block_size

@@ -52,7 +52,7 @@ class Simulation:
         retention: SimulatedRetention | None = None,
         has_spans: bool = False,
     ) -> None:
-        """has_spans keeps the actions of every worker. Raises InfeasibleError if weights do not fit."""
+        """has_spans keeps the actions of every worker. Raises InfeasibleError if one does not fit."""
         self.events = EventQueue()
         self._machine: Machine = OwnDevices(self.events)
         if profile.host is not None:  # steps share cores with others: none has a known length
@@ -101,10 +101,11 @@ class Simulation:
         """Gives a worker the sides that its roles need."""
         worker.roles = roles
         deployment = self.deployment
+        num_blocks = deployment.num_blocks(self.profile, roles)
         worker.encoder = EncodeSide(self.profile, deployment.max_batch_patches) if "encode" in roles else None
         worker.language = None
         if roles & {"prefill", "decode"}:
-            spec = KVCacheSpec((deployment.num_blocks(self.profile, roles),), deployment.block_size)
+            spec = KVCacheSpec((num_blocks,), deployment.block_size)
             worker.language = LanguageSide(
                 self.profile,
                 deployment.scheduler_config(roles),

@@ -137,7 +137,7 @@ def test_weights_that_do_not_fit_bind() -> None:
     profile = analytic_profile("a100-80gb", "internvl2-26b")
     small = replace(profile, memory=replace(profile.memory, device_bytes=30 * 10**9))
     want = demand(small, SLO(ttft_s=5.0), 20, **HEAVY)
-    with pytest.raises(InfeasibleError, match="memory binds"):
+    with pytest.raises(InfeasibleError, match="memory binds: received a worker of the roles p"):
         Planner(small, want, Space(3), BASE).search()
 
 
@@ -161,7 +161,12 @@ def test_a_plan_says_what_it_rests_on() -> None:
     assert record["cost_per_thousand_requests"] == pytest.approx(
         3 * 1.8 / 3.6 / plan.winner.goodput, rel=1e-6
     )
-    parse_topology(plan.record()["topology"])
+    topology = parse_topology(plan.record()["topology"])
+    assert [each["roles"] for each in record["memory"]] == [group.letters for group in topology.groups]
+    peaks = [each for each in record["memory"] if each["roles"] != "e"]
+    assert all(each["peak_bytes"] <= each["allowed_bytes"] == 72 * 10**9 for each in record["memory"])
+    kv_bytes = plan.record()["settings"]["num_kv_tokens"] * PROFILE.memory.kv_bytes_per_token
+    assert {each["kv_bytes"] for each in peaks} == {kv_bytes}
 
 
 def test_more_encoders_help_until_something_else_binds() -> None:
@@ -198,6 +203,7 @@ def test_the_command_prints_a_plan_and_writes_it(
     plan = yaml.safe_load(path.read_text())
     assert text.startswith(f"run {plan['topology']}")
     assert "per thousand requests" in text
+    assert "of the device (weights" in text
     assert "disaggregate" in text
     run(*options, "--json")
     assert json.loads(capsys.readouterr().out) == plan

@@ -11,6 +11,7 @@ from epd.errors import RequestError
 from epd.profiles import (
     Efficiency,
     Measurement,
+    MemoryLimits,
     StageCost,
     analytic_profile,
     dump_profile,
@@ -126,8 +127,10 @@ def test_faster_devices_cost_less_time() -> None:
     a100, h100, h200 = (analytic_profile(device, "qwen3-vl-8b") for device in DEVICES)
     assert a100.encode.cost.seconds(65536) > h100.encode.cost.seconds(65536)
     assert h100.decode.cost.seconds(64, 64_000) > h200.decode.cost.seconds(64, 64_000)
-    assert h200.memory.kv_tokens(has_vision=False) > h100.memory.kv_tokens(has_vision=False)
-    assert h100.memory.kv_tokens(has_vision=False) > h100.memory.kv_tokens(has_vision=True)
+    limits = MemoryLimits()
+    room = h100.memory.worker({"prefill"}, limits).kv_tokens
+    assert h200.memory.worker({"prefill"}, limits).kv_tokens > room
+    assert room > h100.memory.worker({"encode", "prefill"}, limits).kv_tokens
 
 
 def test_media_become_the_patches_that_the_papers_state() -> None:

@@ -1,0 +1,189 @@
+"""Sizes the memory of a worker by its roles: weights, activations, embeddings, keys and values.
+
+    device | fixed | weights | embeddings | activations | keys and values ........ | kept free |
+           |                   fixed by the settings     | the rest                | 1 - utilization
+
+A worker with encode and prefill takes turns, so that its activations are those of the larger turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+
+from epd.errors import InfeasibleError
+from epd.topology import Stage, role_letters
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeeds:
+    """Sizes memory in bytes.
+
+    kv_per_token: keys and values of all layers
+    embedding: of one visual token, as it travels
+    max_kv_tokens: upper bound for a worker, however many would fit
+    encode_per_patch: activations at the peak of the tower, of a patch of the batch; 0 if not known
+    prefill_per_token: activations at the peak of the language model, of a token of the pass; 0 if not known
+    logits_per_sequence: of a sequence that gets its next token
+    fixed: runtime of the device, workspaces
+    """
+
+    device_bytes: int
+    vision_weight_bytes: int
+    language_weight_bytes: int
+    kv_bytes_per_token: int
+    embedding_bytes_per_token: int
+    max_kv_tokens: int | None = None
+    encode_bytes_per_patch: float = 0.0
+    prefill_bytes_per_token: float = 0.0
+    logits_bytes_per_sequence: float = 0.0
+    fixed_bytes: int = 0
+
+    def worker(self, roles: AbstractSet[Stage], limits: MemoryLimits) -> WorkerMemory:
+        """Returns the memory of a worker, whether it fits or not.
+
+        limits: sizes that its settings allow
+        """
+        has_language = bool(roles & {"prefill", "decode"})
+        used = WorkerMemory(
+            role_letters(roles),
+            self.device_bytes,
+            limits.utilization,
+            self.fixed_bytes,
+            self._weight_bytes(roles),
+            self._activation_bytes(roles, limits),
+            len(roles & {"encode", "prefill"}) * limits.num_embeddings * self.embedding_bytes_per_token,
+            kv_bytes=0,
+            kv_bytes_per_token=self.kv_bytes_per_token if has_language else 0,
+        )
+        if not has_language:
+            return used
+        tokens = self._fitting(used.free_bytes) if limits.kv_tokens is None else limits.kv_tokens
+        return replace(used, kv_bytes=tokens * self.kv_bytes_per_token)
+
+    def _weight_bytes(self, roles: AbstractSet[Stage]) -> int:
+        language = self.language_weight_bytes if roles & {"prefill", "decode"} else 0
+        return language + (self.vision_weight_bytes if "encode" in roles else 0)
+
+    def _activation_bytes(self, roles: AbstractSet[Stage], limits: MemoryLimits) -> int:
+        turns = [0.0]
+        if "encode" in roles:
+            turns.append(self.encode_bytes_per_patch * limits.encode_patches)
+        if roles & {"prefill", "decode"}:
+            tokens = limits.pass_tokens if "prefill" in roles else limits.num_seqs
+            turns.append(
+                self.prefill_bytes_per_token * tokens + self.logits_bytes_per_sequence * limits.num_seqs
+            )
+        return round(max(turns))
+
+    def _fitting(self, free_bytes: int) -> int:
+        fitting = max(0, free_bytes // self.kv_bytes_per_token)
+        return fitting if self.max_kv_tokens is None else min(fitting, self.max_kv_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimits:
+    """Holds the sizes that settings allow at once, on which the memory of a worker depends.
+
+    encode_patches: in a batch of the tower
+    pass_tokens: in a pass with prefill chunks
+    num_seqs: that get a token in one pass
+    num_embeddings: that an encoder keeps, and a prefill worker receives, each
+    kv_tokens: None for as many as fit
+    utilization: share of the device that may be used, fragments left out
+    """
+
+    encode_patches: int = 0
+    pass_tokens: int = 0
+    num_seqs: int = 0
+    num_embeddings: int = 0
+    kv_tokens: int | None = None
+    utilization: float = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMemory:
+    """Lists what one worker holds at its peak, bytes. letters: its roles, such as "ep"."""
+
+    letters: str
+    device_bytes: int
+    utilization: float
+    fixed_bytes: int
+    weight_bytes: int
+    activation_bytes: int
+    embedding_bytes: int
+    kv_bytes: int
+    kv_bytes_per_token: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._without_kv + self.kv_bytes
+
+    @property
+    def allowed_bytes(self) -> int:
+        return int(self.device_bytes * self.utilization)
+
+    @property
+    def free_bytes(self) -> int:
+        """Returns what is left for keys and values, below 0 where the rest alone is too much."""
+        return self.allowed_bytes - self._without_kv
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.kv_bytes // self.kv_bytes_per_token if self.kv_bytes_per_token else 0
+
+    @property
+    def _without_kv(self) -> int:
+        return self.fixed_bytes + self.weight_bytes + self.activation_bytes + self.embedding_bytes
+
+    def check(self, model: str, device: str, least_kv_tokens: int) -> None:
+        """Raises InfeasibleError where the worker, with so many tokens of KV at least, does not fit.
+
+        model, device: names for the message
+        """
+        least_bytes = max(self.kv_bytes, least_kv_tokens * self.kv_bytes_per_token)
+        if self._without_kv + least_bytes <= self.allowed_bytes:
+            return
+        raise InfeasibleError(
+            f"memory binds: received a worker of the roles {self.letters} for {model}, which needs "
+            f"{_gb(self._without_kv + least_bytes)} ({self.parts(least_bytes)}); allowed are "
+            f"{_gb(self.allowed_bytes)}, {self.utilization:.0%} of {device}; take a larger device, "
+            f"{self._advice()}"
+        )
+
+    def _advice(self) -> str:
+        if self.activation_bytes + self.embedding_bytes > self.weight_bytes:
+            return "smaller batches or shorter chunks"
+        return "split the encoder off" if "e" in self.letters and self.letters != "e" else "a smaller model"
+
+    def parts(self, kv_bytes: int | None = None) -> str:
+        """Returns the parts that are not empty, in words."""
+        named = {
+            "weights": self.weight_bytes,
+            "activations": self.activation_bytes,
+            "embeddings": self.embedding_bytes,
+            "runtime": self.fixed_bytes,
+            "keys and values": self.kv_bytes if kv_bytes is None else kv_bytes,
+        }
+        return ", ".join(f"{name} {_gb(size)}" for name, size in named.items() if size)
+
+    def record(self) -> dict[str, str | int]:
+        """Returns the record of a plan."""
+        return {
+            "roles": self.letters,
+            "peak_bytes": self.peak_bytes,
+            "allowed_bytes": self.allowed_bytes,
+            "weight_bytes": self.weight_bytes,
+            "activation_bytes": self.activation_bytes,
+            "embedding_bytes": self.embedding_bytes,
+            "fixed_bytes": self.fixed_bytes,
+            "kv_bytes": self.kv_bytes,
+        }
+
+    def __str__(self) -> str:
+        share = self.peak_bytes / self.device_bytes
+        return f"{self.letters}: {_gb(self.peak_bytes)} at most, {share:.0%} of the device ({self.parts()})"
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.3g} GB"

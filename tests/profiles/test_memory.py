@@ -1,0 +1,108 @@
+"""Memory of workers by role: what each part is, what is left for keys and values, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from epd.errors import InfeasibleError
+from epd.profiles import MemoryLimits, MemoryNeeds, analytic_profile
+from epd.simulate import Deployment, Simulation
+from epd.topology import Stage, parse_topology
+from serve_app.worker.worker_stages import WorkerSettings
+
+GB = 10**9
+NEEDS = MemoryNeeds(
+    device_bytes=100 * GB,
+    vision_weight_bytes=2 * GB,
+    language_weight_bytes=30 * GB,
+    kv_bytes_per_token=10**5,
+    embedding_bytes_per_token=10**4,
+    encode_bytes_per_patch=10**6,
+    prefill_bytes_per_token=2 * 10**5,
+    logits_bytes_per_sequence=10**6,
+    fixed_bytes=GB,
+)
+LIMITS = MemoryLimits(encode_patches=4000, pass_tokens=5000, num_seqs=100, num_embeddings=10**5)
+
+
+def roles_of(letters: str) -> frozenset[Stage]:
+    stages: dict[str, Stage] = {"e": "encode", "p": "prefill", "d": "decode"}
+    return frozenset(stages[letter] for letter in letters)
+
+
+@pytest.mark.parametrize(
+    ("letters", "weights", "activations", "embeddings"),
+    [
+        ("e", 2, 4, 1),
+        ("p", 30, 1.1, 1),
+        ("d", 30, 0.12, 0),
+        ("pd", 30, 1.1, 1),
+        ("ep", 32, 4, 2),  # the larger of two turns
+        ("ed", 32, 4, 1),
+        ("epd", 32, 4, 2),
+    ],
+)
+def test_a_role_holds_what_it_needs_and_no_more(
+    letters: str, weights: float, activations: float, embeddings: float
+) -> None:
+    found = NEEDS.worker(roles_of(letters), LIMITS)
+    assert found.letters == letters
+    assert found.weight_bytes == weights * GB
+    assert found.activation_bytes == activations * GB
+    assert found.embedding_bytes == embeddings * GB
+    fixed = (1 + weights + activations + embeddings) * GB
+    if letters == "e":
+        assert (found.kv_bytes, found.kv_tokens, found.peak_bytes) == (0, 0, fixed)
+    else:
+        assert found.kv_tokens == (90 * GB - fixed) // 10**5
+        assert found.peak_bytes == pytest.approx(90 * GB, abs=10**5)
+        assert found.peak_bytes <= found.allowed_bytes
+
+
+def test_caps_and_wishes_for_keys_and_values() -> None:
+    capped = replace(NEEDS, max_kv_tokens=1000).worker(roles_of("d"), LIMITS)
+    assert (capped.kv_tokens, capped.kv_bytes) == (1000, 10**8)
+    wished = NEEDS.worker(roles_of("d"), replace(LIMITS, kv_tokens=77))
+    assert wished.kv_tokens == 77
+
+
+@pytest.mark.parametrize(
+    ("letters", "device_gb", "limits", "words"),
+    [
+        ("e", 8, LIMITS, r"roles e for m, .* 8 GB \(weights 2 GB, activations 4 GB, .* smaller batches"),
+        ("epd", 40, LIMITS, r"allowed are 36 GB, 90% of dev; take a larger device, split the encoder off"),
+        ("p", 30, LIMITS, "a smaller model"),
+        ("d", 100, replace(LIMITS, kv_tokens=10**6), "keys and values 100 GB"),
+    ],
+)
+def test_what_does_not_fit_is_refused(letters: str, device_gb: int, limits: MemoryLimits, words: str) -> None:
+    needs = replace(NEEDS, device_bytes=device_gb * GB)
+    with pytest.raises(InfeasibleError, match=words):
+        needs.worker(roles_of(letters), limits).check("m", "dev", 16)
+    NEEDS.worker(roles_of(letters), LIMITS).check("m", "dev", 16)
+
+
+def test_an_encoder_needs_no_room_for_the_language_model() -> None:
+    """26 billion parameters do not fit 30 GB; their tower alone does."""
+    profile = analytic_profile("a100-80gb", "internvl2-26b")
+    small = replace(profile, memory=replace(profile.memory, device_bytes=30 * GB))
+    deployment = Deployment(parse_topology("1e1p1d"))
+    assert deployment.memory(small, roles_of("e")).weight_bytes == pytest.approx(11.1 * GB, rel=0.02)
+    with pytest.raises(InfeasibleError, match="roles p for internvl2-26b"):
+        Simulation(small, deployment)
+
+
+def test_a_group_larger_than_the_batch_is_a_batch() -> None:
+    profile = analytic_profile("a100-80gb", "qwen2.5-vl-7b")
+    deployment = Deployment(parse_topology("1e1pd"), max_batch_patches=1000, largest_group_patches=9000)
+    found = deployment.memory(profile, roles_of("e")).activation_bytes
+    assert found == pytest.approx(9000 * profile.memory.encode_bytes_per_patch)
+
+
+def test_the_simulated_pools_are_those_of_the_application() -> None:
+    assert (
+        Deployment(parse_topology("1epd")).num_embeddings
+        == WorkerSettings.__dataclass_fields__["num_embeddings"].default
+    )
