@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from epd.control.request_budget import RequestLimits
 from epd.control.retention import RetentionConfig, levels_down_to
 from epd.control.routing import check_reduction
+from epd.devices import check_device, check_dtype
 from epd.encode.sharding import Sharding
 from epd.errors import ModelNotFoundError, RequestError
 from epd.kv.scheduling import SchedulerConfig
@@ -32,6 +34,7 @@ ENVIRONMENT = {**KEY_VARIABLES, "otlp_endpoint": "OTEL_EXPORTER_OTLP_ENDPOINT"}
 # What the workers of each kind are started with.
 STAGE_FIELDS = (
     "topology",
+    "device",
     "dtype",
     "num_threads",
     "num_kv_tokens",
@@ -67,8 +70,15 @@ class AppArgs(BaseModel):
         description="Workers, each number before the roles it counts: e encodes, p prefills, d decodes; "
         "1epd is one worker with all roles.",
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        default="float32", description="Type of weights and activations: float32, bfloat16 or float16."
+    device: str = Field(
+        default="auto",
+        description="Where each worker's models run: cpu, cuda, or cuda:N for one of several GPUs; auto is a "
+        "GPU where the worker sees one.",
+    )
+    dtype: str = Field(
+        default="auto",
+        description="Type of weights and activations: bfloat16, float16 or float32; auto is the checkpoint's "
+        "own on a GPU and float32 on a CPU.",
     )
     num_fronts: int = Field(
         default=1, ge=1, le=64, description="Replicas that answer HTTP; each works with all workers."
@@ -171,6 +181,15 @@ class AppArgs(BaseModel):
         default_factory=RequestLimits,
         description="Limits of one request, such as max_frames=4096; epd config show lists all.",
     )
+
+    @field_validator("device", "dtype")
+    @classmethod
+    def _checked_name(cls, name: str, info: ValidationInfo) -> str:
+        try:
+            (check_device if info.field_name == "device" else check_dtype)(name)
+        except RequestError as error:
+            raise PydanticCustomError("name", "{reason}", {"reason": str(error)}) from None
+        return name
 
     @property
     def model_path(self) -> Path:

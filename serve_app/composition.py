@@ -115,6 +115,7 @@ def _publish(elastic: Elastic, fleet: RemoteFleet) -> None:
 def worker_settings(args: AppArgs) -> WorkerSettings:
     return WorkerSettings(
         args.model_path,
+        device=args.device,
         dtype=args.dtype,
         num_kv_tokens=args.num_kv_tokens,
         num_kv_pools=args.num_kv_pools,

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
+from epd.devices import DTYPE_NAMES, check_device, check_dtype
 from epd.errors import RequestError
 
-# Names as in torch; they are also the choices of `--dtype`.
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
+# By their names in torch, which are also the choices of `--dtype`.
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +43,21 @@ class Placement:
     def is_cuda(self) -> bool:
         return self.device.type == "cuda"
 
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} on {self.device}"
+        return f"{self.dtype_name} on {self.device}"
 
 
 CPU_FLOAT32 = Placement(torch.device("cpu"), torch.float32)
 
 
 def _device(name: str) -> torch.device:
+    check_device(name)
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not _DEVICE.fullmatch(name):
-        raise RequestError(
-            f"received the device {name!r}; allowed: auto, cpu, cuda, or cuda:N for one of several GPUs"
-        )
     device = torch.device(name)
     if device.type == "cuda":
         _check_gpu(device)
@@ -82,8 +82,7 @@ def _check_gpu(device: torch.device) -> None:
 
 
 def _dtype(name: str, device: torch.device, model_path: Path | None) -> torch.dtype:
-    if name != "auto" and name not in DTYPES:
-        raise RequestError(f"received the dtype {name!r}; allowed: auto, {', '.join(DTYPES)}")
+    check_dtype(name)
     if name != "auto":
         dtype = DTYPES[name]
     elif device.type == "cpu":

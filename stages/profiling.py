@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,8 @@ class Profiler:
     def __init__(self, path: Path, num_threads: int, placement: Placement = CPU_FLOAT32) -> None:
         self.adapter: Any = load_adapter(path)
         use_threads(num_threads)
-        self.clock = time.process_time if num_threads == 1 else time.perf_counter
-
+        self.placement = placement
+        self.clock = _clock(placement, num_threads)
         self.model: Any = load_role(path, "whole", placement).model
         self.engine: Any = build_engine(self.model, self.adapter, generation_settings(path, self.adapter))
         self._num_requests = 0
@@ -98,11 +99,11 @@ class Profiler:
             video={"h264": tables["video"]},
             images=tables["images"],
             assumptions=(
-                f"measured: {num_repeats} runs a point, every stage alone, float32, {num_threads} threads, "
-                f"{'CPU' if num_threads == 1 else 'wall'} time",
+                f"measured: {num_repeats} runs a point, every stage alone, {self.placement}, {num_threads} "
+                f"threads, {'CPU' if self.clock is time.process_time else 'wall'} time",
                 "a transfer is a copy in memory; messages between processes are not in it",
             ),
-            dtype="float32",
+            dtype=self.placement.dtype_name,
             num_threads=num_threads,
             core_speed=sum(speeds) / len(speeds),
         )
@@ -180,14 +181,15 @@ class Profiler:
         total = sum(each.numel() * each.element_size() for each in self.model.parameters())
         config = self.model.config
         layers = 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
+        item_bytes = self.placement.dtype.itemsize
         kv_bytes = kv_layout(self.model).bytes_per_token
         encode_bytes, prefill_bytes = self._activation_bytes()
         return MemoryNeeds(
-            device_bytes=memory_limit_bytes(),
+            device_bytes=_device_bytes(self.placement),
             vision_weight_bytes=vision,
             language_weight_bytes=total - vision,
             kv_bytes_per_token=kv_bytes,
-            embedding_bytes_per_token=4 * layers * config.get_text_config().hidden_size,
+            embedding_bytes_per_token=item_bytes * layers * config.get_text_config().hidden_size,
             max_kv_tokens=default_kv_tokens(kv_bytes),
             encode_bytes_per_patch=encode_bytes,
             prefill_bytes_per_token=prefill_bytes,
@@ -216,6 +218,24 @@ def _slope(points: Iterable[tuple[int, int]]) -> float:
     """Returns the bytes for one more unit, by the first and the last of (units, bytes)."""
     (first, least), *_, (last, most) = points
     return max(0.0, (most - least) / (last - first))
+
+
+def _clock(placement: Placement, num_threads: int) -> Callable[[], float]:
+    """Returns the clock of all measurements: CPU time of one thread or wall time; a GPU completes first."""
+    if placement.is_cuda:
+        return partial(_time_completed, placement.device)
+    return time.process_time if num_threads == 1 else time.perf_counter
+
+
+def _time_completed(device: torch.device) -> float:
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _device_bytes(placement: Placement) -> int:
+    if placement.is_cuda:
+        return int(torch.cuda.get_device_properties(placement.device).total_memory)
+    return memory_limit_bytes()
 
 
 def _area(size: tuple[int, int]) -> int:

@@ -105,7 +105,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "network": ". worker",
         "ray": ". composition.py media network",
         "app.py": ". ray",
-        "ray/server.py": ". app.py http ray",
+        "ray/server.py": ". app.py composition.py http ray",
         "ray/batch_app.py": ". http ray ray/server.py",
     },
 }

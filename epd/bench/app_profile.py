@@ -31,7 +31,11 @@ _WARM_UP: tuple[Mapping[str, object], ...] = (
 
 
 def with_app(
-    profile: Profile, model: Path, write_video: WriteVideo, show: Callable[[int, int], None]
+    profile: Profile,
+    model: Path,
+    write_video: WriteVideo,
+    show: Callable[[int, int], None],
+    device: str = "auto",
 ) -> Profile:
     """Returns the profile with the costs of the application on this machine. Starts it in two layouts.
 
@@ -44,6 +48,7 @@ def with_app(
         for layout in LAYOUTS:
             options = ["--topology", layout, "--num-kv-tokens", str(_NUM_KV_TOKENS)]
             options += ["--num-threads", str(profile.num_threads or 1)]
+            options += ["--device", device, "--dtype", profile.dtype]
             app = stack.enter_context(live_app([str(model), *options], folder / f"{layout}.log"))
             loads[layout] = _AppLoad(app, layout, MediaLibrary(folder / "media", write_video))
             show(next(steps), num_steps)

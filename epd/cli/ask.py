@@ -10,6 +10,8 @@ import typer
 
 from epd import console
 from epd.cli.options import (
+    Device,
+    Dtype,
     Fps,
     Frames,
     IsJson,
@@ -46,6 +48,8 @@ def ask(
     reduction: Reduction = None,
     skip_static: SkipStatic = None,
     max_tokens: MaxTokens = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     as_json: IsJson = False,
 ) -> None:
     """Answer a question about videos and images.
@@ -56,7 +60,7 @@ def ask(
     from epd.cli.pipelines import open_pipeline  # torch
 
     policy = reduction_policy(reduction, retention)
-    pipeline = open_pipeline(paths, question, model, skip_static)
+    pipeline = open_pipeline(paths, question, model, skip_static, device=device, dtype=dtype)
     with console.progress_bar("frames") as show:
         answer = pipeline.ask(
             paths,

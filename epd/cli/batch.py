@@ -24,6 +24,8 @@ from epd.batch.utilisation import Utilisation
 from epd.cli.options import (
     Address,
     ApiKey,
+    Device,
+    Dtype,
     Fps,
     Frames,
     IsJson,
@@ -72,17 +74,23 @@ class _Target:
     api_key: str | None
     num_kv_tokens: int | None
     skip_static: float | None
+    device: str
+    dtype: str
 
     def __post_init__(self) -> None:
         given = {"--topology": self.topology, "--url": self.url, "--address": self.address}
         names = [name for name, value in given.items() if value is not None]
         if len(names) > 1:
             raise RequestError(f"received {' and '.join(names)}; allowed: one of them; leave out the rest")
-        if self.skip_static is not None and (self.url, self.address) != (None, None):
-            raise RequestError(
-                f"received --skip-static {self.skip_static:g} for a running server, which has its own "
-                "value; give it to epd serve"
-            )
+        if (self.url, self.address) == (None, None):
+            return
+        own = {"--skip-static": self.skip_static, "--device": self.device, "--dtype": self.dtype}
+        for name, value in own.items():
+            if value not in (None, "auto"):
+                raise RequestError(
+                    f"received {name} {value} for a running server, which has its own value; give it to "
+                    "epd serve"
+                )
 
 
 def batch(
@@ -101,6 +109,8 @@ def batch(
     api_key: ApiKey = None,
     num_kv_tokens: NumKVTokens = None,
     skip_static: SkipStatic = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     plot: Plot = None,
     as_json: IsJson = False,
 ) -> None:
@@ -111,7 +121,15 @@ def batch(
     application on that cluster.
     """
     target = _Target(
-        model or embedded_model_path(), topology, url, address, api_key, num_kv_tokens, skip_static
+        model or embedded_model_path(),
+        topology,
+        url,
+        address,
+        api_key,
+        num_kv_tokens,
+        skip_static,
+        device,
+        dtype,
     )
     _check_options(fps, frames, max_tokens)
     reduction_policy(reduction, retention)
@@ -172,15 +190,19 @@ def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
                 index.media.folder(),
                 target.num_kv_tokens,
                 target.skip_static,
+                target.device,
+                target.dtype,
             )
         )
         with opened as backend:
             yield backend
     else:
         from serve_app.local.batch import LocalBackend  # torch
+        from stages.placement import Placement  # torch
 
+        placement = Placement.resolve(target.device, target.dtype, target.model)
         with console.status("loading the model"):
-            loaded = LocalBackend.load(target.model, target.num_kv_tokens, target.skip_static)
+            loaded = LocalBackend.load(target.model, target.num_kv_tokens, target.skip_static, placement)
         yield loaded
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from epd import console
-from epd.cli.options import IsJson, Model, NumThreads, Plot, Seed
+from epd.cli.options import Device, Dtype, IsJson, Model, NumThreads, Plot, Seed
 from epd.errors import RequestError
 from epd.eval.demo import demo_cases
 from epd.eval.files import read_videos
@@ -18,6 +18,9 @@ from epd.eval.report import print_rows
 from epd.eval.rows import RowSelection, eval_rows, table_rows
 from epd.eval.verdicts import DEMO, RunInfo, VerdictLog
 from epd.reduction import METHODS, ReductionPolicy
+
+if TYPE_CHECKING:
+    from stages.colocated import ColocatedPipeline
 
 _DEFAULT_FRAMES = [32]
 _DEFAULT_RETENTIONS = [1.0, 0.25, 0.15, 0.1]
@@ -113,6 +116,8 @@ def evaluate(
     against: _Against = "full",
     plot: Plot = None,
     num_threads: NumThreads = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     as_json: IsJson = False,
 ) -> None:
     """Measure what token reduction costs in accuracy.
@@ -126,11 +131,14 @@ def evaluate(
         _show(log, RowSelection.of(log, against), plot, as_json)
         return
     asked = _asked(method, retention or _DEFAULT_RETENTIONS, frames or _DEFAULT_FRAMES, against)
-    run = _run_info(data, model, max_tokens, seed, seconds, per_kind)
+    from epd.cli.pipelines import load_pipeline, placement_of  # torch
+
+    placement = placement_of(device, dtype, model)
+    run = _run_info(data, model, max_tokens, seed, seconds, per_kind, str(placement))
     cases = _cases(run, demo, asked.num_frames, video_dir)
     plan = EvalPlan(tuple(cases), asked.settings, max_tokens, ttft_videos)
     log = VerdictLog(run, out)
-    _run(plan, log, model, num_threads)
+    _run(plan, log, load_pipeline(model, placement, num_threads))
     _show(log, asked, plot, as_json)
 
 
@@ -158,12 +166,18 @@ def _asked(
 
 
 def _run_info(
-    data: Path | None, model: Path | None, max_tokens: int, seed: int, seconds: float | None, per_kind: int
+    data: Path | None,
+    model: Path | None,
+    max_tokens: int,
+    seed: int,
+    seconds: float | None,
+    per_kind: int,
+    placement: str,
 ) -> RunInfo:
     name = "shapes-vl" if model is None else str(model)
     if data is not None:
-        return RunInfo(str(data), name, max_tokens)
-    return RunInfo(DEMO, name, max_tokens, seed, seconds or 0.0, per_kind)
+        return RunInfo(str(data), name, max_tokens, placement=placement)
+    return RunInfo(DEMO, name, max_tokens, seed, seconds or 0.0, per_kind, placement)
 
 
 def _cases(
@@ -176,10 +190,9 @@ def _cases(
     return [EvalCase(video, each) for each in frames for video in videos]
 
 
-def _run(plan: EvalPlan, log: VerdictLog, model: Path | None, num_threads: int | None) -> None:
-    from epd.cli.pipelines import load_pipeline, run_evaluation  # torch
+def _run(plan: EvalPlan, log: VerdictLog, pipeline: ColocatedPipeline) -> None:
+    from epd.cli.pipelines import run_evaluation  # torch
 
-    pipeline = load_pipeline(model, num_threads)
     with console.progress_bar("settings x videos") as show:
         run_evaluation(pipeline, plan, log, show)
 

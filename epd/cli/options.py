@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
 
+from epd.devices import DTYPE_NAMES, check_device, check_dtype
 from epd.errors import RequestError
 from epd.reduction import DEFAULT_METHOD, METHODS, ReductionPolicy, check_tolerance
 
@@ -40,6 +41,16 @@ def _tolerance(value: float | None) -> float | None:
     return value
 
 
+def _device(name: str) -> str:
+    check_device(name)
+    return name
+
+
+def _dtype(name: str) -> str:
+    check_dtype(name)
+    return name
+
+
 def _at_least_one(value: int | None) -> int | None:
     if value is not None and value < 1:
         raise RequestError(f"received {value} threads; allowed: at least 1")
@@ -56,6 +67,26 @@ Model = Annotated[
     Path | None,
     typer.Option(
         "--model", help="Folder of a model in Hugging Face layout; by default the embedded shapes-vl."
+    ),
+]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        metavar="NAME",
+        callback=_device,
+        help="Where the model runs: cpu, cuda, or cuda:N for one of several GPUs; auto is a GPU if there "
+        "is one.",
+    ),
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        metavar="NAME",
+        callback=_dtype,
+        help=f"Type of weights and activations: {', '.join(DTYPE_NAMES)}; auto is the model's own on a GPU "
+        "and float32 on a CPU.",
     ),
 ]
 Fps = Annotated[

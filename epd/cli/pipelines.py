@@ -11,25 +11,43 @@ from epd import console
 from epd.models import embedded_model_path
 from stages.colocated import ColocatedPipeline
 from stages.evaluation import evaluate as run_evaluation
+from stages.placement import Placement
 
-__all__ = ["load_pipeline", "open_pipeline", "run_evaluation"]
+__all__ = ["load_pipeline", "open_pipeline", "placement_of", "run_evaluation"]
 
 
 def open_pipeline(
-    paths: Sequence[str], question: str, model: Path | None, skip_static: float | None = None
+    paths: Sequence[str],
+    question: str,
+    model: Path | None,
+    skip_static: float | None = None,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
 ) -> ColocatedPipeline:
     """Checks the input, then loads a model. Raises EPDError."""
     check_question(question)
     for path in paths:
         video.media_kind(path)
-    return load_pipeline(model, skip_static=skip_static)
+    return load_pipeline(model, placement_of(device, dtype, model), skip_static=skip_static)
+
+
+def placement_of(device: str, dtype: str, model: Path | None) -> Placement:
+    """Returns where a model runs: see `Placement.resolve`. Raises RequestError."""
+    return Placement.resolve(device, dtype, model or embedded_model_path())
 
 
 def load_pipeline(
-    model: Path | None, num_threads: int | None = None, skip_static: float | None = None
+    model: Path | None,
+    placement: Placement,
+    num_threads: int | None = None,
+    skip_static: float | None = None,
 ) -> ColocatedPipeline:
     """Loads a model. Raises EPDError."""
     with console.status("loading the model"):
         return ColocatedPipeline.load(
-            model or embedded_model_path(), num_threads=num_threads, skip_static=skip_static
+            model or embedded_model_path(),
+            placement=placement,
+            num_threads=num_threads,
+            skip_static=skip_static,
         )

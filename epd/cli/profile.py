@@ -11,7 +11,7 @@ from rich.table import Table
 
 from epd import console
 from epd.bench.app_profile import with_app
-from epd.cli.options import IsJson, Out
+from epd.cli.options import Device, Dtype, IsJson, Out
 from epd.errors import RequestError
 from epd.models import embedded_model_path
 from epd.profiles import HostCosts, Profile, dump_profile, load_profile
@@ -25,7 +25,7 @@ _Model = Annotated[
     ),
 ]
 _Repeats = Annotated[int, typer.Option(metavar="N", help="Runs of each point.")]
-_Device = Annotated[str, typer.Option(metavar="NAME", help="Name of this machine in the profile.")]
+_Machine = Annotated[str, typer.Option(metavar="NAME", help="Name of this machine in the profile.")]
 _NumThreads = Annotated[int, typer.Option(metavar="N", min=1, help="Threads of torch, as in a worker.")]
 _WithApp = Annotated[
     bool,
@@ -37,7 +37,9 @@ def profile(
     model: _Model = None,
     out: Out = None,
     repeats: _Repeats = 5,
-    device: _Device = "this-machine",
+    machine: _Machine = "this-machine",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     num_threads: _NumThreads = 1,
     app: _WithApp = False,
     as_json: IsJson = False,
@@ -49,7 +51,7 @@ def profile(
     """
     if repeats < 1:
         raise RequestError(f"repeats are {repeats}, there must be at least 1")
-    found = _profile_of(model, repeats, device, num_threads, has_app=app)
+    found = _profile_of(model, repeats, machine, num_threads, device, dtype, has_app=app)
     if as_json:
         console.stream_text(dump_profile(found))
     else:
@@ -58,20 +60,30 @@ def profile(
         out.write_text(dump_profile(found), encoding="utf-8")
 
 
-def _profile_of(model: str | None, repeats: int, device: str, num_threads: int, *, has_app: bool) -> Profile:
+def _profile_of(
+    model: str | None,
+    repeats: int,
+    machine: str,
+    num_threads: int,
+    device: str,
+    dtype: str,
+    *,
+    has_app: bool,
+) -> Profile:
     if model is not None and "@" in model and not Path(model).exists():
         return load_profile(model)
+    from stages.placement import Placement  # torch
     from stages.profiling import Profiler  # torch
 
     path = Path(model) if model is not None else embedded_model_path()
     with console.status("loading the model"):
-        profiler = Profiler(path, num_threads)
+        profiler = Profiler(path, num_threads, Placement.resolve(device, dtype, path))
     with console.progress_bar("stages") as show:
-        found = profiler.profile(path.name, device, repeats, show)
+        found = profiler.profile(path.name, machine, repeats, show)
     if not has_app:
         return found
     with console.progress_bar("the application") as show:
-        return with_app(found, path, write_scene, show)
+        return with_app(found, path, write_scene, show, device)
 
 
 def _print(found: Profile) -> None:

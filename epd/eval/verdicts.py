@@ -28,6 +28,7 @@ class RunInfo:
     data: a question file's path, or DEMO.
     max_tokens: of an answer.
     seed, duration_s, num_per_kind: of a demo, where duration_s is 0 for one second a frame.
+    placement: the type and device of the model.
     """
 
     data: str
@@ -36,6 +37,7 @@ class RunInfo:
     seed: int = 0
     duration_s: float = 0.0
     num_per_kind: int = 1
+    placement: str = "float32 on cpu"
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ from serve_app.orchestration.token_text import TokenTexts
 from serve_app.service import AnswerEnd, MediaReference, ModelCard, TokenDelta
 from stages.batch.batch import BatchPipeline
 from stages.batch.jobs import BatchAnswer, MediaJob, TextRequest
+from stages.placement import Placement
 
 _MAX_OUTCOMES = 1024
 _TICK_S = 0.1
@@ -75,9 +76,17 @@ class LocalBackend:
         self._card = card
 
     @classmethod
-    def load(cls, model: Path, num_kv_tokens: int | None, skip_static: float | None) -> LocalBackend:
+    def load(
+        cls,
+        model: Path,
+        num_kv_tokens: int | None,
+        skip_static: float | None,
+        placement: Placement | None = None,
+    ) -> LocalBackend:
         """Loads a model. Options as in `BatchPipeline.load`. Raises EPDError."""
-        pipeline = BatchPipeline.load(model, num_kv_tokens=num_kv_tokens, skip_static=skip_static)
+        pipeline = BatchPipeline.load(
+            model, num_kv_tokens=num_kv_tokens, skip_static=skip_static, placement=placement
+        )
         return cls(pipeline, ModelCard(model.name, int(time.time())))
 
     @contextmanager

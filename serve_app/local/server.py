@@ -39,6 +39,7 @@ def served_locally(args: AppArgs, address: HttpAddress) -> Iterator[None]:
     Raises EPDError for arguments that cannot be served.
     """
     args = args.resolved()
+    worker_settings(args).placement()  # refused before anything is started
     torch.set_num_threads(args.threads_per_worker)
     started: Future[_Server] = Future()
     with address.listen() as listener:

@@ -30,10 +30,12 @@ def started_backend(
     media_folder: Path | None,
     num_kv_tokens: int | None,
     skip_static: float | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
 ) -> Iterator[HttpBackend]:
     """Starts a private application on this machine, protected by a key, with its own workers.
 
-    media_folder: the folder that files are read from. skip_static: see `AppArgs`.
+    media_folder: the folder that files are read from. skip_static, device, dtype: see `AppArgs`.
     Raises EPDError if it cannot be served.
     """
     key = secrets.token_hex(16)
@@ -44,6 +46,8 @@ def started_backend(
         allowed_media_path=media_folder,
         num_kv_tokens=num_kv_tokens,
         skip_static=skip_static,
+        device=device,
+        dtype=dtype,
     )
     http = HttpAddress("127.0.0.1", _free_port())
     with served_app(args.resolved(), http, RaySettings()), HttpBackend.open(http.url, key) as backend:

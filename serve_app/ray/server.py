@@ -18,6 +18,7 @@ from epd.bench.endpoint import Endpoint, get
 from epd.errors import EPDError, UnavailableError
 from serve_app.app import build_app
 from serve_app.app_args import AppArgs
+from serve_app.composition import worker_settings
 from serve_app.http.address import HttpAddress
 from serve_app.ray.cluster import RaySettings, ray_cluster
 from serve_app.ray.supervisor import supervised
@@ -43,6 +44,7 @@ def served_app(
     app = build_app(args)
     if cluster.address is None:
         http.listen().close()
+        worker_settings(args.resolved()).placement()  # all workers are on this machine
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     watch = supervised(owns_cluster=cluster.address is None) if ends_with_cluster else nullcontext()
     with ray_cluster(cluster), watch:

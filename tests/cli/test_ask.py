@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
@@ -179,12 +180,23 @@ def test_an_unsupported_model_type_lists_the_supported(media: dict[str, Path], t
         ("--start", "9.5"),
         ("--start", "2.25", "--end", "1"),
         ("--reduction", "magic"),
+        ("--device", "gpu"),
+        ("--dtype", "int8"),
     ],
 )
 def test_an_option_that_makes_no_sense_gives_one_line(
     media: dict[str, Path], options: tuple[str, ...]
 ) -> None:
     assert_one_clear_line(run("ask", media["video"], QUESTION, *options), options[1])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize(
+    "arguments", [("ask", "{video}", QUESTION), ("eval", "--demo", "1"), ("profile",), ("serve", "--local")]
+)
+def test_a_gpu_that_is_not_there_gives_one_line(media: dict[str, Path], arguments: tuple[str, ...]) -> None:
+    given = [str(media["video"]) if each == "{video}" else each for each in arguments]
+    assert_one_clear_line(run(*given, "--device", "cuda"), "the device 'cuda'; allowed here: cpu")
 
 
 @pytest.mark.parametrize(

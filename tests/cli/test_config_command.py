@@ -34,9 +34,13 @@ def test_every_argument_and_every_ceiling_is_shown() -> None:
 
 def test_values_win_over_a_file(tmp_path: Path) -> None:
     path = tmp_path / "args.yaml"
-    path.write_text("topology: 2e1p1d\nmax_requests: 7\nlimits: {max_frames: 100, max_media: 3}\n")
+    path.write_text(
+        "topology: 2e1p1d\ndevice: cuda:1\ndtype: bfloat16\nmax_requests: 7\n"
+        "limits: {max_frames: 100, max_media: 3}\n"
+    )
     record = json.loads(shown("--file", str(path), "max_requests=8", "limits.max_media=5", "--json"))
     assert (record["topology"], record["max_requests"]) == ("2e1p1d", 8)
+    assert (record["device"], record["dtype"]) == ("cuda:1", "bfloat16")
     assert (record["limits"]["max_frames"], record["limits"]["max_media"]) == (100, 5)
 
 
@@ -60,6 +64,8 @@ def test_keys_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
         (["limits.max_frames=0"], "received the limit max_frames=0; allowed: an integer of at least 1"),
         (["limits.max_frames=many"], "limits.max_frames: Input should be a valid integer"),
         (["topology=2e"], "topology"),
+        (["device=gpu"], "device: received the device 'gpu'; allowed: auto, cpu, cuda"),
+        (["dtype=int8"], "dtype: received the dtype 'int8'; allowed: auto, bfloat16, float16, float32"),
         (["model=no/such/folder"], "there is no config.json"),
         (["--file", "no/such.yaml"], "cannot read 'no/such.yaml'"),
     ],

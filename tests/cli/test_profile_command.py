@@ -25,6 +25,7 @@ def mine(path: Path) -> Profile:
 
 def test_every_stage_is_measured(mine: Profile) -> None:
     assert not mine.is_analytic
+    assert (mine.device, mine.dtype) == ("this-machine", "float32")
     stages = [mine.encode, mine.prefill, mine.decode, mine.transfer, mine.video["h264"], mine.images]
     for stage in stages:
         assert stage is not None

@@ -61,7 +61,7 @@ def test_an_unknown_device_is_refused(device: str) -> None:
 def test_what_the_gpus_lack_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RequestError, match=r"'cuda:2'; allowed: cuda:0 to cuda:1"):
         Placement.resolve("cuda:2")
-    with pytest.raises(RequestError, match="received the dtype 'int8'; allowed: auto, float32, bfloat16"):
+    with pytest.raises(RequestError, match="received the dtype 'int8'; allowed: auto, bfloat16, float16"):
         Placement.resolve("cuda", "int8")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "Tesla T4")
