@@ -51,7 +51,7 @@ class SplitCheckpoint:
 
     def __init__(self, path: Path) -> None:
         transport = OneProcess()
-        settings = WorkerSettings(path, num_kv_tokens=4096, num_embeddings=4096)
+        settings = WorkerSettings(path, "cpu", "float32", num_kv_tokens=4096, num_embeddings=4096)
         encoder, language = StageBuilder(settings, transport), StageBuilder(settings, transport)
         self.adapter = encoder.adapter
         self.encode = encoder.encode("e0")

@@ -24,6 +24,7 @@ from stages.engine.model_runner import kv_layout
 from stages.placement import CPU_FLOAT32
 from stages.weights import load_role, prune, skeleton
 from tests.models.files import known_names, name_in_files
+from tests.models.page import PAGE, page
 from tests.models.published import PUBLISHED, Config, Published
 
 BF16 = torch.bfloat16
@@ -181,3 +182,7 @@ def test_quantised_weights_are_refused_in_one_line(
     with pytest.raises(UnsupportedModelError, match=r"quantised by 'awq'.*allowed: bfloat16") as caught:
         opened(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_the_page_of_models_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(PAGE.read_text(encoding="utf-8")), "run tests.models.page"

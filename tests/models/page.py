@@ -1,0 +1,114 @@
+"""Writes the table of docs/models.md from the published configurations: `python -m tests.models.page`."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from encoders.names import WeightSet
+from serve_app.worker.worker_stages import embedding_layout
+from stages.engine.model_runner import kv_layout
+from stages.weights import prune, skeleton
+from tests import ROOT
+from tests.models.published import PUBLISHED, Published
+
+PAGE = ROOT / "docs" / "models.md"
+_START, _END = "<!-- python -m tests.models.page -->\n", "<!-- end -->\n"
+CARD_BYTES = 80 * 10**9
+# Of a card for weights, keys and values; the rest is for activations and what CUDA takes for itself.
+USED_SHARE = 0.9
+# A worker that computes or continues answers needs room for this context, or it fits in name alone.
+LEAST_TOKENS = 32_768
+_GIGA = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What one checkpoint takes in bfloat16.
+
+    encode_bytes, language_bytes: weights of an encoder, and of a prefill or decode worker.
+    kv_bytes: of a token's keys and values.
+    embedding_bytes: of a visual token on its way from E to P.
+    """
+
+    encode_bytes: int
+    language_bytes: int
+    kv_bytes: int
+    embedding_bytes: int
+
+    def kv_tokens(self, *, with_tower: bool) -> int:
+        """Tokens that have room beside the weights on one card; negative where the weights have none."""
+        weights = self.language_bytes + (self.encode_bytes if with_tower else 0)
+        return int(CARD_BYTES * USED_SHARE - weights) // self.kv_bytes
+
+
+def figures(published: Published) -> Figures:
+    """Builds the checkpoint without memory, role by role, and counts."""
+    config = _read(published)
+    language: Any = _part(config, "language")
+    tied = 0 if published.has_head else language.lm_head.weight.nbytes
+    return Figures(
+        _num_bytes(_part(config, "encode")),
+        _num_bytes(language) - tied,
+        kv_layout(language).bytes_per_token,
+        embedding_layout(config, torch.bfloat16).bytes_per_embedding,
+    )
+
+
+def _read(published: Published) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(published.config), encoding="utf-8")
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+
+
+def _part(config: Any, role: WeightSet) -> torch.nn.Module:
+    model = skeleton(config, torch.bfloat16)
+    prune(model, role)
+    return model
+
+
+def _num_bytes(model: torch.nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def table() -> str:
+    head = (
+        "| checkpoint | `model_type` | context | weights E | weights P, D | KV a token | E to P a token "
+        "| E on 80 GB | P, D on 80 GB | 1epd on 80 GB |\n|---|---|---:|---:|---:|---:|---:|---|---:|---:|\n"
+    )
+    return head + "".join(f"| {' | '.join(_row(name))} |\n" for name in PUBLISHED)
+
+
+def _row(name: str) -> Iterator[str]:
+    published, counted = PUBLISHED[name], figures(PUBLISHED[name])
+    yield name
+    yield f"`{published.config['model_type']}`"
+    yield f"{published.context_tokens:,}"
+    yield f"{counted.encode_bytes / _GIGA:.2f} GB"
+    yield f"{counted.language_bytes / _GIGA:.2f} GB"
+    yield f"{counted.kv_bytes:,} B"
+    yield f"{counted.embedding_bytes:,} B"
+    yield "yes" if counted.encode_bytes < CARD_BYTES * USED_SHARE / 2 else "no"
+    yield _room(counted.kv_tokens(with_tower=False))
+    yield _room(counted.kv_tokens(with_tower=True))
+
+
+def _room(num_tokens: int) -> str:
+    return f"{num_tokens // 1000:,} k tokens" if num_tokens >= LEAST_TOKENS else "no"
+
+
+def page(text: str) -> str:
+    """The page with its table anew."""
+    before, rest = text.split(_START)
+    return before + _START + table() + _END + rest.split(_END)[1]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
