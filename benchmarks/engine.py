@@ -326,7 +326,7 @@ def memory_rows(counts: Sequence[int]) -> list[Row]:
             engine.step()
         tokens = sum(engine.num_computed(each.request_id) for each in engine.scheduler.running)
         blocks = round(engine.kv.usage * pools.groups[0].num_blocks)
-        stored = sum(pool.storage[:, :, 0].nbytes for pool in pools.groups) * blocks
+        stored = sum(pool.storage[0].nbytes for pool in pools.groups) * blocks
         theory = pools.bytes_per_token
         rows.append(
             {

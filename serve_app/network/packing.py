@@ -65,9 +65,7 @@ def _pack_kv(pool: KVPools, source: KVChunk) -> tuple[Packed, KVChunk]:
         tuple(KVGroupShape(len(ids), each.layout) for ids, each in zip(blocks, pool.groups, strict=True)),
         pool.block_size,
     )
-    contents = tuple(
-        _as_bytes(each.storage[:, :, ids]) for ids, each in zip(blocks, pool.groups, strict=True)
-    )
+    contents = tuple(_as_bytes(each.storage[ids]) for ids, each in zip(blocks, pool.groups, strict=True))
     return Packed(shape, contents), replace(source, spans=tuple(spans))
 
 

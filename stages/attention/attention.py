@@ -104,14 +104,19 @@ class AttentionPlan:
 def write_kv(
     keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    """Writes keys and values [T, Hkv, D] to slots, int64 [T], of caches [num_blocks, block_size, Hkv, D]."""
+    """Writes keys and values [T, Hkv, D] to slots, int64 [T], of caches [num_blocks, block_size, Hkv, D].
+
+    Blocks may lie apart in memory, the tokens of a block may not.
+    """
     if keys.is_cuda:
         from stages.kernels.kv_slots import write_slots
 
         write_slots(keys, values, key_cache, value_cache, slot_mapping)
         return
-    key_cache.view(-1, *keys.shape[1:]).index_copy_(0, slot_mapping, keys)
-    value_cache.view(-1, *values.shape[1:]).index_copy_(0, slot_mapping, values)
+    block_size = key_cache.shape[1]
+    places = slot_mapping // block_size, slot_mapping % block_size
+    key_cache.index_put_(places, keys)
+    value_cache.index_put_(places, values)
 
 
 def attend(

@@ -3,14 +3,14 @@
 A pass is cut once into *pieces* that every layer computes; where a row has several, they are merged by the
 logarithms of their sums (Dao et al. 2022, "FlashAttention"; Juravsky et al. 2024, "Hydragen"):
 
-    in place   a long run of blocks, read where it lies, once for all segments that share it
+    run        a long run of blocks, read once for all segments that share it
     causal     the new tokens of a chunk among themselves
     gathered   the rest: short contexts, and the loose blocks of long ones, padded side by side
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -20,7 +20,15 @@ import torch
 from torch import Tensor
 
 from epd.types import Int64Array, ceil_div
-from stages.attention.pieces import Attended, CausalPiece, GatheredPiece, Piece, Rows, UnmaskedPiece
+from stages.attention.pieces import (
+    Attended,
+    BlockSpan,
+    CausalPiece,
+    GatheredPiece,
+    Piece,
+    Rows,
+    UnmaskedPiece,
+)
 from stages.attention.runs import BoolArray, SharedRun, all_blocks, find_runs, loose_blocks
 
 if TYPE_CHECKING:
@@ -28,12 +36,15 @@ if TYPE_CHECKING:
 
 # Segments of at most this many new tokens are gathered side by side; longer ones are taken one by one.
 _MOST_TOGETHER = 8
-# Tokens of a run from which on reading in place is cheaper than gathering. Each call on one segment wakes
+# Tokens of a run from which on reading it alone is cheaper than gathering. Each call on one segment wakes
 # every thread, which a padded batch of segments does once.
 _LEAST_ALONE_PER_THREAD = 512
 _LEAST_SHARED = 64
-# Passes of at most this many segments read all runs in place: there is nothing to lay side by side.
+# Passes of at most this many segments read all runs alone: there is nothing to lay side by side.
 _FEW = 2
+# Tokens of a run or of a chunk's past that are read at once. What is read is copied first, and a long context
+# of a large model would need as much memory again as one of its layers.
+_MOST_AT_ONCE = 8192
 # A batch of gathered segments costs about as much as this many padded tokens.
 _BATCH_COST_TOKENS = 256
 
@@ -88,9 +99,11 @@ def _one_decode(batch: AttentionBatch) -> tuple[Piece, ...]:
     context, block_size = int(batch.context_lens[0]), batch.block_size
     table = batch.block_tables[0, : ceil_div(context, block_size)]
     first = int(table[0])
+    if context > _MOST_AT_ONCE:
+        return ()
     if int(table[-1]) - first + 1 != len(table) or (table[1:] - table[:-1] != 1).any():
         return ()
-    return (UnmaskedPiece(Rows(slice(0, 1), 1), False, first * block_size, first * block_size + context),)
+    return (UnmaskedPiece(Rows(slice(0, 1), 1), False, BlockSpan(context, first, first + len(table))),)
 
 
 class _Cutter:
@@ -102,21 +115,22 @@ class _Cutter:
         self._lens = np.diff(self._starts)
         self._contexts = batch.context_lens.astype(np.int64)
         self._past = self._contexts - self._lens
-        self._in_place = np.zeros(batch.block_tables.shape, np.bool_)
-        self._num_in_place = np.zeros(len(self._lens), np.int64)  # tokens
+        self._in_runs = np.zeros(batch.block_tables.shape, np.bool_)
+        self._num_in_runs = np.zeros(len(self._lens), np.int64)  # tokens
+        self._most_at_once = max(1, _MOST_AT_ONCE // batch.block_size) * batch.block_size  # tokens
 
     def cut(self) -> list[Piece]:
         is_chunk = self._lens > _MOST_TOGETHER
         pieces = self._cut_runs(is_chunk)
         for segment in np.flatnonzero(is_chunk).tolist():
             pieces += self._cut_chunk(segment)
-        kinds = np.where(is_chunk, -1, self._lens * 2 + (self._num_in_place > 0))
+        kinds = np.where(is_chunk, -1, self._lens * 2 + (self._num_in_runs > 0))
         for kind in sorted(set(kinds.tolist()) - {-1}):
             pieces += self._cut_alike(np.flatnonzero(kinds == kind))
         return pieces
 
     def _cut_runs(self, is_chunk: BoolArray) -> list[Piece]:
-        """Cuts the keys that all new tokens of a segment attend, read in place."""
+        """Cuts the runs of keys that all new tokens of a segment attend."""
         tables, block_size = self._batch.block_tables, self._batch.block_size
         seen = np.where(self._lens == 1, self._contexts, self._past)
         # Blocks that are gathered are gathered whole.
@@ -127,38 +141,47 @@ class _Cutter:
             if len(set(tables[:, 0].tolist())) == len(tables):
                 least_shared = least_alone
         runs = find_runs(tables, seen, block_size, least_alone=least_alone, least_shared=least_shared)
-        return [self._cut_run(run) for run in runs]
+        return [piece for run in runs for piece in self._cut_run(run)]
 
-    def _cut_run(self, run: SharedRun) -> Piece:
+    def _cut_run(self, run: SharedRun) -> Iterator[Piece]:
         block_size, segments = self._batch.block_size, list(run.segments)
         stop = run.start + run.num_tokens
-        self._in_place[segments, run.start // block_size : ceil_div(stop, block_size)] = True
-        merges = bool(self._num_in_place[segments].any())
-        self._num_in_place[segments] += run.num_tokens
-        return UnmaskedPiece(self._rows(segments), merges, run.first_slot, run.first_slot + run.num_tokens)
+        self._in_runs[segments, run.start // block_size : ceil_div(stop, block_size)] = True
+        rows = self._rows(segments)
+        first = run.first_slot // block_size
+        for done in range(0, run.num_tokens, self._most_at_once):
+            num_tokens = min(self._most_at_once, run.num_tokens - done)
+            start = first + done // block_size
+            merges = bool(self._num_in_runs[segments].any())
+            self._num_in_runs[segments] += num_tokens
+            keys = BlockSpan(num_tokens, start, start + ceil_div(num_tokens, block_size))
+            yield UnmaskedPiece(rows, merges, keys)
 
     def _rows(self, segments: Sequence[int]) -> Rows:
         bounds = [(self._starts[segment], self._starts[segment + 1]) for segment in segments]
         return Rows.of(np.concatenate([np.arange(start, stop) for start, stop in bounds]))
 
     def _cut_chunk(self, segment: int) -> list[Piece]:
-        """Cuts what is not in place of a longer segment: its past, then the new tokens among themselves."""
+        """Cuts what is in no run of a longer segment: its past, then the new tokens among themselves."""
         start, stop = self._starts[segment : segment + 2].tolist()
         past, block_size = int(self._past[segment]), self._batch.block_size
         rows = Rows(slice(start, stop), stop - start)
+        table = self._batch.block_tables[segment].astype(np.int64)
+        # Only the last block of the past may be partly past; if it is loose, it is the last one.
+        loose = table[: ceil_div(past, block_size)][~self._in_runs[segment, : ceil_div(past, block_size)]]
+        num_loose, num_done = int(past - self._num_in_runs[segment]), int(self._num_in_runs[segment])
         pieces: list[Piece] = []
-        if past > self._num_in_place[segment]:
-            is_loose = ~self._in_place[segment, : ceil_div(past, block_size)]
-            loose = np.flatnonzero(np.repeat(is_loose, block_size)[:past])
-            slots = self._batch.block_tables[segment, loose // block_size].astype(np.int64) * block_size
-            merges = bool(self._num_in_place[segment] > 0)
-            pieces.append(UnmaskedPiece(rows, merges, *_place(slots + loose % block_size)))
-        pieces.append(CausalPiece(rows, past > 0, *_place(self._batch.slot_mapping[start:stop])))
+        for done in range(0, num_loose, self._most_at_once):
+            num_tokens = min(self._most_at_once, num_loose - done)
+            blocks = loose[done // block_size : ceil_div(done + num_tokens, block_size)]
+            pieces.append(UnmaskedPiece(rows, num_done + done > 0, BlockSpan.of(blocks, num_tokens)))
+        new = table[past // block_size : ceil_div(past + stop - start, block_size)]
+        pieces.append(CausalPiece(rows, past > 0, BlockSpan.of(new, stop - start, past % block_size)))
         return pieces
 
     def _cut_alike(self, segments: Int64Array) -> list[Piece]:
-        """Cuts what is not in place of segments with equally many new tokens, all or none with runs."""
-        num_loose = (self._contexts - self._num_in_place)[segments]
+        """Cuts what is in no run of segments with equally many new tokens, all or none with runs."""
+        num_loose = (self._contexts - self._num_in_runs)[segments]
         segments, num_loose = segments[num_loose > 0], num_loose[num_loose > 0]
         if not len(segments):
             return []
@@ -172,12 +195,12 @@ class _Cutter:
         tables, block_size = self._batch.block_tables, self._batch.block_size
         contexts, num_each = self._contexts[segments, None], int(self._lens[segments[0]])
         num_blocks = ceil_div(contexts[:, 0], block_size)
-        merges = bool(self._num_in_place[segments[0]] > 0)
+        merges = bool(self._num_in_runs[segments[0]] > 0)
         if merges:
-            loose = loose_blocks(tables[segments], num_blocks, self._in_place[segments], block_size)
+            loose = loose_blocks(tables[segments], num_blocks, self._in_runs[segments], block_size)
         else:
             loose = all_blocks(tables[segments], num_blocks, block_size)
-        width = int((self._contexts - self._num_in_place)[segments].max())
+        width = int((self._contexts - self._num_in_runs)[segments].max())
         # Padding repeats the first block, so it is unwritten where the context ends in that block.
         reach = np.where(contexts < block_size, _EVERYWHERE, num_blocks[:, None] * block_size)
         is_unwritten = (loose.positions >= contexts) & (loose.positions < reach)
@@ -197,13 +220,6 @@ class _Cutter:
 
 _EVERYWHERE = np.int64(2**63 - 1)
 _ZERO, _MINUS_INFINITY = np.float32(0), np.float32(-np.inf)
-
-
-def _place(slots: Int64Array) -> tuple[int, int, Tensor | None]:
-    """Returns first, stop, None of slots that follow each other; else 0, 0 and the slots."""
-    if int(slots[-1] - slots[0]) + 1 == len(slots) and (np.diff(slots) == 1).all():
-        return int(slots[0]), int(slots[-1]) + 1, None
-    return 0, 0, torch.from_numpy(np.ascontiguousarray(slots))
 
 
 def _batches(counts: Sequence[int]) -> list[tuple[int, int]]:

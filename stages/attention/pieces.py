@@ -36,6 +36,43 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockSpan:
+    """Locates keys that follow each other in some blocks: `num_tokens` of them, after the first `skipped`.
+
+    first, stop: blocks that follow each other in memory, half-open; or `blocks`, int64 [n], if given.
+    """
+
+    num_tokens: int
+    first: int = 0
+    stop: int = 0
+    blocks: Tensor | None = None
+    skipped: int = 0
+
+    @classmethod
+    def of(cls, blocks: Int64Array, num_tokens: int, skipped: int = 0) -> BlockSpan:
+        first, last = int(blocks[0]), int(blocks[-1])
+        if last - first + 1 == len(blocks) and (np.diff(blocks) == 1).all():
+            return cls(num_tokens, first, last + 1, None, skipped)
+        return cls(num_tokens, blocks=torch.from_numpy(blocks), skipped=skipped)
+
+    def read(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies whole blocks of both caches side by side: [Hkv, K, D] each, valid until the next read.
+
+        Blocks of one layer lie far apart, and products over memory in one piece earn the copy.
+        """
+        num_blocks = self.stop - self.first if self.blocks is None else len(self.blocks)
+        together = _scratch.take(2 * num_blocks, keys)
+        for cache, part in zip((keys, values), together.view(2, num_blocks, *keys.shape[1:]), strict=True):
+            if self.blocks is None:
+                part.copy_(cache[self.first : self.stop])
+            else:
+                torch.index_select(cache, 0, self.blocks, out=part)
+        tokens = together.view(2, -1, *keys.shape[2:])[:, self.skipped : self.skipped + self.num_tokens]
+        heads = tokens.transpose(1, 2)
+        return heads[0], heads[1]
+
+
+@dataclass(frozen=True, slots=True)
 class Attended:
     """Holds a piece's result. out: [N, Hkv, G, D], weighted values; log_sums: float32 [N, Hkv, G]."""
 
@@ -60,40 +97,36 @@ class Piece(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class UnmaskedPiece:
-    """Lets all rows attend all of the keys in slots [first, stop), or in `slots`, int64 [K], if given."""
+    """Lets all rows attend all of the keys."""
 
     rows: Rows
     merges: bool
-    first: int = 0
-    stop: int = 0
-    slots: Tensor | None = None
+    keys: BlockSpan
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
         num_rows, num_heads, group, dim = query.shape
         folded = query.transpose(0, 1).reshape(1, num_heads, num_rows * group, dim)
-        keys, values = _read(self, keys)[None], _read(self, values)[None]
-        out, log_sums = _flash(folded, keys, values, scale=scale)
+        keys, values = self.keys.read(keys, values)
+        out, log_sums = _flash(folded, keys[None], values[None], scale=scale)
         shape = (num_heads, num_rows, group)
         return Attended(out.view(*shape, dim).transpose(0, 1), log_sums.view(shape).transpose(0, 1))
 
 
 @dataclass(frozen=True, slots=True)
 class CausalPiece:
-    """Lets row i attend the keys up to its own: as many keys as rows, in sequence as in UnmaskedPiece."""
+    """Lets row i attend the keys up to its own: as many keys as rows."""
 
     rows: Rows
     merges: bool
-    first: int = 0
-    stop: int = 0
-    slots: Tensor | None = None
+    keys: BlockSpan
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
-        keys, values = _read(self, keys)[:, None], _read(self, values)[:, None]
+        keys, values = self.keys.read(keys, values)
         each_head = (-1, query.shape[2], -1, -1)
         out, log_sums = _flash(
             query.permute(1, 2, 0, 3),
-            keys.expand(each_head),
-            values.expand(each_head),
+            keys[:, None].expand(each_head),
+            values[:, None].expand(each_head),
             is_causal=True,
             scale=scale,
         )
@@ -168,12 +201,3 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
-
-
-def _read(piece: UnmaskedPiece | CausalPiece, cache: Tensor) -> Tensor:
-    """Reads [Hkv, K, D]: a view of the cache, or gathered."""
-    if piece.slots is not None:
-        return cache.flatten(0, 1).index_select(0, piece.slots).transpose(0, 1)
-    _, slot, head, channel = cache.stride()
-    size = (cache.shape[2], piece.stop - piece.first, cache.shape[3])
-    return cache.as_strided(size, (head, slot, channel), cache.storage_offset() + piece.first * slot)

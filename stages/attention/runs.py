@@ -1,7 +1,7 @@
-"""Locates the keys of a pass: which runs of a cache can be read in place, and what must be gathered.
+"""Locates the keys of a pass: which runs of blocks are read at once, and what must be gathered.
 
-Blocks that follow each other in a block table and in memory make a run. A long run is read where it is, once
-for all segments whose tables lead through it; the rest of a segment's blocks is *loose*.
+Blocks that follow each other in a block table and in memory make a run. A long run is read at once, for
+all segments whose tables lead through it; the rest of a segment's blocks is *loose*.
 
     block table   | 7 | 8 | 9 | 10 | 11 |  4  |  15  |      block_size 4
     tokens        |  run [0, 20), slot 28 | loose [20, 26)
@@ -33,9 +33,9 @@ class SharedRun:
 def find_runs(
     block_tables: NDArray[np.int32], seen: Int64Array, block_size: int, *, least_alone: int, least_shared: int
 ) -> list[SharedRun]:
-    """Finds the runs worth reading in place.
+    """Finds the runs worth reading alone.
 
-    block_tables: [S, max_blocks]. seen: [S], tokens of each segment that may be read in place.
+    block_tables: [S, max_blocks]. seen: [S], tokens of each segment that may be read alone.
     least_alone, least_shared: tokens of a run that is worth it for one segment, for several together.
     A run ends within a block only where `seen` does, and never for several segments.
     """
@@ -103,10 +103,10 @@ def all_blocks(block_tables: NDArray[np.int32], num_blocks: Int64Array, block_si
 
 
 def loose_blocks(
-    block_tables: NDArray[np.int32], num_blocks: Int64Array, in_place: BoolArray, block_size: int
+    block_tables: NDArray[np.int32], num_blocks: Int64Array, in_runs: BoolArray, block_size: int
 ) -> LooseBlocks:
-    """Lists the first `num_blocks` [N] of each table but for those read in place, bool [N, max_blocks]."""
-    is_loose = (np.arange(in_place.shape[1]) < num_blocks[:, None]) & ~in_place
+    """Lists the first `num_blocks` [N] of each table but for those in runs, bool [N, max_blocks]."""
+    is_loose = (np.arange(in_runs.shape[1]) < num_blocks[:, None]) & ~in_runs
     row, column = np.nonzero(is_loose)
     counts = is_loose.sum(1)
     place = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
+import torch
 
 from epd.kv.kv_cache import BlockCopy, KVCacheManager
 from epd.kv.scheduling import Preemption, Restore
-from stages.engine.kv_pool import KVPools, token_slots
+from stages.engine.kv_pool import KVPool, KVPools, token_slots
 
 
 class BlockMoves:
@@ -17,7 +17,7 @@ class BlockMoves:
     def __init__(self, kv: KVCacheManager, pools: KVPools) -> None:
         self._kv = kv
         self._pools = pools
-        self._offloaded: dict[str, list[Tensor]] = {}  # of each layer group
+        self._offloaded: dict[str, list[KVPool]] = {}  # of each layer group
 
     @property
     def offloaded(self) -> frozenset[str]:
@@ -27,7 +27,7 @@ class BlockMoves:
     def offload(self, preemption: Preemption) -> None:
         """Keeps the request's tokens; to be called before its blocks are written by others."""
         self._offloaded[preemption.request.request_id] = [
-            pool.read(token_slots(table, 0, preemption.num_tokens, pool.block_size))
+            pool.to_host(table, preemption.num_tokens)
             for pool, table in zip(self._pools.groups, preemption.block_tables, strict=True)
         ]
 
@@ -38,10 +38,10 @@ class BlockMoves:
     def restore(self, restore: Restore) -> None:
         """Puts the request's tokens into its new blocks."""
         request_id = restore.request.request_id
-        for group, values in enumerate(self._offloaded.pop(request_id)):
+        for group, kept in enumerate(self._offloaded.pop(request_id)):
             pool, table = self._pools.groups[group], self._kv.block_table(request_id, group)
             slots = token_slots(table, restore.start, restore.stop, pool.block_size)
-            pool.write(slots, values[:, :, restore.start : restore.stop])
+            pool.copy(kept, torch.arange(restore.start, restore.stop), slots)
 
     def forget(self, request_id: str) -> None:
         """Drops what is kept of a request. Unknown ids are ignored."""

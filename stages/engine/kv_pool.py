@@ -1,6 +1,7 @@
 """Stores keys and values: the memory behind a `KVCacheManager`, which alone knows what is where.
 
-One pool per layer group. storage: [num_layers, 2, num_blocks, block_size, Hkv, D], keys before values.
+One pool per layer group. storage: [num_blocks, num_layers, 2, block_size, Hkv, D], keys before values, so
+that a block is one piece of memory wherever it is copied.
 A *slot* is where one token lies: block * block_size + place in the block.
 
     block table of a request   |   7    |   3    |   4    |      block_size 4
@@ -12,20 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from encoders.device import to_device
 from epd.kv.kv_cache import BlockCopy
 from epd.transfer.connectors import KVChunk, KVSpan, KVTicket
 from epd.types import ceil_div
 from stages.engine.pool_memory import pool_memory
+from stages.engine.slot_runs import TokenRun, slot_runs
 
 # Copying a run of slots costs about as much as indexing a few of them: shorter runs are cheaper indexed.
 _LEAST_MEAN_RUN = 4
+# Where a copy begins and ends within blocks.
+_FEW_RUNS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +76,12 @@ class KVPool:
         if memory is None:
             memory = pool_memory(num_blocks * block_size * layout.bytes_per_token, device=device)
         heads = (layout.num_kv_heads, layout.head_dim)
-        shape = (layout.num_layers, 2, num_blocks, block_size, *heads)
+        shape = (num_blocks, layout.num_layers, 2, block_size, *heads)
         self.storage = memory.view(layout.dtype).view(shape)
-        self._slots = self.storage.view(layout.num_layers, 2, num_blocks * block_size, *heads)
 
     @property
     def num_blocks(self) -> int:
-        return self.storage.shape[2]
+        return self.storage.shape[0]
 
     @property
     def block_size(self) -> int:
@@ -87,16 +89,20 @@ class KVPool:
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Returns the caches of the group's layer `index`: views [num_blocks, block_size, Hkv, D]."""
-        return self.storage[index, 0], self.storage[index, 1]
+        return self.storage[:, index, 0], self.storage[:, index, 1]
 
-    def read(self, slots: Tensor) -> Tensor:
-        """Copies `slots`, int64 [N], to host memory: [num_layers, 2, N, Hkv, D]."""
-        return self._slots.index_select(2, slots.to(self.storage.device)).cpu()
+    def to_host(self, block_table: Sequence[int], num_tokens: int) -> KVPool:
+        """Copies a request's first tokens to a pool of its own in host memory, in the order of its table.
 
-    def write(self, slots: Tensor, values: Tensor) -> None:
-        """Writes what `read` returned, at any slots: int64 [N], [num_layers, 2, N, Hkv, D]."""
-        device = self.storage.device
-        self._slots.index_copy_(2, slots.to(device), values.to(device))
+        From a GPU the copies are queued block by block, into pinned memory, and nothing waits for them.
+        """
+        num_blocks = ceil_div(num_tokens, self.block_size)
+        num_bytes = num_blocks * self.block_size * self.layout.bytes_per_token
+        memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.storage.is_cuda)
+        host = KVPool(num_blocks, self.block_size, self.layout, memory=memory)
+        slots = token_slots(block_table, 0, num_tokens, self.block_size)
+        host.copy(self, slots, torch.arange(num_tokens))
+        return host
 
     def copy(self, source: KVPool, source_slots: Tensor, target_slots: Tensor) -> None:
         """Copies tokens from another pool of the same layout; block sizes may differ.
@@ -106,39 +112,42 @@ class KVPool:
         """
         if source.layout != self.layout:
             raise ValueError(f"cannot copy tokens of {source.layout} into a pool of {self.layout}")
-        runs = _runs(source_slots, target_slots)
-        if self.storage.device.type == "cpu" and len(source_slots) >= _LEAST_MEAN_RUN * len(runs):
-            self._copy_runs(source, runs)
+        sizes = source.block_size, self.block_size
+        runs = slot_runs(source_slots.numpy(), target_slots.numpy(), *sizes)
+        for run in runs.blocks:
+            blocks = source.storage[run.source : run.source + run.num_blocks]
+            self.storage[run.target : run.target + run.num_blocks].copy_(blocks, non_blocking=True)
+        num_tokens = runs.slots.shape[1]
+        is_host = self.storage.device.type == "cpu" == source.storage.device.type
+        least_mean = _LEAST_MEAN_RUN if is_host else self.block_size
+        if len(runs.tokens) <= _FEW_RUNS or num_tokens >= least_mean * len(runs.tokens):
+            self._copy_tokens(source, runs.tokens)
         else:
-            self._copy_slots(source, source_slots, target_slots)
+            self._copy_slots(source, *map(torch.from_numpy, runs.slots))
 
-    def _copy_runs(self, source: KVPool, runs: Sequence[tuple[int, int, int]]) -> None:
-        """Copies fast where slots follow each other: no temporary, the longest stretches of memory."""
-        for at_source, at_target, length in runs:
-            self._slots[:, :, at_target : at_target + length].copy_(
-                source._slots[:, :, at_source : at_source + length]
-            )
+    def _copy_tokens(self, source: KVPool, runs: Sequence[TokenRun]) -> None:
+        """Copies tokens where several of a block go to one block: without a temporary."""
+        for run in runs:
+            tokens = source._tokens(run.source, run.num_tokens)
+            self._tokens(run.target, run.num_tokens).copy_(tokens, non_blocking=True)
+
+    def _tokens(self, slot: int, num_tokens: int) -> Tensor:
+        """Returns a view of tokens of one block, from `slot` on: [num_layers, 2, num_tokens, Hkv, D]."""
+        start = slot % self.block_size
+        return self.storage[slot // self.block_size, :, :, start : start + num_tokens]
 
     def _copy_slots(self, source: KVPool, source_slots: Tensor, target_slots: Tensor) -> None:
-        """Copies as `_copy_runs`, as its plain twin, and alone where each call is a kernel launch."""
-        tokens = source._slots.index_select(2, source_slots.to(source.storage.device))
-        device = self.storage.device
-        self._slots.index_copy_(2, target_slots.to(device), tokens.to(device))
+        """Copies as `_copy_tokens`, as its plain twin, and alone where there would be many small copies."""
+        here = to_device(source_slots, source.storage.device)
+        tokens = source.storage[here // source.block_size, :, :, here % source.block_size]
+        there = to_device(target_slots, self.storage.device)
+        self.storage[there // self.block_size, :, :, there % self.block_size] = tokens.to(self.storage.device)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Carries out copy-on-write, in order: the first tokens of one block into another."""
         for copy in copies:
-            self.storage[:, :, copy.target, : copy.num_tokens] = self.storage[
-                :, :, copy.source, : copy.num_tokens
-            ]
-
-
-def _runs(source_slots: Tensor, target_slots: Tensor) -> list[tuple[int, int, int]]:
-    """Lists (first source slot, first target slot, length) of stretches where both ascend by one."""
-    sources, targets = source_slots.numpy(), target_slots.numpy()
-    is_cut = (np.diff(sources) != 1) | (np.diff(targets) != 1)
-    starts = np.concatenate([[0], np.flatnonzero(is_cut) + 1, [len(sources)]]).tolist()
-    return [(int(sources[a]), int(targets[a]), b - a) for a, b in pairwise(starts) if b > a]
+            tokens = self.storage[copy.source, :, :, : copy.num_tokens]
+            self.storage[copy.target, :, :, : copy.num_tokens] = tokens
 
 
 @dataclass(frozen=True, slots=True)

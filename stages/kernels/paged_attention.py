@@ -24,12 +24,13 @@ from epd.types import ceil_div
 
 @triton.jit  # type: ignore[untyped-decorator] # Triton is untyped
 def _load_keys(  # type: ignore[no-untyped-def] # arguments are pointers and numbers
-    cache, slot, is_key, slot_stride, head_offset, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
+    cache, token, is_key, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Loads keys or values of one head at `slot`, [BLOCK_N, BLOCK_D]; zeros where there is none."""
+    """Loads keys or values of one head at offsets `token`, [BLOCK_N, BLOCK_D]; zeros where there is none."""
     dim = tl.arange(0, BLOCK_D)
-    place = slot[:, None] * slot_stride + head_offset + dim[None, :]
-    return tl.load(cache + place, mask=is_key[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+    return tl.load(
+        cache + token[:, None] + dim[None, :], mask=is_key[:, None] & (dim < HEAD_DIM)[None, :], other=0.0
+    )
 
 
 @triton.jit
@@ -62,6 +63,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and
     num_splits,
     query_token_stride,
     query_head_stride,
+    block_stride,
     slot_stride,
     head_stride,
     out_split_stride,
@@ -114,9 +116,9 @@ def _attend_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and
         block = tl.load(
             block_tables + segment.to(tl.int64) * table_stride + key // BLOCK_SIZE, mask=is_key, other=0
         )
-        slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
-        k = _load_keys(keys, slot, is_key, slot_stride, kv_head * head_stride, HEAD_DIM, BLOCK_D)
-        v = _load_keys(values, slot, is_key, slot_stride, kv_head * head_stride, HEAD_DIM, BLOCK_D)
+        place = block.to(tl.int64) * block_stride + key % BLOCK_SIZE * slot_stride + kv_head * head_stride
+        k = _load_keys(keys, place, is_key, HEAD_DIM, BLOCK_D)
+        v = _load_keys(values, place, is_key, HEAD_DIM, BLOCK_D)
         if UPCAST:
             k = k.to(tl.float32)
             v = v.to(tl.float32)
@@ -246,7 +248,7 @@ def attend_tiles(
     """Fills the rows of `tiles` in out [T, Hq, D], contiguous and of the query's dtype.
 
     query: [T, Hq, D], channels contiguous.
-    key_cache, value_cache: [num_blocks, block_size, Hkv, D], contiguous.
+    key_cache, value_cache: [num_blocks, block_size, Hkv, D], of the same strides; blocks may lie apart.
     num_processors: of the device. Sums are float32; float32 inputs are multiplied as IEEE has it.
     """
     num_rows, num_heads, head_dim = query.shape
@@ -275,8 +277,7 @@ def attend_tiles(
         splits,
         query.stride(0),
         query.stride(1),
-        key_cache.stride(1),
-        key_cache.stride(2),
+        *key_cache.stride()[:3],
         num_rows * num_heads * head_dim,
         num_heads * head_dim,
         num_rows * num_heads,

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stages.reduction.pruning import PrunedRows, coarse
+from stages.reduction.pruning import PrunedRows, at_slots, coarse
 from stages.reduction.question_views import attention_weights
 
 # Rows of a window whose attention decides. More choose as well; half as many choose worse.
@@ -56,7 +56,7 @@ class ObservedRows(PrunedRows):
     def choose(self, queries: Tensor, keys: Tensor, key_cache: Tensor, scale: float) -> Tensor:  # noqa: ARG002
         num_tokens, context = self.stop - self.start, len(self.slots)
         observing = observing_rows(num_tokens).to(queries.device)
-        seen = key_cache.flatten(0, 1)[self.slots].transpose(0, 1)
+        seen = at_slots(key_cache, self.slots).transpose(0, 1)
         at = torch.arange(context, device=queries.device)
         mask = at <= (context - num_tokens + observing)[:, None]
         weights = attention_weights(queries[self.start + observing].transpose(0, 1), seen, mask, scale)

@@ -90,6 +90,12 @@ class PrunedRows:
         return keys[rows], values[rows], slot_mapping[self.start : self.start + self.num_kept]
 
 
+def at_slots(cache: Tensor, slots: Tensor) -> Tensor:
+    """Copies what a cache [num_blocks, block_size, Hkv, D] has at slots, int64 [K]: [K, Hkv, D]."""
+    block_size = cache.shape[1]
+    return cache[slots // block_size, slots % block_size]
+
+
 def coarse(values: Tensor) -> Tensor:
     """Returns int32, in the order of positive float32 values; those that differ by rounding are equal."""
     return (values.view(torch.int32) + (1 << (_NORM_BITS - 1))) >> _NORM_BITS

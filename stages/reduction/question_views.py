@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from encoders.adapter import PromptPlan
 from epd.reduction import layer_counts
-from stages.reduction.pruning import coarse
+from stages.reduction.pruning import at_slots, coarse
 
 
 class QuestionView:
@@ -118,7 +118,7 @@ class ViewedRows:
             return
         tokens = self.view.tokens(layer, len(self.slots))
         slots = self.slots[tokens].to(query.device)
-        keys, values = (cache.flatten(0, 1)[slots].transpose(0, 1)[None] for cache in (keys, values))
+        keys, values = (at_slots(cache, slots).transpose(0, 1)[None] for cache in (keys, values))
         rows = query[self.start : self.stop].transpose(0, 1)[None]
         at = torch.arange(len(self.slots) - (self.stop - self.start), len(self.slots))
         mask = (tokens[None] <= at[:, None]).to(query.device)

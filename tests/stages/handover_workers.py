@@ -18,6 +18,7 @@ from epd.transfer.connectors import FirstToken, HandoverState, KVTicket
 from epd.transfer.handover import DecodeReception, HandoverEnd, KVOutbox
 from stages.connectors.mailbox import MailboxConnector
 from stages.engine.kv_pool import KVGroupShape, KVLayout, KVPools, KVPoolsShape, token_slots
+from tests.stages.kv_values import put_tokens, tokens_at
 
 LAYOUTS = (KVLayout(1, 2, 2, torch.float32), KVLayout(2, 1, 1, torch.float32))
 
@@ -81,7 +82,7 @@ class PrefillWorker:
             at = self.cache.num_tokens(request_id, group)  # less than `start` where layers were pruned
             table = self.cache.block_table(request_id, group)
             slots = token_slots(table, at, at + stop - start, self.pools.block_size)
-            pool.write(slots, kv_of(token_ids, group)[:, :, start:stop])
+            put_tokens(pool, slots, kv_of(token_ids, group)[:, :, start:stop])
         self.cache.commit(request_id, identity, stop)
         if self.outbox.is_open(request_id):
             self.send(request_id)
@@ -100,7 +101,7 @@ class PrefillWorker:
         self.cache.clear_idle()
         for group, pool in enumerate(self.pools.groups):
             held = {block for other in self.prompts for block in self.cache.block_table(other, group)}
-            pool.storage[:, :, [b for b in range(pool.num_blocks) if b not in held]] = -1.0
+            pool.storage[[b for b in range(pool.num_blocks) if b not in held]] = -1.0
         return True
 
     def check(self) -> None:
@@ -137,7 +138,8 @@ class DecodeWorker:
 
     def read(self, request_id: str, group: int, num_tokens: int) -> Tensor:
         table = self.cache.block_table(request_id, group)
-        return self.pools.groups[group].read(token_slots(table, 0, num_tokens, self.pools.block_size))
+        slots = token_slots(table, 0, num_tokens, self.pools.block_size)
+        return tokens_at(self.pools.groups[group], slots)
 
     def check(self) -> None:
         self.reception.check_integrity()

@@ -136,8 +136,8 @@ def test_keys_and_values_arrive_as_they_were_sent(workers: Workers) -> None:
     assert [offer.error for offer in receiver.recv()] == [""]
     for index, table in enumerate(tables):
         for token in range(2, 10):
-            theirs = pools.groups[index].storage[:, :, table[token // 4], token % 4]
-            ours = target_pools.groups[index].storage[:, :, to.block_tables[index][token // 3], token % 3]
+            theirs = pools.groups[index].storage[table[token // 4], :, :, token % 4]
+            ours = target_pools.groups[index].storage[to.block_tables[index][token // 3], :, :, token % 3]
             assert torch.equal(theirs, ours)
     assert outcomes(sender) == [TransferOutcome.DELIVERED]
 

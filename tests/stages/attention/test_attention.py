@@ -78,10 +78,12 @@ def naive(case: Case, scale: float) -> Tensor:
 
 
 def filled(case: Case) -> tuple[Tensor, Tensor]:
-    """Caches as they are once the new tokens are written; what no segment owns is not a number."""
+    """Caches of one of two layers once the new tokens are written; what no segment owns is not a number."""
     heads = case.keys[0].shape[1:]
     num_blocks = int(case.batch.block_tables.max()) + 2
-    caches = torch.full((2, num_blocks, case.batch.block_size, *heads), float("nan"), dtype=case.query.dtype)
+    shape = (num_blocks, 2, 2, case.batch.block_size, *heads)
+    storage = torch.full(shape, float("nan"), dtype=case.query.dtype)
+    caches = storage[:, 1, 0], storage[:, 1, 1]
     new_keys, new_values = [], []
     for s, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
         tokens = np.arange(len(keys))
@@ -93,8 +95,9 @@ def filled(case: Case) -> tuple[Tensor, Tensor]:
         new_keys.append(keys[past:])
         new_values.append(values[past:])
     slots = torch.from_numpy(case.batch.slot_mapping)
-    write_kv(torch.cat(new_keys), torch.cat(new_values), caches[0], caches[1], slots)
-    return caches[0], caches[1]
+    write_kv(torch.cat(new_keys), torch.cat(new_values), *caches, slots)
+    assert bool(storage[:, 0].isnan().all())
+    return caches
 
 
 def check(case: Case, tolerance: float = 2e-6) -> None:
@@ -137,15 +140,26 @@ def test_long_contexts(shuffled: bool) -> None:
     check(make_case(LONG, SMALL, 16, shuffled=shuffled))
 
 
-def test_a_long_run_is_read_in_place_and_its_end_gathered() -> None:
+def test_a_long_run_is_read_alone_and_its_end_gathered() -> None:
     """As a request grows: its prompt lies in one run, the blocks of its answer elsewhere."""
     case = make_case([(1, 1200), (1, 1208), (1, 90)], SMALL, 16, shuffled=False)
     tables = case.batch.block_tables
     case.batch.slot_mapping[1] += (tables[0, 73] - tables[1, 75]) * 16
     tables[0, 73], tables[1, 75] = tables[1, 75], tables[0, 73]
-    in_place = [piece for piece in pieces_of(case) if isinstance(piece, UnmaskedPiece)]
-    assert [piece.stop - piece.first for piece in in_place] == [73 * 16, 75 * 16]
+    runs = [piece.keys for piece in pieces_of(case) if isinstance(piece, UnmaskedPiece)]
+    assert [(run.stop - run.first, run.num_tokens) for run in runs] == [(73, 73 * 16), (75, 75 * 16)]
     check(case)
+
+
+@pytest.mark.parametrize("shuffled", [True, False])
+def test_what_is_long_is_read_part_by_part(shuffled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the copy that is read has a bound, whatever the context."""
+    monkeypatch.setattr("stages.attention.host._MOST_AT_ONCE", 500)
+    for lens in (LONG, [(1, 1300)], [(30, 1205)]):
+        case = make_case(lens, SMALL, 16, shuffled=shuffled)
+        alone = [piece.keys for piece in pieces_of(case) if isinstance(piece, UnmaskedPiece)]
+        assert max((keys.num_tokens for keys in alone), default=0) <= 500
+        check(case)
 
 
 @pytest.mark.parametrize("shuffled", [True, False])
@@ -160,7 +174,7 @@ def test_a_shared_run_is_read_once() -> None:
     case = share(make_case(lens, SMALL, 16, shuffled=False), list(range(8)), 960)
     run, rest = pieces_of(case)
     assert isinstance(run, UnmaskedPiece)
-    assert (run.rows.num_rows, run.stop - run.first, run.merges) == (8, 960, False)
+    assert (run.rows.num_rows, run.keys.num_tokens, run.merges) == (8, 960, False)
     assert isinstance(rest, GatheredPiece)
     assert (rest.num_segments, rest.mask.shape[-1], rest.merges) == (8, 75, True)
     check(case)
@@ -203,13 +217,13 @@ def test_a_batch_that_does_not_fit_together_is_refused(change: dict[str, Any], m
 
 @dataclass(frozen=True, slots=True)
 class OneLayerType:
-    """What `epd_paged` is handed when every layer has the same plan: caches [layers, 2, blocks, ...]."""
+    """What `epd_paged` is handed when every layer has the same plan: caches [blocks, layers, 2, ...]."""
 
     storage: Tensor
     plan: AttentionPlan
 
     def layer(self, index: int) -> tuple[Tensor, Tensor, AttentionPlan]:
-        return self.storage[index, 0], self.storage[index, 1], self.plan
+        return self.storage[:, index, 0], self.storage[:, index, 1], self.plan
 
 
 def test_a_transformers_decoder_takes_it() -> None:
@@ -229,7 +243,7 @@ def test_a_transformers_decoder_takes_it() -> None:
     with torch.inference_mode():
         wanted = model(inputs_embeds=embeds, use_cache=False).last_hidden_state
         model.set_attn_implementation("epd_paged")
-        storage = torch.zeros(3, 2, 8, 4, 2, 16)
+        storage = torch.zeros(8, 3, 2, 4, 2, 16)
         tables = np.array([[5, 2, 3], [1, 6, 4]], np.int32)
         for start, stop in [(0, 7), (7, 8), (8, 11)]:
             tokens = np.arange(start, stop)

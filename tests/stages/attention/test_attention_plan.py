@@ -72,7 +72,11 @@ def attended_by(piece: Piece, block_size: int, num_rows: int) -> dict[int, list[
         seen = piece.mask[:, 0] == 0
         each = each.expand(seen.shape).flatten(0, 1)
         return {row: each[i][seen.flatten(0, 1)[i]].tolist() for i, row in enumerate(rows)}
-    slots = list(range(piece.first, piece.stop)) if piece.slots is None else piece.slots.tolist()
+    span = piece.keys
+    blocks = torch.arange(span.first, span.stop) if span.blocks is None else span.blocks
+    slots = (blocks[:, None] * block_size + torch.arange(block_size)).flatten().tolist()
+    slots = slots[span.skipped : span.skipped + span.num_tokens]
+    assert len(slots) == span.num_tokens
     is_causal = isinstance(piece, CausalPiece)
     return {row: slots[: i + 1] if is_causal else slots for i, row in enumerate(rows)}
 
@@ -83,15 +87,17 @@ def attended_by(piece: Piece, block_size: int, num_rows: int) -> dict[int, list[
     block_size=st.sampled_from([1, 4]),
     least_shared=st.integers(1, 12),
     least_alone=st.integers(12, 40),
+    most_at_once=st.sampled_from([8, 8192]),
 )
 def test_every_key_is_attended_once(
-    layouts: list[Layout], block_size: int, least_shared: int, least_alone: int
+    layouts: list[Layout], block_size: int, least_shared: int, least_alone: int, most_at_once: int
 ) -> None:
     batch = make_batch(layouts, block_size)
     limits = {
         "_LEAST_SHARED": least_shared,
         "_LEAST_ALONE_PER_THREAD": least_alone,
         "_BATCH_COST_TOKENS": 20,
+        "_MOST_AT_ONCE": most_at_once,
     }
     with patch.multiple("stages.attention.host", **limits):
         pieces = HostPlan.build(batch).pieces

@@ -12,6 +12,7 @@ from stages.connectors import InProcessHub, deferred
 from stages.connectors.in_process import InProcessConnector
 from stages.engine.kv_pool import KVPools
 from tests.stages.handover_workers import pools_shape
+from tests.stages.kv_values import put_tokens, tokens_at
 
 
 @dataclass
@@ -64,13 +65,13 @@ def test_an_offer_is_made_when_the_kernels_have_written(device: Device, ends: En
     sender.send(TICKET, CHUNK)
     assert list(receiver.recv()) == []
     # The kernels write only now; a receiver that had copied before would have zeros.
-    theirs.groups[0].write(torch.arange(8, 12), torch.full((1, 2, 4, 2, 2), 7.0))
+    put_tokens(theirs.groups[0], torch.arange(8, 12), torch.full((1, 2, 4, 2, 2), 7.0))
     sender.poll()
     assert list(receiver.recv()) == []
     device.finish(0)
     sender.poll()
     assert len(receiver.recv()) == 1
-    assert (ours.groups[0].read(torch.arange(4)) == 7.0).all()
+    assert (tokens_at(ours.groups[0], torch.arange(4)) == 7.0).all()
 
 
 def test_a_receipt_is_given_when_the_copy_is_done(device: Device, ends: Ends) -> None:

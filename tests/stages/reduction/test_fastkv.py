@@ -34,6 +34,7 @@ from stages.engine.model_runner import ModelRunner, Segment
 from tests.encoders.families import Family
 from tests.serve_app.deployments import NUM_FRAMES as APP_FRAMES
 from tests.serve_app.deployments import Question, deployed
+from tests.stages.kv_values import tokens_at
 from tests.stages.prompts import MAX_TOKENS, Drive, Prompt
 from tests.stages.reduction.conftest import NUM_FRAMES
 from tests.stages.reduction.prompts import (
@@ -176,7 +177,7 @@ def cached(pipeline: ColocatedPipeline, context: MediaContext) -> Tensor:
     kv, (pool,) = pipeline.engine.kv, pipeline.engine.pools.groups
     table = torch.tensor(kv.block_table(context.request_id))
     slots = (table[:, None] * pool.block_size + torch.arange(pool.block_size)).flatten()
-    return pool.read(slots[: kv.num_tokens(context.request_id)])
+    return tokens_at(pool, slots[: kv.num_tokens(context.request_id)])
 
 
 def assert_same_cache(ours: Tensor, theirs: TheirLayers) -> None:

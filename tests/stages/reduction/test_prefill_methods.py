@@ -29,6 +29,7 @@ from stages.engine.generation import GenerationSettings
 from stages.reduction.pruning import smallest_keys
 from stages.reduction.question_views import QuestionView
 from tests.kv.test_scheduler_machine import VOCABULARY, SchedulerMachine
+from tests.stages.kv_values import tokens_at
 from tests.stages.prompts import MAX_TOKENS, Drive, Prompt
 from tests.stages.reduction.conftest import NUM_FRAMES
 from tests.stages.reduction.prompts import (
@@ -133,7 +134,7 @@ def test_each_layer_keeps_other_tokens_at_their_own_positions(
     prompt = reduced_plan(pipeline, encoded, questions[0], policy)
     kv, (pool,) = pipeline.engine.kv, pipeline.engine.pools.groups
     slots = torch.tensor(kv.block_table(context.request_id))[:, None] * 16 + torch.arange(16)
-    ours = pool.read(slots.flatten()[: prompt.prefix_length])  # [layers, 2, T, Hkv, D]
+    ours = tokens_at(pool, slots.flatten()[: prompt.prefix_length])  # [layers, 2, T, Hkv, D]
     caches: list[DynamicCache] = []
 
     def remember(_: Any, cache: DynamicCache, *__: Any) -> tuple[int, ...]:
