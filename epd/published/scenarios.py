@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from epd.errors import RequestError
+from epd.published.figure6 import figure_6
+from epd.published.memory import table_2, table_3, table_8, weights_by_role
 from epd.published.paper import overlap_rows, table_1, table_4, table_6
 from epd.published.table5 import table_5
 from epd.published.tables import Row
@@ -12,9 +14,14 @@ from epd.published.vllm_blog import vllm_blog
 
 SCENARIOS: Mapping[str, Callable[[], Sequence[Row]]] = {
     "epd-table1": table_1,
+    "epd-table2": table_2,
+    "epd-table3": table_3,
     "epd-table4": table_4,
     "epd-table5": table_5,
     "epd-table6": table_6,
+    "epd-table8": table_8,
+    "epd-fig6": figure_6,
+    "epd-weights": weights_by_role,
     "epd-overlap": overlap_rows,
     "vllm-blog": vllm_blog,
 }
