@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Installed modules are compiled when they are first imported, a third of them, and then kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-topologies explore soak check fix wheel bench clean
+.PHONY: help demo test test-topologies explore soak check fix wheel bench gpu gpu-dry clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -53,6 +53,13 @@ wheel: $(STAMP) ## build dist/epd_vlm-VERSION-py3-none-any.whl
 
 bench: $(STAMP) ## run the benchmarks; results go to benchmarks/results
 	for b in batch elasticity encode engine hops planner reduction retention roles serve video_decode; do $(BIN)/python -m benchmarks.$$b || exit 1; done
+
+# Not in the environment of the repository: with the torch, triton and transformers that the GPU machine has.
+gpu: ## check and measure on one GPU, in less than nine minutes; needs neither PyAV nor Ray
+	$(PYTHON) -m benchmarks.gpu
+
+gpu-dry: $(STAMP) ## the same in tiny, on the CPU
+	$(BIN)/python -m benchmarks.gpu --dry-run
 
 clean: ## remove the environment and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

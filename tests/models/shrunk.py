@@ -44,6 +44,7 @@ from tests.models.published import PUBLISHED, Config
 HEAD_DIM = 32
 _NUM_LAYERS = 4  # as many as deepstack has, and one
 _PATCH = 7  # pixels, of the towers that look at tiles
+_IMAGE_TOKENS = {"internvl": "<IMG_CONTEXT>", "smolvlm": "<image>"}
 _EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 48}
 _WEIGHT_SCALE = 8.0  # as in `tests.tiny_models`
 
@@ -51,7 +52,7 @@ _WEIGHT_SCALE = 8.0  # as in `tests.tiny_models`
 def build(checkpoint: str, folder: Path) -> Path:
     """Writes a shrunk checkpoint as its authors would have."""
     published = PUBLISHED[checkpoint].config
-    processor = _PROCESSORS[published["model_type"]](published)
+    processor = processor_of(published)
     config = _shrunk(published, processor.tokenizer)
     processor.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -60,6 +61,11 @@ def build(checkpoint: str, folder: Path) -> Path:
         del tensors["language_model.lm_head.weight" if "LLaVA" in checkpoint else "lm_head.weight"]
     _save_in_two(tensors, folder)
     return folder
+
+
+def processor_of(published: Config) -> Any:
+    """A processor of the published class for tiny pictures, with a tokenizer of bytes."""
+    return _PROCESSORS[published["model_type"]](published)
 
 
 def _shrunk(published: Config, tokenizer: PreTrainedTokenizerFast) -> Config:
@@ -85,7 +91,8 @@ def _shrunk(published: Config, tokenizer: PreTrainedTokenizerFast) -> Config:
         sections[0] += HEAD_DIM // 2 - sum(sections)
         small["rope_scaling"] = scaling | {"mrope_section": sections}
     vision = published["vision_config"] | _vision(published, small["hidden_size"])
-    whole = {**published, "vision_config": vision, **_tokens_and_canvases(published, tokenizer)}
+    whole = {**published, **special_ids(published, tokenizer), **_other_sizes(published, tokenizer)}
+    whole["vision_config"] = vision
     return whole | ({"text_config": text | small} if "text_config" in published else small)
 
 
@@ -114,22 +121,25 @@ def _pinpoints(published: Config) -> list[list[int]]:
     return [[size // 384 * side for size in canvas] for canvas in published["image_grid_pinpoints"]]
 
 
-def _tokens_and_canvases(published: Config, tokenizer: PreTrainedTokenizerFast) -> Config:
+def special_ids(published: Config, tokenizer: PreTrainedTokenizerFast) -> Config:
+    """The fields of a configuration that name special tokens, by their numbers in another tokenizer."""
     names = {
-        "image_token_id": "<|image_pad|>",
+        "image_token_id": _IMAGE_TOKENS.get(published["model_type"], "<|image_pad|>"),
         "video_token_id": "<|video_pad|>",
         "vision_start_token_id": "<|vision_start|>",
         "vision_end_token_id": "<|vision_end|>",
         "image_token_index": "<image>",
         "video_token_index": "<video>",
     }
-    if published["model_type"] in ("internvl", "smolvlm"):
-        names["image_token_id"] = "<IMG_CONTEXT>" if published["model_type"] == "internvl" else "<image>"
-    ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in names.items() if key in published}
-    sizes = {"vocab_size": len(tokenizer)} if published["model_type"] == "smolvlm" else {}
-    tokens = {"image_seq_length": 4} if "image_seq_length" in published else {}
-    canvases = {"image_grid_pinpoints": _pinpoints(published)} if "image_grid_pinpoints" in published else {}
-    return ids | sizes | tokens | canvases
+    return {key: tokenizer.convert_tokens_to_ids(token) for key, token in names.items() if key in published}
+
+
+def _other_sizes(published: Config, tokenizer: PreTrainedTokenizerFast) -> Config:
+    """What the top of a configuration says of tokens and tiles, besides its parts."""
+    sizes: Config = {"vocab_size": len(tokenizer), "image_seq_length": 4}
+    if "image_grid_pinpoints" in published:
+        sizes["image_grid_pinpoints"] = _pinpoints(published)
+    return {key: value for key, value in sizes.items() if key in published}
 
 
 def _tensors(folder: Path, config: Config) -> dict[str, Tensor]:

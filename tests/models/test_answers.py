@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu.workers import SplitPipeline
+from serve_app.worker.worker_stages import WorkerSettings
 from tests.encoders.families import QUESTION, Clip, Family, Media, Picture
 from tests.models.published import PUBLISHED
 from tests.models.shrunk import build
-from tests.models.split import SplitCheckpoint
 from tests.positions import trained_positions_in
 from tests.stages.encode.workers import SAMPLING, noise
 
@@ -42,14 +43,15 @@ def clip_of(family: Family) -> Clip:
 def test_answers_equal_generate(name: str, tmp_path: Path) -> None:
     path = build(name, tmp_path)
     family = Family.load(PUBLISHED[name].config["model_type"], path)
-    ours = SplitCheckpoint(path)
     cases: dict[str, list[Media]] = {
         "text": [],
         "image": [Picture(noise(150, 170, 3, seed=1))],
         "video": [clip_of(family)],
     }
-    for case, media in cases.items():
-        plans = [family.plan(item, SAMPLING) for item in media]
-        frames = [family.frames(item, plan) for item, plan in zip(media, plans, strict=True)]
-        expected = generated(family, media)
-        assert ours.answer(plans, frames, QUESTION, NUM_TOKENS) == expected, case
+    settings = WorkerSettings(path, "cpu", "float32", num_kv_tokens=4096, num_embeddings=4096)
+    with SplitPipeline(settings, group_tokens=8) as ours:
+        for case, media in cases.items():
+            plans = [family.plan(item, SAMPLING) for item in media]
+            frames = [family.frames(item, plan) for item, plan in zip(media, plans, strict=True)]
+            answer = ours.ask(case, plans, frames, QUESTION, NUM_TOKENS)
+            assert answer.in_order() == generated(family, media), case

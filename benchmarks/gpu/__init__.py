@@ -1,0 +1,1 @@
+"""Checks and measures the pipeline on one GPU, without PyAV and without Ray."""

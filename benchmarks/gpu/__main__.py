@@ -1,0 +1,133 @@
+"""Checks and measures the pipeline on one GPU: `make gpu`, or on a CPU in tiny: `make gpu-dry`.
+
+    python -m benchmarks.gpu [--dry-run] [--device cuda:0] [--sections kernels,tokens] [--out FOLDER]
+
+Needs torch, triton, transformers and what they install; neither PyAV nor Ray. Writes gpu.md and gpu.json.
+The exit status is 1 if a section failed or did not end in its time, 2 if there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+
+from benchmarks.gpu import checks, measures
+from benchmarks.gpu.sections import GpuSection, Outcome, run_all
+from benchmarks.gpu.setup import FULL, TINY, Setup
+from benchmarks.reporting import RESULTS, Row, setting, table
+from stages.placement import CPU_FLOAT32, Placement
+
+TOTAL_S = 525.0  # of the nine minutes; the rest is for imports
+SECTIONS: Mapping[str, GpuSection] = {
+    "kernels": GpuSection("Kernels against plain arithmetic", checks.kernels, 90),
+    "tokens": GpuSection("Tokens of E, P and D in float32 against the CPU", checks.tokens, 110),
+    "tokens_in_type": GpuSection("Tokens against generate in the same type", checks.tokens_in_type, 40),
+    "load": GpuSection("Loading the checkpoint", measures.load, 120),
+    "prefill": GpuSection("Prefill", measures.prefill, 40),
+    "encode": GpuSection("Encoding", measures.encode, 40),
+    "transfers": GpuSection("Transfers in one process", measures.transfers, 30),
+    "decode": GpuSection("Decoding", measures.decode, 90),
+    "first_token": GpuSection("From decoded frames to the first token", measures.first_token, 90),
+}
+NEEDS_CHECKPOINT = ("prefill", "encode", "transfers", "decode", "first_token")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    if not options.dry_run and not torch.cuda.is_available():
+        print("no GPU was found; run this where one is, or with --dry-run on a CPU", file=sys.stderr)
+        return 2
+    placement = CPU_FLOAT32 if options.dry_run else Placement.resolve(options.device, "bfloat16")
+    with tempfile.TemporaryDirectory(prefix="epd-gpu-") as folder:
+        setup = Setup(placement, TINY if options.dry_run else FULL, Path(folder))
+        outcomes = run_all(SECTIONS, _wanted(options.sections), setup, TOTAL_S)
+    if options.out is not None:
+        _write(Path(options.out), outcomes, placement, is_dry=options.dry_run)
+    return int(any(outcome.problem for outcome in outcomes.values()))
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu")
+    parser.add_argument("--dry-run", action="store_true", help="everything in tiny, on the CPU")
+    parser.add_argument("--device", default="cuda", help="cuda or cuda:N")
+    parser.add_argument("--sections", default="", help=f"some of {','.join(SECTIONS)}; by default all")
+    parser.add_argument("--out", help="folder for gpu.md and gpu.json; by default the results of a GPU only")
+    options = parser.parse_args(arguments)
+    if options.out is None and not options.dry_run:
+        options.out = str(RESULTS)
+    unknown = set(filter(None, options.sections.split(","))) - set(SECTIONS)
+    if unknown:
+        parser.error(f"received sections {sorted(unknown)}; allowed: {', '.join(SECTIONS)}")
+    return options
+
+
+def _wanted(sections: str) -> list[str]:
+    """The sections in their order; those that measure a checkpoint need it to be written first."""
+    chosen = [name for name in sections.split(",") if name] or list(SECTIONS)
+    needed = {"load"} if set(chosen) & set(NEEDS_CHECKPOINT) else set()
+    return [name for name in SECTIONS if name in {*chosen, *needed}]
+
+
+def _write(folder: Path, outcomes: Mapping[str, Outcome], placement: Placement, *, is_dry: bool) -> None:
+    here = setting(["torch", "transformers", *_triton()], device=_device(placement), placement=str(placement))
+    folder.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {"setting": here}
+    lines = [
+        "# One GPU",
+        "",
+        "`make gpu`" if not is_dry else "`make gpu-dry`: tiny sizes on a CPU, no figures",
+        "",
+    ]
+    lines += [f"- {key}: {value}" for key, value in here.items()]
+    for name, outcome in outcomes.items():
+        results[name] = {
+            "rows": outcome.rows,
+            "seconds": round(outcome.seconds, 1),
+            "problem": outcome.problem,
+        }
+        lines += ["", f"## {SECTIONS[name].title}", ""]
+        lines += [part for group in _alike(outcome.rows) for part in (table(group), "")]
+        lines += [outcome.problem or f"Done in {outcome.seconds:.1f} s."]
+    (folder / "gpu.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    (folder / "gpu.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _alike(rows: Sequence[Row]) -> list[list[Row]]:
+    """Runs of rows with the same columns."""
+    groups: list[list[Row]] = []
+    for row in rows:
+        if groups and list(groups[-1][0]) == list(row):
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+def _device(placement: Placement) -> str:
+    if not placement.is_cuda:
+        return "no GPU"
+    facts = torch.cuda.get_device_properties(placement.device)
+    return f"{facts.name}, {facts.total_memory / 1e9:.1f} GB, {facts.multi_processor_count} processors"
+
+
+def _triton() -> list[str]:
+    try:
+        import triton  # type: ignore[import-untyped] # noqa: F401 # not everywhere
+    except ImportError:
+        return []
+    return ["triton"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,244 @@
+"""Checks on the device: kernels against plain arithmetic, tokens against transformers' `generate`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from benchmarks.gpu.sections import OK
+from benchmarks.gpu.setup import Setup
+from benchmarks.gpu.workers import SplitPipeline
+from benchmarks.reporting import Row
+from encoders import FrameSampling, load_adapter
+from encoders.patches import PatchSpec, patchify, patchify_plain
+from epd.models import embedded_model_path
+from epd.shapes import SceneRenderer, make_scene
+from epd.types import ceil_div
+from serve_app.worker.worker_stages import WorkerSettings
+from stages.attention.attention import AttentionBatch, AttentionPlan, attend, write_kv
+from stages.engine.kv_pool import KVGroupShape, KVLayout, KVPoolsShape, token_slots
+from tests.encoders.families import Clip, Family, Media, Picture
+from tests.models import shrunk
+from tests.models.published import PUBLISHED
+
+_BLOCK_SIZE = 16
+# Query heads, KV heads, head size: Qwen2.5-VL-7B, Qwen3-VL-8B, SmolVLM2-2.2B.
+_HEADS = ((28, 4, 128), (32, 8, 128), (32, 32, 64))
+# (new tokens, context): of decodes, short chunks and long ones, in one pass.
+_SEGMENTS = ((1, 1), (1, 300), (1, 1700), (5, 40), (70, 70), (33, 500))
+# Of the largest result: sums of rounded products in any order.
+_ALLOWED = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+# Tokens that are compared in a type other than float32.
+_NUM_IN_TYPE = 16
+_QUESTIONS = ("What colour is the shape?", "How many shapes are there?", "Is there a red circle?")
+_PATCHES = PatchSpec(14, 2, 2, (122.77, 116.75, 104.09), (68.5, 66.63, 70.32), 3)
+
+
+def kernels(setup: Setup) -> Iterator[Row]:
+    """Paged attention, writing of keys and values, and patches, on the device against the CPU."""
+    yield _patches(setup)
+    for dtype in dict.fromkeys((torch.float32, setup.placement.dtype)):
+        for heads in _HEADS:
+            yield _attention(setup, dtype, *heads)
+
+
+def _patches(setup: Setup) -> Row:
+    frames = torch.randint(0, 256, (6, 84, 112, 3), dtype=torch.uint8)
+    ours = patchify(frames.to(setup.placement.device), _PATCHES).cpu()
+    return {"kernel": "patches", OK: torch.equal(ours, patchify_plain(frames, _PATCHES))}
+
+
+def _attention(setup: Setup, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> Row:
+    device = setup.placement.device
+    generator = torch.Generator().manual_seed(head_dim + num_heads)
+
+    def noise(tokens: int, heads: int) -> Tensor:
+        return torch.randn(tokens, heads, head_dim, generator=generator).to(dtype)
+
+    contexts = [context for _, context in _SEGMENTS]
+    tables = _tables(contexts)
+    num_blocks = sum(map(len, tables))
+    shape = KVPoolsShape((KVGroupShape(num_blocks, KVLayout(1, num_kv_heads, head_dim, dtype)),), _BLOCK_SIZE)
+    key_cache, value_cache = shape.build(device=device).layer(0)
+    keys = [noise(context, num_kv_heads) for context in contexts]
+    values = [noise(context, num_kv_heads) for context in contexts]
+    queries = [noise(new, num_heads) for new, _ in _SEGMENTS]
+    slots = torch.cat(
+        [token_slots(table, 0, context, _BLOCK_SIZE) for table, context in zip(tables, contexts, strict=True)]
+    )
+    write_kv(
+        torch.cat(keys).to(device), torch.cat(values).to(device), key_cache, value_cache, slots.to(device)
+    )
+    plan = AttentionPlan.build(_batch(tables), device)
+    ours = attend(torch.cat(queries).to(device), key_cache, value_cache, plan, head_dim**-0.5)
+    theirs = torch.cat([_plainly(*each) for each in zip(queries, keys, values, strict=True)])
+    difference = float((ours.cpu().double() - theirs).abs().max() / theirs.abs().max())
+    return {
+        "kernel": f"attention {num_heads}/{num_kv_heads} heads of {head_dim}",
+        "dtype": str(dtype).removeprefix("torch."),
+        "difference": f"{difference:.1e}",
+        "allowed": _ALLOWED[dtype],
+        OK: difference <= _ALLOWED[dtype],
+    }
+
+
+def _tables(contexts: Sequence[int]) -> list[list[int]]:
+    """A block table for each context, of blocks in no order."""
+    counts = [ceil_div(context, _BLOCK_SIZE) for context in contexts]
+    blocks = np.random.default_rng(0).permutation(sum(counts)).tolist()
+    return [[blocks.pop() for _ in range(count)] for count in counts]
+
+
+def _batch(tables: Sequence[Sequence[int]]) -> AttentionBatch:
+    padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    slots = [
+        token_slots(table, context - new, context, _BLOCK_SIZE).numpy()
+        for table, (new, context) in zip(tables, _SEGMENTS, strict=True)
+    ]
+    starts = np.cumsum([0, *(new for new, _ in _SEGMENTS)]).astype(np.int32)
+    contexts = np.array([context for _, context in _SEGMENTS], np.int32)
+    return AttentionBatch(starts, contexts, padded, np.concatenate(slots), _BLOCK_SIZE)
+
+
+def _plainly(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Causal attention in float64: queries [n, Hq, D] are the last of keys and values [context, Hkv, D]."""
+    group = queries.shape[1] // keys.shape[1]
+    wide = [each.double().repeat_interleave(group, dim=1) for each in (keys, values)]
+    scores = torch.einsum("qhd,khd->hqk", queries.double(), wide[0]) * queries.shape[-1] ** -0.5
+    first = len(keys) - len(queries)
+    is_later = torch.arange(len(keys))[None] > first + torch.arange(len(queries))[:, None]
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(is_later, -torch.inf).softmax(-1), wide[1])
+
+
+def tokens(setup: Setup) -> Iterator[Row]:
+    """In float32: E, P and D on the device against `generate` on the CPU, for a checkpoint of each family."""
+    torch.backends.cudnn.allow_tf32 = False
+    for name in setup.sizes.checked:
+        path = _shrunk(name, setup.folder)
+        family = Family.load(PUBLISHED[name].config["model_type"], path)
+        compared = _Compared(name, family, _settings(setup, path, "float32"), setup.sizes.num_tokens)
+        yield from compared.rows(_cases(family))
+
+
+def tokens_in_type(setup: Setup) -> Iterator[Row]:
+    """In the device's own type: the embedded checkpoint against `generate` on the same device."""
+    path, dtype = embedded_model_path(), setup.placement.dtype
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype, local_files_only=True)
+    processor = AutoProcessor.from_pretrained(path, local_files_only=True)
+    model = model.to(setup.placement.device).eval()
+    family = Family("qwen2_5_vl", path, load_adapter(path), model, processor)
+    settings = _settings(setup, path, str(dtype).removeprefix("torch."))
+    yield from _Compared("shapes-vl", family, settings, _NUM_IN_TYPE).rows(_scenes(family))
+
+
+def _shrunk(name: str, folder: Path) -> Path:
+    """A shrunk checkpoint with the positions of the installed transformers, which the reference has."""
+    path = shrunk.build(name, folder / name)
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    (path / "config.json").write_text(
+        json.dumps(config | {"position_layout": "transformers"}), encoding="utf-8"
+    )
+    return path
+
+
+def _settings(setup: Setup, path: Path, dtype: str) -> WorkerSettings:
+    device = str(setup.placement.device)
+    return WorkerSettings(path, device, dtype, num_kv_tokens=16_384, num_embeddings=16_384)
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    name: str
+    media: list[Media]
+    question: str
+
+    @property
+    def sampling(self) -> FrameSampling:
+        """All frames of a video."""
+        clips = [item for item in self.media if isinstance(item, Clip)]
+        return FrameSampling(num_frames=len(clips[0].frames)) if clips else FrameSampling()
+
+
+def _cases(family: Family) -> Iterator[_Case]:
+    """Text, an image and a video of noise. Its frames come at whole seconds: some releases cut others."""
+    generator = torch.Generator().manual_seed(1)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+
+    rough = Clip(torch.zeros(8, 96, 64, 3, dtype=torch.uint8), 2.0)
+    height, width = family.plan(rough, FrameSampling(num_frames=8)).size
+    yield _Case("text", [], "What is shown? Ä, 漢")
+    yield _Case("image", [Picture(noise(150, 170, 3))], "What is shown?")
+    yield _Case("video", [Clip(noise(8, height, width, 3), 2.0)], "What is shown?")
+
+
+def _scenes(family: Family) -> Iterator[_Case]:
+    """Drawn pictures, which the embedded checkpoint has learnt to read."""
+    for seed, question in enumerate(_QUESTIONS):
+        rough = Clip(torch.zeros(16, 112, 140, 3, dtype=torch.uint8), 2.0)
+        renderer = SceneRenderer(
+            make_scene(seed, 8.0), *family.plan(rough, FrameSampling(num_frames=16)).size
+        )
+        frames = torch.from_numpy(np.stack([renderer.frame(index / 2) for index in range(16)]))
+        yield _Case(f"video {seed}", [Clip(frames, 2.0)], question)
+        yield _Case(f"image {seed}", [Picture(frames[4])], question)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """A checkpoint as transformers has it, and as E, P and D have it by these settings.
+
+    num_tokens: of each answer, also behind its end.
+    """
+
+    name: str
+    family: Family
+    settings: WorkerSettings
+    num_tokens: int
+
+    def rows(self, cases: Iterator[_Case]) -> Iterator[Row]:
+        with SplitPipeline(self.settings, group_tokens=64) as ours:
+            for case in cases:
+                expected = self._generated(case)
+                plans = [self.family.plan(item, case.sampling) for item in case.media]
+                frames = [
+                    self.family.frames(item, plan) for item, plan in zip(case.media, plans, strict=True)
+                ]
+                answer = ours.ask(case.name, plans, frames, case.question, len(expected)).in_order()
+                yield {
+                    "checkpoint": self.name,
+                    "dtype": self.settings.dtype,
+                    "case": case.name,
+                    "equal tokens": f"{_num_equal(answer, expected)} of {len(expected)}",
+                    OK: answer == expected,
+                }
+
+    @torch.inference_mode()
+    def _generated(self, case: _Case) -> list[int]:
+        model = self.family.model
+        inputs: Any = self.family.their_inputs(case.media, case.sampling, case.question).to(model.device)
+        inputs = {name: _in_type(value, model.dtype) for name, value in inputs.items()}
+        exactly = {"max_new_tokens": self.num_tokens, "min_new_tokens": self.num_tokens, "eos_token_id": []}
+        out = model.generate(**inputs, **exactly, do_sample=False)
+        found: list[int] = out[0, inputs["input_ids"].shape[1] :].tolist()
+        return found
+
+
+def _in_type(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _num_equal(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    differing = (index for index, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+    return next(differing, len(theirs))

@@ -1,0 +1,273 @@
+"""Measures the language model, the tower and transfers of one checkpoint on the device."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.checkpoint import write_full
+from benchmarks.gpu.setup import Setup, room_bytes
+from benchmarks.gpu.workers import SplitPipeline
+from benchmarks.reporting import Row
+from encoders import FrameSampling, VideoFacts
+from encoders.adapter import MediaPlan
+from encoders.batch import FrameEncoder
+from encoders.identity import prompt_identity
+from epd.encode.encoder_cache import CachedGroup
+from epd.sampling_params import SamplingParams
+from epd.transfer.connectors import KVChunk, KVSpan, KVTicket
+from epd.types import ceil_div
+from serve_app.worker.worker_stages import WorkerSettings, embedding_layout
+from stages.encode.encoder_pool import EncoderPoolShape
+from stages.engine.engine import LanguageEngine
+from stages.engine.generation import GenerateRequest, GenerationSettings
+from stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape
+from stages.engine.model_runner import ModelRunner, Segment, kv_layout
+from stages.engine.setup import build_engine
+from tests.models import shrunk
+
+_BLOCK_SIZE = 16
+_SOURCE_FPS = 2.0
+
+
+def load(setup: Setup) -> Iterator[Row]:
+    """Writes the checkpoint that all later sections load, and times loading it."""
+    sizes, folder = setup.sizes, setup.folder / "measured"
+    start_s = time.perf_counter()
+    if sizes.is_full:
+        write_full(sizes.measured, folder, sizes.frame_size, setup.placement)
+    else:
+        shrunk.build(sizes.measured, folder)
+    setup.checkpoint = folder
+    num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    yield {"what": "write random weights", **_rate(num_bytes, time.perf_counter() - start_s)}
+    for what in ("load, files dropped from memory", "load, files in memory"):
+        if "dropped" in what:
+            _drop_from_memory(setup)
+        setup.wait()
+        start_s = time.perf_counter()
+        model = setup.load("whole")
+        setup.wait()
+        yield {"what": what, **_rate(num_bytes, time.perf_counter() - start_s)}
+        del model
+
+
+def _rate(num_bytes: int, seconds: float) -> Row:
+    return {
+        "GB": round(num_bytes / 1e9, 3),
+        "s": round(seconds, 2),
+        "GB/s": round(num_bytes / 1e9 / seconds, 2),
+    }
+
+
+def _drop_from_memory(setup: Setup) -> None:
+    """Asks the system to forget what it keeps of the files."""
+    for file in setup.path.glob("*.safetensors"):
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def decode(setup: Setup) -> Iterator[Row]:
+    """A pass over one new token of each request, and steps of the whole engine behind a short context."""
+    model = setup.load("language")
+    for context in setup.sizes.decode_contexts:
+        for batch in setup.sizes.decode_batches:
+            yield _decode_pass(setup, model, batch, context)
+    for batch in setup.sizes.decode_batches:
+        yield _decode_step(setup, model, batch)
+
+
+def _decode_pass(setup: Setup, model: Any, batch: int, context: int) -> Row:
+    layout, blocks = kv_layout(model), ceil_div(context + 1, _BLOCK_SIZE)
+    row: Row = {"what": "pass", "requests": batch, "context": context}
+    num_bytes = batch * blocks * _BLOCK_SIZE * layout.bytes_per_token
+    if num_bytes > room_bytes(setup.placement):
+        return row | {"ms": f"no room for {num_bytes / 1e9:.1f} GB", "tokens/s": "-", "GB/s read": "-"}
+    runner = ModelRunner(model, setup.adapter, _pools(setup, model, batch * blocks))
+    segments = [_segment(1, context, each * blocks, blocks) for each in range(batch)]
+
+    def one_pass() -> list[int]:
+        chosen: list[int] = runner.run(segments).argmax(-1).tolist()
+        return chosen
+
+    seconds = setup.seconds(one_pass, warm_up=3)
+    read = _language_bytes(model) + batch * context * layout.bytes_per_token
+    return row | _times(seconds, batch, read)
+
+
+def _times(seconds: float, batch: int, read: int) -> Row:
+    return {
+        "ms": round(seconds * 1e3, 3),
+        "tokens/s": round(batch / seconds, 1),
+        "GB/s read": round(read / 1e9 / seconds, 1),
+    }
+
+
+def _decode_step(setup: Setup, model: Any, batch: int) -> Row:
+    """Schedule, plan, pass and sampling, behind prompts that were prefilled."""
+    context = setup.sizes.step_context
+    room = batch * (context + 8 * _BLOCK_SIZE)
+    engine = build_engine(model, setup.adapter, GenerationSettings(frozenset()), num_kv_tokens=room)
+    for number in range(batch):
+        prompt = setup.adapter.plan_prompt([], str(number % 10) * max(1, context - 64))
+        sampling = SamplingParams(max_tokens=6 * _BLOCK_SIZE, ignore_eos=True)
+        engine.add(GenerateRequest(f"r{number}", prompt, prompt_identity(prompt, []), sampling))
+    with torch.inference_mode():
+        _prefill_all(engine, batch)
+        seconds = setup.seconds(engine.step, warm_up=3)
+    read = _language_bytes(model) + batch * context * kv_layout(model).bytes_per_token
+    return {"what": "engine step", "requests": batch, "context": context, **_times(seconds, batch, read)}
+
+
+def _prefill_all(engine: LanguageEngine, batch: int) -> None:
+    begun: set[str] = set()
+    while len(begun) < batch:
+        result = engine.step()
+        for fault in result.faults:
+            raise fault.cause
+        begun |= {output.request_id for output in result.outputs}
+
+
+def prefill(setup: Setup) -> Iterator[Row]:
+    """A pass over new tokens of one request."""
+    model = setup.load("language")
+    for num_tokens in setup.sizes.prefill_tokens:
+        blocks = ceil_div(num_tokens, _BLOCK_SIZE)
+        runner = ModelRunner(model, setup.adapter, _pools(setup, model, blocks))
+        seconds = setup.seconds(partial(runner.run, [_segment(num_tokens, 0, 0, blocks)]))
+        operations = _language_operations(model, num_tokens)
+        yield {
+            "tokens": num_tokens,
+            "ms": round(seconds * 1e3, 2),
+            "tokens/s": round(num_tokens / seconds),
+            "TFLOP/s": round(operations / seconds / 1e12, 3),
+        }
+
+
+def encode(setup: Setup) -> Iterator[Row]:
+    """Frames in host memory to patches on the device, and one call of the tower."""
+    tower = setup.adapter.vision_tower(setup.load("encode"))
+    encoder = FrameEncoder(setup.adapter, tower)
+    for units in setup.sizes.encode_units:
+        plan = _video(setup, 2 * units)
+        frames = torch.randint(0, 256, (plan.num_frames, *plan.size, 3), dtype=torch.uint8)
+        with torch.inference_mode():
+            patches_s = setup.seconds(partial(encoder.patches, frames, plan))
+            runs = [encoder.patches(frames, plan)]
+            encode_s = setup.seconds(partial(encoder.encode, runs))
+        yield {
+            "units": units,
+            "patches": plan.grid.num_patches,
+            "patches ms": round(patches_s * 1e3, 2),
+            "tower ms": round(encode_s * 1e3, 2),
+            "TFLOP/s": round(_tower_operations(tower, plan) / encode_s / 1e12, 3),
+        }
+
+
+def transfers(setup: Setup) -> Iterator[Row]:
+    """Keys and values from P to D, embeddings from E to P, between two pools of this process."""
+    model = setup.load("language")
+    for num_tokens in setup.sizes.transfer_tokens:
+        blocks = tuple(range(ceil_div(num_tokens, _BLOCK_SIZE)))
+        ours, theirs = (_pools(setup, model, len(blocks)) for _ in range(2))
+        ticket = KVTicket("t", "d0", "p0", "r", 0, num_tokens, (blocks[::-1],))
+        chunk = KVChunk((KVSpan(0, 0, num_tokens, blocks),))
+        seconds = setup.seconds(partial(ours.receive, ticket, chunk, theirs))
+        num_bytes = num_tokens * kv_layout(model).bytes_per_token
+        yield {"way": "P to D", "tokens": num_tokens, **_rate(num_bytes, seconds)}
+    layout = embedding_layout(model.config, setup.placement.dtype)
+    for num_tokens in setup.sizes.transfer_tokens:
+        blocks = tuple(range(ceil_div(num_tokens, _BLOCK_SIZE)))
+        shape = EncoderPoolShape(len(blocks), _BLOCK_SIZE, layout)
+        target, source = (shape.build(device=setup.placement.device) for _ in range(2))
+        places = CachedGroup(num_tokens, blocks), CachedGroup(num_tokens, blocks[::-1])
+        seconds = setup.seconds(partial(target.copy, source, *places))
+        num_bytes = num_tokens * layout.bytes_per_embedding
+        yield {"way": "E to P", "tokens": num_tokens, **_rate(num_bytes, seconds)}
+
+
+def first_token(setup: Setup) -> Iterator[Row]:
+    """A video whose frames are decoded already, through E, P and D as threads, until its first token."""
+    plan = _video(setup, setup.sizes.num_frames)
+    frames = torch.randint(0, 256, (plan.num_frames, *plan.size, 3), dtype=torch.uint8)
+    placement = setup.placement
+    settings = WorkerSettings(
+        setup.path,
+        str(placement.device),
+        str(placement.dtype).removeprefix("torch."),
+        num_kv_tokens=ceil_div(2 * plan.num_tokens + 4096, _BLOCK_SIZE) * _BLOCK_SIZE,
+        max_batch_patches=32_768,
+    )
+    short = _video(setup, min(16, setup.sizes.num_frames))
+    for group_tokens in (256, 2048):
+        with SplitPipeline(settings, group_tokens) as pipeline:
+            pipeline.ask("warm up", [short], [frames[: short.num_frames]], "What is shown?", 4)
+            answer = pipeline.ask("measured", [plan], [frames], "What is shown?", 4)
+        yield {
+            "frames": plan.num_frames,
+            "visual tokens": plan.num_tokens,
+            "group tokens": group_tokens,
+            "first token s": round(answer.first_s, 3),
+            "frames/s": round(plan.num_frames / answer.first_s, 1),
+        }
+
+
+def _video(setup: Setup, num_frames: int) -> MediaPlan:
+    facts = VideoFacts(num_frames, _SOURCE_FPS, *setup.sizes.frame_size)
+    return setup.adapter.plan_video(facts, FrameSampling(num_frames=num_frames))
+
+
+def _pools(setup: Setup, model: Any, num_blocks: int) -> KVPools:
+    shape = KVPoolsShape((KVGroupShape(num_blocks, kv_layout(model)),), _BLOCK_SIZE)
+    return shape.build(device=setup.placement.device)
+
+
+def _segment(num_tokens: int, num_cached: int, first_block: int, num_blocks: int) -> Segment:
+    """New tokens of one request behind `num_cached` others, which are zeros."""
+    positions = np.tile(np.arange(num_cached, num_cached + num_tokens), (3, 1))
+    table = np.arange(first_block, first_block + num_blocks, dtype=np.int32)
+    return Segment(np.arange(num_tokens) % 250 + 1, positions, [num_cached], [table])
+
+
+def _language_bytes(model: Any) -> int:
+    """Bytes of the weights that a pass reads: all but the embedding of tokens."""
+    return sum(each.nbytes for each in model.parameters()) - _embedding(model).nbytes
+
+
+def _language_operations(model: Any, num_tokens: int) -> float:
+    """Of the matrix products and the causal attention of one pass from nothing, with one row of logits."""
+    config, layout = model.get_decoder().config, kv_layout(model)
+    layers = sum(each.numel() for each in model.get_decoder().layers.parameters())
+    attended = num_tokens * (num_tokens + 1) / 2
+    attention = 4 * layout.num_layers * config.num_attention_heads * layout.head_dim * attended
+    return 2.0 * layers * num_tokens + attention + 2.0 * _embedding(model).numel()
+
+
+def _embedding(model: Any) -> torch.Tensor:
+    weight: torch.Tensor = model.get_input_embeddings().weight
+    return weight
+
+
+def _tower_operations(tower: Any, plan: MediaPlan) -> float:
+    """Of a Qwen2.5-VL tower: blocks for every patch, the merger for every token, windows and whole units."""
+    config, patches, merge = tower.config, plan.grid.num_patches, tower.config.spatial_merge_size**2
+    merger = sum(each.numel() for each in tower.merger.parameters())
+    others = sum(each.numel() for each in tower.parameters()) - merger
+    window = (config.window_size // config.patch_size) ** 2
+    num_whole = len(config.fullatt_block_indexes)
+    attended = num_whole * patches // plan.grid.t + (config.depth - num_whole) * min(window, patches)
+    return (
+        2.0 * others * patches
+        + 2.0 * merger * patches / merge
+        + 4.0 * config.hidden_size * patches * attended
+    )

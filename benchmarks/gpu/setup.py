@@ -1,0 +1,144 @@
+"""What all sections share: the device, how large everything is, and the checkpoint that is measured."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from encoders import Adapter, load_adapter
+from encoders.names import WeightSet
+from stages.placement import Placement
+from stages.weights import load_role
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large everything is.
+
+    checked: published checkpoints that are shrunk and answer in every type.
+    num_tokens: of each answer that is compared.
+    measured: the published checkpoint that is measured, at full size if is_full.
+    decode_batches, decode_contexts: requests at once, and tokens before each next one.
+    step_context: of requests that are prefilled before the engine's steps are timed.
+    prefill_tokens: of one pass.
+    encode_units: temporal patches of `frame_size` in one call of the tower.
+    transfer_tokens: moved at once.
+    num_frames: of the video until whose first token is timed.
+    repeats: of what is timed; the median is told.
+    """
+
+    checked: tuple[str, ...]
+    num_tokens: int
+    measured: str
+    is_full: bool
+    decode_batches: tuple[int, ...]
+    decode_contexts: tuple[int, ...]
+    step_context: int
+    prefill_tokens: tuple[int, ...]
+    encode_units: tuple[int, ...]
+    frame_size: tuple[int, int]
+    transfer_tokens: tuple[int, ...]
+    num_frames: int
+    repeats: int
+
+
+FULL = Sizes(
+    checked=(
+        "Qwen2.5-VL-7B",
+        "Qwen3-VL-8B",
+        "Qwen3-VL-30B-A3B",
+        "InternVL3.5-8B",
+        "LLaVA-OneVision-7B",
+        "SmolVLM2-2.2B",
+    ),
+    num_tokens=16,
+    measured="Qwen2.5-VL-7B",
+    is_full=True,
+    decode_batches=(1, 8, 32),
+    decode_contexts=(2048, 32_768),
+    step_context=2048,
+    prefill_tokens=(256, 1024, 2048, 8192),
+    encode_units=(1, 7, 32, 64),
+    frame_size=(252, 448),
+    transfer_tokens=(256, 2048, 32_768),
+    num_frames=600,
+    repeats=10,
+)
+TINY = Sizes(
+    checked=("Qwen2.5-VL-7B", "Qwen3-VL-30B-A3B"),
+    num_tokens=4,
+    measured="Qwen2.5-VL-7B",
+    is_full=False,
+    decode_batches=(1, 2),
+    decode_contexts=(48, 96),
+    step_context=48,
+    prefill_tokens=(16, 64),
+    encode_units=(1, 2),
+    frame_size=(84, 56),
+    transfer_tokens=(64,),
+    num_frames=12,
+    repeats=2,
+)
+
+
+@dataclass(slots=True)
+class Setup:
+    """Where and how large.
+
+    folder: for checkpoints, removed at the end.
+    checkpoint: the measured one, once it is written.
+    """
+
+    placement: Placement
+    sizes: Sizes
+    folder: Path
+    checkpoint: Path | None = None
+    _adapter: Adapter | None = field(default=None, repr=False)
+
+    @property
+    def path(self) -> Path:
+        """The measured checkpoint. Raises RuntimeError before section `load` has written it."""
+        if self.checkpoint is None:
+            raise RuntimeError("no checkpoint was written; run the section 'load' first")
+        return self.checkpoint
+
+    @property
+    def adapter(self) -> Adapter:
+        self._adapter = self._adapter or load_adapter(self.path)
+        return self._adapter
+
+    def load(self, role: WeightSet) -> Any:
+        """The part of the measured checkpoint for a role, on the device."""
+        return load_role(self.path, role, self.placement).model
+
+    def wait(self) -> None:
+        """Waits until the device has done all that it was given."""
+        if self.placement.is_cuda:
+            torch.cuda.synchronize(self.placement.device)
+
+    def seconds(self, work: Callable[[], object], *, warm_up: int = 1) -> float:
+        """The median time of `work`, until the device has done it."""
+        for _ in range(warm_up):
+            work()
+        times = []
+        for _ in range(self.sizes.repeats):
+            self.wait()
+            start_s = time.perf_counter()
+            work()
+            self.wait()
+            times.append(time.perf_counter() - start_s)
+        return statistics.median(times)
+
+
+def room_bytes(placement: Placement) -> int:
+    """Bytes of the device that are free, less what one pass may need; of a CPU as many as a test may take."""
+    if not placement.is_cuda:
+        return 2**30
+    free, _total = torch.cuda.mem_get_info(placement.device)
+    return max(0, free - 3 * 2**30)

@@ -1,0 +1,102 @@
+"""`make gpu` in tiny, on the CPU: where neither PyAV nor Ray can be imported, as on a bare GPU machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.__main__ import SECTIONS, main
+from benchmarks.gpu.sections import GpuSection, run_all
+from benchmarks.gpu.setup import TINY, Setup
+from benchmarks.reporting import Row
+from stages.placement import CPU_FLOAT32
+from tests import ROOT
+
+# What is installed for video, serving and its checks, and not there.
+MISSING = ("av", "ray", "fastapi", "pydantic", "uvicorn", "openai", "playwright")
+PROGRAM = f"""
+import sys
+for name in {MISSING}:
+    sys.modules[name] = None  # any import of it now raises ImportError
+from benchmarks.gpu.__main__ import main
+sys.exit(main(["--dry-run", "--out", sys.argv[1]]))
+"""
+
+
+def test_the_dry_run_ends_well_without_video_and_serving(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    results = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
+    assert list(results) == ["setting", *SECTIONS]
+    assert all(results[name]["rows"] and not results[name]["problem"] for name in SECTIONS)
+    page = (tmp_path / "gpu.md").read_text(encoding="utf-8")
+    assert all(f"## {section.title}\n" in page for section in SECTIONS.values())
+
+
+def test_without_a_gpu_nothing_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main([]) == 2
+    assert "--dry-run" in capsys.readouterr().err
+
+
+def well(_setup: Setup) -> Iterator[Row]:
+    yield {"figure": 1}
+
+
+def broken(_setup: Setup) -> Iterator[Row]:
+    yield {"figure": 2}
+    raise ValueError("a bug")
+
+
+def wrong(_setup: Setup) -> Iterator[Row]:
+    yield {"check": "a", "ok": True}
+    yield {"check": "b", "ok": False}
+
+
+def endless(_setup: Setup) -> Iterator[Row]:
+    yield {"figure": 3}
+    time.sleep(60)
+
+
+def test_a_section_that_fails_stops_no_other(tmp_path: Path) -> None:
+    runs = (broken, wrong, endless, well)
+    sections = {run.__name__: GpuSection(run.__name__, run, 0.3) for run in runs}
+    outcomes = run_all(sections, list(sections), Setup(CPU_FLOAT32, TINY, tmp_path), 30.0)
+    assert {name: len(outcome.rows) for name, outcome in outcomes.items()} == {
+        "broken": 1,
+        "wrong": 2,
+        "endless": 1,
+        "well": 1,
+    }
+    assert outcomes["broken"].problem == "ValueError: a bug"
+    assert "1 checks of 'wrong' failed" in outcomes["wrong"].problem
+    assert "ended after" in outcomes["endless"].problem
+    assert outcomes["well"].problem == ""
+
+
+def test_no_section_begins_when_all_time_is_used_up(tmp_path: Path) -> None:
+    sections = {"endless": GpuSection("", endless, 60.0), "well": GpuSection("", well, 60.0)}
+    outcomes = run_all(sections, list(sections), Setup(CPU_FLOAT32, TINY, tmp_path), 0.3)
+    assert all("ended after" in outcome.problem for outcome in outcomes.values())
+    assert not outcomes["well"].rows
+
+
+def test_the_status_says_whether_all_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    for run, status in ((well, 0), (broken, 1), (wrong, 1)):
+        monkeypatch.setattr("benchmarks.gpu.__main__.SECTIONS", {"one": GpuSection("", run, 5.0)})
+        assert main(["--dry-run"]) == status
