@@ -90,5 +90,5 @@ def run_sections(
         RESULTS.mkdir(exist_ok=True)
         path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         titles = {key: section.title for key, section in sections.items()}
-        command = f"python benchmarks/bench_{name}.py"
+        command = f"python -m benchmarks.{name}"
         path.with_suffix(".md").write_text(markdown(title, command, results, titles), encoding="utf-8")

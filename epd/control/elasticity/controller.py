@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from epd.control.elasticity.forecast import USABLE, Forecast, Phase, look_ahead
 from epd.control.elasticity.history import SwitchHistory
-from epd.control.elasticity.load import ClusterLoad, Roles, WorkerStanding
+from epd.control.elasticity.load import ClusterLoad, Roles, StageLoad, WorkerStanding
 from epd.topology import Stage, role_letters
 
 # Why nothing was switched, or "switch".
@@ -64,7 +64,7 @@ class ControllerConfig:
     min_gain: net gain required, as a share of the time that all requests would spend
     min_waiting: requests beyond one per worker that the helped stage has or is predicted to have
     num_confirm: looks in a row that must agree
-    cooldown_s: minimum time after a switch
+    cooldown_s, turn_cooldown_s: minimum time after a switch, and after one with which a stage turned
     turn_s: minimum time before the first turn; it and the margin double with each turn in memory_s
     min_encode, min_prefill, min_decode: minimum workers that serve each stage
     max_in_flight: concurrent switches
@@ -82,6 +82,7 @@ class ControllerConfig:
     min_waiting: float = 2.0
     num_confirm: int = 2
     cooldown_s: float = 2.0
+    turn_cooldown_s: float = 16.0
     turn_s: float = 10.0
     memory_s: float = 300.0
     min_encode: int = 1
@@ -93,7 +94,17 @@ class ControllerConfig:
     def __post_init__(self) -> None:
         if min(self.interval_s, self.horizon_s, self.memory_s, self.turn_s, self.backoff_s) <= 0:
             raise ValueError(f"interval, horizon, memory, turn and backoff must be above 0 s, got {self}")
-        if min(self.load_s, self.max_drain_s, self.cache_s, self.cooldown_s, self.margin) < 0:
+        if (
+            min(
+                self.load_s,
+                self.max_drain_s,
+                self.cache_s,
+                self.cooldown_s,
+                self.turn_cooldown_s,
+                self.margin,
+            )
+            < 0
+        ):
             raise ValueError(f"no time and no margin may be below 0, got {self}")
         if min(self.min_encode, self.min_prefill, self.min_decode, self.max_in_flight, self.num_confirm) < 1:
             raise ValueError(f"every stage needs a worker, and every count is at least 1, got {self}")
@@ -170,7 +181,8 @@ class RoleController:
         if decision.verdict != "switch" or decision.switch is None:
             return None
         self._streak = None
-        self._quiet_until_s = now_s + self.config.cooldown_s
+        turns, _ = self._history.turns(now_s, decision.old_roles, decision.switch.roles)
+        self._quiet_until_s = now_s + (self.config.turn_cooldown_s if turns else self.config.cooldown_s)
         self._in_flight[decision.switch.worker] = decision.switch
         self._history.add(now_s, decision.switch.worker, decision.old_roles, decision.switch.roles)
         return decision.switch
@@ -179,7 +191,7 @@ class RoleController:
         """The worker has its new roles. Unknown workers are ignored."""
         if self._in_flight.pop(worker, None) is not None:
             self._num_failed.pop(worker, None)
-            self._quiet_until_s = now_s + self.config.cooldown_s
+            self._quiet_until_s = max(self._quiet_until_s, now_s + self.config.cooldown_s)
 
     def failed(self, now_s: float, worker: str) -> None:
         """The worker kept its old roles or is gone: it is left alone for a while, longer each time."""
@@ -189,7 +201,7 @@ class RoleController:
         count = self._num_failed[worker] = self._num_failed.get(worker, 0) + 1
         backoff_s = self.config.backoff_s * 2 ** min(count - 1, _MAX_BACKOFFS)
         self._left_alone_s[worker] = now_s + backoff_s
-        self._quiet_until_s = now_s + self.config.cooldown_s
+        self._quiet_until_s = max(self._quiet_until_s, now_s + self.config.cooldown_s)
 
     @property
     def decisions(self) -> Sequence[Decision]:
@@ -270,9 +282,16 @@ class RoleController:
 
     @staticmethod
     def _is_bearable(load: ClusterLoad, now: dict[str, Roles], worker: WorkerStanding, roles: Roles) -> bool:
-        """Returns whether no stage would become a worse bottleneck than the present one, if any."""
-        worst = _most_needed(load, load.capacity(now.values()))
-        return _most_needed(load, load.capacity({**now, worker.name: roles}.values())) <= max(worst, USABLE)
+        """Returns whether no stage would become a worse bottleneck than the present one, if any.
+
+        What a stage needs now must fit the usable part of its time, what it needed in the last minutes all
+        of it.
+        """
+        after = load.capacity({**now, worker.name: roles}.values())
+        worst = _most_needed(load, load.capacity(now.values()), _peak)
+        return _most_needed(load, after, _demand) <= max(worst, USABLE) and _most_needed(
+            load, after, _peak
+        ) <= max(worst, 1.0)
 
     def _ahead(
         self, load: ClusterLoad, phases: Sequence[Phase], lost: frozenset[Stage] = frozenset()
@@ -325,9 +344,19 @@ class RoleController:
         return count + 1
 
 
-def _most_needed(load: ClusterLoad, capacity: Mapping[Stage, float]) -> float:
-    """Returns the largest share of a stage's worker time that is or was needed, over all stages."""
-    needed = [each.peak for each in load.stages.values()]
+def _demand(stage: StageLoad) -> float:
+    return stage.demand
+
+
+def _peak(stage: StageLoad) -> float:
+    return max(stage.demand, stage.lasting_peak)
+
+
+def _most_needed(
+    load: ClusterLoad, capacity: Mapping[Stage, float], need_of: Callable[[StageLoad], float]
+) -> float:
+    """Returns the largest share of a stage's worker time that is needed, over all stages."""
+    needed = [need_of(each) for each in load.stages.values()]
     workers = [capacity[stage] for stage in load.stages]
     shares = (need / num if num else math.inf for need, num in zip(needed, workers, strict=True) if need)
     return max(shares, default=0.0)

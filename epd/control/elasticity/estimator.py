@@ -33,6 +33,7 @@ class EstimatorConfig:
     horizon_s: how far ahead utilisation is predicted
     memory_s: time after which data has lost most of its weight
     peak_s: time for which the peak of a demand is remembered
+    lasting_s: time that a demand must last to count as a peak
     window_s: of the arrivals that `recent` keeps
     min_arrivals: requests before a load counts as known
     """
@@ -40,11 +41,13 @@ class EstimatorConfig:
     horizon_s: float = 30.0
     memory_s: float = 20.0
     peak_s: float = 180.0
+    lasting_s: float = 15.0
     window_s: float = 600.0
     min_arrivals: int = 5
 
     def __post_init__(self) -> None:
-        if min(self.horizon_s, self.memory_s, self.peak_s, self.window_s) <= 0 or self.min_arrivals < 1:
+        times_s = (self.horizon_s, self.memory_s, self.peak_s, self.lasting_s, self.window_s)
+        if min(times_s) <= 0 or self.min_arrivals < 1:
             raise ValueError(f"times must be above 0 s and arrivals at least 1, got {self}")
 
 
@@ -59,6 +62,7 @@ class LoadEstimator:
         self._traffic = Traffic(self.config.memory_s, self.config.window_s)
         self._costs = StageCosts(self.config.memory_s, costs or {})
         self._peaks = {stage: Peak(self.config.peak_s) for stage in STAGES}
+        self._lasting = {stage: Peak(self.config.peak_s, self.config.lasting_s) for stage in STAGES}
         self._last: dict[str, WorkerSample] = {}
 
     def arrived(self, now_s: float, work: RequestWork) -> None:
@@ -98,10 +102,12 @@ class LoadEstimator:
         )  # fmt: skip
 
     def _note_peaks(self, now_s: float, needs: Mapping[Stage, StageNeed]) -> None:
-        """Records peaks of the smoothed rate; single looks, and all early ones, are mostly noise."""
+        """Records peaks of the smoothed rate; early looks are mostly noise."""
         if self._traffic.trend.is_settled:
             for stage, need in needs.items():
-                self._peaks[stage].add(now_s, self._traffic.trend.rate * need.share * need.request_s)
+                demand = self._traffic.trend.rate * need.share * need.request_s
+                self._peaks[stage].add(now_s, demand)
+                self._lasting[stage].add(now_s, demand)
 
     def _done(self, worker: WorkerSample, stage: Stage) -> StageSample:
         """Returns the work of the worker at a stage since the last look."""
@@ -146,7 +152,8 @@ class LoadEstimator:
         demand = ahead * need.share * need.request_s
         utilisation = min(_ratio(busy, num_workers), 1.0)
         peak = max(demand, self._peaks[stage].value)
-        return StageLoad(stage, need, num_workers, num_requests, queued_s, utilisation, demand, peak)
+        lasting = self._lasting[stage].value
+        return StageLoad(stage, need, num_workers, num_requests, queued_s, utilisation, demand, peak, lasting)
 
     def _queued(
         self, stage: Stage, workers: Sequence[WorkerSample], needs: Mapping[Stage, StageNeed]

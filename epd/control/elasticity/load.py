@@ -143,6 +143,7 @@ class StageLoad:
     utilisation: share of the time that its workers were busy since the last look
     demand: workers that arrivals need, all the time and with the largest batches, at the end of the horizon
     peak: the largest demand in the last minutes
+    lasting_peak: the same of demands that lasted, which is less than noise makes of it
     """
 
     stage: Stage
@@ -153,6 +154,7 @@ class StageLoad:
     utilisation: float
     demand: float
     peak: float
+    lasting_peak: float
 
     @property
     def predicted(self) -> float:

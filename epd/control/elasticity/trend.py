@@ -36,13 +36,26 @@ class RateTrend:
 
 
 class Peak:
-    """Keeps the largest value of the last window_s."""
+    """Keeps the largest value of the last window_s that lasted: single looks are mostly noise.
 
-    def __init__(self, window_s: float) -> None:
+    lasting_s: time over which the smallest value counts
+    """
+
+    def __init__(self, window_s: float, lasting_s: float = 0.0) -> None:
         self._window_s = window_s
+        self._lasting_s = lasting_s
+        self._rising: deque[tuple[float, float]] = deque()  # each is smaller than all that came after it
         self._falling: deque[tuple[float, float]] = deque()  # each is larger than all that came after it
 
     def add(self, now_s: float, value: float) -> None:
+        while self._rising and self._rising[-1][1] >= value:
+            self._rising.pop()
+        self._rising.append((now_s, value))
+        while self._rising[0][0] < now_s - self._lasting_s:
+            self._rising.popleft()
+        self._note(now_s, self._rising[0][1])
+
+    def _note(self, now_s: float, value: float) -> None:
         while self._falling and self._falling[-1][1] <= value:
             self._falling.pop()
         self._falling.append((now_s, value))

@@ -38,7 +38,9 @@ def cluster(
         num_workers = sum(1 / len(roles) for roles in workers.values() if stage in roles)
         demand = rate * need.share * need.request_s
         peak = max(demand, (peaks or {}).get(stage, 0.0))
-        stages[stage] = StageLoad(stage, need, num_workers, num, num * need.request_s, 0.5, demand, peak)
+        stages[stage] = StageLoad(
+            stage, need, num_workers, num, num * need.request_s, 0.5, demand, peak, peak
+        )
     standings = tuple(
         WorkerStanding(name, roles, 0.0, {min(roles): drain_s}, 1, None, name in switching)
         for name, roles in workers.items()

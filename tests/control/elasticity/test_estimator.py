@@ -61,12 +61,18 @@ def test_one_early_burst_is_no_rate() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(values=st.lists(st.floats(0, 100), min_size=1, max_size=40), window_s=st.integers(1, 50))
-def test_a_peak_is_the_maximum_of_its_window(values: list[float], window_s: int) -> None:
-    peak = Peak(float(window_s))
+@given(
+    values=st.lists(st.floats(0, 100), min_size=1, max_size=40),
+    window_s=st.integers(1, 50),
+    lasting_s=st.integers(0, 20),
+)
+def test_a_peak_is_the_largest_value_that_lasted(values: list[float], window_s: int, lasting_s: int) -> None:
+    peak = Peak(float(window_s), float(lasting_s))
+    lasted = []
     for second, value in enumerate(values):
         peak.add(float(second), value)
-        assert peak.value == max(values[max(0, second - window_s) : second + 1])
+        lasted.append(min(values[max(0, second - lasting_s) : second + 1]))
+        assert peak.value == max(lasted[max(0, second - window_s) :])
 
 
 @settings(max_examples=25, deadline=None)

@@ -24,7 +24,7 @@ def load(now_s: float, demand: float, *, is_known: bool = True) -> ClusterLoad:
     """Three workers. demand: encoders that arrivals take."""
     stages = {
         stage: StageLoad(
-            stage, StageNeed(1.0, part_s=1.0), 1, 0, 0, 0.5, demand if stage == "encode" else 0.1, 0.0
+            stage, StageNeed(1.0, part_s=1.0), 1, 0, 0, 0.5, demand if stage == "encode" else 0.1, 0.0, 0.0
         )
         for stage in STAGES
     }
