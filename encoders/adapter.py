@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from encoders.device import CPU
 from encoders.prompt.chat import ChatMessage
 from epd.errors import ModelError
 from epd.reduction import ReductionPolicy, Window
@@ -343,10 +344,11 @@ class Adapter(Protocol):
         """Brings an image, uint8 [H, W, 3], to the planned size, uint8 [1, h, w, 3]."""
         ...
 
-    def preprocess(self, frames: Tensor, plan: MediaPlan) -> Tensor:
-        """Turns frames of planned size, uint8 [N, h, w, 3], into patches, float32 [P, D].
+    def preprocess(self, frames: Tensor, plan: MediaPlan, device: torch.device = CPU) -> Tensor:
+        """Turns frames of planned size, uint8 [N, h, w, 3] on the host, into patches, float32 [P, D].
 
         Only the last run of a video may have a number of frames that does not fill its last unit.
+        device: of the patches; frames go there as bytes, and become patches there.
         """
         ...
 
@@ -366,15 +368,19 @@ class Adapter(Protocol):
         """
         ...
 
-    def decoder_kwargs(self, visual_mask: Tensor, embeddings: Embeddings) -> dict[str, Any]:
-        """Returns the arguments that the family's decoder takes besides embeddings and positions.
+    def prepare_decoder(self, decoder: nn.Module) -> None:
+        """Changes the family's decoder, where needed, to take what `decoder_kwargs` returns."""
+        ...
 
-        visual_mask: bool [1, T of the chunk], true where a row of `embeddings` belongs.
+    def decoder_kwargs(self, visual_rows: Tensor, embeddings: Embeddings) -> dict[str, Any]:
+        """Returns the arguments that the prepared decoder takes besides embeddings and positions.
+
+        visual_rows: int64 [V], the rows of the pass that those of `embeddings` belong to; on its device.
         """
         ...
 
 
-def place(token_embeddings: Tensor, visual_mask: Tensor, embeddings: Embeddings) -> Tensor:
-    """Puts the rows of `embeddings` where `visual_mask` [1, T] is true among token embeddings: [1, T, C]."""
+def place(token_embeddings: Tensor, visual_rows: Tensor, embeddings: Embeddings) -> Tensor:
+    """Puts the rows of `embeddings` at `visual_rows`, int64 [V], of token embeddings: [1, T, C]."""
     rows = embeddings.rows.to(token_embeddings.dtype)
-    return token_embeddings.masked_scatter(visual_mask[..., None], rows)
+    return token_embeddings.index_copy(1, visual_rows, rows[None])

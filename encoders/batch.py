@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from encoders.adapter import Embeddings, MediaPlan, PatchRun
+from encoders.device import CPU, device_of
 from encoders.reduction.static_units import encode_moving
 from epd.reduction import check_tolerance
 
@@ -16,8 +18,8 @@ from epd.reduction import check_tolerance
 class BatchEncoder(Protocol):
     """Declares the part of an `Adapter` that runs on an encode worker."""
 
-    def preprocess(self, frames: Tensor, plan: MediaPlan) -> Tensor:
-        """Turns frames of planned size, uint8 [N, h, w, 3], into what the vision tower takes."""
+    def preprocess(self, frames: Tensor, plan: MediaPlan, device: torch.device = CPU) -> Tensor:
+        """Turns frames of planned size, uint8 [N, h, w, 3], into what the vision tower takes on a device."""
         ...
 
     def encode_batch(self, tower: nn.Module, runs: Sequence[PatchRun]) -> list[Embeddings]:
@@ -38,12 +40,13 @@ class FrameEncoder:
         check_tolerance(skip_static)
         self.num_skipped = 0
         self._family = family
+        self._device = device_of(tower)
         self._encode_batch = partial(family.encode_batch, tower)
         self._skip_static = skip_static
 
     def patches(self, frames: Tensor, plan: MediaPlan) -> PatchRun:
-        """Prepares frames, uint8 [N, h, w, 3], for the tower. plan: of their units alone."""
-        return PatchRun(plan.kind, self._family.preprocess(frames, plan), plan.grid)
+        """Prepares frames, uint8 [N, h, w, 3] on the host, for the tower. plan: of their units alone."""
+        return PatchRun(plan.kind, self._family.preprocess(frames, plan, self._device), plan.grid)
 
     def encode(self, runs: Sequence[PatchRun]) -> list[Embeddings]:
         """Encodes several runs of equal grid height and width in one call of the tower."""

@@ -7,6 +7,7 @@ not. torch keeps pinned memory until the copies from it are done, so it may be d
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,15 @@ from torch import Tensor, nn
 
 from epd.types import ceil_div
 
+CPU = torch.device("cpu")
 # Every array of a common copy starts at a multiple of this, or Triton compiles kernels for each alignment.
 _ALIGNMENT_BYTES = 16
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Returns the device of a module's parameters, which all lie on one."""
-    return next(module.parameters()).device
+    """Returns the device of a module's parameters, which all lie on one; of a module without any, the CPU."""
+    parameter = next(module.parameters(), None)
+    return CPU if parameter is None else parameter.device
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -43,14 +46,29 @@ def arrays_to_device(arrays: Sequence[np.ndarray[Any, np.dtype[Any]]], device: t
     return _unpacked(packed, tensors)
 
 
+@lru_cache(maxsize=64)
+@torch.inference_mode(mode=False)
+def constants(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Returns float32 [n] on a device, where they are moved once."""
+    return to_device(torch.tensor(values), device)
+
+
 def to_host(tensor: Tensor) -> Tensor:
     """Reads a tensor back, and so waits for all that was queued before: for values that the host needs."""
     return tensor.cpu()
 
 
-def _packed(tensors: Sequence[Tensor], *, pin_memory: bool) -> Tensor:
-    """Returns the bytes of all tensors one after the other, aligned: uint8 [n]."""
-    packed = torch.empty(sum(map(_room_bytes, tensors)), dtype=torch.uint8, pin_memory=pin_memory)
+def all_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Reads tensors of one device back, in one copy; those of a CPU are returned as they are."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return list(tensors)
+    return _unpacked(to_host(_packed(tensors)), tensors)
+
+
+def _packed(tensors: Sequence[Tensor], *, pin_memory: bool = False) -> Tensor:
+    """Returns the bytes of tensors of one device one after the other, aligned: uint8 [n]."""
+    num_bytes = sum(map(_room_bytes, tensors))
+    packed = torch.empty(num_bytes, dtype=torch.uint8, device=tensors[0].device, pin_memory=pin_memory)
     for place, tensor in zip(_unpacked(packed, tensors), tensors, strict=True):
         place.copy_(tensor)
     return packed

@@ -16,6 +16,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional as tvf
 
 from encoders.adapter import Grid
+from encoders.device import constants
 from epd.errors import UnsupportedModelError
 from epd.types import ceil_div
 
@@ -126,6 +127,6 @@ def patchify_plain(frames: Tensor, spec: PatchSpec) -> Tensor:
     )  # fmt: skip
     ordered = blocks.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(grid.num_patches, 3, depth, -1)
     patches = ordered.expand(-1, -1, unit, -1).to(torch.float32, memory_format=torch.contiguous_format)
-    patches.sub_(torch.tensor(spec.mean, device=frames.device)[:, None, None])
-    patches.div_(torch.tensor(spec.std, device=frames.device)[:, None, None])
+    patches.sub_(constants(spec.mean, frames.device)[:, None, None])
+    patches.div_(constants(spec.std, frames.device)[:, None, None])
     return patches.reshape(grid.num_patches, -1)

@@ -15,7 +15,7 @@ from PIL import Image
 
 import video
 from encoders import FrameSampling, PromptPlan, VideoFacts, load_adapter
-from encoders.adapter import PatchRun
+from encoders.batch import FrameEncoder
 from epd.kv.kv_identity import token_identity
 from epd.kv.scheduling import SchedulerConfig
 from epd.machine import memory_limit_bytes
@@ -118,10 +118,10 @@ class Profiler:
                 yield plan.grid.num_patches * batch, batch, self._encoding(tower, plan, frames, batch)
 
     def _encoding(self, tower: Any, plan: Any, frames: Any, batch: int) -> Action:
+        encoder = FrameEncoder(self.adapter, tower)
+
         def encode() -> None:
-            patches = [self.adapter.preprocess(frames, plan) for _ in range(batch)]
-            runs = [PatchRun(plan.kind, values, plan.grid) for values in patches]
-            self.adapter.encode_batch(tower, runs)
+            encoder.encode([encoder.patches(frames, plan) for _ in range(batch)])
 
         return encode
 

@@ -65,7 +65,7 @@ ROOMS: dict[str, dict[str, str]] = {
     },
     "encoders": {
         ".": "",
-        "kernels": "",
+        "kernels": ".",
         "patches.py": ". kernels",
         "prompt": ".",
         "families": ". patches.py prompt",

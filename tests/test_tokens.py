@@ -304,9 +304,9 @@ def test_no_more_than_a_group_of_frames_is_preprocessed_at_a_time(
     sizes: list[int] = []
     preprocess = pipeline.adapter.preprocess
 
-    def watched(frames: Tensor, plan: MediaPlan) -> Tensor:
+    def watched(frames: Tensor, plan: MediaPlan, device: torch.device) -> Tensor:
         sizes.append(len(frames))
-        return preprocess(frames, plan)
+        return preprocess(frames, plan, device)
 
     monkeypatch.setattr(pipeline.adapter, "preprocess", watched)
     context = pipeline.prefill_media([media["video"]], num_frames=40)

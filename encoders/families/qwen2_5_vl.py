@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
+from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from encoders.adapter import MediaItem, MediaPlan
+from encoders.adapter import Grid, MediaItem, MediaPlan
+from encoders.families.grids import WindowGeometry, windowed_inputs
 from encoders.families.qwen_vl import QwenVLAdapter
 from encoders.prompt.mrope import VisualSpan
 from encoders.prompt.prompt import Expansion
@@ -35,6 +38,11 @@ class Qwen2_5VLAdapter(QwenVLAdapter):
             return cap
         budget = int(processor.max_video_tokens * self.video_spec.factor**2 * 0.9)
         return max(min(cap, budget * self.video_spec.frames_per_unit // num_frames), floor)
+
+    def tower_inputs(self, grids: tuple[Grid, ...], device: torch.device) -> dict[str, Tensor]:
+        vision = self.checkpoint.config.vision_config
+        geometry = WindowGeometry(vision.spatial_merge_size, vision.window_size, vision.patch_size)
+        return windowed_inputs(grids, geometry, device)
 
     def expand(self, plan: MediaPlan) -> Expansion:
         config = self.checkpoint.config

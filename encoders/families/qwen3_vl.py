@@ -9,9 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
-from encoders.adapter import MediaItem, MediaPlan
+from encoders.adapter import Embeddings, Grid, MediaItem, MediaPlan
+from encoders.families.grids import TableGeometry, tabled_inputs
 from encoders.families.qwen_vl import QwenVLAdapter
 from encoders.prompt.mrope import VisualSpan
 from encoders.prompt.prompt import Expansion
@@ -42,6 +45,20 @@ class Qwen3VLAdapter(QwenVLAdapter):
             return budget
         frame_cap = int(processor.max_video_tokens) * self.video_spec.factor**2
         return max(min(frame_cap, budget // num_frames), floor) * num_frames
+
+    def tower_inputs(self, grids: tuple[Grid, ...], device: torch.device) -> dict[str, Tensor]:
+        vision = self.checkpoint.config.vision_config
+        side = int(vision.num_position_embeddings**0.5)
+        return tabled_inputs(grids, TableGeometry(vision.spatial_merge_size, side), device)
+
+    def prepare_decoder(self, decoder: nn.Module) -> None:
+        """Lets the decoder add deepstack features at rows that are listed: a mask would be read back."""
+        decoder._deepstack_process = _add_at_rows  # type: ignore[assignment]
+
+    def decoder_kwargs(self, visual_rows: Tensor, embeddings: Embeddings) -> dict[str, Any]:
+        if not embeddings.deepstack:
+            return {}
+        return {"visual_pos_masks": visual_rows, "deepstack_visual_embeds": list(embeddings.deepstack)}
 
     def expand(self, plan: MediaPlan) -> Expansion:
         config, each = self.checkpoint.config, plan.tokens_per_unit
@@ -75,3 +92,9 @@ class Qwen3VLAdapter(QwenVLAdapter):
     def spans(self, item: MediaItem) -> Sequence[VisualSpan]:
         rows, columns = item.plan.grid.h // self.video_spec.merge, item.plan.grid.w // self.video_spec.merge
         return [VisualSpan(unit, 1, rows, columns) for unit in item.units]
+
+
+def _add_at_rows(hidden: Tensor, rows: Tensor, features: Tensor) -> Tensor:
+    """Adds features [V, C] to the rows, int64 [V], of hidden [1, T, C]."""
+    added = hidden[0].index_select(0, rows) + features.to(hidden.dtype)
+    return hidden.index_copy(1, rows, added[None])

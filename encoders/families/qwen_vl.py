@@ -13,6 +13,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 from encoders.adapter import (
     Embeddings,
     FrameSampling,
+    Grid,
     MediaItem,
     MediaPlan,
     PatchRun,
@@ -20,6 +21,7 @@ from encoders.adapter import (
     VideoFacts,
 )
 from encoders.checkpoint import Checkpoint
+from encoders.device import CPU, to_device
 from encoders.patches import patch_spec, patchify, resize_image
 from encoders.prompt.chat import ChatMessage, one_turn
 from encoders.prompt.mrope import LAYOUTS, PositionLayout, VisualSpan, mrope_positions
@@ -56,6 +58,10 @@ class QwenVLAdapter(ABC):
     @abstractmethod
     def spans(self, item: MediaItem) -> Sequence[VisualSpan]:
         """Returns the item's visual tokens as runs without text in between."""
+
+    @abstractmethod
+    def tower_inputs(self, grids: tuple[Grid, ...], device: torch.device) -> dict[str, Tensor]:
+        """Returns what a tower on `device` takes of the grids besides the patches."""
 
     def image_size(self, height: int, width: int) -> tuple[int, int]:
         """Returns (height, width) that an image is resized to, pixels.
@@ -119,8 +125,10 @@ class QwenVLAdapter(ABC):
     def resize(self, image: Tensor, plan: MediaPlan) -> Tensor:
         return resize_image(image, plan.size, self.image_spec)
 
-    def preprocess(self, frames: Tensor, plan: MediaPlan) -> Tensor:
-        return patchify(frames, self.image_spec if plan.kind == "image" else self.video_spec)
+    def preprocess(self, frames: Tensor, plan: MediaPlan, device: torch.device = CPU) -> Tensor:
+        return patchify(
+            to_device(frames, device), self.image_spec if plan.kind == "image" else self.video_spec
+        )
 
     def vision_tower(self, model: nn.Module) -> nn.Module:
         return model.get_submodule("model.visual")
@@ -128,8 +136,8 @@ class QwenVLAdapter(ABC):
     def encode_batch(self, tower: nn.Module, runs: Sequence[PatchRun]) -> list[Embeddings]:
         dtype = next(tower.parameters()).dtype
         patches = torch.cat([run.values for run in runs]).to(dtype)
-        grids = torch.tensor([[run.grid.t, run.grid.h, run.grid.w] for run in runs])
-        output = tower(patches, grid_thw=grids, return_dict=True)
+        inputs = self.tower_inputs(tuple(run.grid for run in runs), patches.device)
+        output = tower(patches, **inputs, return_dict=True)
         counts = [run.grid.num_patches // self.video_spec.merge**2 for run in runs]
         rows = torch.split(output.pooler_output, counts)
         layers = [torch.split(layer, counts) for layer in getattr(output, "deepstack_features", None) or ()]
@@ -138,10 +146,11 @@ class QwenVLAdapter(ABC):
     def join(self, embeddings: Embeddings, plan: MediaPlan, start: int, stop: int) -> Embeddings:  # noqa: ARG002
         return embeddings
 
-    def decoder_kwargs(self, visual_mask: Tensor, embeddings: Embeddings) -> dict[str, Any]:
-        if not embeddings.deepstack:
-            return {}
-        return {"visual_pos_masks": visual_mask, "deepstack_visual_embeds": list(embeddings.deepstack)}
+    def prepare_decoder(self, decoder: nn.Module) -> None:  # noqa: B027 # for a family's use
+        pass
+
+    def decoder_kwargs(self, visual_rows: Tensor, embeddings: Embeddings) -> dict[str, Any]:  # noqa: ARG002
+        return {}
 
 
 def _layout_of(checkpoint: Checkpoint) -> PositionLayout:

@@ -18,6 +18,7 @@ from transformers.models.smolvlm.processing_smolvlm import (
 
 from encoders.adapter import FrameSampling, MediaPlan, VideoFacts
 from encoders.checkpoint import Checkpoint
+from encoders.device import CPU
 from encoders.families.tiles import TileAdapter, TilePlan, cut_tiles, tile_spec
 from encoders.prompt.text_layout import ItemText, Markers
 from encoders.prompt.words import number_in_words
@@ -109,12 +110,13 @@ class SmolVLMAdapter(TileAdapter):
             return canvas
         return torch.cat([cut_tiles(canvas, side), spec.resize(canvas, side, side)])
 
-    def preprocess(self, frames: Tensor, plan: MediaPlan) -> Tensor:
+    def preprocess(self, frames: Tensor, plan: MediaPlan, device: torch.device = CPU) -> Tensor:
         if plan.kind == "video":
             spec, size = self.video_spec, self.checkpoint.processor.video_processor.size
+            # On the host: a GPU's resizing rounds otherwise than the processor's.
             frames = spec.resize(frames, *self._resized(frames.shape[1], frames.shape[2], size))
             frames = spec.resize(frames, spec.side, spec.side)
-        return super().preprocess(frames, plan)
+        return super().preprocess(frames, plan, device)
 
     def item_text(self, plan: TilePlan) -> ItemText:
         text = self._image_text(plan) if plan.kind == "image" else self._video_text(plan)

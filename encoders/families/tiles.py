@@ -29,6 +29,7 @@ from encoders.adapter import (
     VideoFacts,
 )
 from encoders.checkpoint import Checkpoint
+from encoders.device import CPU, constants, to_device
 from encoders.patches import PatchSpec, patchify
 from encoders.prompt.chat import ChatMessage, one_turn
 from encoders.prompt.text_layout import ItemText, Markers, plan_text_prompt
@@ -88,7 +89,7 @@ class TileSpec:
             spec = PatchSpec(tiles.shape[1], 1, 1, self.mean, self.std, self.resample)
             return patchify(tiles, spec).reshape(-1, 3, *tiles.shape[1:3])
         values = tiles.permute(0, 3, 1, 2).contiguous().to(torch.float32)
-        mean, std = (torch.tensor(each)[:, None, None] for each in (self.mean, self.std))
+        mean, std = (constants(each, CPU)[:, None, None] for each in (self.mean, self.std))
         return values.sub_(mean).div_(std)
 
 
@@ -230,8 +231,9 @@ class TileAdapter(ABC):
             raise ValueError(f"an image of {tuple(image.shape)} has {len(tiles)} tiles, not {plan.num_units}")
         return tiles
 
-    def preprocess(self, frames: Tensor, plan: MediaPlan) -> Tensor:
-        return (self.image_spec if plan.kind == "image" else self.video_spec).normalise(frames)
+    def preprocess(self, frames: Tensor, plan: MediaPlan, device: torch.device = CPU) -> Tensor:
+        spec = self.image_spec if plan.kind == "image" else self.video_spec
+        return spec.normalise(to_device(frames, device))
 
     def vision_tower(self, model: nn.Module) -> nn.Module:
         return model.get_submodule("model")
@@ -244,5 +246,8 @@ class TileAdapter(ABC):
     def join(self, embeddings: Embeddings, plan: MediaPlan, start: int, stop: int) -> Embeddings:  # noqa: ARG002
         return embeddings
 
-    def decoder_kwargs(self, visual_mask: Tensor, embeddings: Embeddings) -> dict[str, Any]:  # noqa: ARG002
+    def prepare_decoder(self, decoder: nn.Module) -> None:  # noqa: B027 # for a family's use
+        pass
+
+    def decoder_kwargs(self, visual_rows: Tensor, embeddings: Embeddings) -> dict[str, Any]:  # noqa: ARG002
         return {}

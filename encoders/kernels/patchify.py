@@ -16,6 +16,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from encoders.device import constants
 from epd.types import ceil_div
 
 _BLOCK = 1024
@@ -83,8 +84,8 @@ def patchify_fused(
     patches = torch.empty(num_patches, size, dtype=dtype, device=frames.device)
     _patchify_kernel[(num_patches,)](
         frames.contiguous(),
-        torch.tensor(mean, device=frames.device),
-        torch.tensor(std, device=frames.device),
+        constants(mean, frames.device),
+        constants(std, frames.device),
         patches,
         num_frames,
         height,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from encoders.adapter import Embeddings
+from encoders.device import to_device
 from epd.encode.encoder_cache import CachedGroup
 from epd.transfer.connectors import Ticket
 from stages.engine.pool_memory import pool_memory
@@ -104,7 +105,7 @@ class EncoderPool:
 
     def _read(self, place: CachedGroup) -> Tensor:
         """Reads the stored rows, [V, width]."""
-        return self.storage[list(place.block_ids)].flatten(0, 1)[: place.num_embeddings]
+        return self.storage.index_select(0, self._ids(place)).flatten(0, 1)[: place.num_embeddings]
 
     def _write(self, place: CachedGroup, rows: Tensor) -> None:
         """Writes rows: [V, width]."""
@@ -113,8 +114,12 @@ class EncoderPool:
                 f"{tuple(rows.shape)} rows do not fit {place.num_embeddings} x {self.layout.width}"
             )
         whole, rest = divmod(len(rows), self.block_size)
-        ids = list(place.block_ids)
-        body = rows[: whole * self.block_size].to(self.layout.dtype)
-        self.storage[ids[:whole]] = body.reshape(whole, self.block_size, self.layout.width)
+        rows = to_device(rows, self.device).to(self.layout.dtype)
+        body = rows[: whole * self.block_size].reshape(whole, self.block_size, self.layout.width)
+        self.storage.index_copy_(0, self._ids(place)[:whole], body)
         if rest:
-            self.storage[ids[whole], :rest] = rows[whole * self.block_size :].to(self.layout.dtype)
+            self.storage[place.block_ids[whole], :rest] = rows[whole * self.block_size :]
+
+    def _ids(self, place: CachedGroup) -> Tensor:
+        """Returns the blocks of a group, int64 [blocks]."""
+        return to_device(torch.tensor(place.block_ids), self.device)

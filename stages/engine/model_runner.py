@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from encoders import Adapter, concatenated, place
+from encoders.device import arrays_to_device, device_of, to_device
 from epd.types import Int32Array, Int64Array
 from stages.attention.attention import AttentionBatch, AttentionPlan, register
 from stages.engine.kv_pool import KVLayout, KVPools
@@ -73,6 +74,21 @@ class _PagedLayers:
         return *self.caches[index], self.plans[index]
 
 
+@dataclass(frozen=True, slots=True)
+class _PassInputs:
+    """Holds the arrays of a pass on the device, all int64.
+
+    token_ids: [T]. positions: [rows, T].
+    logit_rows: [R], of the last layer's output, those that logits are wanted of.
+    visual_rows: [V], the packed rows of visual tokens.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    logit_rows: Tensor
+    visual_rows: Tensor
+
+
 class ModelRunner:
     """Runs the language model of one checkpoint with its KV pools. Changes the model's attention function."""
 
@@ -84,7 +100,8 @@ class ModelRunner:
         self._embed: nn.Module = model.get_input_embeddings()
         self._decoder: nn.Module = model.get_decoder()
         self._head: nn.Module = model.get_output_embeddings()
-        self._device = next(self._decoder.parameters()).device
+        adapter.prepare_decoder(self._decoder)
+        self._device = device_of(self._decoder)
         # Of each layer, its group and its caches.
         self._groups = [
             group for group, pool in enumerate(pools.groups) for _ in range(pool.layout.num_layers)
@@ -94,19 +111,35 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, segments: Sequence[Segment]) -> Tensor:
         """Computes all segments in one pass, filling the cache. Returns logits [R, V], R = all num_logits."""
-        rows = self._decode(segments)
-        segments = [segment.later() for segment in segments]
-        if sum(segment.num_logits for segment in segments) < len(rows):
-            rows = rows[self._moved(_logit_rows(segments, _ends(segments)))]
+        inputs = self._inputs(segments)
+        rows = self._decode(segments, inputs)
+        if len(inputs.logit_rows) < len(rows):
+            rows = rows[inputs.logit_rows]
         logits: Tensor = self._head(rows)
         return logits
 
-    def _decode(self, segments: Sequence[Segment]) -> Tensor:
+    def _inputs(self, segments: Sequence[Segment]) -> _PassInputs:
+        """Moves what the pass needs besides its plans to the device, in one copy."""
+        later = [segment.later() for segment in segments]
+        placed = [
+            segment.visual.indices + (end - len(segment.token_ids))
+            for segment, end in zip(segments, _ends(segments), strict=True)
+            if segment.visual is not None
+        ]
+        arrays = [
+            _joined([segment.token_ids for segment in segments]),
+            _joined([segment.positions for segment in segments]),
+            _logit_rows(later, _ends(later)),
+            _joined(placed) if placed else np.empty(0, dtype=np.int64),
+        ]
+        return _PassInputs(*arrays_to_device(arrays, self._device))
+
+    def _decode(self, segments: Sequence[Segment], inputs: _PassInputs) -> Tensor:
         """Returns the last layer's output, [T', C]: of the rows of `Segment.later`, in order of segments."""
         plans = self._plans(segments)
-        positions = _joined([segment.positions for segment in segments])
-        position_ids = self._moved(positions if len(positions) == 1 else positions[:, None])
-        embeds, extra = self._embedded(segments)
+        positions = inputs.positions
+        position_ids = positions if len(positions) == 1 else positions[:, None]
+        embeds, extra = self._embedded(segments, inputs)
         if all(segment.going_on is None for segment in segments):
             return self._pass(self._decoder, embeds, position_ids, plans, extra)
         # Before anything runs, since a view begins anew whenever its question is planned.
@@ -175,9 +208,9 @@ class ModelRunner:
                 continue
             is_question = cached == view.start
             if is_question:
-                view.begin(len(self._caches))
+                view.begin(len(self._caches), self._device)
             slots = question_slots(segment.block_tables[group], cached + end - start, self.pools.block_size)
-            yield ViewedRows(start, end, slots, view, is_question)
+            yield ViewedRows(start, end, to_device(slots, self._device), view, is_question)
 
     def _pruned_rows(
         self, segments: Sequence[Segment], ends: Sequence[int], group: int
@@ -192,27 +225,17 @@ class ModelRunner:
                 continue
             context = segment.num_cached[group] + num_tokens
             slots = question_slots(segment.block_tables[group], context, self.pools.block_size)
-            yield ObservedRows(*rows, slots.to(self._device), segment.going_on)
+            yield ObservedRows(*rows, to_device(slots, self._device), segment.going_on)
 
-    def _embedded(self, segments: Sequence[Segment]) -> tuple[Tensor, dict[str, Any]]:
+    def _embedded(self, segments: Sequence[Segment], inputs: _PassInputs) -> tuple[Tensor, dict[str, Any]]:
         """Embeds [1, T, C] with visual rows in their places; returns also the decoder's further arguments."""
-        token_ids = _joined([segment.token_ids for segment in segments])
-        embeds: Tensor = self._embed(self._moved(token_ids)[None])
-        placed = [
-            (segment.visual, end - len(segment.token_ids))
-            for segment, end in zip(segments, _ends(segments), strict=True)
-            if segment.visual is not None
-        ]
+        embeds: Tensor = self._embed(inputs.token_ids[None])
+        placed = [segment.visual.embeddings for segment in segments if segment.visual is not None]
         if not placed:
             return embeds, {}
-        mask = torch.zeros(1, len(token_ids), dtype=torch.bool)
-        mask[0, torch.from_numpy(np.concatenate([visual.indices + start for visual, start in placed]))] = True
-        mask = mask.to(self._device)
-        rows = concatenated([visual.embeddings for visual, _ in placed])
-        return place(embeds, mask, rows), self._adapter.decoder_kwargs(mask, rows)
-
-    def _moved(self, array: Int64Array) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        rows = concatenated(placed).mapped(lambda part: to_device(part, self._device))
+        kwargs = self._adapter.decoder_kwargs(inputs.visual_rows, rows)
+        return place(embeds, inputs.visual_rows, rows), kwargs
 
 
 def _ends(segments: Sequence[Segment]) -> list[int]:

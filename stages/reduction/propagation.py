@@ -55,7 +55,7 @@ class ObservedRows(PrunedRows):
 
     def choose(self, queries: Tensor, keys: Tensor, key_cache: Tensor, scale: float) -> Tensor:  # noqa: ARG002
         num_tokens, context = self.stop - self.start, len(self.slots)
-        observing = observing_rows(num_tokens).to(queries.device)
+        observing = observing_rows(num_tokens, queries.device)
         seen = at_slots(key_cache, self.slots).transpose(0, 1)
         at = torch.arange(context, device=queries.device)
         mask = at <= (context - num_tokens + observing)[:, None]
@@ -67,10 +67,10 @@ class ObservedRows(PrunedRows):
         return self.going_on.chosen
 
 
-def observing_rows(num_tokens: int) -> Tensor:
+def observing_rows(num_tokens: int, device: torch.device | None = None) -> Tensor:
     """Spreads observing rows over a window of this length, the last among them: int64 [o], ascending."""
     num_observing = min(NUM_OBSERVING, num_tokens)
-    return torch.arange(1, num_observing + 1) * num_tokens // num_observing - 1
+    return torch.arange(1, num_observing + 1, device=device) * num_tokens // num_observing - 1
 
 
 def num_whole_layers(num_layers: int, num_deepstack: int) -> int:

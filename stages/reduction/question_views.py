@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from encoders.adapter import PromptPlan
+from encoders.device import CPU, to_device
 from epd.reduction import layer_counts
 from stages.reduction.pruning import at_slots, coarse
 
@@ -31,10 +32,10 @@ class QuestionView:
         """Takes a prompt that is reduced by its question."""
         places = [item.token_indices(0, len(item.units)) for item in prompt.media]
         self.start = prompt.prefix_length
-        self._visual = torch.from_numpy(np.concatenate(places))
+        visual = np.concatenate(places)
         is_text = np.ones(self.start, dtype=bool)
-        is_text[self._visual.numpy()] = False
-        self._text = torch.from_numpy(np.flatnonzero(is_text))
+        is_text[visual] = False
+        self._visual, self._text = torch.from_numpy(visual), torch.from_numpy(np.flatnonzero(is_text))
         assert prompt.reduction is not None
         self._num_wanted = prompt.reduction.policy.retention * prompt.num_visual_tokens_before
         self._counts: tuple[int, ...] = ()
@@ -44,18 +45,19 @@ class QuestionView:
         """Counts the visual tokens that each layer read when the question was computed."""
         return self._counts
 
-    def begin(self, num_layers: int) -> None:
-        """Resets the view, as the question is about to be computed."""
+    def begin(self, num_layers: int, device: torch.device = CPU) -> None:
+        """Resets the view, as the question is about to be computed on this device."""
         num_all = len(self._visual)
+        self._visual, self._text = to_device(self._visual, device), to_device(self._text, device)
         self._counts = layer_counts(num_all, self._num_wanted, num_layers)
-        self._chosen = [torch.arange(num_all)] * num_layers
+        self._chosen = [torch.arange(num_all, device=device)] * num_layers
 
     def reads_all(self, layer: int) -> bool:
         return len(self._chosen[layer]) == len(self._visual)
 
     def tokens(self, layer: int, num_tokens: int) -> Tensor:
-        """Lists which of the first `num_tokens` tokens the layer reads, int64, ascending."""
-        later = torch.arange(self.start, num_tokens)
+        """Lists which of the first `num_tokens` tokens the layer reads, int64, ascending, on the device."""
+        later = torch.arange(self.start, num_tokens, device=self._visual.device)
         return torch.cat([self._text, self._visual[self._chosen[layer]], later]).sort().values
 
     def choose(self, layer: int, weights: Tensor, tokens: Tensor) -> None:
@@ -96,7 +98,7 @@ def _best(weights: Tensor, num_kept: int) -> Tensor:
 class ViewedRows:
     """Attends packed rows [start, stop) of a pass, which are one request's, by its view.
 
-    slots: int64 [context], on the host, of all its tokens, the new ones last. is_question: all of it.
+    slots: int64 [context], of all its tokens, the new ones last. is_question: all of it.
     """
 
     start: int
@@ -117,18 +119,19 @@ class ViewedRows:
             self._end(layer)
             return
         tokens = self.view.tokens(layer, len(self.slots))
-        slots = self.slots[tokens].to(query.device)
+        slots = self.slots[tokens]
         keys, values = (at_slots(cache, slots).transpose(0, 1)[None] for cache in (keys, values))
         rows = query[self.start : self.stop].transpose(0, 1)[None]
-        at = torch.arange(len(self.slots) - (self.stop - self.start), len(self.slots))
-        mask = (tokens[None] <= at[:, None]).to(query.device)
+        context = len(self.slots)
+        at = torch.arange(context - (self.stop - self.start), context, device=query.device)
+        mask = tokens[None] <= at[:, None]
         if not self.view.reads_all(layer):
             read = scaled_dot_product_attention(
                 rows, keys, values, attn_mask=mask, scale=scale, enable_gqa=True
             )
             out[self.start : self.stop] = read[0].transpose(0, 1)
         if is_choosing:
-            self.view.choose(layer, attention_weights(rows[0], keys[0], mask, scale).cpu(), tokens)
+            self.view.choose(layer, attention_weights(rows[0], keys[0], mask, scale), tokens)
         else:
             self._end(layer)
 

@@ -14,28 +14,26 @@ R rows of logits, D of them drawn, V tokens in the vocabulary, K tokens that can
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from encoders.device import all_to_host, arrays_to_device, to_host
 from epd.sampling_params import MAX_LOGPROBS, SamplingParams
+from stages.sampling.candidates import candidates, knobs, token_weights
 from stages.sampling.sampling_state import SamplingRow, SamplingState
 
 __all__ = ["SampledToken", "SamplingRow", "SamplingState", "sample", "token_weights", "uniform"]
 
-# The weight of the most likely token, and bits for a token's place. A weight and a place fit into one int64,
-# and so does the sum of as many weights as there are places.
-_FULL_WEIGHT = 2**40
-_PLACE_BITS = 22
-_LAST_PLACE = 2**_PLACE_BITS - 1
 # One pass works on this many logits on a CPU: temporaries of this size stay in the caches.
 _CPU_CHUNK = 2**18
 _FLOAT32_MAX = torch.finfo(torch.float32).max
-# Divisors beyond this and its inverse are not distinguished: float32 holds no quotients by them.
-_MAX_DIVISOR = 1e37
+# Factors beyond this and its inverse are not distinguished: float32 holds no quotients by them.
+_MAX_FACTOR = 1e37
 
 
 class SampledToken(NamedTuple):
@@ -79,32 +77,69 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
 def _argmax(logits: Tensor) -> list[int]:
     """Returns the first of the largest of each row. NumPy's is ten times as fast as torch's on a CPU."""
     if logits.device.type != "cpu" or not len(logits):
-        return logits.argmax(-1).tolist()
+        return to_host(logits.argmax(-1)).tolist()
     chosen: list[int] = logits.float().numpy().argmax(-1).tolist()
     return chosen
 
 
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Holds rows that are drawn together: one that ranks all its tokens must not make the others do so.
+
+    params: of each row; all of them restrict top_k or none does, and so for top_p.
+    index: int64 [D], the rows. knobs: float64 [D, 3]. numbers: float64 [D, 1], what is looked up.
+    """
+
+    params: list[SamplingParams]
+    index: Tensor
+    knobs: Tensor
+    numbers: Tensor
+
+
 def _sample_chunk(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+    """Samples with one copy to the device and one back, unless more than the likeliest tokens matter."""
+    asked = [i for i, row in enumerate(rows) if row.state.params.logprobs is not None]
+    kinds = _kinds(rows)
+    arrays = [*_penalties(rows, logits.shape[1]), _banned(rows, logits.shape[1]), np.array(asked, np.int64)]
+    arrays += [array for kind in kinds for array in _drawing(rows, kind)]
+    penalised, changes, banned, asked_rows, *drawing = arrays_to_device(arrays, logits.device)
+    groups = [
+        _Group([rows[i].state.params for i in kind], *drawing[3 * number : 3 * number + 3])
+        for number, kind in enumerate(kinds)
+    ]
     raw = logits.float()
-    scores = _without_banned(_penalised(raw, rows), rows)
-    drawn = [i for i, row in enumerate(rows) if not row.state.params.is_greedy]
-    ids = _argmax(scores) if len(drawn) < len(rows) else [0] * len(rows)
-    for group in _groups(rows, drawn):
-        picked = _draw(_take(scores, group), [rows[i] for i in group])
-        for i, token_id in zip(group, picked, strict=True):
-            ids[i] = token_id
-    return _with_logprobs(raw, rows, ids)
+    logprobs = _Logprobs.of(raw.index_select(0, asked_rows), asked_rows) if asked else None
+    scores = _changed(raw, penalised, changes, banned, in_place=raw is not logits)
+    has_greedy = sum(map(len, kinds)) < len(rows)
+    ids, values = _chosen(scores, groups, logprobs, has_greedy=has_greedy)
+    return _tokens(rows, asked, ids, values)
 
 
-def _take(scores: Tensor, rows: list[int]) -> Tensor:
-    return scores if len(rows) == len(scores) else scores[rows]
+def _kinds(rows: Sequence[SamplingRow]) -> list[list[int]]:
+    """Groups the rows that are drawn: see `_Group`."""
+    groups: dict[tuple[bool, bool], list[int]] = {}
+    for i, row in enumerate(rows):
+        params = row.state.params
+        if not params.is_greedy:
+            groups.setdefault((params.top_k > 0, params.top_p < 1), []).append(i)
+    return list(groups.values())
 
 
-def _penalised(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Penalises scores [R, V] for tokens that came before (CTRL, section 4.1; OpenAI's two)."""
+def _drawing(rows: Sequence[SamplingRow], kind: list[int]) -> list[NDArray[Any]]:
+    """Returns index, knobs and numbers of a group: see `_Group`."""
+    group = [rows[i] for i in kind]
+    numbers = uniform([row.state.seed for row in group], [row.draw_index for row in group])
+    return [np.array(kind, np.int64), knobs([row.state.params for row in group]), numbers[:, None]]
+
+
+def _penalties(rows: Sequence[SamplingRow], num_tokens: int) -> list[NDArray[Any]]:
+    """Returns which scores are penalised for tokens that came before (CTRL, section 4.1; OpenAI's two).
+
+    Places among all R * V, int64 [N]; factors and amounts, float32 [2, N].
+    """
     places = [i for i, row in enumerate(rows) if row.state.params.has_penalties]
     if not places:
-        return scores
+        return [np.empty(0, np.int64), np.empty((2, 0), np.float32)]
     counts = [rows[i].counts for i in places]
     params = [rows[i].state.params for i in places]
     lengths = [len(c.ids) for c in counts]
@@ -112,110 +147,98 @@ def _penalised(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     factor, frequency, presence = np.repeat(table, lengths, axis=0).T
     times = np.concatenate([c.counts for c in counts])
     amount = frequency * times + presence * (times > 0)
-    flat = np.concatenate([c.ids for c in counts]) + np.repeat(np.array(places) * scores.shape[1], lengths)
-    changes = np.stack([factor.clip(1 / _MAX_DIVISOR, _MAX_DIVISOR), amount]).astype(np.float32)
-    return _change(scores, torch.from_numpy(flat), torch.from_numpy(changes))
+    flat = np.concatenate([c.ids for c in counts]) + np.repeat(np.array(places) * num_tokens, lengths)
+    return [flat, np.stack([factor.clip(1 / _MAX_FACTOR, _MAX_FACTOR), amount]).astype(np.float32)]
 
 
-def _change(scores: Tensor, places: Tensor, changes: Tensor) -> Tensor:
-    """Changes scores [R, V] at places, int64 [N] of all R * V: float32 [2, N], factors and amounts."""
-    places, (factor, amount) = places.to(scores.device), changes.to(scores.device)
-    old = scores.reshape(-1)[places]
-    scaled = torch.where(old < 0, old * factor, old / factor).clamp(-_FLOAT32_MAX, _FLOAT32_MAX)
-    return scores.reshape(-1).index_copy(0, places, scaled - amount).view_as(scores)
-
-
-def _without_banned(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Sets scores [R, V] to -inf at the tokens that would end an answer too early."""
-    banned = [
-        (i, token_id) for i, row in enumerate(rows) if row.state.ending_ids for token_id in row.banned_ids
+def _banned(rows: Sequence[SamplingRow], num_tokens: int) -> NDArray[np.int64]:
+    """Returns the places, among all R * V, of tokens that would end an answer too early: int64 [B]."""
+    places = [
+        i * num_tokens + token_id
+        for i, row in enumerate(rows)
+        if row.state.ending_ids
+        for token_id in row.banned_ids
+        if token_id < num_tokens
     ]
-    inside = [(i, token_id) for i, token_id in banned if token_id < scores.shape[1]]
-    if not inside:
+    return np.array(places, np.int64)
+
+
+def _changed(scores: Tensor, penalised: Tensor, changes: Tensor, banned: Tensor, *, in_place: bool) -> Tensor:
+    """Changes scores [R, V] where they are penalised, and sets those that are banned to -inf.
+
+    in_place: whether the scores are nobody else's; if not, they are copied once.
+    """
+    if not len(penalised) and not len(banned):
         return scores
-    places = torch.tensor(inside, device=scores.device)
-    return scores.index_put((places[:, 0], places[:, 1]), scores.new_tensor(-torch.inf))
+    flat = (scores if in_place else scores.clone()).view(-1)
+    if len(penalised):
+        factor, amount = changes
+        old = flat.index_select(0, penalised)
+        scaled = torch.where(old < 0, old * factor, old / factor).clamp(-_FLOAT32_MAX, _FLOAT32_MAX)
+        flat.index_copy_(0, penalised, scaled - amount)
+    if len(banned):
+        flat.index_fill_(0, banned, -torch.inf)
+    return flat.view_as(scores)
 
 
-def _groups(rows: Sequence[SamplingRow], drawn: list[int]) -> list[list[int]]:
-    """Groups rows drawn together: one that ranks all its tokens must not make the others do so."""
-    groups: dict[tuple[bool, bool], list[int]] = {}
-    for i in drawn:
-        params = rows[i].state.params
-        groups.setdefault((params.top_k > 0, params.top_p < 1), []).append(i)
-    return list(groups.values())
+@dataclass(frozen=True, slots=True)
+class _Logprobs:
+    """Holds what A rows report. rows: int64 [A]. values: [A, V]. top, top_ids: [A, MAX_LOGPROBS]."""
+
+    rows: Tensor
+    values: Tensor
+    top: Tensor
+    top_ids: Tensor
+
+    @classmethod
+    def of(cls, raw: Tensor, rows: Tensor) -> _Logprobs:
+        """Computes them from raw scores [A, V], before temperature and penalties."""
+        values = torch.log_softmax(raw, 1)
+        # Always equally many, so that the order of equals does not depend on what other rows ask for.
+        return cls(rows, values, *values.topk(min(MAX_LOGPROBS, raw.shape[1])))
+
+    def report(self, ids: Tensor) -> list[Tensor]:
+        """Returns the logprob of each row's token of ids [R], [A], and the likeliest and theirs [A, M]."""
+        chosen = ids.index_select(0, self.rows)[:, None]
+        return [self.values.gather(1, chosen)[:, 0], self.top_ids, self.top]
 
 
-def _draw(scores: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    """Draws token ids from scores [D, V]; all rows restrict top_k or none does, and so for top_p."""
-    weights, ids = token_weights(scores, [row.state.params for row in rows])
-    numbers = uniform([row.state.seed for row in rows], [row.draw_index for row in rows])
-    places = _look_up(weights, torch.from_numpy(numbers).to(scores.device)[:, None])
-    chosen: list[int] = (places if ids is None else ids.gather(1, places))[:, 0].tolist()
-    return chosen
+def _chosen(
+    scores: Tensor, groups: Sequence[_Group], logprobs: _Logprobs | None, *, has_greedy: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """Returns the ids, int64 [R], and what `_Logprobs.report` does of them, on the host.
 
-
-def token_weights(scores: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor | None]:
-    """Weighs tokens by relative probability, int64 [D, K], for ids [D, K], or all of V if that is None.
-
-    scores: float32 [D, V]. params: all of them restrict top_k or none does, and so for top_p.
+    On a GPU, only the likeliest tokens are looked at; if that was not enough for a row, all are.
     """
-    if scores.shape[1] > _LAST_PLACE + 1:
-        raise ValueError(f"{scores.shape[1]} tokens cannot be ranked, {_LAST_PLACE + 1} at most")
-    knobs = torch.tensor([[p.temperature, p.top_p, p.min_p] for p in params], dtype=torch.float64)
-    temperature, top_p, min_p = knobs.to(scores.device).T[:, :, None]
-    ids = None
-    if params[0].top_k > 0:
-        scores, ids = _top_k(scores, [p.top_k for p in params])
-    weights = _weights(scores, temperature)
-    if params[0].top_p < 1:
-        weights, ids = _top_p(weights, ids, top_p)
-    if any(p.min_p for p in params):
-        weights = weights.masked_fill(weights < (min_p * _FULL_WEIGHT).long(), 0)
-    return weights, ids
+    largest = _largest(scores) if has_greedy else scores.new_zeros(len(scores), dtype=torch.int64)
+    for is_bounded in (scores.device.type != "cpu", False):
+        ids, are_exact = _draw(scores, largest, groups, is_bounded=is_bounded)
+        report = logprobs.report(ids) if logprobs is not None else []
+        host_ids, *rest = all_to_host([ids, *report, *are_exact])
+        if all(bool(each.all()) for each in rest[len(report) :]):
+            break
+    return host_ids, rest[: len(report)]
 
 
-def _weights(scores: Tensor, temperature: Tensor) -> Tensor:
-    """Computes each token's weight, int64 [D, K], the likeliest 2**40. temperature: float64 [D, 1]."""
-    distance = scores - scores.amax(1, keepdim=True)
-    quotient = distance / temperature.clamp(1 / _MAX_DIVISOR, _MAX_DIVISOR).float()
-    return (quotient.exp_() * _FULL_WEIGHT).long()
+def _largest(scores: Tensor) -> Tensor:
+    """Returns int64 [R], as `_argmax` does, on the device."""
+    return scores.argmax(-1) if scores.device.type != "cpu" else torch.tensor(_argmax(scores))
 
 
-def _top_k(scores: Tensor, top_k: list[int]) -> tuple[Tensor, Tensor]:
-    """Keeps scores [D, K] and ids of each row's top_k tokens and the equals of the last, all others -inf."""
-    ranks = torch.tensor([[min(k, scores.shape[1]) - 1] for k in top_k], device=scores.device)
-    most = int(ranks.max()) + 1
-    values, ids = scores.topk(most)
-    floor = values.gather(1, ranks)
-    num_kept = int((scores >= floor).sum(1).max())
-    if num_kept > most:
-        ids = scores.topk(num_kept).indices
-    # In the order of ids, for that of equals is anybody's.
-    ids = ids.sort(1).values
-    values = scores.gather(1, ids)
-    return values.masked_fill(values < floor, -torch.inf), ids
-
-
-def _top_p(weights: Tensor, ids: Tensor | None, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """Keeps weights [D, K] and ids of the fewest tokens of each row that make up top_p of its sum, others 0.
-
-    Of equals the first go first. top_p: float64 [D, 1]. (Holtzman et al. 2019)
-    """
-    places = torch.arange(weights.shape[1], device=weights.device)
-    ranked = _sorted((weights << _PLACE_BITS) | (_LAST_PLACE - places))
-    weights, places = ranked >> _PLACE_BITS, _LAST_PLACE - (ranked & _LAST_PLACE)
-    so_far = weights.cumsum(1)
-    total = so_far[:, -1:]
-    weights = weights.masked_fill(total - so_far >= top_p * total, 0)
-    return weights, places if ids is None else ids.gather(1, places)
-
-
-def _sorted(keys: Tensor) -> Tensor:
-    """Sorts each row ascending, int64 [D, K]. NumPy's is ten times as fast as torch's on a CPU."""
-    if keys.device.type != "cpu":
-        return keys.sort(1).values
-    return torch.from_numpy(np.sort(keys.numpy(), axis=1))
+def _draw(
+    scores: Tensor, ids: Tensor, groups: Sequence[_Group], *, is_bounded: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """Draws the rows of the groups; returns ids [R] with these, and which draws are exact: bool [D] each."""
+    are_exact = []
+    for group in groups:
+        some = scores if len(group.params) == len(scores) else scores.index_select(0, group.index)
+        found = candidates(some, group.params, group.knobs, is_bounded=is_bounded)
+        places = _look_up(found.weights, group.numbers)
+        picked = places if found.ids is None else found.ids.gather(1, places)
+        ids = ids.index_copy(0, group.index, picked[:, 0])
+        if found.is_exact is not None:
+            are_exact.append(found.is_exact)
+    return ids, are_exact
 
 
 def _look_up(weights: Tensor, number: Tensor) -> Tensor:
@@ -227,19 +250,14 @@ def _look_up(weights: Tensor, number: Tensor) -> Tensor:
     return torch.searchsorted(ends, target, right=True)
 
 
-def _with_logprobs(raw: Tensor, rows: Sequence[SamplingRow], ids: list[int]) -> list[SampledToken]:
-    """Returns the chosen tokens with what their rows ask for. raw: float32 [R, V]."""
-    asked = [i for i, row in enumerate(rows) if row.state.params.logprobs is not None]
-    tokens = [SampledToken(token_id) for token_id in ids]
+def _tokens(
+    rows: Sequence[SamplingRow], asked: list[int], ids: Tensor, values: list[Tensor]
+) -> list[SampledToken]:
+    """Returns the chosen tokens with what their rows ask for. values: of the rows `asked`, on the host."""
+    tokens = [SampledToken(token_id) for token_id in ids.tolist()]
     if not asked:
         return tokens
-    logprobs = torch.log_softmax(_take(raw, asked), 1)
-    chosen = torch.tensor([[ids[i]] for i in asked], device=raw.device)
-    values = logprobs.gather(1, chosen)[:, 0].tolist()
-    # Always equally many, so that the order of equals does not depend on what other rows ask for.
-    top = logprobs.topk(min(MAX_LOGPROBS, raw.shape[1]))
-    tops = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    for i, value, (top_ids, top_values) in zip(asked, values, tops, strict=True):
+    for i, value, top_ids, top_values in zip(asked, *(each.tolist() for each in values), strict=True):
         best = tuple(zip(top_ids, top_values, strict=True))[: rows[i].state.params.logprobs]
-        tokens[i] = SampledToken(ids[i], value, best)
+        tokens[i] = SampledToken(tokens[i].token_id, value, best)
     return tokens

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from encoders.adapter import Embeddings, Grid, MediaPlan, PatchRun
+from encoders.device import CPU, to_device
 from epd.encode.encoder_cache import GroupKey
 
 NUM_CHANNELS = 2
@@ -20,8 +21,13 @@ class FakeFamily:
     def __init__(self) -> None:
         self.batch_sizes: list[int] = []
 
-    def preprocess(self, frames: Tensor, plan: MediaPlan) -> Tensor:  # noqa: ARG002 # a family has one
-        return frames[:, 0, 0, 0].to(torch.float32)
+    def preprocess(
+        self,
+        frames: Tensor,
+        plan: MediaPlan,  # noqa: ARG002 # a family has one
+        device: torch.device = CPU,
+    ) -> Tensor:
+        return to_device(frames[:, 0, 0, 0], device).to(torch.float32)
 
     def encode_batch(self, tower: nn.Module, runs: Sequence[PatchRun]) -> list[Embeddings]:  # noqa: ARG002
         if any(bool((run.values == POISON).any()) for run in runs):

@@ -246,7 +246,9 @@ def test_greedy_with_repetition_penalty_is_that_of_the_reference(
 def chosen_logprobs(logits: Sequence[float], params: SamplingParams, output: tuple[int, ...]) -> list[float]:
     """Log-probabilities that the sampler draws by, relative to the first."""
     sequence = SamplingState(params, 0, np.array([1]), output)
-    scores = sampler._penalised(torch.tensor([logits]), [SamplingRow(sequence)])
+    places, changes = map(torch.from_numpy, sampler._penalties([SamplingRow(sequence)], len(logits)))
+    none = torch.empty(0, dtype=torch.int64)
+    scores = sampler._changed(torch.tensor([logits]), places, changes, none, in_place=False)
     return (scores - scores[:, :1])[0].tolist()
 
 

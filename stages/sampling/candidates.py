@@ -1,0 +1,169 @@
+"""Weighs the tokens that can be drawn: temperature, then top_k, top_p and min_p.
+
+Weights are integers, so their sums are exact. On a CPU every token is ranked. On a GPU that would sort the
+whole vocabulary for each row, so the likeliest tokens alone are looked at, and whether they were enough:
+
+    scores       |  the likeliest, ranked  |  all others, which have no part in it if those were enough
+    is_exact     their weights reach top_p of the whole; the last of top_k is not among the last looked at
+
+D rows of logits, V tokens in the vocabulary, K tokens that can be drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from encoders.device import to_device
+from epd.sampling_params import SamplingParams
+
+# The weight of the most likely token, and bits for a token's place. A weight and a place fit into one int64,
+# and so does the sum of as many weights as there are places.
+_FULL_WEIGHT = 2**40
+_PLACE_BITS = 22
+_LAST_PLACE = 2**_PLACE_BITS - 1
+# Divisors beyond this and its inverse are not distinguished: float32 holds no quotients by them.
+_MAX_DIVISOR = 1e37
+# Tokens of a row that are looked at for top_p, and beyond its own for top_k: equals of the last belong to it.
+NUM_CANDIDATES = 1024
+_SPARE_CANDIDATES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Holds what can be drawn from D rows.
+
+    weights: int64 [D, K], a token's relative probability.
+    ids: int64 [D, K], of the tokens; None for all of V.
+    is_exact: bool [D], of rows in which no other token has a weight; None where that is known of all.
+    """
+
+    weights: Tensor
+    ids: Tensor | None = None
+    is_exact: Tensor | None = None
+
+
+def knobs(params: Sequence[SamplingParams]) -> NDArray[np.float64]:
+    """Returns temperature, top_p and min_p of each row: float64 [D, 3]."""
+    return np.array([[p.temperature, p.top_p, p.min_p] for p in params])
+
+
+def token_weights(scores: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor | None]:
+    """Weighs tokens by relative probability, int64 [D, K], for ids [D, K], or all of V if that is None.
+
+    scores: float32 [D, V]. params: all of them restrict top_k or none does, and so for top_p.
+    """
+    found = candidates(scores, params, torch.from_numpy(knobs(params)).to(scores.device))
+    return found.weights, found.ids
+
+
+def candidates(
+    scores: Tensor, params: Sequence[SamplingParams], values: Tensor, *, is_bounded: bool = False
+) -> Candidates:
+    """Weighs what can be drawn from scores, float32 [D, V].
+
+    params: all of them restrict top_k or none does, and so for top_p. values: `knobs`, on the device.
+    is_bounded: whether only the likeliest tokens are looked at, so that nothing is sorted or read back.
+    """
+    if scores.shape[1] > _LAST_PLACE + 1:
+        raise ValueError(f"{scores.shape[1]} tokens cannot be ranked, {_LAST_PLACE + 1} at most")
+    temperature, top_p, min_p = values.T[:, :, None]
+    ids, is_exact, has_top_p = None, None, params[0].top_p < 1
+    if params[0].top_k > 0:
+        top_k = [min(p.top_k, scores.shape[1]) for p in params]
+        scores, ids, is_exact = (
+            _top_k_bounded(scores, top_k) if is_bounded else (*_top_k(scores, top_k), None)
+        )
+    weights = _weights(scores, temperature)
+    if has_top_p and is_bounded and ids is None and weights.shape[1] > NUM_CANDIDATES:
+        weights, ids, is_exact = _top_p_bounded(scores, weights, top_p)
+    elif has_top_p:
+        weights, ids = _top_p(weights, ids, top_p)
+    if any(p.min_p for p in params):
+        weights = weights.masked_fill(weights < (min_p * _FULL_WEIGHT).long(), 0)
+    return Candidates(weights, ids, is_exact)
+
+
+def _weights(scores: Tensor, temperature: Tensor) -> Tensor:
+    """Computes each token's weight, int64 [D, K], the likeliest 2**40. temperature: float64 [D, 1]."""
+    distance = scores - scores.amax(1, keepdim=True)
+    quotient = distance / temperature.clamp(1 / _MAX_DIVISOR, _MAX_DIVISOR).float()
+    return (quotient.exp_() * _FULL_WEIGHT).long()
+
+
+def _top_k(scores: Tensor, top_k: list[int]) -> tuple[Tensor, Tensor]:
+    """Keeps scores [D, K] and ids of each row's top_k tokens and the equals of the last, all others -inf."""
+    ranks = _column([k - 1 for k in top_k], scores)
+    most = max(top_k)
+    values, ids = scores.topk(most)
+    floor = values.gather(1, ranks)
+    num_kept = int((scores >= floor).sum(1).max())
+    if num_kept > most:
+        ids = scores.topk(num_kept).indices
+    return _at_least(floor, scores, ids)
+
+
+def _top_k_bounded(scores: Tensor, top_k: list[int]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keeps the same, of a few tokens more than top_k; returns also in which rows these were enough."""
+    num_looked_at = min(max(top_k) + _SPARE_CANDIDATES, scores.shape[1])
+    values, ids = scores.topk(num_looked_at)
+    floor = values.gather(1, _column([k - 1 for k in top_k], scores))
+    is_exact = None if num_looked_at == scores.shape[1] else values[:, -1] < floor[:, 0]
+    return *_at_least(floor, scores, ids), is_exact
+
+
+def _at_least(floor: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Keeps scores that reach their row's floor [D, 1], in the order of ids: that of equals is anybody's."""
+    ids = ids.sort(1).values
+    values = scores.gather(1, ids)
+    return values.masked_fill(values < floor, -torch.inf), ids
+
+
+def _column(values: list[int], like: Tensor) -> Tensor:
+    """Returns int64 [D, 1] beside a tensor."""
+    return to_device(torch.tensor(values)[:, None], like.device)
+
+
+def _top_p(
+    weights: Tensor, ids: Tensor | None, top_p: Tensor, total: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Keeps weights [D, K] and ids of the fewest tokens of each row that make up top_p of its sum, others 0.
+
+    Of equals the first go first. top_p: float64 [D, 1]. total: int64 [D, 1], the sum, if there are other
+    tokens, none of which outweighs these. (Holtzman et al. 2019)
+    """
+    places = torch.arange(weights.shape[1], device=weights.device)
+    ranked = _sorted((weights << _PLACE_BITS) | (_LAST_PLACE - places))
+    weights, places = ranked >> _PLACE_BITS, _LAST_PLACE - (ranked & _LAST_PLACE)
+    so_far = weights.cumsum(1)
+    whole = so_far[:, -1:]
+    share = top_p * (whole if total is None else total)
+    weights = weights.masked_fill(whole - so_far >= share, 0)
+    return weights, places if ids is None else ids.gather(1, places)
+
+
+def _top_p_bounded(scores: Tensor, weights: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Keeps the same of the likeliest tokens alone; returns also in which rows these were enough.
+
+    They are if those that outweigh all others reach the share: equals of the last may lie outside.
+    """
+    ids = scores.topk(NUM_CANDIDATES).indices.sort(1).values
+    inside = weights.gather(1, ids)
+    least = inside.amin(1, keepdim=True)
+    outweighing = inside.masked_fill(inside <= least, 0).sum(1, keepdim=True)
+    total = weights.sum(1, keepdim=True)
+    is_exact = (outweighing >= top_p * total) | (least == 0)
+    kept, ids = _top_p(inside, ids, top_p, total)
+    return kept, ids, is_exact[:, 0]
+
+
+def _sorted(keys: Tensor) -> Tensor:
+    """Sorts each row ascending, int64 [D, K]. NumPy's is ten times as fast as torch's on a CPU."""
+    if keys.device.type != "cpu":
+        return keys.sort(1).values
+    return torch.from_numpy(np.sort(keys.numpy(), axis=1))
