@@ -56,7 +56,8 @@ from serve_app.service import AnswerRequest, MediaReference, RoleSwitch, TokenDe
 from serve_app.worker.worker_core import WorkerCore
 from serve_app.worker.worker_stages import WorkerSettings
 from stages.placement import CPU_FLOAT32
-from stages.weights import WholeModel, load_role, write_weights
+from stages.weight_files import write_weights
+from stages.weights import WholeModel, load_role
 from video import FetchPolicy
 
 MODEL = embedded_model_path()

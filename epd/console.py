@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from epd.types import StageTimings
+from epd.types import StageTimings, ceil_div
 
+_MB = 10**6
 _STAGES = {
     "probe_s": "probe",
     "decode_video_s": "decode video (wait)",
@@ -78,6 +79,13 @@ def progress_bar(description: str) -> Iterator[ShowProgress]:
                 progress.stop()
 
         yield show
+
+
+@contextmanager
+def loading_bar() -> Iterator[ShowProgress]:
+    """Shows a bar in megabytes while weights are loaded. Takes bytes."""
+    with progress_bar("loading the model, MB") as show:
+        yield lambda num_done, num_all: show(ceil_div(num_done, _MB), ceil_div(num_all, _MB))
 
 
 def stage_table(columns: Mapping[str, StageTimings]) -> Table:

@@ -119,6 +119,7 @@ def worker_settings(args: AppArgs) -> WorkerSettings:
         dtype=args.dtype,
         num_kv_tokens=args.num_kv_tokens,
         num_kv_pools=args.num_kv_pools,
+        is_alone=args.num_stage_workers == 1,
         scheduler=args.scheduler(is_decode=False),
         max_batch_patches=args.max_batch_patches,
         skip_static=args.skip_static,

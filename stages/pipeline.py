@@ -15,7 +15,7 @@ from epd.machine import usable_cpus
 from stages.engine.generation import GenerationSettings, generation_settings
 from stages.engine.setup import build_engine
 from stages.placement import Placement
-from stages.weights import load_role
+from stages.weights import OnBytes, load_role
 
 
 class Pipeline:
@@ -48,6 +48,7 @@ class Pipeline:
         group_tokens: int = DEFAULT_GROUP_TOKENS,
         num_kv_tokens: int | None = None,
         skip_static: float | None = None,
+        on_progress: OnBytes | None = None,
     ) -> Self:
         """Loads the folder `model_path`, in Hugging Face layout.
 
@@ -58,13 +59,15 @@ class Pipeline:
         less. Memory is taken when it is first used.
         skip_static: a unit of frames is not encoded if none of its preprocessed values differs by more than
         this from the unit before; by default all are encoded.
-        Raises RequestError, ModelNotFoundError, UnsupportedModelError, ModelError.
+        on_progress: called with the bytes of weights that have been read, and with all of them.
+        Raises RequestError, ModelNotFoundError, UnsupportedModelError, ModelError, and InfeasibleError for
+        weights that the memory has no room for.
         """
         path = Path(model_path)
         adapter = load_adapter(path)
         use_threads(num_threads)
         placement = placement or Placement.resolve(model_path=path)
-        model = load_role(path, "whole", placement).model
+        model = load_role(path, "whole", placement, on_progress=on_progress).model
         return cls(
             model,
             adapter,

@@ -18,19 +18,19 @@ from encoders import FrameSampling, PromptPlan, VideoFacts, load_adapter
 from encoders.batch import FrameEncoder
 from epd.kv.kv_identity import token_identity
 from epd.kv.scheduling import SchedulerConfig
-from epd.machine import memory_limit_bytes
 from epd.profiles import MediaRule, MemoryNeeds, Profile, StageTable, fit_table
 from epd.profiles.measuring import Action, measurement, table, timed
 from epd.profiles.speed import core_speed
 from epd.sampling_params import SamplingParams
 from epd.workload.requests import Resolution, VideoSpec
+from stages.device_memory import total_bytes
 from stages.engine.generation import GenerateRequest, generation_settings
 from stages.engine.model_runner import kv_layout
 from stages.engine.setup import build_engine, default_kv_tokens
 from stages.peak_memory import peak_bytes
 from stages.pipeline import use_threads
 from stages.placement import CPU_FLOAT32, Placement
-from stages.weights import load_role
+from stages.weights import OnBytes, load_role
 from video.demo_video import write_scene
 
 Points = Iterator[tuple[float, float, Action]]
@@ -50,12 +50,18 @@ _PHOTO_SIDES = (256, 512, 1024)
 class Profiler:
     """Loads a model and measures each of its stages alone."""
 
-    def __init__(self, path: Path, num_threads: int, placement: Placement = CPU_FLOAT32) -> None:
+    def __init__(
+        self,
+        path: Path,
+        num_threads: int,
+        placement: Placement = CPU_FLOAT32,
+        on_progress: OnBytes | None = None,
+    ) -> None:
         self.adapter: Any = load_adapter(path)
         use_threads(num_threads)
         self.placement = placement
         self.clock = _clock(placement, num_threads)
-        self.model: Any = load_role(path, "whole", placement).model
+        self.model: Any = load_role(path, "whole", placement, on_progress=on_progress).model
         self.engine: Any = build_engine(self.model, self.adapter, generation_settings(path, self.adapter))
         self._num_requests = 0
 
@@ -185,7 +191,7 @@ class Profiler:
         kv_bytes = kv_layout(self.model).bytes_per_token
         encode_bytes, prefill_bytes = self._activation_bytes()
         return MemoryNeeds(
-            device_bytes=_device_bytes(self.placement),
+            device_bytes=total_bytes(self.placement.device),
             vision_weight_bytes=vision,
             language_weight_bytes=total - vision,
             kv_bytes_per_token=kv_bytes,
@@ -230,12 +236,6 @@ def _clock(placement: Placement, num_threads: int) -> Callable[[], float]:
 def _time_completed(device: torch.device) -> float:
     torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def _device_bytes(placement: Placement) -> int:
-    if placement.is_cuda:
-        return int(torch.cuda.get_device_properties(placement.device).total_memory)
-    return memory_limit_bytes()
 
 
 def _area(size: tuple[int, int]) -> int:

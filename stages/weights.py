@@ -7,11 +7,10 @@ fill:     the tensors that are left are read, one by one, from the files that ho
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
+import logging
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,7 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
@@ -28,12 +26,13 @@ from encoders.checkpoint import check_unquantised
 from encoders.names import WeightSet, is_wanted, name_in_model
 from epd.errors import ModelError
 from stages.attention.support import check_attention
+from stages.device_memory import check_room
 from stages.placement import Placement
+from stages.weight_files import StoredTensor, converted, read_tensors, stored_tensors, tensors_in
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-# Bytes of a file, and places in it, that distinguish one set of weights from another.
-_SAMPLE_BYTES, _NUM_SAMPLES = 4096, 64
+logger = logging.getLogger(__name__)
+
+OnBytes = Callable[[int, int], None]
 # Making a skeleton changes how the whole process registers parameters: threads take turns.
 _LOADING = threading.Lock()
 
@@ -50,14 +49,23 @@ class LoadedModel:
     num_bytes: int
 
 
-def load_role(path: Path, role: WeightSet, placement: Placement, weights: Path | None = None) -> LoadedModel:
+def load_role(
+    path: Path,
+    role: WeightSet,
+    placement: Placement,
+    weights: Path | None = None,
+    on_progress: OnBytes | None = None,
+) -> LoadedModel:
     """Loads the part of the model at `path` for a worker of this role, in eval mode, with sdpa attention.
 
     placement: where its weights go, and their type.
     weights: what `write_weights` has made of it, to be mapped instead of being read.
+    on_progress: called with the bytes that have been read, and with all of them.
     Raises ModelError when the files lack a tensor or cannot be read, UnsupportedModelError for attention that
-    nothing here computes, and for quantised weights.
+    nothing here computes, and for quantised weights, InfeasibleError for weights that the memory has no room
+    for, before any is read.
     """
+    start_s = time.perf_counter()
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
         check_unquantised(config)
@@ -65,12 +73,16 @@ def load_role(path: Path, role: WeightSet, placement: Placement, weights: Path |
         with _LOADING:
             model = skeleton(config, placement.dtype)
             prune(model, role)
-            stored = _stored_names(path) if weights is None else {weights: _names_in(weights)}
-            loaded = _fill(model, stored, placement)
+            stored = stored_tensors(path) if weights is None else tensors_in(weights)
+            loaded = _fill(model, path, stored, placement, on_progress, is_copied=weights is None)
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"the weights at '{path}' do not load: {reason}") from error
     model.eval()
+    seconds = time.perf_counter() - start_s
+    logger.info(
+        "loaded %.2f GB of %s weights, %s, in %.1f s", loaded.num_bytes / 1e9, role, placement, seconds
+    )
     return loaded
 
 
@@ -97,60 +109,45 @@ def prune(model: nn.Module, role: WeightSet) -> None:
                 setattr(parent, name, None)
 
 
-def _fill(model: nn.Module, stored_names: Mapping[Path, list[str]], placement: Placement) -> LoadedModel:
+def _fill(
+    model: nn.Module,
+    path: Path,
+    stored: Iterable[StoredTensor],
+    placement: Placement,
+    on_progress: OnBytes | None,
+    *,
+    is_copied: bool,
+) -> LoadedModel:
     """Reads the tensors that the model has a place for, and no others."""
-    wanted = model.state_dict(keep_vars=True)
-    read: list[str] = []
-    num_bytes = 0
-    for file, names in stored_names.items():
-        with safe_open(file, framework="pt") as tensors:
-            for stored in names:
-                name = name_in_model(stored, wanted)
-                if name is None:
-                    continue
-                tensor = tensors.get_tensor(stored)
-                _assign(model, name, _placed(tensor, placement))
-                read.append(stored)
-                num_bytes += tensor.nbytes
+    known = model.state_dict(keep_vars=True)
+    places = {each: name for each in stored if (name := name_in_model(each.name, known)) is not None}
+    if is_copied:
+        check_room(path, _bytes_by_role(places, placement.dtype), placement)
+    num_bytes, num_read = sum(each.num_bytes for each in places), 0
+    for each, tensor in read_tensors(places):
+        _assign(model, places[each], _placed(tensor, placement))
+        num_read += each.num_bytes
+        if on_progress is not None:
+            on_progress(num_read, num_bytes)
     _tie(model)
     _move_buffers(model, placement.device)
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if missing:
         raise ValueError(f"{len(missing)} tensors are missing, such as {missing[0]}; get all of the files")
-    return LoadedModel(model, tuple(read), num_bytes)
+    return LoadedModel(model, tuple(each.name for each in places), num_bytes)
 
 
-def write_weights(path: Path, dtype: torch.dtype, target: Path) -> None:
-    """Writes all tensors of the model at `path` to one file, floating-point ones in `dtype`: see `load_role`.
-
-    Raises OSError, ModelError.
-    """
-    tensors: dict[str, Tensor] = {}
-    try:
-        for file, names in _stored_names(path).items():
-            with safe_open(file, framework="pt") as stored:
-                tensors |= {name: _converted(stored.get_tensor(name), dtype) for name in names}
-        save_file(tensors, target)
-    except (ValueError, KeyError, SafetensorError) as error:
-        raise ModelError(f"the weights at '{path}' cannot be copied: {error}") from error
-
-
-def num_weight_bytes(path: Path, dtype: torch.dtype) -> int:
-    """Counts the bytes of the tensors that `write_weights` writes; names take a few more."""
-    size = 0
-    for file, names in _stored_names(path).items():
-        with safe_open(file, framework="pt") as stored:
-            size += sum(math.prod(stored.get_slice(name).get_shape()) for name in names)
-    return size * dtype.itemsize
+def _bytes_by_role(places: Mapping[StoredTensor, str], dtype: torch.dtype) -> dict[str, int]:
+    """Counts the bytes of encoder and language model. places: names in the model."""
+    sizes = {"vision": 0, "language": 0}
+    for each, name in places.items():
+        sizes["vision" if is_wanted(name, "encode") else "language"] += each.num_bytes_as(dtype)
+    return sizes
 
 
 def _placed(tensor: Tensor, placement: Placement) -> Tensor:
     """Brings a stored tensor to its device, and to its type there: what travels is as small as the files."""
-    return _converted(tensor.to(placement.device), placement.dtype)
-
-
-def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+    return converted(tensor.to(placement.device), placement.dtype)
 
 
 class WholeModel:
@@ -177,21 +174,6 @@ def _shallow(module: nn.Module) -> nn.Module:
     return copy
 
 
-def _stored_names(path: Path) -> Mapping[Path, list[str]]:
-    """Lists the tensors in each of the folder's files; only headers are read."""
-    if (path / _INDEX).is_file():
-        index: dict[str, str] = json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-        files = [path / file for file in sorted(set(index.values()))]
-    else:
-        files = [path / _SINGLE]
-    return {file: _names_in(file) for file in files}
-
-
-def _names_in(file: Path) -> list[str]:
-    with safe_open(file, framework="pt") as tensors:
-        return list(tensors.keys())
-
-
 def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:
     """Puts a tensor in the place of the parameter or buffer `name`. Raises ValueError if it does not fit."""
     path, _, attribute = name.rpartition(".")
@@ -207,9 +189,10 @@ def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
     """Moves what modules have computed when they were made, such as the frequencies of rotary positions."""
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
+        for held in (module._buffers, vars(module)):
+            for name, value in held.items():
+                if isinstance(value, Tensor):
+                    held[name] = value.to(device)
 
 
 def in_layout(tensor: Tensor, wanted: torch.Size, name: str) -> Tensor:
@@ -250,24 +233,3 @@ def _parameters_without_memory() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def weights_revision(path: Path) -> str:
-    """Names what a model folder holds: other weights, or another configuration, have another name.
-
-    Configuration and headers are hashed whole, the weights at `_NUM_SAMPLES` places of each file.
-    """
-    digest = hashlib.blake2b(digest_size=8)
-    for config in sorted(path.glob("*.json")):
-        digest.update(config.read_bytes())
-    for file in sorted(path.glob("*.safetensors")):
-        size = file.stat().st_size
-        digest.update(str(size).encode())
-        with file.open("rb") as stream:
-            header = int.from_bytes(stream.read(8), "little")
-            digest.update(stream.read(header))
-            last = max(size - 8 - header - _SAMPLE_BYTES, 0)
-            for sample in range(_NUM_SAMPLES):
-                stream.seek(8 + header + last * sample // (_NUM_SAMPLES - 1))
-                digest.update(stream.read(_SAMPLE_BYTES))
-    return digest.hexdigest()

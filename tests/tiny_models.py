@@ -139,10 +139,10 @@ def build_qwen3_vl(folder: Path, seed: int = 0) -> Path:
 BUILDERS: dict[str, Callable[[Path], Path]] = {"qwen2_5_vl": build_qwen2_5_vl, "qwen3_vl": build_qwen3_vl}
 
 
-def load_reference(folder: Path) -> Any:
-    """The transformers model, as its own users load it: float32, sdpa attention."""
+def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The transformers model, as its own users load it, with sdpa attention."""
     model = AutoModelForImageTextToText.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+        folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
     )
     return model.eval()
 

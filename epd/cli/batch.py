@@ -201,8 +201,10 @@ def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
         from stages.placement import Placement  # torch
 
         placement = Placement.resolve(target.device, target.dtype, target.model)
-        with console.status("loading the model"):
-            loaded = LocalBackend.load(target.model, target.num_kv_tokens, target.skip_static, placement)
+        with console.loading_bar() as show:
+            loaded = LocalBackend.load(
+                target.model, target.num_kv_tokens, target.skip_static, placement, show
+            )
         yield loaded
 
 

@@ -44,10 +44,11 @@ def load_pipeline(
     skip_static: float | None = None,
 ) -> ColocatedPipeline:
     """Loads a model. Raises EPDError."""
-    with console.status("loading the model"):
+    with console.loading_bar() as show:
         return ColocatedPipeline.load(
             model or embedded_model_path(),
             placement=placement,
             num_threads=num_threads,
             skip_static=skip_static,
+            on_progress=show,
         )

@@ -76,8 +76,9 @@ def _profile_of(
     from stages.profiling import Profiler  # torch
 
     path = Path(model) if model is not None else embedded_model_path()
-    with console.status("loading the model"):
-        profiler = Profiler(path, num_threads, Placement.resolve(device, dtype, path))
+    placement = Placement.resolve(device, dtype, path)
+    with console.loading_bar() as show:
+        profiler = Profiler(path, num_threads, placement, show)
     with console.progress_bar("stages") as show:
         found = profiler.profile(path.name, machine, repeats, show)
     if not has_app:

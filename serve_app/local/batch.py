@@ -43,6 +43,7 @@ from serve_app.service import AnswerEnd, MediaReference, ModelCard, TokenDelta
 from stages.batch.batch import BatchPipeline
 from stages.batch.jobs import BatchAnswer, MediaJob, TextRequest
 from stages.placement import Placement
+from stages.weights import OnBytes
 
 _MAX_OUTCOMES = 1024
 _TICK_S = 0.1
@@ -82,10 +83,15 @@ class LocalBackend:
         num_kv_tokens: int | None,
         skip_static: float | None,
         placement: Placement | None = None,
+        on_progress: OnBytes | None = None,
     ) -> LocalBackend:
         """Loads a model. Options as in `BatchPipeline.load`. Raises EPDError."""
         pipeline = BatchPipeline.load(
-            model, num_kv_tokens=num_kv_tokens, skip_static=skip_static, placement=placement
+            model,
+            num_kv_tokens=num_kv_tokens,
+            skip_static=skip_static,
+            placement=placement,
+            on_progress=on_progress,
         )
         return cls(pipeline, ModelCard(model.name, int(time.time())))
 

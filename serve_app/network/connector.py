@@ -26,7 +26,7 @@ from stages.connectors.mailbox import MailboxConnector, Message
 from stages.encode.encoder_pool import EncoderPool, EncoderPoolShape
 from stages.engine.kv_pool import KVPools, KVPoolsShape
 from stages.placement import Placement
-from stages.weights import num_weight_bytes, write_weights
+from stages.weight_files import num_weight_bytes, write_weights
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from serve_app.orchestration.token_text import TokenTexts
 from serve_app.service import AnswerRequest, MediaSource, ModelCard
 from stages.engine.generation import GenerateRequest, generation_settings
 from stages.media import plan_video
-from stages.weights import weights_revision
+from stages.weight_files import weights_revision
 
 _MAX_SEED = 2**31
 # Number of video plans kept, by content: a second question about a video does not list its frames again.

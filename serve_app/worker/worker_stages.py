@@ -39,6 +39,7 @@ class WorkerSettings:
     skip_static: see `encoders.batch.FrameEncoder`; affects embeddings, so workers that share them must agree
     decode_scheduler: of workers that only decode, None for `scheduler`
     num_kv_pools: that share the machine's memory if num_kv_tokens is not set
+    is_alone: whether it is the model's only worker, which shares its weights with none
     """
 
     model_path: Path
@@ -55,6 +56,7 @@ class WorkerSettings:
     skip_static: float | None = None
     decode_scheduler: SchedulerConfig | None = None
     num_kv_pools: int = 1
+    is_alone: bool = False
 
     def placement(self) -> Placement:
         """Returns where the models of this process run. Raises RequestError for what the machine lacks."""
@@ -170,7 +172,7 @@ class StageBuilder:
     def _mapped(self) -> WholeModel | None:
         """Returns the whole model if workers share its weights: parts that are not run take no memory."""
         path = self.settings.model_path
-        weights = self.transport.weights(path, self.placement)
+        weights = None if self.settings.is_alone else self.transport.weights(path, self.placement)
         if weights is None:
             return None
         return WholeModel(path, self.placement, weights)

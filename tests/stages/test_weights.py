@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,13 +11,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
+import stages.device_memory
+import stages.weight_files
 import stages.weights
-from encoders.names import is_wanted
-from epd.errors import ModelError
+from encoders.names import WeightSet, is_wanted
+from epd.errors import InfeasibleError, ModelError
 from stages.placement import CPU_FLOAT32, Placement
-from stages.weights import WholeModel, load_role, num_weight_bytes, weights_revision, write_weights
+from stages.weight_files import num_weight_bytes, weights_revision, write_weights
+from stages.weights import WholeModel, load_role
 from tests.encoders.families import Family, Picture
+from tests.tiny_models import load_reference
 
 FLOAT = torch.float32
 CPU_BFLOAT16 = Placement(torch.device("cpu"), torch.bfloat16)
@@ -39,16 +47,27 @@ class CountingFile:
     def keys(self) -> list[str]:
         return list(self._file.keys())
 
+    def get_slice(self, name: str) -> Any:
+        return self._file.get_slice(name)
+
     def get_tensor(self, name: str) -> torch.Tensor:
         self.read.append(name)
         tensor: torch.Tensor = self._file.get_tensor(name)
         return tensor
 
 
+class OutsideFile(CountingFile):
+    """Reads as if no device were pretended."""
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        with unset_fake_temporarily():
+            return super().get_tensor(name)
+
+
 @pytest.fixture
 def tensors_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     CountingFile.read = []
-    monkeypatch.setattr(stages.weights, "safe_open", CountingFile)
+    monkeypatch.setattr(stages.weight_files, "safe_open", CountingFile)
     return CountingFile.read
 
 
@@ -109,12 +128,78 @@ def test_mapped_weights_are_memory_of_their_file(family: Family, tmp_path: Path)
     assert all(any(start <= place < stop for start, stop in spans) for place in places)
 
 
-def test_what_is_loaded_equals_what_transformers_loads(family: Family) -> None:
-    theirs = {**dict(family.model.named_parameters()), **dict(family.model.named_buffers())}
-    model = load_role(family.path, "whole", CPU_FLOAT32).model
+@pytest.mark.parametrize("placement", [CPU_FLOAT32, CPU_BFLOAT16], ids=str)
+def test_what_is_loaded_equals_what_transformers_loads(family: Family, placement: Placement) -> None:
+    """Its types too: frequencies of rotary positions stay float32 in a model of another type."""
+    reference = load_reference(family.path, placement.dtype)
+    theirs = {**dict(reference.named_parameters()), **dict(reference.named_buffers())}
+    model = load_role(family.path, "whole", placement).model
     ours = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     assert ours.keys() == theirs.keys()
+    assert {name: each.dtype for name, each in ours.items()} == {n: each.dtype for n, each in theirs.items()}
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_all_of_a_model_is_on_its_device(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what modules compute when they are made. The device is pretended: nothing is allocated."""
+    monkeypatch.setattr(stages.weight_files, "safe_open", OutsideFile)
+    monkeypatch.setattr(stages.weights, "check_room", lambda *_: None)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = load_role(family.path, "whole", Placement(torch.device("cuda:0"), torch.bfloat16)).model
+    tensors = [*model.parameters(), *model.buffers()]
+    tensors += [each for module in model.modules() for each in vars(module).values() if torch.is_tensor(each)]
+    assert {each.device for each in tensors} == {torch.device("cuda:0")}
+    assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
+
+
+def test_weights_in_several_files_are_read_by_their_index(family: Family, tmp_path: Path) -> None:
+    whole = load_role(family.path, "whole", CPU_FLOAT32).model
+    path = sharded(family.path, tmp_path / "shards")
+    assert len(list(path.glob("*.safetensors"))) == 3
+    parts = dict(load_role(path, "whole", CPU_FLOAT32).model.named_parameters())
+    assert all(torch.equal(parts[name], each) for name, each in whole.named_parameters())
+    write_weights(path, torch.bfloat16, tmp_path / "one")
+    mapped = dict(WholeModel(path, CPU_BFLOAT16, tmp_path / "one").part("whole").named_parameters())
+    assert all(torch.equal(mapped[name], each.bfloat16()) for name, each in whole.named_parameters())
+
+
+def sharded(path: Path, target: Path) -> Path:
+    """A copy of a checkpoint with its weights in three files and an index, as large ones are published."""
+    shutil.copytree(path, target, ignore=shutil.ignore_patterns("*.safetensors"))
+    tensors = load_file(path / "model.safetensors")
+    weight_map = {name: f"model-{number % 3}.safetensors" for number, name in enumerate(sorted(tensors))}
+    for file in set(weight_map.values()):
+        save_file({name: tensors[name] for name, at in weight_map.items() if at == file}, target / file)
+    (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return target
+
+
+def test_progress_is_in_bytes(family: Family) -> None:
+    seen: list[tuple[int, int]] = []
+    loaded = load_role(family.path, "whole", CPU_FLOAT32, on_progress=lambda *each: seen.append(each))
+    assert seen == sorted(set(seen))
+    assert seen[-1] == (loaded.num_bytes, loaded.num_bytes)
+
+
+def test_weights_without_room_are_refused_with_their_sizes(
+    family: Family, monkeypatch: pytest.MonkeyPatch, tensors_read: list[str]
+) -> None:
+    monkeypatch.setattr(stages.device_memory, "available_memory_bytes", lambda: 1000)
+    whole = refusal(family.path, "whole", CPU_FLOAT32)
+    assert re.search(r"float32 on cpu \(vision .* GB, language .* GB\), .*--dtype bfloat16", whole)
+    assert "\n" not in whole
+    assert "cpu (language" in refusal(family.path, "language", CPU_FLOAT32)
+    assert "--dtype bfloat16" not in refusal(family.path, "encode", CPU_BFLOAT16)
+    assert not tensors_read
+    enough = sum(stored(family.path).values())
+    monkeypatch.setattr(stages.device_memory, "available_memory_bytes", lambda: enough)
+    load_role(family.path, "whole", CPU_FLOAT32)
+
+
+def refusal(path: Path, role: WeightSet, placement: Placement) -> str:
+    with pytest.raises(InfeasibleError) as refused:
+        load_role(path, role, placement)
+    return str(refused.value)
 
 
 @torch.inference_mode()

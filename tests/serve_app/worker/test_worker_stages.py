@@ -1,0 +1,46 @@
+"""Weights of a worker: shared where several workers of a machine's CPUs run the model, its own elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from serve_app.app_args import AppArgs
+from serve_app.composition import worker_settings
+from serve_app.local.fleet import LocalTransport
+from serve_app.network.connector import ProcessTransport
+from serve_app.network.memory import PoolFiles, new_fleet_id
+from serve_app.worker.worker_stages import StageBuilder
+from stages.placement import Placement
+
+
+@dataclass(slots=True)
+class AskedTransport(LocalTransport):
+    """Notes what weights were asked for."""
+
+    asked: list[Placement] = field(default_factory=list)
+
+    def weights(self, path: Path, placement: Placement) -> Path | None:
+        self.asked.append(placement)
+        return LocalTransport.weights(self, path, placement)
+
+
+@pytest.mark.parametrize(("topology", "num_asked"), [("1epd", 0), ("1e1pd", 1)])
+def test_a_lone_worker_shares_its_weights_with_none(
+    checkpoints: dict[str, Path], topology: str, num_asked: int
+) -> None:
+    args = AppArgs(model=checkpoints["qwen2_5_vl"], topology=topology, device="cpu", dtype="bfloat16")
+    transport = AskedTransport()
+    StageBuilder(worker_settings(args), transport)
+    assert transport.asked == [Placement(torch.device("cpu"), torch.bfloat16)] * num_asked
+
+
+def test_a_worker_on_a_gpu_loads_its_own_weights(checkpoints: dict[str, Path]) -> None:
+    files = PoolFiles(new_fleet_id())
+    transport = ProcessTransport(lambda *_: None, lambda _: True, files)
+    on_gpu = Placement(torch.device("cuda"), torch.bfloat16)
+    assert transport.weights(checkpoints["qwen2_5_vl"], on_gpu) is None
+    assert files.paths() == []
