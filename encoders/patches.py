@@ -17,6 +17,7 @@ from torchvision.transforms.v2 import functional as tvf
 
 from encoders.adapter import Grid
 from encoders.device import constants
+from encoders.kernels.dispatch import uses_kernels
 from epd.errors import UnsupportedModelError
 from epd.types import ceil_div
 
@@ -94,7 +95,7 @@ def patchify(frames: Tensor, spec: PatchSpec) -> Tensor:
 
     The last frame is repeated to fill the last unit. Equal to the Hugging Face processors bit for bit.
     """
-    if not frames.is_cuda:
+    if not uses_kernels(frames):
         return patchify_plain(frames, spec)
     from encoders.kernels.patchify import patchify_fused
 

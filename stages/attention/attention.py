@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from encoders.kernels.dispatch import uses_kernels
 from epd.types import Int32Array, Int64Array
+from stages.attention.device import DevicePlan
 from stages.attention.host import HostPlan
 from stages.attention.support import check_arguments
 from stages.reduction.pruning import PrunedRows
@@ -94,8 +96,6 @@ class AttentionPlan:
         """Builds a plan. device: the caches'; on a GPU the kernels attend, on a CPU their plain twin."""
         device = torch.device(device)
         if device.type == "cuda":
-            from stages.attention.device import DevicePlan  # Triton is needed, and there, on a GPU alone
-
             on_device = DevicePlan.build(batch, device)
             return cls(on_device.slot_mapping, on_device)
         return cls(torch.from_numpy(batch.slot_mapping), HostPlan.build(batch))
@@ -108,7 +108,7 @@ def write_kv(
 
     Blocks may lie apart in memory, the tokens of a block may not.
     """
-    if keys.is_cuda:
+    if uses_kernels(keys):
         from stages.kernels.kv_slots import write_slots
 
         write_slots(keys, values, key_cache, value_cache, slot_mapping)

@@ -1,7 +1,4 @@
-"""Computes attention over a paged cache on a GPU: the kernels' shared inputs, moved there at once.
-
-Import this module only where Triton is.
-"""
+"""Computes attention over a paged cache on a GPU: the kernels' shared inputs, moved there at once."""
 
 from __future__ import annotations
 
@@ -13,16 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from epd.types import ceil_div
-from stages.kernels.paged_attention import PagedSegments, TileSet, attend_tiles
+from encoders.device import arrays_to_device
+from encoders.kernels.dispatch import uses_kernels
+from stages.kernels.paged_plain import attend_plain
+from stages.kernels.tiles import PagedSegments, TileSet
 
 if TYPE_CHECKING:
     from stages.attention.attention import AttentionBatch
 
 # Segments of at most this many new tokens are tiled apart from chunks, whose tiles would be mostly padding.
 _MOST_SHORT = 8
-# Every array starts at 16 bytes, or Triton compiles each kernel anew for other alignments.
-_ALIGNMENT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +42,35 @@ class DevicePlan:
         chosen = [np.flatnonzero(kind) for kind in (is_short, ~is_short) if kind.any()]
         rows = np.repeat(np.arange(len(lens)), lens)
         tiled = [(one, np.flatnonzero(np.isin(rows, one))) for one in chosen]
-        slots, starts, contexts, tables, *pairs = _move(
+        slots, starts, contexts, tables, *pairs = arrays_to_device(
             [
-                batch.slot_mapping.view(np.int32),
+                batch.slot_mapping,
                 batch.query_starts,
                 batch.context_lens,
-                batch.block_tables.ravel(),
+                batch.block_tables,
                 *(array.astype(np.int32) for pair in tiled for array in pair),
             ],
             device,
         )
-        segments = PagedSegments(starts, contexts, tables.view(batch.block_tables.shape))
+        segments = PagedSegments(starts, contexts, tables)
         tile_sets = tuple(
             TileSet(pairs[2 * i], pairs[2 * i + 1], int(lens[one].max()), int(batch.context_lens[one].max()))
             for i, one in enumerate(chosen)
         )
-        return cls(slots.view(torch.int64), segments, tile_sets, _num_processors(device))
+        return cls(slots, segments, tile_sets, num_processors(slots))
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
         """Attends as `stages.attention.attention.attend` does."""
+        if uses_kernels(query):
+            return self.attend_by_kernels(query, key_cache, value_cache, scale)
+        return attend_plain(query, key_cache, value_cache, self.segments, self.tile_sets, scale)
+
+    def attend_by_kernels(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float
+    ) -> Tensor:
+        """Attends by Triton's kernels, compiled on a GPU, interpreted elsewhere if that is asked for."""
+        from stages.kernels.paged_attention import attend_tiles  # Triton is needed, and there, on a GPU alone
+
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for tiles in self.tile_sets:
             attend_tiles(
@@ -79,20 +86,11 @@ class DevicePlan:
         return out
 
 
+def num_processors(tensor: Tensor) -> int:
+    """Returns the number of processors of a tensor's device; 1 where no compiled kernel runs."""
+    return _num_processors(tensor.device) if uses_kernels(tensor) else 1
+
+
 @cache
 def _num_processors(device: torch.device) -> int:
-    """Returns the number of processors of a device that runs kernels; 1 where they are interpreted."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
-
-
-def _move(
-    arrays: list[np.ndarray[tuple[int, ...], np.dtype[np.int32]]], device: torch.device
-) -> list[Tensor]:
-    """Moves int32 arrays, flattened, in one transfer."""
-    room = [ceil_div(len(array), _ALIGNMENT) * _ALIGNMENT for array in arrays]
-    packed = np.zeros(sum(room), np.int32)
-    starts = np.cumsum([0, *room]).tolist()
-    for start, array in zip(starts, arrays, strict=False):
-        packed[start : start + len(array)] = array
-    moved = torch.from_numpy(packed).to(device)
-    return [moved[start : start + len(array)] for start, array in zip(starts, arrays, strict=False)]
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

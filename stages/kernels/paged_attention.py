@@ -1,4 +1,4 @@
-"""Computes attention over a paged KV cache on a GPU. Its twin is `stages.attention.host`.
+"""Computes attention over a paged KV cache on a GPU. Its twin is `stages.kernels.paged_plain`.
 
 One program takes one *tile* (some new tokens of one segment, times the G query heads of one KV head) and one
 *split* of the keys that the tile attends (Dao et al. 2023, "Flash-Decoding"):
@@ -20,6 +20,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from epd.types import ceil_div
+from stages.kernels.tiles import PagedSegments, TileSet
 
 
 @triton.jit  # type: ignore[untyped-decorator] # Triton is untyped
@@ -172,30 +173,6 @@ def _merge_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and 
         weighted = weighted * shrink[:, None] + part * weight[:, None]
         highest = new_highest
     tl.store(out + place, (weighted / total[:, None]).to(out.dtype.element_ty), mask=is_value)
-
-
-@dataclass(frozen=True, slots=True)
-class TileSet:
-    """Holds segments that are tiled alike; integers on the device are int32.
-
-    segments: [N].
-    rows: [tokens], the packed rows of those segments.
-    max_new, max_context: of any of them.
-    """
-
-    segments: Tensor
-    rows: Tensor
-    max_new: int
-    max_context: int
-
-
-@dataclass(frozen=True, slots=True)
-class PagedSegments:
-    """Locates the segments of a pass, int32 on the device; see `AttentionBatch`."""
-
-    query_starts: Tensor
-    context_lens: Tensor
-    block_tables: Tensor
 
 
 @dataclass(frozen=True, slots=True)

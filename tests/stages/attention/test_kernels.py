@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from encoders.patches import PatchSpec, patchify
 from stages.attention.attention import AttentionPlan, attend, write_kv
 from tests.stages.attention.test_attention import Case, filled, make_case, naive
 
@@ -51,6 +53,7 @@ LARGE_PASSES = [
     Pass(((700, 700), (4, 1000)), (8, 8, 80), 32),
     Pass(((64, 300), (1, 500)), (8, 1, 256), 64),
 ]
+MEAN, STD = (122.77, 116.75, 104.09), (68.5, 66.63, 70.32)
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 SCRIPT = """
 from tests.stages.attention.test_kernels import PASSES, compare_attention, compare_moves
@@ -90,7 +93,7 @@ def compare_attention(one: Pass, device: str, *, is_large: bool = False) -> None
     if device == "cpu":
         plan = replace(plan, num_processors=one.num_processors)
     key_cache, value_cache = (cache.to(device) for cache in filled(case))
-    ours = plan.attend(case.query.to(device), key_cache, value_cache, scale)
+    ours = plan.attend_by_kernels(case.query.to(device), key_cache, value_cache, scale)
     assert ours.dtype == one.dtype
     truth = in_float32(case)
     twin = attend(truth.query, *filled(truth), AttentionPlan.build(case.batch), scale)
@@ -127,6 +130,35 @@ def test_attention_on_a_cpu_needs_no_triton() -> None:
     run = python(f"import sys; sys.modules['triton'] = None\n{PLAIN}", dict(os.environ))
     assert run.returncode == 0, run.stderr
     assert run.stdout == "attended\n"
+
+
+@pytest.mark.parametrize("one", PASSES)
+def test_the_plain_twin_attends_from_the_same_inputs(one: Pass) -> None:
+    from stages.attention.device import DevicePlan
+
+    case = in_float32(make_case(list(one.lens), one.heads, one.block_size))
+    plan = DevicePlan.build(case.batch, torch.device("cpu"))
+    scale = one.heads[2] ** -0.5
+    ours = plan.attend(case.query, *filled(case), scale)
+    assert (ours.double() - naive(case, scale)).abs().max() < TOLERANCE[torch.float32]
+
+
+def test_tensors_without_values_take_the_twins() -> None:
+    """On a fake device kernels cannot run; the twins check shapes and devices there, and wait for nothing."""
+    case = make_case([(1, 40), (12, 30)], (4, 2, 64), 16)
+    with FakeTensorMode(allow_non_fake_inputs=False):
+        plan = AttentionPlan.build(case.batch, "cuda")
+        caches = [torch.zeros(8, 2, 2, 16, 2, 64, device="cuda")[:, 1, plane] for plane in range(2)]
+        query, keys = torch.zeros(13, 4, 64, device="cuda"), torch.zeros(13, 2, 64, device="cuda")
+        write_kv(keys, keys, caches[0], caches[1], plan.slot_mapping)
+        out = attend(query, caches[0], caches[1], plan, 0.125)
+        patches = patchify(
+            torch.zeros(2, 56, 84, 3, dtype=torch.uint8, device="cuda"), PatchSpec(14, 2, 2, MEAN, STD, 3)
+        )
+        assert (out.device.type, out.shape) == ("cuda", query.shape)
+        assert (patches.device.type, patches.shape) == ("cuda", (24, 1176))
+        with pytest.raises(RuntimeError, match="device"):
+            attend(query.cpu(), caches[0], caches[1], plan, 0.125)
 
 
 @pytest.mark.parametrize(

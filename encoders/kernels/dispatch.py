@@ -1,0 +1,14 @@
+"""Decides whether a Triton kernel or its plain torch twin computes. Triton is not needed to ask."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def uses_kernels(tensor: Tensor) -> bool:
+    """Reports whether kernels compute on this tensor: it is on a GPU, and has values.
+
+    A fake tensor has a shape and a device alone; the twins run on it, which checks both.
+    """
+    return tensor.is_cuda and not isinstance(tensor, FakeTensor)

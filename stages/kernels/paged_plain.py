@@ -1,0 +1,60 @@
+"""Attends as the kernels of `stages.kernels.paged_attention` do, from the same inputs, in plain torch.
+
+It runs on any device and reads nothing back, so it stands in for the kernels where values are missing too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from epd.types import ceil_div
+from stages.kernels.tiles import PagedSegments, TileSet
+
+
+def attend_plain(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    segments: PagedSegments,
+    tile_sets: Sequence[TileSet],
+    scale: float,
+) -> Tensor:
+    """Attends query [T, Hq, D] over caches [num_blocks, block_size, Hkv, D]: [T, Hq, D].
+
+    Segments of a tile set are padded to the longest; what padding computes goes to one more row.
+    """
+    num_rows = len(query)
+    out = query.new_zeros(num_rows + 1, *query.shape[1:])
+    for tiles in tile_sets:
+        starts = segments.query_starts[tiles.segments]
+        num_new = segments.query_starts[tiles.segments + 1] - starts
+        token = torch.arange(tiles.max_new, device=query.device)
+        rows = torch.where(token < num_new[:, None], starts[:, None] + token, num_rows)
+        contexts = segments.context_lens[tiles.segments]
+        last_seen = (contexts - num_new)[:, None] + token
+        tables = segments.block_tables[tiles.segments]
+        gathered = [_gather(cache, tables, contexts, tiles.max_context) for cache in (key_cache, value_cache)]
+        padded = torch.cat([query, query.new_zeros(1, *query.shape[1:])])[rows]
+        out[rows] = _attend(padded, gathered[0], gathered[1], last_seen, scale)
+    return out[:num_rows]
+
+
+def _gather(cache: Tensor, tables: Tensor, contexts: Tensor, max_context: int) -> Tensor:
+    """Gathers [N, max_context, Hkv, D] by block tables [N, max_blocks]; zeros past contexts, int32 [N]."""
+    blocks = cache[tables[:, : ceil_div(max_context, cache.shape[1])]]
+    tokens = blocks.flatten(1, 2)[:, :max_context]
+    is_held = torch.arange(max_context, device=cache.device) < contexts[:, None]
+    return torch.where(is_held[..., None, None], tokens, 0)
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, last_seen: Tensor, scale: float) -> Tensor:
+    """Attends query [N, Q, Hq, D] to keys [N, K, Hkv, D] up to last_seen [N, Q]; sums are float32."""
+    num_heads = keys.shape[2]
+    folded = query.view(*query.shape[:2], num_heads, -1, query.shape[3]).float()  # [N, Q, Hkv, G, D]
+    scores = torch.einsum("nqhgd,nkhd->nqhgk", folded, keys.float()) * scale
+    is_seen = torch.arange(keys.shape[1], device=keys.device) <= last_seen[..., None]
+    weights = scores.masked_fill(~is_seen[:, :, None, None], -torch.inf).softmax(-1)
+    return torch.einsum("nqhgk,nkhd->nqhgd", weights, values.float()).flatten(2, 3).to(query.dtype)

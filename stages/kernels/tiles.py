@@ -1,0 +1,31 @@
+"""Describes what the attention kernels work on: the segments of a pass, and which of them are tiled alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TileSet:
+    """Holds segments that are tiled alike; integers on the device are int32.
+
+    segments: [N].
+    rows: [tokens], the packed rows of those segments.
+    max_new, max_context: of any of them.
+    """
+
+    segments: Tensor
+    rows: Tensor
+    max_new: int
+    max_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class PagedSegments:
+    """Locates the segments of a pass, int32 on the device; see `AttentionBatch`."""
+
+    query_starts: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
