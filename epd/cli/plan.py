@@ -59,18 +59,18 @@ def plan(
             raise RequestError(f"{name} is {share}, it must be above 0 and at most 1")
     loaded = load_profile(profile)
     config = workload_config(loaded.media, workload, trace=trace)
-    num_cells, per_cell = cells_of(gpus)
+    cells = cells_of(gpus)
     retentions = tuple(share for share in _RETENTIONS if share >= min_retention)
     planner = planner_for(
         loaded,
         workload_jobs(loaded, config, seed),
         SLO(slo_ttft_s, slo_tpot_s),
-        Space(per_cell, retentions=retentions),
+        Space(cells[0][1], retentions=retentions),
         attainment=attainment,
         cpu_threads=num_cpu_threads(cpu_threads, loaded, 64),
     )
     with console.progress_bar("topologies") as show:
-        found = make_plan(planner, num_cells=num_cells, min_rate=min_rate, on_progress=show)
+        found = make_plan(planner, cells=cells, min_rate=min_rate, on_progress=show)
     if as_json:
         console.print_json(found.record())
     else:
@@ -82,9 +82,9 @@ def plan(
 def _print(found: Plan) -> None:
     """Prints the answer, then its assumptions."""
     out, winner = console.stdout_console(), found.winner
-    cells = f" ({found.num_cells} cells of {winner.candidate.topology})" if found.num_cells > 1 else ""
+    cells = f" ({', '.join(map(str, found.cells))})" if len(found.cells) > 1 or found.num_cells > 1 else ""
     out.print(f"run {found.topology}{cells}: {winner.candidate.settings}")
-    out.print(f"  {found.goodput:.3g} requests/s within the objectives, {winner.per_device:.3g} per device")
+    out.print(f"  {found.goodput:.3g} requests/s within the objectives, {found.per_device:.3g} per device")
     if found.cost_per_thousand is not None:
         price = found.profile.price_per_hour
         out.print(f"  {found.cost_per_thousand:.3g} per thousand requests, at {price:g} per device and hour")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from epd.errors import InfeasibleError
 from epd.planning.files import FORMAT
 from epd.planning.goodput import Demand, mean_work, simulate_at
 from epd.planning.search import OnProgress, Planner, Scored, SearchResult
-from epd.planning.space import is_colocated, times
+from epd.planning.space import is_colocated, times, together
 from epd.profiles.memory import WorkerMemory
 from epd.profiles.profile import Profile
 from epd.topology import Topology
@@ -19,12 +20,29 @@ _WORTH = 1.05
 
 
 @dataclass(frozen=True, slots=True)
+class Cells:
+    """Counts cells of one layout."""
+
+    num_cells: int
+    scored: Scored
+
+    @property
+    def topology(self) -> Topology:
+        return times(self.scored.candidate.topology, self.num_cells)
+
+    def __str__(self) -> str:
+        return f"{self.num_cells} cell{'s' if self.num_cells > 1 else ''} of {self.scored.candidate.topology}"
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Holds a plan.
 
-    winner: the layout to run
+    search: of one cell; its winner is the layout to run
     reason: why the runner-up lost, None without one
     verdict: whether to split up
+    num_cells: copies of the winner
+    rest: other cells for the devices that these leave, with the winner's settings
     """
 
     profile: Profile
@@ -34,15 +52,24 @@ class Plan:
     verdict: str
     assumptions: tuple[str, ...]
     num_cells: int = 1
+    rest: tuple[Cells, ...] = ()
+
+    @property
+    def cells(self) -> tuple[Cells, ...]:
+        return (Cells(self.num_cells, self.winner), *self.rest)
 
     @property
     def topology(self) -> Topology:
         """Returns the topology of all cells together."""
-        return times(self.winner.candidate.topology, self.num_cells)
+        return together(each.topology for each in self.cells)
 
     @property
     def goodput(self) -> float:
-        return self.winner.goodput * self.num_cells
+        return sum(each.num_cells * each.scored.goodput for each in self.cells)
+
+    @property
+    def per_device(self) -> float:
+        return self.goodput / self.topology.num_workers
 
     @property
     def winner(self) -> Scored:
@@ -54,7 +81,7 @@ class Plan:
         price = self.profile.price_per_hour
         if price is None:
             return None
-        return price * self.winner.candidate.num_devices / (self.winner.goodput * 3600) * 1000
+        return price / (self.per_device * 3600) * 1000
 
     def record(self) -> dict[str, Any]:
         """Returns a record for `--json` and plan.yaml: `PlanFile` of `epd serve`, and an explanation."""
@@ -105,9 +132,11 @@ class Plan:
 
     def _explanation(self) -> dict[str, Any]:
         return {
-            "num_cells": self.num_cells,
+            "cells": [
+                {"num_cells": each.num_cells, **(_scored_record(each.scored) or {})} for each in self.cells
+            ],
             "goodput_per_s": round(self.goodput, 4),
-            "goodput_per_device_per_s": round(self.winner.per_device, 5),
+            "goodput_per_device_per_s": round(self.per_device, 5),
             "num_devices": self.topology.num_workers,
             "profile": self.profile.name,
             "is_analytic": self.profile.is_analytic,
@@ -136,27 +165,41 @@ def _scored_record(scored: Scored | None) -> dict[str, Any] | None:
 def make_plan(
     planner: Planner,
     *,
-    num_cells: int = 1,
+    cells: Sequence[tuple[int, int]] | None = None,
     min_rate: float | None = None,
     on_progress: OnProgress | None = None,
 ) -> Plan:
-    """Searches and explains. num_cells: copies of the planner's space; a request stays in one cell.
+    """Searches and explains.
+
+    cells: (cells, devices in each), the first of the planner's space; a request stays in one cell. By default
+        one cell.
 
     Raises InfeasibleError, which names the binding constraint.
     """
+    (num_cells, _), *others = cells or [(1, planner.space.num_devices)]
     result = planner.search(on_progress)
-    if min_rate is not None and result.winner.goodput * num_cells < min_rate:
-        raise InfeasibleError(_rate_binds(planner, result.winner, min_rate / num_cells, num_cells))
+    rest = tuple(Cells(count, _like(planner, result.winner, size)) for count, size in others)
     reason = None
     if result.runner_up is not None:
         reason = why_it_lost(planner, result.runner_up, result.winner)
     assumptions = (*planner.profile.assumptions, *_ASSUMED)
-    if num_cells > 1:
+    if num_cells > 1 or rest:
         assumptions += (
-            f"{num_cells} equal cells, each with requests of its own; the runner-up's figures and those by "
-            "number of encoders are of one cell",
+            "each cell has requests of its own; the runner-up's figures and those by number of encoders are "
+            "of the first cell",
         )
-    return Plan(planner.profile, planner.demand, result, reason, verdict(result), assumptions, num_cells)
+    found = Plan(
+        planner.profile, planner.demand, result, reason, verdict(result), assumptions, num_cells, rest
+    )
+    if min_rate is not None and found.goodput < min_rate:
+        raise InfeasibleError(_rate_binds(planner, found, min_rate))
+    return found
+
+
+def _like(planner: Planner, winner: Scored, num_devices: int) -> Scored:
+    """Returns the best layout of another number of devices with the winner's settings."""
+    space = replace(planner.space, num_devices=num_devices, fixed=winner.candidate.settings)
+    return planner.over(space).search().winner
 
 
 _ASSUMED = (
@@ -212,13 +255,14 @@ def verdict(result: SearchResult) -> str:
     return f"disaggregate: {gain:.2f} times the goodput of {colocated.candidate.topology}"
 
 
-def _rate_binds(planner: Planner, winner: Scored, min_rate: float, num_cells: int) -> str:
+def _rate_binds(planner: Planner, found: Plan, min_rate: float) -> str:
+    winner = found.winner
     loads = stage_loads(planner, winner, winner.goodput)
     busiest = max(loads, key=lambda letters: loads[letters])
-    needed = num_cells * winner.candidate.num_devices * min_rate / winner.goodput
+    needed = min_rate / found.per_device
     return (
-        f"throughput binds: {num_cells * min_rate:g} requests/s are asked for, the best layout, "
-        f"{winner.candidate.topology} on {num_cells} cells, serves {num_cells * winner.goodput:.3g} with its "
+        f"throughput binds: {min_rate:g} requests/s are asked for, the best layout, "
+        f"{' and '.join(map(str, found.cells))}, serves {found.goodput:.3g} with its "
         f"{busiest} workers busy {loads[busiest]:.0%}; take about {needed:.0f} devices or relax the "
         "objectives"
     )

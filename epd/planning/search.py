@@ -81,6 +81,10 @@ class Planner:
     def demand_of(self, candidate: Candidate) -> Demand:
         return self._demands[candidate.settings.retention]
 
+    def over(self, space: Space) -> Planner:
+        """Returns a planner of another space for the same demand."""
+        return Planner(self.profile, self.demand, space, self._base)
+
     def candidates(self) -> list[Candidate]:
         """Returns all points whose weights fit, those with the highest bounds first."""
         found = [

@@ -1,11 +1,12 @@
 """Defines the space of plans: topologies of a number of devices, merged roles included, and their settings.
 
-3 devices    1e1p1d   2ep1d 1ep2d   1e2pd 2e1pd   3epd
+3 devices    1e1p1d   2ep1d 1ep2d   1e2pd 2e1pd   2ed1p 1ed2p   3epd
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -15,12 +16,12 @@ from epd.kv.scheduling import SchedulerConfig
 from epd.profiles.media import MediaWork
 from epd.simulate.deployment import Deployment
 from epd.simulate.requests import GroupWork, Job
-from epd.topology import MAX_WORKERS, Topology, WorkerGroup, parse_topology
+from epd.topology import MAX_WORKERS, Stage, Topology, WorkerGroup, parse_topology
 from epd.types import ceil_div
 
 # Devices that are laid out together: those of one machine. More are several such cells.
 MAX_CELL = 8
-_MERGED = (("ep", "d"), ("e", "pd"))
+_MERGED = (("ep", "d"), ("e", "pd"), ("ed", "p"))
 
 
 def splits(num_devices: int, num_parts: int) -> Iterator[tuple[int, ...]]:
@@ -33,8 +34,8 @@ def splits(num_devices: int, num_parts: int) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-def cells_of(num_devices: int) -> tuple[int, int]:
-    """Returns (cells, devices in each): as few equal cells as possible; the remainder is unused.
+def cells_of(num_devices: int) -> tuple[tuple[int, int], ...]:
+    """Returns (cells, devices in each), the larger cells first: as few as possible, and all devices in one.
 
     Raises RequestError for fewer than one or more than `MAX_WORKERS` devices.
     """
@@ -43,12 +44,23 @@ def cells_of(num_devices: int) -> tuple[int, int]:
             f"number of devices is {num_devices}, it must be 1 to {MAX_WORKERS}; plan a part of them"
         )
     num_cells = ceil_div(num_devices, MAX_CELL)
-    return num_cells, num_devices // num_cells
+    size, num_larger = divmod(num_devices, num_cells)
+    cells = ((num_larger, size + 1), (num_cells - num_larger, size))
+    return tuple((count, each) for count, each in cells if count)
 
 
 def times(topology: Topology, num_cells: int) -> Topology:
     """Multiplies a topology."""
     return Topology(tuple(WorkerGroup(num_cells * g.num_workers, g.roles) for g in topology.groups))
+
+
+def together(topologies: Iterable[Topology]) -> Topology:
+    """Adds topologies: workers of equal roles become one group."""
+    counts: Counter[frozenset[Stage]] = Counter()
+    for topology in topologies:
+        for group in topology.groups:
+            counts[group.roles] += group.num_workers
+    return Topology(tuple(WorkerGroup(count, roles) for roles, count in counts.items()))
 
 
 def topologies(num_devices: int) -> list[Topology]:
@@ -70,6 +82,10 @@ def resized(topology: Topology, letters: str, num_workers: int) -> Topology:
         for group in topology.groups
     )
     return Topology(groups)
+
+
+def _encodes_locally(topology: Topology) -> bool:
+    return all("encode" in group.roles for group in topology.groups if "prefill" in group.roles)
 
 
 def is_colocated(topology: Topology) -> bool:
@@ -111,6 +127,7 @@ class Space:
     """Lists values to choose from. With merged encode and prefill, `local` encodes at the prefill worker.
 
     has_merged_roles: otherwise every stage is on workers of its own.
+    fixed: the only settings, for layouts that can have them
     """
 
     num_devices: int
@@ -121,6 +138,7 @@ class Space:
     shardings: tuple[Sharding, ...] = ("groups", "request")
     retentions: tuple[float, ...] = (1.0,)
     has_merged_roles: bool = True
+    fixed: Settings | None = None
 
     def topologies(self) -> list[Topology]:
         found = topologies(self.num_devices)
@@ -129,12 +147,15 @@ class Space:
         ]
 
     def settings(self, topology: Topology) -> Iterator[Settings]:
+        if self.fixed is not None:
+            is_possible = self.fixed.sharding != "local" or _encodes_locally(topology)
+            return iter([self.fixed] if is_possible else [])
         shardings = self.shardings
         if any({"encode", "prefill"} <= group.roles for group in topology.groups):
             shardings = (*shardings, "local")
         elif sum(group.num_workers for group in topology.groups if "encode" in group.roles) == 1:
             shardings = shardings[:1]  # one encoder gets all of it either way
-        has_decoders = any(group.letters == "d" for group in topology.groups)
+        has_decoders = any("decode" in g.roles and "prefill" not in g.roles for g in topology.groups)
         choices = product(
             self.encode_patches,
             self.language_seats,

@@ -14,7 +14,7 @@ from epd.errors import InfeasibleError, RequestError
 from epd.planning.goodput import MAX_LOAD, Demand, goodput, keeps, rate_bound, simulate_at
 from epd.planning.plan import make_plan
 from epd.planning.search import LEAST_GAIN, Planner
-from epd.planning.space import Settings, Space, cells_of, splits, times, topologies
+from epd.planning.space import Settings, Space, cells_of, splits, times, together, topologies
 from epd.profiles import Profile, analytic_profile
 from epd.published.table5 import paper_planner, paper_space
 from epd.simulate import Deployment, JobMaker
@@ -38,7 +38,9 @@ def planner(space: Space, slo: SLO, **part: str) -> Planner:
 
 
 def test_topologies_of_three_devices_are_those_drawn() -> None:
-    assert set(map(str, topologies(3))) == {"1e1p1d", "2ep1d", "1ep2d", "1e2pd", "2e1pd", "3epd"}
+    assert set(map(str, topologies(3))) == {
+        "1e1p1d", "2ep1d", "1ep2d", "1e2pd", "2e1pd", "2ed1p", "1ed2p", "3epd",
+    }  # fmt: skip
 
 
 def test_the_space_of_eight_holds_the_published_optima() -> None:
@@ -53,13 +55,17 @@ def test_the_space_of_eight_holds_the_published_optima() -> None:
 
 def test_many_devices_are_cells() -> None:
     assert [cells_of(num) for num in (1, 8, 9, 16, 100, 256)] == [
-        (1, 1),
-        (1, 8),
-        (2, 4),
-        (2, 8),
-        (13, 7),
-        (32, 8),
+        ((1, 1),),
+        ((1, 8),),
+        ((1, 5), (1, 4)),
+        ((2, 8),),
+        ((9, 8), (4, 7)),
+        ((32, 8),),
     ]
+    for num in range(1, 257):
+        assert sum(count * size for count, size in cells_of(num)) == num
+    parts = [parse_topology(name) for name in ("2e1p1d", "1ed2p", "3e1d1p")]
+    assert str(together(parts)) == "5e4p2d1ed"
     assert str(times(parse_topology("5e2p1d"), 32)) == "160e64p32d"
     for num in (0, 257):
         with pytest.raises(RequestError, match="1 to 256"):
@@ -116,7 +122,7 @@ def test_a_verdict_that_comes_early_is_that_of_the_whole_run(name: str, share: f
 def test_no_schedule_exceeds_the_bound() -> None:
     """A hundred times the bound, all at once: the fleet is not done sooner than the bound allows."""
     want = demand(PROFILE, SLO(ttft_s=1e6), 200, **HEAVY)
-    for name in ("1e1p1d", "2ep1d", "1e2pd", "2epd"):
+    for name in ("1e1p1d", "2ep1d", "1e2pd", "1ed2p", "2epd"):
         deployment = Settings(32768, 64, 128, 8192, "groups").deployment(parse_topology(name), BASE)
         bound = rate_bound(PROFILE, deployment, want)
         result = simulate_at(PROFILE, deployment, want, 100 * bound)
@@ -181,6 +187,41 @@ def test_fewer_tokens_are_a_choice_only_where_it_is_allowed() -> None:
         space = Space(2, encode_patches=(32768,), language_seats=(64,), retentions=retentions)
         found = planner(space, SLO(1.0, 0.05), **HEAVY).search()
         assert found.winner.candidate.settings.retention == retentions[-1]
+
+
+def test_no_device_is_left_over() -> None:
+    """Five devices in cells of three and two: all are laid out, with the settings of the first cell."""
+    space = Space(3, encode_patches=(4096,), language_seats=(16, 64), chunk_tokens=(2048, 8192))
+    plan = make_plan(planner(space, SLO(2.0, 0.05), **HEAVY), cells=[(1, 3), (1, 2)])
+    assert plan.topology.num_workers == 5
+    first, second = plan.cells
+    assert second.scored.candidate.settings == first.scored.candidate.settings
+    assert plan.goodput == first.scored.goodput + second.scored.goodput > 0
+    explained = plan.record()["explanation"]
+    assert explained["num_devices"] == 5
+    assert sum(each["num_cells"] for each in explained["cells"]) == 2
+    assert plan.cost_per_thousand == pytest.approx(5 * 1.8 / 3.6 / plan.goodput)
+
+
+def test_settings_that_a_layout_cannot_have_are_left_out() -> None:
+    """Encoding at the prefill worker needs one that encodes."""
+    local = Settings(4096, 16, 128, 2048, "local")
+    space = Space(3, fixed=local)
+    possible = {str(each) for each in space.topologies() if list(space.settings(each))}
+    assert possible == {"2ep1d", "1ep2d", "3epd"}
+
+
+def test_encode_and_decode_on_one_worker_are_simulated() -> None:
+    """Prefill apart from everything else: both kinds of workers do their stages, and every request ends."""
+    want = demand(PROFILE, SLO(ttft_s=1e6), 40, **HEAVY)
+    deployment = Settings(4096, 16, 128, 2048, "groups").deployment(parse_topology("2ed1p"), BASE)
+    bound = rate_bound(PROFILE, deployment, want)
+    result = simulate_at(PROFILE, deployment, want, 0.5 * bound)
+    assert not result.rows["is_refused"].any()
+    assert (result.rows["adopted"] > 0).all()
+    assert len(want.jobs) / (
+        simulate_at(PROFILE, deployment, want, 100 * bound).rows["end"].max() / 1e12
+    ) <= (bound * 1.001)
 
 
 @pytest.fixture
