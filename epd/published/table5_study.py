@@ -1,0 +1,74 @@
+"""Asks what would have to be true for table 5's goodput, which is simulated 74 % high.
+
+One assumption is changed at a time, on the published optimum 6E1P1D. Beside its goodput stand three figures
+that the paper gives too: mean TTFT and TPOT at 1.25 requests/s, and table 4's TTFT of six images at 0.25
+requests/s, which an assumption must leave where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from epd.planning.goodput import Demand, goodput, simulate_at
+from epd.profiles.profile import Profile
+from epd.published.paper import Experiment, images, paper_deployment, paper_profile
+from epd.published.table5 import paper_demand
+from epd.published.tables import TABLE_4, TABLE_5, TABLE_5_AT_OPTIMUM, Row
+from epd.simulate.deployment import Deployment
+
+_TABLE_4_RATE, _NUM_REQUESTS = 0.25, 100
+
+
+@dataclass(frozen=True, slots=True)
+class Assumption:
+    """Describes what is changed. profile_alone: the costs at table 4's low rate, None for the same."""
+
+    name: str
+    profile: Profile
+    deployment: Deployment
+    demand: Demand
+    profile_alone: Profile | None = None
+
+    def rows(self) -> Iterator[Row]:
+        rate = TABLE_5["optimum"]
+        loaded = simulate_at(self.profile, self.deployment, self.demand, rate)
+        found = goodput(self.profile, self.deployment, self.demand)
+        yield Row(self.name, "6e1p1d", "goodput 1/s", found, rate)
+        for metric, value in (("TTFT mean s", loaded.ttft_s.mean()), ("TPOT mean s", loaded.tpot_s.mean())):
+            yield Row(self.name, f"{rate} requests/s", metric, float(value), TABLE_5_AT_OPTIMUM[metric])
+        alone = Experiment(self.deployment, _TABLE_4_RATE, [images(6)] * _NUM_REQUESTS)
+        ttft_s = alone.means(self.profile_alone or self.profile)["TTFT mean s"]
+        yield Row(self.name, "table 4, 6 images", "TTFT mean s", ttft_s, TABLE_4["sharding on"][6])
+
+
+def slower(profile: Profile, *, encode: float = 1.0, prefill: float = 1.0, decode: float = 1.0) -> Profile:
+    """Returns the profile with stages that take so many times as long."""
+    return replace(
+        profile,
+        encode=profile.encode.times(encode),
+        prefill=profile.prefill.times(prefill),
+        decode=profile.decode.times(decode),
+    )
+
+
+def assumptions() -> Iterator[Assumption]:
+    """Yields what is known first, then one change at a time, the last of all stages under load."""
+    profile, deployment, demand = paper_profile(), paper_deployment("6e1p1d"), paper_demand()
+    as_it_is = Assumption("as in table 5", profile, deployment, demand)
+    yield as_it_is
+    yield replace(as_it_is, name="every request must keep both", demand=replace(demand, attainment=1.0))
+    half = replace(demand, slo=replace(demand.slo, ttft_s=1.8))
+    yield replace(as_it_is, name="TTFT objective 1.8 s, not 3.9", demand=half)
+    yield replace(
+        as_it_is, name="4 threads read images, not 64", deployment=replace(deployment, cpu_threads=4)
+    )
+    yield replace(as_it_is, name="encode takes 1.5 times as long", profile=slower(profile, encode=1.5))
+    yield replace(as_it_is, name="prefill takes 2.5 times as long", profile=slower(profile, prefill=2.5))
+    loaded = slower(profile, encode=1.5, prefill=1.5, decode=1.5)
+    name = "under load all stages take 1.5 times as long"
+    yield replace(as_it_is, name=name, profile=loaded, profile_alone=profile)
+
+
+def study() -> list[Row]:
+    return [row for each in assumptions() for row in each.rows()]
