@@ -18,9 +18,13 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass, field
 
+from epd.control.elasticity.rates import DecayedMean
 from epd.errors import OverloadedError
 
-_WEIGHT_OF_NEW = 0.1  # weight of a measurement in the running means
+_WEIGHT_OF_NEW = 0.1  # weight of a first token's time in the running mean
+# For which intervals are remembered, by time: requests find room in bursts, and none does for a while after a
+# worker is lost. Such a pause counts by what found room before it, however many that were.
+_MEMORY_S = 30.0
 _MAX_OVERTAKEN = 32
 _LEAST_RETRY_S, _MOST_RETRY_S = 1.0, 60.0
 _YIELD_S = 0.25  # the longest that a turn is left to older requests of other queues
@@ -71,7 +75,7 @@ class AdmissionQueue:
         self._waiting: list[_Waiting] = []
         self._num_entered = 0
         self._placed_s: float | None = None  # last time that a request left while another waited
-        self._interval_s = _Mean()  # time between two that find room while there is a queue
+        self._interval_s = DecayedMean(_MEMORY_S)  # between two that find room while there is a queue
         self._first_token_s = _Mean()  # from room to first token
 
     def __len__(self) -> int:
@@ -167,7 +171,8 @@ class AdmissionQueue:
         self.leave(request_id)
         self._yields_since_s = None  # the next turn may be left to others again
         if self._placed_s is not None:
-            self._interval_s.add(now_s - self._placed_s)
+            elapsed_s = now_s - self._placed_s
+            self._interval_s.add(elapsed_s, 1.0, elapsed_s)
         self._placed_s = now_s if self._waiting else None
 
     def leave(self, request_id: str) -> None:

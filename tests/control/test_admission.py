@@ -49,6 +49,19 @@ def test_waits_are_expected_by_the_rate_that_was_measured() -> None:
     assert refusal.value.retry_after_s == pytest.approx(4.0)
 
 
+def test_a_pause_after_many_that_found_room_refuses_nobody_who_can_be_served() -> None:
+    """200 come at once; 64 find room, then none for 10 s, as a worker is lost, and then the next."""
+    queue = AdmissionQueue(1000)
+    for number in range(200):
+        queue.enter(str(number), 0.0, 120.0)
+    for number in range(64):
+        queue.place(str(number), number * 0.05)
+    queue.place("64", 13.0)
+    for number in range(65, 200):
+        queue.check_deadline(str(number), 13.0)
+    assert 0.2 < queue.expected_wait_s(0) < 0.4
+
+
 def test_the_first_token_counts_into_what_a_deadline_must_allow() -> None:
     queue = placed_every(0.1)
     queue.record_first_token(5.0)
