@@ -53,6 +53,10 @@ class LinkClosedError(UnavailableError):
     """Raised for calls over a link that has ended: whether they were handled is unknown."""
 
 
+class LinkTimeoutError(LinkClosedError):
+    """Raised when a link is not open in time: one of the two processes may only be slow."""
+
+
 class Link(asyncio.BufferedProtocol):
     """One end of a link. Used from one event loop.
 
@@ -261,7 +265,10 @@ class Link(asyncio.BufferedProtocol):
 
 
 async def connect(address: Address, key: bytes) -> Link:
-    """Connects to a listener. Raises LinkClosedError if none answers there that has the key."""
+    """Connects to a listener.
+
+    Raises LinkClosedError if none answers there that has the key, LinkTimeoutError if that is not known yet.
+    """
     loop = asyncio.get_running_loop()
     opened: asyncio.Future[None] = loop.create_future()
 
@@ -282,7 +289,11 @@ async def connect(address: Address, key: bytes) -> Link:
     except asyncio.CancelledError:
         link.close()
         raise
-    except (OSError, TimeoutError) as error:
+    except TimeoutError as error:
+        link.close()
+        text = f"no member has answered at {address.host}:{address.port} within {_HANDSHAKE_S:g} s"
+        raise LinkTimeoutError(text) from error
+    except OSError as error:
         link.close()
         raise LinkClosedError(f"no member answers at {address.host}:{address.port}: {error}") from error
     return link

@@ -30,7 +30,7 @@ from serve_app.fleet import (
 )
 from serve_app.messages import Message, ReplyT, WorkerReport
 from serve_app.network.calls import Answer, Channel, Channels
-from serve_app.network.link import Link, LinkClosedError, connect
+from serve_app.network.link import Link, LinkClosedError, LinkTimeoutError, connect
 from serve_app.network.members import BoardClient, Hello, Member, Place, Purpose, View
 from serve_app.network.membership import Membership
 from serve_app.network.wire import BulkPlace, FetchCall, Fetched, ReleaseBulk, WorkerCall
@@ -220,9 +220,9 @@ class RemoteFleet:
 
     async def _connect(self, name: str, member: Member) -> None:
         try:
-            link = await connect(member.address, self.membership.credentials.key)
+            link = await self._linked(name, member)
         except LinkClosedError as error:
-            if self._is_current(name, member):
+            if self._is_current(name, member) and not self._is_closed:
                 del self._workers[name]
                 await self.membership.accuse(member.epoch, str(error))
             return
@@ -236,6 +236,19 @@ class RemoteFleet:
         self._workers[name].channel = channel
         self._infos[name] = replace(_info(member), is_alive=True)
         self._events.put_nowait(WorkerBack(name))
+
+    async def _linked(self, name: str, member: Member) -> Link:
+        """Connects to a worker, again if it takes long: it may be this process that is slow.
+
+        Raises LinkClosedError if its process has ended, or it is not among the members any more.
+        """
+        while True:
+            try:
+                return await connect(member.address, self.membership.credentials.key)
+            except LinkTimeoutError as error:
+                if self._is_closed or not self._is_current(name, member):
+                    raise
+                logger.warning("worker %s: %s; trying again", name, error)
 
     def _is_current(self, name: str, member: Member) -> bool:
         return name in self._workers and self._workers[name].member.epoch == member.epoch

@@ -11,6 +11,8 @@ import pytest
 from epd.errors import OverloadedError
 from epd.sampling_params import SamplingParams
 from epd.topology import topology_name
+from serve_app.network import remote_fleet
+from serve_app.network.link import Address, Link, LinkTimeoutError, connect
 from tests.serve_app.deployments import Question, num_held, undisturbed
 from tests.serve_app.network.cluster import Cluster, Front, clustered
 
@@ -110,6 +112,33 @@ def test_a_front_that_is_lost_takes_only_its_own_requests_with_it(
             assert [answer.tokens for answer in await alive] == expected
             assert (await kept.service.status()).counters.get("workers_lost", 0) == 0
             await settled(cluster)
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_is_slow_to_open_a_link_is_not_lost(
+    model: Path, questions: list[Question], expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A front that starts on a busy machine may itself be what is slow."""
+    num_slow = 0
+
+    async def slow(address: Address, key: bytes) -> Link:
+        nonlocal num_slow
+        num_slow += 1
+        if num_slow <= 6:
+            raise LinkTimeoutError("no member has answered within 5 s")
+        return await connect(address, key)
+
+    async def run() -> None:
+        async with clustered(model, "1e1p1d", num_fronts=1) as cluster:
+            await until_all_see(cluster, "1e1p1d")
+            monkeypatch.setattr(remote_fleet, "connect", slow)
+            late = await cluster.add_front()
+            await until_all_see(cluster, "1e1p1d")
+            assert num_slow > 6
+            assert [answer.tokens for answer in await late.ask_all(questions)] == expected
+            assert (await cluster.fronts[0].service.status()).counters.get("workers_lost", 0) == 0
+            assert cluster.ended == []
 
     asyncio.run(run())
 
