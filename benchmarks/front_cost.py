@@ -145,7 +145,7 @@ class App:
         )
         self._wait()
         self.front = pid_of(FRONT_TITLES)
-        self.proxy = pid_of((PROXY_TITLE,))
+        self.proxy = found_pid((PROXY_TITLE,))  # a front that listens itself has none
 
     def _wait(self) -> None:
         end_s = time.monotonic() + READY_S
@@ -217,16 +217,26 @@ async def ask(port: int, body: Row) -> bytes:
     return reply
 
 
-def pid_of(titles: Sequence[str]) -> int:
+def found_pid(titles: Sequence[str]) -> int | None:
     for each in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             line = (each / "cmdline").read_bytes().decode(errors="replace")
             if line.startswith(tuple(titles)):
                 return int(each.name)
-    raise SystemExit(f"no process is called {' or '.join(titles)}; is another kind of server running?")
+    return None
 
 
-def cpu_s(pid: int) -> float:
+def pid_of(titles: Sequence[str]) -> int:
+    pid = found_pid(titles)
+    if pid is None:
+        raise SystemExit(f"no process is called {' or '.join(titles)}; is another kind of server running?")
+    return pid
+
+
+def cpu_s(pid: int | None) -> float:
+    """CPU seconds that a process has used; none without one."""
+    if pid is None:
+        return 0.0
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 

@@ -21,11 +21,14 @@ from typing import Any
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from ray import serve
+    from ray.serve.config import ProxyLocation
 
 from fastapi import FastAPI
 
 from benchmarks.front_cost_layers import MemoryService, api_over
+from serve_app.http.address import HttpAddress
 from serve_app.ray.cluster import RaySettings, ray_cluster
+from serve_app.ray.front import FrontListener, FrontReplica
 
 
 class RatedService:
@@ -59,10 +62,14 @@ class RatedService:
         return await self._groups[0].status()
 
 
-def application(num_groups: int, rate: float) -> serve.Application:
-    """The app with an extra route that names its process."""
+def application(num_groups: int, rate: float, address: HttpAddress | None) -> serve.Application:
+    """The app with an extra route that names its process. address: where it listens itself."""
+    made: list[FastAPI] = []
 
     def api() -> FastAPI:
+        return made.pop()
+
+    def created() -> FastAPI:
         logging.basicConfig(level=logging.INFO, filename="/dev/null")
         folder = Path(tempfile.mkdtemp(prefix="front-cost-"))
         app = api_over(RatedService(num_groups, rate), folder)
@@ -73,11 +80,20 @@ def application(num_groups: int, rate: float) -> serve.Application:
 
         return app
 
-    class Front:
+    class Front(FrontReplica):
         """The HTTP app alone."""
 
+        def __init__(self) -> None:
+            app = created()
+            self.listener = FrontListener(app, 0.0)
+            made.append(app)
+
     deployment = serve.deployment(
-        name="front", max_ongoing_requests=4096, ray_actor_options={"num_cpus": 0}, num_replicas=1
+        name="front",
+        max_ongoing_requests=4096,
+        ray_actor_options={"num_cpus": 0},
+        num_replicas=1,
+        user_config=address and address.config,
     )
     return deployment(serve.ingress(api)(Front)).bind()
 
@@ -90,14 +106,17 @@ def main() -> None:
     parser.add_argument("port", type=int)
     parser.add_argument("--groups", type=int, default=8, help="groups of streams")
     parser.add_argument("--rate", type=float, default=20.0, help="tokens a second of each stream")
+    parser.add_argument("--listen", action="store_true", help="the app listens itself, without a proxy")
     args = parser.parse_args()
+    address = HttpAddress(args.host, args.port) if args.listen else None
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     with ray_cluster(RaySettings(namespace=f"front-cost-{os.getpid()}")):
         serve.start(
             http_options={"host": args.host, "port": args.port},
+            proxy_location=ProxyLocation.Disabled if args.listen else ProxyLocation.HeadOnly,
             logging_config={"log_level": "WARNING", "enable_access_log": False},
         )
-        serve.run(application(args.groups, args.rate), name="cost", route_prefix="/")
+        serve.run(application(args.groups, args.rate, address), name="cost", route_prefix="/")
         print("ready", flush=True)
         sys.stdin.read()
         serve.shutdown()

@@ -7,6 +7,8 @@ Modes:
     proxy-loop    the same, the application in the event loop of the replica
     direct        the replica listens itself (RAY_SERVE_ENABLE_DIRECT_INGRESS)
     direct-loop   both (with RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0)
+    haproxy       HAProxy passes requests on to a replica that listens itself (RAY_SERVE_ENABLE_HA_PROXY)
+    listen        the application listens at an address of its own, as fronts of `epd serve` do
 
 Each stream gets 20 tokens a second. Printed: the tokens that arrive, and the CPU milliseconds of a token and
 of a short text in the front and in the proxy, read from /proc.
@@ -27,7 +29,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from benchmarks.front_cost import PROXY_TITLE, QUESTION, Row, ask, cpu_s, pid_of
+from benchmarks.front_cost import PROXY_TITLE, QUESTION, Row, ask, cpu_s, found_pid, pid_of
 from benchmarks.reporting import table
 
 MODES: dict[str, dict[str, str]] = {
@@ -38,9 +40,12 @@ MODES: dict[str, dict[str, str]] = {
         "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     },
+    "haproxy": {"RAY_SERVE_ENABLE_HA_PROXY": "1"},
+    "listen": {},
 }
 DIRECT_PORTS = range(30000, 31000)
 FRONT_TITLE = "ray::ServeReplica:cost:front"
+HAPROXY = "haproxy"  # the program, which the actor starts
 LISTENS = "0A"  # the state in /proc/net/tcp
 RATE = 20
 SETTLE_S, MEASURE_S, END_S = 3.0, 6.0, 90.0
@@ -48,21 +53,28 @@ BODY = {"messages": [{"role": "user", "content": QUESTION}]}
 
 
 @contextmanager
-def served(mode: str) -> Iterator[tuple[int, tuple[int, int]]]:
+def served(mode: str) -> Iterator[tuple[int, tuple[int | None, ...]]]:
     """Runs the application. Yields the port to ask, and the processes of the front and the proxy."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "benchmarks.front_cost_serve", "127.0.0.1", str(port)]
+    command += ["--listen"] if mode == "listen" else []
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     server = subprocess.Popen(command, env={**os.environ, **MODES[mode]}, text=True, **pipes)  # type: ignore[call-overload]
     try:
         if not any("ready" in line for line in server.stdout):
             raise SystemExit("the application did not start; run benchmarks.front_cost_serve to see why")
-        processes = pid_of((FRONT_TITLE,)), pid_of((PROXY_TITLE,))
+        processes = pid_of((FRONT_TITLE,)), haproxy_pid() if mode == "haproxy" else found_pid((PROXY_TITLE,))
         yield direct_port() if mode.startswith("direct") else port, processes
     finally:
         server.stdin.close()
         server.wait(END_S)
+
+
+def haproxy_pid() -> int:
+    """The worker of HAProxy: of its processes the one that has used most CPU."""
+    names = [each for each in Path("/proc").glob("[0-9]*/comm") if each.read_text().strip() == HAPROXY]
+    return max((int(each.parent.name) for each in names), key=cpu_s)
 
 
 def direct_port() -> int:
@@ -92,7 +104,7 @@ async def texts(port: int, number: int) -> None:
     await asyncio.gather(*(some() for _ in range(16)))
 
 
-async def streams(mode: str, port: int, processes: tuple[int, int], number: int) -> Row:
+async def streams(mode: str, port: int, processes: tuple[int | None, ...], number: int) -> Row:
     counted: Counter[str] = Counter()
     tasks = []
     for each in range(number):
@@ -123,7 +135,7 @@ async def stream(port: int, counted: Counter[str]) -> None:
             writer.close()
 
 
-def _row(mode: str, case: str, processes: tuple[int, int], before: list[float], number: int) -> Row:
+def _row(mode: str, case: str, processes: tuple[int | None, ...], before: list[float], number: int) -> Row:
     front, proxy = (
         round(1e3 * (cpu_s(pid) - start) / number, 4) for pid, start in zip(processes, before, strict=True)
     )

@@ -16,7 +16,9 @@ from fastapi import FastAPI
 from ray import serve
 
 from serve_app.app_args import MEDIA_FIELDS, STAGE_FIELDS, AppArgs
+from serve_app.http.address import HttpAddress
 from serve_app.ray.deployments import Media, Stage, create_front
+from serve_app.ray.front import FrontListener, FrontReplica
 
 # Requests that Serve passes on concurrently: those being answered, those whose bodies are being read, and as
 # many being refused. Health and metrics requests are included, so that nothing can take their place.
@@ -29,6 +31,14 @@ _CLOSE_S = 10.0
 
 def build_app(args: AppArgs) -> serve.Application:
     """Builds the application without running it. Raises EPDError for an invalid model or topology."""
+    return application(args)
+
+
+def application(args: AppArgs, address: HttpAddress | None = None) -> serve.Application:
+    """Builds the application like `build_app`.
+
+    address: at which each front listens itself; None: requests come through Serve's proxy
+    """
     args = args.with_keys_from(os.environ).resolved()
     options: dict[str, Any] = {
         "graceful_shutdown_timeout_s": args.drain_s + _CLOSE_S,
@@ -46,6 +56,8 @@ def build_app(args: AppArgs) -> serve.Application:
     front = front.options(
         max_ongoing_requests=args.max_requests + _MAX_ONGOING, max_queued_requests=_MAX_QUEUED
     )
+    if address is not None:
+        front = front.options(user_config=address.config)
     return front.bind(
         stage.bind(args.for_workers(*STAGE_FIELDS)), media.bind(args.for_workers(*MEDIA_FIELDS))
     )
@@ -60,11 +72,13 @@ def _deployment(
 def _front_class(args: AppArgs) -> Any:
     made: list[FastAPI] = []
 
-    class Front:
+    class Front(FrontReplica):
         """Created before Serve asks for the HTTP app, so that a failure here is reported to the deployer."""
 
         async def __init__(self, *_deployments: Any) -> None:  # type: ignore[misc] # Serve awaits it
-            made.append(await create_front(args))
+            app = await create_front(args)
+            self.listener = FrontListener(app, args.drain_s)
+            made.append(app)
 
     def api() -> FastAPI:
         return made.pop()

@@ -3,29 +3,74 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Self
 
 from epd.errors import RequestError
 
 _BACKLOG = 2048
+_HOST, _PORT, _MAX_PORT = "127.0.0.1", 8000, 65535
 
 
 @dataclass(frozen=True, slots=True)
 class HttpAddress:
-    host: str = "127.0.0.1"
-    port: int = 8000
+    host: str = _HOST
+    port: int = _PORT
+
+    @classmethod
+    def of(cls, config: Mapping[str, object]) -> Self:
+        """Returns the address that the `user_config` of a deployment names. Raises RequestError."""
+        host, port = config.get("host", _HOST), config.get("port", _PORT)
+        is_known = config.keys() <= {"host", "port"}
+        if is_known and isinstance(host, str) and isinstance(port, int) and 0 < port <= _MAX_PORT:
+            return cls(host, port)
+        raise RequestError(
+            f"received the user_config {dict(config)!r}; allowed: host, an address of the machine, and "
+            f"port, 1 to {_MAX_PORT}; change it"
+        )
+
+    @property
+    def config(self) -> dict[str, object]:
+        """Returns what `of` takes."""
+        return {"host": self.host, "port": self.port}
 
     @property
     def url(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
 
-    def listen(self) -> socket.socket:
-        """Opens a listening socket. Raises RequestError if that is impossible at the address."""
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+    @property
+    def _family(self) -> socket.AddressFamily:
+        return socket.AF_INET6 if ":" in self.host else socket.AF_INET
+
+    def listen(self, *, is_shared: bool = False) -> socket.socket:
+        """Opens a listening socket. Raises RequestError if that is impossible at the address.
+
+        is_shared: whether other processes of the same user may listen there too, if they share it as well:
+            each gets a part of the connections
+        """
         try:
-            return socket.create_server((self.host, self.port), family=family, backlog=_BACKLOG)
+            return socket.create_server(
+                (self.host, self.port), family=self._family, backlog=_BACKLOG, reuse_port=is_shared
+            )
         except OSError as error:
-            raise RequestError(
-                f"cannot listen on {self.host} port {self.port}: {error.strerror}; give another --port"
-            ) from error
+            raise self._refusal(error) from error
+
+    @contextmanager
+    def reserved(self) -> Iterator[None]:
+        """Keeps the address for those who share it while open. Raises RequestError if another has it."""
+        self.listen().close()
+        with socket.socket(self._family) as held:
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            try:
+                held.bind((self.host, self.port))
+            except OSError as error:
+                raise self._refusal(error) from error
+            yield
+
+    def _refusal(self, error: OSError) -> RequestError:
+        return RequestError(
+            f"cannot listen on {self.host} port {self.port}: {error.strerror}; give another --port"
+        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,13 +11,12 @@ from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
 
 import torch
-import uvicorn
 from fastapi import FastAPI
 
 from serve_app.app_args import AppArgs
 from serve_app.composition import create_app, log_requests, media_settings, worker_settings
 from serve_app.http.address import HttpAddress
-from serve_app.http.socket_guard import GuardedProtocol
+from serve_app.http.http_server import HttpServer
 from serve_app.local.fleet import LocalFleet, LocalFleetConfig
 from serve_app.media.media_processes import MediaProcesses
 
@@ -80,20 +78,11 @@ async def _serve(args: AppArgs, listener: socket.socket, started: Future[_Server
             await _Server(app, args.drain_s, started).serve([listener])
 
 
-class _Server(uvicorn.Server):
-    """Runs uvicorn in the thread of an event loop. started: gets the server when it listens."""
+class _Server(HttpServer):
+    """Is stopped by other threads. started: gets the server when it listens."""
 
     def __init__(self, app: FastAPI, drain_s: float, started: Future[_Server]) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=GuardedProtocol,
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                timeout_graceful_shutdown=math.ceil(drain_s),
-            )
-        )
+        super().__init__(app, drain_s)
         self._started = started
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()

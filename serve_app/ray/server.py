@@ -16,7 +16,7 @@ from ray.serve.exceptions import RayServeException
 from epd import errors
 from epd.bench.endpoint import Endpoint, get
 from epd.errors import EPDError, UnavailableError
-from serve_app.app import build_app
+from serve_app.app import application
 from serve_app.app_args import AppArgs
 from serve_app.composition import worker_settings
 from serve_app.http.address import HttpAddress
@@ -41,17 +41,18 @@ def served_app(
 
     Raises EPDError for arguments that cannot be served.
     """
-    app = build_app(args)
-    if cluster.address is None:
-        http.listen().close()
+    # In a cluster of others, fronts may run on any of its machines: its proxy has an address known before.
+    is_own = cluster.address is None
+    app = application(args, http if is_own else None)
+    if is_own:
         worker_settings(args.resolved()).placement()  # all workers are on this machine
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    watch = supervised(owns_cluster=cluster.address is None) if ends_with_cluster else nullcontext()
-    with ray_cluster(cluster), watch:
+    watch = supervised(owns_cluster=is_own) if ends_with_cluster else nullcontext()
+    with http.reserved() if is_own else nullcontext(), ray_cluster(cluster), watch:
         try:
             serve.start(
                 http_options={"host": http.host, "port": http.port},
-                proxy_location=ProxyLocation.HeadOnly,
+                proxy_location=ProxyLocation.Disabled if is_own else ProxyLocation.HeadOnly,
                 logging_config={"log_level": "WARNING", "enable_access_log": False},
             )
             serve.run(app, name=APP_NAME, route_prefix="/")
