@@ -34,6 +34,7 @@ from epd.types import StageTimings, Usage, content_hash
 from serve_app import messages as worker_messages
 from serve_app.http.api import ApiSettings, create_api
 from serve_app.messages import Admitted, Prefill, WorkerReport
+from serve_app.orchestration.live_answer import LiveAnswer
 from serve_app.orchestration.orchestrator import Orchestrator
 from serve_app.orchestration.request_planner import RequestPlanner
 from serve_app.service import AnswerEnd, AnswerRequest, ModelCard, ServiceStatus, TokenDelta
@@ -50,6 +51,8 @@ WORDS = ("The", " shape", " in", " the", " middle", " is", " a", " red", " circl
 NUM_TEXT_TOKENS = 16
 TICK_S = 0.001
 NUM_FRAMES = 8
+# Whether services yield together what is ready together; other checkouts may yield items.
+IN_BATCHES = "Sequence" in str(inspect.signature(LiveAnswer.items))
 
 
 @dataclass
@@ -88,12 +91,13 @@ class MemoryService:
         if not request.sampling.ignore_eos:
             for number in range(NUM_TEXT_TOKENS):
                 is_last = number == NUM_TEXT_TOKENS - 1
-                yield TokenDelta(0, _word(number), (number,), (), "stop" if is_last else None)
+                yield _given(TokenDelta(0, _word(number), (number,), (), "stop" if is_last else None))
         else:
             queue = self.queues[request.request_id] = asyncio.Queue()
             while (item := await queue.get()) is not None:
-                yield item
-        yield AnswerEnd(Usage(0, 0, 40, 16, 0), StageTimings(prefill_s=0.1, decode_s=0.2, total_s=0.3))
+                yield _given(item)
+        timings = StageTimings(prefill_s=0.1, decode_s=0.2, total_s=0.3)
+        yield _given(AnswerEnd(Usage(0, 0, 40, 16, 0), timings))
 
     def step(self) -> int:
         self.number += 1
@@ -110,6 +114,10 @@ class MemoryService:
 
     async def status(self) -> ServiceStatus:
         return ServiceStatus(True, "1epd")
+
+
+def _given(item: Any) -> Any:
+    return (item,) if IN_BATCHES else item
 
 
 _FETCH: Any = getattr(worker_messages, "FetchMedia", ())
@@ -297,9 +305,10 @@ class OrchestrationLayer:
         request = AnswerRequest(
             f"r{self._number}", "shapes-vl", (message,), (), sampling, FrameSampling(), arrival_s=time.time()
         )
-        async with aclosing(self._service.answer(request)) as items:
-            async for item in items:
-                self.ticker.num_sent += isinstance(item, TokenDelta)
+        async with aclosing(self._service.answer(request)) as answer:
+            async for items in answer:
+                for item in items if IN_BATCHES else (items,):
+                    self.ticker.num_sent += isinstance(item, TokenDelta)
 
 
 def write_video(path: Path) -> Path:

@@ -113,10 +113,11 @@ class App:
         start, tokens = time.perf_counter(), list[int]()
         async with self.service.media.sources(f"q{number}", references) as sources:
             request = AnswerRequest(f"q{number}", "shapes-vl", (message,), sources, params, FrameSampling())
-            async with aclosing(self.service.answer(request)) as items:
-                async for item in items:
-                    if isinstance(item, TokenDelta):
-                        tokens += item.token_ids
+            async with aclosing(self.service.answer(request)) as answer:
+                async for items in answer:
+                    for item in items:
+                        if isinstance(item, TokenDelta):
+                            tokens += item.token_ids
         return time.perf_counter() - start, tokens
 
 

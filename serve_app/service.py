@@ -365,8 +365,10 @@ class AnswerService(Protocol):
         """Raises RequestError where the workers cannot reduce like this; before any medium is fetched."""
         ...
 
-    def answer(self, request: AnswerRequest) -> AsyncGenerator[AnswerItem, None]:
-        """Yields pieces of all choices as they come, then one AnswerEnd; starts when it is first awaited.
+    def answer(self, request: AnswerRequest) -> AsyncGenerator[Sequence[AnswerItem], None]:
+        """Yields pieces of all choices, together what is ready together, and one AnswerEnd as the last.
+
+        It starts when it is first awaited.
 
         Closing or cancelling the iterator, at any await, frees everything the request holds in all stages.
         Raises EPDError, before the first item or later: OverloadedError or UnavailableError if the request

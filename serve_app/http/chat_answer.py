@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -46,9 +46,10 @@ class ChatAnswer(Response):
 
     async def _complete(self, scope: Scope, receive: Receive, send: Send) -> None:
         builder = CompletionBuilder(self._record, self._num_choices, has_logprobs=self._has_logprobs)
-        async with aclosing(self._items) as items:
-            async for item in items:
-                builder.add(item)
+        async with aclosing(self._items) as answer:
+            async for items in answer:
+                for item in items:
+                    builder.add(item)
         completion = builder.build()
         headers = {"Server-Timing": server_timing(checked_end(self._record.end))}
         body = completion.model_dump_json()
@@ -56,14 +57,14 @@ class ChatAnswer(Response):
 
     async def _stream(self, send: Send) -> None:
         async with EventStream(send, self._keep_alive_s) as stream:
-            async with aclosing(self._items) as items:
-                await self._relay(items, stream)
+            async with aclosing(self._items) as answer:
+                await self._relay(answer, stream)
             await stream.end()
 
-    async def _relay(self, items: AsyncIterator[AnswerItem], stream: EventStream) -> None:
+    async def _relay(self, answer: AsyncIterator[Sequence[AnswerItem]], stream: EventStream) -> None:
         """Relays all items. Errors are raised before the first bytes; after them, sent as the last event."""
         try:
-            await self._send_events(items, stream)
+            await self._send_events(answer, stream)
         except EPDError as error:
             if not stream.has_begun:
                 raise
@@ -74,13 +75,13 @@ class ChatAnswer(Response):
                 await stream.write(event(bug_reply(self._record)))
             raise
 
-    async def _send_events(self, items: AsyncIterator[AnswerItem], stream: EventStream) -> None:
-        """Sends all chunks of an item in one write."""
+    async def _send_events(self, answer: AsyncIterator[Sequence[AnswerItem]], stream: EventStream) -> None:
+        """Sends all chunks of items that are ready together in one write."""
         builder = ChunkBuilder(
             self._record, includes_usage=self._includes_usage, has_logprobs=self._has_logprobs
         )
-        async for item in items:
-            if data := builder.events(item):
+        async for items in answer:
+            if data := b"".join([builder.events(item) for item in items]):
                 await stream.write(data)
         await stream.write(b"".join(event(chunk) for chunk in builder.last_chunks()) + DONE)
 

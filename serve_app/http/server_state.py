@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -152,7 +152,9 @@ class ServerState:
         record.is_stream = bool(chat.stream)
         return parsed
 
-    async def items(self, parsed: ParsedRequest, record: RequestRecord) -> AsyncGenerator[AnswerItem, None]:
+    async def items(
+        self, parsed: ParsedRequest, record: RequestRecord
+    ) -> AsyncGenerator[Sequence[AnswerItem], None]:
         """Yields the answer; ending or closing it frees all resources of the request. Raises EPDError."""
         options = self._options(parsed.chat)
         self.service.check_reduction(options.reduction)
@@ -163,11 +165,11 @@ class ServerState:
             async with self.media.sources(record.request_id, parsed.references) as media:
                 del parsed  # it holds whole media as text, and the answer may take minutes
                 self.bodies.release(record)
-                async with aclosing(self.service.answer(request(media))) as items:
-                    async for item in items:
-                        record.note(item)
-                        if shows_spans or not isinstance(item, StageSpan):
-                            yield item
+                async with aclosing(self.service.answer(request(media))) as answer:
+                    async for items in answer:
+                        for item in items:
+                            record.note(item)
+                        yield items if shows_spans else _without_spans(items)
 
     def _options(self, chat: ChatRequest) -> _Options:
         """Returns the options of a request. Raises RequestError for inconsistent ones."""
@@ -228,3 +230,8 @@ class ServerState:
             record.log()
             if self.tracing.is_on:
                 self.tracing.add(record.trace())
+
+
+def _without_spans(items: Sequence[AnswerItem]) -> Sequence[AnswerItem]:
+    """Returns items without those that are only for traces; most answers have none."""
+    return [item for item in items if not isinstance(item, StageSpan)]

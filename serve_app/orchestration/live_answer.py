@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -67,24 +66,31 @@ class LiveAnswer:
         self._clock = clock
         self._texts = texts
         self._choices = [_Choice() for _ in range(plan.sampling.n)]
-        self._items: deque[AnswerItem | Exception | None] = deque()
+        self._items: list[AnswerItem] = []  # not yet consumed
+        self._error: Exception | None = None
         self._consumer: asyncio.Future[None] | None = None  # while it waits
 
-    async def items(self) -> AsyncIterator[AnswerItem]:
-        """Yields everything in order, up to AnswerEnd. Raises the error that the answer failed with."""
-        while True:
-            while not self._items:
+    async def items(self) -> AsyncIterator[Sequence[AnswerItem]]:
+        """Yields everything in order, up to AnswerEnd: what has come since, together.
+
+        Raises the error that the answer failed with.
+        """
+        while self._error is None or self._items:
+            if not self._items:
                 self._consumer = asyncio.get_running_loop().create_future()
                 await self._consumer
-            item = self._items.popleft()
-            if item is None:
-                return
-            if isinstance(item, Exception):
-                raise item
-            yield item
+            if items := self._items:
+                self._items = []
+                yield items
+                if isinstance(items[-1], AnswerEnd):
+                    return
+        raise self._error
 
-    def _put(self, item: AnswerItem | Exception | None) -> None:
+    def _put(self, item: AnswerItem) -> None:
         self._items.append(item)
+        self._wake()
+
+    def _wake(self) -> None:
         if self._consumer is not None and not self._consumer.done():
             self._consumer.set_result(None)
 
@@ -183,7 +189,6 @@ class LiveAnswer:
                 num_retries=self.num_retries,
             )
         )
-        self._put(None)
 
     def _usage(self) -> Usage:
         usage = self.plan.usage(sum(choice.num_passed for choice in self._choices))
@@ -191,7 +196,9 @@ class LiveAnswer:
         return replace(usage, num_substituted_frames=num_substituted)
 
     def fail(self, error: Exception) -> None:
-        self._put(error)
+        """Ends the answer with an error, after what has come before."""
+        self._error = self._error or error
+        self._wake()
 
 
 def fingerprint(request: AnswerRequest) -> str:

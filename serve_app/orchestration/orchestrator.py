@@ -243,7 +243,7 @@ class Orchestrator:
         there = [info.roles for info in self._fleet.workers.values() if not info.is_gone]
         check_reduction(policy, there)
 
-    async def answer(self, request: AnswerRequest) -> AsyncGenerator[AnswerItem, None]:
+    async def answer(self, request: AnswerRequest) -> AsyncGenerator[Sequence[AnswerItem], None]:
         """See `AnswerService`."""
         now_s = time.time()
         deadline_s = request.deadline_s or now_s + self.config.max_wait_s
@@ -259,8 +259,8 @@ class Orchestrator:
         self.retention.arrived(plan)
         running = self._tasks.spawn(self._run(answer, deadline_s))
         try:
-            async for item in answer.items():
-                yield item
+            async for items in answer.items():
+                yield items
         finally:
             self.elastic.finished()
             running.cancel()

@@ -91,6 +91,10 @@ class Answered:
     spans: list[StageSpan] = field(default_factory=list)
     end: AnswerEnd | None = None
 
+    def take_all(self, items: Sequence[AnswerItem]) -> None:
+        for item in items:
+            self.take(item)
+
     def take(self, item: AnswerItem) -> None:
         if isinstance(item, TokenDelta):
             self.token_ids.setdefault(item.index, []).extend(item.token_ids)
@@ -142,10 +146,10 @@ class Deployment:
         answered = Answered()
         async with (
             self.requested(question, **options) as request,
-            aclosing(self.service.answer(request)) as items,
+            aclosing(self.service.answer(request)) as answer,
         ):
-            async for item in items:
-                answered.take(item)
+            async for items in answer:
+                answered.take_all(items)
         return answered
 
     @asynccontextmanager

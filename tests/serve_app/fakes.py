@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -70,25 +70,25 @@ class FakeService:
     num_closed: int = 0
     switch_error: EPDError | None = None
     switched: list[tuple[str, frozenset[Stage]]] = field(default_factory=list)
-    _kept: list[AsyncGenerator[AnswerItem, None]] = field(default_factory=list)
+    _kept: list[AsyncGenerator[Sequence[AnswerItem], None]] = field(default_factory=list)
     models: tuple[ModelCard, ...] = (ModelCard("shapes-vl", 1_700_000_000, 4096), ModelCard("other/vl", 1))
 
     def check_reduction(self, policy: ReductionPolicy) -> None:
         pass
 
-    def answer(self, request: AnswerRequest) -> AsyncGenerator[AnswerItem, None]:
+    def answer(self, request: AnswerRequest) -> AsyncGenerator[Sequence[AnswerItem], None]:
         """Keeps the iterator: only closing it ends it, not that nobody has it any more."""
         self._kept.append(self._answer(request))
         return self._kept[-1]
 
-    async def _answer(self, request: AnswerRequest) -> AsyncGenerator[AnswerItem, None]:
+    async def _answer(self, request: AnswerRequest) -> AsyncGenerator[Sequence[AnswerItem], None]:
         self.requests.append(request)
         self.paths_seen.append([self.file_of(source.held).path for source in request.media])
         self.files_seen.append([path.read_bytes() for path in self.paths_seen[-1]])
         self.num_open += 1
         try:
             async for item in self._items(request):
-                yield item
+                yield (item,)
         finally:
             self.num_closed += 1
 

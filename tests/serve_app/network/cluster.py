@@ -94,10 +94,10 @@ class Front:
         references = tuple(map(reference_to, question.media))
         async with (
             self.service.media.sources(f"m{next(_numbers)}", references) as sources,
-            aclosing(self.service.answer(question.request(sources, **options))) as items,
+            aclosing(self.service.answer(question.request(sources, **options))) as answer,
         ):
-            async for item in items:
-                answered.take(item)
+            async for items in answer:
+                answered.take_all(items)
         return answered
 
     async def ask_all(self, questions: Sequence[Question]) -> list[Answered]:

@@ -44,10 +44,10 @@ def test_media_workers_give_each_other_what_a_request_contained(
             reference = MediaReference("video", data_url(path, "video/mp4"), "it")
             async with (
                 front.service.media.sources("r", [reference]) as sources,
-                aclosing(front.service.answer(question.request(sources))) as items,
+                aclosing(front.service.answer(question.request(sources))) as answer,
             ):
-                async for item in items:
-                    answered.take(item)
+                async for items in answer:
+                    answered.take_all(items)
             assert answered.tokens == expected
             assert len({worker for kind, worker in asked if kind is ReadFrames}) == 3
             assert len({worker for kind, worker in asked if kind is StoreFile}) == 2

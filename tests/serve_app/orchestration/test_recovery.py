@@ -131,8 +131,8 @@ def test_tokens_that_were_sent_do_not_come_again(
             tokens: list[int] = []
             router = deployment.service.router
             async with deployment.requested(questions[1]) as request:
-                async for item in deployment.service.answer(request):
-                    tokens += getattr(item, "token_ids", ())
+                async for items in deployment.service.answer(request):
+                    tokens += [token for item in items for token in getattr(item, "token_ids", ())]
                     if len(tokens) == 10:
                         busy = [name for name in ("d0", "d1") if router.in_flight(name).num_decodes]
                         deployment.fleet.kill(busy[0])

@@ -160,8 +160,8 @@ async def answer_from_data(deployment: Deployment, question: Question) -> Answer
     """The answer to a question whose video comes in the request itself."""
     reference, answered = MediaReference("video", data_url(question.media[0], "video/mp4"), "it"), Answered()
     async with deployment.service.media.sources("r", [reference]) as sources:
-        async for item in deployment.service.answer(question.request(sources)):
-            answered.take(item)
+        async for items in deployment.service.answer(question.request(sources)):
+            answered.take_all(items)
     return answered
 
 
