@@ -150,6 +150,10 @@ class PlacementPolicy:
         self.candidates = candidates
         self._max_prefills = max_prefills
 
+    def can_ask(self) -> bool:
+        """Returns whether any worker can be asked to take a prompt; `place` asks nobody if none can."""
+        return bool(self._prefillers(None))
+
     def place(
         self, placement: Placement, media: Sequence[tuple[str, int]], allowed: Allowed | None = None
     ) -> Steps:

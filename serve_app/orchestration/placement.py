@@ -83,9 +83,9 @@ class RequestPlacer:
         clock: Callable[[], float],
     ) -> None:
         self._fleet = fleet
-        self._policy = PlacementPolicy(
-            router, lambda: Candidates(fleet.workers.values()), max_prefills=limits.max_prefills
-        )
+        self._listed: tuple[WorkerInfo, ...] = ()
+        self._candidates = Candidates(())
+        self._policy = PlacementPolicy(router, self._current, max_prefills=limits.max_prefills)
         self._queue = queue
         self._unavailable_s = limits.unavailable_s
         self._losses = losses
@@ -93,6 +93,13 @@ class RequestPlacer:
         self._clock = clock
         self._waiting: dict[str, asyncio.Event] = {}  # by attempt, set when it should look again
         self._redirecting: set[str] = set()
+
+    def _current(self) -> Candidates:
+        """Returns the workers that take new work: the same object while none of them has changed."""
+        workers = tuple(self._fleet.workers.values())
+        if workers != self._listed:
+            self._listed, self._candidates = workers, Candidates(workers)
+        return self._candidates
 
     def wake(self) -> None:
         """Lets the first requests of the queue look for room again, as some may have been freed."""
@@ -123,7 +130,8 @@ class RequestPlacer:
     async def _is_taken(self, attempt: Attempt) -> bool:
         if attempt.has_ended or not self._queue.is_turn(attempt.id, _NUM_FIRST, self._clock()):
             return False
-        return await self._ask_workers(attempt)
+        # Most of those that wait are woken in vain: that is to cost little.
+        return self._policy.can_ask() and await self._ask_workers(attempt)
 
     async def _ask_workers(self, attempt: Attempt) -> bool:
         """Asks workers once. Returns whether they have taken the attempt."""

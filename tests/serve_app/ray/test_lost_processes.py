@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif("EPD_SOAK" not in os.environ, reason="takes minu
 
 END_S, AGAIN_S = 10.0, 120.0
 # Command lines of the processes that are killed. What Ray calls an actor begins with its class.
-CONTROLLER, PROXY, FRONT = "ray::ServeController", "ray::ProxyActor", "ray::ServeReplica:epd:Front"
+CONTROLLER, FRONT = "ray::ServeController", "ray::ServeReplica:epd:Front"
 GCS, RAYLET = "gcs_server", "/raylet"
 
 
@@ -131,8 +131,8 @@ def say(capsys: pytest.CaptureFixture[str], row: str) -> None:
 
 
 def test_what_is_started_again(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    """Serve's controller, its proxy and the front, in turn; at the end SIGTERM ends the server as ever."""
-    for name, is_whole, limit_s in ((CONTROLLER, True, 1.0), (PROXY, False, 5.0), (FRONT, False, AGAIN_S)):
+    """Serve's controller and the front, in turn; at the end SIGTERM ends the server as ever."""
+    for name, is_whole, limit_s in ((CONTROLLER, True, 1.0), (FRONT, False, AGAIN_S)):
         with killed(server, name) as stream:
             start_s = time.monotonic()
             time.sleep(0.2)  # until the system has let go of it
