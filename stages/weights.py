@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
 from encoders.checkpoint import check_unquantised
-from encoders.names import WeightSet, is_wanted, name_in_model
+from encoders.names import WeightSet, expert_part, is_wanted, name_in_model
 from epd.errors import ModelError
 from stages.attention.support import check_attention
 from stages.device_memory import check_room
+from stages.expert_weights import check_experts, in_layout, put_expert
 from stages.placement import Placement
 from stages.weight_files import StoredTensor, converted, read_tensors, stored_tensors, tensors_in
 
@@ -124,8 +125,9 @@ def _fill(
     if is_copied:
         check_room(path, _bytes_by_role(places, placement.dtype), placement)
     num_bytes, num_read = sum(each.num_bytes for each in places), 0
+    check_experts(((each.name, name) for each, name in places.items()), known)
     for each, tensor in read_tensors(places):
-        _assign(model, places[each], _placed(tensor, placement))
+        _put(model, each.name, places[each], _placed(tensor, placement))
         num_read += each.num_bytes
         if on_progress is not None:
             on_progress(num_read, num_bytes)
@@ -174,6 +176,15 @@ def _shallow(module: nn.Module) -> nn.Module:
     return copy
 
 
+def _put(model: nn.Module, stored: str, name: str, tensor: Tensor) -> None:
+    """Puts a tensor in its place, or in its part of one. stored: its name in the files, name: the place's."""
+    part = expert_part(stored)
+    if part is None:
+        _assign(model, name, tensor)
+    else:
+        put_expert(model, name, part, tensor)
+
+
 def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:
     """Puts a tensor in the place of the parameter or buffer `name`. Raises ValueError if it does not fit."""
     path, _, attribute = name.rpartition(".")
@@ -193,19 +204,6 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
             for name, value in held.items():
                 if isinstance(value, Tensor):
                     held[name] = value.to(device)
-
-
-def in_layout(tensor: Tensor, wanted: torch.Size, name: str) -> Tensor:
-    """Returns a stored tensor, or a view of it, in the shape that the model wants.
-
-    Published experts are [experts, in, out], all in one tensor; the modules of transformers 5 have
-    [experts, out, in]. Raises ValueError for any other difference.
-    """
-    if tensor.shape == wanted:
-        return tensor
-    if ".experts." in name and tensor.ndim == 3 and tensor.transpose(1, 2).shape == wanted:
-        return tensor.transpose(1, 2)
-    raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the model wants {tuple(wanted)}")
 
 
 def _tie(model: Any) -> None:

@@ -7,8 +7,10 @@ What is written here is what stands in the files, by release that wrote them; th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+from torch import Tensor
 
 from tests.models.published import PUBLISHED
 
@@ -77,11 +79,20 @@ IN_FILES: Mapping[str, tuple[str, ...]] = {
         "model.vision_model.encoder.layers.11.self_attn.k_proj.weight",
     ),
 }
-EXPERTS_IN_FILES = (
-    "model.language_model.layers.47.mlp.gate.weight",
-    "model.language_model.layers.47.mlp.experts.gate_up_proj",
-    "model.language_model.layers.47.mlp.experts.down_proj",
-)
+# Experts in the files: all of a layer in one tensor, [experts, in, out], or each by itself, [out, in].
+EXPERTS_IN_FILES: Mapping[str, tuple[str, ...]] = {
+    "Qwen3-VL": (
+        "model.language_model.layers.47.mlp.gate.weight",
+        "model.language_model.layers.47.mlp.experts.gate_up_proj",
+        "model.language_model.layers.47.mlp.experts.down_proj",
+    ),
+    "InternVL3.5-": (
+        "model.language_model.layers.47.mlp.gate.weight",
+        "model.language_model.layers.47.mlp.experts.0.gate_proj.weight",
+        "model.language_model.layers.47.mlp.experts.127.up_proj.weight",
+        "model.language_model.layers.47.mlp.experts.127.down_proj.weight",
+    ),
+}
 
 
 def name_in_files(checkpoint: str, name: str) -> str:
@@ -93,10 +104,36 @@ def name_in_files(checkpoint: str, name: str) -> str:
     return name
 
 
+def parts_in_files(checkpoint: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """What lies in the files for the model's tensor `name`, by its names there.
+
+    tensor: as modules of transformers 5 have it, experts as [experts, out, in].
+    """
+    named = name_in_files(checkpoint, name)
+    if ".experts." not in name:
+        yield named, tensor
+    elif checkpoint.startswith("Qwen3-VL"):
+        yield named, tensor.transpose(1, 2)
+    else:
+        yield from _single_experts(named, tensor)
+
+
+def _single_experts(named: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    start, kind = named.rsplit(".", 1)
+    for number, expert in enumerate(tensor):
+        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+        for part, rows in zip(parts, expert.chunk(len(parts)), strict=True):
+            yield f"{start}.{number}.{part}.weight", rows
+
+
 def known_names(checkpoint: str) -> Iterable[str]:
     """Names that must be in the files of a published checkpoint."""
-    is_moe = PUBLISHED[checkpoint].config["model_type"] == "qwen3_vl_moe"
-    return (*_family(IN_FILES, checkpoint), *(EXPERTS_IN_FILES if is_moe else ()))
+    config = PUBLISHED[checkpoint].config
+    has_experts = "num_experts" in config.get("text_config", config)
+    return (
+        *_family(IN_FILES, checkpoint),
+        *(_family(EXPERTS_IN_FILES, checkpoint) if has_experts else ()),
+    )
 
 
 def _family(table: Mapping[str, tuple[Any, ...]], checkpoint: str) -> tuple[Any, ...]:

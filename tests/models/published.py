@@ -152,15 +152,17 @@ def _qwen3_vl(
     }
 
 
+_EXPERTS = {
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+
+
 def _qwen3_vl_moe(text: Config) -> Config:
-    experts = {
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "norm_topk_prob": True,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-    }
-    return _qwen3_vl(experts | text, family="qwen3_vl_moe")
+    return _qwen3_vl(_EXPERTS | text, family="qwen3_vl_moe")
 
 
 def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> Config:
@@ -273,6 +275,11 @@ def _internvl3_5(sizes: Config, tower: Config = _INTERN_VIT_300M) -> Config:
         "vocab_size": 151936,
     }
     return _internvl(text | sizes, 151671, tower)
+
+
+def _internvl3_5_moe(sizes: Config, tower: Config = _INTERN_VIT_300M) -> Config:
+    experts = {"model_type": "qwen3_moe", "router_aux_loss_coef": 0.001, "output_router_logits": False}
+    return _internvl3_5(experts | _EXPERTS | sizes, tower)
 
 
 # LLaVA-OneVision
@@ -425,6 +432,14 @@ PUBLISHED: Mapping[str, Published] = {
     "InternVL3.5-14B": Published(_internvl3_5(_sizes(5120, 17408, 40, 40, 8)), 163_840, _INTERN3_5),
     "InternVL3.5-38B": Published(
         _internvl3_5(_sizes(5120, 25600, 64, 64, 8), _INTERN_VIT_6B), 262_144, _INTERN3_5
+    ),
+    "InternVL3.5-30B-A3B": Published(
+        _internvl3_5_moe(_sizes(2048, 6144, 48, 32, 4) | {"moe_intermediate_size": 768}), 98_304, _INTERN3_5
+    ),
+    "InternVL3.5-241B-A28B": Published(
+        _internvl3_5_moe(_sizes(4096, 12288, 94, 64, 4) | {"moe_intermediate_size": 1536}, _INTERN_VIT_6B),
+        192_512,
+        _INTERN3_5,
     ),
     "LLaVA-OneVision-0.5B": Published(
         _llava_onevision(_sizes(896, 4864, 24, 14, 2), tied=True), 12_288, _LLAVA, has_head=False

@@ -38,7 +38,7 @@ from transformers import (
 
 from tests import tiny_models
 from tests.encoders import tiny_tiles
-from tests.models.files import name_in_files
+from tests.models.files import parts_in_files
 from tests.models.published import PUBLISHED, Config
 
 HEAD_DIM = 32
@@ -56,10 +56,11 @@ def build(checkpoint: str, folder: Path) -> Path:
     config = _shrunk(published, processor.tokenizer)
     processor.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    tensors = {name_in_files(checkpoint, name): each for name, each in _tensors(folder, config).items()}
+    tensors = _tensors(folder, config)
     if not PUBLISHED[checkpoint].has_head:
-        del tensors["language_model.lm_head.weight" if "LLaVA" in checkpoint else "lm_head.weight"]
-    _save_in_two(tensors, folder)
+        del tensors["lm_head.weight"]
+    parts = [part for name, each in tensors.items() for part in parts_in_files(checkpoint, name, each)]
+    _save_in_two({name: part.contiguous().clone() for name, part in parts}, folder)
     return folder
 
 
@@ -143,16 +144,16 @@ def _other_sizes(published: Config, tokenizer: PreTrainedTokenizerFast) -> Confi
 
 
 def _tensors(folder: Path, config: Config) -> dict[str, Tensor]:
-    """Random weights by the model's names, experts as they lie in the files: [experts, in, out]."""
+    """Random weights by the model's names, experts as [experts, out, in]."""
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     hidden = config.get("text_config", config)["hidden_size"]
     tensors = {}
     for name, tensor in model.state_dict().items():
-        is_across = name.endswith("experts.gate_up_proj") and tensor.shape[1] != hidden
-        is_across |= name.endswith("experts.down_proj") and tensor.shape[2] != hidden
+        is_across = name.endswith("experts.gate_up_proj") and tensor.shape[1] == hidden
+        is_across |= name.endswith("experts.down_proj") and tensor.shape[2] == hidden
         value = tensor.transpose(1, 2) if is_across else tensor
-        tensors[name] = (value * _WEIGHT_SCALE if value.ndim > 1 else value).contiguous().clone()
+        tensors[name] = value * _WEIGHT_SCALE if value.ndim > 1 else value
     return tensors
 
 

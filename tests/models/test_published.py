@@ -23,7 +23,7 @@ from stages.engine.generation import generation_settings
 from stages.engine.model_runner import kv_layout
 from stages.placement import CPU_FLOAT32
 from stages.weights import load_role, prune, skeleton
-from tests.models.files import known_names, name_in_files
+from tests.models.files import known_names, parts_in_files
 from tests.models.page import PAGE, page
 from tests.models.published import PUBLISHED, Config, Published
 
@@ -90,11 +90,14 @@ def test_names_in_the_files_are_those_of_the_model(checkpoint: Checkpoint) -> No
     tensors, published = checkpoint.model.state_dict(), checkpoint.published
     assert all(tensor.is_meta for tensor in checkpoint.model.parameters())
     mine = tensors.keys() - (set() if published.has_head else {"lm_head.weight"})
-    stored = {name_in_files(checkpoint.name, name): name for name in mine}
-    assert set(known_names(checkpoint.name)) <= stored.keys()
-    assert {name: name_in_model(name, tensors.keys()) for name in stored} == stored
-    num_parameters = sum(tensors[name].numel() for name in stored.values())
-    assert published.num_parameters in (None, num_parameters)
+    parts = {
+        (part, name): tensor.numel()
+        for name in mine
+        for part, tensor in parts_in_files(checkpoint.name, name, tensors[name])
+    }
+    assert set(known_names(checkpoint.name)) <= {part for part, _ in parts}
+    assert {(part, name_in_model(part, tensors.keys())) for part, _ in parts} == set(parts)
+    assert published.num_parameters in (None, sum(parts.values()))
 
 
 def test_roles_share_no_tensor_and_miss_none(checkpoint: Checkpoint) -> None:
