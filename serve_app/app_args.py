@@ -38,6 +38,8 @@ STAGE_FIELDS = (
     "dtype",
     "num_threads",
     "num_kv_tokens",
+    "gpu_memory_utilization",
+    "num_embeddings",
     "hang_s",
     "drain_s",
     "max_batch_patches",
@@ -97,6 +99,19 @@ class AppArgs(BaseModel):
         default=None,
         ge=1,
         description="Tokens that each worker's KV cache holds; by default set by the memory.",
+    )
+    gpu_memory_utilization: float = Field(
+        default=0.9,
+        gt=0,
+        le=1,
+        description="Share of its GPU's memory that a worker uses; what weights, the largest passes and "
+        "embeddings leave of it holds keys and values, unless num_kv_tokens is set.",
+    )
+    num_embeddings: int = Field(
+        default=65_536,
+        ge=16,
+        description="Embeddings of visual tokens that each encode worker keeps, and each prefill worker "
+        "receives.",
     )
     api_key: SecretStr | None = Field(
         default=None, description="Key that clients must send; no authentication by default."

@@ -118,6 +118,8 @@ def worker_settings(args: AppArgs) -> WorkerSettings:
         device=args.device,
         dtype=args.dtype,
         num_kv_tokens=args.num_kv_tokens,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        num_embeddings=args.num_embeddings,
         num_kv_pools=args.num_kv_pools,
         is_alone=args.num_stage_workers == 1,
         scheduler=args.scheduler(is_decode=False),

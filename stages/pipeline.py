@@ -11,11 +11,16 @@ import torch
 from encoders import Adapter, load_adapter
 from encoders.batch import FrameEncoder
 from encoders.groups import DEFAULT_GROUP_TOKENS
+from epd.kv.scheduling import SchedulerConfig
 from epd.machine import usable_cpus
 from stages.engine.generation import GenerationSettings, generation_settings
 from stages.engine.setup import build_engine
+from stages.memory_sizing import DEFAULT_UTILIZATION, LargestPasses, measured_kv_tokens
 from stages.placement import Placement
 from stages.weights import OnBytes, load_role
+
+# Patches that at most become one visual token, of the families here.
+_PATCHES_OF_TOKEN = 16
 
 
 class Pipeline:
@@ -47,6 +52,7 @@ class Pipeline:
         num_threads: int | None = None,
         group_tokens: int = DEFAULT_GROUP_TOKENS,
         num_kv_tokens: int | None = None,
+        gpu_memory_utilization: float = DEFAULT_UTILIZATION,
         skip_static: float | None = None,
         on_progress: OnBytes | None = None,
     ) -> Self:
@@ -56,7 +62,8 @@ class Pipeline:
         num_threads: of torch, for the whole process; by default OMP_NUM_THREADS or all cores.
         group_tokens: about how many visual tokens are encoded and prefilled at a time.
         num_kv_tokens: room for keys and values; by default what a quarter of the machine's memory holds, or
-        less. Memory is taken when it is first used.
+        less, taken when it is first used. On a GPU, what the largest passes leave of its memory.
+        gpu_memory_utilization: the share of a GPU's memory that may be used.
         skip_static: a unit of frames is not encoded if none of its preprocessed values differs by more than
         this from the unit before; by default all are encoded.
         on_progress: called with the bytes of weights that have been read, and with all of them.
@@ -68,10 +75,24 @@ class Pipeline:
         use_threads(num_threads)
         placement = placement or Placement.resolve(model_path=path)
         model = load_role(path, "whole", placement, on_progress=on_progress).model
+        settings = generation_settings(path, adapter)
+        if num_kv_tokens is None:
+            scheduler = SchedulerConfig()
+            passes = LargestPasses(max(group_tokens, 1) * _PATCHES_OF_TOKEN, scheduler.max_chunk_tokens)
+            num_kv_tokens = measured_kv_tokens(
+                model,
+                adapter.vision_tower(model),
+                adapter,
+                settings,
+                placement,
+                passes,
+                utilization=gpu_memory_utilization,
+                name=path.name,
+            )
         return cls(
             model,
             adapter,
-            settings=generation_settings(path, adapter),
+            settings=settings,
             group_tokens=group_tokens,
             num_kv_tokens=num_kv_tokens,
             skip_static=skip_static,

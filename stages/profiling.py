@@ -14,19 +14,18 @@ import torch
 from PIL import Image
 
 import video
-from encoders import FrameSampling, PromptPlan, VideoFacts, load_adapter
+from encoders import FrameSampling, VideoFacts, load_adapter
 from encoders.batch import FrameEncoder
-from epd.kv.kv_identity import token_identity
 from epd.kv.scheduling import SchedulerConfig
 from epd.profiles import MediaRule, MemoryNeeds, Profile, StageTable, fit_table
 from epd.profiles.measuring import Action, measurement, table, timed
 from epd.profiles.speed import core_speed
-from epd.sampling_params import SamplingParams
 from epd.workload.requests import Resolution, VideoSpec
 from stages.device_memory import total_bytes
-from stages.engine.generation import GenerateRequest, generation_settings
+from stages.engine.generation import generation_settings
 from stages.engine.model_runner import kv_layout
 from stages.engine.setup import build_engine, default_kv_tokens
+from stages.memory_sizing import text_request
 from stages.peak_memory import peak_bytes
 from stages.pipeline import use_threads
 from stages.placement import CPU_FLOAT32, Placement
@@ -132,15 +131,8 @@ class Profiler:
         return encode
 
     def _request(self, num_tokens: int, max_tokens: int) -> Any:
-        """Creates a prompt of arbitrary text, whose answer has no early end."""
         self._num_requests += 1
-        token_ids = np.arange(num_tokens, dtype=np.int64) % 97 + 3
-        num_rows = len(self.adapter.plan_prompt((), "?").positions)
-        positions = np.tile(np.arange(num_tokens, dtype=np.int64), (num_rows, 1))
-        prompt = PromptPlan(token_ids, positions, num_tokens, ())
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        name = f"profile-{self._num_requests}"
-        return GenerateRequest(name, prompt, token_identity(token_ids.tolist()), sampling)
+        return text_request(f"profile-{self._num_requests}", self.adapter, num_tokens, max_tokens)
 
     def _limit(self, num_tokens: int) -> None:
         self.engine.scheduler.config = SchedulerConfig(num_tokens, 64, num_tokens)

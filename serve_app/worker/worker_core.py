@@ -198,6 +198,8 @@ class WorkerCore:
         self.roles = self._settled_roles = roles
 
     def _bring_up(self, roles: frozenset[Stage]) -> None:
+        if not self.hosted:
+            self._builder.size(roles)
         for stage in sorted(stages_of(roles) - self.hosted.keys()):
             self.hosted[stage] = self._build(stage)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from encoders import Adapter, load_adapter
 from encoders.names import WeightSet
 from epd.encode.encoder_cache import EncoderCacheManager
 from epd.kv.scheduling import SchedulerConfig
+from epd.topology import Stage, role_letters
 from epd.transfer.connectors import EncoderConnector, KVConnector
 from stages.decode import DecodeStage
 from stages.encode.embedding_receiver import EmbeddingReceiver
@@ -22,6 +24,7 @@ from stages.engine.engine import LanguageEngine
 from stages.engine.generation import generation_settings
 from stages.engine.kv_pool import KVPools, KVPoolsShape
 from stages.engine.setup import BLOCK_SIZE, build_engine, kv_shape
+from stages.memory_sizing import DEFAULT_UTILIZATION, LargestPasses, measured_kv_tokens
 from stages.placement import Placement
 from stages.prefill import PrefillStage
 from stages.weights import WholeModel, load_role
@@ -33,6 +36,7 @@ class WorkerSettings:
 
     device, dtype: see `Placement.resolve`; each worker resolves them in its own process
     num_kv_tokens: room for keys and values, None as in `ColocatedPipeline.load`
+    gpu_memory_utilization: the share of a GPU's memory that a worker may use, if num_kv_tokens is not set
     max_draft: see `LanguageEngine`
     num_embeddings: room for embeddings, at an encoder and at its receivers
     max_batch_patches: that an encoder batches
@@ -46,6 +50,7 @@ class WorkerSettings:
     device: str = "auto"
     dtype: str = "auto"
     num_kv_tokens: int | None = None
+    gpu_memory_utilization: float = DEFAULT_UTILIZATION
     block_size: int = BLOCK_SIZE
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     enable_prefix_caching: bool = True
@@ -100,9 +105,37 @@ class StageBuilder:
         self.weights_s = 0.0  # spent on weights so far
         self._whole = self._mapped()
         self._language: Any = None
+        self._encoder: Any = None  # loaded by `size`, until its stage is built
+        self._kv_tokens = settings.num_kv_tokens
+
+    def size(self, roles: AbstractSet[Stage]) -> None:
+        """Sizes the KV pool for a worker of these roles, before any of its pools is built.
+
+        Raises InfeasibleError if a GPU has no room for it.
+        """
+        settings = self.settings
+        if not self.placement.is_cuda or settings.num_kv_tokens or not roles & {"prefill", "decode"}:
+            return
+        if "encode" in roles:
+            self._encoder = self._load("encode")
+        model = self._language_model()
+        layout = embedding_layout(model.config, self.placement.dtype)
+        num_pools = len(roles & {"encode", "prefill"})
+        self._kv_tokens = measured_kv_tokens(
+            model,
+            self.adapter.vision_tower(self._encoder) if "encode" in roles else None,
+            self.adapter,
+            self.generation,
+            self.placement,
+            LargestPasses(settings.max_batch_patches, settings.scheduler.max_num_batched_tokens),
+            utilization=settings.gpu_memory_utilization,
+            embedding_bytes=num_pools * settings.num_embeddings * layout.bytes_per_embedding,
+            name=settings.model_path.name,
+            letters=role_letters(roles),
+        )
 
     def encode(self, name: str) -> EncodeStage:
-        model = self._load("encode")
+        model, self._encoder = self._encoder or self._load("encode"), None
         cache, pool, connector = self._embeddings(name, model.config)
         tower = self.adapter.vision_tower(model)
         return EncodeStage(
@@ -133,7 +166,7 @@ class StageBuilder:
 
     def _engine(self, name: str, scheduler: SchedulerConfig) -> tuple[LanguageEngine, KVConnector]:
         settings, model = self.settings, self._language_model()
-        shape = kv_shape(model, settings.num_kv_tokens, settings.block_size, settings.num_kv_pools)
+        shape = kv_shape(model, self._kv_tokens, settings.block_size, settings.num_kv_pools)
         pools, connector = self.transport.kv(name, shape, self.placement.device)
         engine = build_engine(
             model,

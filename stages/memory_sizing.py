@@ -1,0 +1,184 @@
+"""Sizes the KV pool of a GPU: it takes what weights, embeddings and the largest passes leave.
+
+    device | others | weights | largest pass | embeddings | keys and values ...... | kept free |
+           |          measured               | as settings |  the rest             | 1 - utilization
+
+On a CPU nothing is measured: pools take memory as they are filled, and `default_kv_tokens` bounds them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from encoders import Adapter, PromptPlan
+from encoders.batch import FrameEncoder
+from epd.kv.kv_identity import token_identity
+from epd.kv.scheduling import SchedulerConfig
+from epd.profiles.memory import WorkerMemory
+from epd.sampling_params import SamplingParams
+from stages.device_memory import total_bytes
+from stages.engine.generation import GenerateRequest, GenerationSettings
+from stages.engine.model_runner import kv_layout
+from stages.engine.setup import BLOCK_SIZE, build_engine
+from stages.placement import Placement
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_UTILIZATION = 0.9
+# A worker that has less room than this for keys and values is refused when it starts.
+_LEAST_KV_TOKENS = 1024
+_SIDE = 448  # pixels of the images of the largest batch
+
+
+@dataclass(frozen=True, slots=True)
+class LargestPasses:
+    """Holds what settings allow in one pass. encode_patches: of a batch; chunk_tokens: of prefill."""
+
+    encode_patches: int
+    chunk_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class GPUMemory:
+    """Holds the memory of a GPU.
+
+    device_bytes: what this process may have of it
+    other_bytes: what others have of that, and what its runtime takes
+    held_bytes: of this process's tensors
+    """
+
+    device_bytes: int
+    other_bytes: int
+    held_bytes: int
+
+    @classmethod
+    def now(cls, device: torch.device) -> GPUMemory:
+        """Asks torch. With a limit for this process, what others have is no part of its share."""
+        total, held = total_bytes(device), torch.cuda.memory_allocated(device)
+        share = torch.cuda.get_per_process_memory_fraction(device)
+        if share < 1:
+            return cls(int(total * share), 0, held)
+        free, _ = torch.cuda.mem_get_info(device)
+        return cls(total, max(0, total - free - torch.cuda.memory_reserved(device)), held)
+
+
+def kv_tokens_beside(
+    memory: GPUMemory,
+    activation_bytes: int,
+    embedding_bytes: int,
+    bytes_per_token: int,
+    utilization: float,
+    *,
+    model: str,
+    device: str,
+    letters: str = "epd",
+) -> int:
+    """Returns the tokens that a KV pool has room for, and logs how the memory is divided.
+
+    activation_bytes: of the largest pass. embedding_bytes: of pools that are still to be built. utilization:
+    the share of the device that may be used. model, device, letters: names for the message.
+    Raises InfeasibleError with the sizes if hardly any room is left.
+    """
+    without_kv = WorkerMemory(
+        letters,
+        memory.device_bytes,
+        utilization,
+        fixed_bytes=memory.other_bytes,
+        weight_bytes=memory.held_bytes,
+        activation_bytes=activation_bytes,
+        embedding_bytes=embedding_bytes,
+        kv_bytes=0,
+        kv_bytes_per_token=bytes_per_token,
+    )
+    without_kv.check(model, device, _LEAST_KV_TOKENS)
+    num_tokens = without_kv.free_bytes // bytes_per_token // BLOCK_SIZE * BLOCK_SIZE
+    logger.info(
+        "memory of %s: %s, keys and values of %d tokens; %.0f%% of %.1f GB may be used",
+        device,
+        without_kv.parts(num_tokens * bytes_per_token),
+        num_tokens,
+        100 * utilization,
+        memory.device_bytes / 1e9,
+    )
+    return num_tokens
+
+
+def measured_kv_tokens(
+    model: Any,
+    tower: Any,
+    adapter: Adapter,
+    settings: GenerationSettings,
+    placement: Placement,
+    passes: LargestPasses,
+    *,
+    utilization: float = DEFAULT_UTILIZATION,
+    embedding_bytes: int = 0,
+    name: str = "the model",
+    letters: str = "epd",
+) -> int | None:
+    """Returns the tokens of a KV pool after one run of each of the largest passes; None on a CPU.
+
+    tower: None for a worker that does not encode. Other arguments as in `kv_tokens_beside`.
+    """
+    if not placement.is_cuda:
+        return None
+    device = placement.device
+    peaks = [_peak_bytes(device, lambda: run_prefill(model, adapter, settings, passes.chunk_tokens))]
+    if tower is not None:
+        peaks.append(_peak_bytes(device, lambda: run_encode(adapter, tower, passes.encode_patches)))
+    return kv_tokens_beside(
+        GPUMemory.now(device),
+        max(peaks),
+        embedding_bytes,
+        kv_layout(model).bytes_per_token,
+        utilization,
+        model=name,
+        device=str(device),
+        letters=letters,
+    )
+
+
+def _peak_bytes(device: torch.device, action: Callable[[], None]) -> int:
+    """Returns the most that an action holds on a GPU beside what was there; gives back what torch keeps."""
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    action()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    return peak
+
+
+@torch.inference_mode()
+def run_encode(adapter: Adapter, tower: Any, num_patches: int) -> None:
+    """Encodes images with about so many patches together, at least one."""
+    plan = adapter.plan_image(_SIDE, _SIDE)
+    frames = torch.zeros((plan.num_units, *plan.size, 3), dtype=torch.uint8)
+    encoder = FrameEncoder(adapter, tower)
+    count = max(1, num_patches // plan.grid.num_patches)
+    encoder.encode([encoder.patches(frames, plan) for _ in range(count)])
+
+
+def run_prefill(model: Any, adapter: Adapter, settings: GenerationSettings, num_tokens: int) -> None:
+    """Prefills a prompt of so many tokens in one pass, and samples a token. Its KV pool is its own."""
+    config = SchedulerConfig(num_tokens, 1, num_tokens)
+    room = num_tokens + 2 * BLOCK_SIZE
+    engine = build_engine(model, adapter, settings, config=config, num_kv_tokens=room)
+    engine.add(text_request("largest-pass", adapter, num_tokens, max_tokens=1))
+    engine.step()
+
+
+def text_request(name: str, adapter: Adapter, num_tokens: int, max_tokens: int) -> GenerateRequest:
+    """Creates a prompt of arbitrary text, whose answer has no early end."""
+    token_ids = np.arange(num_tokens, dtype=np.int64) % 97 + 3
+    num_rows = len(adapter.plan_prompt((), "?").positions)
+    positions = np.tile(np.arange(num_tokens, dtype=np.int64), (num_rows, 1))
+    prompt = PromptPlan(token_ids, positions, num_tokens, ())
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return GenerateRequest(name, prompt, token_identity(token_ids.tolist()), sampling)

@@ -1,0 +1,148 @@
+"""The KV pool of a GPU takes what is left. No GPU is needed: torch's answers are given by the tests."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from encoders.adapter import PatchRun
+from epd.errors import InfeasibleError
+from epd.topology import parse_topology
+from serve_app.local.fleet import LocalTransport
+from serve_app.worker.worker_stages import StageBuilder, WorkerSettings
+from stages import memory_sizing
+from stages.memory_sizing import (
+    GPUMemory,
+    LargestPasses,
+    kv_tokens_beside,
+    measured_kv_tokens,
+    run_encode,
+    run_prefill,
+)
+from stages.peak_memory import peak_bytes
+from stages.placement import CPU_FLOAT32, Placement
+from stages.weights import load_role
+from tests.encoders.families import Family
+from tests.tiny_models import load_reference
+
+GB = 10**9
+ON_GPU = Placement(torch.device("cuda:0"), torch.bfloat16)
+GENERATION: Any = None
+
+
+def tokens(memory: GPUMemory, **changed: Any) -> int:
+    values: dict[str, Any] = {
+        "activation_bytes": 2 * GB,
+        "embedding_bytes": GB,
+        "bytes_per_token": 100_000,
+        "utilization": 0.9,
+        "model": "seven",
+        "device": "cuda:0",
+    }
+    return kv_tokens_beside(memory, **(values | changed))
+
+
+def test_keys_and_values_take_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    """90 % of 80 GB, less 1 of others, 16 of weights, 2 of the largest pass and 1 of embeddings: 52 GB."""
+    memory = GPUMemory(80 * GB, GB, 16 * GB)
+    with caplog.at_level(logging.INFO, "stages.memory_sizing"):
+        assert tokens(memory) == 520_000
+    assert "weights 16 GB, activations 2 GB, embeddings 1 GB" in caplog.text
+    assert "keys and values of 520000 tokens; 90% of 80.0 GB" in caplog.text
+    assert tokens(memory, utilization=0.5) == 200_000
+    assert tokens(memory, bytes_per_token=100_001) % 16 == 0
+
+
+def test_a_gpu_without_room_is_refused_with_the_sizes() -> None:
+    with pytest.raises(
+        InfeasibleError, match=r"weights 66 GB, activations 2 GB, .*allowed are 72 GB, 90% of cuda:0"
+    ):
+        tokens(GPUMemory(80 * GB, 3 * GB, 66 * GB))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Torch's answers about a GPU of 10 GB: 4 of this process, 2 of others; a pass takes 1 more."""
+    said = {"share": 1.0, "peak": 5 * GB}
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 4 * GB)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 5 * GB)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: said["peak"])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (3 * GB, 10 * GB))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: said["share"])
+    for name in ("reset_peak_memory_stats", "synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    return said
+
+
+def test_a_limit_for_the_process_is_its_device(gpu: dict[str, Any]) -> None:
+    """What others have is no part of a share that is our own."""
+    assert GPUMemory.now(ON_GPU.device) == GPUMemory(10 * GB, 2 * GB, 4 * GB)
+    gpu["share"] = 0.5
+    assert GPUMemory.now(ON_GPU.device) == GPUMemory(5 * GB, 0, 4 * GB)
+
+
+def test_the_largest_passes_are_run_before_the_pool_is_sized(
+    family: Family, gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(memory_sizing, "run_encode", lambda *_: ran.append("encode"))
+    monkeypatch.setattr(memory_sizing, "run_prefill", lambda *_: ran.append("prefill"))
+    passes = LargestPasses(4096, 2048)
+    arguments = (family.model, family.model, family.adapter, GENERATION)
+    assert measured_kv_tokens(*arguments, CPU_FLOAT32, passes) is None
+    assert not ran
+    num_tokens = measured_kv_tokens(*arguments, ON_GPU, passes)
+    assert ran == ["prefill", "encode"]
+    bytes_per_token = memory_sizing.kv_layout(family.model).bytes_per_token
+    assert num_tokens == (9 - 4 - 2 - 1) * GB // bytes_per_token // 16 * 16
+
+
+def test_a_worker_is_sized_for_its_roles(
+    checkpoints: dict[str, Path], gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def measured(_model: Any, tower: Any, *_: Any, **options: Any) -> int:
+        asked.append({"encodes": tower is not None} | options)
+        return 4800
+
+    monkeypatch.setattr("serve_app.worker.worker_stages.measured_kv_tokens", measured)
+    path = checkpoints["qwen2_5_vl"]
+    settings = WorkerSettings(path, gpu_memory_utilization=0.4, num_embeddings=1024)
+    for topology in ("1ep1d", "1e1pd"):
+        for worker in parse_topology(topology).workers():
+            builder = StageBuilder(settings, LocalTransport())
+            monkeypatch.setattr(builder, "_load", lambda role: load_role(path, role, CPU_FLOAT32).model)
+            builder.placement = ON_GPU
+            builder.size(worker.roles)
+            assert builder._kv_tokens == (4800 if worker.roles != {"encode"} else None)
+    found = [(each["letters"], each["encodes"], each["embedding_bytes"]) for each in asked]
+    row_bytes = 64 * 2
+    assert found == [("ep", True, 2048 * row_bytes), ("d", False, 0), ("pd", False, 1024 * row_bytes)]
+    assert {each["utilization"] for each in asked} == {0.4}
+
+
+def test_the_passes_are_as_large_as_settings_allow(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    encode_batch = type(family.adapter).encode_batch
+
+    def counted(adapter: Any, tower: Any, runs: list[PatchRun]) -> Any:
+        seen.append(sum(run.grid.num_patches for run in runs))
+        return encode_batch(adapter, tower, runs)
+
+    monkeypatch.setattr(type(family.adapter), "encode_batch", counted)
+    one = family.adapter.plan_image(448, 448).grid.num_patches
+    with torch.inference_mode():
+        run_encode(family.adapter, family.adapter.vision_tower(family.model), 3 * one + 1)
+    assert seen == [3 * one]
+    settings: Any = type("Settings", (), {"eos_ids": frozenset()})()
+    model = load_reference(family.path)
+    small, large = (
+        peak_bytes(lambda n=n: run_prefill(model, family.adapter, settings, n))
+        for n in (32, 256)  # type: ignore[misc]
+    )
+    assert large > 3 * small
