@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from encoders.device import to_device, to_host
+
 _SIDE = 3
 _KEY_SHARE = 0.05
 _DROPPED = -1
@@ -26,7 +28,7 @@ class MergedNeighbours:
         self._owners = torch.empty(0, dtype=torch.int64)
 
     def choose(self, units: Tensor, num_kept: int) -> Tensor:
-        tokens = normalize(units, dim=-1)
+        tokens = to_host(normalize(units, dim=-1))  # merged block by block: thousands of small operations
         num_units, num_tokens = tokens.shape[:2]
         members = [
             block[~key_set[block]] + unit * num_tokens
@@ -42,8 +44,9 @@ class MergedNeighbours:
         return chosen
 
     def merge(self, rows: Tensor, chosen: Tensor) -> Tensor:
-        is_kept = self._owners != _DROPPED
-        return means(rows[is_kept], torch.searchsorted(chosen, self._owners[is_kept]), len(chosen))
+        kept = (self._owners != _DROPPED).nonzero()[:, 0]
+        kept, owners = (to_device(each, rows.device) for each in (kept, self._owners[kept]))
+        return means(rows[kept], torch.searchsorted(chosen, owners), len(chosen))
 
     def _blocks(self) -> list[Tensor]:
         grid = torch.arange(self._height * self._width).view(self._height, self._width)
@@ -54,8 +57,9 @@ class MergedNeighbours:
 
 def means(rows: Tensor, owners: Tensor, num_owners: int) -> Tensor:
     """Averages the rows [n, C] of each owner: [num_owners, C]. owners: int64 [n]; each owns at least one."""
-    sums = torch.zeros(num_owners, rows.shape[1], dtype=rows.dtype).index_add_(0, owners, rows)
-    return sums / torch.bincount(owners, minlength=num_owners)[:, None]
+    sums = rows.new_zeros(num_owners, rows.shape[1]).index_add_(0, owners, rows)
+    counts = owners.new_zeros(num_owners).index_add_(0, owners, torch.ones_like(owners))
+    return sums / counts[:, None]
 
 
 def _key_sets(tokens: Tensor) -> Tensor:

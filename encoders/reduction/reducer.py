@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from encoders.adapter import Embeddings, MediaItem, MediaPlan, concatenated
+from encoders.device import to_device
 from encoders.reduction.merging import MergedNeighbours
 from encoders.reduction.selection import Method, new_method
 from epd.reduction import ReductionPolicy, Window
@@ -63,13 +64,14 @@ class TokenReducer:
         regular = window.num_tokens - window.num_extra
         rows = embeddings.rows[:regular]
         units = rows.view(window.stop - window.start, -1, rows.shape[1])
-        chosen = method.choose(units, window.num_kept - window.num_extra)
+        kept = method.choose(units, window.num_kept - window.num_extra)
+        chosen = to_device(kept, rows.device)
 
         def reduced(rows: Tensor) -> Tensor:
             return torch.cat([method.merge(rows[:regular], chosen), rows[regular:]])
 
-        kept = np.concatenate([indices[:regular][chosen.numpy()], indices[regular:]])
-        return Kept(self._next, embeddings.mapped(reduced), kept)
+        places = np.concatenate([indices[:regular][kept.numpy()], indices[regular:]])
+        return Kept(self._next, embeddings.mapped(reduced), places)
 
 
 def _new_method(policy: ReductionPolicy, plan: MediaPlan) -> Method:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from encoders.device import all_to_host, arrays_to_device, to_device, to_host
 from encoders.reduction.merging import means
 from epd.reduction import SELECTION_METHODS
 
@@ -32,11 +33,17 @@ class Method(Protocol):
     """Selects tokens, with a state of one item."""
 
     def choose(self, units: Tensor, num_kept: int) -> Tensor:
-        """Returns int64 [k], ascending, of the window's tokens. units: [U, S, C], of the next window."""
+        """Returns int64 [k], ascending, of the window's tokens, on the host: it places them in the prompt.
+
+        units: [U, S, C], of the next window.
+        """
         ...
 
     def merge(self, rows: Tensor, chosen: Tensor) -> Tensor:
-        """Returns the rows [k, C] that replace the window's rows [U * S, C] at the chosen places."""
+        """Returns the rows [k, C] that replace the window's rows [U * S, C] at the chosen places.
+
+        chosen: what `choose` has returned, on the device of the rows.
+        """
         ...
 
 
@@ -69,7 +76,7 @@ class UniformPooling:
     def merge(self, rows: Tensor, chosen: Tensor) -> Tensor:
         edges = _edges(len(rows), len(chosen))
         owners = torch.repeat_interleave(torch.arange(len(chosen)), edges.diff())
-        return means(rows, owners, len(chosen))
+        return means(rows, to_device(owners, rows.device), len(chosen))
 
 
 class EVS(_Dropping):
@@ -88,7 +95,7 @@ class EVS(_Dropping):
         if self._last is None:
             scores[0] = _MOST_DISSIMILAR
         self._last = tokens[-1]
-        return _best(scores.flatten(), num_kept)
+        return _best(to_host(scores).flatten(), num_kept)
 
 
 class VidCom2(_Dropping):
@@ -110,9 +117,10 @@ class VidCom2(_Dropping):
         video = normalize(self._sum / self._count, dim=-1)
         frames = normalize(tokens.mean(1), dim=-1)  # [U, C]
         uniqueness = -(frames @ video)
+        scores = -(tokens @ video) - (tokens * frames[:, None]).sum(-1)
+        uniqueness, scores = all_to_host([uniqueness, scores])
         shares = 1 + torch.softmax((uniqueness - uniqueness.max()) / _FRAME_TEMPERATURE, 0)
         budgets = _budgets(shares - shares.mean() + 1, num_kept, tokens.shape[1])
-        scores = -(tokens @ video) - (tokens * frames[:, None]).sum(-1)
         return _best_per_unit(scores, budgets)
 
 
@@ -129,7 +137,7 @@ class Novelty(_Dropping):
 
     def choose(self, units: Tensor, num_kept: int) -> Tensor:
         tokens = normalize(units, dim=-1)
-        novelty = self._novelty(tokens)
+        tokens, novelty = all_to_host([tokens, self._novelty(tokens)])  # the rest takes one at a time
         weights = novelty.mean(1) * (_LEAST_WEIGHT + _gini(novelty))
         budgets = _budgets(weights / weights.mean().clamp_min(_TINY), num_kept, tokens.shape[1])
         kept = [
@@ -143,7 +151,7 @@ class Novelty(_Dropping):
         past = tokens[:0] if self._past is None else self._past
         line = torch.cat([past, tokens])
         self._past = line[-_MEMORY_UNITS:]
-        novelty = torch.full(tokens.shape[:2], _MOST_DISSIMILAR)
+        novelty = tokens.new_full(tokens.shape[:2], _MOST_DISSIMILAR)
         for unit in range(len(tokens)):
             at = len(past) + unit
             seen = line[max(0, at - _MEMORY_UNITS) : at]
@@ -175,16 +183,17 @@ class Balanced(_Dropping):
         standing_out = 1 - (tokens * self._update_background(tokens)).sum(-1)
         self._last = tokens[-1]
         values = _LEAST_VALUE + standing_out + _CHANGE * change
-        is_kept = self._in_turns(tokens, values, _even_budgets(values, num_kept))
+        is_kept = self._in_turns(tokens, values, num_kept)
         return torch.from_numpy(is_kept.ravel().nonzero()[0])
 
-    def _in_turns(self, tokens: Tensor, values: Tensor, budgets: Tensor) -> NDArray[np.bool_]:
-        """Marks as many of each unit as its budget, int64 [U], of the highest values [U, S]: bool [U, S]."""
+    def _in_turns(self, tokens: Tensor, values: Tensor, num_kept: int) -> NDArray[np.bool_]:
+        """Marks about as many of each unit, of the highest values [U, S]: bool [U, S], on the host."""
         num_units, num_tokens = values.shape
         if self._kept is None:
             self._kept, self._kept_at = torch.zeros_like(tokens[0]), np.full(num_tokens, -np.inf)
         line = torch.cat([self._kept[None], tokens])  # what may have been kept last at a place
-        likeness = torch.einsum("usc,lsc->uls", tokens, line).clamp_min(0).numpy()
+        alike, values = all_to_host([torch.einsum("usc,lsc->uls", tokens, line).clamp_min(0), values])
+        likeness, budgets = alike.numpy(), _even_budgets(values, num_kept)
         at, last, places = self._kept_at, np.zeros(num_tokens, dtype=np.int64), np.arange(num_tokens)
         is_kept = np.zeros((num_units, num_tokens), dtype=bool)
         for unit, (value, budget) in enumerate(zip(values.numpy(), budgets.tolist(), strict=True)):
@@ -192,7 +201,8 @@ class Balanced(_Dropping):
             chosen = np.argsort(value * (_REPETITION * repetition - 1), kind="stable")[:budget]
             is_kept[unit, chosen] = True
             at[chosen], last[chosen] = unit, unit + 1
-        self._kept, self._kept_at = line[last, places], at - num_units
+        self._kept = line[tuple(arrays_to_device([last, places], line.device))]
+        self._kept_at = at - num_units
         return is_kept
 
     def _update_background(self, tokens: Tensor) -> Tensor:

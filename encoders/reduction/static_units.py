@@ -5,13 +5,14 @@ A tower attends within a unit only, so equal pixels give equal embeddings: with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from encoders.adapter import Embeddings, PatchRun
+from encoders.device import to_device, to_host
 
 
 def static_units(run: PatchRun, tolerance: float) -> Tensor:
@@ -23,12 +24,21 @@ def static_units(run: PatchRun, tolerance: float) -> Tensor:
     if run.kind == "image":
         return torch.arange(run.grid.t)
     units = _by_unit(run.values, run.grid.t)
-    owners, last = [0], units[0]
+    changes = list(_changes(units, tolerance))
+    owners = torch.zeros(len(units), dtype=torch.int64)
+    if changes:
+        owners[1:] = to_host(torch.stack(changes)).cumsum(0)
+    return owners
+
+
+def _changes(units: Tensor, tolerance: float) -> Iterator[Tensor]:
+    """Reports of each of units [U, ...] but the first whether it is to be encoded: bool [], on the device."""
+    last, is_host = units[0], units.device.type == "cpu"
     for unit in units[1:]:
-        is_static = bool((unit - last).abs().max() <= tolerance)
-        owners.append(owners[-1] + (not is_static))
-        last = last if is_static else unit
-    return torch.tensor(owners)
+        is_new = ~((unit - last).abs().max() <= tolerance)
+        yield is_new
+        # On a device, a branch would wait for it.
+        last = (unit if is_new else last) if is_host else torch.where(is_new, unit, last)
 
 
 def encode_moving(
@@ -58,7 +68,7 @@ def _moving(run: PatchRun, owners: Tensor) -> PatchRun:
     num_encoded = _num_encoded(owners)
     if num_encoded == len(owners):
         return run
-    firsts = torch.searchsorted(owners, torch.arange(num_encoded))
+    firsts = to_device(torch.searchsorted(owners, torch.arange(num_encoded)), run.values.device)
     values = _by_unit(run.values, len(owners))[firsts].flatten(0, 1)
     return replace(run, values=values, grid=run.grid.cut(num_encoded))
 
@@ -68,7 +78,8 @@ def _repeated(encoded: Embeddings, owners: Tensor) -> Embeddings:
     num_encoded = _num_encoded(owners)
     if num_encoded == len(owners):
         return encoded
-    return encoded.mapped(lambda rows: _by_unit(rows, num_encoded)[owners].flatten(0, 1))
+    there = to_device(owners, encoded.rows.device)
+    return encoded.mapped(lambda rows: _by_unit(rows, num_encoded)[there].flatten(0, 1))
 
 
 def _by_unit(rows: Tensor, num_units: int) -> Tensor:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from encoders.device import to_device
 from epd.kv.scheduling import Chunk
 from stages.engine.sequence import TokenSequence
 from stages.sampling.sampler import SampledToken, sample
@@ -45,8 +47,9 @@ def sample_chunks(
             places += range(at, at + num_logits)
         counts.append(len(rows) - num_before)
         at += num_logits
-    wanted = logits if len(places) == len(logits) else logits[places]
-    tokens = iter(sample(wanted, rows) if rows else ())
+    if len(places) != len(logits):
+        logits = logits.index_select(0, to_device(torch.tensor(places, dtype=torch.int64), logits.device))
+    tokens = iter(sample(logits, rows) if rows else ())
     return [
         ComputedChunk(chunk, family, [next(tokens) for _ in range(count)])
         for (chunk, family, _), count in zip(chunks, counts, strict=True)

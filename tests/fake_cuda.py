@@ -1,0 +1,294 @@
+"""A CUDA device that computes nothing: shapes and devices are checked, and every wait for it is found.
+
+Tensors of the host are real and compute; tensors on "cuda" are fake (FakeTensorMode). An operation that mixes
+the two raises. What makes the host wait for the device raises too, unless it is listed in `WAITS`:
+
+    cuda -> cpu, .item(), bool(tensor), shapes that depend on values (nonzero, masks as indices)
+    cpu -> cuda from memory that is not pinned, or that is not `non_blocking`
+
+What the host reads back are zeros, or what `values` makes of the fake tensor.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from transformers import AutoModelForImageTextToText
+
+from encoders.device import arrays_to_device, constants
+from encoders.families import grids
+from encoders.kernels import patchify
+from encoders.patches import PatchSpec, patchify_plain
+from stages.attention import attention
+from stages.attention.attention import AttentionBatch, AttentionPlan
+from stages.sampling import sampler
+from tests import ROOT
+
+aten = torch.ops.aten
+CUDA = torch.device("cuda")
+CPU = torch.device("cpu")
+
+# Where the host may wait for the device, by file and function, and why.
+WAITS: dict[tuple[str, str], str] = {
+    ("stages/sampling/sampler.py", "_argmax"): "the sampled tokens: text, ends and the next pass need them",
+    ("stages/sampling/sampler.py", "_chosen"): "the same, with logprobs and whether the draw was exact",
+    ("stages/sampling/candidates.py", "_top_k"): "rows with more equals of the last than are looked at",
+    ("encoders/reduction/selection.py", "choose"): "kept tokens are placed in the prompt, by their positions",
+    ("encoders/reduction/selection.py", "_in_turns"): "the same, of the default method",
+    ("encoders/reduction/merging.py", "choose"): "the same, of MustDrop's first stage",
+    ("encoders/reduction/static_units.py", "static_units"): "how many units the tower is called with",
+}
+
+_READS = (
+    aten._local_scalar_dense,
+    aten.nonzero,
+    aten.masked_select,
+    aten._unique2,
+    aten.unique_dim,
+    aten.unique_consecutive,
+    aten.bincount,
+    aten.equal,
+    aten.is_nonzero,
+)
+# What is kept of one device must not reach the tests of another.
+_KEPT = (grids.windowed_inputs, grids.tabled_inputs, constants)
+_INDEXED = (aten.index, aten.index_put, aten.index_put_, aten._unsafe_index, aten._index_put_impl_)
+
+
+class UnlistedWaitError(AssertionError):
+    """Says where the host waits for the device, and how."""
+
+
+class FakeCuda(TorchDispatchMode):
+    """Runs operations of the host, and only checks those of the device. waits: the places of listed waits."""
+
+    def __init__(self, values: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.fake = FakeTensorMode(allow_non_fake_inputs=False)
+        self.waits: list[tuple[str, str]] = []
+        self._values = values or (lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype))
+        self._pinned: list[torch.UntypedStorage] = []
+        self._is_checked = True
+
+    def __enter__(self) -> FakeCuda:
+        self.fake.__enter__()  # outside, so that this mode sees every operation first
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.fake.__exit__(*error)
+
+    @contextmanager
+    def unchecked(self) -> Iterator[None]:
+        """Lets anything wait meanwhile: for what happens once, as loading does."""
+        self._is_checked = False
+        try:
+            yield
+        finally:
+            self._is_checked = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        packet = func.overloadpacket
+        if func.namespace == "prim":  # questions about the tensor itself
+            return func(*args, **kwargs)
+        if torch.is_inference_mode_enabled() and packet is not aten.pin_memory:
+            with _entered(super()):  # in that mode, compound operations come undivided
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if packet is aten.is_pinned:
+            return self._is_pinned(args[0])
+        if packet in (aten.pin_memory, aten._pin_memory):
+            with unset_fake_temporarily():
+                return self._pin(args[0].clone())
+        does_pin = kwargs.pop("pin_memory", None)
+        is_fake = any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs)))
+        if not is_fake and _device_of(kwargs) != "cuda":
+            with unset_fake_temporarily():
+                result = func(*args, **kwargs)
+            return self._pin(result) if does_pin else result
+        return self._on_device(func, packet, args, kwargs)
+
+    def _on_device(self, func: Any, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if packet is aten._local_scalar_dense:
+            self._wait("a value is read")
+            value = self._read(args[0])
+            with unset_fake_temporarily():
+                return value.item()
+        if packet is aten._to_copy and _device_of(kwargs) == "cpu":
+            self._wait("a tensor is copied to the host")
+            return self._read(args[0], kwargs.get("dtype"))
+        if packet is aten.copy_ and args[0].device.type == "cpu":
+            if not (self._is_pinned(args[0]) and _does_not_block(args, kwargs)):
+                self._wait("a tensor is copied to the host")
+            values = self._read(args[1])
+            with unset_fake_temporarily():
+                return args[0].copy_(values)
+        self._check(packet, args, kwargs)
+        args, kwargs = tree_map(self._faked, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _read(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        with unset_fake_temporarily():
+            return self._values(tensor).to(dtype or tensor.dtype)
+
+    def _check(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if packet in _READS:
+            self._wait(f"{packet} depends on values")
+        if packet is aten.repeat_interleave and kwargs.get("output_size") is None:
+            self._wait("repeat_interleave without output_size")
+        if packet in _INDEXED and any(each.dtype in (torch.bool, torch.uint8) for each in _indices(args)):
+            self._wait("a mask is an index")
+        if packet in _INDEXED and any(each.device.type == "cpu" for each in _indices(args)):
+            self._wait("an index lies on the host")
+        if packet is aten._to_copy and args[0].device.type == "cpu":
+            self._check_upload(args[0], kwargs.get("non_blocking", False))
+        if packet is aten.copy_ and args[1].device.type == "cpu" and args[1].ndim:
+            self._check_upload(args[1], _does_not_block(args, kwargs))
+
+    def _check_upload(self, source: Tensor, non_blocking: bool) -> None:
+        if not self._is_pinned(source):
+            self._wait("a copy from memory that is not pinned")
+        elif not non_blocking:
+            self._wait("a copy that is not non_blocking")
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        if isinstance(tensor, FakeTensor):
+            return False
+        return any(tensor.untyped_storage().data_ptr() == each.data_ptr() for each in self._pinned)
+
+    def _pin(self, tensor: Tensor) -> Tensor:
+        self._pinned.append(tensor.untyped_storage())  # kept, so that no other memory gets its address
+        return tensor
+
+    def _faked(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+            return self.fake.from_tensor(value)
+        return value
+
+    def _wait(self, how: str) -> None:
+        if not self._is_checked:
+            return
+        frame = _our_frame()
+        place = frame.f_code.co_filename.removeprefix(f"{ROOT}/"), frame.f_code.co_name
+        if place not in WAITS:
+            raise UnlistedWaitError(f"{place[0]}:{frame.f_lineno} in {place[1]}: {how}")
+        self.waits.append(place)
+
+
+@contextmanager
+def _entered(mode: Any) -> Iterator[None]:
+    mode.__enter__()
+    try:
+        yield
+    finally:
+        mode.__exit__(None, None, None)
+
+
+def _device_of(kwargs: dict[str, Any]) -> str:
+    device = kwargs.get("device")
+    return "" if device is None else torch.device(device).type
+
+
+def _does_not_block(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a `copy_` is only queued."""
+    return bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+
+
+def _indices(args: tuple[Any, ...]) -> list[Tensor]:
+    return [each for each in args[1] if each is not None]
+
+
+def _our_frame() -> FrameType:
+    """The innermost call of our code, that of who moves a tensor rather than `encoders/device.py`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        is_ours = path.is_relative_to(ROOT) and ".venv" not in path.parts
+        if is_ours and path != Path(__file__) and path.parts[-2:] != ("encoders", "device.py"):
+            return frame
+        frame = frame.f_back
+    raise AssertionError("a wait without a frame of ours")
+
+
+class FakeEvent(NamedTuple):
+    """An event of the device that is always passed: nothing runs there."""
+
+    def query(self) -> bool:
+        return True
+
+
+class FakeStream(NamedTuple):
+    """The stream that everything is queued in."""
+
+    def record_event(self) -> FakeEvent:
+        return FakeEvent()
+
+
+class TwinAttention:
+    """Touches what the kernels touch, and gives what they give: of one device, or torch raises."""
+
+    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+        return query * (key_cache[0, 0, 0, 0] + value_cache[0, 0, 0, 0]) * scale
+
+
+def _plan(batch: AttentionBatch, device: torch.device | str = "cpu") -> AttentionPlan:
+    (slots,) = arrays_to_device([batch.slot_mapping], torch.device(device))
+    return AttentionPlan(slots, TwinAttention())
+
+
+def _write(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+    at = slots // key_cache.shape[1], slots % key_cache.shape[1]
+    key_cache[at], value_cache[at] = keys, values
+
+
+def _patchify(frames: Tensor, **spec: Any) -> Tensor:
+    return patchify_plain(frames, PatchSpec(**spec, resample=3))
+
+
+@contextmanager
+def fake_cuda() -> Iterator[FakeCuda]:
+    """Runs on the fake device, with torch's operations in the place of kernels."""
+    with pytest.MonkeyPatch.context() as patch, FakeCuda() as mode:
+        patch.setattr(torch.cuda, "current_stream", lambda device=None: FakeStream())  # noqa: ARG005
+        patch.setattr(AttentionPlan, "build", staticmethod(_plan))
+        patch.setattr(attention, "write_kv", _write)
+        patch.setattr(patchify, "patchify_fused", _patchify)
+        for kept in _KEPT:
+            kept.cache_clear()
+        try:
+            yield mode
+        finally:
+            for kept in _KEPT:
+                kept.cache_clear()
+
+
+def model_like(config: Any) -> Any:
+    """A model of the configuration on the device, without values."""
+    with torch.device(CUDA):
+        return AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").eval()
+
+
+def draw_exactly(patch: pytest.MonkeyPatch) -> None:
+    """Lets the host read that the likeliest tokens were enough for every draw; zeros say the opposite."""
+    read = sampler.all_to_host
+
+    def reading(tensors: list[Tensor]) -> list[Tensor]:
+        return [torch.ones_like(each) if each.dtype == torch.bool else each for each in read(tensors)]
+
+    patch.setattr(sampler, "all_to_host", reading)

@@ -1,0 +1,264 @@
+"""Every stage on a device that computes nothing: no tensor of another device, no wait that is not listed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+
+from encoders import FrameSampling
+from encoders.batch import FrameEncoder
+from encoders.groups import plan_groups
+from encoders.identity import prompt_identity
+from encoders.reduction import reduce_prompt
+from epd.encode.encoder_cache import EncoderCacheManager
+from epd.kv.scheduling import SchedulerConfig
+from epd.reduction import KEEP_ALL, PREFILL_METHODS, QUESTION_METHODS, SELECTION_METHODS, ReductionPolicy
+from epd.sampling_params import SamplingParams
+from stages.connectors import InProcessHub
+from stages.decode import DecodeStage
+from stages.encode.embedding_receiver import EmbeddingReceiver
+from stages.encode.encoder import EncodeJob, EncodeStage
+from stages.encode.encoder_pool import EmbeddingLayout, EncoderPool
+from stages.encode.splicing import EmbeddingSplicer
+from stages.engine.engine import LanguageEngine
+from stages.engine.generation import GenerateRequest, GenerationSettings, StepResult
+from stages.engine.setup import build_engine, kv_shape
+from stages.prefill import PrefillStage
+from tests.encoders.families import QUESTION, Family
+from tests.fake_cuda import CUDA, FakeCuda, draw_exactly, fake_cuda, model_like
+from tests.stages.encode.workers import clip_of
+
+MAX_TOKENS = 4
+SAMPLING = FrameSampling(num_frames=6)
+
+
+@pytest.fixture
+def cuda() -> Iterator[FakeCuda]:
+    with fake_cuda() as mode:
+        yield mode
+
+
+@dataclass
+class OnDevice:
+    """One family's model on the device, and the workers made of it."""
+
+    family: Family
+    mode: FakeCuda
+
+    def __post_init__(self) -> None:
+        with self.mode.unchecked():
+            self.model: Any = model_like(self.family.model.config)
+        self.hub, self.kv_hub = InProcessHub(), InProcessHub()
+        deepstack = 2 if self.family.name == "qwen3_vl" else 0
+        self.layout = EmbeddingLayout(64, torch.float32, deepstack)
+        self._ids = count()
+
+    def engine(self, num_tokens: int = 4096, **options: Any) -> LanguageEngine:
+        config = SchedulerConfig(**({"max_chunk_tokens": 64} | options))
+        pools = kv_shape(self.model, num_tokens, 4).build(device="cuda")
+        settings = GenerationSettings(eos_ids=frozenset())
+        return build_engine(self.model, self.family.adapter, settings, pools, config=config)
+
+    def prefill(self, **options: Any) -> PrefillStage:
+        engine = self.engine(**options)
+        return PrefillStage(engine, self.kv_hub.connect("p0", engine.pools))
+
+    def decode(self, **options: Any) -> DecodeStage:
+        engine = self.engine(**options)
+        return DecodeStage(engine, self.kv_hub.connect("d0", engine.pools))
+
+    def pool(self) -> EncoderPool:
+        return EncoderPool(400, 8, self.layout, device="cuda")
+
+    def encoder(self) -> EncodeStage:
+        pool = self.pool()
+        tower = self.family.adapter.vision_tower(self.model)
+        cache, connector = EncoderCacheManager(400, 8), self.hub.connect("e0", pool)
+        return EncodeStage(self.family.adapter, tower, cache, pool, connector, max_batch_patches=200)
+
+    def receiver(self) -> EmbeddingReceiver:
+        pool = self.pool()
+        return EmbeddingReceiver(EncoderCacheManager(400, 8), pool, self.hub.connect("p0", pool))
+
+    def request(
+        self, sampling: SamplingParams | None = None, policy: ReductionPolicy = KEEP_ALL
+    ) -> GenerateRequest:
+        plan = self.family.plan(clip_of(self.family), SAMPLING)
+        self.groups = plan_groups([plan], ["clip"], model="tiny", group_tokens=8)
+        prompt = reduce_prompt(self.family.adapter.plan_prompt([plan], QUESTION), policy)
+        sampling = sampling or SamplingParams(max_tokens=MAX_TOKENS)
+        identity = prompt_identity(prompt, ["clip"])
+        return GenerateRequest(f"r{next(self._ids)}", prompt, identity, sampling, seed=3)
+
+    def feed(self, request: GenerateRequest, stages: list[PrefillStage | LanguageEngine]) -> None:
+        """Encodes the clip on a worker, receives it, and gives it to the stages."""
+        encoder, receiver = self.encoder(), self.receiver()
+        splicer = EmbeddingSplicer(self.family.adapter, request.prompt)
+        receiver.open(request.request_id, [group.spec for group in self.groups])
+        clip = clip_of(self.family)
+        while grants := receiver.grant():
+            for grant in grants:
+                group = self.groups[grant.group]
+                frames = self.family.frames(clip, group.plan)
+                encoder.submit(EncodeJob(grant.ticket, group.plan, lambda frames=frames: frames))
+            while encoder.num_waiting:
+                encoder.step()
+            receiver.poll()
+            for index, embeddings in receiver.take(request.request_id):
+                placed = splicer.push(self.groups[index], embeddings)
+                for stage in stages if placed is not None else []:
+                    stage.add_embeddings(request.request_id, placed)
+                receiver.release(request.request_id, index + 1)
+        receiver.close(request.request_id)
+
+
+def steps(*stages: Any, until: int = 1, most: int = 400) -> list[StepResult]:
+    """Steps until as many requests have ended."""
+    results: list[StepResult] = []
+    for _ in range(most):
+        results += [stage.step() for stage in stages]
+        assert not [fault for result in results for fault in result.faults]
+        if sum(out.finish_reason is not None for result in results for out in result.outputs) >= until:
+            return results
+    raise AssertionError("no end")
+
+
+def test_frames_become_embeddings(family: Family, cuda: FakeCuda) -> None:
+    model = OnDevice(family, cuda).model
+    encoder = FrameEncoder(family.adapter, family.adapter.vision_tower(model))
+    clip = clip_of(family)
+    plan = family.plan(clip, SAMPLING)
+    with torch.inference_mode():
+        (embeddings,) = encoder.encode([encoder.patches(family.frames(clip, plan), plan)])
+        joined = family.adapter.join(embeddings, plan, 0, plan.num_units)
+    assert joined.rows.device.type == CUDA.type
+    assert len(joined) == plan.num_tokens
+    assert not cuda.waits
+
+
+def test_a_prompt_is_encoded_prefilled_handed_over_and_decoded(family: Family, cuda: FakeCuda) -> None:
+    device = OnDevice(family, cuda)
+    prefill, decode = device.prefill(), device.decode()
+    request = device.request()
+    ticket = decode.reserve(request.request_id, "p0", request.identity, request.sampling)
+    prefill.submit(request, ticket)
+    device.feed(request, [prefill])
+    results = steps(prefill, decode)
+    assert decode.engine.counts.num_generated_tokens == MAX_TOKENS - 1
+    assert sum(len(result.handovers) for result in results) >= 1
+
+
+SAMPLINGS = {
+    "greedy": SamplingParams(max_tokens=MAX_TOKENS),
+    "temperature": SamplingParams(max_tokens=MAX_TOKENS, temperature=0.7, seed=1),
+    "top_k": SamplingParams(max_tokens=MAX_TOKENS, temperature=0.7, top_k=5),
+    "top_p": SamplingParams(max_tokens=MAX_TOKENS, temperature=0.7, top_p=0.9),
+    "both": SamplingParams(max_tokens=MAX_TOKENS, temperature=0.7, top_k=8, top_p=0.9, min_p=0.1),
+    "penalties": SamplingParams(
+        max_tokens=MAX_TOKENS, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.5
+    ),
+    "logprobs": SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0, logprobs=3),
+    "min_tokens": SamplingParams(max_tokens=MAX_TOKENS, min_tokens=2, stop_token_ids=(5,)),
+    "several": SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0, n=2),
+}
+
+
+@pytest.mark.parametrize("name", list(SAMPLINGS))
+def test_tokens_are_sampled(
+    families: dict[str, Family], cuda: FakeCuda, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside others, which have other wishes; once in each step, the host reads."""
+    draw_exactly(monkeypatch)
+    device = OnDevice(families["qwen2_5_vl"], cuda)
+    engine = device.engine()
+    wishes = [SAMPLINGS[name], SAMPLINGS["greedy"], SAMPLINGS["top_p"]]
+    requests = [device.request(sampling) for sampling in wishes]
+    for request in requests:
+        engine.add(request)
+        device.feed(request, [engine])
+    results = steps(engine, until=sum(each.n for each in wishes))
+    has_logprobs = any(out.token.logprob is not None for each in results for out in each.outputs)
+    assert has_logprobs == (name == "logprobs")
+    assert len(cuda.waits) == sum(bool(result.outputs) for result in results)
+
+
+def test_tokens_that_the_likeliest_do_not_decide_are_drawn_from_all(
+    families: dict[str, Family], cuda: FakeCuda
+) -> None:
+    """The fake device reads zeros: no draw from the likeliest is exact."""
+    device = OnDevice(families["qwen2_5_vl"], cuda)
+    engine = device.engine()
+    engine.add(request := device.request(SAMPLINGS["top_k"]))
+    device.feed(request, [engine])
+    steps(engine)
+    assert ("stages/sampling/candidates.py", "_top_k") in cuda.waits
+
+
+@pytest.mark.parametrize("mode", ["offload", "recompute"])
+def test_requests_are_preempted_and_restored(families: dict[str, Family], cuda: FakeCuda, mode: str) -> None:
+    device = OnDevice(families["qwen3_vl"], cuda)
+    requests = [device.request(SamplingParams(max_tokens=12)) for _ in range(2)]
+    room = 2 * len(requests[0].prompt) + 12
+    engine = device.engine(num_tokens=room - room % 4, preemption=mode)
+    for request in requests:
+        engine.add(request)
+        device.feed(request, [engine])
+    steps(engine, until=len(requests))
+    assert engine.scheduler.num_preempted > 0
+
+
+def test_a_request_is_moved_in_the_middle_of_its_answer(families: dict[str, Family], cuda: FakeCuda) -> None:
+    """A decode worker gives up its role: what it decodes goes on at another."""
+    device = OnDevice(families["qwen2_5_vl"], cuda)
+    prefill, decode = device.prefill(), device.decode()
+    request = device.request(SamplingParams(max_tokens=10))
+    prefill.submit(request, decode.reserve(request.request_id, "p0", request.identity, request.sampling))
+    device.feed(request, [prefill])
+    while decode.engine.counts.num_generated_tokens < 3:
+        prefill.step()
+        decode.step()
+    engine = device.engine()
+    other = DecodeStage(engine, device.kv_hub.connect("d1", engine.pools))
+    identity = decode.pause(request.request_id)
+    assert identity is not None
+    ticket = other.reserve(request.request_id, "d0", identity, request.sampling)
+    assert ticket is not None
+    assert decode.move(request.request_id, ticket)
+    steps(other, decode)
+    assert other.engine.counts.num_generated_tokens > 0
+
+
+POLICIES = [
+    *(ReductionPolicy(name, 0.5) for name in SELECTION_METHODS),
+    *(ReductionPolicy(name, 0.5) for name in (*PREFILL_METHODS, *QUESTION_METHODS)),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.method)
+def test_reduced_prompts_are_answered(
+    families: dict[str, Family], cuda: FakeCuda, policy: ReductionPolicy
+) -> None:
+    device = OnDevice(families["qwen2_5_vl"], cuda)
+    engine = device.engine(max_chunk_tokens=512, max_num_batched_tokens=1024)
+    request = device.request(policy=policy)
+    engine.add(request)
+    device.feed(request, [engine])
+    steps(engine)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "internvl"])
+def test_units_that_stand_still_are_skipped(families: dict[str, Family], cuda: FakeCuda, name: str) -> None:
+    family = families[name]
+    model = OnDevice(family, cuda).model
+    encoder = FrameEncoder(family.adapter, family.adapter.vision_tower(model), skip_static=0.0)
+    clip = clip_of(family)
+    plan = family.plan(clip, SAMPLING)
+    with torch.inference_mode():
+        (embeddings,) = encoder.encode([encoder.patches(family.frames(clip, plan), plan)])
+    assert encoder.num_skipped == plan.num_units - 1, "the fake device reads zeros: nothing is new"
+    assert len(embeddings) == plan.num_units * plan.tokens_per_unit
