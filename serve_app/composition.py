@@ -37,7 +37,7 @@ async def create_app(args: AppArgs, fleet: Fleet, owner: str = "") -> FastAPI:
     """
     planner = RequestPlanner(args.model_path, args.model_name, limits=args.limits)
     service = Orchestrator(fleet, planner, _orchestrator_config(args), owner=owner)
-    app = create_api(service, service.media, _api_settings(args, planner))
+    app = create_api(service, service.media, replace(_api_settings(args, planner), front=owner))
     api_lifespan = app.router.lifespan_context
 
     @asynccontextmanager

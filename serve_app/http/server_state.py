@@ -62,6 +62,7 @@ class ApiSettings:
     allowed_hosts: names that clients may use for the server, see `HostCheck`
     trace_dir: folder for a Chrome trace of each request, of which the latest `max_traces` are kept
     otlp_endpoint: base URL of a collector that gets OpenTelemetry traces
+    front: the label of this server's metrics; empty where it is the only one at its address
     """
 
     api_key: str | None = field(default=None, repr=False)
@@ -78,6 +79,7 @@ class ApiSettings:
     trace_dir: Path | None = None
     max_traces: int = 256
     otlp_endpoint: str | None = None
+    front: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ class ServerState:
         self.service = service
         self.media = media
         self.settings = settings
-        self.metrics = ServerMetrics()
+        self.metrics = ServerMetrics(settings.front)
         self.tracing = tracing_of(settings.trace_dir, settings.max_traces, settings.otlp_endpoint)
         self.bodies = BodyReader(settings.bodies)
         self.num_requests = 0

@@ -20,7 +20,9 @@ _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 class ServerMetrics:
     """Counts finished requests. Each app has its own registry."""
 
-    def __init__(self) -> None:
+    def __init__(self, front: str = "") -> None:
+        """Starts at zero. front: the label of all samples, where other fronts have the same address."""
+        self._front = front
         self._registry = registry = CollectorRegistry()
         self._workers = _Workers(own_counters=frozenset(each.metric for each in AMOUNTS))
         registry.register(self._workers)
@@ -81,7 +83,20 @@ class ServerMetrics:
     def render(self, status: ServiceStatus) -> bytes:
         """Returns the text that Prometheus scrapes."""
         self._workers.status = status
-        return generate_latest(self._registry)
+        return generate_latest(_OfFront(self._registry, self._front) if self._front else self._registry)
+
+
+class _OfFront(Collector):
+    """Shows what a registry has with the label `front`."""
+
+    def __init__(self, registry: CollectorRegistry, front: str) -> None:
+        self._registry = registry
+        self._label = {"front": front}
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = [each._replace(labels={**self._label, **each.labels}) for each in metric.samples]
+            yield metric
 
 
 def _by_stage(name: str, text: str, registry: CollectorRegistry) -> _ByStage:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve_app.observability.metrics import SERVICE_COUNTERS
+from serve_app.observability.metrics import SERVICE_COUNTERS, ServerMetrics
+from serve_app.service import ServiceStatus
 from tests import ROOT
 from tests.serve_app.conftest import Front, data_url, image_part
 from tests.serve_app.fakes import USAGE, FakeService
@@ -160,3 +161,18 @@ def test_a_status_that_fails_is_a_bug_that_stays_inside(run_front: Callable[...,
     assert response.status_code == 500
     assert "secret" not in response.text
     assert front.ask().status_code == 200
+
+
+def test_a_front_among_others_names_itself_in_every_sample() -> None:
+    status = ServiceStatus(True, "1epd", counters={"retries": 2.0})
+    alone, one = (without_times(ServerMetrics(front).render(status)) for front in ("", "f1"))
+    families = list(text_string_to_metric_families(one))
+    labels = [sample.labels for family in families for sample in family.samples]
+    assert len(labels) > 20
+    assert {each.get("front") for each in labels} == {"f1"}
+    assert one.replace('front="f1",', "").replace('{front="f1"}', "") == alone
+
+
+def without_times(page: bytes) -> str:
+    """The page without the times at which its counters were made."""
+    return "\n".join(line for line in page.decode().splitlines() if "_created" not in line)
