@@ -28,6 +28,16 @@ _MinRetention = Annotated[
     float, typer.Option(metavar="P", help="Lowest share of visual tokens to keep; below 1 costs accuracy.")
 ]
 
+_MaxDegree = Annotated[
+    int,
+    typer.Option(
+        "--max-tensor-parallel",
+        metavar="N",
+        help="Devices that a worker may share its layers over: 1, 2, 4 or 8; epd serve runs 1.",
+    ),
+]
+
+_DEGREES = (1, 2, 4, 8)
 _RETENTIONS = (1.0, 0.5, 0.25)
 
 
@@ -41,6 +51,7 @@ def plan(
     attainment: _Attainment = 0.9,
     min_rate: _MinRate = None,
     min_retention: _MinRetention = 1.0,
+    max_tensor_parallel: _MaxDegree = 1,
     cpu_threads: CpuThreads = None,
     seed: Seed = 0,
     out: Out = None,
@@ -57,7 +68,10 @@ def plan(
     for name, share in (("attainment", attainment), ("min retention", min_retention)):
         if not 0 < share <= 1:
             raise RequestError(f"{name} is {share}, it must be above 0 and at most 1")
+    if max_tensor_parallel not in _DEGREES:
+        raise RequestError(f"max tensor parallel is {max_tensor_parallel}, it must be 1, 2, 4 or 8")
     loaded = load_profile(profile)
+    loaded.on(max_tensor_parallel)  # raises where the profile cannot tell
     config = workload_config(loaded.media, workload, trace=trace)
     cells = cells_of(gpus)
     retentions = tuple(share for share in _RETENTIONS if share >= min_retention)
@@ -65,7 +79,11 @@ def plan(
         loaded,
         workload_jobs(loaded, config, seed),
         SLO(slo_ttft_s, slo_tpot_s),
-        Space(cells[0][1], retentions=retentions),
+        Space(
+            cells[0][1],
+            retentions=retentions,
+            degrees=tuple(each for each in _DEGREES if each <= max_tensor_parallel),
+        ),
         attainment=attainment,
         cpu_threads=num_cpu_threads(cpu_threads, loaded, 64),
     )

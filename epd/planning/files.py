@@ -22,7 +22,8 @@ class _Strict(BaseModel):
 class PlanSettings(_Strict):
     """Holds the settings of a plan beside the topology, under the names of the application's arguments.
 
-    None: the plan leaves it open. retention: share of the visual tokens that is kept.
+    None: the plan leaves it open. retention: share of the visual tokens that is kept. tensor_parallel:
+    devices of a worker, by its roles, where there is more than one.
     """
 
     max_batch_patches: int = Field(ge=1)
@@ -36,6 +37,7 @@ class PlanSettings(_Strict):
     num_video_threads: int = Field(ge=1)
     num_threads: int | None = Field(default=None, ge=1)
     num_kv_tokens: int | None = Field(default=None, ge=1)
+    tensor_parallel: dict[str, int] = {}
 
 
 class PlanObjectives(_Strict):
@@ -57,8 +59,17 @@ class PlanFile(_Strict):
     explanation: dict[str, Any] = {}
 
     def app_options(self) -> dict[str, Any]:
-        """Returns the arguments of the application that the plan decides."""
-        decided = self.settings.model_dump(exclude_none=True)
+        """Returns the arguments of the application that the plan decides.
+
+        Raises RequestError for workers with several devices.
+        """
+        decided = self.settings.model_dump(exclude_none=True, exclude={"tensor_parallel"})
+        for letters, degree in self.settings.tensor_parallel.items():
+            if degree > 1:
+                raise RequestError(
+                    f"received a plan whose {letters} workers have {degree} devices each; allowed is 1, a "
+                    "worker of epd serve runs on one device; plan with --max-tensor-parallel 1"
+                )
         if self.objectives.ttft_s is not None:
             decided["slo_ttft_s"] = self.objectives.ttft_s
         return {"topology": self.topology, **decided}

@@ -81,9 +81,9 @@ class MeanWork:
 def mean_work(profile: Profile, deployment: Deployment, demand: Demand) -> MeanWork:
     """Returns the least cost of a request: batches as full as allowed, without reads and waits."""
     jobs = demand.jobs
-    encode = profile.encode.cost
-    prefill = profile.prefill.cost
-    decode = profile.decode.cost
+    encode = _fastest(profile, deployment, "encode").encode.cost
+    prefill = _fastest(profile, deployment, "prefill").prefill.cost
+    decode = _fastest(profile, deployment, "decode").decode.cost
     seats = _largest_batch(profile, deployment, demand)
     step_s = decode.seconds(seats) / seats
     encode_s = sum(encode.per_unit_s * job.num_patches for job in jobs)
@@ -100,11 +100,18 @@ def mean_work(profile: Profile, deployment: Deployment, demand: Demand) -> MeanW
     return MeanWork(encode_s / len(jobs), prefill_s / len(jobs), decode_s / len(jobs))
 
 
+def _fastest(profile: Profile, deployment: Deployment, stage: Stage) -> Profile:
+    """Returns the profile of the workers that have the most devices for a stage."""
+    groups = deployment.topology.groups
+    return profile.on(max(deployment.degree(group.roles) for group in groups if stage in group.roles))
+
+
 def _largest_batch(profile: Profile, deployment: Deployment, demand: Demand) -> int:
     """Returns the sequences in a step: as the slots allow, and as the objective for output tokens does."""
     seats = max(deployment.decode.max_num_seqs, deployment.language.max_num_seqs)
     limit_s = demand.slo.tpot_s
-    while limit_s is not None and seats > 1 and profile.decode.cost.seconds(seats) > 2 * limit_s:
+    decode = _fastest(profile, deployment, "decode").decode.cost
+    while limit_s is not None and seats > 1 and decode.seconds(seats) > 2 * limit_s:
         seats -= 1
     return seats
 

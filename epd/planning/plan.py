@@ -31,7 +31,7 @@ class Cells:
         return times(self.scored.candidate.topology, self.num_cells)
 
     def __str__(self) -> str:
-        return f"{self.num_cells} cell{'s' if self.num_cells > 1 else ''} of {self.scored.candidate.topology}"
+        return f"{self.num_cells} cell{'s' if self.num_cells > 1 else ''} of {self.scored.candidate.layout}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,11 @@ class Plan:
 
     @property
     def per_device(self) -> float:
-        return self.goodput / self.topology.num_workers
+        return self.goodput / self.num_devices
+
+    @property
+    def num_devices(self) -> int:
+        return sum(each.num_cells * each.scored.candidate.num_devices for each in self.cells)
 
     @property
     def winner(self) -> Scored:
@@ -101,7 +105,8 @@ class Plan:
     def _settings(self) -> dict[str, Any]:
         """Returns the settings under the names of the application's arguments."""
         settings, deployment = self.winner.candidate.settings, self.winner.candidate.deployment
-        return {
+        shared = {"tensor_parallel": dict(settings.degrees)} if settings.degrees else {}
+        return shared | {
             "max_batch_patches": settings.encode_patches,
             "max_num_batched_tokens": deployment.language.max_num_batched_tokens,
             "max_chunk_tokens": settings.chunk_tokens,
@@ -137,7 +142,7 @@ class Plan:
             ],
             "goodput_per_s": round(self.goodput, 4),
             "goodput_per_device_per_s": round(self.per_device, 5),
-            "num_devices": self.topology.num_workers,
+            "num_devices": self.num_devices,
             "profile": self.profile.name,
             "is_analytic": self.profile.is_analytic,
             "cost_per_thousand_requests": self.cost_per_thousand,
@@ -159,7 +164,7 @@ class Plan:
 def _scored_record(scored: Scored | None) -> dict[str, Any] | None:
     if scored is None:
         return None
-    return {"topology": str(scored.candidate.topology), "goodput_per_s": round(scored.goodput, 4)}
+    return {"topology": scored.candidate.layout, "goodput_per_s": round(scored.goodput, 4)}
 
 
 def make_plan(
@@ -178,7 +183,9 @@ def make_plan(
     """
     (num_cells, _), *others = cells or [(1, planner.space.num_devices)]
     result = planner.search(on_progress)
-    rest = tuple(Cells(count, _like(planner, result.winner, size)) for count, size in others)
+    rest = tuple(
+        Cells(count, like) for count, size in others if (like := _like(planner, result.winner, size))
+    )
     reason = None
     if result.runner_up is not None:
         reason = why_it_lost(planner, result.runner_up, result.winner)
@@ -188,6 +195,11 @@ def make_plan(
             "each cell has requests of its own; the runner-up's figures and those by number of encoders are "
             "of the first cell",
         )
+    if len(rest) < len(others):
+        left = sum(count * size for count, size in others) - sum(
+            each.num_cells * each.scored.candidate.num_devices for each in rest
+        )
+        assumptions += (f"{left} devices are left over: no cell of them keeps the objectives",)
     found = Plan(
         planner.profile, planner.demand, result, reason, verdict(result), assumptions, num_cells, rest
     )
@@ -196,10 +208,13 @@ def make_plan(
     return found
 
 
-def _like(planner: Planner, winner: Scored, num_devices: int) -> Scored:
-    """Returns the best layout of another number of devices with the winner's settings."""
+def _like(planner: Planner, winner: Scored, num_devices: int) -> Scored | None:
+    """Returns the best layout of another number of devices with the winner's settings, or None."""
     space = replace(planner.space, num_devices=num_devices, fixed=winner.candidate.settings)
-    return planner.over(space).search().winner
+    try:
+        return planner.over(space).search().winner
+    except InfeasibleError:
+        return None
 
 
 _ASSUMED = (
@@ -245,14 +260,14 @@ def verdict(result: SearchResult) -> str:
     if is_colocated(winner.candidate.topology):
         return "do not disaggregate: workers that do everything serve the most requests per device"
     if colocated is None:
-        return f"disaggregate: no colocated layout keeps the objectives, {winner.candidate.topology} does"
+        return f"disaggregate: no colocated layout keeps the objectives, {winner.candidate.layout} does"
     gain = winner.goodput / colocated.goodput
     if gain < _WORTH:
         return (
-            f"do not disaggregate: {winner.candidate.topology} gains {gain - 1:.1%} over "
-            f"{colocated.candidate.topology}, less than the search resolves"
+            f"do not disaggregate: {winner.candidate.layout} gains {gain - 1:.1%} over "
+            f"{colocated.candidate.layout}, less than the search resolves"
         )
-    return f"disaggregate: {gain:.2f} times the goodput of {colocated.candidate.topology}"
+    return f"disaggregate: {gain:.2f} times the goodput of {colocated.candidate.layout}"
 
 
 def _rate_binds(planner: Planner, found: Plan, min_rate: float) -> str:

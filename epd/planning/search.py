@@ -33,7 +33,13 @@ class Candidate:
 
     @property
     def num_devices(self) -> int:
-        return self.topology.num_workers
+        return self.deployment.num_devices
+
+    @property
+    def layout(self) -> str:
+        """Returns the topology as text, with the devices of workers that have several."""
+        shared = ", ".join(f"{each} on {n} devices each" for each, n in self.settings.degrees)
+        return f"{self.topology} ({shared})" if shared else str(self.topology)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +95,18 @@ class Planner:
         """Returns all points whose weights fit, those with the highest bounds first."""
         found = [
             candidate
-            for topology in self.space.topologies()
-            for settings in self.space.settings(topology)
+            for topology, degrees in self.space.layouts()
+            if self._allows(topology, degrees)
+            for settings in self.space.settings(topology, degrees)
             if (candidate := self._candidate(topology, settings)) is not None
         ]
-        return sorted(found, key=lambda each: (-each.bound, str(each.topology)))
+        return sorted(found, key=lambda each: (-each.bound, each.layout))
+
+    def _allows(self, topology: Topology, degrees: tuple[tuple[str, int], ...]) -> bool:
+        """Returns whether the model's heads can be shared out so."""
+        roles = {group.letters: group.roles for group in topology.groups}
+        parallel = self.profile.parallel
+        return all(parallel is None or parallel.allows(roles[each], n) for each, n in degrees)
 
     def _candidate(self, topology: Topology, settings: Settings) -> Candidate | None:
         deployment = settings.deployment(topology, self._base)
@@ -113,9 +126,16 @@ class Planner:
 
     def _no_memory(self) -> InfeasibleError:
         """Returns the error of the layout that splits the most, with the first settings, where none fits."""
-        topology = max(self.space.topologies(), key=lambda each: len(each.groups))
-        deployments = (each.deployment(topology, self._base) for each in self.space.settings(topology))
-        return next(error for each in deployments if (error := self._refusal(each)) is not None)
+        layouts = sorted(self.space.layouts(), key=lambda each: -len(each[0].groups))
+        for topology, degrees in layouts:
+            for settings in self.space.settings(topology, degrees):
+                error = self._refusal(settings.deployment(topology, self._base))
+                if error is not None:
+                    return error
+        return InfeasibleError(
+            f"received {self.space.num_devices} devices, which no layout with these settings uses; allowed "
+            "are numbers that its workers divide; take another number of devices"
+        )
 
     def goodput(self, candidate: Candidate, at_least: float = 0.0) -> float:
         demand = self.demand_of(candidate)
@@ -142,7 +162,7 @@ class Planner:
             num_simulated += 1
             found = self.goodput(candidate, floor)
             if found > floor:
-                best[str(candidate.topology)] = Scored(candidate, found)
+                best[candidate.layout] = Scored(candidate, found)
         if not best:
             raise InfeasibleError(self._binding(candidates))
         ranked = self._ranked(best)
@@ -169,7 +189,7 @@ class Planner:
         That is the best of its own topology, and the second best of the others, to keep a runner-up.
         Colocated layouts need to beat only each other.
         """
-        name = str(candidate.topology)
+        name = candidate.layout
         own = best[name].goodput if name in best else 0.0
         others = sorted((each.goodput for key, each in best.items() if key != name), reverse=True)
         second = others[1] if len(others) > 1 and not is_colocated(candidate.topology) else 0.0
@@ -224,7 +244,7 @@ def _counts_around(count: int) -> list[int]:
 
 
 def _one_of_each_topology(candidates: list[Candidate]) -> list[Candidate]:
-    return list({str(each.topology): each for each in reversed(candidates)}.values())
+    return list({each.layout: each for each in reversed(candidates)}.values())
 
 
 def _largest_group(demand: Demand) -> int:

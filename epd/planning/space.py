@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -21,6 +21,7 @@ from epd.types import ceil_div
 
 # Devices that are laid out together: those of one machine. More are several such cells.
 MAX_CELL = 8
+_APART = ("e", "p", "d")
 _MERGED = (("ep", "d"), ("e", "pd"), ("ed", "p"))
 
 
@@ -32,6 +33,18 @@ def splits(num_devices: int, num_parts: int) -> Iterator[tuple[int, ...]]:
     for first in range(1, num_devices - num_parts + 2):
         for rest in splits(num_devices - first, num_parts - 1):
             yield (first, *rest)
+
+
+def splits_of(num_devices: int, degrees: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yields numbers of workers, at least one of each, that use all devices. degrees: devices of a worker."""
+    first, *rest = degrees
+    if not rest:
+        if num_devices >= first and num_devices % first == 0:
+            yield (num_devices // first,)
+        return
+    for count in range(1, (num_devices - sum(rest)) // first + 1):
+        for others in splits_of(num_devices - count * first, rest):
+            yield (count, *others)
 
 
 def cells_of(num_devices: int) -> tuple[tuple[int, int], ...]:
@@ -94,7 +107,11 @@ def is_colocated(topology: Topology) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Chooses everything but the topology. retention: share of the visual tokens that is kept."""
+    """Chooses everything but the topology.
+
+    retention: share of the visual tokens that is kept
+    degrees: see `Deployment`
+    """
 
     encode_patches: int
     language_seats: int
@@ -102,6 +119,11 @@ class Settings:
     chunk_tokens: int
     sharding: Sharding
     retention: float = 1.0
+    degrees: tuple[tuple[str, int], ...] = ()
+
+    def degree(self, letters: str) -> int:
+        """Returns the devices of a worker with these roles."""
+        return dict(self.degrees).get(letters, 1)
 
     def deployment(self, topology: Topology, base: Deployment) -> Deployment:
         batched = max(self.chunk_tokens, base.language.max_num_batched_tokens, self.decode_seats)
@@ -112,13 +134,16 @@ class Settings:
             decode=SchedulerConfig(batched, self.decode_seats, self.chunk_tokens),
             max_batch_patches=self.encode_patches,
             sharding=self.sharding,
+            degrees=self.degrees,
         )
 
     def __str__(self) -> str:
         kept = "" if self.retention == 1 else f", {self.retention:.0%} of visual tokens"
+        shared = "".join(f", {each} workers on {n} devices each" for each, n in self.degrees if n > 1)
         return (
             f"encode batches of {self.encode_patches} patches, {self.language_seats} requests in prefill, "
-            f"{self.decode_seats} in decode, chunks of {self.chunk_tokens}, sharding {self.sharding}{kept}"
+            f"{self.decode_seats} in decode, chunks of {self.chunk_tokens}, sharding {self.sharding}"
+            f"{kept}{shared}"
         )
 
 
@@ -128,6 +153,7 @@ class Space:
 
     has_merged_roles: otherwise every stage is on workers of its own.
     fixed: the only settings, for layouts that can have them
+    degrees: devices that a worker may share its layers over
     """
 
     num_devices: int
@@ -139,17 +165,24 @@ class Space:
     retentions: tuple[float, ...] = (1.0,)
     has_merged_roles: bool = True
     fixed: Settings | None = None
+    degrees: tuple[int, ...] = (1,)
 
     def topologies(self) -> list[Topology]:
-        found = topologies(self.num_devices)
-        return [
-            each for each in found if self.has_merged_roles or all(len(g.roles) == 1 for g in each.groups)
-        ]
+        return list({str(topology): topology for topology, _ in self.layouts()}.values())
 
-    def settings(self, topology: Topology) -> Iterator[Settings]:
+    def layouts(self) -> Iterator[tuple[Topology, tuple[tuple[str, int], ...]]]:
+        """Yields topologies with the devices of each kind of worker, such as (("p", 2),); empty for all 1."""
+        for letters in (_APART, *_MERGED, ("epd",)) if self.has_merged_roles else (_APART,):
+            choices = product(self.degrees, repeat=len(letters))
+            for chosen in choices if self.fixed is None else [tuple(map(self.fixed.degree, letters))]:
+                degrees = tuple(pair for pair in zip(letters, chosen, strict=True) if pair[1] > 1)
+                for sizes in splits_of(self.num_devices, chosen):
+                    yield _topology(sizes, letters), degrees
+
+    def settings(self, topology: Topology, degrees: tuple[tuple[str, int], ...] = ()) -> Iterator[Settings]:
         if self.fixed is not None:
             is_possible = self.fixed.sharding != "local" or _encodes_locally(topology)
-            return iter([self.fixed] if is_possible else [])
+            return iter([replace(self.fixed, degrees=degrees)] if is_possible else [])
         shardings = self.shardings
         if any({"encode", "prefill"} <= group.roles for group in topology.groups):
             shardings = (*shardings, "local")
@@ -164,7 +197,7 @@ class Space:
             shardings,
             self.retentions,
         )
-        return (Settings(*choice) for choice in choices)
+        return (Settings(*choice, degrees) for choice in choices)
 
     def __contains__(self, name: str) -> bool:
         """Returns whether a topology, such as 6e1p1d, is among those searched."""

@@ -6,6 +6,7 @@ from epd.profiles.files import dump_profile, load_profile, parse_profile
 from epd.profiles.host import HostCosts, Overhead, PromptRule
 from epd.profiles.media import MediaRule, MediaWork
 from epd.profiles.memory import MemoryLimits, MemoryNeeds, WorkerMemory
+from epd.profiles.parallel import TensorParallel
 from epd.profiles.profile import Profile
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "PromptRule",
     "StageCost",
     "StageTable",
+    "TensorParallel",
     "ValidRange",
     "WorkerMemory",
     "analytic_profile",

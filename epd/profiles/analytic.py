@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from epd.profiles.catalog import Device, ModelShape, device_named, model_named
 from epd.profiles.cost import StageCost, StageTable, ValidRange
 from epd.profiles.memory import MemoryNeeds
+from epd.profiles.parallel import ParallelStack, TensorParallel
 from epd.profiles.profile import Profile
 
 _BYTES_PER_VALUE, _BYTES_PER_LOGIT = 2, 4
@@ -25,6 +26,7 @@ class Efficiency:
     launch_s: of one pass of the language model
     call_s: of one call of the tower
     transfer_s: of one transfer
+    reduce_s: of one all-reduce between devices that share layers
     pixels_per_s: decoded by a CPU thread from H.264
     image_pixels_per_s: the same from JPEG
     """
@@ -35,6 +37,7 @@ class Efficiency:
     launch_s: float = 0.002
     call_s: float = 0.003
     transfer_s: float = 0.001
+    reduce_s: float = 15e-6
     pixels_per_s: float = 1.5e8
     image_pixels_per_s: float = 6e7
 
@@ -62,7 +65,17 @@ def analytic_profile(device: str, model: str, efficiency: Efficiency | None = No
         images=_per_pixel(1 / efficiency.image_pixels_per_s, "pixels", "images"),
         price_per_hour=on.price_per_hour,
         assumptions=_assumptions(efficiency),
+        parallel=_parallel(on, of, efficiency),
     )
+
+
+def _parallel(on: Device, of: ModelShape, efficiency: Efficiency) -> TensorParallel:
+    vision, language = (
+        ParallelStack(each.num_layers, each.hidden, each.num_heads, each.num_kv_heads)
+        for each in (of.vision, of.language)
+    )
+    link_bytes_per_s = on.link_bytes_per_s * efficiency.link
+    return TensorParallel(vision, language, _BYTES_PER_VALUE, link_bytes_per_s, efficiency.reduce_s)
 
 
 def _memory(on: Device, of: ModelShape) -> MemoryNeeds:

@@ -10,6 +10,7 @@ from epd.profiles.cost import StageCost, StageTable
 from epd.profiles.host import HostCosts, PromptRule
 from epd.profiles.media import MediaRule
 from epd.profiles.memory import MemoryNeeds
+from epd.profiles.parallel import TensorParallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class Profile:
     num_threads: of torch in a worker, None where the CPU does not compute
     host: of the one machine that all workers share, None where each has a device of its own
     prompt: tokens around a text
+    parallel: to run a worker on several devices, None where the layers are not known
     core_speed: of a CPU core when all of this was measured, see `epd/profiles/speed.py`; None if not measured
     """
 
@@ -49,6 +51,25 @@ class Profile:
     host: HostCosts | None = None
     prompt: PromptRule = field(default_factory=PromptRule)
     core_speed: float | None = None
+    parallel: TensorParallel | None = None
+
+    def on(self, num_devices: int) -> Profile:
+        """Returns the profile of a worker on several devices. Raises RequestError if layers are not known."""
+        if num_devices == 1:
+            return self
+        if self.parallel is None:
+            raise RequestError(
+                f"profile {self.name!r} does not know the model's layers, and {num_devices} devices a worker "
+                "are asked for; allowed is 1; take a profile MODEL@DEVICE"
+            )
+        vision, language = self.parallel.vision, self.parallel.language
+        return replace(
+            self,
+            memory=self.parallel.memory(self.memory, num_devices),
+            encode=self.parallel.stage(self.encode, vision, num_devices),
+            prefill=self.parallel.stage(self.prefill, language, num_devices),
+            decode=self.parallel.stage(self.decode, language, num_devices),
+        )
 
     def in_workers(self) -> Profile:
         """Returns the profile with the costs of the application's workers beside the model."""

@@ -9,7 +9,7 @@ from epd.encode.sharding import Sharding
 from epd.kv.scheduling import SchedulerConfig
 from epd.profiles.memory import MemoryLimits, WorkerMemory
 from epd.profiles.profile import Profile
-from epd.topology import Stage, Topology
+from epd.topology import Stage, Topology, role_letters
 
 _DEFAULT_LIMITS = SchedulerConfig()
 # Maps groups to encoders by the patches of the groups and those outstanding at each encoder.
@@ -28,6 +28,7 @@ class Deployment:
     cpu_threads: that decode media, for the whole machine
     kv_tokens: of each worker; None for the most that fits the device
     num_embeddings: that an encoder keeps, and a prefill worker receives, each: as `epd serve` has it
+    degrees: (letters of a group's roles, devices that each of its workers shares its layers over); else 1
     largest_group_patches: of the requests to come, a batch of its own if it is above max_batch_patches
     max_waiting, max_wait_s: before requests are refused
     is_stepwise: every decode step is an event of its own, a slow check of combined steps
@@ -44,6 +45,7 @@ class Deployment:
     kv_tokens: int | None = None
     num_embeddings: int = 65_536
     largest_group_patches: int = 0
+    degrees: tuple[tuple[str, int], ...] = ()
     block_size: int = 16
     enable_prefix_caching: bool = False
     max_waiting: int = 4096
@@ -57,10 +59,18 @@ class Deployment:
     def scheduler_config(self, roles: frozenset[Stage]) -> SchedulerConfig:
         return self.language if "prefill" in roles else self.decode
 
+    def degree(self, roles: frozenset[Stage]) -> int:
+        """Returns the devices of one worker."""
+        return dict(self.degrees).get(role_letters(roles), 1)
+
+    @property
+    def num_devices(self) -> int:
+        return sum(group.num_workers * self.degree(group.roles) for group in self.topology.groups)
+
     def memory(self, profile: Profile, roles: frozenset[Stage]) -> WorkerMemory:
         """Returns the memory of one worker. Raises InfeasibleError when it does not fit its device."""
         limits = self.scheduler_config(roles)
-        found = profile.memory.worker(
+        found = profile.on(self.degree(roles)).memory.worker(
             roles,
             MemoryLimits(
                 max(self.max_batch_patches, self.largest_group_patches),

@@ -102,12 +102,13 @@ class Simulation:
         worker.roles = roles
         deployment = self.deployment
         num_blocks = deployment.num_blocks(self.profile, roles)
-        worker.encoder = EncodeSide(self.profile, deployment.max_batch_patches) if "encode" in roles else None
+        profile = self.profile.on(deployment.degree(roles))
+        worker.encoder = EncodeSide(profile, deployment.max_batch_patches) if "encode" in roles else None
         worker.language = None
         if roles & {"prefill", "decode"}:
             spec = KVCacheSpec((num_blocks,), deployment.block_size)
             worker.language = LanguageSide(
-                self.profile,
+                profile,
                 deployment.scheduler_config(roles),
                 spec,
                 hands_over="decode" not in roles,

@@ -1,0 +1,73 @@
+"""Computes what stages cost on several devices that share every layer: tensor parallelism.
+
+Source: Megatron-LM (arXiv 1909.08053, section 3). Each device has a share of every matrix, and two
+all-reduces a layer add up what they computed. A ring all-reduce of b bytes over n devices moves
+2 (n - 1) / n b on a link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+
+from epd.profiles.cost import StageCost, StageTable
+from epd.profiles.memory import MemoryNeeds
+from epd.topology import Stage
+from epd.types import ceil_div
+
+_REDUCES_PER_LAYER = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelStack:
+    """Describes a stack of layers whose heads are shared out."""
+
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """Describes a model and its links to share layers between devices.
+
+    link_bytes_per_s: that an all-reduce reaches
+    reduce_s: of one all-reduce beside its bytes
+    """
+
+    vision: ParallelStack
+    language: ParallelStack
+    bytes_per_value: int
+    link_bytes_per_s: float
+    reduce_s: float
+
+    def allows(self, roles: AbstractSet[Stage], degree: int) -> bool:
+        """Returns whether the heads of all stacks that the roles run can be shared out evenly."""
+        stacks = [self.vision] if "encode" in roles else []
+        stacks += [self.language] if roles & {"prefill", "decode"} else []
+        return all(stack.num_heads % degree == 0 for stack in stacks)
+
+    def stage(self, table: StageTable, stack: ParallelStack, degree: int) -> StageTable:
+        """Returns the costs of a stage on `degree` devices."""
+        cost, num_reduces = table.cost, _REDUCES_PER_LAYER * stack.num_layers
+        bytes_per_unit = stack.hidden * self.bytes_per_value * 2 * (degree - 1) / degree
+        return replace(
+            table,
+            cost=StageCost(
+                cost.fixed_s + num_reduces * self.reduce_s,
+                cost.floor_s / degree,
+                cost.per_unit_s / degree + num_reduces * bytes_per_unit / self.link_bytes_per_s,
+                cost.per_item_s / degree,
+            ),
+        )
+
+    def memory(self, needs: MemoryNeeds, degree: int) -> MemoryNeeds:
+        """Returns the needs of one of the devices. Activations and embeddings are on each in full."""
+        kv_heads = self.language.num_kv_heads
+        return replace(
+            needs,
+            vision_weight_bytes=ceil_div(needs.vision_weight_bytes, degree),
+            language_weight_bytes=ceil_div(needs.language_weight_bytes, degree),
+            kv_bytes_per_token=ceil_div(needs.kv_bytes_per_token * ceil_div(kv_heads, degree), kv_heads),
+        )

@@ -1,0 +1,137 @@
+"""Workers on several devices: what they cost, what they hold, and when a plan takes them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from epd.cli.program import app
+from epd.errors import InfeasibleError, RequestError
+from epd.planning.files import PlanFile
+from epd.planning.goodput import rate_bound, simulate_at
+from epd.planning.plan import make_plan
+from epd.planning.search import Planner
+from epd.planning.space import Settings, Space, splits_of
+from epd.profiles import analytic_profile
+from epd.simulate import Deployment
+from epd.topology import parse_topology
+from epd.workload.metrics import SLO
+from tests.planning.test_planning import BASE, HEAVY, PROFILE, demand
+
+LARGE = analytic_profile("a100-80gb", "internvl2-26b")
+
+
+def test_two_devices_halve_the_work_and_pay_for_their_sums() -> None:
+    """28 layers, two sums each of 15 us and of 3584 values of a token over 60 % of 300 GB/s."""
+    one, two = PROFILE.prefill.cost, PROFILE.on(2).prefill.cost
+    assert two.fixed_s == pytest.approx(one.fixed_s + 56 * 15e-6)
+    assert two.per_unit_s == pytest.approx(one.per_unit_s / 2 + 56 * 3584 * 2 / 180e9)
+    assert (two.floor_s, two.per_item_s) == (one.floor_s / 2, one.per_item_s / 2)
+    assert PROFILE.on(1) is PROFILE
+    steps = [PROFILE.on(n).decode.cost.seconds(16, 16_000) for n in (1, 2, 4)]
+    assert steps[0] > steps[1] > steps[2] > steps[0] / 4
+
+
+def test_each_device_holds_its_share() -> None:
+    """Four heads of keys and values: each of eight devices still holds one."""
+    memory, shared = PROFILE.memory, PROFILE.on(4).memory
+    assert shared.language_weight_bytes == memory.language_weight_bytes // 4
+    assert shared.kv_bytes_per_token == memory.kv_bytes_per_token // 4
+    assert PROFILE.on(7).memory.kv_bytes_per_token == memory.kv_bytes_per_token // 4
+    assert shared.prefill_bytes_per_token == memory.prefill_bytes_per_token
+
+
+def test_a_profile_without_layers_says_so() -> None:
+    with pytest.raises(
+        RequestError, match=r"does not know the model's layers, and 2 devices .* allowed is 1"
+    ):
+        replace(PROFILE, parallel=None).on(2)
+
+
+def test_numbers_of_workers_use_all_devices() -> None:
+    assert list(splits_of(5, (1, 2))) == [(1, 2), (3, 1)]
+    assert list(splits_of(3, (2,))) == []
+    assert list(splits_of(8, (8,))) == [(1,)]
+    for topology, degrees in Space(8, degrees=(1, 2, 4, 8)).layouts():
+        found = Deployment(topology, degrees=degrees)
+        assert found.num_devices == 8, (str(topology), degrees)
+
+
+def test_heads_that_cannot_be_shared_out_are_left_out() -> None:
+    """28 heads of the language model are not for eight, 25 of the largest tower only for one."""
+    want = demand(PROFILE, SLO(ttft_s=5.0), 20, **HEAVY)
+    planner = Planner(PROFILE, want, Space(8, degrees=(1, 8)), BASE)
+    assert {n for each in planner.candidates() for _, n in each.settings.degrees} == set()
+    large = Planner(LARGE, demand(LARGE, SLO(ttft_s=5.0), 20, **HEAVY), Space(4, degrees=(1, 2)), BASE)
+    shared = {letters for each in large.candidates() for letters, _ in each.settings.degrees}
+    assert shared == {"p", "d", "pd"}
+
+
+def test_a_model_too_large_for_a_device_is_planned_over_two() -> None:
+    """26 billion parameters on devices of 40 GB, half of its language model on each."""
+    small = replace(LARGE, memory=replace(LARGE.memory, device_bytes=40 * 10**9))
+    want = demand(small, SLO(ttft_s=20.0), 20, **HEAVY)
+    settings = {"encode_patches": (4096,), "language_seats": (16,), "chunk_tokens": (2048,)}
+    with pytest.raises(InfeasibleError, match="memory binds: received a worker of the roles p"):
+        Planner(small, want, Space(4, **settings), BASE).search()  # type: ignore[arg-type]
+    plan = make_plan(Planner(small, want, Space(4, degrees=(1, 2), **settings), BASE))  # type: ignore[arg-type]
+    assert plan.num_devices == 4
+    record = plan.record()
+    assert record["settings"]["tensor_parallel"] in ({"pd": 2}, {"p": 2}, {"d": 2})
+    assert all(each["peak_bytes"] <= 36 * 10**9 for each in record["explanation"]["memory"])
+    file = PlanFile.model_validate(record)
+    with pytest.raises(
+        RequestError, match=r"workers have 2 devices each; allowed is 1.*--max-tensor-parallel"
+    ):
+        file.app_options()
+
+
+def test_a_strict_objective_for_tokens_needs_several_devices() -> None:
+    """One device needs 12 ms for a step, two 7: an objective between them binds for one alone."""
+    slo = SLO(ttft_s=5.0, tpot_s=0.010)
+    want = demand(PROFILE, slo, 20, **HEAVY)
+    settings = {"encode_patches": (4096,), "language_seats": (16,), "chunk_tokens": (2048,)}
+    with pytest.raises(InfeasibleError, match="TPOT binds"):
+        Planner(PROFILE, want, Space(3, **settings), BASE).search()  # type: ignore[arg-type]
+    found = Planner(PROFILE, want, Space(3, degrees=(1, 2), **settings), BASE).search()  # type: ignore[arg-type]
+    assert found.winner.goodput > 0
+    assert any("d" in letters for letters, _ in found.winner.candidate.settings.degrees)
+
+
+def test_no_schedule_exceeds_the_bound_of_several_devices() -> None:
+    want = demand(PROFILE, SLO(ttft_s=1e6), 100, **HEAVY)
+    degrees = (("pd", 2),)
+    for name in ("1e1pd", "2e2pd"):
+        settings = Settings(32768, 64, 128, 8192, "groups", degrees=degrees)
+        deployment = settings.deployment(parse_topology(name), BASE)
+        bound = rate_bound(PROFILE, deployment, want)
+        done_s = simulate_at(PROFILE, deployment, want, 100 * bound).rows["end"].max() / 1e12
+        assert len(want.jobs) / done_s <= bound * 1.001
+        alone = replace(deployment, degrees=())
+        assert done_s < simulate_at(PROFILE, alone, want, 100 * bound).rows["end"].max() / 1e12
+
+
+def test_a_search_over_eight_devices_is_quick() -> None:
+    """All layouts, degrees 1 and 2: some CPU seconds where 30 are allowed; 64 devices are eight cells."""
+    start_s = time.process_time()
+    space = Space(8, degrees=(1, 2))
+    plan = make_plan(
+        Planner(PROFILE, demand(PROFILE, SLO(2.6, 0.04), 40, **HEAVY), space, BASE), cells=[(8, 8)]
+    )
+    assert time.process_time() - start_s < 30
+    assert plan.search.num_candidates > 800
+    assert plan.num_devices == 64
+
+
+def test_the_command_takes_degrees(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("epd.planning.traffic.MOST_REQUESTS", 20)
+    options = ["plan", "--gpus", "2", "--slo-ttft-s", "2", "--slo-tpot-s", "0.01", "--workload", "images"]
+    app([*options, "--max-tensor-parallel", "2"], standalone_mode=False)
+    assert "workers on 2 devices each" in capsys.readouterr().out
+    assert app([*options, "--max-tensor-parallel", "3"], standalone_mode=False) == 2
+    assert "must be 1, 2, 4 or 8" in capsys.readouterr().err
