@@ -142,15 +142,30 @@ class Deployment:
             self.fleet.core(info.name) for info in self.fleet.workers.values() if "video" not in info.roles
         ]
 
-    async def ask(self, question: Question, **options: Any) -> Answered:
-        answered = Answered()
-        async with (
-            self.requested(question, **options) as request,
-            aclosing(self.service.answer(request)) as answer,
-        ):
-            async for items in answer:
-                answered.take_all(items)
+    async def ask(
+        self,
+        question: Question,
+        answered: Answered | None = None,
+        barrier: asyncio.Barrier | None = None,
+        **options: Any,
+    ) -> Answered:
+        """Asks a question.
+
+        answered: takes what comes, for who looks on. barrier: where it waits with its media fetched
+        """
+        answered = answered or Answered()
+        async with self.requested(question, **options) as request:
+            if barrier is not None:
+                await barrier.wait()
+            async with aclosing(self.service.answer(request)) as answer:
+                async for items in answer:
+                    answered.take_all(items)
         return answered
+
+    async def ask_at_once(self, questions: Sequence[Question], answers: Sequence[Answered]) -> None:
+        """Asks all questions, none before the media of all of them are fetched. answers: take what comes."""
+        barrier = asyncio.Barrier(len(questions))
+        await asyncio.gather(*(self.ask(*each, barrier) for each in zip(questions, answers, strict=True)))
 
     @asynccontextmanager
     async def requested(self, question: Question, **options: Any) -> AsyncIterator[AnswerRequest]:
@@ -233,11 +248,14 @@ async def deployed(
         yield deployment
 
 
-def undisturbed(path: Path, questions: Sequence[Question]) -> list[tuple[int, ...]]:
-    """The tokens that come of the questions when one worker does everything and nothing happens to it."""
+def undisturbed(path: Path, questions: Sequence[Question], **settings: Any) -> list[tuple[int, ...]]:
+    """The tokens that come of the questions when one worker does everything and nothing happens to it.
+
+    settings: of WorkerSettings
+    """
 
     async def run() -> list[tuple[int, ...]]:
-        async with deployed(path, "1epd") as deployment:
+        async with deployed(path, "1epd", settings=settings) as deployment:
             return [answer.tokens for answer in await deployment.ask_all(questions)]
 
     with clear_draws():

@@ -77,12 +77,15 @@ def running_app(session: RaySession, **args: Any) -> Iterator[str]:
 class RayDeployment(Deployment):
     """A front of this process, over the workers of an application on Ray."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, **options: Any) -> None:
+        """options: of OrchestratorConfig"""
         node_id = ray.get_runtime_context().get_node_id()
         place, purpose = Place("127.0.0.1", node_id), Purpose(str(path.resolve()))
         self.ray_fleet = RemoteFleet(RayBoard("epd"), place, purpose)
         planner = RequestPlanner(path, "tiny", group_tokens=16)
-        self.service = Orchestrator(self.ray_fleet, planner, OrchestratorConfig(), owner=self.ray_fleet.owner)
+        self.service = Orchestrator(
+            self.ray_fleet, planner, OrchestratorConfig(**options), owner=self.ray_fleet.owner
+        )
 
     def member(self, name: str) -> Member:
         return self.ray_fleet.member(name)
@@ -94,13 +97,13 @@ class RayDeployment(Deployment):
 
 @asynccontextmanager
 async def ray_deployed(
-    path: Path, topology: str, *, hang_s: float = 10.0, **args: Any
+    path: Path, topology: str, *, hang_s: float = 10.0, max_wait_s: float = 120.0, **args: Any
 ) -> AsyncIterator[RayDeployment]:
-    """args: of the application, which must be the only one."""
+    """max_wait_s: of the front. args: of the application, which must be the only one."""
     args = {"model": path, "num_kv_tokens": 16_384, "allowed_media_path": Path("/"), **args}
     app = build_app(AppArgs(topology=topology, hang_s=hang_s, **args))
     await asyncio.to_thread(serve.run, app, name="epd", route_prefix="/")
-    deployment = RayDeployment(path)
+    deployment = RayDeployment(path, max_wait_s=max_wait_s)
     try:
         await deployment.service.start()
         await deployment.until_ready()

@@ -1,6 +1,7 @@
 """Worker processes killed and stopped while streams run: all complete, with the tokens they would have had.
 
-`make soak` runs many more streams, and harms a worker of every role in both ways.
+Each harm meets all of the streams in flight. `make soak` has 200 of them, and harms a worker of every role in
+both ways.
 """
 
 from __future__ import annotations
@@ -8,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from serve_app.network.memory import orphans
 from tests.serve_app.deployments import Answered, Question, undisturbed, until_decoding
@@ -24,14 +28,17 @@ from tests.serve_app.ray.ray_session import IGNORED, RayDeployment, RaySession, 
 pytestmark = [pytest.mark.filterwarnings(each) for each in IGNORED]
 
 IS_SOAK = "EPD_SOAK" in os.environ
-NUM_STREAMS, TOPOLOGY = (200, "2e2p2d") if IS_SOAK else (24, "1e1p1d")
+NUM_STREAMS, NUM_TOKENS, TOPOLOGY = (200, 500, "2e2p2d") if IS_SOAK else (24, 400, "1e1p1d")
 TOPOLOGY = os.environ.get("EPD_SOAK") or TOPOLOGY
-HARMS = [
-    (name, number)
-    for number in (signal.SIGKILL, signal.SIGSTOP)
-    for name in ("v0", "e0", "p0", "d0")
-    if IS_SOAK or (name, number) in {("e0", signal.SIGKILL), ("d0", signal.SIGKILL), ("p0", signal.SIGSTOP)}
+Harm = tuple[str, signal.Signals]
+# In each wave all questions are asked, and these workers harmed.
+WAVES: list[list[Harm]] = [
+    [("e0", signal.SIGKILL), ("d0", signal.SIGKILL), ("p0", signal.SIGSTOP)],
 ]
+if IS_SOAK:
+    WAVES = [[(name, how) for name in ("v0", "e0", "p0", "d0")] for how in (signal.SIGKILL, signal.SIGSTOP)]
+# There is room for all streams at one worker: they wait for nothing but their tokens.
+ROOM: dict[str, Any] = {"num_kv_tokens": 1 << 18, "max_num_seqs": 256, "max_wait_s": 600.0} if IS_SOAK else {}
 KINDS = (("image",), ("video",), (), ("image", "tall_video"))
 HANG_S = 6.0
 SEED = 2
@@ -45,7 +52,11 @@ def questions(media: dict[str, Path]) -> list[Question]:
             tuple(media[name] for name in KINDS[number % len(KINDS)]),
             f"what {number}?",
             SamplingParams(
-                max_tokens=150, ignore_eos=True, temperature=number % 3 / 2, top_k=5, seed=SEED + number
+                max_tokens=NUM_TOKENS,
+                ignore_eos=True,
+                temperature=number % 3 / 2,
+                top_k=5,
+                seed=SEED + number,
             ),
         )
         for number in range(NUM_STREAMS)
@@ -54,7 +65,11 @@ def questions(media: dict[str, Path]) -> list[Question]:
 
 @pytest.fixture(scope="module")
 def expected(checkpoints: dict[str, Path], questions: list[Question]) -> list[tuple[int, ...]]:
-    return undisturbed(checkpoints["qwen2_5_vl"], questions)
+    settings: dict[str, Any] = {}
+    if ROOM:
+        scheduler = SchedulerConfig(max_num_seqs=ROOM["max_num_seqs"], max_chunk_tokens=64)
+        settings = {"num_kv_tokens": ROOM["num_kv_tokens"], "scheduler": scheduler}
+    return undisturbed(checkpoints["qwen2_5_vl"], questions, **settings)
 
 
 def test_processes_that_are_killed_and_stopped_change_no_token(
@@ -62,21 +77,68 @@ def test_processes_that_are_killed_and_stopped_change_no_token(
     checkpoints: dict[str, Path],
     questions: list[Question],
     expected: list[tuple[int, ...]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     before = orphans()
 
-    async def run() -> list[Answered]:
-        async with ray_deployed(checkpoints["qwen2_5_vl"], TOPOLOGY, hang_s=HANG_S) as deployment:
-            answers = await asked_while_harmed(deployment, questions)
-            counters = (await deployment.service.status()).counters
-            assert counters["workers_lost"] == len(HARMS)
-            assert deployment.service.num_attempts == deployment.service.num_tickets == 0
-            return answers
+    def say(row: str) -> None:
+        with capsys.disabled():
+            print(f"\n{row}", end="")
 
-    answers = asyncio.run(run())
-    assert [answer.tokens for answer in answers] == expected
-    assert sum(answer.end.num_retries for answer in answers if answer.end) > 0
+    async def run() -> None:
+        path, options = checkpoints["qwen2_5_vl"], {"num_video_workers": 2 if IS_SOAK else 1, **ROOM}
+        async with ray_deployed(path, TOPOLOGY, hang_s=HANG_S, **options) as deployment:
+            for wave in WAVES:
+                answers = await asked_while_harmed(deployment, questions, wave, say)
+                assert [answer.tokens for answer in answers] == expected
+                assert sum(answer.end.num_retries for answer in answers if answer.end) > 0
+            counters = (await deployment.service.status()).counters
+            assert counters["workers_lost"] == sum(map(len, WAVES))
+            assert deployment.service.num_attempts == deployment.service.num_tickets == 0
+
+    asyncio.run(run())
     assert set(orphans()) <= set(before)
+
+
+async def asked_while_harmed(
+    deployment: RayDeployment, questions: Sequence[Question], wave: Sequence[Harm], say: Callable[[str], None]
+) -> list[Answered]:
+    """Harms workers one after the other while all questions are in flight: none has ended at any harm.
+
+    Encoders and prefill workers are harmed while prompts are computed; decode workers once they have a
+    fifth of the answers in their middle, so that their loss costs something.
+    """
+    service, workers = deployment.service, deployment.ray_fleet.workers
+    before = {name: workers[name].incarnation for name, _ in wave}
+    answers = [Answered() for _ in questions]
+    start_s = time.monotonic()
+    asking = asyncio.create_task(deployment.ask_at_once(questions, answers))
+    while len(service.attempts) < len(questions):
+        assert not any(answer.end for answer in answers), "one has ended before all were in flight"
+        await asyncio.sleep(0.005)
+    num_begun = []
+    for name, how in wave:
+        if name == "d0":
+            await until_decoding(deployment, name, len(questions) // 5)
+        else:
+            await asyncio.sleep(0.2)
+        assert len(service.attempts) == sum(answer.end is None for answer in answers) == len(questions)
+        num_begun.append(sum(bool(answer.token_ids) for answer in answers))
+        os.kill(deployment.member(name).pid, how)
+    await asking
+    seconds = time.monotonic() - start_s
+    for name, incarnation in before.items():
+        while not workers[name].is_alive or workers[name].incarnation == incarnation:
+            await asyncio.sleep(0.05)
+    harms = ", ".join(
+        f"{name} {how.name} with {num} begun" for (name, how), num in zip(wave, num_begun, strict=True)
+    )
+    num_retries = sum(answer.end.num_retries for answer in answers if answer.end)
+    say(
+        f"{len(questions)} streams in flight at once: {harms}; {num_retries} retries, all ended after "
+        f"{seconds:.0f} s, workers back after {time.monotonic() - start_s:.0f} s"
+    )
+    return answers
 
 
 @pytest.mark.skipif(not IS_SOAK, reason="takes a minute of both cores: make soak")
@@ -93,27 +155,3 @@ def test_a_machine_that_is_lost_changes_no_token(checkpoints: dict[str, Path], t
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["is_equal"]
     assert result["num_lost"] == len(result["there"]) > 0
-
-
-async def asked_while_harmed(deployment: RayDeployment, questions: list[Question]) -> list[Answered]:
-    """Some questions for each harm, which comes while they are answered: at a random moment, or, at a decode
-    worker, as soon as its loss has to cost something."""
-    rng = random.Random(7)
-    answers: list[Answered] = []
-    share = len(questions) // len(HARMS)
-    for number, (name, how) in enumerate(HARMS):
-        first = number * share
-        last = len(questions) if (name, how) == HARMS[-1] else first + share
-        asking = asyncio.create_task(deployment.ask_all(questions[first:last]))
-        if name == "d0":
-            await until_decoding(deployment, name, 1)
-        else:
-            while not deployment.service.num_attempts:  # on a busy machine, workers have none at once
-                await asyncio.sleep(0.005)
-            await asyncio.sleep(rng.uniform(0.0, 0.4))
-        incarnation = deployment.ray_fleet.workers[name].incarnation
-        os.kill(deployment.member(name).pid, how)
-        answers += await asking
-        while not (info := deployment.ray_fleet.workers[name]).is_alive or info.incarnation == incarnation:
-            await asyncio.sleep(0.05)
-    return answers

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -23,6 +24,8 @@ import pytest
 
 from serve_app.network.memory import orphans
 from tests.cli.test_serve_command import MARK, processes_with, running
+from tests.media import write_image
+from tests.serve_app.conftest import JSON, data_url, image_part
 from tests.serve_app.server import wait_until
 
 pytestmark = pytest.mark.skipif("EPD_SOAK" not in os.environ, reason="takes minutes of both cores: make soak")
@@ -30,24 +33,60 @@ pytestmark = pytest.mark.skipif("EPD_SOAK" not in os.environ, reason="takes minu
 END_S, AGAIN_S = 10.0, 120.0
 # Command lines of the processes that are killed. What Ray calls an actor begins with its class.
 CONTROLLER, FRONT = "ray::ServeController", "ray::ServeReplica:epd:Front"
+MEDIA, STAGE = "ray::ServeReplica:epd:Media", "ray::ServeReplica:epd:Stage"
+BOARD = "ray::BoardActor"
 GCS, RAYLET = "gcs_server", "/raylet"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is killed or stopped, and what comes of it.
+
+    is_whole: whether the stream goes on
+    limit_s: until a question is answered again
+    is_about_image: whether that question is about an image
+    """
+
+    name: str
+    how: signal.Signals
+    is_whole: bool
+    limit_s: float
+    is_about_image: bool = False
+
+
+STARTED_AGAIN = (
+    Row(CONTROLLER, signal.SIGKILL, is_whole=True, limit_s=1.0),
+    Row(BOARD, signal.SIGKILL, is_whole=True, limit_s=1.0),
+    Row(MEDIA, signal.SIGKILL, is_whole=True, limit_s=AGAIN_S, is_about_image=True),
+    Row(FRONT, signal.SIGKILL, is_whole=False, limit_s=AGAIN_S),
+    Row(STAGE, signal.SIGKILL, is_whole=True, limit_s=AGAIN_S),
+    Row(STAGE, signal.SIGSTOP, is_whole=True, limit_s=AGAIN_S),
+)
 
 
 @dataclass(slots=True)
 class Stream:
-    """A long answer that is being read. outcome: how it ended."""
+    """A long answer that is being read.
+
+    gap_s: its longest pause, and when that began; on the monotonic clock
+    outcome: how it ended
+    """
 
     num_lines: int = 0
+    gap_s: tuple[float, float] = (0.0, 0.0)
     outcome: str = ""
 
     def read(self, url: str) -> None:
         body = chat("What is it?", stream=True, max_tokens=4000, ignore_eos=True)
         try:
             with (
-                httpx.Client(trust_env=False, timeout=30) as client,
+                httpx.Client(trust_env=False, timeout=AGAIN_S) as client,
                 client.stream("POST", f"{url}/v1/chat/completions", json=body) as response,
             ):
+                line_s = time.monotonic()
                 for line in response.iter_lines():
+                    self.gap_s = max(self.gap_s, (time.monotonic() - line_s, line_s))
+                    line_s = time.monotonic()
                     self.num_lines += line.startswith("data: ")
                     if line == "data: [DONE]" or line.startswith('data: {"error"'):
                         self.outcome = "whole" if line.endswith("[DONE]") else "an error event"
@@ -66,25 +105,34 @@ class Server:
     orphans: list[Path]
 
     def pid_of(self, name: str) -> int:
-        found = [
+        found = self.pids_of(name)
+        assert len(found) == 1, (name, found)
+        return found[0]
+
+    def pids_of(self, name: str) -> list[int]:
+        return [
             int(path.parent.name)
             for path in Path("/proc").glob("[0-9]*/cmdline")
             if name in command_line(path).partition("\0")[0] and self.is_ours(path.parent)
         ]
-        assert len(found) == 1, (name, found)
-        return found[0]
+
+    def is_back(self, name: str, lost: int) -> bool:
+        """Whether another process has taken the place of a lost one."""
+        pids = self.pids_of(name)
+        return len(pids) == 1 and lost not in pids
 
     def is_ours(self, process: Path) -> bool:
         with contextlib.suppress(OSError):
             return f"{MARK}={self.mark}".encode() in (process / "environ").read_bytes().split(b"\0")
         return False
 
-    def is_served(self) -> bool:
-        """Whether a question is answered now."""
+    def is_served(self, image: str | None = None) -> bool:
+        """Whether a question is answered now. image: a new one that it is about, as a data URL."""
+        content = [image_part(image)] if image else []
         with contextlib.suppress(httpx.HTTPError):
             reply = httpx.post(
                 f"{self.url}/v1/chat/completions",
-                json=chat("Well?", max_tokens=1),
+                json=chat([*content, {"type": "text", "text": "Well?"}], max_tokens=1),
                 timeout=2,
                 trust_env=False,
             )
@@ -99,22 +147,22 @@ def command_line(path: Path) -> str:
         return ""
 
 
-def chat(text: str, **options: object) -> dict[str, object]:
+def chat(text: str | list[JSON], **options: object) -> dict[str, object]:
     return {"messages": [{"role": "user", "content": text}], **options}
 
 
 @contextmanager
-def killed(server: Server, name: str) -> Iterator[Stream]:
-    """A process killed while a stream is under way, which has ended when the block is left."""
+def killed(server: Server, name: str, how: signal.Signals = signal.SIGKILL) -> Iterator[Stream]:
+    """A process killed or stopped while a stream is under way, which has ended when the block is left."""
     stream = Stream()
     reading = threading.Thread(target=stream.read, args=(server.url,), daemon=True)
     pid = server.pid_of(name)
     reading.start()
     wait_until(lambda: stream.num_lines > 3)
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pid, how)
     assert not stream.outcome
     yield stream
-    reading.join(60)
+    reading.join(AGAIN_S)
 
 
 @pytest.fixture
@@ -130,19 +178,31 @@ def say(capsys: pytest.CaptureFixture[str], row: str) -> None:
         print(f"\n{row}", end="")
 
 
-def test_what_is_started_again(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    """Serve's controller and the front, in turn; at the end SIGTERM ends the server as ever."""
-    for name, is_whole, limit_s in ((CONTROLLER, True, 1.0), (FRONT, False, AGAIN_S)):
-        with killed(server, name) as stream:
+def test_what_is_started_again(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One after the other in one server; at the end SIGTERM ends it as ever."""
+    image = data_url(write_image(tmp_path / "image.png"), "image/png")
+    wrong = []
+    for row in STARTED_AGAIN:
+        pid = server.pid_of(row.name)
+        with killed(server, row.name, row.how) as stream:
             start_s = time.monotonic()
             time.sleep(0.2)  # until the system has let go of it
-            wait_until(server.is_served, AGAIN_S)
+            wait_until(partial(server.is_served, image if row.is_about_image else None), AGAIN_S)
             again_s = time.monotonic() - start_s
-        say(capsys, f"{name}: stream {stream.outcome}, served again after {again_s:.1f} s")
-        assert (stream.outcome == "whole") is is_whole
-        assert again_s < limit_s
+            wait_until(partial(server.is_back, row.name, pid), AGAIN_S)
+            back_s = time.monotonic() - start_s
+        gap_s, began_s = stream.gap_s
+        line = (
+            f"{row.name} {row.how.name}: stream {stream.outcome}, its longest pause {gap_s:.1f} s from "
+            f"{began_s - start_s:+.1f} s on, served again after {again_s:.1f} s, the process replaced after "
+            f"{back_s:.1f} s"
+        )
+        say(capsys, line)
+        if (stream.outcome == "whole") is not row.is_whole or again_s > row.limit_s:
+            wrong.append(line)
         time.sleep(10.0)  # so that each is killed in a server that is well
         assert server.process.poll() is None
+    assert not wrong
     assert set(orphans()) <= set(server.orphans)
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(60) == 0
