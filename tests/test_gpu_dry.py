@@ -8,12 +8,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.gpu.__main__ import SECTIONS, main
 from benchmarks.gpu.sections import GpuSection, run_all
-from benchmarks.gpu.setup import TINY, Setup
+from benchmarks.gpu.setup import FULL, TINY, Setup
 from benchmarks.reporting import Row
 from stages.placement import CPU_FLOAT32
 from tests import ROOT
@@ -100,3 +101,14 @@ def test_the_status_says_whether_all_is_well(monkeypatch: pytest.MonkeyPatch) ->
     for run, status in ((well, 0), (broken, 1), (wrong, 1)):
         monkeypatch.setattr("benchmarks.gpu.__main__.SECTIONS", {"one": GpuSection("", run, 5.0)})
         assert main(["--dry-run"]) == status
+
+
+def test_a_disk_without_room_is_named_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _folder: SimpleNamespace(free=10**9))
+    setup = Setup(CPU_FLOAT32, FULL, tmp_path / "temporary")
+    setup.folder.mkdir()
+    with pytest.raises(RuntimeError, match=r"1.0 GB are free in .*takes 36.5 GB; set TMPDIR"):
+        next(SECTIONS["load"].run(setup))
+    assert not list(setup.folder.iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -31,6 +32,7 @@ from stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape
 from stages.engine.model_runner import ModelRunner, Segment, kv_layout
 from stages.engine.setup import build_engine
 from tests.models import shrunk
+from tests.models.published import PUBLISHED
 
 _BLOCK_SIZE = 16
 _SOURCE_FPS = 2.0
@@ -39,6 +41,7 @@ _SOURCE_FPS = 2.0
 def load(setup: Setup) -> Iterator[Row]:
     """Writes the checkpoint that all later sections load, and times loading it."""
     sizes, folder = setup.sizes, setup.folder / "measured"
+    _check_disk(setup)
     start_s = time.perf_counter()
     if sizes.is_full:
         write_full(sizes.measured, folder, sizes.frame_size, setup.placement)
@@ -56,6 +59,18 @@ def load(setup: Setup) -> Iterator[Row]:
         setup.wait()
         yield {"what": what, **_rate(num_bytes, time.perf_counter() - start_s)}
         del model
+
+
+def _check_disk(setup: Setup) -> None:
+    """Raises RuntimeError where the folder for temporary files has no room for the checkpoint."""
+    published = PUBLISHED[setup.sizes.measured].num_parameters or 0
+    needed = 1.1 * published * setup.placement.dtype.itemsize if setup.sizes.is_full else 0.0
+    free = shutil.disk_usage(setup.folder).free
+    if free < needed:
+        room = f"{free / 1e9:.1f} GB are free in '{setup.folder.parent}'"
+        raise RuntimeError(
+            f"{room}, the checkpoint takes {needed / 1e9:.1f} GB; set TMPDIR to a folder with more room"
+        )
 
 
 def _rate(num_bytes: int, seconds: float) -> Row:
