@@ -14,12 +14,10 @@ from encoders.device import arrays_to_device
 from encoders.kernels.dispatch import uses_kernels
 from stages.kernels.paged_plain import attend_plain
 from stages.kernels.tiles import PagedSegments, TileSet
+from stages.kernels.tiling import MOST_SHORT
 
 if TYPE_CHECKING:
     from stages.attention.attention import AttentionBatch
-
-# Segments of at most this many new tokens are tiled apart from chunks, whose tiles would be mostly padding.
-_MOST_SHORT = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,7 @@ class DevicePlan:
     @classmethod
     def build(cls, batch: AttentionBatch, device: torch.device) -> DevicePlan:
         lens = np.diff(batch.query_starts)
-        is_short = lens <= _MOST_SHORT
+        is_short = lens <= MOST_SHORT
         chosen = [np.flatnonzero(kind) for kind in (is_short, ~is_short) if kind.any()]
         rows = np.repeat(np.arange(len(lens)), lens)
         tiled = [(one, np.flatnonzero(np.isin(rows, one))) for one in chosen]

@@ -12,8 +12,6 @@ Import this module only where Triton is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
@@ -21,6 +19,7 @@ from torch import Tensor
 
 from epd.types import ceil_div
 from stages.kernels.tiles import PagedSegments, TileSet
+from stages.kernels.tiling import tiling
 
 
 @triton.jit  # type: ignore[untyped-decorator] # Triton is untyped
@@ -117,9 +116,9 @@ def _attend_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and
         block = tl.load(
             block_tables + segment.to(tl.int64) * table_stride + key // BLOCK_SIZE, mask=is_key, other=0
         )
-        place = block.to(tl.int64) * block_stride + key % BLOCK_SIZE * slot_stride + kv_head * head_stride
-        k = _load_keys(keys, place, is_key, HEAD_DIM, BLOCK_D)
-        v = _load_keys(values, place, is_key, HEAD_DIM, BLOCK_D)
+        held = block.to(tl.int64) * block_stride + key % BLOCK_SIZE * slot_stride + kv_head * head_stride
+        k = _load_keys(keys, held, is_key, HEAD_DIM, BLOCK_D)
+        v = _load_keys(values, held, is_key, HEAD_DIM, BLOCK_D)
         if UPCAST:
             k = k.to(tl.float32)
             v = v.to(tl.float32)
@@ -175,33 +174,9 @@ def _merge_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and 
     tl.store(out + place, (weighted / total[:, None]).to(out.dtype.element_ty), mask=is_value)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tiling:
-    """Holds tile sizes.
-
-    tokens: new tokens of a tile.
-    block_m, block_n, block_d: rows, keys and channels, powers of two.
-    """
-
-    tokens: int
-    block_m: int
-    block_n: int
-    block_d: int
-
-
-# Rows of a tile of a long chunk; tl.dot takes no fewer rows than _LEAST_ROWS.
-_ROWS_OF_CHUNK = 64
-_LEAST_ROWS = 16
 _LEAST_KEYS_PER_SPLIT = 256
 _MOST_SPLITS = 32
 _HEADS_PER_MERGE = 8
-
-
-def _tiling(tiles: TileSet, group: int, head_dim: int) -> _Tiling:
-    tokens = min(triton.next_power_of_2(tiles.max_new), max(1, _ROWS_OF_CHUNK // group))
-    block_d = max(_LEAST_ROWS, triton.next_power_of_2(head_dim))
-    block_n = 64 if block_d <= 128 else 32
-    return _Tiling(tokens, max(_LEAST_ROWS, triton.next_power_of_2(tokens * group)), block_n, block_d)
 
 
 def num_splits(num_programs: int, max_context: int, num_processors: int) -> int:
@@ -230,8 +205,8 @@ def attend_tiles(
     """
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[2]
-    tiling = _tiling(tiles, num_heads // num_kv_heads, head_dim)
-    tiles_each = ceil_div(tiles.max_new, tiling.tokens)
+    tile = tiling(tiles.max_new, num_heads // num_kv_heads, head_dim, query.dtype)
+    tiles_each = ceil_div(tiles.max_new, tile.tokens)
     num_tiles = len(tiles.segments) * tiles_each
     splits = num_splits(num_tiles * num_kv_heads, tiles.max_context, num_processors)
     parts, log_sums = out, out
@@ -261,17 +236,17 @@ def attend_tiles(
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=key_cache.shape[1],
-        TOKENS=tiling.tokens,
-        BLOCK_M=tiling.block_m,
-        BLOCK_N=tiling.block_n,
-        BLOCK_D=tiling.block_d,
+        TOKENS=tile.tokens,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_D=tile.block_d,
         IS_SPLIT=splits > 1,
         UPCAST=not query.is_cuda,  # the interpreter multiplies bfloat16 as if it were integers
-        num_warps=4 if tiling.block_d <= 128 else 8,
-        num_stages=2,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )
     if splits > 1:
-        _merge(parts, log_sums, tiles.rows, out, tiling.block_d)
+        _merge(parts, log_sums, tiles.rows, out, tile.block_d)
 
 
 def _merge(parts: Tensor, log_sums: Tensor, rows: Tensor, out: Tensor, block_d: int) -> None:

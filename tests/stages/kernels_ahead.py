@@ -1,0 +1,234 @@
+"""Compiles the project's Triton kernels for GPUs that are not here, as the program itself would launch them.
+
+    python -m tests.stages.kernels_ahead        every variant: a table of registers, spills and shared memory
+
+The launching functions run on fake CUDA tensors; what they would launch is recorded, with the types,
+alignments and constants of the arguments, and compiled ahead of time. ptxas and cuobjdump come with Triton.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from encoders.device import constants
+from encoders.kernels.patchify import patchify_fused
+from stages.attention.attention import AttentionBatch
+from stages.attention.device import DevicePlan
+from stages.kernels.kv_slots import write_slots
+
+# Shared memory that one block of threads may have (CUDA C++ Programming Guide, compute capabilities).
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Query heads to a KV head of Qwen2.5-VL 7B and 3B, of Llama 8B, and one to one.
+GROUPS = (7, 8, 4, 1)
+HEAD_DIMS = (64, 80, 128)
+BLOCK_SIZES = (1, 4, 16, 32, 64, 128, 256)
+PATCHES = [((8, 448, 448, 3), 2, 14, 2), ((8, 448, 448, 3), 2, 16, 2), ((3, 384, 384, 3), 1, 384, 1)]
+_OPTIONS = frozenset({"num_warps", "num_stages"})
+_NAMES = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32",
+    torch.int64: "*i64", torch.uint8: "*u8",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Holds what Triton would compile a kernel for. options: of the compiler."""
+
+    kernel: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any]
+    attributes: Mapping[tuple[int], Any]
+    options: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Says what the compiled kernel needs. shared_bytes: of a block of threads."""
+
+    registers: int
+    stack_bytes: int
+    spilled_bytes: int
+    shared_bytes: int
+
+    def fits(self, arch: int) -> bool:
+        """Nothing spills, which ptxas puts on the stack, and shared memory is within the chip's."""
+        return self.stack_bytes == self.spilled_bytes == 0 and self.shared_bytes <= SHARED_BYTES[arch]
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Records launches instead of running them."""
+
+    launches: list[Launch] = field(default_factory=list)
+
+    def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **arguments: Any) -> None:
+        assert not warmup
+        assert all(isinstance(size, int) and size > 0 for size in grid), f"the grid is {grid}"
+        options = {name: arguments.pop(name) for name in _OPTIONS & arguments.keys()}
+        named = dict(zip(kernel.arg_names, args, strict=False)) | arguments
+        assert list(named) == list(kernel.arg_names)
+        signature, constants, attributes = {}, {}, {}
+        for place, parameter in enumerate(kernel.params):
+            value = named[parameter.name]
+            kind = "constexpr" if parameter.is_constexpr else _kind(value, parameter.do_not_specialize)
+            signature[parameter.name] = kind
+            if kind == "constexpr":
+                constants[parameter.name] = value
+            elif _is_aligned(value) and not parameter.do_not_specialize:
+                attributes[(place,)] = [["tt.divisibility", 16]]
+        self.launches.append(Launch(kernel, signature, constants, attributes, options))
+
+
+def _is_aligned(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
+
+
+def _kind(value: Any, is_plain: bool) -> str:
+    if isinstance(value, Tensor):
+        assert value.is_cuda, "a kernel takes tensors of the device"
+        return _NAMES[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    return "constexpr" if value == 1 and not is_plain else "i32" if value < 2**31 else "i64"
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """A mode in which "cuda" needs no GPU, nor pinned memory, and of which nothing is kept."""
+    try:
+        with (
+            FakeTensorMode(allow_non_fake_inputs=False),
+            patch.object(Tensor, "pin_memory", lambda tensor: tensor),
+        ):
+            yield
+    finally:
+        constants.cache_clear()
+
+
+def recorded(launching: Any) -> list[Launch]:
+    """The launches of a function that is called with the fake mode active."""
+    recorder = Recorder()
+    with (
+        fake_tensors(),
+        patch.object(JITFunction, "run", lambda self, *args, **named: recorder.run(self, *args, **named)),
+    ):
+        launching()
+    return recorder.launches
+
+
+def attention_launches(heads: tuple[int, int, int], block_size: int, dtype: torch.dtype) -> list[Launch]:
+    """The launches of a pass: a decode with a long context, drafts and a chunk, and the write before."""
+
+    def launch() -> None:
+        query_heads, kv_heads, dim = heads
+        lens, contexts = np.array([1, 4, 300]), np.array([40_000, 900, 9000], np.int32)
+        starts = np.cumsum([0, *lens]).astype(np.int32)
+        tables = np.zeros((3, -(-40_000 // block_size)), np.int32)
+        batch = AttentionBatch(starts, contexts, tables, np.zeros(starts[-1], np.int64), block_size)
+        plan = replace(DevicePlan.build(batch, torch.device("cuda")), num_processors=132)
+        num_rows = int(starts[-1])
+        storage = torch.empty(8, 28, 2, block_size, kv_heads, dim, dtype=dtype, device="cuda")
+        caches = storage[:, 3, 0], storage[:, 3, 1]
+        query, keys, values = (
+            torch.empty(count, num_rows, dim, dtype=dtype, device="cuda").transpose(0, 1)
+            for count in (query_heads, kv_heads, kv_heads)
+        )
+        write_slots(keys, values, *caches, plan.slot_mapping)
+        plan.attend_by_kernels(query, *caches, dim**-0.5)
+
+    return recorded(launch)
+
+
+def patch_launches(
+    frames: tuple[int, ...], unit: int, side: int, merge: int, dtype: torch.dtype
+) -> list[Launch]:
+    """The launch that makes patches of frames [N, H, W, 3]."""
+
+    def launch() -> None:
+        fake = torch.empty(frames, dtype=torch.uint8, device="cuda")
+        three = (1.0, 1.0, 1.0)
+        patchify_fused(fake, mean=three, std=three, frames_per_unit=unit, side=side, merge=merge, dtype=dtype)
+
+    return recorded(launch)
+
+
+def compiled(launch: Launch, arch: int) -> Report:
+    source = ASTSource(launch.kernel, dict(launch.signature), dict(launch.constants), dict(launch.attributes))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of defaults that Triton is about to change
+        kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(launch.options))
+    return _report(kernel.asm["cubin"], kernel.metadata.shared)
+
+
+def _report(cubin: bytes, shared_bytes: int) -> Report:
+    """Reads what ptxas wrote down about the kernel."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+    return Report(found["REG"], found["STACK"], found["LOCAL"], shared_bytes)
+
+
+def every_launch() -> Iterator[tuple[str, Launch]]:
+    """What a model may launch, without repetition: block sizes change little, so all with one group each."""
+    seen = set()
+    shapes = [(group, dim, 16) for group in GROUPS for dim in HEAD_DIMS]
+    shapes += [(7, 128, size) for size in BLOCK_SIZES]
+    for (group, dim, size), dtype in itertools.product(shapes, DTYPES):
+        for launch in attention_launches((4 * group, 4, dim), size, dtype):
+            key = (launch.name, str(launch.signature), str(launch.constants), str(launch.options))
+            if key not in seen:
+                seen.add(key)
+                yield f"group {group} dim {dim} block {size} {dtype}", launch
+    for (shape, *kind), dtype in itertools.product(PATCHES, DTYPES):
+        yield f"patches {kind} {dtype}", patch_launches(shape, *kind, dtype)[0]
+
+
+def check(launch: Launch, arch: int) -> None:
+    report = compiled(launch, arch)
+    assert report.fits(arch), f"{launch.name} does not fit sm_{arch}: {report}"
+
+
+def main() -> None:
+    num_bad = 0
+    for arch in SHARED_BYTES:
+        for what, launch in every_launch():
+            report = compiled(launch, arch)
+            is_bad = not report.fits(arch)
+            num_bad += is_bad
+            tile = [launch.constants.get(name) for name in ("TOKENS", "BLOCK_M", "BLOCK_N")]
+            line = f"sm_{arch} {launch.name} {what} tile {tile} {dict(launch.options)}: {report}"
+            print(line + " DOES NOT FIT" * is_bad, flush=True)
+    sys.exit(1 if num_bad else 0)
+
+
+if __name__ == "__main__":
+    main()
