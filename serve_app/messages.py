@@ -232,6 +232,7 @@ class WorkerLoad:
     seat_usage: answers it is generating, as a share of the most it can generate at once
     counters: totals since its start, under names as in `ServiceStatus.counters`
     spooled_bytes, num_downloads: at a media worker, files of requests in flight and downloads in progress
+    transports: the way that its data last took to other workers, by name
     stages: samples from which its load is estimated, for each of its roles
     work: what it has of everybody, in the units in which a router counts; None if it does not say
     media: the same of a media worker
@@ -246,6 +247,7 @@ class WorkerLoad:
     counters: Mapping[str, float] = field(default_factory=dict)
     spooled_bytes: int = 0
     num_downloads: int = 0
+    transports: Mapping[str, str] = field(default_factory=dict)
     stages: Mapping[Stage, StageSample] = field(default_factory=dict)
     work: InFlight | None = None
     media: MediaSample | None = None

@@ -199,6 +199,7 @@ class WorkerStatus:
     kv_usage, encoder_cache_usage: shares of its memory in use, None if it has no such memory
     num_role_switches: since it started
     is_switching: whether it is giving up roles, and takes no work for them
+    transports: the way that its embeddings, keys and values last took to other workers, by name
     """
 
     name: str
@@ -210,6 +211,7 @@ class WorkerStatus:
     encoder_cache_usage: float | None = None
     num_role_switches: int = 0
     is_switching: bool = False
+    transports: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,9 @@ class OneProcess:
     def weights(self, path: Path, placement: Placement) -> Path | None:  # noqa: ARG002 # each loads its own
         return None
 
+    def routes(self) -> dict[str, str]:
+        return {}
+
     def close(self, name: str) -> None:
         self._embeddings.disconnect(name)
         self._kv.disconnect(name)

@@ -143,6 +143,17 @@ def _print_workers(now: dict[str, Any]) -> None:
             str(worker["num_role_switches"]),
         )
     console.stdout_console().print(table)
+    for worker in now["workers"]:
+        if worker["transports"]:
+            print(f"{worker['name']} sends by {_ways(worker['transports'])}")
+
+
+def _ways(transports: Mapping[str, str]) -> str:
+    """Returns the workers that data went to, by the way it took last: "shared memory to d0, d1"."""
+    ways: dict[str, list[str]] = {}
+    for name, way in sorted(transports.items()):
+        ways.setdefault(way, []).append(name)
+    return "; ".join(f"{way} to {', '.join(names)}" for way, names in sorted(ways.items()))
 
 
 def _share(usage: float | None) -> str:

@@ -175,6 +175,10 @@ class Connector(Protocol[_TicketT, SourceT]):
         """
         ...
 
+    def forget(self, receiver: str) -> None:
+        """Forgets what was offered to an end that is gone and will not send receipts."""
+        ...
+
     def poll(self) -> Sequence[Receipt]:
         """Returns receipts for this end's offers, new since the last call."""
         ...
@@ -196,5 +200,6 @@ class Connector(Protocol[_TicketT, SourceT]):
         ...
 
 
+AnySource = CachedGroup | KVChunk
 EncoderConnector = Connector[Ticket, CachedGroup]
 KVConnector = Connector[KVTicket, KVChunk]

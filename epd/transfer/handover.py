@@ -135,6 +135,7 @@ class KVOutbox:
 
         Returns the requests whose hand-over has ended by that: they can be opened with another's ticket.
         """
+        self._connector.forget(receiver)
         gone = [sending for sending in self._sending.values() if sending.ticket.receiver == receiver]
         lost = [sending.ticket.request_id for sending in gone if not sending.is_ended]
         for sending in gone:

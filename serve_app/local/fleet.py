@@ -33,7 +33,7 @@ from serve_app.fleet import (
 )
 from serve_app.media.media_processes import MediaProcesses
 from serve_app.media.media_worker import MediaSettings, MediaWorker
-from serve_app.messages import Message, ReplyT, WorkerReport, endpoint
+from serve_app.messages import Message, ReplyT, WorkerReport, endpoint, worker_of
 from serve_app.task_group import Loops
 from serve_app.worker.worker_core import WorkerCore
 from serve_app.worker.worker_stages import WorkerSettings
@@ -75,6 +75,11 @@ class Hubs:
     embeddings: InProcessHub = field(default_factory=InProcessHub)
     kv: InProcessHub = field(default_factory=InProcessHub)
 
+    def receivers(self, name: str) -> set[str]:
+        """Returns the ends that were offered anything by the ends of that name."""
+        ends = (self.embeddings.find(name), self.kv.find(name))
+        return {receiver for end in ends if end is not None for receiver in end.receivers}
+
     def close(self, name: str) -> None:
         self.embeddings.disconnect(name)
         self.kv.disconnect(name)
@@ -86,21 +91,29 @@ class LocalTransport:
 
     hubs: Hubs = field(default_factory=Hubs)
     wake: Callable[[], None] | None = None
+    _names: set[str] = field(default_factory=set)
 
     def embeddings(
         self, name: str, shape: EncoderPoolShape, device: torch.device
     ) -> tuple[EncoderPool, EncoderConnector]:
         pool = shape.build(device=device)
+        self._names.add(name)
         return pool, self.hubs.embeddings.connect(name, pool, self.wake)
 
     def kv(self, name: str, shape: KVPoolsShape, device: torch.device) -> tuple[KVPools, KVConnector]:
         pools = shape.build(device=device)
+        self._names.add(name)
         return pools, self.hubs.kv.connect(name, pools, self.wake)
 
     def weights(self, path: Path, placement: Placement) -> Path | None:  # noqa: ARG002 - each reads its own
         return None
 
+    def routes(self) -> Mapping[str, str]:
+        receivers = {receiver for name in self._names for receiver in self.hubs.receivers(name)}
+        return {worker_of(receiver): "same process" for receiver in receivers}
+
     def close(self, name: str) -> None:
+        self._names.discard(name)
         self.hubs.close(name)
 
 

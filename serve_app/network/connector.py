@@ -1,30 +1,34 @@
-"""Moves data between worker processes: offers and receipts are messages, bulk data bypasses them.
+"""Moves data between worker processes: offers and receipts are messages, bulk data bypasses them if it can.
 
-Workers of one machine map each other's pools. To other machines, offered data travels in the message,
-over the link between them.
+`serve_app.network.routes` says which way the data of an offer takes. Where the receiver cannot reach the
+pool, the offer travels in parts, through host memory of bounded size.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import secrets
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from epd.transfer.connectors import EncoderConnector, KVConnector, Offer, Receipt
-from serve_app.network.memory import PoolFiles, open_pool
-from serve_app.network.packing import Packed, pack, unpack
+from epd.transfer.staging import StagingSpace
+from serve_app.network.access import Access, Exported, Mapped, OpenedPools, Staged
+from serve_app.network.gpu_memory import CudaMemory, GpuMemory, HandleError
+from serve_app.network.memory import PoolFiles
+from serve_app.network.packing import AnyPool, AnyShape, pack, parts_of
+from serve_app.network.part_queue import PartQueue, Shipment
+from serve_app.network.routes import PeerPlace, Route, choose_route
 from stages.connectors.mailbox import MailboxConnector, Message
 from stages.encode.encoder_pool import EncoderPool, EncoderPoolShape
 from stages.engine.kv_pool import KVPools, KVPoolsShape
+from stages.engine.pool_memory import pool_memory
 from stages.placement import Placement
 from stages.weight_files import num_weight_bytes, write_weights
 
@@ -32,39 +36,91 @@ logger = logging.getLogger(__name__)
 
 # An end point may have one end of each kind.
 Kind = Literal["embeddings", "kv"]
-AnyShape = EncoderPoolShape | KVPoolsShape
-AnyPool = EncoderPool | KVPools
 _CPU = torch.device("cpu")
-_LOOK_EVERY_S = 2.0  # between checks for mapped pools that are gone
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Tells a sender that the receiver cannot open its pool: the offer of that number must be staged."""
+
+    receiver: str
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """A message for an end of a transport.
-
-    shape: of the pool of an offer, for receivers that map it. packed: the offered data, for others.
-    """
+    """A message for an end of a transport. access: of an offer, to what it offers."""
 
     receiver: str
     kind: Kind
-    message: Message
-    shape: AnyShape | None = None
-    packed: Packed | None = None
+    message: Message | Unreadable
+    access: Access | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TransportConfig:
+    """Bounds the host memory that transfers pass through.
+
+    staging_bytes: of the segment of each pool that is staged
+    link_bytes: in messages to other machines, of each pool, before they are answered
+    part_bytes: of a part of an offer, unless a single block or a group of embeddings is larger
+    is_staged: whether pools are staged for other workers of the machine even if they could be reached
+    """
+
+    staging_bytes: int = 256 << 20
+    link_bytes: int = 512 << 20
+    part_bytes: int = 16 << 20
+    is_staged: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """Host memory that parts are staged in. memory: uint8."""
+
+    path: Path
+    memory: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Means:
+    """What the ends of a worker have in common.
+
+    post, find: see `ProcessTransport`
+    routes: those that were taken last, by worker
+    """
+
+    post: Callable[[str, Envelope], None]
+    find: Callable[[str], PeerPlace | None]
+    here: PeerPlace
+    gpu_memory: GpuMemory
+    opened: OpenedPools
+    config: TransportConfig
+    routes: dict[str, Route] = field(default_factory=dict)
 
 
 class ProcessTransport:
-    """Holds the ends of one worker. Only `deliver` may be called from other threads.
-
-    post: passes an envelope to a worker by name, without waiting
-    can_map: whether that worker is on this machine and can map its files
-    files: creates the files of pools
-    """
+    """Holds the ends of one worker. Only `deliver` may be called from other threads."""
 
     def __init__(
-        self, post: Callable[[str, Envelope], None], can_map: Callable[[str], bool], files: PoolFiles
+        self,
+        post: Callable[[str, Envelope], None],
+        find: Callable[[str], PeerPlace | None],
+        files: PoolFiles,
+        here: PeerPlace,
+        *,
+        gpu_memory: GpuMemory | None = None,
+        config: TransportConfig | None = None,
     ) -> None:
-        self._post = post
-        self._can_map = can_map
+        """Creates a transport without ends.
+
+        post: passes an envelope to a worker by name, without waiting
+        find: says where a worker is; None if it is not known
+        files: creates the files of pools
+        here: where this worker is
+        """
+        gpu_memory = gpu_memory or CudaMemory()
+        opened = OpenedPools(gpu_memory, self._own_pool)
+        self._means = _Means(post, find, here, gpu_memory, opened, config or TransportConfig())
         self._files = files
         self._ends: dict[tuple[str, Kind], ProcessConnector] = {}
 
@@ -95,11 +151,19 @@ class ProcessTransport:
             logger.warning("no room for %d bytes of shared weights: each worker reads its own", num_bytes)
             return None
 
+    def routes(self) -> Mapping[str, str]:
+        """Returns the way that data last took to each worker that is known: see `Route`."""
+        return {name: str(route) for name, route in self._means.routes.items() if self._means.find(name)}
+
     def close(self, name: str) -> None:
         for key in [key for key in self._ends if key[0] == name]:
-            path = Path(self._ends.pop(key).pool_id)
-            if path.is_absolute():  # of a GPU's pool there is no file
-                self._files.remove(path)
+            end = self._ends.pop(key)
+            end.close()
+            self._files.remove(Path(end.pool_id))
+            if end.segment is not None:
+                self._files.remove(end.segment.path)
+        if not self._ends:
+            self._means.opened.close()
 
     def deliver(self, envelope: Envelope) -> None:
         """Delivers a message to one of the ends; it is dropped if that end, and so its pool, is closed."""
@@ -107,101 +171,186 @@ class ProcessTransport:
         if end is not None:
             end.mail.append(envelope)
 
+    def _own_pool(self, pool_id: str) -> AnyPool | None:
+        return next((end.pool for end in self._ends.values() if end.pool_id == pool_id), None)
+
     def _open(self, name: str, kind: Kind, shape: AnyShape, device: torch.device) -> ProcessConnector:
-        if device.type == "cpu":
+        """Opens an end. A pool of the CPU is a file that others map; one of a GPU has its segment's name."""
+        pool: AnyPool
+        if not self._means.gpu_memory.holds(device):
             path = self._files.create(f"{name}-{kind}", shape.num_bytes)
-            pool, pool_id = shape.build(path), str(path)
-            end = ProcessConnector(name, kind, shape, pool, pool_id, self._post, self._can_map)
-        else:  # no other process maps it: its data travels in messages
-            pool, pool_id = shape.build(device=device), f"{name}-{kind}-{secrets.token_hex(4)}"
-            end = ProcessConnector(name, kind, shape, pool, pool_id, self._post, lambda _worker: False)
+            pool = shape.build(path)
+            segment = self._new_segment(name, kind) if self._means.config.is_staged else None
+        else:
+            pool = shape.build(device=device)
+            segment = self._new_segment(name, kind)
+            path = segment.path
+        end = ProcessConnector(name, kind, pool, str(path), self._means, segment)
         self._ends[name, kind] = end
         return end
+
+    def _new_segment(self, name: str, kind: Kind) -> Segment:
+        num_bytes = self._means.config.staging_bytes
+        path = self._files.create(f"{name}-{kind}-staging", num_bytes)
+        return Segment(path, pool_memory(num_bytes, path))
 
 
 class ProcessConnector(MailboxConnector[Any, Any]):
     """Connects one end of a worker. Created by `ProcessTransport`."""
 
+    pool: AnyPool
+
     def __init__(
-        self,
-        name: str,
-        kind: Kind,
-        shape: AnyShape,
-        pool: AnyPool,
-        pool_id: str,
-        post: Callable[[str, Envelope], None],
-        can_map: Callable[[str], bool],
+        self, name: str, kind: Kind, pool: AnyPool, pool_id: str, means: _Means, segment: Segment | None
     ) -> None:
         super().__init__(name, pool, pool_id)
         self.mail: deque[Envelope] = deque()
+        self.segment = segment
         self._kind = kind
-        self._shape = shape
-        self._post = post
-        self._can_map = can_map
-        # Shapes and contents of received, unanswered offers; pools by sender, with their ids.
-        self._shapes: dict[str, AnyShape] = {}
-        self._packed: dict[tuple[str, int], Packed] = {}
-        self._mapped: dict[str, tuple[str, AnyPool]] = {}
-        self._look_s = 0.0
+        self._means = means
+        self._gpu = means.gpu_memory.gpu(pool.memory)
+        # Offers from a GPU's pool that are not answered; epochs of those who got a handle, or cannot use it.
+        self._exported: dict[int, tuple[str, Offer[Any]]] = {}
+        self._handed: dict[str, str] = {}
+        self._unreadable: dict[str, str] = {}
+        staging = StagingSpace(0 if segment is None else segment.memory.nbytes)
+        self._staging = PartQueue(staging, self._next_number, self._ship_staged)
+        self._linking = PartQueue(StagingSpace(means.config.link_bytes), self._next_number, self._ship_linked)
+        self._access: dict[tuple[str, int], Access] = {}  # to what was offered and is not answered
+
+    # Sending
+
+    def offer(self, receiver: str, offer: Offer[Any]) -> None:
+        if offer.source is None:
+            super().offer(receiver, offer)
+            return
+        route = self._route(receiver)
+        if route in (Route.STAGING, Route.LINK):
+            route = self._offer_parts(receiver, offer, route)
+        else:
+            access = self._direct_access(receiver, offer, route)
+            self._deferred.add(partial(self._post, receiver, offer, access))
+        self._means.routes[_worker_of(receiver)] = route
+
+    def _route(self, receiver: str) -> Route:
+        there = self._means.find(_worker_of(receiver))
+        may_open = there is None or self._unreadable.get(receiver) != there.epoch
+        is_staged = self._means.config.is_staged
+        return choose_route(self._gpu, self._means.here, there, is_staged=is_staged, may_open=may_open)
+
+    def _direct_access(self, receiver: str, offer: Offer[Any], route: Route) -> Access | None:
+        """Returns the access of a receiver that reads the pool itself; a handle is made for each once."""
+        if route is Route.SAME_PROCESS:
+            return None
+        if route is Route.SHARED_MEMORY:
+            return Mapped(self.pool.shape)
+        self._exported[offer.number] = receiver, offer
+        there = self._means.find(_worker_of(receiver))
+        epoch = "" if there is None else there.epoch
+        is_known = self._handed.get(receiver) == epoch
+        self._handed[receiver] = epoch
+        return Exported(self.pool.shape, b"" if is_known else self._means.gpu_memory.export(self.pool.memory))
+
+    def _offer_parts(self, receiver: str, offer: Offer[Any], route: Route) -> Route:
+        """Sends an offer in parts. Returns the way they take: what is too large for the segment is linked."""
+        parts = parts_of(self.pool, offer.source, self._means.config.part_bytes)
+        if route is Route.STAGING and self._staging.fits(parts):
+            self._staging.add(receiver, offer, parts)
+            return route
+        if self._linking.fits(parts):
+            self._linking.add(receiver, offer, parts)
+        else:
+            error = (
+                f"{parts[0].num_bytes} bytes in one piece do not pass through {self._means.config.link_bytes}"
+            )
+            failed: Offer[Any] = Offer(offer.transfer_id, offer.number, self.name, self.pool_id, None, error)
+            super().offer(receiver, failed)
+        return Route.LINK
+
+    def _ship_staged(self, shipment: Shipment) -> None:
+        assert self.segment is not None
+        memory, part = self.segment.memory, shipment.part
+        self._means.gpu_memory.pin(memory)
+        part.copy(self.pool, memory[shipment.offset : shipment.offset + part.num_bytes])
+        access = Staged(part.shape, str(self.segment.path), memory.nbytes, shipment.offset)
+        self._deferred.add(partial(self._post, shipment.receiver, shipment.offer, access))
+
+    def _ship_linked(self, shipment: Shipment) -> None:
+        packed = pack(self.pool, shipment.part)
+        self._deferred.add(partial(self._post, shipment.receiver, shipment.offer, packed))
 
     def put(self, name: str, message: Message) -> None:
-        worker = name.rpartition(".")[0]
-        if isinstance(message, Receipt):
-            envelope = Envelope(name, self._kind, message)
-        elif message.source is None or self._can_map(worker):
-            envelope = Envelope(name, self._kind, message, shape=self._shape)
-        else:
-            packed, source = pack(self.pool, message.source)
-            envelope = Envelope(name, self._kind, replace(message, source=source), packed=packed)
-        self._post(worker, envelope)
+        self._post(name, message, None)
+
+    def _post(self, name: str, message: Message | Unreadable, access: Access | None) -> None:
+        self._means.post(_worker_of(name), Envelope(name, self._kind, message, access))
+
+    def poll(self) -> Sequence[Receipt]:
+        receipts: list[Receipt] = []
+        for receipt in super().poll():
+            self._exported.pop(receipt.number, None)
+            queue = next((each for each in (self._staging, self._linking) if receipt.number in each), None)
+            receipts += [receipt] if queue is None else queue.answer(receipt)
+        self._staging.advance()
+        self._linking.advance()
+        return receipts
+
+    def forget(self, receiver: str) -> None:
+        self._staging.forget(receiver)
+        self._linking.forget(receiver)
+        self._handed.pop(receiver, None)
+        for number in [number for number, (name, _) in self._exported.items() if name == receiver]:
+            del self._exported[number]
+
+    # Receiving
 
     def messages(self) -> Iterator[Message]:
         while self.mail:
             envelope = self.mail.popleft()
             message = envelope.message
-            if isinstance(message, Offer):
-                if envelope.shape is not None:
-                    self._shapes[message.pool_id] = envelope.shape
-                if envelope.packed is not None:
-                    self._packed[message.pool_id, message.number] = envelope.packed
+            if isinstance(message, Unreadable):
+                self._stage(message)
+                continue
+            if isinstance(message, Offer) and envelope.access is not None:
+                self._access[message.sender, message.number] = envelope.access
+                if isinstance(envelope.access, Exported) and envelope.access.handle:
+                    self._means.opened.take_handle(message.pool_id, envelope.access)
             yield message
+
+    def _stage(self, message: Unreadable) -> None:
+        """Sends an offer again, by a route that the receiver can read."""
+        receiver, offer = self._exported.pop(message.number, ("", None))
+        there = self._means.find(_worker_of(receiver))
+        if offer is None or there is None:
+            return
+        if self._unreadable.get(receiver) != there.epoch:
+            logger.warning("'%s' cannot open the memory of '%s': it is staged", receiver, self.name)
+        self._unreadable[receiver] = there.epoch
+        self.offer(receiver, offer)
 
     def recv(self) -> Sequence[Offer[Any]]:
         taken = super().recv()
         # Offers that were not expected have been answered without reading what they offer.
-        self._packed.clear()
-        self._shapes.clear()
-        self._forget_gone()
+        self._access.clear()
+        self._means.opened.forget_gone()
         return taken
 
-    def _forget_gone(self) -> None:
-        """Unmaps pools whose worker is gone, or has given up the role they were for."""
-        now_s = time.monotonic()
-        if now_s < self._look_s:
-            return
-        self._look_s = now_s + _LOOK_EVERY_S
-        for sender in [name for name, (path, _) in self._mapped.items() if not Path(path).exists()]:
-            del self._mapped[sender]
+    def _take(self, offer: Offer[Any]) -> Offer[Any] | None:
+        try:
+            return super()._take(offer)
+        except HandleError:
+            self._post(offer.sender, Unreadable(self.name, offer.number), None)
+            return None
 
     def pool_of(self, offer: Offer[Any]) -> AnyPool | None:
-        packed = self._packed.get((offer.pool_id, offer.number))
-        return unpack(packed) if packed is not None else self._map(offer)
+        access = self._access.get((offer.sender, offer.number))
+        return self._means.opened.open(offer, access, self.pool.device)
 
-    def _map(self, offer: Offer[Any]) -> AnyPool | None:
-        mapped_id, pool = self._mapped.get(offer.sender, ("", None))
-        if mapped_id != offer.pool_id or pool is None:
-            pool = map_pool(Path(offer.pool_id), self._shapes[offer.pool_id])
-            if pool is not None:
-                self._mapped[offer.sender] = offer.pool_id, pool
-        return pool
+    def close(self) -> None:
+        """Ends the pinning of its segment."""
+        if self.segment is not None:
+            self._means.gpu_memory.unpin(self.segment.memory)
 
 
-def map_pool(path: Path, shape: AnyShape) -> AnyPool | None:
-    """Maps the pool that another process has created; None if it is gone."""
-    descriptor = open_pool(path)
-    if descriptor is None:
-        return None
-    try:
-        return shape.build(Path(f"/proc/self/fd/{descriptor}"))
-    finally:
-        os.close(descriptor)
+def _worker_of(name: str) -> str:
+    return name.rpartition(".")[0]

@@ -27,6 +27,7 @@ class Member:
     info: of a worker, given by the board; None before
     is_ready: whether it can be given work
     is_known: whether the other workers know its address, so that it may be given work; set by the board
+    gpus: ids of the GPUs whose memory a stage worker can open
     num_waiting, oldest_s: requests in a front's queue, and the arrival of the oldest, Unix time
     traffic: of a front; what changes in it is in the next view, but makes no new one
     bounds: the least and most replicas of a worker's deployment, if Serve scales it
@@ -46,6 +47,7 @@ class Member:
     info: WorkerInfo | None = None
     is_ready: bool = False
     is_known: bool = False
+    gpus: tuple[str, ...] = ()
     num_waiting: int = 0
     oldest_s: float | None = None
     traffic: TrafficTotals = field(default_factory=TrafficTotals)

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections import Counter, deque
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,12 +23,14 @@ from epd.types import UInt8Array
 from serve_app.fleet import WorkerLostError, state_after
 from serve_app.messages import DropOwner, Message, PeerLost, WorkerLoad, WorkerReport, by_owner
 from serve_app.network.calls import Answer, Channel, Channels
-from serve_app.network.connector import Envelope, ProcessTransport
+from serve_app.network.connector import Envelope, ProcessTransport, TransportConfig
+from serve_app.network.gpu_memory import CudaMemory
 from serve_app.network.link import Address, Link, LinkClosedError
 from serve_app.network.members import BoardClient, Hello, KnownFronts, Member, Place, Purpose, View
 from serve_app.network.membership import Membership
 from serve_app.network.memory import PoolFiles
 from serve_app.network.peer_links import Delivery, PeerLinks
+from serve_app.network.routes import PeerPlace
 from serve_app.network.wire import BulkPlace, TakeBulk, WorkerCall
 from serve_app.role_messages import AskRemaining, Offload
 from serve_app.task_group import Loops, Tasks
@@ -52,6 +54,11 @@ class _Peer:
     node_id: str
     name: str
     incarnation: int
+    gpus: tuple[str, ...] = ()
+
+    @property
+    def place(self) -> PeerPlace:
+        return PeerPlace(self.epoch, self.node_id, self.gpus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +68,14 @@ class WorkerServerConfig:
     purpose: with the topology that is wanted; the board decides which part of it this worker is
     num_threads: of torch
     max_step_s: a worker that is busy with a single step for this time ends
+    transport: bounds of what is on its way to other workers
     """
 
     settings: WorkerSettings
     purpose: Purpose
     num_threads: int = 1
     max_step_s: float = 120.0
+    transport: TransportConfig = field(default_factory=TransportConfig)
 
 
 class WorkerServer:
@@ -107,7 +116,7 @@ class WorkerServer:
         self._files.remove_of(name)
         self._channels = Channels(credentials.key, Hello("stage", self.membership.epoch))
         self._links = PeerLinks(name, self.membership.epoch, self._deliver)
-        self._transport = ProcessTransport(self._post, self._can_map, self._files)
+        self._transport = self._new_transport(self._files)
         listener = Listener(self._report, self._fail)
         self._thread = WorkerThread(name, self.info.roles, self._config.settings, self._transport, listener)
         await self._thread.start()
@@ -197,9 +206,21 @@ class WorkerServer:
             with suppress(RuntimeError):  # the event loop has ended, and with it the process
                 self._loop.call_soon_threadsafe(self._links.send, worker, envelope)
 
-    def _can_map(self, worker: str) -> bool:
+    def _new_transport(self, files: PoolFiles) -> ProcessTransport:
+        """Creates the transport, and says on the board which GPUs' memory this process can open."""
+        gpu_memory = CudaMemory()
+        if self._config.settings.placement().is_cuda:
+            self.membership.set(gpus=tuple(sorted(gpu_memory.visible())))
+        here = PeerPlace(self.membership.epoch, self._place.node_id)
+        config = self._config.transport
+        return ProcessTransport(self._post, self._find, files, here, gpu_memory=gpu_memory, config=config)
+
+    def _find(self, worker: str) -> PeerPlace | None:
+        """Returns where a worker is. Called by the worker thread."""
+        if worker == self.info.name:
+            return PeerPlace(self.membership.epoch, self._place.node_id)
         peer = self._peers.get(worker)
-        return worker == self.info.name or (peer is not None and peer.node_id == self._place.node_id)
+        return None if peer is None else peer.place
 
     # The board
 
@@ -350,4 +371,5 @@ def _noted(reply: asyncio.Future[Any]) -> None:
 
 def _peer(member: Member) -> _Peer:
     assert member.info is not None
-    return _Peer(member.address, member.epoch, member.node_id, member.info.name, member.info.incarnation)
+    name, incarnation = member.info.name, member.info.incarnation
+    return _Peer(member.address, member.epoch, member.node_id, name, incarnation, member.gpus)

@@ -35,4 +35,5 @@ def _status(info: WorkerInfo, load: WorkerLoad, switching: Collection[str]) -> W
         encoder_cache_usage=load.encoder_cache_usage,
         num_role_switches=load.num_role_switches,
         is_switching=info.name in switching or bool(info.leaving),
+        transports=load.transports,
     )

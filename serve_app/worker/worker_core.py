@@ -274,6 +274,7 @@ class WorkerCore:
             seat_usage=_highest([load.seat_usage for load in loads]),
             counters=_summed([load.counters for load in loads]),
             stages={stage: sample for load in loads for stage, sample in load.stages.items()},
+            transports=self._builder.transport.routes(),
             work=InFlight(*map(sum, zip(*(load.work or InFlight() for load in loads), strict=True))),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,6 +87,10 @@ class Transport(Protocol):
 
         Raises ModelError.
         """
+        ...
+
+    def routes(self) -> Mapping[str, str]:
+        """Returns the way that data last took to other workers, by name: see `serve_app.network.routes`."""
         ...
 
     def close(self, name: str) -> None:

@@ -51,7 +51,12 @@ class InProcessConnector(MailboxConnector[TicketT, SourceT]):
         super().__init__(name, pool, pool_id)
         self.mail: deque[Message] = deque()
         self.on_mail = on_mail
+        self.receivers: set[str] = set()  # that anything was offered to
         self._hub = hub
+
+    def offer(self, receiver: str, offer: Offer[SourceT]) -> None:
+        self.receivers.add(receiver)
+        super().offer(receiver, offer)
 
     def put(self, name: str, message: Message) -> None:
         end = self._hub.find(name)

@@ -68,14 +68,21 @@ class MailboxConnector(ABC, Generic[TicketT, SourceT]):
         """Returns the pool that the offer refers to, to read from; None when it is gone."""
 
     def send(self, ticket: TicketT, source: SourceT | None, error: str = "") -> int:
-        self._num_sent += 1
-        offer = Offer(ticket.transfer_id, self._num_sent, self.name, self.pool_id, source, error)
+        offer = Offer(ticket.transfer_id, self._next_number(), self.name, self.pool_id, source, error)
         self.offer(ticket.receiver, offer)
         return offer.number
 
     def offer(self, receiver: str, offer: Offer[SourceT]) -> None:
         """Leaves an offer for the receiver, once what it offers has been written."""
         self._deferred.add(partial(self.put, receiver, offer))
+
+    def _next_number(self) -> int:
+        """Returns the number of the next offer."""
+        self._num_sent += 1
+        return self._num_sent
+
+    def forget(self, receiver: str) -> None:
+        """Does nothing: a connector that keeps what is on its way to receivers frees it here."""
 
     def poll(self) -> Sequence[Receipt]:
         self._sort()

@@ -105,6 +105,7 @@ class EncodeStage:
     def drop_receiver(self, receiver: str) -> None:
         """Forgets all jobs and offers for a receiver that is gone; what is encoded stays cached."""
         self._waiting = [job for job in self._waiting if job.ticket.receiver != receiver]
+        self._connector.forget(receiver)
         self.outbox.drop_receiver(receiver)
 
     def has_work(self) -> bool:

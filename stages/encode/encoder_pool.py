@@ -6,6 +6,7 @@ deepstack features, so that both travel together.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,11 +53,17 @@ class EncoderPoolShape:
     def build(self, shared_file: Path | None = None, device: torch.device | str = "cpu") -> EncoderPool:
         return EncoderPool(self.num_blocks, self.block_size, self.layout, shared_file, device)
 
+    def over(self, memory: Tensor) -> EncoderPool:
+        """Returns a pool in memory that is there, uint8 [num_bytes]."""
+        return EncoderPool(self.num_blocks, self.block_size, self.layout, memory=memory)
+
 
 class EncoderPool:
     """Stores blocks of rows.
 
     With a file, the memory is shared with every process that opens the same file.
+
+    memory: all of it, uint8
     """
 
     def __init__(
@@ -66,11 +73,13 @@ class EncoderPool:
         layout: EmbeddingLayout,
         shared_file: Path | None = None,
         device: torch.device | str = "cpu",
+        *,
+        memory: Tensor | None = None,
     ) -> None:
         self.layout = layout
-        shape = EncoderPoolShape(num_blocks, block_size, layout)
-        memory = pool_memory(shape.num_bytes, shared_file, device)
-        self.storage = memory.view(layout.dtype).view(num_blocks, block_size, layout.width)
+        self.shape = EncoderPoolShape(num_blocks, block_size, layout)
+        self.memory = pool_memory(self.shape.num_bytes, shared_file, device) if memory is None else memory
+        self.storage = self.memory.view(layout.dtype).view(num_blocks, block_size, layout.width)
 
     @property
     def device(self) -> torch.device:
@@ -98,6 +107,14 @@ class EncoderPool:
         if source.layout != self.layout:
             raise ValueError(f"cannot copy rows of {source.layout} into a pool of {self.layout}")
         self._write(to_place, source._read(from_place))
+
+    def fill(self, source: EncoderPool, block_ids: Sequence[int]) -> None:
+        """Copies whole blocks of another pool of the same block size to this one's blocks 0, 1, ...
+
+        From a GPU to pinned memory, the copies are queued and not waited for.
+        """
+        for number, block in enumerate(block_ids):
+            self.storage[number].copy_(source.storage[block], non_blocking=True)
 
     def receive(self, ticket: Ticket, source: CachedGroup, source_pool: EncoderPool) -> None:
         """Fills a ticket from another pool: see `copy`."""

@@ -143,6 +143,14 @@ class KVPool:
         there = to_device(target_slots, self.storage.device)
         self.storage[there // self.block_size, :, :, there % self.block_size] = tokens.to(self.storage.device)
 
+    def fill(self, source: KVPool, block_ids: Sequence[int]) -> None:
+        """Copies whole blocks of another pool of the same shape of blocks to this one's blocks 0, 1, ...
+
+        From a GPU to pinned memory, the copies are queued and not waited for.
+        """
+        for number, block in enumerate(block_ids):
+            self.storage[number].copy_(source.storage[block], non_blocking=True)
+
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Carries out copy-on-write, in order: the first tokens of one block into another."""
         for copy in copies:
@@ -178,16 +186,28 @@ class KVPoolsShape:
     def build(self, shared_file: Path | None = None, device: torch.device | str = "cpu") -> KVPools:
         return KVPools(self, shared_file, device)
 
+    def over(self, memory: Tensor) -> KVPools:
+        """Returns pools in memory that is there, uint8 [num_bytes]."""
+        return KVPools(self, memory=memory)
+
 
 class KVPools:
-    """Holds one worker's pools, of every layer group, side by side in one piece of memory."""
+    """Holds one worker's pools, of every layer group, side by side in one piece of memory.
+
+    memory: all of it, uint8
+    """
 
     def __init__(
-        self, shape: KVPoolsShape, shared_file: Path | None = None, device: torch.device | str = "cpu"
+        self,
+        shape: KVPoolsShape,
+        shared_file: Path | None = None,
+        device: torch.device | str = "cpu",
+        *,
+        memory: Tensor | None = None,
     ) -> None:
         self.shape = shape
-        memory = pool_memory(shape.num_bytes, shared_file, device)
-        pieces = torch.split(memory, list(shape.bytes_by_group))
+        self.memory = pool_memory(shape.num_bytes, shared_file, device) if memory is None else memory
+        pieces = torch.split(self.memory, list(shape.bytes_by_group))
         self.groups = tuple(
             KVPool(group.num_blocks, shape.block_size, group.layout, memory=piece)
             for group, piece in zip(shape.groups, pieces, strict=True)
@@ -201,7 +221,7 @@ class KVPools:
 
     @property
     def device(self) -> torch.device:
-        return self.groups[0].storage.device
+        return self.memory.device
 
     @property
     def bytes_per_token(self) -> int:

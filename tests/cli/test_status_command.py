@@ -33,6 +33,7 @@ def test_a_table_of_workers_and_what_was_decided(front: Front) -> None:
     lines = [line.split() for line in shown.stdout.splitlines()]
     assert shown.stdout.startswith("2e1p1d, ready; 0 requests, 2 waiting\n")
     assert ["p0", "p", "0", "2", "50%", "-", "3"] in lines
+    assert "\np0 sends by link to d1, d2; shared memory to d0\n" in shown.stdout
     assert ["e1", "e", "(lost)", "0", "0", "-", "-", "0"] in lines
     assert "switch: e1: e to d, gains 9.0 s for 1.0 s: worth it" in shown.stdout
     assert "e1: e to d, done in 0.34 s" in shown.stdout
@@ -46,6 +47,8 @@ def test_a_table_of_workers_and_what_was_decided(front: Front) -> None:
 def test_one_record_for_machines(front: Front) -> None:
     record = json.loads(status(front, "--json").stdout)
     assert record["status"]["topology"] == "2e1p1d"
+    shown = {worker["name"]: worker["transports"] for worker in record["status"]["workers"]}
+    assert shown["p0"] == {"d0": "shared memory", "d1": "link", "d2": "link"}
     assert record["load"]["num_requests"] == 2
     assert record["load"]["max_tokens"] == 266
     assert record["plan"] is None

@@ -136,7 +136,14 @@ class FakeService:
             workers=(
                 WorkerStatus("e0", "e", num_waiting=1, encoder_cache_usage=0.25),
                 WorkerStatus("e1", "e", is_alive=False),
-                WorkerStatus("p0", "p", num_running=2, kv_usage=0.5, num_role_switches=3),
+                WorkerStatus(
+                    "p0",
+                    "p",
+                    num_running=2,
+                    kv_usage=0.5,
+                    num_role_switches=3,
+                    transports={"d1": "link", "d0": "shared memory", "d2": "link"},
+                ),
                 WorkerStatus("d0", "d", kv_usage=0.125),
             ),
             counters=self.counters,

@@ -16,6 +16,7 @@ from epd.topology import parse_topology
 from serve_app.composition import share_lead
 from serve_app.media.media_worker import MediaSettings, MediaWorker
 from serve_app.network.board import Board
+from serve_app.network.connector import TransportConfig
 from serve_app.network.media_server import MediaServer
 from serve_app.network.members import Credentials, Kind, Member, Place, Purpose, View
 from serve_app.network.remote_fleet import RemoteFleet
@@ -130,6 +131,7 @@ class Cluster:
             scheduler=SchedulerConfig(max_chunk_tokens=64),
         )
         self.settings = replace(defaults, **settings)
+        self.transport = TransportConfig()
         self.stages: list[WorkerServer] = []
         self.media: list[MediaServer] = []
         self.fronts: list[Front] = []
@@ -145,7 +147,8 @@ class Cluster:
             await self.add_front()
 
     async def add_stage(self, node_id: str = "here", release: str = "") -> WorkerServer:
-        config = WorkerServerConfig(self.settings, Purpose(topology=self.topology, release=release))
+        purpose = Purpose(topology=self.topology, release=release)
+        config = WorkerServerConfig(self.settings, purpose, transport=self.transport)
         server = WorkerServer(self.board, Place(HOST, node_id), config)
         server.membership.on_ended = self.ended.append
         await server.start()

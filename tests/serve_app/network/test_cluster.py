@@ -12,7 +12,9 @@ from epd.errors import OverloadedError
 from epd.sampling_params import SamplingParams
 from epd.topology import topology_name
 from serve_app.network import remote_fleet
+from serve_app.network.connector import TransportConfig
 from serve_app.network.link import Address, Link, LinkTimeoutError, connect
+from serve_app.network.routes import Route
 from tests.serve_app.deployments import Question, num_held, undisturbed
 from tests.serve_app.network.cluster import Cluster, Front, clustered
 
@@ -92,6 +94,33 @@ def test_two_fronts_share_workers(
             for each in answers:
                 assert [answer.tokens for answer in each] == expected
             await settled(cluster)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("route", [Route.SHARED_MEMORY, Route.STAGING, Route.LINK], ids=str)
+def test_every_transport_gives_the_same_tokens_and_is_shown(
+    route: Route, model: Path, questions: list[Question], expected: list[tuple[int, ...]]
+) -> None:
+    """A prompt needs the room of the transport several times over."""
+
+    async def run() -> None:
+        cluster = Cluster(model, "1e1p1d")
+        cluster.transport = TransportConfig(1 << 17, 1 << 17, 1 << 13, is_staged=route is Route.STAGING)
+        try:
+            for number in range(3):
+                await cluster.add_stage(f"node {number}" if route is Route.LINK else "here")
+            await cluster.add_media()
+            front = await cluster.add_front()
+            await until_all_see(cluster, "1e1p1d")
+            assert [answer.tokens for answer in await front.ask_all(questions)] == expected
+            await settled(cluster)
+            shown = {each.name: each.transports for each in (await front.service.status()).workers}
+            assert {name: shown[name] for name in ["e0", "p0", "d0"]} == {
+                "e0": {"p0": route}, "p0": {"d0": route}, "d0": {},
+            }  # fmt: skip
+        finally:
+            await cluster.close()
 
     asyncio.run(run())
 

@@ -13,6 +13,7 @@ from serve_app.composition import worker_settings
 from serve_app.local.fleet import LocalTransport
 from serve_app.network.connector import ProcessTransport
 from serve_app.network.memory import PoolFiles, new_fleet_id
+from serve_app.network.routes import PeerPlace
 from serve_app.worker.worker_stages import StageBuilder
 from stages.placement import Placement
 
@@ -40,7 +41,7 @@ def test_a_lone_worker_shares_its_weights_with_none(
 
 def test_a_worker_on_a_gpu_loads_its_own_weights(checkpoints: dict[str, Path]) -> None:
     files = PoolFiles(new_fleet_id())
-    transport = ProcessTransport(lambda *_: None, lambda _: True, files)
+    transport = ProcessTransport(lambda *_: None, lambda _: None, files, PeerPlace("e0 1", "here"))
     on_gpu = Placement(torch.device("cuda"), torch.bfloat16)
     assert transport.weights(checkpoints["qwen2_5_vl"], on_gpu) is None
     assert files.paths() == []

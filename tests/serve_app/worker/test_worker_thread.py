@@ -30,6 +30,9 @@ class NoTransport:
 
     def weights(self, _path: Path, _placement: Any) -> None: ...
 
+    def routes(self) -> dict[str, str]:
+        return {}
+
     def close(self, _name: str) -> None: ...
 
 
