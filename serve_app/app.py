@@ -19,6 +19,7 @@ from serve_app.app_args import MEDIA_FIELDS, STAGE_FIELDS, AppArgs
 from serve_app.http.address import HttpAddress
 from serve_app.ray.deployments import Media, Stage, create_front
 from serve_app.ray.front import FrontListener, FrontReplica
+from serve_app.ray.gpus import cluster_gpus, gpus_per_worker
 
 # Requests that Serve passes on concurrently: those being answered, those whose bodies are being read, and as
 # many being refused. Health and metrics requests are included, so that nothing can take their place.
@@ -51,6 +52,8 @@ def application(args: AppArgs, address: HttpAddress | None = None) -> serve.Appl
         "health_check_timeout_s": args.hang_s,
     }
     stage = _deployment(Stage, "Stage", args.num_stage_workers, options)
+    num_gpus = gpus_per_worker(args, cluster_gpus())
+    stage = stage.options(ray_actor_options={"num_cpus": 0, "num_gpus": num_gpus})
     media = _deployment(Media, "Media", args.num_video_workers, options)
     front = _deployment(_front_class(args), "Front", args.num_fronts, options)
     front = front.options(

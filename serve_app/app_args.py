@@ -77,6 +77,13 @@ class AppArgs(BaseModel):
         description="Where each worker's models run: cpu, cuda, or cuda:N for one of several GPUs; auto is a "
         "GPU where the worker sees one.",
     )
+    gpus_per_worker: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="GPUs that each stage worker asks Ray for; below 1, workers share a GPU and its memory: "
+        "with 0.33, 1e1p1d fits one. By default 1 with a device of cuda, and with auto what fits.",
+    )
     dtype: str = Field(
         default="auto",
         description="Type of weights and activations: bfloat16, float16 or float32; auto is the checkpoint's "

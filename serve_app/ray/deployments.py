@@ -20,6 +20,7 @@ from ray import serve
 
 from serve_app.app_args import AppArgs
 from serve_app.ray.cluster import LINK_HOST
+from serve_app.ray.gpus import limit_memory, worker_device
 
 if TYPE_CHECKING:
     from ray.serve.context import ReplicaContext
@@ -61,7 +62,10 @@ class Stage(_Worker):
         from serve_app.network.worker_server import WorkerServer, WorkerServerConfig
 
         _quiet()
-        config = WorkerServerConfig(worker_settings(args), _purpose(args), args.threads_per_worker)
+        device = worker_device(args.device)
+        limit_memory(device)
+        settings = worker_settings(args.model_copy(update={"device": device}))
+        config = WorkerServerConfig(settings, _purpose(args), args.threads_per_worker)
         self._drain_s = args.drain_s
         self._server = WorkerServer(_board(), _place(), config)
         await _started(self._server)

@@ -21,6 +21,7 @@ from serve_app.app_args import AppArgs
 from serve_app.composition import worker_settings
 from serve_app.http.address import HttpAddress
 from serve_app.ray.cluster import RaySettings, ray_cluster
+from serve_app.ray.gpus import with_gpus
 from serve_app.ray.supervisor import supervised
 
 APP_NAME = "epd"
@@ -43,12 +44,14 @@ def served_app(
     """
     # In a cluster of others, fronts may run on any of its machines: its proxy has an address known before.
     is_own = cluster.address is None
-    app = application(args, http if is_own else None)
+    address = http if is_own else None
+    application(args, address)  # refuses what cannot be served before anything is started
     if is_own:
         worker_settings(args.resolved()).placement()  # all workers are on this machine
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     watch = supervised(owns_cluster=is_own) if ends_with_cluster else nullcontext()
     with http.reserved() if is_own else nullcontext(), ray_cluster(cluster), watch:
+        app = application(with_gpus(args), address)
         try:
             serve.start(
                 http_options={"host": http.host, "port": http.port},

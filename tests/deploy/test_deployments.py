@@ -23,6 +23,7 @@ with warnings.catch_warnings():
     from ray.serve.schema import DeploymentSchema, ServeDeploySchema
 
     from serve_app.app import build_app
+    from serve_app.ray.gpus import num_fitting
 
 DEPLOY = ROOT / "docs" / "deploy"
 SERVICE, _ = yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text())
@@ -30,7 +31,7 @@ CONFIGS: Mapping[str, Any] = {
     "kuberay.yaml": yaml.safe_load(SERVICE["spec"]["serveConfigV2"]),
     **{
         name: yaml.safe_load((DEPLOY / name).read_text())
-        for name in ("serve_config.yaml", "autoscaling.yaml")
+        for name in ("serve_config.yaml", "autoscaling.yaml", "gpu.yaml")
     },
 }
 SHUTDOWN_MARGIN_S = 10
@@ -132,7 +133,7 @@ def _limits(service: Any, group: int) -> Any:
     ("change", "words"),
     [
         (lambda s: _limits(s, 0).pop("nvidia.com/gpu"), "6 of 6 replicas of Stage"),
-        (lambda s: _workers(s, 0).update(replicas=5), "1 of 6 replicas of Stage"),
+        (lambda s: _workers(s, 0).update(replicas=1), "3 of 6 replicas of Stage"),
         (lambda s: _workers(s, 0).update(rayStartParams={"num-cpus": "0"}), "6 of 6 replicas of Stage"),
     ],
 )
@@ -140,6 +141,21 @@ def test_replicas_without_room_are_found(change: Callable[[Any], object], words:
     service = copy.deepcopy(SERVICE)
     change(service)
     assert any(words in text for text in unplaced(service, deployments("kuberay.yaml").values()))
+
+
+def test_workers_that_share_a_gpu_fit_it() -> None:
+    (stage,) = [each for name, each in deployments("gpu.yaml").items() if name == "Stage"]
+    assert num_fitting(stage["ray_actor_options"]["num_gpus"], num_gpus=1) >= stage["num_replicas"]
+    assert stage["max_surge_percent"] == 0
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_only_stage_workers_ask_for_gpus(name: str) -> None:
+    asking = {
+        each["name"] for each in deployments(name).values() if each["ray_actor_options"].get("num_gpus")
+    }
+    assert asking <= {"Stage"}
+    assert bool(asking) == (name in ("kuberay.yaml", "gpu.yaml"))
 
 
 def test_pods_with_a_gpu_go_to_nodes_that_have_one() -> None:

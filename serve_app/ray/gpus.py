@@ -1,0 +1,95 @@
+"""Divides the GPUs of a cluster among stage workers, and finds the one that Ray gave to a worker.
+
+deployer   gpus_per_worker, or what fits the cluster  -->  num_gpus of every replica of Stage
+worker     num_gpus below 1: the GPU is shared, and torch may take no more than that share of its memory
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+
+import ray
+
+from epd.errors import InfeasibleError
+from epd.types import ceil_div
+from serve_app.app_args import AppArgs
+
+logger = logging.getLogger(__name__)
+
+# With it Ray shows every GPU to every worker, so that those of one machine can open each other's pools.
+_SHOWS_ALL = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+
+
+def gpus_per_worker(args: AppArgs, num_gpus: float) -> float:
+    """Returns the GPUs that a stage worker asks Ray for. num_gpus: of the cluster."""
+    if args.gpus_per_worker is not None:
+        return args.gpus_per_worker
+    if args.device == "auto":
+        return _share(args.num_stage_workers, num_gpus)
+    return 1.0 if args.device.startswith("cuda") else 0.0
+
+
+def _share(num_workers: int, num_gpus: float) -> float:
+    """Returns the largest share of a GPU, 1 at most, with which all workers fit; 0 without GPUs."""
+    return 100 // ceil_div(num_workers, int(num_gpus)) / 100 if num_gpus >= 1 else 0.0
+
+
+def cluster_gpus() -> float:
+    """Returns the GPUs of the cluster that this process is connected to; 0 if it is connected to none."""
+    if not ray.is_initialized():
+        return 0.0
+    resources: Mapping[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return resources.get("GPU", 0.0)
+
+
+def with_gpus(args: AppArgs) -> AppArgs:
+    """Returns arguments in which the workers' GPUs are settled by the cluster that is connected.
+
+    Raises InfeasibleError if the cluster has too few: Serve would wait for more without an end.
+    """
+    num_gpus, num_workers = cluster_gpus(), args.num_stage_workers
+    wanted = gpus_per_worker(args, num_gpus)
+    if num_fitting(wanted, num_gpus) < num_workers:
+        share = _share(num_workers, num_gpus)
+        advice = f"set gpus_per_worker to {share:g}, so that workers share, " if share else ""
+        raise InfeasibleError(
+            f"received {num_workers} stage workers of {wanted:g} GPUs each; the cluster has {num_gpus:g} "
+            f"GPUs; {advice}choose a smaller topology, add GPUs, or run on CPUs with --device cpu"
+        )
+    return args.model_copy(update={"gpus_per_worker": wanted})
+
+
+def num_fitting(wanted: float, num_gpus: float) -> float:
+    """Returns how many workers of `wanted` GPUs, at most 1, fit: no share lies on two GPUs."""
+    if not wanted:
+        return float("inf")
+    return int(num_gpus) * int(1 / wanted + 1e-6)
+
+
+def worker_device(device: str) -> str:
+    """Returns the device of this worker, as `Placement.resolve` takes it. device: of the arguments."""
+    if device == "auto" and not _assigned():
+        return "cpu"  # GPUs that it may see are those of others
+    if device in ("auto", "cuda") and os.environ.get(_SHOWS_ALL, "") not in ("", "0"):
+        ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+        return f"cuda:{ids[0]}" if ids else "cuda"
+    return device
+
+
+def limit_memory(device: str) -> None:
+    """Keeps this worker to its share of a GPU that it has with others."""
+    import torch
+
+    share = _assigned()
+    if 0 < share < 1 and device != "cpu" and torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(share, None if device == "auto" else torch.device(device))
+        logger.info("torch takes at most %.0f %% of the memory of the GPU", 100 * share)
+
+
+def _assigned() -> float:
+    """Returns the GPUs that Ray gave to this worker."""
+    context = ray.get_runtime_context()
+    resources: Mapping[str, float] = context.get_assigned_resources()  # type: ignore[no-untyped-call]
+    return resources.get("GPU", 0.0)

@@ -1,0 +1,144 @@
+"""GPUs of stage workers: who asks for how many, what each sees. Ray is told of GPUs that do not exist."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import pytest
+
+from epd.errors import InfeasibleError
+from serve_app.app_args import AppArgs
+from serve_app.ray import gpus
+from tests import ROOT
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of Ray's own, when it is imported
+    from ray.serve._private.build_app import build_app as built
+
+    from serve_app.app import build_app
+
+
+@pytest.mark.parametrize(
+    ("args", "num_gpus", "expected"),
+    [
+        ({"device": "cpu"}, 8, 0),
+        ({"device": "cuda"}, 0, 1),
+        ({"device": "cuda:1"}, 8, 1),
+        ({"device": "auto"}, 0, 0),
+        ({"device": "auto"}, 8, 1),
+        ({"device": "auto"}, 2, 0.5),
+        ({"device": "auto"}, 1, 0.33),
+        ({"device": "auto", "topology": "1e1p2d"}, 3, 0.5),
+        ({"device": "auto", "gpus_per_worker": 0.25}, 8, 0.25),
+        ({"device": "cpu", "gpus_per_worker": 0}, 8, 0),
+    ],
+)
+def test_a_worker_asks_for_a_gpu_where_it_runs_on_one(
+    args: dict[str, Any], num_gpus: float, expected: float
+) -> None:
+    assert gpus.gpus_per_worker(AppArgs(**args), num_gpus) == expected
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5])
+def test_no_worker_has_more_than_one_gpu(share: float) -> None:
+    with pytest.raises(ValueError, match="gpus_per_worker"):
+        AppArgs(gpus_per_worker=share)
+
+
+@pytest.mark.parametrize(
+    ("share", "num_gpus", "num_workers"),
+    [(1, 2, 2), (0.5, 2, 4), (0.33, 1, 3), (0.34, 1, 2), (0.1, 1, 10), (0.6, 2, 2), (1, 0, 0)],
+)
+def test_no_share_lies_on_two_gpus(share: float, num_gpus: float, num_workers: int) -> None:
+    assert gpus.num_fitting(share, num_gpus) == num_workers
+
+
+@pytest.mark.parametrize(
+    ("args", "num_gpus", "words"),
+    [
+        ({"device": "cuda"}, 0, "3 stage workers of 1 GPUs each; the cluster has 0 GPUs; choose a smaller"),
+        ({"device": "cuda"}, 1, "the cluster has 1 GPUs; set gpus_per_worker to 0.33, so that workers share"),
+        (
+            {"device": "cuda", "topology": "1e1p2d"},
+            3,
+            "4 stage workers of 1 GPUs each; the cluster has 3 GPUs; set gpus_per",
+        ),
+        ({"gpus_per_worker": 0.5}, 1, "3 stage workers of 0.5 GPUs each"),
+    ],
+)
+def test_a_cluster_with_too_few_gpus_is_refused_in_one_line(
+    args: dict[str, Any], num_gpus: float, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus, "cluster_gpus", lambda: num_gpus)
+    with pytest.raises(InfeasibleError, match=words) as raised:
+        gpus.with_gpus(AppArgs(**args))
+    assert "\n" not in str(raised.value)
+
+
+def test_the_advised_share_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "cluster_gpus", lambda: 1.0)
+    assert gpus.with_gpus(AppArgs(gpus_per_worker=0.33)).gpus_per_worker == 0.33
+    assert gpus.with_gpus(AppArgs(device="cpu")).gpus_per_worker == 0
+
+
+def test_only_stage_workers_ask_for_gpus() -> None:
+    found = {
+        each.name: each.ray_actor_options
+        for each in built(build_app(AppArgs(gpus_per_worker=0.5)), name="epd").deployments
+    }
+    assert {name: options.get("num_gpus", 0) for name, options in found.items()} == {
+        "Front": 0, "Media": 0, "Stage": 0.5,
+    }  # fmt: skip
+
+
+_PROBE = """
+import json, logging, os, sys
+import ray
+from ray import serve
+from serve_app.ray.gpus import cluster_gpus, worker_device
+
+@serve.deployment(ray_actor_options={"num_cpus": 0})
+class Probe:
+    def __call__(self):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return os.getpid(), visible, worker_device("auto"), worker_device("cuda")
+
+def seen(share, num_replicas, env_vars):
+    options = {"num_cpus": 0, "num_gpus": share, "runtime_env": {"env_vars": env_vars}}
+    handle = serve.run(
+        Probe.options(num_replicas=num_replicas, ray_actor_options=options).bind(), route_prefix=None
+    )
+    found = {}
+    while len(found) < num_replicas:
+        pid, *rest = handle.remote().result()
+        found[pid] = rest
+    serve.delete("default")
+    return list(found.values())
+
+ray.init(address="local", num_gpus=2, num_cpus=4, include_dashboard=False, log_to_driver=False)
+shows_all = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+print("FOUND", json.dumps({
+    "gpus": cluster_gpus(), "whole": seen(1, 2, {}), "half": seen(0.5, 4, {}), "none": seen(0, 1, {}),
+    "shown": seen(1, 2, shows_all),
+}))
+"""
+
+
+def test_workers_see_the_gpus_that_they_were_given() -> None:
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "CUDA_VISIBLE_DEVICES": "0,1"}
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _PROBE],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    (line,) = [line for line in run.stdout.splitlines() if line.startswith("FOUND")] or [run.stderr[-2000:]]
+    found = json.loads(line.removeprefix("FOUND"))
+    assert found["gpus"] == 2
+    assert sorted(found["whole"]) == [["0", "auto", "cuda"], ["1", "auto", "cuda"]]
+    assert sorted(visible for visible, *_ in found["half"]) == ["0", "0", "1", "1"]
+    assert [device for _, device, _ in found["none"]] == ["cpu"]
+    assert sorted(found["shown"]) == [["0,1", "cuda:0", "cuda:0"], ["0,1", "cuda:1", "cuda:1"]]
