@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from encoders.names import WeightSet
 from serve_app.worker.worker_stages import embedding_layout
 from stages.engine.model_runner import kv_layout
+from stages.memory_sizing import DEFAULT_UTILIZATION
 from stages.weights import prune, skeleton
 from tests import ROOT
 from tests.models.published import PUBLISHED, Published
@@ -22,8 +23,6 @@ from tests.models.published import PUBLISHED, Published
 PAGE = ROOT / "docs" / "models.md"
 _START, _END = "<!-- python -m tests.models.page -->\n", "<!-- end -->\n"
 CARD_BYTES = 80 * 10**9
-# Of a card for weights, keys and values; the rest is for activations and what CUDA takes for itself.
-USED_SHARE = 0.9
 # A worker that computes or continues answers needs room for this context, or it fits in name alone.
 LEAST_TOKENS = 32_768
 _GIGA = 10**9
@@ -46,7 +45,7 @@ class Figures:
     def kv_tokens(self, *, with_tower: bool) -> int:
         """Tokens that have room beside the weights on one card; negative where the weights have none."""
         weights = self.language_bytes + (self.encode_bytes if with_tower else 0)
-        return int(CARD_BYTES * USED_SHARE - weights) // self.kv_bytes
+        return int(CARD_BYTES * DEFAULT_UTILIZATION - weights) // self.kv_bytes
 
 
 def figures(published: Published) -> Figures:
@@ -95,7 +94,7 @@ def _row(name: str) -> Iterator[str]:
     yield f"{counted.language_bytes / _GIGA:.2f} GB"
     yield f"{counted.kv_bytes:,} B"
     yield f"{counted.embedding_bytes:,} B"
-    yield "yes" if counted.encode_bytes < CARD_BYTES * USED_SHARE / 2 else "no"
+    yield "yes" if counted.encode_bytes < CARD_BYTES * DEFAULT_UTILIZATION / 2 else "no"
     yield _room(counted.kv_tokens(with_tower=False))
     yield _room(counted.kv_tokens(with_tower=True))
 
