@@ -54,7 +54,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "batch": ". bench transfer",
         "planning": ". encode kv profiles simulate workload",
         "published": ". encode kv planning profiles simulate workload",
-        "cli": ". batch bench eval models planning profiles published shapes simulate workload",
+        "cli": ". batch bench eval kv models planning profiles published shapes simulate workload",
     },
     "video": {
         "sources": "",

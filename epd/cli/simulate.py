@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -24,6 +25,8 @@ from epd.cli.options import (
     Workload,
 )
 from epd.errors import RequestError
+from epd.kv.request_order import RequestOrder
+from epd.kv.scheduling import SchedulerConfig
 from epd.profiles import MediaRule, load_profile
 from epd.profiles import Profile as LoadedProfile
 from epd.published.report import print_rows
@@ -58,6 +61,15 @@ _IsWhole = Annotated[
     bool, typer.Option("--whole", help="Run the stages of a request one after another, without overlap.")
 ]
 
+_Order = Annotated[
+    str,
+    typer.Option(
+        metavar="KIND",
+        help="Which request is encoded and prefilled next: fcfs, shortest (long ones may starve) or "
+        "least_slack (which must start first, each with the same objective).",
+    ),
+]
+
 # A simulated fleet may be larger than one that epd serve starts.
 _MAX_WORKERS = 4096
 
@@ -73,6 +85,7 @@ def simulate(
     repeat_rate: RepeatRate = None,
     seed: Seed = 0,
     sharding: _Sharding = "groups",
+    order: _Order = "fcfs",
     whole: _IsWhole = False,
     cpu_threads: CpuThreads = None,
     slo_ttft_s: SloTtft = None,
@@ -96,6 +109,7 @@ def simulate(
     )
     threads = num_cpu_threads(cpu_threads, loaded, 16)
     deployment = _deployment(topology, sharding, whole, threads, has_repeats=config.repeat_rate > 0)
+    deployment = replace(deployment, language=_ordered(deployment.language, order))
     result = _run(loaded, deployment, config, seed, has_spans=chrome_trace is not None)
     slo = SLO(slo_ttft_s, slo_tpot_s)
     if as_json:
@@ -154,6 +168,12 @@ def _deployment(
         cpu_threads=cpu_threads,
         enable_prefix_caching=has_repeats,
     )
+
+
+def _ordered(limits: SchedulerConfig, order: str) -> SchedulerConfig:
+    if order not in get_args(RequestOrder):
+        raise RequestError(f"order is {order!r}, it must be {', '.join(get_args(RequestOrder))}")
+    return replace(limits, order=order)  # type: ignore[arg-type]  # checked above
 
 
 def _run(

@@ -34,6 +34,8 @@ class ScheduledRequest:
     num_copies: answers to one prompt; room to split the last block is reserved for each.
     parent: a held request whose tokens are the first of this one's.
     pruned: ascending, of the prompt.
+    latest_start_s: when it must start to be in time, for an order by slack.
+    rank: set by the scheduler's order, the lower, the sooner.
     """
 
     request_id: str
@@ -50,6 +52,8 @@ class ScheduledRequest:
     num_offloaded: int = 0
     arrival: int = -1
     priority: int = 0
+    latest_start_s: float = 0.0
+    rank: float = 0.0
 
     def __post_init__(self) -> None:
         self.num_tokens = self.num_tokens or self.num_prompt_tokens

@@ -27,6 +27,7 @@ from typing import Literal
 from epd.errors import InfeasibleError
 from epd.kv.kv_cache import BlockCopy, KVCacheManager
 from epd.kv.kv_request import Shortage
+from epd.kv.request_order import RequestOrder, rank_of
 from epd.kv.scheduled_request import ScheduledRequest
 from epd.types import ceil_div
 
@@ -41,12 +42,14 @@ class SchedulerConfig:
     max_num_seqs: answers that grow at once.
     max_chunk_tokens: of one request's prefill in one pass.
     preemption: whether a preempted request's tokens are computed again, or kept in host memory.
+    order: of equally important requests: by arrival, shortest prompt (long ones may starve) or latest start.
     """
 
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
     max_chunk_tokens: int = 2048
     preemption: PreemptionMode = "offload"
+    order: RequestOrder = "fcfs"
 
     def __post_init__(self) -> None:
         if min(self.max_num_batched_tokens, self.max_num_seqs, self.max_chunk_tokens) < 1:
@@ -110,12 +113,12 @@ class SchedulerOutput:
         return sum(chunk.num_inputs for chunk in self.chunks)
 
 
-def _by_order(request: ScheduledRequest) -> tuple[int, int]:
-    return request.priority, request.arrival
+def _by_order(request: ScheduledRequest) -> tuple[int, float, int]:
+    return request.priority, request.rank, request.arrival
 
 
 class Scheduler:
-    """Keeps one worker's KV blocks and its queues `waiting` and `running`, by priority and arrival."""
+    """Keeps one worker's KV blocks and its queues `waiting` and `running`, by priority, order and arrival."""
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
         self.config = config
@@ -143,7 +146,11 @@ class Scheduler:
 
     def _number(self, request: ScheduledRequest) -> None:
         request.arrival = self._num_arrived
+        request.rank = self._rank(request)
         self._num_arrived += 1
+
+    def _rank(self, request: ScheduledRequest) -> float:
+        return rank_of(self.config.order, request.num_prompt_tokens, request.latest_start_s)
 
     def check_fits(self, request: ScheduledRequest) -> None:
         """Raises InfeasibleError for a request that could never run to its end."""
@@ -161,7 +168,8 @@ class Scheduler:
         """Returns whether `request` would run at once if it were added now: first in the queue, with room."""
         needed = ceil_div(self._reserved_tokens(request), self.kv.spec.block_size)
         has_blocks = all(self.kv.num_free_blocks(g) >= needed for g in range(len(self.kv.spec.num_blocks)))
-        is_first = all(each.priority > request.priority for each in self.waiting)
+        place = request.priority, self._rank(request)
+        is_first = all((each.priority, each.rank) > place for each in self.waiting)
         return is_first and self._has_slot(request) and has_blocks
 
     def remove(self, request: ScheduledRequest, *, hold: bool = False) -> None:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from epd.control.elasticity import StageSample
 from epd.encode.encode_batching import WaitingGroup, pick_batch
 from epd.encode.encoder_cache import GroupKey
+from epd.kv.request_order import RequestOrder, rank_of
 from epd.profiles.profile import Profile
-from epd.simulate.clock import ticks_of
+from epd.simulate.clock import seconds_of, ticks_of
 from epd.simulate.requests import RequestState
 from epd.simulate.work_done import WorkDone
 
@@ -33,10 +34,11 @@ def encode_task(state: RequestState, group: int, key: GroupKey) -> EncodeTask:
 class EncodeSide:
     """Batches waiting groups; all groups of a batch finish at once."""
 
-    def __init__(self, profile: Profile, max_batch_patches: int) -> None:
+    def __init__(self, profile: Profile, max_batch_patches: int, order: RequestOrder = "fcfs") -> None:
         self._waiting: OrderedDict[GroupKey, list[EncodeTask]] = OrderedDict()  # by content, oldest first
         self._cost = profile.encode.cost
         self._max_batch_patches = max_batch_patches
+        self._order = order
         self._batch: list[EncodeTask] = []
         self._done = WorkDone()
 
@@ -61,6 +63,8 @@ class EncodeSide:
         """Takes the next batch; returns its ticks, None if nothing waits."""
         if not self._waiting:
             return None
+        if self._order != "fcfs":
+            self._waiting = OrderedDict(sorted(self._waiting.items(), key=self._rank))
         oldest = (tasks[0].waiting for tasks in self._waiting.values())
         picked = pick_batch(oldest, self._max_batch_patches)
         keys = list(itertools.islice(self._waiting, picked[-1] + 1))
@@ -69,6 +73,14 @@ class EncodeSide:
         ticks = ticks_of(self._cost.seconds(_patches(tasks[0] for tasks in taken), len(picked)))
         self._done.add(_patches(self._batch), ticks)
         return ticks
+
+    def _rank(self, entry: tuple[GroupKey, list[EncodeTask]]) -> float:
+        """Returns the rank of a group: that of the request that wants it and is the first in order."""
+        jobs = (task.state.job for task in entry[1])
+        return min(
+            rank_of(self._order, job.num_patches, seconds_of(job.due) - self._cost.seconds(job.num_patches))
+            for job in jobs
+        )
 
     def end(self) -> list[EncodeTask]:
         """Ends the batch that `start` took. Groups of equal content have shared the work."""

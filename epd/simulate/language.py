@@ -17,7 +17,7 @@ from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
 from epd.kv.scheduled_request import ScheduledRequest
 from epd.kv.scheduling import Chunk, Scheduler, SchedulerConfig, SchedulerOutput
 from epd.profiles.profile import Profile
-from epd.simulate.clock import ticks_of
+from epd.simulate.clock import seconds_of, ticks_of
 from epd.simulate.requests import Job, RequestState
 from epd.simulate.work_done import WorkDone
 from epd.topology import Stage
@@ -33,6 +33,10 @@ class PassCost:
         self._restore = profile.transfer.cost
         self._kv_bytes = profile.memory.kv_bytes_per_token
         self.per_context = ticks_of(self._decode.per_item_s)
+
+    def alone_s(self, num_tokens: int) -> float:
+        """Returns the seconds of prefill for a prompt that nothing waits behind."""
+        return self._prefill.seconds(num_tokens, num_tokens * (num_tokens + 1) / 2)
 
     def decode_base(self, num_sequences: int) -> int:
         return ticks_of(self._decode.seconds(num_sequences))
@@ -159,6 +163,7 @@ class LanguageSide:
             job.num_prompt_tokens,
             job.num_prompt_tokens + (1 if self._hands_over else job.output_tokens),
             state.num_ready,
+            latest_start_s=seconds_of(job.due) - self._cost.alone_s(job.num_prompt_tokens),
         )
         self.scheduler.add(request)
         self._states[state.request_id], self._requests[state.request_id] = state, request

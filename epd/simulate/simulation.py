@@ -103,8 +103,9 @@ class Simulation:
         deployment = self.deployment
         num_blocks = deployment.num_blocks(self.profile, roles)
         profile = self.profile.on(deployment.degree(roles))
-        worker.encoder = EncodeSide(profile, deployment.max_batch_patches) if "encode" in roles else None
-        worker.language = None
+        worker.encoder = worker.language = None
+        if "encode" in roles:
+            worker.encoder = EncodeSide(profile, deployment.max_batch_patches, deployment.language.order)
         if roles & {"prefill", "decode"}:
             spec = KVCacheSpec((num_blocks,), deployment.block_size)
             worker.language = LanguageSide(
