@@ -106,8 +106,8 @@ class FakeCuda(TorchDispatchMode):
         packet = func.overloadpacket
         if func.namespace == "prim":  # questions about the tensor itself
             return func(*args, **kwargs)
-        if torch.is_inference_mode_enabled() and packet is not aten.pin_memory:
-            with _entered(super()):  # in that mode, compound operations come undivided
+        if packet is not aten.pin_memory:
+            with _entered(super()):  # tensors of inference mode come with compound operations undivided
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result

@@ -55,6 +55,14 @@ def test_a_wait_is_found_with_its_place(cuda: FakeCuda, kind: str) -> None:
     assert not cuda.waits
 
 
+def test_waits_for_tensors_of_inference_mode_are_found_outside_of_it(cuda: FakeCuda) -> None:
+    with torch.inference_mode():
+        there = torch.zeros(3, device=CUDA)
+    with pytest.raises(UnlistedWaitError):
+        there.cpu()
+    assert not cuda.waits
+
+
 def test_a_listed_wait_is_counted(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     place = ("tests/test_fake_cuda.py", "test_a_listed_wait_is_counted")
     monkeypatch.setitem(fakes.WAITS, place, "this test reads")
