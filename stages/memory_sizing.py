@@ -157,7 +157,7 @@ def _peak_bytes(device: torch.device, action: Callable[[], None]) -> int:
 
 @torch.inference_mode()
 def run_encode(adapter: Adapter, tower: Any, num_patches: int) -> None:
-    """Encodes images with about so many patches together, at least one."""
+    """Encodes a batch of images with at most this number of patches, or of one image."""
     plan = adapter.plan_image(_SIDE, _SIDE)
     frames = torch.zeros((plan.num_units, *plan.size, 3), dtype=torch.uint8)
     encoder = FrameEncoder(adapter, tower)
@@ -166,7 +166,7 @@ def run_encode(adapter: Adapter, tower: Any, num_patches: int) -> None:
 
 
 def run_prefill(model: Any, adapter: Adapter, settings: GenerationSettings, num_tokens: int) -> None:
-    """Prefills a prompt of so many tokens in one pass, and samples a token. Its KV pool is its own."""
+    """Prefills a prompt of this length in one pass, and samples a token. Its KV pool is its own."""
     config = SchedulerConfig(num_tokens, 1, num_tokens)
     room = num_tokens + 2 * BLOCK_SIZE
     engine = build_engine(model, adapter, settings, config=config, num_kv_tokens=room)
