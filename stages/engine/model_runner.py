@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 from encoders import Adapter, concatenated, place
 from encoders.device import arrays_to_device, device_of, to_device
+from encoders.kernels.dispatch import uses_kernels
 from epd.types import Int32Array, Int64Array
 from stages.attention.attention import AttentionBatch, AttentionPlan, register
+from stages.attention.warm_up import warm_up
 from stages.engine.kv_pool import KVLayout, KVPools
 from stages.reduction.propagation import GoingOn, ObservedRows, cut_decoder, num_whole_layers, rows_going_on
 from stages.reduction.pruning import PrunedRows
@@ -107,6 +109,9 @@ class ModelRunner:
             group for group, pool in enumerate(pools.groups) for _ in range(pool.layout.num_layers)
         ]
         self._caches = [pools.layer(index) for index in range(len(self._groups))]
+        if uses_kernels(self._caches[0][0]):
+            for pool in pools.groups:
+                warm_up(*pool.layer(0), self._decoder.config.num_attention_heads)
 
     @torch.inference_mode()
     def run(self, segments: Sequence[Segment]) -> Tensor:

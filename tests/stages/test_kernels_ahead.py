@@ -43,3 +43,34 @@ def test_kernels_compile_without_spills(shape: tuple[int | str, ...]) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout == "['_attend_kernel', '_merge_kernel', '_patchify_kernel', '_write_kernel']\n"
+
+
+WARM_UP = """
+import torch
+from unittest.mock import patch
+from stages.attention.warm_up import warm_up
+from tests.stages.kernels_ahead import attention_launches, recorded
+
+def launch():
+    storage = torch.empty(8, 28, 2, 16, 4, 128, dtype=torch.bfloat16, device="cuda")
+    modules = ("stages.attention.attention", "stages.attention.device")
+    switches = [patch(f"{module}.uses_kernels", lambda tensor: True) for module in modules]
+    with switches[0], switches[1], patch("stages.attention.device._num_processors", lambda device: 132):
+        warm_up(storage[:, 3, 0], storage[:, 3, 1], 28)
+
+def variants(launches):
+    return {(one.name, str(one.signature), str(one.constants), str(one.attributes)) for one in launches}
+
+warm = variants(recorded(launch))
+missing = variants(attention_launches((28, 4, 128), 16, torch.bfloat16)) - warm
+print(len(warm), "variants,", missing or "nothing", "missing")
+"""
+
+
+def test_a_warm_up_launches_what_passes_launch() -> None:
+    """Two kinds of tiles, split or not, their merge, and the write."""
+    run = subprocess.run(
+        [sys.executable, "-c", WARM_UP], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "6 variants, nothing missing\n"
