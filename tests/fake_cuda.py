@@ -26,12 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoModelForImageTextToText
 
-from encoders.device import arrays_to_device, constants
+from encoders.device import constants
 from encoders.families import grids
-from encoders.kernels import patchify
-from encoders.patches import PatchSpec, patchify_plain
-from stages.attention import attention
-from stages.attention.attention import AttentionBatch, AttentionPlan
 from stages.sampling import sampler
 from tests import ROOT
 
@@ -240,35 +236,11 @@ class FakeStream(NamedTuple):
         return FakeEvent()
 
 
-class TwinAttention:
-    """Touches what the kernels touch, and gives what they give: of one device, or torch raises."""
-
-    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
-        return query * (key_cache[0, 0, 0, 0] + value_cache[0, 0, 0, 0]) * scale
-
-
-def _plan(batch: AttentionBatch, device: torch.device | str = "cpu") -> AttentionPlan:
-    (slots,) = arrays_to_device([batch.slot_mapping], torch.device(device))
-    return AttentionPlan(slots, TwinAttention())
-
-
-def _write(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-    at = slots // key_cache.shape[1], slots % key_cache.shape[1]
-    key_cache[at], value_cache[at] = keys, values
-
-
-def _patchify(frames: Tensor, **spec: Any) -> Tensor:
-    return patchify_plain(frames, PatchSpec(**spec, resample=3))
-
-
 @contextmanager
 def fake_cuda() -> Iterator[FakeCuda]:
     """Runs on the fake device, with torch's operations in the place of kernels."""
     with pytest.MonkeyPatch.context() as patch, FakeCuda() as mode:
         patch.setattr(torch.cuda, "current_stream", lambda device=None: FakeStream())  # noqa: ARG005
-        patch.setattr(AttentionPlan, "build", staticmethod(_plan))
-        patch.setattr(attention, "write_kv", _write)
-        patch.setattr(patchify, "patchify_fused", _patchify)
         for kept in _KEPT:
             kept.cache_clear()
         try:
