@@ -30,6 +30,10 @@ class WorkerLostError(UnavailableError):
     """Raised when a worker is lost, or was when the message arrived: the message may have been handled."""
 
 
+class FramesLostError(UnavailableError):
+    """Raised by a worker for frames that are gone with the media worker that read them: read them again."""
+
+
 def state_after(info: WorkerInfo, message: Message[Any]) -> WorkerInfo:
     """Returns a worker's state after it has been sent a message, as the next message will find it."""
     match message:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from epd.control.elasticity import MediaSample
 from epd.errors import EPDError
 from epd.types import UInt8Array
-from serve_app.fleet import WorkerLostError
+from serve_app.fleet import FramesLostError
 from serve_app.media_messages import NotHeldError, PlanImages, ReadFrames
 from serve_app.messages import Message, WorkerLoad, WorkerReport
 from serve_app.network.calls import Answer, Channel, Channels
@@ -145,7 +145,7 @@ class MediaServer:
     def _give(self, call: TakeBulk, answer: Answer) -> None:
         kept = self._kept.get(call.number)
         answer(
-            WorkerLostError("the frames were released; have them decoded again")
+            FramesLostError("the frames were released; have them decoded again")
             if kept is None
             else kept.frames
         )

@@ -161,6 +161,7 @@ class RemoteFleet:
         message: Message[ReplyT],
     ) -> tuple[ReplyT, Bulk]:
         channel = self._channel_to(target)
+        address = self._workers[target].member.address  # the worker may be lost by the time of its reply
         reply = channel.call(FetchCall(message))
         try:
             fetched: Fetched = await self._reply(target, asyncio.shield(reply))
@@ -169,7 +170,7 @@ class RemoteFleet:
             raise
         if fetched.number is None:
             return fetched.value, None
-        place = BulkPlace(self._workers[target].member.address, fetched.number)
+        place = BulkPlace(address, fetched.number)
         return fetched.value, RemoteBulk(place, partial(self._release, channel, fetched.number))
 
     def _release(self, channel: Channel, number: int) -> None:

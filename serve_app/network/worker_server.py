@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
+from epd.control.recent import Recent
 from epd.errors import EPDError
 from epd.types import UInt8Array
-from serve_app.fleet import WorkerLostError, state_after
+from serve_app.fleet import FramesLostError, WorkerLostError, state_after
 from serve_app.messages import DropOwner, Message, PeerLost, WorkerLoad, WorkerReport, by_owner
 from serve_app.network.calls import Answer, Channel, Channels
 from serve_app.network.connector import Envelope, ProcessTransport, TransportConfig
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 _LOAD_S = 0.25  # between reports of the load to fronts that have nothing else to hear
 _WATCH_S = 1.0  # between looks at the worker's thread
 _POLL_S = 0.02  # between checks of what a worker that leaves still has
+_MAX_REMEMBERED = 256  # addresses of media workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,8 @@ class WorkerServer:
         self._fronts: dict[str, _FrontSession] = {}
         self._known_fronts = KnownFronts()
         self._peers: dict[str, _Peer] = {}
+        self._media_addresses: set[Address] = set()
+        self._lost_media: Recent[Address, bool] = Recent(_MAX_REMEMBERED)
         self._thread: WorkerThread | None = None
         self._files: PoolFiles | None = None
         self._transport: ProcessTransport | None = None
@@ -187,12 +191,14 @@ class WorkerServer:
         return next_number
 
     async def fetch_bulk(self, place: BulkPlace) -> UInt8Array:
-        """Fetches frames. Raises WorkerLostError if they are gone."""
+        """Fetches frames. Raises FramesLostError if they are gone."""
         assert self._channels is not None
+        if self._lost_media.get(place.address):
+            raise FramesLostError("the media worker that read the frames is lost; have them decoded again")
         try:
             frames: UInt8Array = await self._channels.call(place.address, TakeBulk(place.number))
         except LinkClosedError as error:
-            raise WorkerLostError(f"the frames are lost: {error}; have them decoded again") from error
+            raise FramesLostError(f"the frames are lost: {error}; have them decoded again") from error
         return frames
 
     def _post(self, worker: str, envelope: Envelope) -> None:
@@ -234,9 +240,21 @@ class WorkerServer:
         self._peers = peers
         if self._links is not None:
             self._links.meet(peers)
+        self._follow_media(view)
         linked = [owner for owner, each in self._fronts.items() if each.channel.is_open]
         for owner in self._known_fronts.lost(view, linked):
             self._drop_front(owner)
+
+    def _follow_media(self, view: View) -> None:
+        """Ends links to media workers that are gone: that of a lost machine would not end by itself."""
+        there = {member.address for member in view.of_kind("media")}
+        for address in self._media_addresses - there:
+            self._lost_media.set(address, True)
+            if self._channels is not None:
+                self._channels.forget(address)
+        for address in there - self._media_addresses:
+            self._lost_media.set(address, False)
+        self._media_addresses = there
 
     def _lose_peer(self, peer: _Peer) -> None:
         if self._thread is not None and self._files is not None and self._channels is not None:

@@ -11,7 +11,7 @@ from encoders.groups import MediaGroup
 from epd.control.routing import Router
 from epd.errors import UnavailableError
 from epd.transfer.reception import Grant
-from serve_app.fleet import Bulk, Fleet, WorkerLostError, send_surely
+from serve_app.fleet import Bulk, Fleet, FramesLostError, WorkerLostError, send_surely
 from serve_app.messages import CancelTickets, EncodeGroup, Reissue
 
 _POLL_S = 0.5  # between checks of the time
@@ -118,7 +118,8 @@ class EncodeDispatcher:
     async def give(self, worker: str, message: EncodeGroup, frames: Bulk | None) -> bool:
         """Sends a reserved group. Returns False if the encoder lacks the role, or both group and frames.
 
-        A worker that is lost meanwhile counts as having taken it: its tickets are reissued.
+        A worker that is lost meanwhile counts as having taken it: its tickets are reissued, as is the ticket
+        of a group whose frames are lost.
         """
         transfer_id = message.ticket.transfer_id
         dispatched = self._dispatched.get(transfer_id)
@@ -129,6 +130,9 @@ class EncodeDispatcher:
         try:
             is_taken = await self._fleet.send("encode", worker, message, frames)
         except WorkerLostError:
+            return True
+        except FramesLostError:
+            await self.reissue(receiver.name, [transfer_id])
             return True
         except UnavailableError:
             is_taken = False

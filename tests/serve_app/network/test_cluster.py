@@ -145,6 +145,26 @@ def test_a_front_that_is_lost_takes_only_its_own_requests_with_it(
     asyncio.run(run())
 
 
+def test_frames_of_a_lost_machine_are_not_waited_for(
+    model: Path, questions: list[Question], expected: list[tuple[int, ...]]
+) -> None:
+    """A link to a machine without power does not end by itself."""
+
+    async def run() -> None:
+        async with clustered(model, "1e1p1d", num_fronts=1) as cluster:
+            await until_all_see(cluster, "1e1p1d")
+            silent, asked = cluster.media[0], list[object]()
+            silent._give = lambda call, _answer: asked.append(call)  # type: ignore[method-assign]
+            asking = asyncio.create_task(cluster.fronts[0].ask_all(questions))
+            await until(lambda: bool(asked))
+            await cluster.board.accuse(silent.membership.epoch, "its machine has no power")
+            await cluster.add_media()
+            async with asyncio.timeout(30):
+                assert [answer.tokens for answer in await asking] == expected
+
+    asyncio.run(run())
+
+
 def test_a_worker_that_is_slow_to_open_a_link_is_not_lost(
     model: Path, questions: list[Question], expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
