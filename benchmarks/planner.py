@@ -33,8 +33,9 @@ from benchmarks.reporting import RESULTS, Row, Section, run_sections, setting
 from epd.bench.live_app import LiveApp, live_app
 from epd.bench.media import MediaLibrary
 from epd.machine import usable_cpus
-from epd.profiles import Profile, load_profile
+from epd.profiles import Profile
 from epd.profiles.app_costs import Figures
+from epd.profiles.files import load_profile
 from epd.simulate import Deployment
 from epd.simulate.calibrating import simulated_figures
 from epd.topology import parse_topology

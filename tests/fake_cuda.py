@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -253,7 +254,7 @@ def fake_cuda() -> Iterator[FakeCuda]:
 def model_like(config: Any) -> Any:
     """A model of the configuration on the device, without values."""
     with torch.device(CUDA):
-        return AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").eval()
+        return AutoModelForImageTextToText.from_config(deepcopy(config), attn_implementation="sdpa").eval()
 
 
 def draw_exactly(patch: pytest.MonkeyPatch) -> None:

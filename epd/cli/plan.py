@@ -14,7 +14,7 @@ from epd.errors import RequestError
 from epd.planning.plan import Plan, make_plan
 from epd.planning.space import Space, cells_of
 from epd.planning.traffic import planner_for, workload_jobs
-from epd.profiles import load_profile
+from epd.profiles.files import load_profile
 from epd.workload.metrics import SLO
 
 _Gpus = Annotated[int, typer.Option(metavar="N", help="Devices to lay out, 1 to 256.")]

@@ -14,7 +14,8 @@ from epd.bench.app_profile import with_app
 from epd.cli.options import Device, Dtype, IsJson, Out
 from epd.errors import RequestError
 from epd.models import embedded_model_path
-from epd.profiles import HostCosts, Profile, dump_profile, load_profile
+from epd.profiles import HostCosts, Profile
+from epd.profiles.files import dump_profile, load_profile
 from video.demo_video import write_scene
 
 _Model = Annotated[

@@ -27,8 +27,9 @@ from epd.cli.options import (
 from epd.errors import RequestError
 from epd.kv.request_order import RequestOrder
 from epd.kv.scheduling import SchedulerConfig
-from epd.profiles import MediaRule, load_profile
+from epd.profiles import MediaRule
 from epd.profiles import Profile as LoadedProfile
+from epd.profiles.files import load_profile
 from epd.published.report import print_rows
 from epd.published.scenarios import run_scenario
 from epd.simulate import Deployment, JobMaker, Sharding, Simulation, SimulationResult

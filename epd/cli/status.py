@@ -18,7 +18,7 @@ from epd.errors import InfeasibleError, RequestError
 from epd.planning.plan import Plan, make_plan
 from epd.planning.space import Space
 from epd.planning.traffic import LEAST_REQUESTS, planner_for, recent_jobs
-from epd.profiles import load_profile
+from epd.profiles.files import load_profile
 from epd.workload.metrics import SLO
 
 _Url = Annotated[str, typer.Option(metavar="URL", help="Server of epd serve.")]

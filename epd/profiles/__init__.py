@@ -2,7 +2,6 @@
 
 from epd.profiles.analytic import Efficiency, analytic_profile
 from epd.profiles.cost import Measurement, StageCost, StageTable, ValidRange, fit_table
-from epd.profiles.files import dump_profile, load_profile, parse_profile
 from epd.profiles.host import HostCosts, Overhead, PromptRule
 from epd.profiles.media import MediaRule, MediaWork
 from epd.profiles.memory import MemoryLimits, MemoryNeeds, WorkerMemory
@@ -26,8 +25,5 @@ __all__ = [
     "ValidRange",
     "WorkerMemory",
     "analytic_profile",
-    "dump_profile",
     "fit_table",
-    "load_profile",
-    "parse_profile",
 ]

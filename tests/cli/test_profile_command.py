@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from epd.cli.program import app
-from epd.profiles import Profile, load_profile
+from epd.profiles import Profile
+from epd.profiles.files import load_profile
 from epd.profiles.measuring import measured, measurement
 
 

@@ -15,7 +15,8 @@ from epd.cli import serve as cli_serve
 from epd.cli.program import app
 from epd.errors import RequestError
 from epd.planning.files import PlanFile, load_plan
-from epd.profiles import analytic_profile, dump_profile
+from epd.profiles import analytic_profile
+from epd.profiles.files import dump_profile
 from epd.reduction import ReductionPolicy
 from serve_app.app_args import AppArgs
 

@@ -8,18 +8,9 @@ from dataclasses import replace
 import pytest
 
 from epd.errors import RequestError
-from epd.profiles import (
-    Efficiency,
-    Measurement,
-    MemoryLimits,
-    StageCost,
-    analytic_profile,
-    dump_profile,
-    fit_table,
-    load_profile,
-    parse_profile,
-)
+from epd.profiles import Efficiency, Measurement, MemoryLimits, StageCost, analytic_profile, fit_table
 from epd.profiles.catalog import DEVICES, MODELS
+from epd.profiles.files import dump_profile, load_profile, parse_profile
 from epd.workload.requests import Resolution, VideoSpec
 
 FOUR_K = Resolution(4032, 3024)

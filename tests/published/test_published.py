@@ -176,5 +176,5 @@ def test_scenarios_print_their_rows(
 def test_an_unknown_scenario_names_those_there_are() -> None:
     from epd.errors import RequestError
 
-    with pytest.raises(RequestError, match="epd-table1, epd-table4"):
+    with pytest.raises(RequestError, match="epd-table1, epd-table2"):
         run_scenario("epd-table9")

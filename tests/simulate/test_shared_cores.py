@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from epd.planning.goodput import Demand, goodput, rate_bound
-from epd.profiles import HostCosts, Overhead, Profile, PromptRule, analytic_profile, parse_profile
+from epd.profiles import HostCosts, Overhead, Profile, PromptRule, analytic_profile
 from epd.profiles.app_costs import KINDS, LAYOUTS, LONG_TEXT, SHORT_TEXT, Figures, prompt_rule, sequence_s
 from epd.profiles.cost import StageCost
-from epd.profiles.files import dump_profile
+from epd.profiles.files import dump_profile, parse_profile
 from epd.profiles.speed import SpeedSampler, core_speed
 from epd.simulate import Deployment, JobMaker, Simulation, SimulationResult
 from epd.simulate.calibrating import Asked, calibrated, simulated_figures
