@@ -229,7 +229,7 @@ WorkerEvent = Admitted | Grant | GroupsArrived | GroupFailed | HandedOver | Requ
 class WorkerLoad:
     """The load of a worker. Usages: shares of its memory in use, None if it has no such memory.
 
-    seat_usage: answers it is generating, as a share of the most it can generate at once
+    seq_usage: answers it is generating, as a share of the most it can generate at once
     counters: totals since its start, under names as in `ServiceStatus.counters`
     spooled_bytes, num_downloads: at a media worker, files of requests in flight and downloads in progress
     transports: the way that its data last took to other workers, by name
@@ -243,7 +243,7 @@ class WorkerLoad:
     kv_usage: float | None = None
     encoder_cache_usage: float | None = None
     num_role_switches: int = 0
-    seat_usage: float | None = None
+    seq_usage: float | None = None
     counters: Mapping[str, float] = field(default_factory=dict)
     spooled_bytes: int = 0
     num_downloads: int = 0

@@ -60,7 +60,7 @@ class DecodeStage:
         it could never fit, ValueError for a request that is here already.
         """
         is_moving_away = request_id in self._paused or request_id in self._leaving
-        if is_moving_away or not self._has_seats(sampling.n):
+        if is_moving_away or not self._has_slots(sampling.n):
             return None
         room = 1 + (sampling.n - 1) * self.engine.kv.block_size
         ticket = self.reception.reserve(request_id, sender, identity, num_output_tokens=room)
@@ -68,7 +68,7 @@ class DecodeStage:
             self._arriving[request_id] = _Arriving(identity, sender, sampling.n)
         return ticket
 
-    def _has_seats(self, num_seqs: int) -> bool:
+    def _has_slots(self, num_seqs: int) -> bool:
         """Reports whether this many more answers may grow here; more than the slots grow alone."""
         taken = self.num_seqs
         return not taken or taken + num_seqs <= self.engine.scheduler.config.max_num_seqs

@@ -139,7 +139,7 @@ class _HttpRun:
         self._backend = backend
         self._tasks = tasks
         self._outcomes = outcomes
-        self._seats = asyncio.Semaphore(MAX_REQUESTS)
+        self._slots = asyncio.Semaphore(MAX_REQUESTS)
         self._num_answered = 0
         self._url = f"{backend.endpoint.url}/v1/chat/completions"
         self._http = httpx.AsyncClient(
@@ -163,9 +163,9 @@ class _HttpRun:
         await self._answer(next(task.lines))
         async with asyncio.TaskGroup() as group:
             for line in task.lines:
-                await self._seats.acquire()
+                await self._slots.acquire()
                 asked = group.create_task(self._answer(line))
-                asked.add_done_callback(lambda _: self._seats.release())
+                asked.add_done_callback(lambda _: self._slots.release())
 
     async def _answer(self, line: BatchLine) -> None:
         outcome = await self._outcome(line)

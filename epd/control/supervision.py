@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 
 class ClusterWatch:
-    """Keeps the last sign of life of each part of a cluster.
+    """Keeps the last heartbeat of each part of a cluster.
 
-    max_silence_s: how long each part, by name, may show no sign of life, since it may be restarting. A part
+    max_silence_s: how long each part, by name, may send no heartbeat, since it may be restarting. A part
     that was never seen alive has not started yet.
     """
 

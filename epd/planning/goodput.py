@@ -84,8 +84,8 @@ def mean_work(profile: Profile, deployment: Deployment, demand: Demand) -> MeanW
     encode = _fastest(profile, deployment, "encode").encode.cost
     prefill = _fastest(profile, deployment, "prefill").prefill.cost
     decode = _fastest(profile, deployment, "decode").decode.cost
-    seats = _largest_batch(profile, deployment, demand)
-    step_s = decode.seconds(seats) / seats
+    batch_size = _largest_batch(profile, deployment, demand)
+    step_s = decode.seconds(batch_size) / batch_size
     encode_s = sum(encode.per_unit_s * job.num_patches for job in jobs)
     prefill_s = sum(
         prefill.per_unit_s * job.num_prompt_tokens
@@ -108,12 +108,12 @@ def _fastest(profile: Profile, deployment: Deployment, stage: Stage) -> Profile:
 
 def _largest_batch(profile: Profile, deployment: Deployment, demand: Demand) -> int:
     """Returns the sequences in a step: as the slots allow, and as the objective for output tokens does."""
-    seats = max(deployment.decode.max_num_seqs, deployment.language.max_num_seqs)
+    batch_size = max(deployment.decode.max_num_seqs, deployment.language.max_num_seqs)
     limit_s = demand.slo.tpot_s
     decode = _fastest(profile, deployment, "decode").decode.cost
-    while limit_s is not None and seats > 1 and decode.seconds(seats) > 2 * limit_s:
-        seats -= 1
-    return seats
+    while limit_s is not None and batch_size > 1 and decode.seconds(batch_size) > 2 * limit_s:
+        batch_size -= 1
+    return batch_size
 
 
 def rate_bound(profile: Profile, deployment: Deployment, demand: Demand) -> float:

@@ -114,8 +114,8 @@ class Settings:
     """
 
     encode_patches: int
-    language_seats: int
-    decode_seats: int
+    language_seqs: int
+    decode_seqs: int
     chunk_tokens: int
     sharding: Sharding
     retention: float = 1.0
@@ -126,12 +126,12 @@ class Settings:
         return dict(self.degrees).get(letters, 1)
 
     def deployment(self, topology: Topology, base: Deployment) -> Deployment:
-        batched = max(self.chunk_tokens, base.language.max_num_batched_tokens, self.decode_seats)
+        batched = max(self.chunk_tokens, base.language.max_num_batched_tokens, self.decode_seqs)
         return replace(
             base,
             topology=topology,
-            language=SchedulerConfig(batched, self.language_seats, self.chunk_tokens),
-            decode=SchedulerConfig(batched, self.decode_seats, self.chunk_tokens),
+            language=SchedulerConfig(batched, self.language_seqs, self.chunk_tokens),
+            decode=SchedulerConfig(batched, self.decode_seqs, self.chunk_tokens),
             max_batch_patches=self.encode_patches,
             sharding=self.sharding,
             degrees=self.degrees,
@@ -141,8 +141,8 @@ class Settings:
         kept = "" if self.retention == 1 else f", {self.retention:.0%} of visual tokens"
         shared = "".join(f", {each} workers on {n} devices each" for each, n in self.degrees if n > 1)
         return (
-            f"encode batches of {self.encode_patches} patches, {self.language_seats} requests in prefill, "
-            f"{self.decode_seats} in decode, chunks of {self.chunk_tokens}, sharding {self.sharding}"
+            f"encode batches of {self.encode_patches} patches, {self.language_seqs} requests in prefill, "
+            f"{self.decode_seqs} in decode, chunks of {self.chunk_tokens}, sharding {self.sharding}"
             f"{kept}{shared}"
         )
 
@@ -158,8 +158,8 @@ class Space:
 
     num_devices: int
     encode_patches: tuple[int, ...] = (4096, 32768)
-    language_seats: tuple[int, ...] = (16, 64)
-    decode_seats: tuple[int, ...] = (128,)
+    language_seqs: tuple[int, ...] = (16, 64)
+    decode_seqs: tuple[int, ...] = (128,)
     chunk_tokens: tuple[int, ...] = (2048, 8192)
     shardings: tuple[Sharding, ...] = ("groups", "request")
     retentions: tuple[float, ...] = (1.0,)
@@ -191,8 +191,8 @@ class Space:
         has_decoders = any("decode" in g.roles and "prefill" not in g.roles for g in topology.groups)
         choices = product(
             self.encode_patches,
-            self.language_seats,
-            self.decode_seats if has_decoders else self.decode_seats[:1],
+            self.language_seqs,
+            self.decode_seqs if has_decoders else self.decode_seqs[:1],
             self.chunk_tokens,
             shardings,
             self.retentions,

@@ -61,7 +61,7 @@ def plan_shards(
     if max_run_patches is None:
         assigned = _one_run_each(group_patches, outstanding_patches)
     else:
-        assigned = _dealt(group_patches, outstanding_patches, max_run_patches)
+        assigned = _assigned(group_patches, outstanding_patches, max_run_patches)
     runs: dict[int, list[GroupRun]] = {}
     for encoder, run in assigned:
         runs.setdefault(encoder, []).append(run)
@@ -131,7 +131,7 @@ def _filled(patches: Sequence[int], loads: Sequence[int], level: int) -> list[in
     return places
 
 
-def _dealt(patches: Sequence[int], outstanding: Sequence[int], max_run: int) -> list[tuple[int, GroupRun]]:
+def _assigned(patches: Sequence[int], outstanding: Sequence[int], max_run: int) -> list[tuple[int, GroupRun]]:
     loads = list(outstanding)
     assigned = []
     for run in _runs(patches, max_run):

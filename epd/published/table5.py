@@ -35,8 +35,8 @@ def paper_space(*, has_merged_roles: bool = False) -> Space:
     return Space(
         8,
         encode_patches=(1,),
-        language_seats=(1, 2),
-        decode_seats=(1, 128),
+        language_seqs=(1, 2),
+        decode_seqs=(1, 128),
         chunk_tokens=(_WHOLE,),
         shardings=("groups", "request"),
         has_merged_roles=has_merged_roles,
@@ -58,8 +58,8 @@ def random_goodputs(seed: int = 0) -> list[float]:
         topology: Topology = layouts[int(rng.integers(len(layouts)))]
         settings = Settings(
             space.encode_patches[0],
-            space.language_seats[int(rng.integers(len(space.language_seats)))],
-            space.decode_seats[int(rng.integers(len(space.decode_seats)))],
+            space.language_seqs[int(rng.integers(len(space.language_seqs)))],
+            space.decode_seqs[int(rng.integers(len(space.decode_seqs)))],
             _WHOLE,
             space.shardings[int(rng.integers(len(space.shardings)))],
         )

@@ -376,14 +376,14 @@ class Simulation:
     def _await_drained(self, worker: SimulatedWorker, switch: Switch) -> None:
         if not worker.is_busy:
             self._offload(worker)
-        if worker.has_work() or self._is_booked(worker.name):
+        if worker.has_work() or self._is_expected(worker.name):
             at = self.events.now + ticks_of(0.01)
             self.events.push(at, Rank.POLICY, partial(self._await_drained, worker, switch))
         else:
             at = self.events.now + ticks_of(self.profile.switch_s)
             self.events.push(at, Rank.POLICY, partial(self._end_switch, worker, switch))
 
-    def _is_booked(self, name: str) -> bool:
+    def _is_expected(self, name: str) -> bool:
         in_flight = self.router.in_flight(name)
         return bool(in_flight.num_prefills or in_flight.num_decodes or in_flight.encode_patches)
 

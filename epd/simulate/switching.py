@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from epd.control.elasticity import (
     ControllerConfig,
     EstimatorConfig,
-    LoadEstimator,
     RequestWork,
     RoleController,
     StageSample,
     Switch,
+    TrafficEstimator,
     WorkerSample,
 )
 from epd.profiles.cost import StageCost
@@ -48,7 +48,7 @@ class RoleSwitching:
         self.elasticity = elasticity
         config = replace(elasticity.controller, load_s=profile.switch_s)
         self.controller = RoleController(config)
-        self.estimator = LoadEstimator(elasticity.estimator, known_costs(profile))
+        self.estimator = TrafficEstimator(elasticity.estimator, known_costs(profile))
 
     @property
     def interval_s(self) -> float:

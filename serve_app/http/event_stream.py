@@ -28,13 +28,13 @@ class EventStream:
         self._send = send
         self._keep_alive_s = keep_alive_s
         self._lock = asyncio.Lock()
-        self._beat: asyncio.Task[None] | None = None
+        self._keep_alive_task: asyncio.Task[None] | None = None
         self._wrote_s = 0.0
         self.has_begun = False
 
     async def __aenter__(self) -> Self:
         self._wrote_s = asyncio.get_running_loop().time()
-        self._beat = asyncio.create_task(self._keep_alive())
+        self._keep_alive_task = asyncio.create_task(self._keep_alive())
         return self
 
     async def __aexit__(
@@ -59,10 +59,10 @@ class EventStream:
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _stop(self) -> None:
-        if self._beat is not None:
-            self._beat.cancel()
-            await asyncio.gather(self._beat, return_exceptions=True)
-            self._beat = None
+        if self._keep_alive_task is not None:
+            self._keep_alive_task.cancel()
+            await asyncio.gather(self._keep_alive_task, return_exceptions=True)
+            self._keep_alive_task = None
 
     async def _keep_alive(self) -> None:
         loop = asyncio.get_running_loop()

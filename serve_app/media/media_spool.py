@@ -27,7 +27,7 @@ from epd.errors import (
 from epd.types import MediaKind, UInt8Array, content_hash
 from serve_app.held_folder import SPOOL_PREFIX, HeldFolder, remove_abandoned
 from serve_app.media.fair_threads import FairThreads
-from serve_app.media.spool_files import ByteBudget, RequestFolder, SpooledFile, told_when_full
+from serve_app.media.spool_files import ByteBudget, RequestFolder, SpooledFile, refusing_when_full
 from serve_app.service import MediaReference
 from video import FetchPolicy, FileIdentity
 
@@ -81,7 +81,7 @@ class IncomingFile:
         if self.num_written + len(chunk) > self.num_bytes:
             raise MediaLimitError(f"{self.reference.label} has more bytes than were announced; send it again")
         try:
-            with told_when_full(), self.path.open("ab") as file:
+            with refusing_when_full(), self.path.open("ab") as file:
                 file.write(chunk.data)
         except FileNotFoundError as error:
             raise CancelledError("the request of this medium has ended") from error

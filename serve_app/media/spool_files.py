@@ -47,7 +47,7 @@ class ByteBudget:
 
 
 @contextmanager
-def told_when_full() -> Iterator[None]:
+def refusing_when_full() -> Iterator[None]:
     """Turns the errors of a full disk into StorageFullError."""
     try:
         yield
@@ -75,7 +75,7 @@ class RequestFolder:
 
     def new_file(self) -> SpooledFile:
         """Creates an empty file. Raises StorageFullError, CancelledError once the request has ended."""
-        with self._lock, told_when_full():
+        with self._lock, refusing_when_full():
             self._check_open()
             if self._path is None:
                 self._path = Path(tempfile.mkdtemp(dir=self._parent))
@@ -127,7 +127,7 @@ class SpooledFile:
         if missing > 0:
             self.expect(missing)
         self._num_free -= len(chunk)
-        with told_when_full():
+        with refusing_when_full():
             view = memoryview(chunk)
             while view:
                 view = view[os.write(self._file, view) :]

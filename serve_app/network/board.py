@@ -29,7 +29,7 @@ from serve_app.worker_info import WorkerInfo
 
 logger = logging.getLogger(__name__)
 
-_WAIT_S = 0.5  # of a call for news
+_WAIT_S = 0.5  # of a call for a newer view
 _TICK_S = 0.25  # between checks for silent members
 # After a restart, until views are given. Ray fails calls of an actor that it restarts only after 2 s.
 _REGROUP_S = 6.0

@@ -169,7 +169,7 @@ class ProcessTransport:
         """Delivers a message to one of the ends; it is dropped if that end, and so its pool, is closed."""
         end = self._ends.get((envelope.receiver, envelope.kind))
         if end is not None:
-            end.mail.append(envelope)
+            end.inbox.append(envelope)
 
     def _own_pool(self, pool_id: str) -> AnyPool | None:
         return next((end.pool for end in self._ends.values() if end.pool_id == pool_id), None)
@@ -204,7 +204,7 @@ class ProcessConnector(MailboxConnector[Any, Any]):
         self, name: str, kind: Kind, pool: AnyPool, pool_id: str, means: _Means, segment: Segment | None
     ) -> None:
         super().__init__(name, pool, pool_id)
-        self.mail: deque[Envelope] = deque()
+        self.inbox: deque[Envelope] = deque()
         self.segment = segment
         self._kind = kind
         self._means = means
@@ -305,8 +305,8 @@ class ProcessConnector(MailboxConnector[Any, Any]):
     # Receiving
 
     def messages(self) -> Iterator[Message]:
-        while self.mail:
-            envelope = self.mail.popleft()
+        while self.inbox:
+            envelope = self.inbox.popleft()
             message = envelope.message
             if isinstance(message, Unreadable):
                 self._stage(message)

@@ -1,6 +1,6 @@
 """Switches roles as traffic changes: looks at the workers every interval, and switches one when that pays.
 
-    requests, reports of workers --> LoadEstimator --ClusterLoad--> RoleController --Switch--> RoleSwitcher
+    requests, reports of workers -> TrafficEstimator -ClusterTraffic-> RoleController -Switch-> RoleSwitcher
 
 The estimate is always kept, for the status; roles are switched only with a controller. Of several
 fronts each publishes its own traffic and counts that of the others; one leads, switches and advises.
@@ -17,12 +17,12 @@ from epd.control.admission import AdmissionQueue
 from epd.control.elasticity import (
     ControllerConfig,
     Decision,
-    LoadEstimator,
     MediaSample,
     OtherFronts,
     RequestWork,
     RoleController,
     Switch,
+    TrafficEstimator,
     TrafficTotals,
     WorkerSample,
     WorkerStanding,
@@ -45,7 +45,7 @@ _INTERVAL_S = 1.0  # between looks without a controller
 
 
 class Elastic:
-    """Drives `LoadEstimator` and `RoleController` with what the server knows.
+    """Drives `TrafficEstimator` and `RoleController` with what the server knows.
 
     loads: the last report of each worker, by name
     on_look: called every interval
@@ -65,7 +65,7 @@ class Elastic:
 
         config: None for no switches. clock: Unix time, seconds. leads: whether it may switch roles now
         """
-        self.estimator = LoadEstimator()
+        self.estimator = TrafficEstimator()
         self.controller = None if config is None else RoleController(config)
         self.advisor = ReplicaAdvisor()
         self.others = OtherFronts(self.estimator)
@@ -127,7 +127,7 @@ class Elastic:
             self._since[info.name] = info.roles, since_s
         is_switching = info.name in self._switcher.in_flight or bool(info.leaving)
         # The resource that runs out first limits how many answers a worker can generate at once.
-        usages = [usage for usage in (load.kv_usage, load.seat_usage) if usage is not None]
+        usages = [usage for usage in (load.kv_usage, load.seq_usage) if usage is not None]
         usage = max(usages, default=None)
         return WorkerSample(info.name, info.roles, since_s, load.stages, usage, is_switching)
 
@@ -148,11 +148,11 @@ class Elastic:
 
     def _look(self, now_s: float) -> None:
         num_waiting = len(self._queue) + self.others.num_waiting
-        load = self.estimator.observe(now_s, self.samples(), num_waiting=num_waiting)
+        traffic = self.estimator.observe(now_s, self.samples(), num_waiting=num_waiting)
         if not self._leads():
             return
-        self.advisor.look(load, self._media())
-        switch = None if self.controller is None else self.controller.decide(now_s, load)
+        self.advisor.look(traffic, self._media())
+        switch = None if self.controller is None else self.controller.decide(now_s, traffic)
         if self.controller is not None and switch is not None:
             logger.info("decision: %s", self.controller.decisions[-1].reason)
             self._tasks.spawn(self._switch(self.controller, switch))

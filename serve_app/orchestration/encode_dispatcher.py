@@ -110,7 +110,7 @@ class EncodeDispatcher:
     def _alive(self) -> list[str]:
         return [info.name for info in self._fleet.workers.values() if info.takes("encode")]
 
-    def book(self, worker: str, receiver: str, granted: Grant, group: MediaGroup) -> None:
+    def record(self, worker: str, receiver: str, granted: Grant, group: MediaGroup) -> None:
         """Reserves this encoder for the group; `give` follows."""
         self._dispatched[granted.ticket.transfer_id] = _Dispatched(worker, receiver, granted, group)
         self._router.add(worker, encode_patches=group.spec.num_patches)

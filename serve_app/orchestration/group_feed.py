@@ -103,7 +103,7 @@ class GroupFeed:
                 continue
             frames = await self._read(granted.group)
             worker = await self._encoder(granted.group)
-            self._dispatcher.book(worker, self._attempt.prefill_worker, granted, plan.groups[granted.group])
+            self._dispatcher.record(worker, self._attempt.prefill_worker, granted, plan.groups[granted.group])
             self._tasks.spawn(self._guarded(partial(self._give, worker, granted, frames)))
             del frames
 
@@ -119,7 +119,7 @@ class GroupFeed:
         worker = self._dispatcher.encoder_with(group)
         if worker is None or not self._isolation.allowed(self._attempt, ("encode", granted.group), [worker]):
             return False
-        self._dispatcher.book(worker, self._attempt.prefill_worker, granted, group)
+        self._dispatcher.record(worker, self._attempt.prefill_worker, granted, group)
         return await self._dispatcher.give(worker, self._message(granted), None)
 
     async def _read(self, number: int) -> Bulk:
@@ -141,7 +141,7 @@ class GroupFeed:
         while not await self._dispatcher.give(worker, self._message(granted), frames):
             await asyncio.sleep(_RETRY_S)
             worker = await self._encoder(granted.group)
-            self._dispatcher.book(worker, self._attempt.prefill_worker, granted, group)
+            self._dispatcher.record(worker, self._attempt.prefill_worker, granted, group)
 
     def _message(self, granted: Grant) -> EncodeGroup:
         group = self._attempt.answer.plan.groups[granted.group]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from epd.control.elasticity import (
-    ClusterLoad,
+    ClusterTraffic,
     MediaReplicas,
     MediaSample,
     ReplicaAdvice,
@@ -60,16 +60,16 @@ class ReplicaAdvisor:
         least = max(1, bounds[0])
         return replace(self.config, min_replicas=least, max_replicas=max(least, bounds[1]))
 
-    def look(self, load: ClusterLoad, media: Sequence[MediaSample]) -> None:
+    def look(self, traffic: ClusterTraffic, media: Sequence[MediaSample]) -> None:
         """Advises on a load. media: all media workers that are alive."""
         if self._since_s is None:
-            self._since_s = load.now_s
-        if load.now_s - self._since_s < self._settle_s:
+            self._since_s = traffic.now_s
+        if traffic.now_s - self._since_s < self._settle_s:
             return
-        if self._stage is not None and load.is_known:
-            self._note("Stage", self._stage.advise, load)
+        if self._stage is not None and traffic.is_known:
+            self._note("Stage", self._stage.advise, traffic)
         if self._media is not None and media:
-            self._note("Media", self._media.advise, load.now_s, media)
+            self._note("Media", self._media.advise, traffic.now_s, media)
 
     def _note(self, deployment: str, advise: Callable[..., ReplicaAdvice], *seen: object) -> None:
         advice, before = advise(*seen), self.advice.get(deployment)

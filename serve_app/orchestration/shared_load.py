@@ -41,6 +41,6 @@ class SharedLoad:
 
 def has_freed(before: WorkerLoad, now: WorkerLoad) -> bool:
     """Returns whether a worker has less of anything than before, so that there may be room."""
-    usages = ((before.kv_usage, now.kv_usage), (before.seat_usage, now.seat_usage))
+    usages = ((before.kv_usage, now.kv_usage), (before.seq_usage, now.seq_usage))
     works = zip(before.work or (), now.work or (), strict=False)
     return any((new or 0) < (old or 0) for old, new in (*usages, *works))

@@ -70,4 +70,4 @@ class Watchdog:
 
 def _done(load: WorkerLoad) -> WorkerLoad:
     """Returns the part of a load that changes with progress alone."""
-    return replace(load, kv_usage=None, encoder_cache_usage=None, seat_usage=None, work=None)
+    return replace(load, kv_usage=None, encoder_cache_usage=None, seq_usage=None, work=None)

@@ -68,33 +68,33 @@ class MediaFeeds:
         joiner = EmbeddingSplicer(self._adapter, request.prompt)
         self._feeds[request.request_id] = _Feed(request, groups, numbers, ends, joiner)
 
-    def step(self, news: ReportBuffer, on_fault: OnFault) -> bool:
+    def step(self, reports: ReportBuffer, on_fault: OnFault) -> bool:
         """Takes what has arrived and grants what there is room for. Returns whether anything has moved.
 
         on_fault: called with each request whose embeddings could not be passed on; it must close it
         """
-        num_events = len(news.events)
-        self._tell_failed(self.receiver.poll(), news)
-        self._tell_arrived(news)
+        num_events = len(reports.events)
+        self._tell_failed(self.receiver.poll(), reports)
+        self._tell_arrived(reports)
         has_fed = [self._guarded(feed, on_fault) for feed in list(self._feeds.values())]
-        self._grant(news)
-        return any(has_fed) or len(news.events) > num_events
+        self._grant(reports)
+        return any(has_fed) or len(reports.events) > num_events
 
-    def _tell_failed(self, failed: dict[GroupKey, str], news: ReportBuffer) -> None:
+    def _tell_failed(self, failed: dict[GroupKey, str], reports: ReportBuffer) -> None:
         if failed:
-            news.events += [
+            reports.events += [
                 GroupFailed(grant.request_id, grant.group, transfer_id, failed[grant.ticket.key])
                 for transfer_id, grant in self._open.items()
                 if grant.ticket.key in failed
             ]
 
-    def _tell_arrived(self, news: ReportBuffer) -> None:
+    def _tell_arrived(self, reports: ReportBuffer) -> None:
         is_ready = self.receiver.reception.cache.is_ready
         arrived = tuple(i for i, grant in self._open.items() if is_ready(grant.ticket.key))
         for transfer_id in arrived:
             del self._open[transfer_id]
         if arrived:
-            news.events.append(GroupsArrived(arrived))
+            reports.events.append(GroupsArrived(arrived))
 
     def _guarded(self, feed: _Feed, on_fault: OnFault) -> bool:
         try:
@@ -115,15 +115,15 @@ class MediaFeeds:
             self._release(feed, feed.num_taken)  # it may be larger than the cache, so none is kept for long
         return bool(taken)
 
-    def _grant(self, news: ReportBuffer) -> None:
+    def _grant(self, reports: ReportBuffer) -> None:
         for grant in self.receiver.grant():
             feed = self._feeds[grant.request_id]
-            self._issue(feed, grant.group, grant.ticket, news)
+            self._issue(feed, grant.group, grant.ticket, reports)
 
-    def _issue(self, feed: _Feed, index: int, ticket: Ticket, news: ReportBuffer) -> None:
+    def _issue(self, feed: _Feed, index: int, ticket: Ticket, reports: ReportBuffer) -> None:
         grant = Grant(feed.request.request_id, feed.numbers[index], ticket)
         self._open[ticket.transfer_id] = grant
-        news.events.append(grant)
+        reports.events.append(grant)
 
     def advance(self, request_id: str, num_computed: int) -> None:
         """Frees embeddings of prompt tokens [0, num_computed), which are computed."""
@@ -142,20 +142,20 @@ class MediaFeeds:
             feed.num_released = stop
             self.receiver.release(feed.request.request_id, stop)
 
-    def close(self, request_id: str, news: ReportBuffer) -> None:
+    def close(self, request_id: str, reports: ReportBuffer) -> None:
         """Ends a request, even if it still waits for groups. Unknown ids are ignored."""
         if request_id not in self._feeds:
             return
         self._forget(request_id)
         orphans = [i for i, grant in self._open.items() if grant.request_id == request_id]
-        self.reissue(orphans, news)
+        self.reissue(orphans, reports)
 
     def _forget(self, request_id: str) -> None:
         del self._feeds[request_id]
         for ticket in self.receiver.close(request_id):
             self._open.pop(ticket.transfer_id, None)
 
-    def reissue(self, transfer_ids: Sequence[str], news: ReportBuffer) -> None:
+    def reissue(self, transfer_ids: Sequence[str], reports: ReportBuffer) -> None:
         """Grants groups again, to requests that wait for them. Tickets that are not open are ignored."""
         for transfer_id in transfer_ids:
             grant = self._open.get(transfer_id)
@@ -165,7 +165,7 @@ class MediaFeeds:
             ticket = self.receiver.reissue(grant.ticket.key)
             waiting = self.receiver.reception.waiting_for(ticket.key)
             feed = self._feeds[grant.request_id if grant.request_id in waiting else waiting[0]]
-            self._issue(feed, _index_of(feed, ticket.key), ticket, news)
+            self._issue(feed, _index_of(feed, ticket.key), ticket, reports)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless tickets and requests agree."""

@@ -97,16 +97,16 @@ class PrefillRole:
             return False
         return True
 
-    def step(self, news: ReportBuffer) -> bool:
-        has_fed = self.feeds.step(news, lambda fault: self._take_faults([fault], news))
+    def step(self, reports: ReportBuffer) -> bool:
+        has_fed = self.feeds.step(reports, lambda fault: self._take_faults([fault], reports))
         start_s = self._clock()
         result = self.stage.step()
         self._count(result, self._clock() - start_s)
-        self._take_faults(result.faults, news)
-        news.outputs += result.outputs
-        self._take_admissions(result, news)
-        self._take_progress(result, start_s, news)
-        self._take_handovers(result, news)
+        self._take_faults(result.faults, reports)
+        reports.outputs += result.outputs
+        self._take_admissions(result, reports)
+        self._take_progress(result, start_s, reports)
+        self._take_handovers(result, reports)
         return has_fed or bool(result.num_tokens or result.admissions or result.handovers)
 
     def _count(self, result: StepResult, seconds: float) -> None:
@@ -117,13 +117,13 @@ class PrefillRole:
         else:
             self._decodes.add(result.num_tokens, seconds)
 
-    def _take_faults(self, faults: Sequence[RequestFault], news: ReportBuffer) -> None:
+    def _take_faults(self, faults: Sequence[RequestFault], reports: ReportBuffer) -> None:
         """Handles requests that raised errors while others did not."""
         for fault in faults:
-            self.abort([fault.request_id], news)
-            news.events.append(RequestFailed(fault.request_id, fault.error, is_final=True))
+            self.abort([fault.request_id], reports)
+            reports.events.append(RequestFailed(fault.request_id, fault.error, is_final=True))
 
-    def _take_admissions(self, result: StepResult, news: ReportBuffer) -> None:
+    def _take_admissions(self, result: StepResult, reports: ReportBuffer) -> None:
         for admission in result.admissions:
             prompt = self._prompts.get(admission.request_id)
             if prompt is None or prompt.is_admitted:  # one that decodes, or returns from host memory
@@ -131,14 +131,14 @@ class PrefillRole:
             prompt.is_admitted = True
             prompt.queued_s = self._clock() - prompt.submitted_s
             prompt.num_spanned = sum(end <= admission.num_cached for end in prompt.ends)
-            news.events.append(Admitted(admission.request_id, admission.num_cached))
+            reports.events.append(Admitted(admission.request_id, admission.num_cached))
             try:
                 self.feeds.open(prompt.message.request, prompt.message.groups, admission.num_cached)
             except InfeasibleError as error:
-                self.abort([admission.request_id], news)
-                news.events.append(RequestFailed(admission.request_id, error, is_final=True))
+                self.abort([admission.request_id], reports)
+                reports.events.append(RequestFailed(admission.request_id, error, is_final=True))
 
-    def _take_progress(self, result: StepResult, start_s: float, news: ReportBuffer) -> None:
+    def _take_progress(self, result: StepResult, start_s: float, reports: ReportBuffer) -> None:
         begun = {output.request_id for output in result.outputs}
         for request_id in dict.fromkeys(result.computed):
             prompt = self._prompts.get(request_id)
@@ -147,11 +147,13 @@ class PrefillRole:
             num_tokens = prompt.message.request.num_prompt_tokens
             num_computed = num_tokens if request_id in begun else self.stage.engine.num_computed(request_id)
             self.feeds.advance(request_id, num_computed)
-            self._tell_spans(prompt, start_s, num_computed, news)
+            self._tell_spans(prompt, start_s, num_computed, reports)
             if num_computed >= num_tokens:
                 del self._prompts[request_id]
 
-    def _tell_spans(self, prompt: _Progress, start_s: float, num_computed: int, news: ReportBuffer) -> None:
+    def _tell_spans(
+        self, prompt: _Progress, start_s: float, num_computed: int, reports: ReportBuffer
+    ) -> None:
         """Reports a span for each group that the step ended, and one for a question that ends after them."""
         request = prompt.message.request
         done = [n for n in range(prompt.num_spanned, len(prompt.ends)) if prompt.ends[n] <= num_computed]
@@ -162,29 +164,29 @@ class PrefillRole:
         places: list[tuple[int | None, int | None]] = [_place(prompt.message.groups, each) for each in done]
         for item, group in places or ([(None, None)] if is_over else []):
             span = StageSpan("prefill", self._worker, start_s, now_s, item=item, group=group)
-            news.events.append(SpanDone(request.request_id, span, prompt.service_s, prompt.queued_s))
+            reports.events.append(SpanDone(request.request_id, span, prompt.service_s, prompt.queued_s))
             prompt.service_s = prompt.queued_s = 0.0
 
-    def _take_handovers(self, result: StepResult, news: ReportBuffer) -> None:
+    def _take_handovers(self, result: StepResult, reports: ReportBuffer) -> None:
         """Reports hand-overs; a request is retried if its decode worker did not take it despite room."""
         for end in result.handovers:
             if end.outcome is not TransferOutcome.DELIVERED:
                 error = UnavailableError(f"the hand-over ended as {end.outcome}: {end.error}; retry")
-                self.abort([end.request_id], news)
-                news.events.append(RequestFailed(end.request_id, error, is_final=False))
+                self.abort([end.request_id], reports)
+                reports.events.append(RequestFailed(end.request_id, error, is_final=False))
 
     def has_work(self) -> bool:
         return self.stage.has_work()
 
-    def abort(self, request_ids: Sequence[str], news: ReportBuffer) -> None:
+    def abort(self, request_ids: Sequence[str], reports: ReportBuffer) -> None:
         for request_id in request_ids:
             self._prompts.pop(request_id, None)
-            self.feeds.close(request_id, news)
+            self.feeds.close(request_id, reports)
             self.stage.abort(request_id)
 
-    def drop_owner(self, owner: str, news: ReportBuffer) -> None:
+    def drop_owner(self, owner: str, reports: ReportBuffer) -> None:
         ids = self.stage.request_ids | self._prompts.keys()
-        self.abort(sorted(each for each in ids if owner_of(each) == owner), news)
+        self.abort(sorted(each for each in ids if owner_of(each) == owner), reports)
 
     def drop_peer(self, worker: str) -> tuple[str, ...]:
         """Returns the requests in transit to a lost decode worker: redirect or abort them."""

@@ -68,20 +68,20 @@ class WorkerCore:
         self.roles: frozenset[Stage] = frozenset()
         self._builder = StageBuilder(settings, transport)
         self._clock = clock
-        self._news = ReportBuffer()
+        self._reports = ReportBuffer()
         # Running roles: its own, and those being given up, until they have no work left.
         self.hosted: dict[Stage, Role] = {}
         self._peers = PeerLosses(self._drop_peer)
         self._num_switches = 0
         self._is_switching = False
-        self._is_load_untold = False
+        self._is_load_unreported = False
         self._has_moved = False
         self._settled_roles = roles
         self._set_roles(roles)
 
     def handle(self, message: Message[Any], bulk: UInt8Array | None = None) -> Any:
         """Handles a message and returns its reply. bulk: frames, uint8 [N, h, w, 3]. Raises EPDError."""
-        self._is_load_untold = True
+        self._is_load_unreported = True
         peer = named_peer(message)
         if peer is not None and peer.name != self.name and not self._peers.meet(peer):
             return refusal(message)
@@ -100,10 +100,10 @@ class WorkerCore:
                 return self._reserve(message)
             case Abort():
                 for role in self.hosted.values():
-                    role.abort(message.request_ids, self._news)
+                    role.abort(message.request_ids, self._reports)
             case DropOwner():
                 for role in self.hosted.values():
-                    role.drop_owner(message.owner, self._news)
+                    role.drop_owner(message.owner, self._reports)
             case PeerLost():
                 return self.lose_peer(message.name, message.incarnation)
             case _:
@@ -182,7 +182,7 @@ class WorkerCore:
     def _reissue(self, transfer_ids: Sequence[str]) -> None:
         role = self.hosted.get("prefill")
         if isinstance(role, PrefillRole):
-            role.feeds.reissue(transfer_ids, self._news)
+            role.feeds.reissue(transfer_ids, self._reports)
 
     # Roles
 
@@ -242,11 +242,11 @@ class WorkerCore:
 
     def step(self) -> bool:
         """Advances every role by one step. Returns whether there was any progress."""
-        has_moved = [role.step(self._news) for role in self.hosted.values()]
+        has_moved = [role.step(self._reports) for role in self.hosted.values()]
         if not self._is_switching and self.hosted.keys() != stages_of(self.roles):
             self._drop_drained()
         self._has_moved = any(has_moved)
-        self._is_load_untold |= self._has_moved
+        self._is_load_unreported |= self._has_moved
         return self._has_moved
 
     def has_work(self) -> bool:
@@ -255,12 +255,12 @@ class WorkerCore:
 
     def take_report(self) -> WorkerReport | None:
         """Returns a new report; None if there is none. A worker that becomes idle reports just its load."""
-        news = self._news
-        is_at_rest = self._is_load_untold and not self._has_moved
-        if not (news.events or news.outputs or is_at_rest):
+        reports = self._reports
+        is_at_rest = self._is_load_unreported and not self._has_moved
+        if not (reports.events or reports.outputs or is_at_rest):
             return None
-        self._news, self._is_load_untold = ReportBuffer(), False
-        return WorkerReport(self.name, tuple(news.events), tuple(news.outputs), self.load())
+        self._reports, self._is_load_unreported = ReportBuffer(), False
+        return WorkerReport(self.name, tuple(reports.events), tuple(reports.outputs), self.load())
 
     def load(self) -> WorkerLoad:
         """Returns the load of all roles together."""
@@ -271,7 +271,7 @@ class WorkerCore:
             kv_usage=_highest([load.kv_usage for load in loads]),
             encoder_cache_usage=_highest([load.encoder_cache_usage for load in loads]),
             num_role_switches=self._num_switches,
-            seat_usage=_highest([load.seat_usage for load in loads]),
+            seq_usage=_highest([load.seq_usage for load in loads]),
             counters=_summed([load.counters for load in loads]),
             stages={stage: sample for load in loads for stage, sample in load.stages.items()},
             transports=self._builder.transport.routes(),

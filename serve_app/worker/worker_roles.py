@@ -47,7 +47,7 @@ class ReportBuffer:
 class Role(Protocol):
     """Runs one role of a worker."""
 
-    def step(self, news: ReportBuffer) -> bool:
+    def step(self, reports: ReportBuffer) -> bool:
         """Advances all work by one step. Returns whether there was any progress."""
         ...
 
@@ -55,11 +55,11 @@ class Role(Protocol):
         """Returns whether any work is left."""
         ...
 
-    def abort(self, request_ids: Sequence[str], news: ReportBuffer) -> None:
+    def abort(self, request_ids: Sequence[str], reports: ReportBuffer) -> None:
         """Drops requests. Unknown ids are ignored."""
         ...
 
-    def drop_owner(self, owner: str, news: ReportBuffer) -> None:
+    def drop_owner(self, owner: str, reports: ReportBuffer) -> None:
         """Drops all requests of an owner: see `serve_app.messages.DropOwner`."""
         ...
 
@@ -138,14 +138,14 @@ class EncodeRole:
         for transfer_id in transfer_ids:
             self.stage.cancel(transfer_id)
 
-    def step(self, news: ReportBuffer) -> bool:
+    def step(self, reports: ReportBuffer) -> bool:
         was_busy = self.stage.outstanding_patches > 0
         start_s = self._clock()
         if self.stage.step():
             self._busy_s += self._clock() - start_s
         begun, self._begun = self._begun, []
         if begun:
-            news.events += self._spans(begun)
+            reports.events += self._spans(begun)
         return was_busy
 
     def _spans(self, batch: Sequence[_Job]) -> list[SpanDone]:
@@ -172,10 +172,10 @@ class EncodeRole:
     def has_work(self) -> bool:
         return self.stage.has_work()
 
-    def abort(self, request_ids: Sequence[str], news: ReportBuffer) -> None:
+    def abort(self, request_ids: Sequence[str], reports: ReportBuffer) -> None:
         """Does nothing: the receiver reports which tickets are no longer needed."""
 
-    def drop_owner(self, owner: str, news: ReportBuffer) -> None:  # noqa: ARG002 - has nothing to report
+    def drop_owner(self, owner: str, reports: ReportBuffer) -> None:  # noqa: ARG002 - has nothing to report
         """Drops its groups that are not encoded; the receiver answers for those that are."""
         self.stage.cancel_requests(lambda request_id: owner_of(request_id) == owner)
 
@@ -230,27 +230,29 @@ class DecodeRole:
         """Reserves room, see `Reserve`. Raises InfeasibleError."""
         return self.stage.reserve(message.request_id, message.sender, message.identity, message.sampling)
 
-    def step(self, news: ReportBuffer) -> bool:
+    def step(self, reports: ReportBuffer) -> bool:
         start_s = self._clock()
         result = self.stage.step()
         self._rounds.add(len(result.computed), self._clock() - start_s)
-        news.outputs += result.outputs
+        reports.outputs += result.outputs
         # Failed transfers are reported by the prefill worker, which knows whether they matter.
-        news.events += [
+        reports.events += [
             HandedOver(end.request_id) for end in result.handovers if end.outcome is TransferOutcome.DELIVERED
         ]
-        news.events += [RequestFailed(each.request_id, each.error, is_final=True) for each in result.faults]
+        reports.events += [
+            RequestFailed(each.request_id, each.error, is_final=True) for each in result.faults
+        ]
         return bool(result.num_tokens or result.handovers or result.admissions)
 
     def has_work(self) -> bool:
         return self.stage.has_work()
 
-    def abort(self, request_ids: Sequence[str], news: ReportBuffer) -> None:  # noqa: ARG002 - has nothing to report
+    def abort(self, request_ids: Sequence[str], reports: ReportBuffer) -> None:  # noqa: ARG002 - has nothing to report
         for request_id in request_ids:
             self.stage.abort(request_id)
 
-    def drop_owner(self, owner: str, news: ReportBuffer) -> None:
-        self.abort([each for each in self.stage.request_ids if owner_of(each) == owner], news)
+    def drop_owner(self, owner: str, reports: ReportBuffer) -> None:
+        self.abort([each for each in self.stage.request_ids if owner_of(each) == owner], reports)
 
     def drop_peer(self, worker: str) -> tuple[str, ...]:
         self.stage.drop_receiver(endpoint(worker, "decode"))
@@ -273,7 +275,7 @@ class DecodeRole:
             num_running=len(engine.scheduler.running),
             kv_usage=engine.kv.usage,
             work=InFlight(num_decodes=len(self.stage.request_ids)),
-            seat_usage=min(1.0, self.stage.num_seqs / engine.scheduler.config.max_num_seqs),
+            seq_usage=min(1.0, self.stage.num_seqs / engine.scheduler.config.max_num_seqs),
             counters={
                 "generated_tokens": engine.counts.num_generated_tokens,
                 "preemptions": engine.scheduler.num_preempted,

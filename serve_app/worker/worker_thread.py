@@ -127,10 +127,10 @@ class WorkerThread:
         """Handles messages, advances the stages by one step and reports."""
         self._wake.clear()
         self.beat_s, self._is_busy = time.monotonic(), True
-        has_mail = bool(self._inbox)
+        has_messages = bool(self._inbox)
         while self._inbox:
             self._answer(core, self._inbox.popleft())
-        is_busy = core.step() or has_mail
+        is_busy = core.step() or has_messages
         is_silent = self.beat_s - self._reported_s > _MAX_SILENCE_S
         report = core.take_report() or (self._changed_load(core) if is_silent or not is_busy else None)
         self._is_busy = False

@@ -18,19 +18,19 @@ class InProcessHub:
         self._num_connected = 0
 
     def connect(
-        self, name: str, pool: Pool[TicketT, SourceT], on_mail: Callable[[], None] | None = None
+        self, name: str, pool: Pool[TicketT, SourceT], on_message: Callable[[], None] | None = None
     ) -> InProcessConnector[TicketT, SourceT]:
         """Creates a worker's end, which replaces a worker of the same name.
 
-        on_mail: called by the sender of each message, for workers in threads that sleep.
+        on_message: called by the sender of each message, for workers in threads that sleep.
         """
         self._num_connected += 1
-        end = InProcessConnector(name, pool, f"{name} {self._num_connected}", self, on_mail)
+        end = InProcessConnector(name, pool, f"{name} {self._num_connected}", self, on_message)
         self._ends[name] = end
         return end
 
     def disconnect(self, name: str) -> None:
-        """Removes the worker with its mail and its pool. Unknown names are ignored."""
+        """Removes the worker with its messages and its pool. Unknown names are ignored."""
         self._ends.pop(name, None)
 
     def find(self, name: str) -> InProcessConnector[Any, Any] | None:
@@ -46,11 +46,11 @@ class InProcessConnector(MailboxConnector[TicketT, SourceT]):
         pool: Pool[TicketT, SourceT],
         pool_id: str,
         hub: InProcessHub,
-        on_mail: Callable[[], None] | None,
+        on_message: Callable[[], None] | None,
     ) -> None:
         super().__init__(name, pool, pool_id)
-        self.mail: deque[Message] = deque()
-        self.on_mail = on_mail
+        self.inbox: deque[Message] = deque()
+        self.on_message = on_message
         self.receivers: set[str] = set()  # that anything was offered to
         self._hub = hub
 
@@ -61,13 +61,13 @@ class InProcessConnector(MailboxConnector[TicketT, SourceT]):
     def put(self, name: str, message: Message) -> None:
         end = self._hub.find(name)
         if end is not None:
-            end.mail.append(message)
-            if end.on_mail is not None:
-                end.on_mail()
+            end.inbox.append(message)
+            if end.on_message is not None:
+                end.on_message()
 
     def messages(self) -> Iterator[Message]:
-        while self.mail:
-            yield self.mail.popleft()
+        while self.inbox:
+            yield self.inbox.popleft()
 
     def pool_of(self, offer: Offer[SourceT]) -> Pool[TicketT, SourceT] | None:
         end = self._hub.find(offer.sender)

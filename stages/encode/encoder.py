@@ -186,7 +186,7 @@ class EncodeStage:
     def _fail(self, job: EncodeJob, error: Exception) -> None:
         logger.warning("group of transfer %s not encoded", job.ticket.transfer_id, exc_info=error)
         self.cache.release(job.ticket.key, job.ticket.transfer_id)
-        self._connector.send(job.ticket, None, _told(error))
+        self._connector.send(job.ticket, None, _message_of(error))
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless entries are held by open offers and by nothing else."""
@@ -196,7 +196,7 @@ class EncodeStage:
             raise AssertionError("an entry is held without an open offer")
 
 
-def _told(error: Exception) -> str:
+def _message_of(error: Exception) -> str:
     """Returns the error sent to the receiver: all of an expected error, of a bug no more than its type."""
     if isinstance(error, RuntimeError | ValueError | EPDError):
         return f"{type(error).__name__}: {error}"

@@ -81,7 +81,7 @@ def test_many_devices_are_cells() -> None:
     ],
 )
 def test_the_search_equals_trying_everything(num_devices: int, slo: SLO, part: dict[str, str]) -> None:
-    space = Space(num_devices, encode_patches=(4096,), language_seats=(64,), chunk_tokens=(512, 8192))
+    space = Space(num_devices, encode_patches=(4096,), language_seqs=(64,), chunk_tokens=(512, 8192))
     small = Planner(PROFILE, demand(PROFILE, slo, 16, **part), space, BASE)
     found, truth = small.search(), small.exhaustive()
     assert found.winner.goodput >= truth.goodput / LEAST_GAIN**2
@@ -149,7 +149,7 @@ def test_weights_that_do_not_fit_bind() -> None:
 
 def test_a_rate_that_is_too_high_binds() -> None:
     with pytest.raises(InfeasibleError, match=r"throughput binds: 1e\+06"):
-        make_plan(planner(Space(2, language_seats=(16,)), SLO(2.0, 0.05), **HEAVY), min_rate=1e6)
+        make_plan(planner(Space(2, language_seqs=(16,)), SLO(2.0, 0.05), **HEAVY), min_rate=1e6)
 
 
 def test_text_alone_is_not_disaggregated() -> None:
@@ -160,7 +160,7 @@ def test_text_alone_is_not_disaggregated() -> None:
 
 
 def test_a_plan_says_what_it_rests_on() -> None:
-    plan = make_plan(planner(Space(3, encode_patches=(4096,), language_seats=(16,)), SLO(1.0, 0.03), **HEAVY))
+    plan = make_plan(planner(Space(3, encode_patches=(4096,), language_seqs=(16,)), SLO(1.0, 0.03), **HEAVY))
     record = plan.record()["explanation"]
     assert any("analytic" in line for line in record["assumptions"])
     assert record["runner_up_lost_because"].startswith("at ")
@@ -184,14 +184,14 @@ def test_more_encoders_help_until_something_else_binds() -> None:
 
 def test_fewer_tokens_are_a_choice_only_where_it_is_allowed() -> None:
     for retentions in ((1.0,), (1.0, 0.25)):
-        space = Space(2, encode_patches=(32768,), language_seats=(64,), retentions=retentions)
+        space = Space(2, encode_patches=(32768,), language_seqs=(64,), retentions=retentions)
         found = planner(space, SLO(1.0, 0.05), **HEAVY).search()
         assert found.winner.candidate.settings.retention == retentions[-1]
 
 
 def test_no_device_is_left_over() -> None:
     """Five devices in cells of three and two: all are laid out, with the settings of the first cell."""
-    space = Space(3, encode_patches=(4096,), language_seats=(16, 64), chunk_tokens=(2048, 8192))
+    space = Space(3, encode_patches=(4096,), language_seqs=(16, 64), chunk_tokens=(2048, 8192))
     plan = make_plan(planner(space, SLO(2.0, 0.05), **HEAVY), cells=[(1, 3), (1, 2)])
     assert plan.topology.num_workers == 5
     first, second = plan.cells

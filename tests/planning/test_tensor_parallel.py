@@ -74,7 +74,7 @@ def test_a_model_too_large_for_a_device_is_planned_over_two() -> None:
     """26 billion parameters on devices of 40 GB, half of its language model on each."""
     small = replace(LARGE, memory=replace(LARGE.memory, device_bytes=40 * 10**9))
     want = demand(small, SLO(ttft_s=20.0), 20, **HEAVY)
-    settings = {"encode_patches": (4096,), "language_seats": (16,), "chunk_tokens": (2048,)}
+    settings = {"encode_patches": (4096,), "language_seqs": (16,), "chunk_tokens": (2048,)}
     with pytest.raises(InfeasibleError, match="memory binds: received a worker of the roles p"):
         Planner(small, want, Space(4, **settings), BASE).search()  # type: ignore[arg-type]
     plan = make_plan(Planner(small, want, Space(4, degrees=(1, 2), **settings), BASE))  # type: ignore[arg-type]
@@ -93,7 +93,7 @@ def test_a_strict_objective_for_tokens_needs_several_devices() -> None:
     """One device needs 12 ms for a step, two 7: an objective between them binds for one alone."""
     slo = SLO(ttft_s=5.0, tpot_s=0.010)
     want = demand(PROFILE, slo, 20, **HEAVY)
-    settings = {"encode_patches": (4096,), "language_seats": (16,), "chunk_tokens": (2048,)}
+    settings = {"encode_patches": (4096,), "language_seqs": (16,), "chunk_tokens": (2048,)}
     with pytest.raises(InfeasibleError, match="TPOT binds"):
         Planner(PROFILE, want, Space(3, **settings), BASE).search()  # type: ignore[arg-type]
     found = Planner(PROFILE, want, Space(3, degrees=(1, 2), **settings), BASE).search()  # type: ignore[arg-type]

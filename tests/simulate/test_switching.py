@@ -52,7 +52,7 @@ def simulate(
     assert sorted(result.rows["index"]) == [job.index for job in work]
     for worker in simulation._workers.values():
         assert not worker.has_work()
-        assert not simulation._is_booked(worker.name)
+        assert not simulation._is_expected(worker.name)
         if worker.language is not None:
             worker.language.scheduler.check_integrity()
             assert worker.language.kv.usage == 0

@@ -89,7 +89,7 @@ def test_chunks_may_come_in_any_order_and_the_state_before_them(story: Story) ->
     p, d = story.prefill["p0"], story.decode["d0"]
     for _ in PROMPT:
         p.compute("a", 1)
-    mail = story.hub.find("d0").mail
+    mail = story.hub.find("d0").inbox
     mail.reverse()
     late = [mail.pop() for _ in range(4)]
     assert d.poll() == []
@@ -103,7 +103,7 @@ def test_what_comes_twice_counts_once(story: Story) -> None:
     story.start("a", PROMPT)
     p, d = story.prefill["p0"], story.decode["d0"]
     p.compute("a", 6)
-    mail = story.hub.find("d0").mail
+    mail = story.hub.find("d0").inbox
     mail.extend(list(mail))
     again = mail[0]
     assert d.poll() == []
@@ -147,7 +147,7 @@ def test_what_is_cached_already_is_neither_sent_nor_written(story: Story) -> Non
     ticket = story.start("b", [*PROMPT[:8], 7], p="p1")
     assert ticket.num_cached == 8
     story.prefill["p1"].compute("b")
-    (offer,) = story.hub.find("d0").mail
+    (offer,) = story.hub.find("d0").inbox
     assert [(span.start, span.stop) for span in offer.source.spans] == [(8, 9), (8, 9)]
     assert outcomes(d.poll()) == [("b", DELIVERED)]
     assert d.holds("b", [*PROMPT[:8], 7])
@@ -163,7 +163,7 @@ def test_a_prompt_that_is_cached_as_a_whole_needs_the_state_alone(story: Story) 
     ticket = story.start("b", PROMPT[:8], p="p1")
     assert ticket.num_cached == 8
     story.prefill["p1"].compute("b")
-    assert story.hub.find("d0").mail[0].source.spans == ()
+    assert story.hub.find("d0").inbox[0].source.spans == ()
     assert outcomes(story.decode["d0"].poll()) == [("b", DELIVERED)]
     assert story.decode["d0"].holds("b", PROMPT[:8])
 

@@ -105,10 +105,10 @@ class HandoverMachine(RuleBasedStateMachine):
         """Mail that has not been read changes places, and some of it comes twice."""
         end = self.hub.find(name)
         assert end is not None
-        mail = list(end.mail) + (list(end.mail)[:2] if is_doubled else [])
+        mail = list(end.inbox) + (list(end.inbox)[:2] if is_doubled else [])
         random.Random(seed).shuffle(mail)
-        end.mail.clear()
-        end.mail.extend(mail)
+        end.inbox.clear()
+        end.inbox.extend(mail)
 
     @rule(decode=DECODE)
     def receive(self, decode: str) -> None:

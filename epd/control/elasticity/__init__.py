@@ -1,32 +1,31 @@
 """Follows traffic with roles and replica counts: pure policy, driven by the server and by the simulator.
 
-samples of workers -> LoadEstimator -> ClusterLoad -> RoleController -> Switch
+samples of workers -> TrafficEstimator -> ClusterTraffic -> RoleController -> Switch
                                                    -> StageReplicas  -> ReplicaAdvice
 """
 
 from epd.control.elasticity.assignment import replacement_for, roles_for_newcomer
-from epd.control.elasticity.controller import ControllerConfig, Decision, RoleController, Switch
-from epd.control.elasticity.estimator import EstimatorConfig, LoadEstimator
-from epd.control.elasticity.fleet_traffic import OtherFronts, TrafficTotals
-from epd.control.elasticity.load import (
-    ClusterLoad,
+from epd.control.elasticity.cluster import (
+    ClusterTraffic,
     MediaSample,
     RequestWork,
     Roles,
-    StageLoad,
     StageNeed,
     StageSample,
+    StageTraffic,
     WorkerSample,
     WorkerStanding,
 )
+from epd.control.elasticity.controller import ControllerConfig, Decision, RoleController, Switch
+from epd.control.elasticity.estimator import EstimatorConfig, TrafficEstimator
+from epd.control.elasticity.fleet_traffic import OtherFronts, TrafficTotals
 from epd.control.elasticity.replicas import MediaReplicas, ReplicaAdvice, ReplicaConfig, StageReplicas
 
 __all__ = [
-    "ClusterLoad",
+    "ClusterTraffic",
     "ControllerConfig",
     "Decision",
     "EstimatorConfig",
-    "LoadEstimator",
     "MediaReplicas",
     "MediaSample",
     "OtherFronts",
@@ -35,11 +34,12 @@ __all__ = [
     "RequestWork",
     "RoleController",
     "Roles",
-    "StageLoad",
     "StageNeed",
     "StageReplicas",
     "StageSample",
+    "StageTraffic",
     "Switch",
+    "TrafficEstimator",
     "TrafficTotals",
     "WorkerSample",
     "WorkerStanding",

@@ -10,15 +10,17 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
+from epd.control.elasticity.cluster import ClusterTraffic, Roles, WorkerStanding
 from epd.control.elasticity.controller import Switch
-from epd.control.elasticity.load import ClusterLoad, Roles, WorkerStanding
 from epd.topology import STAGES, Stage, Topology
 
 # A newcomer follows the load instead of the topology's ratio if a stage needs more than this of its workers.
 _BUSY = 0.5
 
 
-def roles_for_newcomer(wanted: Topology, present: Sequence[Roles], load: ClusterLoad | None = None) -> Roles:
+def roles_for_newcomer(
+    wanted: Topology, present: Sequence[Roles], traffic: ClusterTraffic | None = None
+) -> Roles:
     """Returns the roles of a worker that joins.
 
     A stage without any worker comes first, then the roles of which the topology has the largest share
@@ -27,7 +29,7 @@ def roles_for_newcomer(wanted: Topology, present: Sequence[Roles], load: Cluster
 
     wanted: topology to fill
     present: roles of each worker that is there or starting, without those that leave
-    load: load of the whole fleet, None if it is not known
+    traffic: load of the whole fleet, None if it is not known
     """
     kinds, counts = _kinds(wanted), Counter(present)
     served = frozenset[Stage]().union(*present)
@@ -35,26 +37,26 @@ def roles_for_newcomer(wanted: Topology, present: Sequence[Roles], load: Cluster
     if missing:
         return max(missing, key=lambda roles: (len(roles - served), kinds[roles]))
     is_filled = all(counts[roles] >= num for roles, num in kinds.items())
-    if is_filled and load is not None and load.is_known:
-        needed = {stage: each.demand for stage, each in load.stages.items()}
-        if _shares(needed, load.capacity(present))[0] > _BUSY:
-            return _most_helpful(load, needed, kinds, counts)
+    if is_filled and traffic is not None and traffic.is_known:
+        needed = {stage: each.demand for stage, each in traffic.stages.items()}
+        if _shares(needed, traffic.capacity(present))[0] > _BUSY:
+            return _most_helpful(traffic, needed, kinds, counts)
     return max(kinds, key=lambda roles: _lack(kinds, counts, roles))
 
 
 def layout_for(
-    load: ClusterLoad, needed: Mapping[Stage, float], wanted: Topology, max_workers: int
+    traffic: ClusterTraffic, needed: Mapping[Stage, float], wanted: Topology, max_workers: int
 ) -> Counter[Roles]:
     """Returns the fewest workers of each kind in the topology that give every stage the workers it needs.
 
-    load: for how workers with several roles divide their time
+    traffic: for how workers with several roles divide their time
     needed: workers that each stage needs, idle time included
     max_workers: bound of the sum, unless the topology has more kinds
     """
     kinds = _kinds(wanted)
     counts = Counter(dict.fromkeys(kinds, 1))
-    while counts.total() < max_workers and _shares(needed, load.capacity(counts.elements()))[0] > 1:
-        counts[_most_helpful(load, needed, kinds, counts)] += 1
+    while counts.total() < max_workers and _shares(needed, traffic.capacity(counts.elements()))[0] > 1:
+        counts[_most_helpful(traffic, needed, kinds, counts)] += 1
     return counts
 
 
@@ -100,13 +102,16 @@ def _lack(kinds: Mapping[Roles, int], counts: Mapping[Roles, int], roles: Roles)
 
 
 def _most_helpful(
-    load: ClusterLoad, needed: Mapping[Stage, float], kinds: Mapping[Roles, int], counts: Mapping[Roles, int]
+    traffic: ClusterTraffic,
+    needed: Mapping[Stage, float],
+    kinds: Mapping[Roles, int],
+    counts: Mapping[Roles, int],
 ) -> Roles:
     """Returns the roles with which the stage that needs most needs least, then the next one and so on."""
     present = list(Counter(counts).elements())
 
     def rank(roles: Roles) -> tuple[list[float], float]:
-        return _shares(needed, load.capacity([*present, roles])), -_lack(kinds, counts, roles)
+        return _shares(needed, traffic.capacity([*present, roles])), -_lack(kinds, counts, roles)
 
     return min(kinds, key=rank)
 

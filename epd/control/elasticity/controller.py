@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from epd.control.elasticity.cluster import ClusterTraffic, Roles, StageTraffic, WorkerStanding
 from epd.control.elasticity.forecast import USABLE, Forecast, Phase, look_ahead
 from epd.control.elasticity.history import SwitchHistory
-from epd.control.elasticity.load import ClusterLoad, Roles, StageLoad, WorkerStanding
 from epd.topology import Stage, role_letters
 
 # Why nothing was switched, or "switch".
@@ -169,12 +169,12 @@ class RoleController:
         self._streak: tuple[Roles, Roles, int] | None = None
         self._decisions: deque[Decision] = deque(maxlen=_MAX_DECISIONS)
 
-    def decide(self, now_s: float, load: ClusterLoad) -> Switch | None:
+    def decide(self, now_s: float, traffic: ClusterTraffic) -> Switch | None:
         """Returns the switch to start now, if any."""
-        names = {worker.name for worker in load.workers}
+        names = {worker.name for worker in traffic.workers}
         for name in [name for name in self._in_flight if name not in names]:
             self.failed(now_s, name)
-        decision = self._decide(now_s, load)
+        decision = self._decide(now_s, traffic)
         if self._decisions and self._decisions[-1].verdict == decision.verdict != "switch":
             self._decisions.pop()
         self._decisions.append(decision)
@@ -215,65 +215,67 @@ class RoleController:
 
     # Weighing
 
-    def _decide(self, now_s: float, load: ClusterLoad) -> Decision:
-        if not load.is_known:
+    def _decide(self, now_s: float, traffic: ClusterTraffic) -> Decision:
+        if not traffic.is_known:
             return Decision(now_s, "unknown load", "too little has been seen of the load")
         if len(self._in_flight) >= self.config.max_in_flight:
             return Decision(now_s, "in flight", f"{', '.join(sorted(self._in_flight))} is switching")
         if now_s < self._quiet_until_s:
             left_s = self._quiet_until_s - now_s
             return Decision(now_s, "cooldown", f"{left_s:.1f} s are left since the last switch")
-        workers = list(self._candidates(now_s, load))
+        workers = list(self._candidates(now_s, traffic))
         if not workers:
             return Decision(now_s, "no candidate", "no worker may leave its roles")
-        option = self._best(load, workers)
+        option = self._best(traffic, workers)
         if option is None:
             self._streak = None
             return Decision(now_s, "no gain", "no stage has requests that wait which a worker could help")
         return self._judge(now_s, option)
 
-    def _candidates(self, now_s: float, load: ClusterLoad) -> Iterator[WorkerStanding]:
+    def _candidates(self, now_s: float, traffic: ClusterTraffic) -> Iterator[WorkerStanding]:
         """Yields, for each set of roles, the worker that drains soonest, if one can be spared."""
         for roles in self.config.roles:
-            spare = [each for each in load.workers if each.roles == roles and self._may_leave(now_s, each)]
-            if spare and self._can_spare(load, roles):
+            spare = [each for each in traffic.workers if each.roles == roles and self._may_leave(now_s, each)]
+            if spare and self._can_spare(traffic, roles):
                 yield min(spare, key=lambda each: (each.drain_s, each.since_s, each.name))
 
     def _may_leave(self, now_s: float, worker: WorkerStanding) -> bool:
         is_busy = worker.is_switching or worker.name in self._in_flight
         return not is_busy and now_s >= self._left_alone_s.get(worker.name, float("-inf"))
 
-    def _can_spare(self, load: ClusterLoad, roles: Roles) -> bool:
+    def _can_spare(self, traffic: ClusterTraffic, roles: Roles) -> bool:
         """Returns whether there are more workers than required; those that are switching do not count."""
         staying = [
-            each.roles for each in load.workers if not each.is_switching and each.name not in self._in_flight
+            each.roles
+            for each in traffic.workers
+            if not each.is_switching and each.name not in self._in_flight
         ]
         has_enough = all(
             sum(stage in each for each in staying) > self.config.min_workers(stage) for stage in roles
         )
         return has_enough and staying.count(roles) > 1
 
-    def _best(self, load: ClusterLoad, workers: Sequence[WorkerStanding]) -> _Option | None:
+    def _best(self, traffic: ClusterTraffic, workers: Sequence[WorkerStanding]) -> _Option | None:
         """Returns the option with the largest net gain among those that help a stage where requests wait."""
-        now = self._roles_after(load)
-        base = self._ahead(load, [Phase(self.config.horizon_s, load.capacity(now.values()))])
+        now = self._roles_after(traffic)
+        base = self._ahead(traffic, [Phase(self.config.horizon_s, traffic.capacity(now.values()))])
         options = [
-            self._weigh(load, base, now, worker, roles)
+            self._weigh(traffic, base, now, worker, roles)
             for worker in workers
             for roles in self.config.roles
             if roles != worker.roles
             and roles in now.values()
             and self._waiting(base, roles - worker.roles) >= self.config.min_waiting
-            and self._is_bearable(load, now, worker, roles)
+            and self._is_bearable(traffic, now, worker, roles)
         ]
         helpful = [option for option in options if option.gain_s > 0]
         return max(helpful, key=lambda option: option.net_s, default=None)
 
-    def _roles_after(self, load: ClusterLoad) -> dict[str, Roles]:
+    def _roles_after(self, traffic: ClusterTraffic) -> dict[str, Roles]:
         """Returns the roles of each worker after all switches in flight have ended."""
         return {
             each.name: self._in_flight[each.name].roles if each.name in self._in_flight else each.roles
-            for each in load.workers
+            for each in traffic.workers
         }
 
     @staticmethod
@@ -281,38 +283,45 @@ class RoleController:
         return max((outlook.most_waiting.get(stage, 0.0) for stage in stages), default=0.0)
 
     @staticmethod
-    def _is_bearable(load: ClusterLoad, now: dict[str, Roles], worker: WorkerStanding, roles: Roles) -> bool:
+    def _is_bearable(
+        traffic: ClusterTraffic, now: dict[str, Roles], worker: WorkerStanding, roles: Roles
+    ) -> bool:
         """Returns whether no stage would become a worse bottleneck than the present one, if any.
 
         What a stage needs now must fit the usable part of its time, what it needed in the last minutes all
         of it.
         """
-        after = load.capacity({**now, worker.name: roles}.values())
-        worst = _most_needed(load, load.capacity(now.values()), _peak)
-        return _most_needed(load, after, _demand) <= max(worst, USABLE) and _most_needed(
-            load, after, _peak
+        after = traffic.capacity({**now, worker.name: roles}.values())
+        worst = _most_needed(traffic, traffic.capacity(now.values()), _peak)
+        return _most_needed(traffic, after, _demand) <= max(worst, USABLE) and _most_needed(
+            traffic, after, _peak
         ) <= max(worst, 1.0)
 
     def _ahead(
-        self, load: ClusterLoad, phases: Sequence[Phase], lost: frozenset[Stage] = frozenset()
+        self, traffic: ClusterTraffic, phases: Sequence[Phase], lost: frozenset[Stage] = frozenset()
     ) -> Forecast:
         lost_s = dict.fromkeys(lost, self.config.cache_s)
-        return look_ahead(load, phases, self.config.horizon_s, lost_s)
+        return look_ahead(traffic, phases, self.config.horizon_s, lost_s)
 
     def _weigh(
-        self, load: ClusterLoad, base: Forecast, now: dict[str, Roles], worker: WorkerStanding, roles: Roles
+        self,
+        traffic: ClusterTraffic,
+        base: Forecast,
+        now: dict[str, Roles],
+        worker: WorkerStanding,
+        roles: Roles,
     ) -> _Option:
         """Weighs the gain and cost of giving a worker other roles, as the module docstring defines them."""
         without = [each for name, each in now.items() if name != worker.name]
-        after = load.capacity([*without, roles])
+        after = traffic.capacity([*without, roles])
         drain_s = min(worker.drain_s, self.config.max_drain_s)
         phases = [
-            Phase(drain_s, load.capacity(now.values())),
-            Phase(drain_s + self.config.load_s, load.capacity(without)),
+            Phase(drain_s, traffic.capacity(now.values())),
+            Phase(drain_s + self.config.load_s, traffic.capacity(without)),
             Phase(self.config.horizon_s, after),
         ]
-        at_once = self._ahead(load, [Phase(self.config.horizon_s, after)])
-        real = self._ahead(load, phases, worker.roles - roles)
+        at_once = self._ahead(traffic, [Phase(self.config.horizon_s, after)])
+        real = self._ahead(traffic, phases, worker.roles - roles)
         return _Option(
             Switch(worker.name, roles),
             worker.roles,
@@ -344,19 +353,19 @@ class RoleController:
         return count + 1
 
 
-def _demand(stage: StageLoad) -> float:
+def _demand(stage: StageTraffic) -> float:
     return stage.demand
 
 
-def _peak(stage: StageLoad) -> float:
+def _peak(stage: StageTraffic) -> float:
     return max(stage.demand, stage.lasting_peak)
 
 
 def _most_needed(
-    load: ClusterLoad, capacity: Mapping[Stage, float], need_of: Callable[[StageLoad], float]
+    traffic: ClusterTraffic, capacity: Mapping[Stage, float], need_of: Callable[[StageTraffic], float]
 ) -> float:
     """Returns the largest share of a stage's worker time that is needed, over all stages."""
-    needed = [need_of(each) for each in load.stages.values()]
-    workers = [capacity[stage] for stage in load.stages]
+    needed = [need_of(each) for each in traffic.stages.values()]
+    workers = [capacity[stage] for stage in traffic.stages]
     shares = (need / num if num else math.inf for need, num in zip(needed, workers, strict=True) if need)
     return max(shares, default=0.0)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from epd.control.elasticity.load import (
-    ClusterLoad,
+from epd.control.elasticity.cluster import (
+    ClusterTraffic,
     RequestWork,
-    StageLoad,
     StageNeed,
     StageSample,
+    StageTraffic,
     WorkerSample,
     WorkerStanding,
     damped,
@@ -51,7 +51,7 @@ class EstimatorConfig:
             raise ValueError(f"times must be above 0 s and arrivals at least 1, got {self}")
 
 
-class LoadEstimator:
+class TrafficEstimator:
     """Estimates load: call `arrived` per request, `finished` per answer, `observe` every second or two."""
 
     def __init__(
@@ -77,7 +77,9 @@ class LoadEstimator:
         """Returns arrivals of the last window_s as (time, work), oldest first, the latest 10,000 at most."""
         return self._traffic.recent(now_s)
 
-    def observe(self, now_s: float, workers: Sequence[WorkerSample], *, num_waiting: int = 0) -> ClusterLoad:
+    def observe(
+        self, now_s: float, workers: Sequence[WorkerSample], *, num_waiting: int = 0
+    ) -> ClusterTraffic:
         """Returns the load now. workers: all live. num_waiting: requests without a worker yet.
 
         A worker whose totals have shrunk has restarted.
@@ -95,7 +97,7 @@ class LoadEstimator:
             busy_s = sum(sample.busy_s for sample in done[stage])
             stages[stage] = self._stage(stage, workers, needs, busy_s / elapsed_s if elapsed_s else 0.0)
         trend = self._traffic.trend
-        return ClusterLoad(
+        return ClusterTraffic(
             now_s, trend.rate, trend.slope, trend.memory_s, num_waiting, stages,
             tuple(self._standing(worker, needs) for worker in workers),
             len(needs) == len(STAGES) and self._traffic.num_arrived >= self.config.min_arrivals,
@@ -142,7 +144,7 @@ class LoadEstimator:
 
     def _stage(
         self, stage: Stage, workers: Sequence[WorkerSample], needs: Mapping[Stage, StageNeed], busy: float
-    ) -> StageLoad:
+    ) -> StageTraffic:
         """Returns the load of a stage. busy: mean number of workers at work on it since the last look."""
         need = needs.get(stage, StageNeed())
         num_workers = sum(time_share(each.roles, stage, needs) for each in workers if stage in each.roles)
@@ -153,7 +155,9 @@ class LoadEstimator:
         utilisation = min(_ratio(busy, num_workers), 1.0)
         peak = max(demand, self._peaks[stage].value)
         lasting = self._lasting[stage].value
-        return StageLoad(stage, need, num_workers, num_requests, queued_s, utilisation, demand, peak, lasting)
+        return StageTraffic(
+            stage, need, num_workers, num_requests, queued_s, utilisation, demand, peak, lasting
+        )
 
     def _queued(
         self, stage: Stage, workers: Sequence[WorkerSample], needs: Mapping[Stage, StageNeed]

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from epd.control.elasticity.estimator import LoadEstimator
-from epd.control.elasticity.load import RequestWork
+from epd.control.elasticity.cluster import RequestWork
+from epd.control.elasticity.estimator import TrafficEstimator
 
 # Of one front between two looks; a look a second never sees as many.
 _MAX_REQUESTS = 10_000
@@ -67,7 +67,7 @@ class TrafficTotals:
 class OtherFronts:
     """Adds the traffic of other fronts to an estimate."""
 
-    def __init__(self, estimator: LoadEstimator) -> None:
+    def __init__(self, estimator: TrafficEstimator) -> None:
         self._estimator = estimator
         self._seen: Mapping[str, TrafficTotals] = {}
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from epd.control.elasticity.load import ClusterLoad, StageNeed
+from epd.control.elasticity.cluster import ClusterTraffic, StageNeed
 from epd.topology import Stage
 
 _NUM_STEPS = 30
@@ -102,26 +102,30 @@ class _Answers:
 
 
 def look_ahead(
-    load: ClusterLoad, phases: Sequence[Phase], horizon_s: float, lost_s: Mapping[Stage, float] | None = None
+    traffic: ClusterTraffic,
+    phases: Sequence[Phase],
+    horizon_s: float,
+    lost_s: Mapping[Stage, float] | None = None,
 ) -> Forecast:
-    """Forecasts `load`.
+    """Forecasts `traffic`.
 
     phases: in order, the last without an end
     lost_s: work of one worker to repeat, by stage
     """
-    need = {stage: each.need for stage, each in load.stages.items()}
+    need = {stage: each.need for stage, each in traffic.stages.items()}
     encode, prefill = (
-        _Line(load.stages[stage].num_requests, load.stages[stage].queued_s) for stage in ("encode", "prefill")
+        _Line(traffic.stages[stage].num_requests, traffic.stages[stage].queued_s)
+        for stage in ("encode", "prefill")
     )
     encode.work_s += (lost_s or {}).get("encode", 0.0)
     prefill.work_s += (lost_s or {}).get("prefill", 0.0)
-    decode = _Answers(load.stages["decode"].num_requests, need["decode"])
-    step_s, spent_s, arriving = horizon_s / _NUM_STEPS, 0.0, float(load.num_waiting)
-    waiting = dict.fromkeys(load.stages, 0.0)
+    decode = _Answers(traffic.stages["decode"].num_requests, need["decode"])
+    step_s, spent_s, arriving = horizon_s / _NUM_STEPS, 0.0, float(traffic.num_waiting)
+    waiting = dict.fromkeys(traffic.stages, 0.0)
     for step in range(_NUM_STEPS):
         start_s = step * step_s
         capacity = next((each for each in phases if start_s < each.until_s), phases[-1]).capacity
-        arriving += load.arrivals_at(start_s) * step_s
+        arriving += traffic.arrivals_at(start_s) * step_s
         encode.take(arriving * need["encode"].share, need["encode"])
         encoded = encode.serve(capacity["encode"], step_s)
         prefill.take(encoded + arriving * (1 - need["encode"].share), need["prefill"])

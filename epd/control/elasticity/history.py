@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from epd.control.elasticity.load import Roles
+from epd.control.elasticity.cluster import Roles
 from epd.topology import Stage
 
 

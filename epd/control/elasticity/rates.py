@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from epd.control.elasticity.load import StageSample
+from epd.control.elasticity.cluster import StageSample
 from epd.profiles.cost import StageCost
 from epd.topology import Stage
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from epd.control.elasticity.assignment import layout_for
+from epd.control.elasticity.cluster import ClusterTraffic, MediaSample, StageTraffic
 from epd.control.elasticity.forecast import USABLE
-from epd.control.elasticity.load import ClusterLoad, MediaSample, StageLoad
 from epd.control.elasticity.rates import DecayedMean
 from epd.topology import STAGES, Stage, Topology
 
@@ -77,17 +77,19 @@ class StageReplicas:
         self._wanted = wanted
         self._count = _SteadyCount(config)
 
-    def advise(self, load: ClusterLoad) -> ReplicaAdvice:
+    def advise(self, traffic: ClusterTraffic) -> ReplicaAdvice:
         """Returns how many stage workers there should be. load: of the whole fleet."""
-        current = self._count.start(len(load.workers))
-        if not load.is_known:
-            return ReplicaAdvice(load.now_s, "unknown load", current, "too little has been seen of the load")
-        now, peak = _needs(load, self.config.clear_s, 0.0), _needs(load, self.config.clear_s, _SLACK)
+        current = self._count.start(len(traffic.workers))
+        if not traffic.is_known:
+            return ReplicaAdvice(
+                traffic.now_s, "unknown load", current, "too little has been seen of the load"
+            )
+        now, peak = _needs(traffic, self.config.clear_s, 0.0), _needs(traffic, self.config.clear_s, _SLACK)
         bound = self.config.max_replicas + 1  # one more, to say that they are not enough
-        least, most = (layout_for(load, each, self._wanted, bound).total() for each in (now, peak))
+        least, most = (layout_for(traffic, each, self._wanted, bound).total() for each in (now, peak))
         needs = ", ".join(f"{stage} {now[stage]:.1f}" for stage in STAGES)
         why = f"at most {USABLE:.0%} busy, the stages need {needs} workers"
-        return self._count.follow(load.now_s, least, most, why)
+        return self._count.follow(traffic.now_s, least, most, why)
 
 
 class MediaReplicas:
@@ -212,25 +214,25 @@ class _SteadyCount:
         return ReplicaAdvice(now_s, verdict, num, f"{bounds}{', ' if change else ''}{change}: {why}")
 
 
-def _needs(load: ClusterLoad, clear_s: float, slack: float) -> dict[Stage, float]:
+def _needs(traffic: ClusterTraffic, clear_s: float, slack: float) -> dict[Stage, float]:
     """Returns the workers that each stage needs, the part of their time that must stay free included.
 
     slack: 0 for what is needed now; else the share of the usable time that the peak may take
     """
-    return {stage: _need(load, each, clear_s, slack) / USABLE for stage, each in load.stages.items()}
+    return {stage: _need(traffic, each, clear_s, slack) / USABLE for stage, each in traffic.stages.items()}
 
 
-def _need(load: ClusterLoad, stage: StageLoad, clear_s: float, slack: float) -> float:
-    at_work = stage.demand + _backlog_s(load, stage) / clear_s
+def _need(traffic: ClusterTraffic, stage: StageTraffic, clear_s: float, slack: float) -> float:
+    at_work = stage.demand + _backlog_s(traffic, stage) / clear_s
     if slack:
         at_work = max(at_work, stage.peak) / slack
-    return max(at_work, _held(load)) if stage.stage == "decode" else at_work
+    return max(at_work, _held(traffic)) if stage.stage == "decode" else at_work
 
 
-def _backlog_s(load: ClusterLoad, stage: StageLoad) -> float:
+def _backlog_s(traffic: ClusterTraffic, stage: StageTraffic) -> float:
     """Returns the work that waits at a stage, or before all workers, in seconds of one worker."""
     one_s = stage.need.request_s
-    unplaced_s = load.num_waiting * stage.need.share * one_s
+    unplaced_s = traffic.num_waiting * stage.need.share * one_s
     if stage.stage != "decode":
         return unplaced_s + max(0.0, stage.queued_s - stage.num_workers * one_s)
     batch = stage.need.max_batch
@@ -238,6 +240,6 @@ def _backlog_s(load: ClusterLoad, stage: StageLoad) -> float:
     return unplaced_s + num_beyond * one_s
 
 
-def _held(load: ClusterLoad) -> float:
+def _held(traffic: ClusterTraffic) -> float:
     """Returns the decode workers whose memory the answers under way fill."""
-    return sum(each.kv_usage or 0.0 for each in load.workers if "decode" in each.roles)
+    return sum(each.kv_usage or 0.0 for each in traffic.workers if "decode" in each.roles)

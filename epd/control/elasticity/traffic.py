@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from epd.control.elasticity.load import RequestWork
+from epd.control.elasticity.cluster import RequestWork
 from epd.control.elasticity.rates import DecayedMean
 from epd.control.elasticity.trend import RateTrend
 

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from epd.control.elasticity import (
-    ClusterLoad,
-    LoadEstimator,
+    ClusterTraffic,
     ReplicaAdvice,
     ReplicaConfig,
     RequestWork,
     Roles,
     StageReplicas,
     StageSample,
+    TrafficEstimator,
     WorkerSample,
     replacement_for,
     roles_for_newcomer,
@@ -51,7 +51,7 @@ class ClosedLoop:
         self.wanted = parse_topology(topology)
         self.workers = [_Worker(each.name, each.roles, 0.0) for each in self.wanted.workers()]
         self.policy = StageReplicas(config, self.wanted)
-        self.estimator = LoadEstimator()
+        self.estimator = TrafficEstimator()
         self.rate, self.start_s = rate, start_s
         self.waits_s: list[float] = []
         self.advice: list[ReplicaAdvice] = []
@@ -67,9 +67,11 @@ class ClosedLoop:
             num_done = self._encode(now_s)
             for stage in _BUSY_S:
                 self._work(stage, num_done)
-            load = self.estimator.observe(now_s, [self._sample(each, now_s) for each in self._ready(now_s)])
-            self.advice.append(self.policy.advise(load))
-            self._scale(now_s, self.advice[-1].num_replicas, load)
+            traffic = self.estimator.observe(
+                now_s, [self._sample(each, now_s) for each in self._ready(now_s)]
+            )
+            self.advice.append(self.policy.advise(traffic))
+            self._scale(now_s, self.advice[-1].num_replicas, traffic)
             self.num_encoders.append(len(self._encoders(now_s)))
 
     @property
@@ -130,14 +132,14 @@ class ClosedLoop:
 
     # Replicas, as Serve starts and stops them
 
-    def _scale(self, now_s: float, num: int, load: ClusterLoad) -> None:
+    def _scale(self, now_s: float, num: int, traffic: ClusterTraffic) -> None:
         while len(self.workers) < num:
-            roles = roles_for_newcomer(self.wanted, [each.roles for each in self.workers], load)
+            roles = roles_for_newcomer(self.wanted, [each.roles for each in self.workers], traffic)
             self._num_made += 1
             self.workers.append(_Worker(f"new{self._num_made}", roles, now_s + self.start_s))
         while len(self.workers) > num:
             gone = self.workers[-1]
-            switch = replacement_for(load.workers, {gone.name})
+            switch = replacement_for(traffic.workers, {gone.name})
             for each in self.workers:
                 if switch is not None and each.name == switch.worker:
                     each.roles, each.done = switch.roles, StageSample()

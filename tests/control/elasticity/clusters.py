@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from epd.control.elasticity import ClusterLoad, Roles, StageLoad, StageNeed, WorkerStanding
+from epd.control.elasticity import ClusterTraffic, Roles, StageNeed, StageTraffic, WorkerStanding
 from epd.topology import STAGES, Stage, parse_topology
 
 # A request takes 1 s of encoding, 0.2 s of prefill, and 200 steps of 10 ms and 2 ms for each of its kind.
@@ -30,7 +30,7 @@ def cluster(
     drain_s: float = 0.5,
     is_known: bool = True,
     now_s: float = 0.0,
-) -> ClusterLoad:
+) -> ClusterTraffic:
     """requests: by stage, all new there. rate: of arrivals. drain_s: of each worker."""
     stages = {}
     for stage in STAGES:
@@ -38,11 +38,11 @@ def cluster(
         num_workers = sum(1 / len(roles) for roles in workers.values() if stage in roles)
         demand = rate * need.share * need.request_s
         peak = max(demand, (peaks or {}).get(stage, 0.0))
-        stages[stage] = StageLoad(
+        stages[stage] = StageTraffic(
             stage, need, num_workers, num, num * need.request_s, 0.5, demand, peak, peak
         )
     standings = tuple(
         WorkerStanding(name, roles, 0.0, {min(roles): drain_s}, 1, None, name in switching)
         for name, roles in workers.items()
     )
-    return ClusterLoad(now_s, rate, 0.0, 20.0, 0, stages, standings, is_known)
+    return ClusterTraffic(now_s, rate, 0.0, 20.0, 0, stages, standings, is_known)

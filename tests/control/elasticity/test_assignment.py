@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epd.control.elasticity import ClusterLoad, Roles, Switch, replacement_for, roles_for_newcomer
+from epd.control.elasticity import ClusterTraffic, Roles, Switch, replacement_for, roles_for_newcomer
 from epd.control.elasticity.assignment import layout_for
 from epd.topology import STAGES, Topology, WorkerGroup, parse_topology, role_letters
 from tests.control.elasticity.clusters import cluster, roles_of
@@ -19,11 +19,11 @@ E, P, D = (frozenset({stage}) for stage in STAGES)
 PD: Roles = P | D
 
 
-def newcomers(topology: str, present: str, num: int, load: ClusterLoad | None = None) -> str:
+def newcomers(topology: str, present: str, num: int, traffic: ClusterTraffic | None = None) -> str:
     """The letters that so many workers get, one after another, in a fleet that has some."""
     fleet = [] if not present else list(roles_of(present).values())
     for _ in range(num):
-        fleet.append(roles_for_newcomer(parse_topology(topology), fleet, load))
+        fleet.append(roles_for_newcomer(parse_topology(topology), fleet, traffic))
     return " ".join(role_letters(each) for each in fleet[len(fleet) - num :])
 
 
@@ -122,24 +122,24 @@ def test_every_stage_is_served_as_early_as_can_be(wanted: Topology, num: int) ->
 def test_a_layout_is_the_least_that_serves_every_stage(
     topology: str, needed: tuple[float, ...], layout: dict[Roles, int]
 ) -> None:
-    load = cluster(roles_of(topology), rate=1.0)
+    traffic = cluster(roles_of(topology), rate=1.0)
     needs = dict(zip(STAGES, needed, strict=True))
-    assert layout_for(load, needs, parse_topology(topology), 10) == layout
+    assert layout_for(traffic, needs, parse_topology(topology), 10) == layout
 
 
 def test_merged_workers_divide_their_time() -> None:
     """Of a request's 1.6 s, encode takes 1 s: what each stage needs adds up."""
-    load = cluster(roles_of("1epd"), rate=1.0)
-    needs = {stage: each.demand for stage, each in load.stages.items()}
+    traffic = cluster(roles_of("1epd"), rate=1.0)
+    needs = {stage: each.demand for stage, each in traffic.stages.items()}
     assert sum(needs.values()) == pytest.approx(1.6)
-    assert layout_for(load, needs, parse_topology("1epd"), 10) == {E | P | D: 2}
+    assert layout_for(traffic, needs, parse_topology("1epd"), 10) == {E | P | D: 2}
 
 
 # Those that go
 
 
-def going(workers: str, leaving: Sequence[str], **load: object) -> Switch | None:
-    return replacement_for(cluster(roles_of(workers), **load).workers, leaving)  # type: ignore[arg-type]
+def going(workers: str, leaving: Sequence[str], **traffic: object) -> Switch | None:
+    return replacement_for(cluster(roles_of(workers), **traffic).workers, leaving)  # type: ignore[arg-type]
 
 
 def test_the_last_worker_of_a_stage_is_replaced() -> None:

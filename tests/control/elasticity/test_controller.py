@@ -10,7 +10,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from epd.control.elasticity import ClusterLoad, ControllerConfig, RoleController, Roles, StageNeed, Switch
+from epd.control.elasticity import ClusterTraffic, ControllerConfig, RoleController, Roles, StageNeed, Switch
 from epd.topology import STAGES, Stage
 from tests.control.elasticity.clusters import cluster, roles_of
 
@@ -19,13 +19,15 @@ DECODE: Roles = frozenset({"decode"})
 MERGED: Roles = frozenset({"prefill", "decode"})
 
 
-def looks(controller: RoleController, load: ClusterLoad, num: int, start_s: float = 0.0) -> list[Switch]:
+def looks(
+    controller: RoleController, traffic: ClusterTraffic, num: int, start_s: float = 0.0
+) -> list[Switch]:
     """What comes of so many looks at the same load, a second apart, if switches never end."""
-    switches = (controller.decide(start_s + second, load) for second in range(num))
+    switches = (controller.decide(start_s + second, traffic) for second in range(num))
     return [each for each in switches if each is not None]
 
 
-def overloaded_decode() -> ClusterLoad:
+def overloaded_decode() -> ClusterTraffic:
     return cluster(roles_of("4e1p1d"), rate=1.0, requests={"decode": 80.0})
 
 
@@ -49,12 +51,12 @@ def test_an_encoder_becomes_a_decoder_after_two_looks() -> None:
 
 
 def test_one_switch_at_a_time_then_a_pause() -> None:
-    controller, load = RoleController(), overloaded_decode()
-    assert len(looks(controller, load, 20)) == 1
+    controller, traffic = RoleController(), overloaded_decode()
+    assert len(looks(controller, traffic, 20)) == 1
     assert controller.decisions[-1].verdict == "in flight"
     assert controller.in_flight == {"e0"}
     controller.succeeded(20.0, "e0")
-    controller.decide(21.0, load)
+    controller.decide(21.0, traffic)
     assert controller.decisions[-1].verdict == "cooldown"
     assert not controller.in_flight
 
@@ -92,18 +94,18 @@ def test_a_wave_that_has_just_gone_by_is_remembered() -> None:
 
 
 def test_the_worker_that_is_done_soonest_is_taken() -> None:
-    load = overloaded_decode()
-    slow = [replace(each, queued_s={"encode": 5.0 - index}) for index, each in enumerate(load.workers)]
-    [switch] = looks(RoleController(), replace(load, workers=tuple(slow)), 10)
+    traffic = overloaded_decode()
+    slow = [replace(each, queued_s={"encode": 5.0 - index}) for index, each in enumerate(traffic.workers)]
+    [switch] = looks(RoleController(), replace(traffic, workers=tuple(slow)), 10)
     assert switch.worker == "e3"
 
 
 def test_a_failed_switch_is_put_off_longer_each_time() -> None:
     """Others are tried meanwhile; each worker is left alone for 30 s, then for 60 s and so on."""
-    controller, load = RoleController(), overloaded_decode()
+    controller, traffic = RoleController(), overloaded_decode()
     begun_s: dict[str, list[int]] = {}
     for second in range(400):
-        switch = controller.decide(float(second), load)
+        switch = controller.decide(float(second), traffic)
         if switch is not None:
             begun_s.setdefault(switch.worker, []).append(second)
             controller.failed(float(second), switch.worker)
@@ -126,11 +128,11 @@ def test_a_worker_that_vanishes_is_in_flight_no_more() -> None:
 
 def test_merged_workers_are_left_alone_unless_they_may_be_broken() -> None:
     workers = {"e0": ENCODE, "e1": ENCODE, "pd0": MERGED, "pd1": MERGED}
-    load = cluster(workers, rate=0.3, requests={"decode": 80.0})
+    traffic = cluster(workers, rate=0.3, requests={"decode": 80.0})
     controller = RoleController()
-    assert not looks(controller, load, 10)
+    assert not looks(controller, traffic, 10)
     allowed = RoleController(ControllerConfig(roles=(ENCODE, MERGED)))
-    assert looks(allowed, load, 10) == [Switch("e0", MERGED)]
+    assert looks(allowed, traffic, 10) == [Switch("e0", MERGED)]
 
 
 @pytest.mark.parametrize(
@@ -186,11 +188,11 @@ class Fleet:
         self.controller = RoleController(config)
         self.switches: list[tuple[float, str, Roles, Roles]] = []
 
-    def run(self, loads: Iterator[tuple[ClusterLoad, bool]], interval_s: float = 1.0) -> None:
+    def run(self, history: Iterator[tuple[ClusterTraffic, bool]], interval_s: float = 1.0) -> None:
         """loads: with each, whether a switch that begins then comes to pass."""
-        for number, (load, is_done) in enumerate(loads):
+        for number, (traffic, is_done) in enumerate(history):
             now_s = number * interval_s
-            switch = self.controller.decide(now_s, load)
+            switch = self.controller.decide(now_s, traffic)
             if switch is None:
                 continue
             old = self.workers[switch.worker]
@@ -212,7 +214,7 @@ def test_never_fewer_than_the_minimum_whatever_comes_and_fails(
 ) -> None:
     fleet = Fleet(topology, ControllerConfig(min_encode=minimum, min_prefill=minimum, min_decode=minimum))
 
-    def loads() -> Iterator[tuple[ClusterLoad, bool]]:
+    def history() -> Iterator[tuple[ClusterTraffic, bool]]:
         for _ in range(12):
             queues = {stage: data.draw(st.sampled_from([0.0, 5.0, 100.0])) for stage in STAGES}
             is_done = data.draw(st.booleans())
@@ -220,7 +222,7 @@ def test_never_fewer_than_the_minimum_whatever_comes_and_fails(
                 assert all(fleet.num(stage) >= minimum for stage in STAGES)
                 yield cluster(fleet.workers, rate=0.5, requests=queues), is_done
 
-    fleet.run(loads())
+    fleet.run(history())
     assert all(fleet.num(stage) >= minimum for stage in STAGES)
     assert all(roles == MERGED for name, roles in fleet.workers.items() if name == "pd0")
 
@@ -249,12 +251,12 @@ def test_no_load_makes_roles_go_to_and_fro(
     config = ControllerConfig(load_s=0.0, cache_s=0.0, max_drain_s=0.0) if is_free else ControllerConfig()
     fleet = Fleet(topology, config)
 
-    def loads() -> Iterator[tuple[ClusterLoad, bool]]:
+    def history() -> Iterator[tuple[ClusterTraffic, bool]]:
         for second in range(400):
             busy = pair[(second / period_s + phase) % 1.0 < 0.5]
             yield cluster(fleet.workers, requests={busy: high}), True
 
-    fleet.run(loads())
+    fleet.run(history())
     for stage in STAGES:
         turned_s = turns(fleet.switches, stage)
         for start_s in range(0, 400, 10):

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd.control.elasticity import (
-    ClusterLoad,
+    ClusterTraffic,
     EstimatorConfig,
-    LoadEstimator,
     RequestWork,
     StageSample,
+    TrafficEstimator,
     WorkerSample,
 )
-from epd.control.elasticity.load import damped
+from epd.control.elasticity.cluster import damped
 from epd.control.elasticity.rates import RoundCost, UnitCost
 from epd.control.elasticity.traffic import Traffic
 from epd.control.elasticity.trend import Peak, RateTrend
@@ -146,10 +146,10 @@ class Workers:
         ]
 
 
-def followed(estimator: LoadEstimator, rate: int = 1, seconds: int = 60) -> ClusterLoad:
+def followed(estimator: TrafficEstimator, rate: int = 1, seconds: int = 60) -> ClusterTraffic:
     """A minute of requests with images; answers take 40 tokens of the 100 that were allowed."""
     workers, num_ended = Workers("1e1p1d"), 0
-    load = estimator.observe(0.0, workers.views())
+    traffic = estimator.observe(0.0, workers.views())
     for second in range(seconds):
         for number in range(rate):
             estimator.arrived(second + number / rate, IMAGE)
@@ -158,8 +158,8 @@ def followed(estimator: LoadEstimator, rate: int = 1, seconds: int = 60) -> Clus
         while num_ended < workers.samples["d0"].done_units // 40:
             estimator.finished(float(second))
             num_ended += 1
-        load = estimator.observe(second + 1.0, workers.views())
-    return load
+        traffic = estimator.observe(second + 1.0, workers.views())
+    return traffic
 
 
 @pytest.mark.parametrize(
@@ -176,21 +176,21 @@ def followed(estimator: LoadEstimator, rate: int = 1, seconds: int = 60) -> Clus
 )
 def test_costs_are_learned_from_what_workers_do(costs: dict[Stage, StageCost]) -> None:
     """As in the live system, where no profile tells them; a wrong one is forgotten."""
-    load = followed(LoadEstimator(costs=costs))
-    assert load.is_known
-    assert load.arrival_rate == pytest.approx(1.0, rel=0.05)
-    assert load.stages["encode"].need.request_s == pytest.approx(0.5, rel=0.05)
-    assert load.stages["prefill"].need.request_s == pytest.approx(0.3, rel=0.05)
-    decode = load.stages["decode"].need
+    traffic = followed(TrafficEstimator(costs=costs))
+    assert traffic.is_known
+    assert traffic.arrival_rate == pytest.approx(1.0, rel=0.05)
+    assert traffic.stages["encode"].need.request_s == pytest.approx(0.5, rel=0.05)
+    assert traffic.stages["prefill"].need.request_s == pytest.approx(0.3, rel=0.05)
+    decode = traffic.stages["decode"].need
     assert decode.num_parts == pytest.approx(40, rel=0.1)
     assert decode.round_s == pytest.approx(Workers.STEP_S, rel=0.2)
     assert decode.part_s == pytest.approx(Workers.SEQUENCE_S, rel=0.2)
-    assert load.stages["encode"].utilisation == pytest.approx(0.5, rel=0.01)
-    assert load.stages["encode"].predicted == pytest.approx(0.5, rel=0.1)
+    assert traffic.stages["encode"].utilisation == pytest.approx(0.5, rel=0.01)
+    assert traffic.stages["encode"].predicted == pytest.approx(0.5, rel=0.1)
 
 
 def test_without_a_measurement_or_a_profile_nothing_is_known() -> None:
-    estimator = LoadEstimator()
+    estimator = TrafficEstimator()
     for second in range(10):
         estimator.arrived(float(second), IMAGE)
     assert not estimator.observe(10.0, Workers("1e1p1d").views()).is_known
@@ -201,7 +201,7 @@ def test_queued_work_is_told_in_seconds() -> None:
         "encode": StageCost(per_unit_s=0.002), "prefill": StageCost(per_unit_s=0.001),
         "decode": StageCost(0.01, 0.0, 0.001),
     }  # fmt: skip
-    estimator = LoadEstimator(costs=known)
+    estimator = TrafficEstimator(costs=known)
     for second in range(5):
         estimator.arrived(float(second), IMAGE)
     views = Workers("2e1p1d").views()
@@ -211,17 +211,17 @@ def test_queued_work_is_told_in_seconds() -> None:
         WorkerSample(each.name, each.roles, 0.0, {next(iter(each.stages)): queue[each.name]})
         for each in views
     ]
-    load = estimator.observe(5.0, views)
-    assert load.stages["encode"].queued_s == pytest.approx(4.0)
-    assert load.stages["encode"].num_requests == pytest.approx(2.0)
-    assert load.stages["prefill"].queued_s == pytest.approx(0.6)
-    assert load.stages["decode"].queued_s == pytest.approx(100 * (0.01 + 5 * 0.001))
-    assert load.workers[0].queued_s == {"encode": pytest.approx(3.0)}
-    assert load.workers[3].drain_s == pytest.approx(1.5)
+    traffic = estimator.observe(5.0, views)
+    assert traffic.stages["encode"].queued_s == pytest.approx(4.0)
+    assert traffic.stages["encode"].num_requests == pytest.approx(2.0)
+    assert traffic.stages["prefill"].queued_s == pytest.approx(0.6)
+    assert traffic.stages["decode"].queued_s == pytest.approx(100 * (0.01 + 5 * 0.001))
+    assert traffic.workers[0].queued_s == {"encode": pytest.approx(3.0)}
+    assert traffic.workers[3].drain_s == pytest.approx(1.5)
 
 
 def test_text_needs_no_encoder_and_a_mix_as_much_as_its_share() -> None:
-    estimator = LoadEstimator(costs={"encode": StageCost(per_unit_s=0.001)})
+    estimator = TrafficEstimator(costs={"encode": StageCost(per_unit_s=0.001)})
     for number in range(40):
         estimator.arrived(number / 4, IMAGE if number % 4 == 0 else TEXT)
     encode = estimator.observe(10.0, []).stages["encode"]
@@ -232,7 +232,7 @@ def test_text_needs_no_encoder_and_a_mix_as_much_as_its_share() -> None:
 
 def test_a_worker_started_anew_begins_from_nothing() -> None:
     """Its totals are small again: all of them are new work, half a second of encoding in one second."""
-    estimator = LoadEstimator()
+    estimator = TrafficEstimator()
     before = followed(estimator, seconds=20)
     fresh = Workers("1e1p1d")
     fresh.second(1, 4)
@@ -242,14 +242,14 @@ def test_a_worker_started_anew_begins_from_nothing() -> None:
 
 
 def test_a_full_cache_limits_how_many_answers_go_on_at_once() -> None:
-    estimator = LoadEstimator(costs={"decode": StageCost(0.01, 0.0, 0.001)})
+    estimator = TrafficEstimator(costs={"decode": StageCost(0.01, 0.0, 0.001)})
     estimator.arrived(0.0, TEXT)
     views = [WorkerSample("d0", frozenset({"decode"}), 0.0, {"decode": StageSample(8)}, kv_usage=0.5)]
     assert estimator.observe(1.0, views).stages["decode"].need.max_batch == pytest.approx(16.0)
 
 
 def test_recent_arrivals_are_kept_for_the_planner() -> None:
-    estimator = LoadEstimator(EstimatorConfig(window_s=10.0))
+    estimator = TrafficEstimator(EstimatorConfig(window_s=10.0))
     for second in range(20):
         estimator.arrived(float(second), TEXT)
     assert [at_s for at_s, _ in estimator.recent(20.0)] == [float(second) for second in range(10, 20)]

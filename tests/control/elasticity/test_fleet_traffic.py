@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.control.elasticity import (
-    LoadEstimator,
     OtherFronts,
     RequestWork,
     StageSample,
+    TrafficEstimator,
     TrafficTotals,
     WorkerSample,
 )
@@ -55,7 +55,7 @@ def worker(now_s: float) -> WorkerSample:
 
 def test_the_leader_s_estimate_is_that_of_one_front() -> None:
     """Requests go to three fronts in turn; the leader sees the others once a second."""
-    alone, leader = LoadEstimator(), LoadEstimator()
+    alone, leader = TrafficEstimator(), TrafficEstimator()
     others, totals = OtherFronts(leader), [TrafficTotals()] * 3
     others.follow(0.0, {"a": totals[1], "b": totals[2]})
     for number in range(300):
@@ -71,17 +71,17 @@ def test_the_leader_s_estimate_is_that_of_one_front() -> None:
         if number % 5 == 4:
             others.follow(now_s, {"a": totals[1], "b": totals[2]})
             expected = alone.observe(now_s, [worker(now_s)])
-            load = leader.observe(now_s, [worker(now_s)])
+            traffic = leader.observe(now_s, [worker(now_s)])
             if number > 10:
-                assert load.arrival_rate == pytest.approx(expected.arrival_rate, rel=0.1)
+                assert traffic.arrival_rate == pytest.approx(expected.arrival_rate, rel=0.1)
                 demand = expected.stages["encode"].demand
-                assert load.stages["encode"].demand == pytest.approx(demand, rel=0.15)
+                assert traffic.stages["encode"].demand == pytest.approx(demand, rel=0.15)
     assert len(leader.recent(60.0)) == pytest.approx(300, abs=4)
 
 
 def test_fronts_come_and_go() -> None:
     """What a front had before it was seen does not count, nor what one had that is gone."""
-    estimator = LoadEstimator()
+    estimator = TrafficEstimator()
     others = OtherFronts(estimator)
     old = totals_of([RequestWork(0, 10, 10)] * 7)
     others.follow(0.0, {"a": old})

@@ -17,8 +17,8 @@ from tests.control.elasticity.clusters import NEEDS, cluster, roles_of
 ENCODE, DECODE = frozenset[Stage]({"encode"}), frozenset[Stage]({"decode"})
 
 
-def spent_s(topology: str, horizon_s: float = 30.0, **load: object) -> float:
-    found = cluster(roles_of(topology), **load)  # type: ignore[arg-type]
+def spent_s(topology: str, horizon_s: float = 30.0, **traffic: object) -> float:
+    found = cluster(roles_of(topology), **traffic)  # type: ignore[arg-type]
     return look_ahead(
         found, [Phase(horizon_s, found.capacity(roles_of(topology).values()))], horizon_s
     ).spent_s
@@ -54,8 +54,8 @@ def test_a_full_cache_makes_answers_wait() -> None:
 
 def test_text_goes_past_the_encoders() -> None:
     text = {**NEEDS, "encode": StageNeed(0.0, part_s=1.0)}
-    load = cluster(roles_of("1e1p1d"), rate=5.0, needs=text)
-    found = look_ahead(load, [Phase(30.0, load.capacity(roles_of("1e1p1d").values()))], 30.0)
+    traffic = cluster(roles_of("1e1p1d"), rate=5.0, needs=text)
+    found = look_ahead(traffic, [Phase(30.0, traffic.capacity(roles_of("1e1p1d").values()))], 30.0)
     assert found.most_waiting["encode"] == 0
     assert found.most_waiting["prefill"] > 2
 
@@ -70,10 +70,10 @@ def test_text_goes_past_the_encoders() -> None:
 def test_one_more_worker_is_never_worse_where_later_stages_keep_up(
     rate: float, queue: float, num: int, stage: Stage
 ) -> None:
-    load = cluster(roles_of("1e1p1d"), rate=rate, requests={stage: queue})
+    traffic = cluster(roles_of("1e1p1d"), rate=rate, requests={stage: queue})
     before = {**dict.fromkeys(STAGES, 500.0), stage: float(num)}
     after = {**before, stage: num + 1.0}
-    worse, better = (look_ahead(load, [Phase(30.0, each)], 30.0).spent_s for each in (before, after))
+    worse, better = (look_ahead(traffic, [Phase(30.0, each)], 30.0).spent_s for each in (before, after))
     assert better <= worse * (1 + 1e-6)
 
 

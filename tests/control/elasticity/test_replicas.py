@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd.control.elasticity import (
-    ClusterLoad,
+    ClusterTraffic,
     MediaReplicas,
     MediaSample,
     ReplicaAdvice,
@@ -27,12 +27,12 @@ CONFIG = ReplicaConfig(3, 8, up_delay_s=5.0, down_delay_s=60.0)
 WANTED = parse_topology("1e1p1d")
 
 
-def load(rate: float = 0.0, topology: str = "1e1p1d", **fields: object) -> ClusterLoad:
+def load(rate: float = 0.0, topology: str = "1e1p1d", **fields: object) -> ClusterTraffic:
     return cluster(roles_of(topology), rate=rate, **fields)  # type: ignore[arg-type]
 
 
 def looks(
-    policy: StageReplicas, found: ClusterLoad, seconds: int, start_s: float = 0.0
+    policy: StageReplicas, found: ClusterTraffic, seconds: int, start_s: float = 0.0
 ) -> list[ReplicaAdvice]:
     """The advice of so many looks at the same load, a second apart."""
     return [policy.advise(replace(found, now_s=start_s + second)) for second in range(seconds)]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from epd.control.admission import AdmissionQueue
-from epd.control.elasticity import ClusterLoad, ControllerConfig, RoleController, Switch
+from epd.control.elasticity import ClusterTraffic, ControllerConfig, RoleController, Switch
 from epd.errors import UnavailableError
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
@@ -33,10 +33,10 @@ class ScriptedController(RoleController):
     def __init__(self, switch: Switch) -> None:
         super().__init__(QUICK)
         self.switches = [switch]
-        self.loads: list[ClusterLoad] = []
+        self.loads: list[ClusterTraffic] = []
         self.endings: list[tuple[str, str]] = []
 
-    def decide(self, now_s: float, load: ClusterLoad) -> Switch | None:
+    def decide(self, now_s: float, load: ClusterTraffic) -> Switch | None:
         super().decide(now_s, load)
         self.loads.append(load)
         return self.switches.pop() if self.switches and load.is_known else None
@@ -138,8 +138,8 @@ def test_what_a_worker_has_room_for_ends_with_its_seats_too() -> None:
     fleet: Any = SimpleNamespace(workers={name: WorkerInfo(name, roles("d")) for name in ("d0", "d1", "d2")})
     switcher: Any = SimpleNamespace(in_flight={"d1"})
     loads = {
-        "d0": WorkerLoad(kv_usage=0.1, seat_usage=0.75),
-        "d1": WorkerLoad(kv_usage=0.5, seat_usage=0.25),
+        "d0": WorkerLoad(kv_usage=0.1, seq_usage=0.75),
+        "d1": WorkerLoad(kv_usage=0.5, seq_usage=0.25),
     }
     elastic = Elastic(fleet, AdmissionQueue(4), switcher, loads, None, time.time)
     samples = elastic.samples()
@@ -157,7 +157,7 @@ def test_seats_are_told(checkpoints: dict[str, Path]) -> None:
             asking = asyncio.create_task(deployment.ask_all([long, long]))
             loads = deployment.service.elastic.loads
             most = SchedulerConfig().max_num_seqs
-            await until(lambda: "d0" in loads and loads["d0"].seat_usage == 2 / most)
+            await until(lambda: "d0" in loads and loads["d0"].seq_usage == 2 / most)
             await asking
             await deployment.settle()
 

@@ -66,7 +66,7 @@ def message_for(granted: Grant) -> EncodeGroup:
 
 async def deal(dispatcher: EncodeDispatcher, worker: str, name: str, request_id: str = "r") -> bool:
     granted = granted_for(name, request_id)
-    dispatcher.book(worker, "p0", granted, group_of(name))
+    dispatcher.record(worker, "p0", granted, group_of(name))
     return await dispatcher.give(worker, message_for(granted), None)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from epd.control.elasticity import (
-    ClusterLoad,
+    ClusterTraffic,
     MediaSample,
     ReplicaAdvice,
     ReplicaConfig,
-    StageLoad,
     StageNeed,
+    StageTraffic,
     WorkerStanding,
 )
 from epd.topology import STAGES, Stage
@@ -20,16 +20,16 @@ QUICK = ReplicaConfig(up_delay_s=0.0, down_delay_s=0.0)
 ROLES: tuple[Stage, ...] = ("encode", "prefill", "decode")
 
 
-def load(now_s: float, demand: float, *, is_known: bool = True) -> ClusterLoad:
+def load(now_s: float, demand: float, *, is_known: bool = True) -> ClusterTraffic:
     """Three workers. demand: encoders that arrivals take."""
     stages = {
-        stage: StageLoad(
+        stage: StageTraffic(
             stage, StageNeed(1.0, part_s=1.0), 1, 0, 0, 0.5, demand if stage == "encode" else 0.1, 0.0, 0.0
         )
         for stage in STAGES
     }
     workers = tuple(WorkerStanding(f"{role[0]}0", frozenset({role}), 0.0, {}, 0) for role in ROLES)
-    return ClusterLoad(now_s, 1.0, 0.0, 20.0, 0, stages, workers, is_known)
+    return ClusterTraffic(now_s, 1.0, 0.0, 20.0, 0, stages, workers, is_known)
 
 
 def advisor(bounds: Mapping[str, tuple[int, int]], settle_s: float = 0.0) -> ReplicaAdvisor:

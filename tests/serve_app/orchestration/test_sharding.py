@@ -29,13 +29,13 @@ async def encode_workers(model: Path, video: Path, sharding: Sharding) -> list[s
     """Of each group, in order. Whoever gets one stays busier than the others, however soon it is done."""
     async with deployed(model, "2e1epd", sharding=sharding) as deployment:
         dispatcher = deployment.service._dispatcher
-        book = dispatcher.book
+        record = dispatcher.record
 
-        def book_more(worker: str, *others: Any) -> None:
-            book(worker, *others)
+        def record_more(worker: str, *others: Any) -> None:
+            record(worker, *others)
             deployment.service.router.add(worker, encode_patches=1000)
 
-        dispatcher.book = book_more  # type: ignore[method-assign]
+        dispatcher.record = record_more  # type: ignore[method-assign]
         answered = await deployment.ask(Question((video,)), wants_spans=True)
     spans = [span for span in answered.spans if span.stage == "encode"]
     return [span.worker for span in sorted(spans, key=lambda span: span.group or 0)]

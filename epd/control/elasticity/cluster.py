@@ -134,7 +134,7 @@ class StageNeed:
 
 
 @dataclass(frozen=True, slots=True)
-class StageLoad:
+class StageTraffic:
     """Describes one stage of the whole cluster.
 
     num_workers: that serve it; one with several roles counts by the share of its time needed here
@@ -163,7 +163,7 @@ class StageLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterLoad:
+class ClusterTraffic:
     """Describes all that is known at `now_s`.
 
     arrival_rate: requests per second
@@ -177,7 +177,7 @@ class ClusterLoad:
     arrival_trend: float
     trend_s: float
     num_waiting: int
-    stages: Mapping[Stage, StageLoad]
+    stages: Mapping[Stage, StageTraffic]
     workers: tuple[WorkerStanding, ...]
     is_known: bool = True
 
@@ -191,7 +191,7 @@ class ClusterLoad:
         for each in roles:
             for stage in each & total.keys():
                 total[stage] += time_share(
-                    each, stage, {name: load.need for name, load in self.stages.items()}
+                    each, stage, {name: traffic.need for name, traffic in self.stages.items()}
                 )
         return total
 
