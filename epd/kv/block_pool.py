@@ -7,7 +7,7 @@ tokens         0 .... written .)| room )
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from operator import not_
 
 import numpy as np
@@ -51,10 +51,10 @@ class BlockPool:
         if start <= self._num_written[block] < stop:
             self._num_written[block] = stop
 
-    def fill(self, blocks: Iterable[int], block_size: int) -> None:
+    def fill(self, blocks: Sequence[int], block_size: int) -> None:
         """Records blocks as written in full."""
-        for block in blocks:
-            self._num_written[block] = block_size
+        for start, stop in _runs(blocks):
+            self._num_written[start:stop] = [block_size] * (stop - start)
 
     def take(self, count: int, after: int | None = None) -> list[int]:
         """Returns `count` fresh blocks, held once; they follow block `after` where those are free.
@@ -98,20 +98,43 @@ class BlockPool:
 
     def release(self, *blocks: int) -> None:
         """Takes one holder from each block; the last makes it free. Raises ValueError for a free one."""
-        references = self._references
-        for block in blocks:
-            if not references[block]:
-                raise ValueError(f"block {block} is free already")
-            references[block] -= 1
-            if not references[block]:
-                self._is_free[block] = 1
-                self.num_free += 1
+        for start, stop in _runs(blocks):
+            if self._references[start:stop] == [1] * (stop - start):
+                self._references[start:stop] = [0] * (stop - start)
+                self._is_free[start:stop] = b"\x01" * (stop - start)
+                self.num_free += stop - start
+            else:
+                for block in range(start, stop):
+                    self._release(block)
+
+    def _release(self, block: int) -> None:
+        if not self._references[block]:
+            raise ValueError(f"block {block} is free already")
+        self._references[block] -= 1
+        if not self._references[block]:
+            self._is_free[block] = 1
+            self.num_free += 1
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless the free blocks are those without references."""
         free = bytes(map(not_, self._references))
         if self._is_free != free + b"\0" or sum(free) != self.num_free:
             raise AssertionError(f"{sum(free)} blocks have no references, {self.num_free} count as free")
+
+
+def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yields (start, stop) of runs of consecutive blocks, in order; most tables are one run.
+
+    A long run may come in pieces: lengths are tried in halves and doubles, each compared at once.
+    """
+    done, length = 0, len(blocks)
+    while done < len(blocks):
+        start = blocks[done]
+        while list(blocks[done : done + length]) != list(range(start, start + length)):
+            length = (length + 1) // 2
+        yield start, start + length
+        done += length
+        length = min(2 * length, len(blocks) - done)
 
 
 def _widest_run(values: NDArray[np.bool_]) -> tuple[int, int]:
