@@ -6,7 +6,8 @@
     message:  size of the rest, number of buffers, size of the pickle, sizes of buffers | pickle | buffers
 
 Arrays travel beside the pickle and are read into memory of their own: a received array is writable, and no
-part of it is copied after it has left the socket. Nothing is unpickled before the key is proven.
+part of it is copied after it has left the socket. Nothing is unpickled before the key is proven. A link to a
+machine that has vanished ends by itself, `SILENT_S` after anything was last heard of it.
 """
 
 from __future__ import annotations
@@ -38,6 +39,11 @@ _READ_BYTES = 1 << 16
 # Of one message. Frames of a group are some tens of MB; a larger claim is an error of the peer.
 MAX_MESSAGE_BYTES = 1 << 30
 _HANDSHAKE_S = 5.0
+# After this time without a sign of the other machine's kernel a link ends. A process that is only busy, or
+# stopped, is not silent in that sense unless it leaves bytes unread for as long.
+SILENT_S = 30
+_PROBE_AFTER_S = 10  # without any byte; again after each
+_PROBE_EVERY_S = 5
 _MAX_STRANGERS = 64  # connections to one listener that have not proven the key
 
 
@@ -125,8 +131,7 @@ class Link(asyncio.BufferedProtocol):
         if self._reason:  # closed before
             self._transport.abort()
             return
-        with suppress(OSError):
-            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _set_options(transport.get_extra_info("socket"))
         if self._is_server:
             self._nonce = secrets.token_bytes(_NONCE_BYTES)
             self._transport.write(self._nonce)
@@ -262,6 +267,19 @@ class Link(asyncio.BufferedProtocol):
     def _open(self) -> None:
         self.is_open = True
         self._on_open()
+
+
+def _set_options(connection: socket.socket) -> None:
+    """Sends small messages at once, and asks an idle peer for signs of life."""
+    with suppress(OSError):  # it has ended
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_AFTER_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)
+        num_probes = (SILENT_S - _PROBE_AFTER_S) // _PROBE_EVERY_S
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, num_probes)
+        # Bytes that are sent and not acknowledged: without it, for about a quarter of an hour.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_S * 1000)
 
 
 async def connect(address: Address, key: bytes) -> Link:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
+import shutil
+import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,7 +21,7 @@ from hypothesis import strategies as st
 
 from epd.errors import RequestError
 from serve_app.network.calls import Answer, Channel, Channels
-from serve_app.network.link import Address, Link, LinkClosedError, Listener, connect, listen
+from serve_app.network.link import SILENT_S, Address, Link, LinkClosedError, Listener, connect, listen
 
 KEY = secrets.token_bytes(32)
 HOST = "127.0.0.1"
@@ -228,5 +233,44 @@ def test_calls_in_flight_end_with_their_link() -> None:
             await listener.close()
             with pytest.raises(LinkClosedError):
                 await channels.call(listener.address, 2)
+
+    run(work)
+
+
+NAMESPACE = ("unshare", "--map-root-user", "--net")
+
+
+def may_cut_a_network() -> bool:
+    """Returns whether this user may make a network of its own, in which packets can be dropped."""
+    if shutil.which("unshare") is None or shutil.which("ip") is None:
+        return False
+    return subprocess.run([*NAMESPACE, "ip", "link", "set", "lo", "up"], capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not may_cut_a_network(), reason="needs a network namespace, which is not permitted here")
+def test_links_to_a_machine_that_vanishes_end_by_themselves() -> None:
+    """No packet says so: idle, with bytes under way, and with a call that is not answered."""
+    command = [*NAMESPACE, sys.executable, "-m", "tests.serve_app.network.vanishing", "3", "1", "1"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    ended_s = json.loads(run.stdout)
+    assert set(ended_s) == {"idle", "pushes", "calls"}
+    assert all(1.0 < each < 7.0 for each in ended_s.values()), ended_s
+
+
+def test_both_ends_of_a_link_ask_for_signs_of_life() -> None:
+    async def work() -> None:
+        async with linked() as both:
+            for each in both:
+                transport = each._transport
+                assert transport is not None
+                ours = transport.get_extra_info("socket")
+                assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+                silent_s = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) + ours.getsockopt(
+                    socket.IPPROTO_TCP, socket.TCP_KEEPINTVL
+                ) * ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
+                assert silent_s == SILENT_S
+                timeout_ms = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+                assert timeout_ms == 1000 * SILENT_S
 
     run(work)
