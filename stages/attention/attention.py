@@ -113,6 +113,10 @@ def write_kv(
 
         write_slots(keys, values, key_cache, value_cache, slot_mapping)
         return
+    if key_cache.is_contiguous():
+        key_cache.view(-1, *keys.shape[1:]).index_copy_(0, slot_mapping, keys)
+        value_cache.view(-1, *values.shape[1:]).index_copy_(0, slot_mapping, values)
+        return
     block_size = key_cache.shape[1]
     places = slot_mapping // block_size, slot_mapping % block_size
     key_cache.index_put_(places, keys)

@@ -56,10 +56,15 @@ class BlockSpan:
         return cls(num_tokens, blocks=torch.from_numpy(blocks), skipped=skipped)
 
     def read(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies whole blocks of both caches side by side: [Hkv, K, D] each, valid until the next read.
+        """Returns keys and values, [Hkv, K, D] each, valid until the next read.
 
-        Blocks of one layer lie far apart, and products over memory in one piece earn the copy.
+        Blocks that follow each other are read in place in caches of one piece; others are copied side by
+        side, whole: products over memory in one piece earn the copy.
         """
+        if self.blocks is None and keys.is_contiguous():
+            start = self.first * keys.shape[1] + self.skipped
+            held = slice(start, start + self.num_tokens)
+            return keys.flatten(0, 1)[held].transpose(0, 1), values.flatten(0, 1)[held].transpose(0, 1)
         num_blocks = self.stop - self.first if self.blocks is None else len(self.blocks)
         together = _scratch.take(2 * num_blocks, keys)
         for cache, part in zip((keys, values), together.view(2, num_blocks, *keys.shape[1:]), strict=True):

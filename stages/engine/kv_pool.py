@@ -1,7 +1,7 @@
 """Stores keys and values: the memory behind a `KVCacheManager`, which alone knows what is where.
 
-One pool per layer group. storage: [num_blocks, num_layers, 2, block_size, Hkv, D], keys before values, so
-that a block is one piece of memory wherever it is copied.
+One pool per layer group. storage: [num_blocks, num_layers, 2, block_size, Hkv, D], keys before values. What
+lies side by side in memory is up to its `StorageOrder`; who copies or attends sees strides alone.
 A *slot* is where one token lies: block * block_size + place in the block.
 
     block table of a request   |   7    |   3    |   4    |      block_size 4
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +25,10 @@ from epd.transfer.connectors import KVChunk, KVSpan, KVTicket
 from epd.types import ceil_div
 from stages.engine.pool_memory import pool_memory
 from stages.engine.slot_runs import TokenRun, slot_runs
+
+# What lies in one piece of memory: a block with all its layers, which is copied at once to and from a GPU and
+# into messages; or a layer with all its blocks, of which a CPU attends those that follow each other in place.
+StorageOrder = Literal["blocks", "layers"]
 
 # Copying a run of slots costs about as much as indexing a few of them: shorter runs are cheaper indexed.
 _LEAST_MEAN_RUN = 4
@@ -61,7 +66,11 @@ def token_slots(block_table: Sequence[int], start: int, stop: int, block_size: i
 
 
 class KVPool:
-    """Stores the blocks of one layer group. memory: uint8, of sufficient bytes; its own if left out."""
+    """Stores the blocks of one layer group.
+
+    order: what lies in one piece.
+    memory: uint8, of sufficient bytes; its own if left out.
+    """
 
     def __init__(
         self,
@@ -69,15 +78,21 @@ class KVPool:
         block_size: int,
         layout: KVLayout,
         *,
+        order: StorageOrder = "blocks",
         memory: Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self.layout = layout
+        self.order = order
         if memory is None:
             memory = pool_memory(num_blocks * block_size * layout.bytes_per_token, device=device)
         heads = (layout.num_kv_heads, layout.head_dim)
-        shape = (num_blocks, layout.num_layers, 2, block_size, *heads)
-        self.storage = memory.view(layout.dtype).view(shape)
+        values = memory.view(layout.dtype)
+        if order == "blocks":
+            self.storage = values.view(num_blocks, layout.num_layers, 2, block_size, *heads)
+        else:
+            by_layer = values.view(layout.num_layers, 2, num_blocks, block_size, *heads)
+            self.storage = by_layer.permute(2, 0, 1, 3, 4, 5)
 
     @property
     def num_blocks(self) -> int:
@@ -99,7 +114,7 @@ class KVPool:
         num_blocks = ceil_div(num_tokens, self.block_size)
         num_bytes = num_blocks * self.block_size * self.layout.bytes_per_token
         memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.storage.is_cuda)
-        host = KVPool(num_blocks, self.block_size, self.layout, memory=memory)
+        host = KVPool(num_blocks, self.block_size, self.layout, order=self.order, memory=memory)
         slots = token_slots(block_table, 0, num_tokens, self.block_size)
         host.copy(self, slots, torch.arange(num_tokens))
         return host
@@ -168,10 +183,14 @@ class KVGroupShape:
 
 @dataclass(frozen=True, slots=True)
 class KVPoolsShape:
-    """Describes a worker's pools: layer groups in the order of the model's layers. block_size: tokens."""
+    """Describes a worker's pools: layer groups in the order of the model's layers.
+
+    block_size: tokens. order: what lies in one piece of memory.
+    """
 
     groups: tuple[KVGroupShape, ...]
     block_size: int
+    order: StorageOrder = "blocks"
 
     @property
     def bytes_by_group(self) -> tuple[int, ...]:
@@ -209,7 +228,7 @@ class KVPools:
         self.memory = pool_memory(shape.num_bytes, shared_file, device) if memory is None else memory
         pieces = torch.split(self.memory, list(shape.bytes_by_group))
         self.groups = tuple(
-            KVPool(group.num_blocks, shape.block_size, group.layout, memory=piece)
+            KVPool(group.num_blocks, shape.block_size, group.layout, order=shape.order, memory=piece)
             for group, piece in zip(shape.groups, pieces, strict=True)
         )
         # Of the model's layer i, its pool and its place there.

@@ -10,7 +10,7 @@ from epd.kv.scheduling import SchedulerConfig
 from epd.machine import memory_limit_bytes
 from stages.engine.engine import LanguageEngine
 from stages.engine.generation import GenerationSettings
-from stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape
+from stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape, StorageOrder
 from stages.engine.model_runner import ModelRunner, kv_layout
 
 BLOCK_SIZE = 16
@@ -47,10 +47,14 @@ def build_engine(
 def kv_shape(
     model: Any, num_kv_tokens: int | None = None, block_size: int = BLOCK_SIZE, num_pools: int = 1
 ) -> KVPoolsShape:
-    """Describes pools for a model. num_kv_tokens: their room; by default `default_kv_tokens`."""
+    """Describes pools for a model, in the order that suits its device.
+
+    num_kv_tokens: their room; by default `default_kv_tokens`.
+    """
     layout = kv_layout(model)
     num_tokens = num_kv_tokens or default_kv_tokens(layout.bytes_per_token, num_pools)
-    return KVPoolsShape((KVGroupShape(num_tokens // block_size, layout),), block_size)
+    order: StorageOrder = "layers" if device_of(model).type == "cpu" else "blocks"
+    return KVPoolsShape((KVGroupShape(num_tokens // block_size, layout),), block_size, order)
 
 
 def default_kv_tokens(bytes_per_token: int, num_pools: int = 1) -> int:

@@ -15,9 +15,11 @@ from stages.attention.attention import AttentionBatch, AttentionPlan, attend, re
 from stages.attention.host import HostPlan
 from stages.attention.pieces import GatheredPiece, Piece, UnmaskedPiece
 from stages.attention.runs import SharedRun, find_runs
+from stages.engine.kv_pool import KVLayout, KVPool, StorageOrder
 
 # (query heads, KV heads, head dim)
 HEADS = [(4, 2, 64), (4, 4, 16), (6, 1, 24)]
+ORDERS: tuple[StorageOrder, ...] = ("blocks", "layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +79,12 @@ def naive(case: Case, scale: float) -> Tensor:
     return torch.stack(rows)
 
 
-def filled(case: Case) -> tuple[Tensor, Tensor]:
+def filled(case: Case, order: StorageOrder = "blocks") -> tuple[Tensor, Tensor]:
     """Caches of one of two layers once the new tokens are written; what no segment owns is not a number."""
-    heads = case.keys[0].shape[1:]
-    num_blocks = int(case.batch.block_tables.max()) + 2
-    shape = (num_blocks, 2, 2, case.batch.block_size, *heads)
-    storage = torch.full(shape, float("nan"), dtype=case.query.dtype)
-    caches = storage[:, 1, 0], storage[:, 1, 1]
+    layout = KVLayout(2, *case.keys[0].shape[1:], case.query.dtype)
+    pool = KVPool(int(case.batch.block_tables.max()) + 2, case.batch.block_size, layout, order=order)
+    storage = pool.storage.fill_(float("nan"))
+    caches = pool.layer(1)
     new_keys, new_values = [], []
     for s, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
         tokens = np.arange(len(keys))
@@ -101,11 +102,14 @@ def filled(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def check(case: Case, tolerance: float = 2e-6) -> None:
+    """In pools of either order."""
     scale = case.query.shape[-1] ** -0.5
-    ours = attend(case.query, *filled(case), AttentionPlan.build(case.batch, "cpu"), scale)
-    assert ours.shape == case.query.shape
-    assert ours.dtype == case.query.dtype
-    assert (ours.double() - naive(case, scale)).abs().max() < tolerance
+    expected = naive(case, scale)
+    for order in ORDERS:
+        ours = attend(case.query, *filled(case, order), AttentionPlan.build(case.batch, "cpu"), scale)
+        assert ours.shape == case.query.shape
+        assert ours.dtype == case.query.dtype
+        assert (ours.double() - expected).abs().max() < tolerance
 
 
 def share(case: Case, segments: list[int], num_tokens: int) -> Case:
@@ -138,6 +142,20 @@ LONG = [(1, 1300), (1, 40), (3, 1205), (1, 33), (20, 1190)]  # decodes, drafts, 
 @pytest.mark.parametrize("shuffled", [True, False])
 def test_long_contexts(shuffled: bool) -> None:
     check(make_case(LONG, SMALL, 16, shuffled=shuffled))
+
+
+def test_a_run_is_read_in_place_where_a_layer_is_in_one_piece() -> None:
+    """And what is read is the same where it is copied."""
+    case = make_case([(30, 150)], SMALL, 4, shuffled=False)
+    (run,) = (piece.keys for piece in pieces_of(case) if isinstance(piece, UnmaskedPiece))
+    span = replace(run, skipped=5, num_tokens=100)
+    caches = {order: filled(case, order) for order in ORDERS}
+    in_place = span.read(*caches["layers"])
+    assert [read.data_ptr() for read in in_place] == [
+        cache[span.first + 1, 1].data_ptr() for cache in caches["layers"]
+    ]
+    for read, copied in zip(in_place, span.read(*caches["blocks"]), strict=True):
+        assert torch.equal(read, copied)
 
 
 def test_a_long_run_is_read_alone_and_its_end_gathered() -> None:

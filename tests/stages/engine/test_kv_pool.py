@@ -9,9 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from stages.engine.kv_pool import KVGroupShape, KVLayout, KVPool, KVPools, KVPoolsShape, token_slots
+from stages.engine.kv_pool import (
+    KVGroupShape,
+    KVLayout,
+    KVPool,
+    KVPools,
+    KVPoolsShape,
+    StorageOrder,
+    token_slots,
+)
 
 HAS_GPU = torch.cuda.is_available() or any(Path("/dev").glob("nvidia[0-9]*"))
+ORDERS: tuple[StorageOrder, ...] = ("blocks", "layers")
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype=torch.float32)
 
 
@@ -49,13 +58,14 @@ def test_tokens_past_the_block_table_are_refused() -> None:
         token_slots([1, 0], 3, 9, 4)
 
 
+@pytest.mark.parametrize("orders", [("blocks", "blocks"), ("layers", "layers"), ("layers", "blocks")])
 @pytest.mark.parametrize(("source_size", "target_size"), [(4, 4), (4, 16), (16, 4), (1, 1), (1, 4)])
 @pytest.mark.parametrize("count", [0, 1, 5, 13, 16])
 def test_a_copy_brings_every_token_and_touches_nothing_else(
-    source_size: int, target_size: int, count: int
+    source_size: int, target_size: int, count: int, orders: tuple[StorageOrder, StorageOrder]
 ) -> None:
-    source = numbered(KVPool(32 // source_size, source_size, LAYOUT))
-    target = KVPool(32 // target_size, target_size, LAYOUT)
+    source = numbered(KVPool(32 // source_size, source_size, LAYOUT, order=orders[0]))
+    target = KVPool(32 // target_size, target_size, LAYOUT, order=orders[1])
     sources = token_slots(torch.randperm(source.num_blocks).tolist(), 2, 2 + count, source_size)
     targets = token_slots(torch.randperm(target.num_blocks).tolist(), 1, 1 + count, target_size)
     target.copy(source, sources, targets)
@@ -93,8 +103,9 @@ def test_a_copied_block_is_written_apart_from_its_source() -> None:
     assert torch.equal(pool.storage[1], before[1])
 
 
-def test_a_request_that_was_in_host_memory_comes_back_elsewhere() -> None:
-    pool = numbered(KVPool(8, 4, LAYOUT))
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_request_that_was_in_host_memory_comes_back_elsewhere(order: StorageOrder) -> None:
+    pool = numbered(KVPool(8, 4, LAYOUT, order=order))
     here, there = token_slots([6, 2, 5], 0, 10, 4), token_slots([1, 0, 7], 0, 10, 4)
     expected = [token(pool, slot).clone() for slot in here.tolist()]
     kept = pool.to_host([6, 2, 5], 10)
@@ -104,6 +115,14 @@ def test_a_request_that_was_in_host_memory_comes_back_elsewhere() -> None:
     assert all(torch.equal(token(pool, there[i]), expected[i]) for i in range(2, 10))
     assert not token(pool, there[1]).any()  # found in the prefix cache, say
     assert not pool.storage[2:7].any()
+
+
+def test_what_lies_in_one_piece_is_up_to_the_order() -> None:
+    by_block, by_layer = (KVPool(5, 4, LAYOUT, order=order) for order in ORDERS)
+    assert by_block.storage.shape == by_layer.storage.shape
+    assert by_block.storage[1].is_contiguous()
+    assert not by_block.layer(1)[0].is_contiguous()
+    assert all(cache.is_contiguous() for index in range(3) for cache in by_layer.layer(index))
 
 
 def test_layers_are_views_of_the_pool_in_the_order_of_the_model() -> None:
@@ -129,8 +148,9 @@ def test_copies_of_blocks_go_to_their_layer_group() -> None:
     assert not torch.equal(pools.groups[0].storage[2], pools.groups[0].storage[0])
 
 
-def test_two_mappings_of_one_file_are_one_pool(tmp_path: Path) -> None:
-    shape = KVPoolsShape((KVGroupShape(3, LAYOUT), KVGroupShape(2, LAYOUT)), block_size=4)
+@pytest.mark.parametrize("order", ORDERS)
+def test_two_mappings_of_one_file_are_one_pool(tmp_path: Path, order: StorageOrder) -> None:
+    shape = KVPoolsShape((KVGroupShape(3, LAYOUT), KVGroupShape(2, LAYOUT)), 4, order)
     file = tmp_path / "pool"
     file.write_bytes(bytes(shape.num_bytes))
     ours, theirs = shape.build(file), shape.build(file)
