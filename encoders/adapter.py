@@ -329,8 +329,11 @@ class Adapter(Protocol):
         """Lays out one question after the media. Raises RequestError for an unusable question."""
         ...
 
-    def plan_prefix(self, media: Sequence[MediaPlan]) -> PromptPlan:
-        """Lays out the common beginning of all questions about the media: up to the last visual token."""
+    def plan_prefix(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage] = ()) -> PromptPlan:
+        """Lays out the common beginning of all questions about the media: up to the last visual token.
+
+        messages: a conversation that begins like all of them; by default the media begin.
+        """
         ...
 
     def plan_chat(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage]) -> PromptPlan:

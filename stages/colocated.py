@@ -13,8 +13,8 @@ import logging
 import math
 import uuid
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -24,13 +24,14 @@ from typing import Any, Protocol
 import torch
 
 from encoders import FrameSampling, MediaPlan, check_question
-from encoders.reduction import reduce_prompt
+from encoders.prompt.chat import one_turn
 from epd.errors import InfeasibleError
 from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.types import Answer, Int64Array, StageTimings
 from stages.engine.generation import GenerateRequest, StepResult, TokenOutput
-from stages.media import EncodedGroup, PlannedMedia, decode_groups, encode_group, plan_media
+from stages.group_driver import FailedJob, GroupDriver, MediaJob
+from stages.media import EncodedGroup
 from stages.media_prefix import MediaPrefix
 from stages.pipeline import Pipeline
 from stages.sampling.detokenizer import OnText
@@ -54,17 +55,15 @@ class MediaContext:
     The engine holds the blocks of [system][media] as long as this object lives; answers share them.
 
     plans: of each item.
-    reduction: which of the visual tokens are kept.
     prefix: what all prompts begin with.
     timings: what it took to get there.
     num_substituted_frames: those that could not be decoded and show a neighbour.
     """
 
-    def __init__(self, plans: tuple[MediaPlan, ...], reduction: ReductionPolicy, prefix: MediaPrefix) -> None:
+    def __init__(self, plans: tuple[MediaPlan, ...], prefix: MediaPrefix, timings: StageTimings) -> None:
         self.plans = plans
-        self.reduction = reduction
         self.prefix = prefix
-        self.timings = StageTimings()
+        self.timings = timings
         self.num_substituted_frames = 0
 
     @property
@@ -85,9 +84,12 @@ class MediaContext:
 class EncodedMedia:
     """Holds media that has been decoded and encoded once, to be prefilled any number of times."""
 
-    plans: tuple[MediaPlan, ...]
+    job: MediaJob
     groups: tuple[EncodedGroup, ...]
-    timings: StageTimings
+
+    @property
+    def plans(self) -> tuple[MediaPlan, ...]:
+        return self.job.plans
 
 
 class ColocatedPipeline(Pipeline):
@@ -174,22 +176,17 @@ class ColocatedPipeline(Pipeline):
         reduction: which of their tokens are kept, by default all.
         Raises MediaError, RequestError, InfeasibleError when the media do not fit into the KV cache.
         """
-        timings = StageTimings()
-        with busy(timings, "total_s"):
-            planned = self._planned(media, FrameSampling(fps, num_frames, start_s, end_s), timings)
-            with closing(self._encoded(planned, timings)) as groups:
-                plans = tuple(item.plan for item in planned)
-                return self._prefilled(plans, groups, reduction, timings, progress)
+        job = MediaJob(sources=media, frame_sampling=FrameSampling(fps, num_frames, start_s, end_s))
+        with self._encoded(job) as groups:
+            return self._prefilled(job, groups, reduction, job.timings, progress)
 
     def encode_media(
         self, media: Sequence[str | Path], *, fps: float | None = None, num_frames: int | None = None
     ) -> EncodedMedia:
         """Decodes and encodes as the first half of `prefill_media`, and holds all embeddings."""
-        timings = StageTimings()
-        with busy(timings, "total_s"):
-            planned = self._planned(media, FrameSampling(fps, num_frames), timings)
-            with closing(self._encoded(planned, timings)) as groups:
-                return EncodedMedia(tuple(item.plan for item in planned), tuple(groups), timings)
+        job = MediaJob(sources=media, frame_sampling=FrameSampling(fps, num_frames))
+        with self._encoded(job) as groups:
+            return EncodedMedia(job, tuple(groups))
 
     def prefill_encoded(
         self, encoded: EncodedMedia, *, reduction: ReductionPolicy = KEEP_ALL
@@ -197,25 +194,19 @@ class ColocatedPipeline(Pipeline):
         """Prefills to the same context as `prefill_media`. Its timings count from this call."""
         timings = StageTimings()
         with busy(timings, "total_s"):
-            return self._prefilled(encoded.plans, encoded.groups, reduction, timings, has_all=True)
+            return self._prefilled(encoded.job, encoded.groups, reduction, timings, has_all=True)
 
-    def _planned(
-        self, media: Sequence[str | Path], frame_sampling: FrameSampling, timings: StageTimings
-    ) -> list[PlannedMedia]:
-        with busy(timings, "probe_s"):
-            return [plan_media(self.adapter, source, frame_sampling) for source in media]
-
-    def _encoded(
-        self, planned: Sequence[PlannedMedia], timings: StageTimings
-    ) -> Generator[EncodedGroup, None, None]:
-        """Encodes all groups of all items, in order; later ones are being decoded meanwhile."""
-        with closing(decode_groups(planned, self.group_tokens, timings)) as groups:
-            for group in groups:
-                yield encode_group(self.encoder, group, timings)
+    @contextmanager
+    def _encoded(self, job: MediaJob) -> Iterator[Iterator[EncodedGroup]]:
+        """Plans the media; encodes their groups, in order, as they are asked for in the block."""
+        driver = GroupDriver[MediaJob](self.adapter, self.encoder, self.group_tokens)
+        with busy(job.timings, "total_s"), closing(driver.run([job])) as items:
+            _unfailed(next(items))
+            yield (item for each in items if isinstance(item := _unfailed(each), tuple))
 
     def _prefilled(
         self,
-        plans: tuple[MediaPlan, ...],
+        job: MediaJob,
         groups: Iterable[EncodedGroup],
         reduction: ReductionPolicy,
         timings: StageTimings,
@@ -224,13 +215,13 @@ class ColocatedPipeline(Pipeline):
         has_all: bool = False,
     ) -> MediaContext:
         """Prefills groups. has_all: all are encoded; then passes are as large as the scheduler allows."""
-        prompt = reduce_prompt(self.adapter.plan_prefix(plans), reduction)
+        plans = job.plans
         mm_hashes = [uuid.uuid4().hex for _ in plans]
-        prefix = MediaPrefix(self._new_id(), prompt, mm_hashes, self.adapter, self.settings)
-        context = MediaContext(plans, reduction, prefix)
-        context.timings = timings
+        prefix = MediaPrefix(self._new_id(), plans, mm_hashes, self.adapter, self.settings, reduction)
+        context = MediaContext(plans, prefix, timings)
         if plans:
             self._prefill(context, groups, progress, math.inf if has_all else self.group_tokens * _PASS_SHARE)
+        context.num_substituted_frames = job.num_substituted_frames
         return context
 
     @torch.inference_mode()
@@ -265,8 +256,7 @@ class ColocatedPipeline(Pipeline):
                 if num_ready >= pass_tokens:
                     self._run_all()
                     num_ready = 0
-            num_done += group.group.num_frames
-            context.num_substituted_frames += group.num_substituted
+            num_done += group[0].num_frames
             if progress:
                 progress(num_done, context.num_frames)
         with busy(context.timings, "prefill_s"):
@@ -310,8 +300,8 @@ class ColocatedPipeline(Pipeline):
 
     def _request(self, context: MediaContext, question: str, sampling: SamplingParams) -> GenerateRequest:
         """Builds the engine's request for one question. Raises RequestError, ModelError."""
-        prompt = reduce_prompt(self.adapter.plan_prompt(context.plans, question), context.reduction)
-        return context.prefix.question(self._new_id(), prompt, sampling)
+        messages = one_turn([plan.kind for plan in context.plans], question)
+        return context.prefix.question(self._new_id(), messages, sampling)
 
     def answer_all(
         self, context: MediaContext, questions: Sequence[str], *, max_tokens: int | None = None
@@ -376,6 +366,13 @@ class ColocatedPipeline(Pipeline):
 
     def _new_id(self) -> str:
         return f"colocated-{next(self._ids)}"
+
+
+def _unfailed(item: MediaJob | EncodedGroup | FailedJob[MediaJob]) -> MediaJob | EncodedGroup:
+    """Returns an item of the driver. Raises what a stage has failed with."""
+    if isinstance(item, FailedJob):
+        raise item.error
+    return item
 
 
 def _as_answer(

@@ -48,17 +48,8 @@ class DecodedGroup:
     num_substituted: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedGroup:
-    """Holds a group and its embeddings. num_substituted: as decoded."""
-
-    group: MediaGroup
-    embeddings: Embeddings
-    num_substituted: int = 0
-
-    @property
-    def num_bytes(self) -> int:
-        return (1 + len(self.embeddings.deepstack)) * self.embeddings.rows.nbytes
+# A group and its embeddings.
+EncodedGroup = tuple[MediaGroup, Embeddings]
 
 
 def plan_media(adapter: Adapter, source: str | Path, frame_sampling: FrameSampling) -> PlannedMedia:
@@ -129,4 +120,4 @@ def encode_group(encoder: FrameEncoder, decoded: DecodedGroup, timings: StageTim
         patches = encoder.patches(decoded.frames, decoded.group.plan)
     with busy(timings, "encode_s"):
         (embeddings,) = encoder.encode([patches])
-    return EncodedGroup(decoded.group, embeddings, decoded.num_substituted)
+    return decoded.group, embeddings

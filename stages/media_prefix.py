@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from encoders import Adapter, PromptPlan
+from encoders import Adapter, MediaPlan
 from encoders.identity import prompt_identity
+from encoders.prompt.chat import ChatMessage
+from encoders.reduction import reduce_prompt
+from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.types import Int64Array
 from stages.encode.splicing import EmbeddingSplicer
@@ -25,21 +28,30 @@ class MediaPrefix:
     def __init__(
         self,
         name: str,
-        prompt: PromptPlan,
+        plans: Sequence[MediaPlan],
         mm_hashes: Sequence[str],
         adapter: Adapter,
         settings: GenerationSettings,
+        reduction: ReductionPolicy = KEEP_ALL,
+        messages: Sequence[ChatMessage] = (),
     ) -> None:
-        """Starts a prefix.
+        """Lays out the prefix.
 
-        name: of the request that holds the blocks. prompt: any that begins with the media.
+        name: of the request that holds the blocks.
+        plans: of the media.
+        reduction: which of their tokens are kept.
+        messages: a conversation that begins like all that follow; by default the media begin.
+        Raises RequestError for messages that cannot be used.
         """
         self.name = name
-        self.prompt = prompt
-        self.num_missing = prompt.num_visual_tokens
+        self.prompt = reduce_prompt(adapter.plan_prefix(plans, messages), reduction)
+        self.num_missing = self.prompt.num_visual_tokens
+        self._plans = plans
         self._mm_hashes = mm_hashes
+        self._adapter = adapter
         self._settings = settings
-        self._splicer = EmbeddingSplicer(adapter, prompt)
+        self._reduction = reduction
+        self._splicer = EmbeddingSplicer(adapter, self.prompt)
 
     @property
     def token_ids(self) -> Int64Array:
@@ -58,7 +70,7 @@ class MediaPrefix:
 
     def add(self, group: EncodedGroup, engine: LanguageEngine) -> int:
         """Adds what the next group completes to the engine. Returns the number of visual tokens."""
-        placed = self._splicer.push(group.group, group.embeddings)
+        placed = self._splicer.push(*group)
         if placed is None:
             return 0
         engine.add_embeddings(self.name, placed)
@@ -66,14 +78,15 @@ class MediaPrefix:
         return len(placed.indices)
 
     def question(
-        self, request_id: str, prompt: PromptPlan, sampling: SamplingParams, seed: int = 0
+        self, request_id: str, messages: Sequence[ChatMessage], sampling: SamplingParams, seed: int = 0
     ) -> GenerateRequest:
         """Creates the request to answer a question about the media.
 
-        prompt: the whole prompt, with the same media.
+        messages: the whole conversation, with the same media.
         sampling: max_tokens may be open.
         Raises RequestError, and ModelError if the prompt begins otherwise.
         """
+        prompt = reduce_prompt(self._adapter.plan_chat(self._plans, messages), self._reduction)
         prompt.check_begins_with(self.token_ids)
         identity = prompt_identity(prompt, self._mm_hashes)
         sampling = self._settings.completed(sampling, len(prompt))

@@ -23,7 +23,7 @@ from encoders.adapter import (
 from encoders.checkpoint import Checkpoint
 from encoders.device import CPU, to_device
 from encoders.patches import patch_spec, patchify, resize_image
-from encoders.prompt.chat import ChatMessage, one_turn
+from encoders.prompt.chat import ChatMessage, one_turn, opening
 from encoders.prompt.mrope import LAYOUTS, PositionLayout, VisualSpan, mrope_positions
 from encoders.prompt.prompt import Expansion, lay_out
 from encoders.sampling import part_of, sample_indices
@@ -113,8 +113,8 @@ class QwenVLAdapter(ABC):
     def plan_prompt(self, media: Sequence[MediaPlan], question: str) -> PromptPlan:
         return self.plan_chat(media, one_turn([plan.kind for plan in media], question))
 
-    def plan_prefix(self, media: Sequence[MediaPlan]) -> PromptPlan:
-        return self.plan_prompt(media, "?").prefix  # any question will do
+    def plan_prefix(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage] = ()) -> PromptPlan:
+        return self.plan_chat(media, opening([plan.kind for plan in media], messages)).prefix
 
     def plan_chat(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage]) -> PromptPlan:
         layout = lay_out(self.checkpoint, media, messages, self.expand)

@@ -31,7 +31,7 @@ from encoders.adapter import (
 from encoders.checkpoint import Checkpoint
 from encoders.device import CPU, constants, to_device
 from encoders.patches import PatchSpec, patchify
-from encoders.prompt.chat import ChatMessage, one_turn
+from encoders.prompt.chat import ChatMessage, one_turn, opening
 from encoders.prompt.text_layout import ItemText, Markers, plan_text_prompt
 from encoders.sampling import DEFAULT_FPS, check_wanted, part_of, source_metadata
 from epd.errors import MediaLimitError, UnsupportedModelError
@@ -217,8 +217,8 @@ class TileAdapter(ABC):
     def plan_prompt(self, media: Sequence[MediaPlan], question: str) -> PromptPlan:
         return self.plan_chat(media, one_turn([plan.kind for plan in media], question))
 
-    def plan_prefix(self, media: Sequence[MediaPlan]) -> PromptPlan:
-        return self.plan_prompt(media, "?").prefix  # any question will do
+    def plan_prefix(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage] = ()) -> PromptPlan:
+        return self.plan_chat(media, opening([plan.kind for plan in media], messages)).prefix
 
     def plan_chat(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage]) -> PromptPlan:
         texts = [self.item_text(plan) for plan in media if isinstance(plan, TilePlan)]

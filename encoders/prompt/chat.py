@@ -7,7 +7,7 @@ Parts keep their order. Media before the text of the first user message give the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
 
@@ -17,6 +17,8 @@ from encoders.checkpoint import Checkpoint
 from encoders.prompt.tool_history import ToolCall, calls_as_text, for_template, knows_tools, response_as_text
 from epd.errors import RequestError
 from epd.types import MediaKind
+
+_ANY_QUESTION = "?"
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -82,6 +84,20 @@ def one_turn(kinds: Sequence[MediaKind], question: str) -> tuple[ChatMessage, ..
     """Creates the conversation of one question after its media. Raises RequestError if it is empty."""
     check_question(question)
     return (ChatMessage("user", (*(ContentPart(kind) for kind in kinds), ContentPart("text", question))),)
+
+
+def opening(kinds: Sequence[MediaKind], messages: Sequence[ChatMessage] = ()) -> tuple[ChatMessage, ...]:
+    """Creates the conversation that has any question behind the last medium of `messages`.
+
+    Without messages, or without media in them, it has one turn with media of these kinds.
+    """
+    with_media = [place for place, message in enumerate(messages) if message.media_kinds]
+    if not with_media:
+        return one_turn(kinds, _ANY_QUESTION)
+    last = messages[with_media[-1]]
+    stop = 1 + max(place for place, part in enumerate(last.parts) if part.kind != "text")
+    parts = (*last.parts[:stop], ContentPart("text", _ANY_QUESTION))
+    return (*messages[: with_media[-1]], replace(last, parts=parts))
 
 
 def check_question(question: str) -> None:

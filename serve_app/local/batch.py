@@ -41,7 +41,7 @@ from serve_app.observability.record import RequestRecord
 from serve_app.orchestration.token_text import TokenTexts
 from serve_app.service import AnswerEnd, MediaReference, ModelCard, TokenDelta
 from stages.batch.batch import BatchPipeline
-from stages.batch.jobs import BatchAnswer, MediaJob, TextRequest
+from stages.batch.jobs import BatchAnswer, BatchJob, TextRequest
 from stages.placement import Placement
 from stages.weights import OnBytes
 
@@ -144,13 +144,13 @@ class _Work:
 
     # Jobs, for the pipeline's first thread
 
-    def jobs(self) -> Iterator[MediaJob]:
+    def jobs(self) -> Iterator[BatchJob]:
         for task in self._tasks:
             job = self._job(task)
             if job is not None:
                 yield job
 
-    def _job(self, task: MediaTask) -> MediaJob | None:
+    def _job(self, task: MediaTask) -> BatchJob | None:
         """Makes the job of a task; None if no line is valid, or the media cannot be found."""
         asked = next((asked for line in task.lines if (asked := self._read(line)) is not None), None)
         if asked is None:
@@ -162,9 +162,15 @@ class _Work:
                 self._put(Failed.of(line, error))
             return None
         kinds = [reference.kind for reference in asked.references]
-        requests = self._requests(asked, task.lines)
-        frame_sampling, reduction = video_sampling(asked.chat), reduction_policy(asked.chat, KEEP_ALL)
-        return MediaJob(_name(task), sources, kinds, frame_sampling, requests, reduction)
+        return BatchJob(
+            name=_name(task),
+            sources=sources,
+            kinds=kinds,
+            frame_sampling=video_sampling(asked.chat),
+            messages=asked.messages,
+            requests=self._requests(asked, task.lines),
+            reduction=reduction_policy(asked.chat, KEEP_ALL),
+        )
 
     def _read(self, line: BatchLine) -> _Asked | None:
         """Checks a line's body; None for one that is refused, which is reported."""
@@ -221,7 +227,7 @@ class _Work:
     def failed(self, request_id: str, error: EPDError) -> None:
         self._put(Failed.of(self._asked.pop(request_id).line, error))
 
-    def job_done(self, job: MediaJob) -> None:
+    def job_done(self, job: BatchJob) -> None:
         folder = self._folder / job.name
         if folder.exists():
             shutil.rmtree(folder)

@@ -1,6 +1,6 @@
 """Answers many questions about many media in one process, with a thread for each stage.
 
-    plan, decode, encode (`stages/batch/media.py`) -> language (`stages/batch/language.py`) -> sink
+    plan, decode, encode (`stages/batch/ahead.py`) -> language (`stages/batch/language.py`) -> sink
 
 While the questions about one video are answered, the next ones are decoded, encoded and prefilled. Memory is
 that of the queues between the threads, of the KV cache and of the answers under way.
@@ -10,23 +10,19 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 from epd.machine import usable_cpus
 from epd.transfer.bounded_queue import QueueClosed
-from stages.batch.jobs import BatchSink, MediaJob
+from stages.batch.ahead import JOIN_S, MediaThreads
+from stages.batch.jobs import BatchJob, BatchSink
 from stages.batch.language import LanguageStage
-from stages.batch.media import MediaStages
+from stages.group_driver import GroupDriver
 from stages.pipeline import Pipeline
 from video.decoding.pool import shared_pool
-
-_MAX_PLANNED = 4
-_MAX_FRAME_BYTES = 64 << 20
-_MAX_EMBEDDING_BYTES = 64 << 20
-_JOIN_S = 30.0
 
 
 class BatchPipeline(Pipeline):
@@ -35,7 +31,7 @@ class BatchPipeline(Pipeline):
     def __init__(self, *args: Any, **options: Any) -> None:
         """Takes the same arguments as `Pipeline`."""
         super().__init__(*args, **options)
-        self._media: MediaStages | None = None
+        self._driver: GroupDriver[BatchJob] | None = None
         self._language: LanguageStage | None = None
         self._pool_busy_s = 0.0
         self._num_skipped_before = 0
@@ -51,68 +47,47 @@ class BatchPipeline(Pipeline):
         return super().load(model_path, num_threads=num_threads, **options)
 
     @contextmanager
-    def running(self, jobs: Iterator[MediaJob], sink: BatchSink) -> Iterator[None]:
+    def running(self, jobs: Iterator[BatchJob], sink: BatchSink) -> Iterator[None]:
         """Works on the jobs while this is open; one thread takes them, and another reports to the sink.
 
         Leaving it early drops what is under way. Not twice at once.
         """
-        media = self._media = MediaStages(
-            self.adapter,
-            self.encoder,
-            group_tokens=self.group_tokens,
-            max_planned=_MAX_PLANNED,
-            max_frame_bytes=_MAX_FRAME_BYTES,
-            max_embedding_bytes=_MAX_EMBEDDING_BYTES,
-        )
+        self._pool_busy_s = shared_pool().busy_s
+        self._num_skipped_before = self.encoder.num_skipped
+        driver = self._driver = GroupDriver(self.adapter, self.encoder, self.group_tokens)
+        media = MediaThreads(driver, jobs)
         language = self._language = LanguageStage(
             self.engine, self.adapter, self.settings, media.embeddings, sink
         )
-        self._pool_busy_s = shared_pool().busy_s
-        self._num_skipped_before = self.encoder.num_skipped
-
-        def work(name: str, stage: Callable[[], None]) -> threading.Thread:
-            thread = threading.Thread(target=_guarded, args=(stage, media, sink), name=name, daemon=True)
-            thread.start()
-            return thread
-
-        def answer() -> None:
-            language.run()
-            sink.ended(None)
-
-        threads = [
-            work("batch-plan", lambda: media.plan(jobs)),
-            work("batch-decode", media.decode),
-            work("batch-encode", media.encode),
-            work("batch-language", answer),
-        ]
+        thread = threading.Thread(target=_run, args=(language, sink), name="batch-language", daemon=True)
+        thread.start()
         try:
             yield
         finally:
             language.stop()
             media.close()
-            for thread in threads:
-                thread.join(_JOIN_S)
+            thread.join(JOIN_S)
 
     def busy_s(self) -> dict[str, float]:
         """Returns seconds that each stage has worked in the last batch; of decoding threads, the mean."""
-        if self._media is None or self._language is None:
+        if self._driver is None or self._language is None:
             return {"decode": 0.0, "encode": 0.0, "language": 0.0}
         pool = shared_pool()
         return {
             "decode": (pool.busy_s - self._pool_busy_s) / pool.num_threads,
-            "encode": self._media.encode_clock.total_s,
+            "encode": self._driver.encode_clock.total_s,
             "language": self._language.clock.total_s,
         }
 
     @property
     def num_decoded(self) -> int:
         """Counts the media whose decoding was begun in the last batch."""
-        return self._media.num_decoded if self._media else 0
+        return self._driver.num_decoded if self._driver else 0
 
     @property
     def num_encoded(self) -> int:
         """Counts the media whose encoding was begun in the last batch."""
-        return self._media.num_encoded if self._media else 0
+        return self._driver.num_encoded if self._driver else 0
 
     @property
     def num_units_skipped(self) -> int:
@@ -125,12 +100,12 @@ class BatchPipeline(Pipeline):
         return self._language.num_prefilled if self._language else 0
 
 
-def _guarded(stage: Callable[[], None], media: MediaStages, sink: BatchSink) -> None:
-    """Ends the batch if one thread raises."""
+def _run(language: LanguageStage, sink: BatchSink) -> None:
+    """Answers everything, and reports the end; what a stage has raised ends the batch."""
     try:
-        stage()
+        language.run()
+        sink.ended(None)
     except QueueClosed:
         return
     except BaseException as error:  # noqa: BLE001 - reported to the caller
-        media.close()
         sink.ended(error)

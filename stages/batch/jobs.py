@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
-from encoders import FrameSampling
 from encoders.prompt.chat import ChatMessage
 from epd.errors import EPDError
 from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.sampling_params import SamplingParams
-from epd.types import MediaKind, Usage
+from epd.types import Usage
 from stages.engine.generation import TokenOutput
-from stages.media import DecodedGroup, EncodedGroup, PlannedMedia
+from stages.group_driver import FailedJob, MediaJob
+from stages.media import EncodedGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,28 +31,22 @@ class TextRequest:
     seed: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class MediaJob:
+@dataclass(slots=True, eq=False, kw_only=True)
+class BatchJob(MediaJob):
     """Holds media and the conversations that begin with them.
 
     name: unique.
-    sources: files, in order, of these kinds.
+    messages: a conversation that begins as all of them do, up to the last of the media.
     requests: taken one by one, by one thread.
     reduction: which of the visual tokens are kept.
-    is_failed: set by the stage that gives it up; the others leave it alone from then on.
     is_done: set by the last stage when nothing is left to report.
-    num_substituted_frames: of its media, those that show a neighbour; the decode stage counts them.
     """
 
     name: str
-    sources: Sequence[Path]
-    kinds: Sequence[MediaKind]
-    frame_sampling: FrameSampling
+    messages: Sequence[ChatMessage]
     requests: Iterator[TextRequest]
     reduction: ReductionPolicy = KEEP_ALL
-    is_failed: bool = False
     is_done: bool = False
-    num_substituted_frames: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +72,7 @@ class BatchSink(Protocol):
 
     def failed(self, request_id: str, error: EPDError) -> None: ...
 
-    def job_done(self, job: MediaJob) -> None:
+    def job_done(self, job: BatchJob) -> None:
         """Reports that nothing of the job is left anywhere."""
         ...
 
@@ -88,28 +81,5 @@ class BatchSink(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedJob:
-    """Holds a job whose media are planned."""
-
-    job: MediaJob
-    media: tuple[PlannedMedia, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Estimates the memory: pixels of images, and times of frames."""
-        images = sum(each.image.nbytes for each in self.media if each.image is not None)
-        return images + sum(128 * each.plan.num_frames for each in self.media) + 4096
-
-
-@dataclass(frozen=True, slots=True)
-class FailedJob:
-    """Marks a job that a stage has given up."""
-
-    job: MediaJob
-    error: EPDError
-
-
-# A job that is opened, then all of its groups, then the next job; a stage that gives a job up reports it.
-FrameItem = OpenedJob | DecodedGroup | FailedJob
-EmbeddingItem = OpenedJob | EncodedGroup | FailedJob
+# A job that is planned, then all of its groups, then the next job.
+EmbeddingItem = BatchJob | EncodedGroup | FailedJob[BatchJob]

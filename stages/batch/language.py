@@ -1,11 +1,11 @@
 """Runs the language model of a batch: media prefilled once, then all their questions over that prefix.
 
-    mail     | v0 | v0 g0 | v0 g1 | v1 | v1 g0 | ...
+    items    | v0 | v0 g0 | v0 g1 | v1 | v1 g0 | ...
     engine        [v0 media      )[v0 q0 q1 q2 ...      )
                                   [v1 media      )[v1 q0 ...           in the same passes
 
-A job's media are admitted when the cache has room for them and for the answers under way; until then its mail
-waits, and so do the stages before. Mail of a job comes whole before that of the next.
+A job's media are admitted when the cache has room for them and for the answers under way; until then its
+groups wait, and so do the stages before. All groups of a job come before the next job.
 """
 
 from __future__ import annotations
@@ -16,43 +16,33 @@ from time import perf_counter
 
 import torch
 
-from encoders import Adapter, PromptPlan
-from encoders.reduction import reduce_prompt
+from encoders import Adapter
 from epd.errors import EPDError, InfeasibleError, InternalError
-from epd.kv.answer_length import TYPICAL_TOKENS
-from epd.transfer.bounded_queue import BoundedQueue, BusyClock, QueueClosed
+from epd.transfer.bounded_queue import BusyClock, QueueClosed
 from epd.types import ceil_div
-from stages.batch.jobs import (
-    BatchAnswer,
-    BatchSink,
-    EmbeddingItem,
-    FailedJob,
-    MediaJob,
-    OpenedJob,
-    TextRequest,
-)
+from stages.batch.ahead import Ahead
+from stages.batch.jobs import BatchAnswer, BatchJob, BatchSink, EmbeddingItem, TextRequest
 from stages.engine.engine import LanguageEngine
-from stages.engine.generation import GenerationSettings, StepResult, TokenOutput
+from stages.engine.generation import GenerateRequest, GenerationSettings, StepResult, TokenOutput
+from stages.group_driver import FailedJob
 from stages.media_prefix import MediaPrefix
 
 logger = logging.getLogger(__name__)
 
 # Slots that are kept for media beside the answers under way.
-_MEDIA_SEATS = 8
+_MEDIA_SLOTS = 8
 _WAIT_S = 0.05
 _MAX_IDLE_TURNS = 2
 
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """Holds a job at the engine. first: its first request that has a prompt."""
+    """Holds a job at the engine. upcoming: the next question and its request; None after the last."""
 
-    job: MediaJob
-    opened: OpenedJob
-    first: tuple[TextRequest, PromptPlan] | None
+    job: BatchJob
     prefix: MediaPrefix
+    upcoming: tuple[TextRequest, GenerateRequest] | None
     is_ready: bool = False
-    is_exhausted: bool = False
     num_open: int = 0
 
 
@@ -61,7 +51,7 @@ class _Open:
     """Holds a request that is being answered. num_left: sequences that have not ended."""
 
     live: _Live
-    prompt: PromptPlan
+    request: GenerateRequest
     num_left: int
     outputs: list[TokenOutput] = field(default_factory=list)
     first_s: float = 0.0
@@ -75,7 +65,7 @@ class LanguageStage:
         engine: LanguageEngine,
         adapter: Adapter,
         settings: GenerationSettings,
-        mail: BoundedQueue[EmbeddingItem],
+        items: Ahead[EmbeddingItem],
         sink: BatchSink,
     ) -> None:
         self.clock = BusyClock()
@@ -83,23 +73,23 @@ class LanguageStage:
         self._engine = engine
         self._adapter = adapter
         self._settings = settings
-        self._mail = mail
+        self._items = items
         self._sink = sink
-        self._max_open = max(1, engine.scheduler.config.max_num_seqs - _MEDIA_SEATS)
+        self._max_open = max(1, engine.scheduler.config.max_num_seqs - _MEDIA_SLOTS)
         self._live: dict[str, _Live] = {}
         self._open: dict[str, _Open] = {}
         self._blocked: _Live | None = None
         self._arriving = ""  # the job whose groups come
-        self._is_mail_over = False
+        self._has_all = False
         self._is_stopped = False
         self._num_idle_turns = 0
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Works until all messages have come and every request is answered or has failed, or until `stop`."""
+        """Works until all items have come and every request is answered or has failed, or until `stop`."""
         self.clock.start()
         try:
-            while not self._is_stopped and (not self._is_mail_over or self._live or self._blocked):
+            while not self._is_stopped and (not self._has_all or self._live or self._blocked):
                 self._turn()
         finally:
             self.clock.stop()
@@ -118,71 +108,86 @@ class LanguageStage:
         if self._blocked is not None and self._has_room(self._blocked):
             live, self._blocked = self._blocked, None
             self._begin_media(live)
-        self._take_mail()
+        self._take_items()
         for live in list(self._live.values()):
             self._ask(live)
         result = self._engine.step()
-        self._book(result)
+        self._record(result)
         has_moved = result.num_tokens or result.outputs or result.admissions
         self._num_idle_turns = 0 if has_moved else self._num_idle_turns + 1
         if self._is_stuck():
             self._give_up_first()
 
-    # Mail
+    # Items
 
-    def _take_mail(self) -> None:
-        """Takes all messages that have come; waits for some if there is nothing else to do."""
+    def _take_items(self) -> None:
+        """Takes all items that have come; waits for some if there is nothing else to do."""
         may_wait = self._num_idle_turns > 0
-        while self._blocked is None and not self._is_mail_over:
-            mail = self._next_mail(may_wait=may_wait)
-            if mail is None:
+        while self._blocked is None and not self._has_all:
+            item = self._next_item(may_wait=may_wait)
+            if item is None:
                 return
             may_wait = False
-            self._take(mail)
+            self._take(item)
 
-    def _next_mail(self, *, may_wait: bool) -> EmbeddingItem | None:
+    def _next_item(self, *, may_wait: bool) -> EmbeddingItem | None:
         if may_wait:
             self.clock.stop()
         try:
-            return self._mail.get(_WAIT_S if may_wait else 0.0)
+            return self._items.get(_WAIT_S if may_wait else 0.0)
         except QueueClosed:
-            self._is_mail_over = True
+            self._has_all = True
             return None
         finally:
             if may_wait:
                 self.clock.start()
 
-    def _take(self, mail: EmbeddingItem) -> None:
-        if isinstance(mail, OpenedJob):
-            self._start(mail)
-        elif isinstance(mail, FailedJob):
-            self._fail_job(mail.job, mail.error)
+    def _take(self, item: EmbeddingItem) -> None:
+        if isinstance(item, BatchJob):
+            self._start(item)
+        elif isinstance(item, FailedJob):
+            self._fail_job(item.job, _media_error(item))
         elif self._arriving in self._live:
-            self._live[self._arriving].prefix.add(mail, self._engine)
+            self._live[self._arriving].prefix.add(item, self._engine)
 
     # Jobs
 
-    def _start(self, opened: OpenedJob) -> None:
-        """Plans the first request that can be planned: its prompt begins like all others of the job."""
-        job = opened.job
+    def _start(self, job: BatchJob) -> None:
+        """Admits the media of a job that has a question which can be asked."""
         self._arriving = job.name
-        mm_hashes = [f"{job.name}/{item}" for item in range(len(opened.media))]
-        for request in job.requests:
-            prompt = self._prompt(request, opened)
-            if prompt is not None:
-                prefix = MediaPrefix(job.name, prompt, mm_hashes, self._adapter, self._settings)
-                self._begin(_Live(job, opened, (request, prompt), prefix))
-                return
-        job.is_failed = True  # there is nothing to answer about it
-        self._end(job)
+        mm_hashes = [f"{job.name}/{item}" for item in range(len(job.media))]
+        try:
+            prefix = MediaPrefix(
+                job.name, job.plans, mm_hashes, self._adapter, self._settings, job.reduction, job.messages
+            )
+        except Exception as error:  # noqa: BLE001 - logged; costs this job alone
+            self._fail_job(job, explained(error))
+            return
+        upcoming = self._next_question(job, prefix)
+        if upcoming is not None:
+            self._begin(_Live(job, prefix, upcoming))
+        else:
+            job.is_failed = True  # there is nothing to answer about it
+            self._end(job)
 
-    def _end(self, job: MediaJob) -> None:
+    def _next_question(
+        self, job: BatchJob, prefix: MediaPrefix
+    ) -> tuple[TextRequest, GenerateRequest] | None:
+        """Returns the next question that can be asked; those before it that cannot are reported."""
+        for text in job.requests:
+            try:
+                return text, prefix.question(text.request_id, text.messages, text.sampling, text.seed)
+            except Exception as error:  # noqa: BLE001 - logged; costs this line alone
+                self._sink.failed(text.request_id, explained(error))
+        return None
+
+    def _end(self, job: BatchJob) -> None:
         if not job.is_done:
             job.is_done = True
             self._sink.job_done(job)
 
     def _begin(self, live: _Live) -> None:
-        if not live.opened.media:
+        if not live.job.media:
             live.is_ready = True
             self._live[live.job.name] = live
         elif self._has_room(live):
@@ -205,16 +210,16 @@ class LanguageStage:
         engine, block_size = self._engine, self._engine.kv.spec.block_size
         if not self._live:
             return True
-        num_tokens = len(live.prefix.prompt)
-        expected = TYPICAL_TOKENS
-        if live.first is not None:
-            expected = self._settings.expected_tokens(live.first[0].sampling, num_tokens)
-        num_blocks = ceil_div(num_tokens + expected, block_size) + 1 + len(self._open)
+        assert live.upcoming is not None
+        text, request = live.upcoming
+        num_tokens = len(request.prompt)
+        num_tokens += self._settings.expected_tokens(text.sampling, num_tokens)
+        num_blocks = ceil_div(num_tokens, block_size) + 1 + len(self._open)
         groups = range(len(engine.kv.spec.num_blocks))
         has_blocks = all(engine.kv.num_free_blocks(group) >= num_blocks for group in groups)
-        return has_blocks and not engine.scheduler.waiting and len(self._live) < _MEDIA_SEATS
+        return has_blocks and not engine.scheduler.waiting and len(self._live) < _MEDIA_SLOTS
 
-    def _fail_job(self, job: MediaJob, error: EPDError) -> None:
+    def _fail_job(self, job: BatchJob, error: EPDError) -> None:
         """Fails all of its requests for the same reason."""
         job.is_failed = True
         live = self._live.pop(job.name, None)
@@ -223,8 +228,8 @@ class LanguageStage:
             del self._open[request_id]
             self._engine.abort(request_id)
             self._sink.failed(request_id, error)
-        if live is not None and live.first is not None:
-            self._sink.failed(live.first[0].request_id, error)
+        if live is not None and live.upcoming is not None:
+            self._sink.failed(live.upcoming[0].request_id, error)
         for request in job.requests:
             self._sink.failed(request.request_id, error)
         self._end(job)
@@ -233,9 +238,11 @@ class LanguageStage:
 
     def _ask(self, live: _Live) -> None:
         """Adds questions of a job whose media are there, up to the number of free slots."""
-        while live.is_ready and not live.is_exhausted and self._num_open < self._max_open:
-            self._ask_next(live)
-        if live.is_exhausted and not live.num_open:
+        while live.is_ready and live.upcoming is not None and self._num_open < self._max_open:
+            _, request = live.upcoming
+            live.upcoming = self._next_question(live.job, live.prefix)
+            self._add_request(live, request)
+        if live.upcoming is None and not live.num_open:
             del self._live[live.job.name]
             if live.prefix.parent is not None:
                 self._engine.release(live.prefix.parent)
@@ -245,47 +252,22 @@ class LanguageStage:
     def _num_open(self) -> int:
         return sum(request.num_left for request in self._open.values())
 
-    def _ask_next(self, live: _Live) -> None:
-        if live.first is not None:
-            (request, prompt), live.first = live.first, None
-            self._add_request(live, request, prompt)
-            return
-        following = next(live.job.requests, None)
-        if following is None:
-            live.is_exhausted = True
-            return
-        later = self._prompt(following, live.opened)
-        if later is not None:
-            self._add_request(live, following, later)
-
-    def _prompt(self, request: TextRequest, opened: OpenedJob) -> PromptPlan | None:
-        """Plans a request; None for one that cannot be asked, which is reported."""
+    def _add_request(self, live: _Live, request: GenerateRequest) -> None:
         try:
-            prompt = self._adapter.plan_chat([each.plan for each in opened.media], request.messages)
-            prompt = reduce_prompt(prompt, opened.job.reduction)
-            self._settings.completed(request.sampling, len(prompt))  # whether the context has room for it
-            return prompt
-        except Exception as error:  # noqa: BLE001 - logged; costs this line alone
-            self._sink.failed(request.request_id, explained(error))
-            return None
-
-    def _add_request(self, live: _Live, request: TextRequest, prompt: PromptPlan) -> None:
-        try:
-            wanted = live.prefix.question(request.request_id, prompt, request.sampling, request.seed)
-            self._engine.add(wanted)
+            self._engine.add(request)
         except Exception as error:  # noqa: BLE001 - logged; costs this line alone
             self._engine.abort(request.request_id)
             self._sink.failed(request.request_id, explained(error))
             return
         live.num_open += 1
-        self._open[request.request_id] = _Open(live, prompt, request.sampling.n)
+        self._open[request.request_id] = _Open(live, request, request.sampling.n)
 
     # Steps
 
-    def _book(self, result: StepResult) -> None:
+    def _record(self, result: StepResult) -> None:
         for name in result.prefilled:
             self._live[name].is_ready = True
-            self.num_prefilled += len(self._live[name].opened.media)
+            self.num_prefilled += len(self._live[name].job.media)
         for fault in result.faults:
             self._give_up(fault.request_id, fault.error)
         for output in result.outputs:
@@ -302,7 +284,7 @@ class LanguageStage:
     def _finish(self, request_id: str, opened: _Open) -> None:
         live = opened.live
         usage = replace(
-            opened.prompt.usage(len(opened.outputs)),
+            opened.request.prompt.usage(len(opened.outputs)),
             num_substituted_frames=live.job.num_substituted_frames,
         )
         live.num_open -= 1
@@ -347,3 +329,11 @@ def explained(error: Exception) -> EPDError:
     if not isinstance(error, EPDError):
         logger.error("a request was not taken", exc_info=error)
     return InternalError.of(error)
+
+
+def _media_error(failed: FailedJob[BatchJob]) -> EPDError:
+    """Returns the error of a job's lines. Unexpected errors are logged."""
+    if isinstance(failed.error, EPDError):
+        return failed.error
+    logger.warning("media of %s: %s", failed.job.name, failed.error, exc_info=failed.error)
+    return EPDError(f"the media cannot be used: {type(failed.error).__name__}: {failed.error}")

@@ -58,8 +58,8 @@ def prompt_of(
     groups = []
     splicer, encoder = EmbeddingSplicer(adapter, plan), FrameEncoder(adapter, tower)
     for decoded in decode_groups(planned, group_tokens, StageTimings()):
-        encoded = encode_group(encoder, decoded, StageTimings())
-        placed = splicer.push(encoded.group, _copied(encoded.embeddings))
+        group, embeddings = encode_group(encoder, decoded, StageTimings())
+        placed = splicer.push(group, _copied(embeddings))
         if placed is not None:
             groups.append(placed)
     hashes = tuple(content_hash(path) for path in media)

@@ -164,6 +164,23 @@ def test_media_first_leave_the_prefix_as_it_was(family: Family) -> None:
     assert np.array_equal(first.token_ids[:length], second.token_ids[:length])
 
 
+@given(data=st.data())
+@DRAWN
+def test_the_prefix_of_a_conversation_needs_none_of_its_questions(
+    family: Family, data: st.DataObject
+) -> None:
+    """It is the same whatever is asked behind the last medium, and whatever has been said there."""
+    messages = draw_conversation(family, data)
+    plans = [family.plan(item, SAMPLING) for item in media_of(family, messages)]
+    whole = family.adapter.plan_chat(plans, messages)
+
+    prefix = family.adapter.plan_prefix(plans, messages)
+
+    assert prefix.token_ids.tolist() == whole.token_ids[: whole.prefix_length].tolist()
+    assert prefix.positions.tolist() == whole.positions[:, : whole.prefix_length].tolist()
+    assert prefix.media == whole.media
+
+
 def test_no_message_can_smuggle_in_a_placeholder(family: Family) -> None:
     reserved = family.adapter.tokenizer.convert_ids_to_tokens(visual_ids(family)[0])
     for messages in (

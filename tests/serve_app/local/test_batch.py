@@ -19,12 +19,11 @@ from epd.batch.tasks import Backend, MediaTask
 from epd.reduction import ReductionPolicy
 from serve_app.local.batch import LocalBackend
 from serve_app.service import ModelCard
-from stages.batch import media as media_stages
+from stages import group_driver
 from stages.batch.batch import BatchPipeline
-from stages.batch.jobs import MediaJob
-from stages.batch.media import MediaStages
 from stages.colocated import ColocatedPipeline
 from stages.engine.sequence import TokenSequence
+from stages.group_driver import GroupDriver, MediaJob
 from tests.media import write_video
 
 QUESTIONS = ("What is shown?", "Which colour?", "How many squares are there, and where do they go?")
@@ -95,17 +94,17 @@ def test_what_is_wrong_with_one_medium_or_line_stays_there(
 ) -> None:
     (tmp_path / "text.mp4").write_text("no video\n" * 99)
     broken = write_video(tmp_path / "broken.mp4", seed=9)
-    encode, encode_group = MediaStages._encode, media_stages.encode_group
+    encode, encode_group = GroupDriver._encode, group_driver.encode_group
 
     def fail(*_: Any) -> Any:
         raise RuntimeError("no memory")
 
-    def break_one(stages: MediaStages, job: MediaJob, decoded: Any) -> None:
+    def break_one(driver: GroupDriver[MediaJob], job: MediaJob, decoded: Any) -> Any:
         is_broken = "broken" in str(job.sources[0])
-        monkeypatch.setattr(media_stages, "encode_group", fail if is_broken else encode_group)
-        encode(stages, job, decoded)
+        monkeypatch.setattr(group_driver, "encode_group", fail if is_broken else encode_group)
+        return encode(driver, job, decoded)
 
-    monkeypatch.setattr(MediaStages, "_encode", break_one)
+    monkeypatch.setattr(GroupDriver, "_encode", break_one)
     push = TokenSequence.push
 
     def break_one_answer(choice: TokenSequence, token: Any) -> Any:
@@ -207,6 +206,38 @@ def test_openai_lines_give_openais_completions(
     assert summary.counts.num_decoded == 1
 
 
+def test_the_media_are_prefilled_once_though_the_first_questions_cannot_be_asked(
+    tmp_path: Path, media: dict[str, Path], backend: LocalBackend, batch_pipeline: BatchPipeline
+) -> None:
+    """Whatever is asked about them: what stands before the media belongs to them, not to a question."""
+    picture = {"type": "image_url", "image_url": {"url": media["image"].as_uri()}}
+
+    def line(name: str, question: str, system: str = "Be brief.") -> dict[str, Any]:
+        parts = [{"type": "text", "text": "Look:"}, picture, {"type": "text", "text": question}]
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": parts}]
+        body = {"messages": messages, "max_tokens": MAX_TOKENS}
+        return {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+    def answers(lines: list[dict[str, Any]], folder: str) -> dict[str, str]:
+        (tmp_path / folder).mkdir()
+        run(tmp_path / folder, backend, lines)
+        records = read(tmp_path / folder / "out.jsonl")
+        return {
+            name: each["response"]["body"]["choices"][0]["message"]["content"]
+            for name, each in records.items()
+        }
+
+    good = [line(question, question) for question in QUESTIONS]
+    bad = [line("reserved", "What is <|video_pad|>?"), line("too long", "What? " * 2000)]
+    found = answers([*bad, *good], "all")
+    assert batch_pipeline.num_prefilled == 1
+    assert found == {
+        name: answer for each in good for name, answer in answers([each], each["custom_id"]).items()
+    }
+    assert answers([line("system", "What?", "Say <|image_pad|>."), *good], "refused") == found
+    assert_nothing_left(batch_pipeline)
+
+
 def test_media_wait_for_room_in_a_small_cache(
     tmp_path: Path, media: dict[str, Path], checkpoints: dict[str, Path], colocated: ColocatedPipeline
 ) -> None:
@@ -294,7 +325,7 @@ def test_what_breaks_a_thread_ends_the_run(
     def broken(*_: Any) -> Any:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(media_stages, "encode_group", broken)
+    monkeypatch.setattr(group_driver, "encode_group", broken)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         run(tmp_path, backend, [{"id": 1, "video": str(media["video"]), "question": "What?"}])
     assert (tmp_path / "out.jsonl").read_bytes() == b""

@@ -49,8 +49,8 @@ def placed(
     pipeline: ColocatedPipeline, encoded: EncodedMedia, plan: PromptPlan
 ) -> Iterator[PlacedEmbeddings]:
     splicer = EmbeddingSplicer(pipeline.adapter, plan)
-    for group in encoded.groups:
-        part = splicer.push(group.group, group.embeddings)
+    for group, embeddings in encoded.groups:
+        part = splicer.push(group, embeddings)
         if part is not None:
             yield part
 

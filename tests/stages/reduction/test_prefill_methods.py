@@ -67,7 +67,7 @@ def their_answers(
     model: Any, encoded: EncodedMedia, prompts: list[PromptPlan], count: int
 ) -> list[tuple[int, ...]]:
     """Window by window through transformers' decoder, each layer of its cache cut; then every question."""
-    (group_rows,) = (torch.cat([group.embeddings.rows for group in encoded.groups]),)
+    (group_rows,) = (torch.cat([embeddings.rows for _, embeddings in encoded.groups]),)
     cache, prompt = DynamicCache(), prompts[0]
     (item,), (positions,) = prompt.media, prompt.reduction.positions if prompt.reduction else ()
     first = item.units[0].offset
@@ -422,8 +422,8 @@ def test_a_frozen_video_is_encoded_once_a_group(model: Any, clip: Path) -> None:
     ]
     first, exact, one = [each.encode_media([clip], num_frames=24) for each in pipelines]
     assert [each.num_units_skipped for each in pipelines[::2]] == [0, 12 - len(one.groups)]
-    for ours, theirs in zip(exact.groups, first.groups, strict=True):
-        torch.testing.assert_close(ours.embeddings.rows, theirs.embeddings.rows, rtol=1e-5, atol=1e-5)
+    for (_, ours), (_, theirs) in zip(exact.groups, first.groups, strict=True):
+        torch.testing.assert_close(ours.rows, theirs.rows, rtol=1e-5, atol=1e-5)
 
 
 # The scheduler

@@ -35,8 +35,8 @@ def kept_inputs(
     embeds = model.get_input_embeddings()(torch.from_numpy(prompt.token_ids))
     positions = torch.from_numpy(prompt.positions.copy())
     splicer = EmbeddingSplicer(pipeline.adapter, prompt)
-    for group in encoded.groups:
-        placed = splicer.push(group.group, group.embeddings)
+    for group, embeddings in encoded.groups:
+        placed = splicer.push(group, embeddings)
         if placed is not None:
             assert placed.positions is not None
             embeds[placed.indices] = placed.embeddings.rows

@@ -1,0 +1,172 @@
+"""Drives media through planning, decoding and encoding, group by group, on the way to the language model.
+
+    planned    | v0 | v1 | v2 |
+    decoded       | v0 | v0 g0 | v0 g1 | v1 | v1 g0 | ...    by a pool of video threads, ahead of this
+    encoded            | v0 | v0 g0 | v0 g1 | v1 | v1 g0 | ...
+
+Each stage is a generator over the items of the stage before it. `run` draws all of them in the caller's
+thread; a batch gives each its own (`stages/batch/media.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import video
+from encoders import Adapter, FrameSampling, MediaPlan
+from encoders.batch import FrameEncoder
+from epd.errors import EPDError, UnsupportedMediaError
+from epd.transfer.bounded_queue import BusyClock
+from epd.types import MediaKind, StageTimings
+from stages.media import (
+    DecodedGroup,
+    EncodedGroup,
+    PlannedMedia,
+    decode_groups,
+    encode_group,
+    plan_known,
+)
+from stages.timing import busy
+
+# A broken medium may make a stage raise these, beside errors of our own.
+_BREAKS = (EPDError, RuntimeError, ValueError, OSError)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class MediaJob:
+    """Holds the media of one question, or of several about the same media, on their way through the stages.
+
+    sources: files, in order.
+    kinds: what each of them must be; None for anything.
+    media: their plans, once there are any.
+    num_substituted_frames: those decoded so far that show a neighbour.
+    timings: seconds that each stage has spent on them.
+    is_failed: set by the stage that gives the job up; the others leave it alone from then on.
+    """
+
+    sources: Sequence[str | Path]
+    frame_sampling: FrameSampling
+    kinds: Sequence[MediaKind] | None = None
+    media: tuple[PlannedMedia, ...] = ()
+    num_substituted_frames: int = 0
+    timings: StageTimings = field(default_factory=StageTimings)
+    is_failed: bool = False
+
+    @property
+    def plans(self) -> tuple[MediaPlan, ...]:
+        return tuple(each.plan for each in self.media)
+
+    @property
+    def num_bytes(self) -> int:
+        """Estimates the memory of the plans: pixels of images, and times of frames."""
+        images = sum(each.image.nbytes for each in self.media if each.image is not None)
+        return images + sum(128 * plan.num_frames for plan in self.plans) + 4096
+
+
+JobT = TypeVar("JobT", bound=MediaJob)
+
+
+@dataclass(frozen=True, slots=True)
+class FailedJob(Generic[JobT]):
+    """Marks a job that a stage has given up."""
+
+    job: JobT
+    error: Exception
+
+
+class GroupDriver(Generic[JobT]):
+    """Runs the stages before the language model.
+
+    A stage yields each job, then its groups, then the next job; in the place of what it cannot do, a
+    `FailedJob`. A bug ends it instead.
+
+    num_decoded, num_encoded: media that were begun.
+    encode_clock: of the encode stage.
+    """
+
+    def __init__(self, adapter: Adapter, encoder: FrameEncoder, group_tokens: int) -> None:
+        self.num_decoded = 0
+        self.num_encoded = 0
+        self.encode_clock = BusyClock()
+        self._adapter = adapter
+        self._encoder = encoder
+        self._group_tokens = group_tokens
+
+    def run(self, jobs: Iterable[JobT]) -> Generator[JobT | EncodedGroup | FailedJob[JobT], None, None]:
+        """Runs all stages, one group at a time. To stop early, close the generator."""
+        with (
+            closing(self.planned(jobs)) as planned,
+            closing(self.decoded(planned)) as decoded,
+            closing(self.encoded(decoded)) as encoded,
+        ):
+            yield from encoded
+
+    def planned(self, jobs: Iterable[JobT]) -> Generator[JobT | FailedJob[JobT], None, None]:
+        for job in jobs:
+            try:
+                with busy(job.timings, "probe_s"):
+                    job.media = tuple(self._plan(job))
+            except _BREAKS as error:
+                yield _failed(job, error)
+            else:
+                yield job
+
+    def _plan(self, job: MediaJob) -> Iterator[PlannedMedia]:
+        kinds = job.kinds or (None,) * len(job.sources)
+        for source, kind in zip(job.sources, kinds, strict=True):
+            facts = video.look(source)
+            if kind not in (None, facts.kind):
+                raise UnsupportedMediaError(
+                    f"'{source}' is a {facts.kind}; allowed here: {kind}s; name it as {facts.kind}"
+                )
+            yield plan_known(self._adapter, source, facts, job.frame_sampling)
+
+    def decoded(
+        self, items: Iterable[JobT | FailedJob[JobT]]
+    ) -> Generator[JobT | DecodedGroup | FailedJob[JobT], None, None]:
+        for item in items:
+            yield item
+            if not isinstance(item, FailedJob):
+                yield from self._decode(item)
+
+    def _decode(self, job: JobT) -> Iterator[DecodedGroup | FailedJob[JobT]]:
+        try:
+            with closing(decode_groups(job.media, self._group_tokens, job.timings)) as groups:
+                for decoded in groups:
+                    self.num_decoded += decoded.group.index == 0
+                    if job.is_failed:
+                        return
+                    job.num_substituted_frames += decoded.num_substituted
+                    yield decoded
+        except _BREAKS as error:
+            yield _failed(job, error)
+
+    def encoded(
+        self, items: Iterable[JobT | DecodedGroup | FailedJob[JobT]]
+    ) -> Generator[JobT | EncodedGroup | FailedJob[JobT], None, None]:
+        job: JobT | None = None
+        for item in items:
+            if not isinstance(item, DecodedGroup):
+                job = item if isinstance(item, MediaJob) else None
+                yield item
+            elif job is not None and not job.is_failed:
+                yield self._encode(job, item)
+
+    def _encode(self, job: JobT, decoded: DecodedGroup) -> EncodedGroup | FailedJob[JobT]:
+        self.num_encoded += decoded.group.index == 0
+        self.encode_clock.start()
+        try:
+            return encode_group(self._encoder, decoded, job.timings)
+        except _BREAKS as error:
+            return _failed(job, error)
+        finally:
+            self.encode_clock.stop()
+
+
+def _failed(job: JobT, error: Exception) -> FailedJob[JobT]:
+    job.is_failed = True
+    return FailedJob(job, error)
