@@ -30,6 +30,10 @@ A message says what was received, what is allowed, and what to do next, in that 
     └── CancelledError                the consumer went away
 """
 
+from __future__ import annotations
+
+from pathlib import Path
+
 
 class EPDError(Exception):
     """Is the root of the tree: every error that the pipeline raises on purpose."""
@@ -182,6 +186,12 @@ def exit_code(error: EPDError) -> int:
 def http_status(error: EPDError) -> int:
     """Returns the status of the HTTP answer."""
     return _outcome(error)[1]
+
+
+def check_file(path: Path) -> None:
+    """Raises RequestError if no file can be written there: a folder, or one in no folder."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise RequestError(f"cannot write {str(path)!r}; give a file name in a folder that exists")
 
 
 def require(condition: bool, message: str) -> None:

@@ -12,7 +12,7 @@ from typing import IO
 
 import av
 
-from epd.errors import RequestError
+from epd.errors import RequestError, check_file
 from epd.shapes import Scene, SceneRenderer, make_questions, make_scene
 from epd.types import UInt8Array
 from epd.workload.requests import VideoSpec
@@ -87,8 +87,7 @@ def write_demo_video(
     """
     if not 1 <= fps <= _MAX_FPS:
         raise RequestError(f"fps is {fps}, it must be 1 to {_MAX_FPS}")
-    if not out.parent.is_dir() or out.is_dir():
-        raise RequestError(f"cannot write {str(out)!r}; give a file name in a folder that exists")
+    check_file(out)
     renderer = SceneRenderer(scene, height, width)
     total = max(1, round(scene.duration_s * fps))
 

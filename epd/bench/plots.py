@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from epd.bench.bench import BenchResult
+from epd.picture import picture
 from epd.workload.metrics import ClientRecord
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def plot_result(result: BenchResult, path: Path) -> None:
     """Writes one picture: three distributions, and TTFT by the time of sending."""
-    figure = Figure(figsize=(11, 8), layout="constrained")
-    axes = figure.subplots(2, 2)
-    slo = result.plan.slo
-    _plot_shares(axes[0][0], result, "TTFT", lambda record: record.ttft_s, slo.ttft_s)
-    _plot_shares(axes[0][1], result, "TPOT", lambda record: record.tpot_s, slo.tpot_s)
-    _plot_shares(axes[1][0], result, "E2E", lambda record: record.e2e_s, slo.e2e_s)
-    _plot_over_time(axes[1][1], result)
-    figure.savefig(path, dpi=120)
+    with picture(path, 11, 8) as figure:
+        axes = figure.subplots(2, 2)
+        slo = result.plan.slo
+        _plot_shares(axes[0][0], result, "TTFT", lambda record: record.ttft_s, slo.ttft_s)
+        _plot_shares(axes[0][1], result, "TPOT", lambda record: record.tpot_s, slo.tpot_s)
+        _plot_shares(axes[1][0], result, "E2E", lambda record: record.e2e_s, slo.e2e_s)
+        _plot_over_time(axes[1][1], result)
 
 
 def _plot_shares(

@@ -17,6 +17,7 @@ from epd.batch.folder import write_lines
 from epd.batch.http_backend import HttpBackend
 from epd.batch.line_index import LineIndex
 from epd.batch.lines import LineDefaults
+from epd.batch.plot import plot_utilisation
 from epd.batch.progress import batch_bar
 from epd.batch.summary import Summary
 from epd.batch.tasks import Backend
@@ -210,8 +211,6 @@ def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
 
 def _report(summary: Summary, utilisation: Utilisation, plot: Path | None, *, as_json: bool) -> None:
     if plot is not None:
-        from epd.batch.plot import plot_utilisation  # matplotlib
-
         plot_utilisation(utilisation, plot)
     if as_json:
         console.print_json(summary.record())

@@ -17,6 +17,7 @@ from epd import console
 from epd.bench.bench import BenchPlan, BenchResult, run_bench
 from epd.bench.endpoint import find_model, parse_endpoints
 from epd.bench.media import ImageFormat, MediaLibrary
+from epd.bench.plots import plot_result
 from epd.bench.report import dump_json, print_result, result_record
 from epd.cli.options import (
     JsonFile,
@@ -227,6 +228,4 @@ def _report(result: BenchResult, config: WorkloadConfig, json_file: Path | None,
         if json_file is not None:
             json_file.write_text(text, encoding="utf-8")
     if plot is not None:
-        from epd.bench.plots import plot_result  # matplotlib
-
         plot_result(result, plot)

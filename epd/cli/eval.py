@@ -14,13 +14,14 @@ from epd.eval.demo import demo_cases
 from epd.eval.files import read_videos
 from epd.eval.items import EvalCase
 from epd.eval.plan import EvalPlan
+from epd.eval.plots import plot_rows
 from epd.eval.report import print_rows
 from epd.eval.rows import RowSelection, eval_rows, table_rows
 from epd.eval.verdicts import DEMO, RunInfo, VerdictLog
 from epd.reduction import METHODS, ReductionPolicy
 
 if TYPE_CHECKING:
-    from stages.colocated import ColocatedPipeline
+    pass
 
 _DEFAULT_FRAMES = [32]
 _DEFAULT_RETENTIONS = [1.0, 0.25, 0.15, 0.1]
@@ -131,14 +132,16 @@ def evaluate(
         _show(log, RowSelection.of(log, against), plot, as_json)
         return
     asked = _asked(method, retention or _DEFAULT_RETENTIONS, frames or _DEFAULT_FRAMES, against)
-    from epd.cli.pipelines import load_pipeline, placement_of  # torch
+    from epd.cli.pipelines import load_pipeline, placement_of, run_evaluation  # torch
 
     placement = placement_of(device, dtype, model)
     run = _run_info(data, model, max_tokens, seed, seconds, per_kind, str(placement))
     cases = _cases(run, demo, asked.num_frames, video_dir)
     plan = EvalPlan(tuple(cases), asked.settings, max_tokens, ttft_videos)
     log = VerdictLog(run, out)
-    _run(plan, log, load_pipeline(model, placement, num_threads))
+    pipeline = load_pipeline(model, placement, num_threads)
+    with console.progress_bar("settings x videos") as show:
+        run_evaluation(pipeline, plan, log, show)
     _show(log, asked, plot, as_json)
 
 
@@ -190,19 +193,10 @@ def _cases(
     return [EvalCase(video, each) for each in frames for video in videos]
 
 
-def _run(plan: EvalPlan, log: VerdictLog, pipeline: ColocatedPipeline) -> None:
-    from epd.cli.pipelines import run_evaluation  # torch
-
-    with console.progress_bar("settings x videos") as show:
-        run_evaluation(pipeline, plan, log, show)
-
-
 def _show(log: VerdictLog, asked: RowSelection, plot: Path | None, as_json: bool) -> None:
     if as_json:
         console.print_json([row.record() for row in eval_rows(log, asked)])
     else:
         print_rows(table_rows(log, asked), console.stdout_console())
     if plot is not None:
-        from epd.eval.plots import plot_rows  # matplotlib
-
         plot_rows(table_rows(log, asked), plot)

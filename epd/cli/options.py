@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 import typer
 
 from epd.devices import DTYPE_NAMES, check_device, check_dtype
-from epd.errors import RequestError
+from epd.errors import RequestError, check_file
 from epd.reduction import DEFAULT_METHOD, METHODS, ReductionPolicy, check_tolerance
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ _PLOT_FORMATS = (".png", ".svg", ".pdf")
 
 def _output(path: Path | None) -> Path | None:
     """Raises RequestError for a file that cannot be written, before any work is done for it."""
-    if path is not None and str(path) != "-" and (path.is_dir() or not path.parent.is_dir()):
-        raise RequestError(f"cannot write {str(path)!r}; give a file name in a folder that exists")
+    if path is not None and str(path) != "-":
+        check_file(path)
     return path
 
 

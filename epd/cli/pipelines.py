@@ -12,8 +12,9 @@ from epd.models import embedded_model_path
 from stages.colocated import ColocatedPipeline
 from stages.evaluation import evaluate as run_evaluation
 from stages.placement import Placement
+from stages.profiling import Profiler
 
-__all__ = ["load_pipeline", "open_pipeline", "placement_of", "run_evaluation"]
+__all__ = ["Profiler", "load_pipeline", "open_pipeline", "placement_of", "run_evaluation"]
 
 
 def open_pipeline(

@@ -73,11 +73,10 @@ def _profile_of(
 ) -> Profile:
     if model is not None and "@" in model and not Path(model).exists():
         return load_profile(model)
-    from stages.placement import Placement  # torch
-    from stages.profiling import Profiler  # torch
+    from epd.cli.pipelines import Profiler, placement_of  # torch
 
     path = Path(model) if model is not None else embedded_model_path()
-    placement = Placement.resolve(device, dtype, path)
+    placement = placement_of(device, dtype, path)
     with console.loading_bar() as show:
         profiler = Profiler(path, num_threads, placement, show)
     with console.progress_bar("stages") as show:

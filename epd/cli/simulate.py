@@ -30,10 +30,12 @@ from epd.kv.scheduling import SchedulerConfig
 from epd.profiles import MediaRule
 from epd.profiles import Profile as LoadedProfile
 from epd.profiles.files import load_profile
+from epd.published.plots import plot_rows
 from epd.published.report import print_rows
 from epd.published.scenarios import run_scenario
 from epd.simulate import Deployment, JobMaker, Sharding, Simulation, SimulationResult
 from epd.simulate.chrome import chrome_trace as trace_of
+from epd.simulate.plots import plot_simulation
 from epd.simulate.report import print_result, result_record
 from epd.topology import parse_topology
 from epd.workload.config import WorkloadConfig, load_workload
@@ -120,8 +122,6 @@ def simulate(
     if chrome_trace is not None:
         chrome_trace.write_text(trace_of(result), encoding="utf-8")
     if plot is not None:
-        from epd.simulate.plots import plot_simulation  # matplotlib
-
         plot_simulation(result, plot)
 
 
@@ -133,8 +133,6 @@ def _show_scenario(name: str, as_json: bool, plot: Path | None) -> None:
     else:
         print_rows(rows, console.stdout_console())
     if plot is not None:
-        from epd.published.plots import plot_rows  # matplotlib
-
         plot_rows(rows, plot)
 
 

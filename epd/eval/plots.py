@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from epd.eval.items import FULL
 from epd.eval.rows import EvalRow
+from epd.picture import picture
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def plot_rows(rows: Sequence[EvalRow], path: Path) -> None:
     """Writes one picture: a panel for each number of frames, a line for each method."""
     frames = sorted({row.num_frames for row in rows})
-    figure = Figure(figsize=(5.5 * len(frames), 4.5), layout="constrained")
-    axes = figure.subplots(1, len(frames), squeeze=False, sharey=True)
-    for panel, num_frames in zip(axes[0], frames, strict=True):
-        _plot_panel(panel, [row for row in rows if row.num_frames == num_frames])
-        panel.set_title(f"{num_frames} frames")
-    axes[0][0].set_ylabel("accuracy")
-    axes[0][-1].legend(loc="lower right")
-    figure.savefig(path, dpi=120)
+    with picture(path, 5.5 * len(frames), 4.5) as figure:
+        axes = figure.subplots(1, len(frames), squeeze=False, sharey=True)
+        for panel, num_frames in zip(axes[0], frames, strict=True):
+            _plot_panel(panel, [row for row in rows if row.num_frames == num_frames])
+            panel.set_title(f"{num_frames} frames")
+        axes[0][0].set_ylabel("accuracy")
+        axes[0][-1].legend(loc="lower right")
 
 
 def _plot_panel(axes: Axes, rows: Sequence[EvalRow]) -> None:

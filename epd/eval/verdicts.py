@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from epd.errors import RequestError
+from epd.errors import RequestError, check_file
 from epd.eval.items import EvalCase, EvalSetting
 
 DEMO = "demo"
@@ -110,8 +110,7 @@ class VerdictLog:
         self._samples: dict[_Key, TTFTSample] = {}
         if path is None:
             return
-        if not path.parent.is_dir() or path.is_dir():
-            raise RequestError(f"cannot write {str(path)!r}; give a file name in a folder that exists")
+        check_file(path)
         if path.exists() and path.stat().st_size:
             self._go_on(path)
         else:
