@@ -1,8 +1,9 @@
 """What KubeRay's operator makes of a RayService, and whom a NetworkPolicy lets in: their rules, not ours.
 
-Read in KubeRay 1.7, ray-operator/controllers/ray: common/service.go (ports), common/pod.go (labels, start
-parameters, probes), utils/util.go (the dashboard's address), rayservice_controller.go (when the application
-is deployed, which pods get clients); names of fields in its CRD. Only what our manifest needs is here.
+Read in KubeRay 1.7.0, ray-operator/controllers/ray: common/service.go (ports), common/pod.go (labels, start
+parameters, probes), utils/util.go (the dashboard's address), utils/validation.go (what it refuses),
+rayservice_controller.go (when the application is deployed, which pods get clients). Its CRD is in schema.py.
+Only what our manifest needs is here.
 """
 
 from __future__ import annotations
@@ -11,71 +12,23 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tests.deploy.schema import violations
+
 Object = Mapping[str, Any]
 Labels = Mapping[str, str]
-Fields = Mapping[str, frozenset[str]]
 
 DEFAULT_PORTS = {"client": 10001, "gcs-server": 6379, "dashboard": 8265, "metrics": 8080, "serve": 8000}
 DEFAULT_GRACE_S = 30
 # Ray's own, seen in 2.60: what `ray start` gives its node to be emptied, upon SIGTERM.
 RAY_DRAIN_S = 30
 AGENT_PORT = 52365
+_LEAST_RAY_WITH_TOKENS = (2, 52)
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 # Labels of the pods of the operator that Helm's chart installs.
 OPERATOR_LABELS = {
     "app.kubernetes.io/name": "kuberay-operator",
     "app.kubernetes.io/instance": "kuberay-operator",
     "app.kubernetes.io/component": "kuberay-operator",
-}
-
-# Fields by the place where they stand; "*" is each element of a list. What is not here is not looked into.
-FIELDS: Fields = {
-    place: frozenset(names.split())
-    for place, names in {
-        "": "apiVersion kind metadata spec",
-        "spec": "deploymentUnhealthySecondThreshold excludeHeadPodFromServeSvc managedBy rayClusterConfig "
-        "rayClusterDeletionDelaySeconds serveConfigV2 serveService serviceUnhealthySecondThreshold suspend "
-        "upgradeStrategy",
-        "spec.rayClusterConfig": "authOptions autoscalerOptions enableInTreeAutoscaling "
-        "gcsFaultToleranceOptions headGroupSpec headServiceAnnotations managedBy rayVersion suspend "
-        "upgradeStrategy workerGroupSpecs",
-        "spec.rayClusterConfig.authOptions": "mode secretName enableK8sTokenAuth",
-        "spec.rayClusterConfig.headGroupSpec": "enableIngress headService labels rayStartParams resources "
-        "serviceType template",
-        "spec.rayClusterConfig.workerGroupSpecs.*": "groupName idleTimeoutSeconds labels maxReplicas "
-        "minReplicas numOfHosts rayStartParams replicas resources scaleStrategy suspend template",
-    }.items()
-}
-REQUIRED: Fields = {
-    "spec": frozenset({"rayClusterConfig"}),
-    "spec.rayClusterConfig": frozenset({"headGroupSpec"}),
-    "spec.rayClusterConfig.headGroupSpec": frozenset({"template"}),
-    "spec.rayClusterConfig.workerGroupSpecs.*": frozenset(
-        {"groupName", "maxReplicas", "minReplicas", "template"}
-    ),
-}
-_POD = (
-    "affinity containers initContainers nodeSelector serviceAccountName terminationGracePeriodSeconds "
-    "tolerations volumes"
-)
-_CONTAINER = (
-    "args command env envFrom image imagePullPolicy lifecycle livenessProbe name ports readinessProbe "
-    "resources securityContext startupProbe volumeMounts workingDir"
-)
-_PROBE = (
-    "exec failureThreshold httpGet initialDelaySeconds periodSeconds successThreshold tcpSocket "
-    "timeoutSeconds"
-)
-POD_FIELDS: Fields = {
-    "": frozenset({"metadata", "spec"}),
-    "metadata": frozenset({"annotations", "labels", "name"}),
-    "spec": frozenset(_POD.split()),
-    "spec.containers.*": frozenset(_CONTAINER.split()),
-    "spec.containers.*.livenessProbe": frozenset(_PROBE.split()),
-    "spec.containers.*.readinessProbe": frozenset(_PROBE.split()),
-    "spec.containers.*.lifecycle": frozenset({"preStop", "postStart"}),
-    "spec.containers.*.ports.*": frozenset({"containerPort", "name", "protocol"}),
-    "spec.containers.*.resources": frozenset({"limits", "requests"}),
 }
 
 
@@ -169,8 +122,8 @@ def groups(service: Object) -> list[Group]:
 
 def problems(service: Object) -> list[str]:
     """Why the operator cannot bring the application up, or sends clients where nobody answers."""
-    named = _misnamed(service, "", FIELDS, REQUIRED)
-    return [*named, *_pod_problems(service), *_head_problems(service)]
+    wrong = violations(service)
+    return wrong or [*_refusals(service), *_pod_problems(service), *_head_problems(service)]
 
 
 def unplaced(service: Object, deployments: Iterable[Object]) -> list[str]:
@@ -199,26 +152,21 @@ def _place(pods: list[list[int]], wanted: tuple[float, float]) -> bool:
     return False
 
 
-def _misnamed(found: Any, place: str, fields: Fields, required: Fields) -> Iterator[str]:
-    """Fields that are not known, or missing, here and below."""
-    if isinstance(found, list):
-        for each in found:
-            yield from _misnamed(each, f"{place}.*", fields, required)
-    elif isinstance(found, dict):
-        known = fields.get(place, frozenset(found))
-        yield from (f"{place}.{name} is not a field" for name in sorted(set(found) - known))
-        missing = required.get(place, frozenset()) - set(found)
-        yield from (f"{place}.{name} is missing" for name in sorted(missing))
-        for name, value in found.items():
-            yield from _misnamed(value, f"{place}.{name}".lstrip("."), fields, required)
+def _refusals(service: Object) -> Iterator[str]:
+    """As `ValidateRayServiceSpec`, of which no cluster comes."""
+    cluster = service["spec"]["rayClusterConfig"]
+    for group in cluster.get("workerGroupSpecs", ()):
+        name, least, most = group["groupName"], group["minReplicas"], group["maxReplicas"]
+        if not 0 <= least <= group["replicas"] <= most:
+            yield f"{name}: minReplicas {least}, replicas {group['replicas']} and maxReplicas {most}"
+    if cluster.get("authOptions", {}).get("mode") == "token":
+        version = tuple(int(part) for part in cluster.get("rayVersion", "0.0").split(".")[:2])
+        if version < _LEAST_RAY_WITH_TOKENS:
+            yield f"authOptions.mode is token, which Ray {cluster.get('rayVersion', 'of no version')} lacks"
 
 
 def _pod_problems(service: Object) -> Iterator[str]:
     for group in groups(service):
-        template = group.spec["template"]
-        yield from (f"{group.name}: {text}" for text in _misnamed(template, "", POD_FIELDS, {}))
-        if any(not isinstance(value, str) for value in group.spec.get("rayStartParams", {}).values()):
-            yield f"{group.name}: rayStartParams are texts"
         mounted = {mount["name"] for mount in group.container.get("volumeMounts", ())}
         if missing := mounted - {volume["name"] for volume in group.pod.get("volumes", ())}:
             yield f"{group.name}: no volume {missing}"

@@ -26,16 +26,24 @@ API, DASHBOARD, GCS = 8000, 8265, 6379
 Change = Callable[[Any], object]
 
 
+def _cluster(service: Any) -> Any:
+    return service["spec"]["rayClusterConfig"]
+
+
 def _head(service: Any) -> Any:
-    return service["spec"]["rayClusterConfig"]["headGroupSpec"]
+    return _cluster(service)["headGroupSpec"]
 
 
 def _container(service: Any) -> Any:
     return _head(service)["template"]["spec"]["containers"][0]
 
 
+def _group(service: Any) -> Any:
+    return _cluster(service)["workerGroupSpecs"][0]
+
+
 def _worker_container(service: Any) -> Any:
-    return service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]
+    return _group(service)["template"]["spec"]["containers"][0]
 
 
 def test_the_operator_can_bring_it_up() -> None:
@@ -64,12 +72,18 @@ def test_the_operator_can_bring_it_up() -> None:
             ),
             "does not ask for a proxy",
         ),
-        (lambda s: _container(s).update(readynessProbe={}), "readynessProbe is not a field"),
-        (lambda s: s["spec"].update(drainSeconds=5), "spec.drainSeconds is not a field"),
+        (lambda s: _container(s).update(readynessProbe={}), "'readynessProbe' was unexpected"),
+        (lambda s: s["spec"].update(drainSeconds=5), "'drainSeconds' was unexpected"),
+        (lambda s: _group(s).pop("minReplicas"), "'minReplicas' is a required property"),
         (
-            lambda s: s["spec"]["rayClusterConfig"]["workerGroupSpecs"][0].pop("minReplicas"),
-            "minReplicas is missing",
+            lambda s: _group(s).update(replicas="2"),
+            "workerGroupSpecs[0].replicas: '2' is not of type 'integer'",
         ),
+        (lambda s: _group(s)["rayStartParams"].update({"num-cpus": 8}), "8 is not of type 'string'"),
+        (lambda s: _container(s)["resources"]["limits"].update(memory="8 GB"), "'8 GB' does not match"),
+        (lambda s: _cluster(s).update(authOptions={"mode": "tokens"}), "'tokens' is not one of"),
+        (lambda s: _cluster(s).pop("rayVersion"), "which Ray of no version lacks"),
+        (lambda s: _group(s).update(maxReplicas=1), "minReplicas 2, replicas 2 and maxReplicas 1"),
         (lambda s: _container(s).update(volumeMounts=[{"name": "other", "mountPath": "/x"}]), "no volume"),
     ],
 )
