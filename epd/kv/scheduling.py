@@ -316,8 +316,8 @@ class Scheduler:
             needed = self._reserved_tokens(request, num_computed)
         self._refused = None
         if not self.kv.can_allocate(request.request_id, needed):
-            if not request.pruned:  # their need depends on the number of cached tokens
-                self._refused = request, self.kv.shortage(request.request_id, needed)
+            least = self._reserved_tokens(request, request.num_tokens)  # if pruned ranges were cached by then
+            self._refused = request, self.kv.shortage(request.request_id, least)
             self.kv.free(request.request_id)
             return None
         self.kv.allocate(request.request_id, needed)

@@ -263,7 +263,10 @@ def test_can_admit_says_whether_a_request_would_run_at_once() -> None:
     assert names(queue.waiting) == ["l"]
 
 
-def test_a_prompt_that_waits_for_room_is_not_looked_up_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pruned", [(), (PrunedRange(44, 56, num_inputs=14),)], ids=["plain", "pruned"])
+def test_a_prompt_that_waits_for_room_is_not_looked_up_in_every_step(
+    pruned: tuple[PrunedRange, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its first 40 tokens are cached and idle: whether it fits does not follow from free blocks alone."""
     queue = scheduler(40)
     cached = request("w", 40, max_new=1)
@@ -273,7 +276,7 @@ def test_a_prompt_that_waits_for_room_is_not_looked_up_in_every_step(monkeypatch
     running = request("r", 90, max_new=40)
     queue.add(running)
     computed(queue, queue.schedule())
-    queue.add(request("w", 60))
+    queue.add(request("w", 60, pruned=pruned))
     opened: list[str] = []
     opening = KVCacheManager.open
 
