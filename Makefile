@@ -58,7 +58,7 @@ bench: $(STAMP) ## run the benchmarks; results go to benchmarks/results
 	for b in batch elasticity encode engine hops planner reduction retention roles serve video_decode; do $(BIN)/python -m benchmarks.$$b || exit 1; done
 
 # Not in the environment of the repository: with the torch, triton and transformers that the GPU machine has.
-gpu: ## check and measure on one GPU, in less than nine minutes; needs neither PyAV nor Ray
+gpu: ## check and measure on one GPU; needs neither PyAV nor Ray (how long: CONTRIBUTING.md)
 	$(PYTHON) -m benchmarks.gpu
 
 gpu-dry: $(STAMP) ## the same in tiny, on the CPU

@@ -99,13 +99,74 @@ def test_make_targets_exist(texts: dict[str, str]) -> None:
     assert named <= targets
 
 
+_MINUTES = (
+    r"\b(\d+|half a|an?|one|two|three|four|five|six|seven|eight|nine|ten|twelve|fifteen|twenty) (min|hour)"
+)
+
+
 def test_how_long_targets_take_is_written_in_one_place(texts: dict[str, str]) -> None:
     """In the table of CONTRIBUTING.md; docs/log.md has what was measured on which day."""
-    assert not re.search(r"\d+ min", (ROOT / "Makefile").read_text())
-    assert re.search(r"^\| `make test` .*\d+ min", texts["CONTRIBUTING.md"], flags=re.MULTILINE)
+    assert not re.search(_MINUTES, (ROOT / "Makefile").read_text())
+    assert re.search(rf"^\| `make test` .*{_MINUTES}", texts["CONTRIBUTING.md"], flags=re.MULTILINE)
     others = {name: text for name, text in texts.items() if name not in ("CONTRIBUTING.md", "docs/log.md")}
     lines = [line for text in others.values() for line in text.splitlines()]
-    assert [line for line in lines if re.search(r"`make [a-z-]+`.*\d+ min", line)] == []
+    assert [line for line in lines if re.search(rf"`make [a-z-]+`.*{_MINUTES}", line)] == []
+
+
+def test_figures_about_video_are_those_of_the_results(texts: dict[str, str]) -> None:
+    page, results = texts["docs/video.md"], texts["benchmarks/results/video_decode.md"]
+    (num_cells,) = re.findall(r"all (\d+)\s+cells", page)
+    assert int(num_cells) == len(re.findall(r"^\| (?:h264|hevc) ", results, flags=re.MULTILINE))
+    hour = r"first group after (\S+) s, (\S+) % of (?:the whole )?(\d+)"
+    assert re.findall(hour, page) == re.findall(hour, results)
+    assert re.findall(r"first group of frames ready \| (\S+) ", texts["README.md"]) == [
+        re.findall(hour, results)[0][0]
+    ]
+
+
+def test_what_runs_on_a_gpu_is_not_denied(texts: dict[str, str]) -> None:
+    """Models, pools and frames are where `--device` says, and kernels run there: none of it has been seen."""
+    assert "--device" in flags_of("serve") & flags_of("ask")
+    denied = r"no command (?:takes|puts)|nothing (?:else |here )?(?:can )?runs? on a GPU|can run on a GPU"
+    assert [doc for doc, text in _today(texts) if re.search(denied, text, flags=re.IGNORECASE)] == []
+    assert "No GPU has run" in _joined(texts["docs/engine.md"])
+    assert "No GPU has run" in _joined(texts["docs/deployment.md"])
+
+
+def test_only_published_figures_cut_shards(texts: dict[str, str]) -> None:
+    """The server and its simulation give one group after the other to the least loaded encoder."""
+    live = [path for name in ("serve_app", "stages", "epd/simulate") for path in (ROOT / name).rglob("*.py")]
+    assert [path for path in live if "plan_shards" in path.read_text(encoding="utf-8")] == []
+    named = {doc for doc, text in _today(texts) if "plan_shards" in text}
+    assert named == {"docs/encoders.md"}
+    assert "`plan_shards` of `epd/published/sharding.py`" in texts["docs/encoders.md"]
+
+
+def test_every_decision_says_when_it_was_made_and_what_took_its_place(texts: dict[str, str]) -> None:
+    decisions = {doc: text for doc, text in texts.items() if doc.startswith("docs/decisions/")}
+    numbers = [int(Path(doc).name[:4]) for doc in sorted(decisions)]
+    assert numbers == list(range(1, len(numbers) + 1))
+    for number, (doc, text) in zip(numbers, sorted(decisions.items()), strict=True):
+        assert re.match(rf"# 0*{number}[.:] ", text), doc
+        assert re.search(r"^\*\*Decided\*\* \d{4}-\d\d-\d\d\.", text, flags=re.MULTILINE), doc
+        for other in re.findall(r"Takes the place of \[decision (\d+)\]", text):
+            former = decisions[sorted(decisions)[int(other) - 1]]
+            assert re.search(rf"(?:Superseded|Replaced)\b.* by \[decision {number}\]", former), (doc, other)
+
+
+def _today(texts: dict[str, str]) -> list[tuple[str, str]]:
+    """Documents that say what is, each in one line: not the log, decisions and changes."""
+    past = ("docs/log.md", "docs/decisions/", "CHANGELOG.md")
+    return [(doc, _joined(text)) for doc, text in texts.items() if not doc.startswith(past)]
+
+
+def _joined(text: str) -> str:
+    return " ".join(text.split())
+
+
+def flags_of(command: str) -> set[str]:
+    options = getattr(get_command(app), "commands", {})[command].params
+    return {flag for option in options for flag in (*option.opts, *option.secondary_opts)}
 
 
 def test_commands_exist(texts: dict[str, str]) -> None:
