@@ -1,13 +1,18 @@
-"""What is built and installed works without the repository: modules, data files, the program.
+"""What is built and installed works without the repository: modules, data files, program, README's commands.
 
-A source archive is built from what git lists, a wheel from that archive, and the wheel is installed in an
-environment of its own, which sees the packages of this one but not the repository that is installed here.
-Programs start in a folder that holds packages with the names of ours, which fail when they are imported.
+A source archive is built from what git lists, a wheel from that archive, and the wheel is installed by
+README's line in an environment of its own, which sees the packages of this one but not the repository that is
+installed here. Programs start in a folder that holds packages with the names of ours, which fail when they
+are imported; README's commands in an empty one.
 """
 
 from __future__ import annotations
 
+import ast
+import json
 import os
+import re
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -15,7 +20,10 @@ import tarfile
 import tomllib
 import venv
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -24,7 +32,9 @@ import epd
 from tests import ROOT
 from tests.hostile_packages import PACKAGES, write_hostile_packages
 
-_NAME = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"]
+_PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+_NAME = _PROJECT["name"]
+_README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 # Imports each module and prints those that do not come from the folder given, and those that fail.
 _IMPORT_ALL = """
@@ -66,11 +76,20 @@ class Installed:
         """What a program of the environment prints; it must end well."""
         return _run(str(self.environment / "bin" / program), *arguments, cwd=self.here)
 
+    def shell(self, script: str, folder: Path) -> str:
+        """What bash prints of a script, with the programs of the environment; each must end well."""
+        return _run("bash", "-euc", f'PATH="{self.environment / "bin"}:$PATH"\n{script}', cwd=folder)
+
+
+def _without_ours() -> dict[str, str]:
+    """The variables of this process, but for the repository on the path."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return {**kept, "NO_PROXY": "127.0.0.1"}
+
 
 def _run(*command: str, cwd: Path) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=cwd, env=_without_ours(), capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -107,7 +126,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     _pip("wheel", "--no-build-isolation", "--wheel-dir", str(dist), str(unpacked), cwd=work)
     (wheel,) = dist.glob("*.whl")
     environment = _environment(work / "environment")
-    _pip("--python", str(environment / "bin" / "python"), "install", str(wheel), cwd=work)
+    (line,) = re.findall(r'`pip install "(.+)"`', _README)
+    _pip("--python", str(environment / "bin" / "python"), "install", line, cwd=dist)
     write_hostile_packages(here)
     return Installed(sdist, wheel, environment, here)
 
@@ -141,3 +161,89 @@ def test_the_distribution_has_the_version_of_the_package(installed: Installed) -
 
 def test_the_demo_runs_among_hostile_packages(installed: Installed) -> None:
     assert installed.run("epd", "demo").count("✓") == 5
+
+
+# What comes with a declared package by its own rules, and is imported by name.
+_BROUGHT = {"starlette": "fastapi", "tokenizers": "transformers", "pydantic-core": "pydantic"}
+_OPTIONAL = {"opentelemetry"}  # `--otlp-endpoint` says which package it needs
+
+
+def test_what_is_imported_is_declared() -> None:
+    """Else it works only where something else has brought it along."""
+    extras = _PROJECT["optional-dependencies"]
+    lines = [*_PROJECT["dependencies"], *extras["local"], *extras["serve"]]
+    declared = {_normal(re.split(r"[\[><=; ]", line)[0]) for line in lines}
+    known, ours = packages_distributions(), {*PACKAGES, *sys.stdlib_module_names, *_OPTIONAL}
+    imported = {name for path in _listed(*PACKAGES) if path.endswith(".py") for name in _imports(ROOT / path)}
+    assert {"torch", "av", "ray", "fastapi"} <= imported
+    found = {name: {_normal(each) for each in known[name]} for name in imported - ours}
+    missing = {name for name, by in found.items() if not declared & {_BROUGHT.get(each, each) for each in by}}
+    assert missing == set()
+
+
+def _normal(distribution: str) -> str:
+    """A distribution's name as indexes compare it."""
+    return distribution.lower().replace("_", "-")
+
+
+def _imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield (node.module or "").partition(".")[0]
+
+
+# README's commands, from the wheel, in an empty folder
+
+
+def _block(text: str) -> str:
+    """The README's block of code with this text in it."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", _README, flags=re.MULTILINE | re.DOTALL)
+    (found,) = (block for block in blocks if text in block)
+    return str(found)
+
+
+def _commands() -> set[str]:
+    """Commands of the program that the README runs."""
+    blocks = re.findall(r"^```\n(.*?)^```$", _README, flags=re.MULTILINE | re.DOTALL)
+    return {line for block in blocks for line in re.findall(r"^epd .+$", block, flags=re.MULTILINE)}
+
+
+@contextmanager
+def _serving(installed: Installed, command: str, folder: Path) -> Iterator[int]:
+    """The port of a server that this command of the README starts, until it is asked to end."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    program, *arguments = command.split()
+    with subprocess.Popen(
+        [str(installed.environment / "bin" / program), *arguments, "--port", str(port)],
+        cwd=folder, env=_without_ours(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            assert any("ready in" in line for line in process.stdout), "it has ended"
+            yield port
+            process.terminate()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
+@pytest.mark.timeout(900)  # seven starts of a program that imports torch, on a machine that may be busy
+def test_readmes_commands_run_from_the_wheel(installed: Installed, tmp_path: Path) -> None:
+    """In README's order, in a folder that is empty at first. The evaluation is of 2 questions, not 60."""
+    first, serve, batch, eval_ = map(_block, ("epd demo-video", "--local", "epd batch", "epd eval"))
+    assert {line for block in (first, serve, batch, eval_) for line in block.splitlines()} >= _commands()
+    answers = installed.shell(first, tmp_path)
+    assert '"answer"' in answers
+    with _serving(installed, serve.strip(), tmp_path) as port:
+        reply = json.loads(installed.shell(_block("curl -s").replace(":8000", f":{port}"), tmp_path))
+        assert reply["choices"][0]["message"]["content"] in answers.split()
+        client = tmp_path / "client.py"
+        client.write_text(_block("from openai").replace(":8000", f":{port}"))
+        assert installed.shell(f"python {client.name}", tmp_path).isdigit()
+    installed.shell(batch, tmp_path)
+    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 2
+    table = installed.shell(eval_.replace("--demo 60", "--demo 2"), tmp_path)
+    assert "0.25" in table
