@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from serve_app.app_args import AppArgs
+from serve_app.composition import worker_settings
+from serve_app.local.fleet import LocalTransport
+from serve_app.worker.worker_stages import StageBuilder
 from stages.engine import setup as engine_setup
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 
 
 def test_keys_and_values_follow_the_containers_limit_not_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,3 +29,15 @@ def test_workers_of_a_machine_share_a_quarter_of_its_memory(
     monkeypatch.setattr(engine_setup, "memory_limit_bytes", lambda: 24 * GIB)
     each = engine_setup.default_kv_tokens(1 << 20, num_pools)
     assert each * num_pools <= 6 * 1024 < (each + 1) * num_pools
+
+
+@pytest.mark.parametrize(("topology", "num_pools"), [("1epd", 2), ("1e1p1d", 3)])
+def test_a_worker_builds_its_pool_within_its_share(
+    topology: str, num_pools: int, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_setup, "memory_limit_bytes", lambda: 96 * MIB)
+    args = AppArgs(model=checkpoints["qwen2_5_vl"], topology=topology, device="cpu")
+    engine = StageBuilder(worker_settings(args), LocalTransport()).decode("d0.decode").engine
+    num_blocks, block_size = engine.kv.spec.num_blocks[0], engine.kv.spec.block_size
+    share = 24 * MIB // num_pools
+    assert 0.9 * share < num_blocks * block_size * engine.pools.bytes_per_token <= share
