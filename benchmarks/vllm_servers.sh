@@ -11,7 +11,7 @@
 set -euo pipefail
 venv=$1 model=$2 kind=$3 proxy=${4:-}
 work=$(mktemp -d)
-trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$work"' EXIT
+trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$work"' EXIT
 
 # One thread each, waiting without spinning: two spinning threads on shared cores were 6 to 10 times slower.
 export VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 CUDA_VISIBLE_DEVICES='' \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 import subprocess
 from pathlib import Path
 
@@ -117,6 +118,14 @@ def test_figures_about_video_are_those_of_the_results(texts: dict[str, str]) -> 
     page, results = texts["docs/video.md"], texts["benchmarks/results/video_decode.md"]
     (num_cells,) = re.findall(r"all (\d+)\s+cells", page)
     assert int(num_cells) == len(re.findall(r"^\| (?:h264|hevc) ", results, flags=re.MULTILINE))
+    cells = re.findall(r"^\| (h264|hevc) .* min \| (\S+) \|.*\*\*(\S+)\*\*", results, flags=re.MULTILINE)
+    for codec, row in re.findall(r"^\| (H\.264|HEVC) \| (.+) \|$", page, flags=re.MULTILINE):
+        ratios: dict[str, list[float]] = {}
+        for name, gap, ratio in cells:
+            if name == codec.replace(".", "").lower():
+                ratios.setdefault(gap, []).append(float(ratio))
+        wanted = [statistics.median(each) for each in ratios.values()]
+        assert [float(each) for each in row.split(" | ")] == pytest.approx(wanted, abs=0.0051), codec
     hour = r"first group after (\S+) s, (\S+) % of (?:the whole )?(\d+)"
     assert re.findall(hour, page) == re.findall(hour, results)
     assert re.findall(r"first group of frames ready \| (\S+) ", texts["README.md"]) == [
