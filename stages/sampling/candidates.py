@@ -1,7 +1,8 @@
 """Weighs the tokens that can be drawn: temperature, then top_k, top_p and min_p.
 
-Weights are integers, so their sums are exact. On a CPU every token is ranked. On a GPU that would sort the
-whole vocabulary for each row, so the likeliest tokens alone are looked at, and whether they were enough:
+Weights are integers, so their sums are exact. Nothing sorts the vocabulary. On a CPU a floor is found that
+tokens with a part in it reach, and those alone are ranked (`stages.sampling.selection`). On a GPU, where
+their number would have to be read back, a fixed number of the likeliest is, and whether they were enough:
 
     scores       |  the likeliest, ranked  |  all others, which have no part in it if those were enough
     is_exact     their weights reach top_p of the whole; the last of top_k is not among the last looked at
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from encoders.device import to_device
 from epd.sampling_params import SamplingParams
+from stages.sampling.selection import heavy_floor, likely_floor, reaching
 
 # The weight of the most likely token, and bits for a token's place. A weight and a place fit into one int64,
 # and so does the sum of as many weights as there are places.
@@ -82,6 +84,10 @@ def candidates(
     weights = _weights(scores, temperature)
     if has_top_p and is_bounded and ids is None and weights.shape[1] > NUM_CANDIDATES:
         weights, ids, is_exact = _top_p_bounded(scores, weights, top_p)
+    elif has_top_p and ids is None and weights.device.type == "cpu":
+        total = weights.sum(1, keepdim=True)
+        ids, weights = reaching(weights, heavy_floor(weights, top_p * total), least=0)
+        weights, ids = _top_p(weights, ids, top_p, total)
     elif has_top_p:
         weights, ids = _top_p(weights, ids, top_p)
     if any(p.min_p for p in params):
@@ -92,14 +98,18 @@ def candidates(
 def _weights(scores: Tensor, temperature: Tensor) -> Tensor:
     """Computes each token's weight, int64 [D, K], the likeliest 2**40. temperature: float64 [D, 1]."""
     distance = scores - scores.amax(1, keepdim=True)
-    quotient = distance / temperature.clamp(1 / _MAX_DIVISOR, _MAX_DIVISOR).float()
-    return (quotient.exp_() * _FULL_WEIGHT).long()
+    quotient = distance.div_(temperature.clamp(1 / _MAX_DIVISOR, _MAX_DIVISOR).float())
+    return quotient.exp_().mul_(_FULL_WEIGHT).long()
 
 
 def _top_k(scores: Tensor, top_k: list[int]) -> tuple[Tensor, Tensor]:
     """Keeps scores [D, K] and ids of each row's top_k tokens and the equals of the last, all others -inf."""
     ranks = _column([k - 1 for k in top_k], scores)
     most = max(top_k)
+    if scores.device.type == "cpu" and (low := likely_floor(scores, most)) is not None:
+        ids, values = reaching(scores, low, least=-torch.inf)
+        floor = values.topk(most).values.gather(1, ranks)
+        return values.masked_fill_(values < floor, -torch.inf), ids
     values, ids = scores.topk(most)
     floor = values.gather(1, ranks)
     num_kept = int((scores >= floor).sum(1).max())

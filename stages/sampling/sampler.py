@@ -26,6 +26,7 @@ from encoders.device import all_to_host, arrays_to_device, to_host
 from epd.sampling_params import MAX_LOGPROBS, SamplingParams
 from stages.sampling.candidates import candidates, knobs, token_weights
 from stages.sampling.sampling_state import SamplingRow, SamplingState
+from stages.sampling.selection import likeliest
 
 __all__ = ["SampledToken", "SamplingRow", "SamplingState", "sample", "token_weights", "uniform"]
 
@@ -195,7 +196,7 @@ class _Logprobs:
         """Computes them from raw scores [A, V], before temperature and penalties."""
         values = torch.log_softmax(raw, 1)
         # Always equally many, so that the order of equals does not depend on what other rows ask for.
-        return cls(rows, values, *values.topk(min(MAX_LOGPROBS, raw.shape[1])))
+        return cls(rows, values, *likeliest(values, min(MAX_LOGPROBS, raw.shape[1])))
 
     def report(self, ids: Tensor) -> list[Tensor]:
         """Returns the logprob of each row's token of ids [R], [A], and the likeliest and theirs [A, M]."""
