@@ -64,11 +64,14 @@ def share_lead(service: Orchestrator, fleet: RemoteFleet) -> None:
         fronts = _other_fronts(view, fleet)
         service.leads = view.leader == fleet.owner
         service.share(_waiting_at(fronts))
+        service.losses.follow({each.epoch: each.losses for each in fronts} or None)
+        service.isolation.share([each.claims for each in fronts] or None)
         _follow_fronts(service.elastic, view, fleet, fronts)
 
     def describe() -> Mapping[str, Any]:
         queue = service.queue.summary()
-        return {"num_waiting": queue.num_waiting, "oldest_s": queue.oldest_s}
+        claims = service.isolation.claims
+        return {"num_waiting": queue.num_waiting, "oldest_s": queue.oldest_s, "claims": claims}
 
     async def answer(asked: SwitchRequest) -> RoleSwitch:
         if not service.leads:
@@ -76,6 +79,8 @@ def share_lead(service: Orchestrator, fleet: RemoteFleet) -> None:
         return await service.switch_roles(asked.worker, asked.roles)
 
     service.ask_leader, fleet.on_ask = fleet.ask_leader, answer
+    service.losses.on_recorded = lambda: fleet.publish(losses=service.losses.report())
+    service.isolation.on_claimed = lambda: fleet.publish(claims=service.isolation.claims)
     service.elastic.on_look = lambda: _publish(service.elastic, fleet)
     fleet.on_view, fleet.membership.describe = follow, describe
     follow(fleet.membership.view)

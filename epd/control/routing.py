@@ -145,6 +145,10 @@ class Router:
         self._others[worker] = _more(reported, self.in_flight(worker))
         self._recount(worker)
 
+    def others_at(self, worker: str) -> InFlight:
+        """Returns the counts of work at one worker that others have sent, as far as known."""
+        return self._others.get(worker, InFlight())
+
     def clear_reported(self) -> None:
         """Forgets the work of others: there are none."""
         for worker in list(self._others):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from epd.control.elasticity import ReplicaAdvice, TrafficTotals
+from epd.control.loss_policy import LossReport
 from serve_app.network.link import Address
 from serve_app.worker_info import WorkerInfo
 
@@ -32,6 +33,8 @@ class Member:
     traffic: of a front; what changes in it is in the next view, but makes no new one
     bounds: the least and most replicas of a worker's deployment, if Serve scales it
     advice: by the leading front, for each deployment that Serve scales
+    losses: of a front: which of its requests were at workers that were lost
+    claims: of a front: workers that it keeps for suspects, and since when, Unix time
     """
 
     epoch: str
@@ -53,6 +56,8 @@ class Member:
     traffic: TrafficTotals = field(default_factory=TrafficTotals)
     bounds: tuple[int, int] | None = None
     advice: Mapping[str, ReplicaAdvice] = field(default_factory=dict)
+    losses: LossReport = field(default_factory=LossReport)
+    claims: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

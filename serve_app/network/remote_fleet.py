@@ -139,6 +139,11 @@ class RemoteFleet:
             raise UnavailableError("no replica of the server leads at the moment; send the request again")
         return await self._channels.call(leader.address, value)
 
+    def publish(self, **changes: Any) -> None:
+        """Changes what other members see of this front, at once."""
+        self.membership.set(**changes)
+        self._tasks.spawn(self.membership.update())
+
     # Messages
 
     async def send(

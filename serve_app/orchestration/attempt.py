@@ -37,6 +37,7 @@ class Attempt:
     event_s: when it last made progress, Unix time
     num_tokens: tokens that have come in this attempt
     isolated_at: places at which it may put no other request at risk
+    undecided_until_s: until when no worker may be put at risk by it: whether it is to blame is not known yet
     at_risk_until: tokens after which it is no longer at risk; see `epd.control.loss_policy`
     """
 
@@ -56,6 +57,7 @@ class Attempt:
         self.num_tokens = 0
         self.isolated_at: frozenset[Hashable] = frozenset()
         self.at_risk_until = 0
+        self.undecided_until_s = 0.0
         self._ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
 
     @property

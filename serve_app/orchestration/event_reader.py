@@ -95,7 +95,7 @@ class EventReader:
         self.loads.pop(loss.name, None)
         # Lost attempts are retried in any case, even if they could not be counted.
         try:
-            self.losses.lose(loss.name, is_planned=loss.is_planned)
+            self.losses.lose(loss.name, loss.incarnation, is_planned=loss.is_planned)
         finally:
             self.recovery.lose(loss)
             self.placement.wake()

@@ -72,6 +72,7 @@ class _Lane:
                 if num_reads >= _MAX_READS or asyncio.get_running_loop().time() > deadline:
                     raise
                 await asyncio.sleep(pause_s)
+                await self._losses.check(self._attempt.answer.request)
                 pause_s = min(2 * pause_s, _MAX_RETRY_S)
 
     async def _place(self) -> tuple[str, HeldItem]:

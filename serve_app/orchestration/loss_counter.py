@@ -8,12 +8,13 @@ Requests that were merely present, in the middle of their answers, are suspects 
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from epd.control.loss_policy import LossLedger, Suspect
+from epd.control.loss_policy import LossLedger, LossReport, Suspect
 from epd.errors import PoisonedRequestError
 from epd.topology import Stage
 from serve_app.fleet import Fleet, WorkerLostError
@@ -21,6 +22,8 @@ from serve_app.orchestration.attempt import Attempt, Ending
 from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
 from serve_app.orchestration.live_answer import fingerprint
 from serve_app.service import AnswerRequest
+
+_LOOK_S = 0.25  # between looks at what others have reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ class LossCounter:
 
     attempts: all attempts in flight, by id
     max_losses: the limit for one request, over all roles and reasons
+    on_recorded: called when there is something new to report to other fronts
     """
 
     def __init__(
@@ -54,11 +58,19 @@ class LossCounter:
         self._clock = clock
         self._max_losses = max_losses
         self._num_lost: Counter[str] = Counter()
+        self.on_recorded: Callable[[], None] = lambda: None
+        self._timer: asyncio.TimerHandle | None = None
 
-    def check(self, request: AnswerRequest) -> None:
-        """Raises PoisonedRequestError for a request that is refused because of earlier lost workers."""
+    async def check(self, request: AnswerRequest) -> None:
+        """Raises PoisonedRequestError for a request that is refused because of earlier lost workers.
+
+        Waits while other fronts may still report what they had at a worker that was lost with it.
+        """
         if len(self._ledger):
-            self._ledger.check(fingerprint(request), self._clock())
+            asked = fingerprint(request)
+            while (undecided_s := self._ledger.undecided_s(asked, self._clock())) > 0:
+                await asyncio.sleep(min(undecided_s, _LOOK_S))
+            self._ledger.check(asked, self._clock())
 
     def begin(self, attempt: Attempt) -> None:
         """Gives an attempt what is known from earlier attempts at its request."""
@@ -69,8 +81,23 @@ class LossCounter:
 
     def answered(self, attempt: Attempt) -> None:
         """Notes that the request was answered completely."""
-        if len(self._ledger):
-            self._ledger.forget(attempt.answer.fingerprint)
+        if len(self._ledger) and self._ledger.forget(attempt.answer.fingerprint, self._clock()):
+            self.on_recorded()
+
+    # Other fronts
+
+    def report(self) -> LossReport:
+        """Returns what other fronts are to know of losses here."""
+        return self._ledger.report()
+
+    def follow(self, reports: Mapping[str, LossReport] | None) -> None:
+        """Takes the reports of other fronts, and ends what is to blame by now.
+
+        reports: by front; None if there are none
+        """
+        self._ledger.is_shared = reports is not None
+        if reports and self._ledger.follow(reports, self._clock()):
+            self._end_blamed()
 
     # Losses
 
@@ -89,9 +116,10 @@ class LossCounter:
         finally:
             attempt.asking[worker] -= was_alive
 
-    def lose(self, worker: str, *, is_planned: bool = False) -> None:
+    def lose(self, worker: str, incarnation: int, *, is_planned: bool = False) -> None:
         """Ends the requests to blame for a lost worker, and attempts at requests that were lost too often.
 
+        incarnation: of the lost worker
         is_planned: the worker has left by itself: nothing is counted
         """
         self._num_lost[worker] += 1
@@ -102,13 +130,19 @@ class LossCounter:
         there = list(self._there(worker))
         for attempt in {id(each.attempt): each.attempt for each in there}.values():
             attempt.answer.num_losses += 1
-        suspects = [each.suspect for each in there if each.is_at_risk] or [each.suspect for each in there]
-        for blamed in self._ledger.record(suspects, self._clock()):
-            self._end_all(blamed)
+        self._record(f"{worker}/{incarnation}", there)
+        self._end_blamed()
         for each in there:
             self.begin(each.attempt)
             if each.attempt.answer.num_losses >= self._max_losses:
                 each.attempt.end(Ending.LOST)  # without a retry
+
+    def _record(self, worker: str, there: Iterable[_AtRisk]) -> None:
+        at_risk = [each.suspect for each in there if each.is_at_risk]
+        suspects = at_risk or [each.suspect for each in there]
+        if suspects:
+            self._ledger.record(suspects, self._clock(), worker, is_at_risk=bool(at_risk))
+            self.on_recorded()
 
     def _there(self, worker: str) -> Iterable[_AtRisk]:
         """Returns what was at a worker, or on its way to it."""
@@ -132,13 +166,26 @@ class LossCounter:
             return "video"
         return "prefill" if worker == attempt.prefill_worker else "decode"
 
-    def _end_all(self, blamed: str) -> None:
-        for attempt in self._attempts.values():
-            if attempt.answer.fingerprint == blamed:
-                self._fail(attempt)
+    def _end_blamed(self) -> None:
+        """Ends the attempts at requests that are to blame; where that is not known yet, they wait for it."""
+        now_s = self._clock()
+        waits_s = [self._settle(attempt, now_s) for attempt in self._attempts.values()]
+        if any(waits_s) and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(max(waits_s), self._look_again)
 
-    def _fail(self, attempt: Attempt) -> None:
+    def _look_again(self) -> None:
+        self._timer = None
+        self._end_blamed()
+
+    def _settle(self, attempt: Attempt, now_s: float) -> float:
+        """Ends an attempt that is to blame. Returns the seconds until that is known."""
+        asked = attempt.answer.fingerprint
+        undecided_s = self._ledger.undecided_s(asked, now_s)
+        attempt.undecided_until_s = now_s + undecided_s
+        if undecided_s > 0:
+            return undecided_s
         try:
-            self._ledger.check(attempt.answer.fingerprint, self._clock())
+            self._ledger.check(asked, now_s)
         except PoisonedRequestError as error:
             attempt.fail(error)
+        return 0.0

@@ -133,7 +133,7 @@ class Orchestrator:
             stall_s=self.config.stall_timeout_s,
         )
         self._attempts: dict[str, Attempt] = {}
-        self._losses = LossCounter(
+        self.losses = LossCounter(
             LossLedger(self.config.losses),
             fleet,
             self._dispatcher,
@@ -141,9 +141,9 @@ class Orchestrator:
             time.time,
             max_losses=self.config.max_attempts,
         )
-        self._isolation = Isolation(self._dispatcher, self._attempts, time.time)
+        self.isolation = Isolation(self._dispatcher, self.router, self._attempts, time.time)
         self._placement = RequestPlacer(
-            fleet, self.router, self.queue, limits, self._losses, self._isolation, time.time
+            fleet, self.router, self.queue, limits, self.losses, self.isolation, time.time
         )
         self._shared = SharedLoad(self.router, self._dispatcher, self._placement)
         self._feeds: dict[str, GroupFeed] = {}
@@ -203,7 +203,7 @@ class Orchestrator:
             self._placement,
             self._recovery,
             self._evacuations,
-            self._losses,
+            self.losses,
             self._watchdog,
             self._shared,
             self.queue,
@@ -250,7 +250,7 @@ class Orchestrator:
         if self._is_draining:
             raise UnavailableError("the server is shutting down; retry later or use another replica")
         self.queue.check(now_s, deadline_s, num_coming=self._num_planning, priority=request.priority)
-        self._losses.check(request)
+        await self.losses.check(request)
         request = self.retention.reduced(request)
         self.check_reduction(request.reduction)
         plan = await self._plan(request)
@@ -282,11 +282,11 @@ class Orchestrator:
             is_new = True
             while answer.num_losses < self.config.max_attempts:
                 attempt = Attempt(next(self._numbers), answer, self.router, self.owner)
-                self._losses.begin(attempt)
+                self.losses.begin(attempt)
                 num_losses = answer.num_losses
                 ending = await self._try(attempt, deadline_s, is_new=is_new)
                 if ending is Ending.COMPLETE:
-                    self._losses.answered(attempt)
+                    self.losses.answered(attempt)
                     answer.finish(attempt.decode_worker)
                     return
                 is_new = False
@@ -295,6 +295,7 @@ class Orchestrator:
                     self._counters["retries"] += 1
                 answer.num_retries += 1
                 answer.forget_early()
+                await self.losses.check(answer.request)
             raise UnavailableError(
                 f"the request was lost with {self.config.max_attempts} workers in turn; retry"
             )
@@ -309,8 +310,8 @@ class Orchestrator:
             self._fleet,
             self.media,
             self._dispatcher,
-            self._losses,
-            self._isolation,
+            self.losses,
+            self.isolation,
             attempt,
             time.time,
             patience_s=self.config.unavailable_s,

@@ -81,7 +81,7 @@ class Bench:
         clock = asyncio.get_running_loop().time
         dispatcher = EncodeDispatcher(self.fleet, self.router, max_backlog_patches=1)
         losses = LossCounter(LossLedger(), self.fleet, dispatcher, {}, clock, max_losses=5)
-        isolation = Isolation(dispatcher, {}, clock)
+        isolation = Isolation(dispatcher, Router(), {}, clock)
         self.placement = RequestPlacer(self.fleet, self.router, self.queue, limits, losses, isolation, clock)
         self._clock = clock
 

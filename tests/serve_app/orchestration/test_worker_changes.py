@@ -139,6 +139,6 @@ def test_a_worker_that_has_vanished_is_asked_in_vain() -> None:
         with pytest.raises(WorkerLostError), losses.asking(attempt, "x9"):
             raise WorkerLostError("gone")
         assert attempt.lost_with == set()
-        losses.lose("x9")
+        losses.lose("x9", 1)
 
     asyncio.run(run())
