@@ -92,6 +92,7 @@ def test_rows_grow_by_doubling_and_keep_what_they_hold() -> None:
     ("asked", "checkpoint", "context", "wanted"),
     [
         (None, None, 100, 70),
+        (None, None, 32_768, 32_738),
         (None, 64, 100, 64),
         (None, 64, 80, 50),
         (20, 64, 100, 20),
