@@ -106,7 +106,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "network": ". worker",
         "ray": ". composition.py http media network",
         "app.py": ". http ray",
-        "ray/server.py": ". app.py composition.py http ray",
+        "ray/server.py": ". app.py http ray",
         "ray/batch_app.py": ". http ray ray/server.py",
     },
 }

@@ -18,7 +18,6 @@ from epd.bench.endpoint import Endpoint, get
 from epd.errors import EPDError, UnavailableError
 from serve_app.app import application
 from serve_app.app_args import AppArgs
-from serve_app.composition import worker_settings
 from serve_app.http.address import HttpAddress
 from serve_app.ray.cluster import RaySettings, ray_cluster
 from serve_app.ray.gpus import with_gpus
@@ -47,7 +46,7 @@ def served_app(
     address = http if is_own else None
     application(args, address)  # refuses what cannot be served before anything is started
     if is_own:
-        worker_settings(args.resolved()).placement()  # all workers are on this machine
+        _check_device(args.resolved())  # all workers are on this machine
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     watch = supervised(owns_cluster=is_own) if ends_with_cluster else nullcontext()
     with http.reserved() if is_own else nullcontext(), ray_cluster(cluster), watch:
@@ -66,6 +65,14 @@ def served_app(
             yield
         finally:
             serve.delete(APP_NAME)
+
+
+def _check_device(args: AppArgs) -> None:
+    """Raises RequestError for a device or type that this machine does not have; every machine has `auto`."""
+    if (args.device, args.dtype) != ("auto", "auto"):
+        from stages.placement import Placement  # torch: half a gigabyte, for as long as the command runs
+
+        Placement.resolve(args.device, args.dtype, args.model_path)
 
 
 def _check_answers(address: HttpAddress) -> None:

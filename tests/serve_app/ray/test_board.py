@@ -1,14 +1,17 @@
-"""The board's process stays small: each application has one beside its workers."""
+"""The processes beside the workers stay small: the board, the command, and Serve's controller."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
+import pytest
+
 HEAVY = ("torch", "transformers", "torchvision", "av")
 
 
-def test_the_board_imports_nothing_heavy() -> None:
-    code = f"import sys, serve_app.ray.board; print([name for name in {HEAVY} if name in sys.modules])"
+@pytest.mark.parametrize("module", ["serve_app.ray.board", "serve_app.ray.server", "epd.cli.serve"])
+def test_what_is_no_worker_imports_nothing_heavy(module: str) -> None:
+    code = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
