@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # Tests that measure time: nothing else runs beside them.
-ALONE  := tests/bench/test_bench.py tests/serve_app/http/test_hostile.py
+ALONE  := tests/bench/test_bench.py tests/serve_app/http/test_hostile.py tests/serve_app/http/test_slow_clients.py
 export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 # Installed modules are compiled when they are first imported, a third of them, and then kept.
@@ -36,7 +36,7 @@ explore: $(STAMP) ## property tests with examples that were never drawn before
 	$(BIN)/python -m pytest --hypothesis-profile=explore -m hypothesis
 
 soak: $(STAMP) ## 200 streams while workers of every role are killed and stopped; other processes killed; slow and hostile clients
-	EPD_SOAK=2e2p2d $(BIN)/python -m pytest tests/serve_app/ray/test_faults.py tests/serve_app/ray/test_deployments.py tests/serve_app/ray/test_lost_processes.py tests/serve_app/http/test_slow_clients.py tests/serve_app/http/test_hostile.py -o timeout=1800
+	EPD_SOAK=2e2p2d $(BIN)/python -m pytest tests/serve_app/ray/test_faults.py tests/serve_app/ray/test_deployments.py tests/serve_app/ray/test_lost_processes.py tests/serve_app/ray/test_lost_proxy.py tests/serve_app/http/test_slow_clients.py tests/serve_app/http/test_hostile.py -o timeout=1800
 
 kernels: $(STAMP) ## compile every GPU kernel for sm_80 and sm_90, here; fails where one spills or does not fit
 	$(BIN)/python -m tests.stages.kernels_ahead

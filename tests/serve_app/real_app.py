@@ -1,4 +1,4 @@
-"""The whole application behind a real HTTP server, its workers as threads: nothing in it is a fake."""
+"""The whole application behind the HTTP server of fronts, its workers as threads: nothing in it is a fake."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 
 from serve_app.http.api import ApiSettings, create_api
+from serve_app.http.http_server import HttpServer
 from serve_app.media.media_processes import MediaProcesses
 from serve_app.media.media_worker import MediaSettings
 from tests.serve_app.conftest import media_settings
@@ -70,8 +70,7 @@ def real_app(
         try:
             await deployment.service.start()
             app = create_api(deployment.service, deployment.service.media, settings)
-            config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=2)
-            server = uvicorn.Server(config)
+            server = HttpServer(app, drain_s=2.0)
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             while not server.started and not serving.done():
                 await asyncio.sleep(0.01)
@@ -81,6 +80,7 @@ def real_app(
                 await asyncio.sleep(0.05)
             server.should_exit = True
             await serving
+            app.state.server.close()
         except BaseException as error:
             found.append((deployment, error))
             raise

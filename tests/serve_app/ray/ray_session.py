@@ -16,8 +16,9 @@ import ray
 from ray import serve
 from ray.serve.config import ProxyLocation
 
-from serve_app.app import build_app
+from serve_app.app import application, build_app
 from serve_app.app_args import AppArgs
+from serve_app.http.address import HttpAddress
 from serve_app.network.members import Member, Place, Purpose
 from serve_app.network.memory import orphans
 from serve_app.network.remote_fleet import RemoteFleet
@@ -63,12 +64,15 @@ def ray_with_serve() -> Iterator[RaySession]:
 
 
 @contextmanager
-def running_app(session: RaySession, **args: Any) -> Iterator[str]:
-    """The application on the session's port, alone; its URL. It may leave no file of a pool behind."""
+def running_app(session: RaySession, address: HttpAddress | None = None, **args: Any) -> Iterator[str]:
+    """The application, alone; its URL. It may leave no file of a pool behind.
+
+    address: where its fronts listen themselves; None: behind the session's proxy
+    """
     before = orphans()
-    serve.run(build_app(AppArgs(**args)), name="epd", route_prefix="/")
+    serve.run(application(AppArgs(**args), address), name="epd", route_prefix="/")
     try:
-        yield session.url
+        yield session.url if address is None else address.url
     finally:
         serve.delete("epd")
     assert set(orphans()) <= set(before)
