@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,15 @@ import pytest
 from epd.errors import EPDError, InternalError, http_status
 from epd.sampling_params import SamplingParams
 from serve_app.media.frame_reader import FrameReader
-from serve_app.media_messages import CloseStream, ReadFrames
+from serve_app.media.media_worker import MediaWorker
+from serve_app.media_messages import (
+    CloseStream,
+    FetchMedia,
+    PlanImages,
+    ReadFrames,
+    ReadImage,
+    ReleaseMedia,
+)
 from serve_app.messages import (
     Abort,
     CancelTickets,
@@ -33,6 +42,7 @@ from serve_app.messages import (
 from serve_app.worker.worker_core import WorkerCore
 from tests.media import write_image, write_video
 from tests.serve_app.deployments import Deployment, Question, deployed, undisturbed, until_busy
+from tests.serve_app.media_fleet import reference_to
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
@@ -53,6 +63,8 @@ ERRORS: tuple[type[Exception], ...] = (
 # Messages with work, and those that clean up after a request that is over.
 WORK: tuple[type[Message[Any]], ...] = (ReadFrames, EncodeGroup, Reserve, Prefill)
 CLEANUP: tuple[type[Message[Any]], ...] = (Abort, CancelTickets, CloseStream)
+# Those that media workers handle without a reader of frames.
+MEDIA: tuple[type[Message[Any]], ...] = (FetchMedia, PlanImages, ReadImage)
 # Those that follow the loss of a worker.
 RECOVERY: tuple[type[Message[Any]], ...] = (PeerLost, Reissue, Redirect)
 
@@ -85,6 +97,9 @@ def is_poisoned(message: Any) -> bool:
         return any(each.startswith(f"/{POISON}") for each in message.request_ids)
     if isinstance(message, ReadFrames | CloseStream):
         return message.stream_id.startswith(f"/{POISON}")
+    if isinstance(message, FetchMedia | PlanImages | ReleaseMedia | ReadImage):
+        hold = message.source.hold if isinstance(message, ReadImage) else message.hold
+        return hold.startswith(f"/{POISON}")
     return isinstance(message, (*RECOVERY, CancelTickets)) or message.request_id.startswith(f"/{POISON}")
 
 
@@ -111,6 +126,27 @@ def tampered(handle: Callable[..., Any], faults: list[Fault]) -> Callable[..., A
     return handle_or_raise
 
 
+@pytest.fixture
+def media_faults(monkeypatch: pytest.MonkeyPatch) -> list[Fault]:
+    """As `faults`, at media workers, whose handlers return at once and fail later."""
+    faults: list[Fault] = []
+    submit = MediaWorker.submit
+
+    def submit_or_fail(self: MediaWorker, message: Message[Any], *more: Any) -> Future[Any]:
+        met = [fault for fault in faults if fault.is_met_by(message)]
+        if not met:
+            return submit(self, message, *more)
+        failed: Future[Any] = Future()
+        if met[0].is_after:
+            submit(self, message, *more).add_done_callback(lambda _: failed.set_exception(met[0].error))
+        else:
+            failed.set_exception(met[0].error)
+        return failed
+
+    monkeypatch.setattr(MediaWorker, "submit", submit_or_fail)
+    return faults
+
+
 def drawn_faults(kinds: tuple[type[Message[Any]], ...], num_times: int) -> list[Fault]:
     rng = random.Random(str(kinds))
     return [
@@ -124,6 +160,13 @@ async def ask_poison(deployment: Deployment, medium: Path) -> None:
     async with deployment.requested(Question((medium,), "who?", SHORT)) as request:
         poisoned = replace(request, request_id=f"{POISON}{medium.stem}")
         async for _ in deployment.service.answer(poisoned):
+            pass
+
+
+async def ask_poisoned_media(deployment: Deployment, medium: Path) -> None:
+    service, references = deployment.service, (reference_to(medium),)
+    async with service.media.sources(f"{POISON}{medium.stem}", references) as sources:
+        async for _ in service.answer(Question((medium,), "who?", SHORT).request(sources)):
             pass
 
 
@@ -201,6 +244,44 @@ def test_cleaning_up_that_raises_is_done_all_the_same(
                 assert [answer.tokens for answer in await others_asking] == expected
                 assert await num_lost(deployment) == 0
                 await deployment.settle()
+
+    asyncio.run(asyncio.wait_for(run(), 60.0))
+
+
+def test_media_handlers_that_raise_fail_their_request_alone(
+    checkpoints: dict[str, Path],
+    others: list[Question],
+    expected: list[tuple[int, ...]],
+    media_faults: list[Fault],
+    tmp_path: Path,
+) -> None:
+    async def run() -> None:
+        async with deployed(checkpoints["qwen2_5_vl"], "1e1p1d") as deployment:
+            for number, fault in enumerate(drawn_faults(MEDIA, num_times=1000)):
+                media_faults[:] = [fault]
+                asking = asyncio.create_task(deployment.ask_all(others))
+                with pytest.raises(InternalError, match=type(fault.error).__name__) as caught:
+                    await ask_poisoned_media(deployment, new_medium(tmp_path, number, fault.kind))
+                assert http_status(caught.value) == 500
+                assert fault.num_raised > 0
+                assert [answer.tokens for answer in await asking] == expected
+                assert await num_lost(deployment) == 0
+                await deployment.settle()
+
+    asyncio.run(asyncio.wait_for(run(), 60.0))
+
+
+def test_media_are_released_although_that_raises(
+    checkpoints: dict[str, Path], media_faults: list[Fault], tmp_path: Path
+) -> None:
+    async def run() -> None:
+        async with deployed(checkpoints["qwen2_5_vl"], "1e1p1d") as deployment:
+            for number, fault in enumerate(drawn_faults((ReleaseMedia,), num_times=2)):
+                media_faults[:] = [fault]
+                await ask_poisoned_media(deployment, new_medium(tmp_path, number, fault.kind))
+                await deployment.settle()
+                assert fault.num_raised > 0
+                assert await num_lost(deployment) == 0
 
     asyncio.run(asyncio.wait_for(run(), 60.0))
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from encoders import FrameSampling
+from encoders import Adapter, FrameSampling, PromptPlan
 from epd.control.request_budget import RequestLimits
 from epd.errors import RequestBudgetError, RequestError
 from epd.models import embedded_model_path
@@ -87,3 +90,23 @@ def test_an_answer_may_fill_the_context_and_is_planned_for_as_a_typical_one(
     room = 32_768 - len(plan.prompt)
     assert plan.sampling.max_tokens == min(most, room)
     assert plan.expected_tokens == min(expected, room)
+
+
+def test_a_long_text_that_is_tokenised_holds_up_no_other(
+    planner: RequestPlanner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are in the tokeniser at once: neither waits for the other."""
+    both = threading.Barrier(2, timeout=20.0)
+    adapter = type(planner.adapter)
+    plan_chat = adapter.plan_chat
+
+    def met(self: Adapter, *arguments: Any) -> PromptPlan:
+        both.wait()
+        return plan_chat(self, *arguments)
+
+    monkeypatch.setattr(adapter, "plan_chat", met)
+    with ThreadPoolExecutor(2) as threads:
+        plans = list(
+            threads.map(planner.plan, [Question((), "one?").request(), Question((), "two?").request()])
+        )
+    assert [len(plan.prompt) > 0 for plan in plans] == [True, True]
