@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import Protocol
 
 from epd.encode.encoder_cache import GroupKey
 
 
-@dataclass(frozen=True, slots=True)
-class WaitingGroup:
-    """Describes a group to the batch policy. shape: groups of equal shape may share one call of the tower."""
+class WaitingGroup(Protocol):
+    """Is what the batch policy sees of a group that waits for an encoder."""
 
-    key: GroupKey
-    shape: tuple[str | int, ...]
-    num_patches: int
+    @property
+    def key(self) -> GroupKey: ...
+
+    @property
+    def shape(self) -> tuple[str | int, ...]:
+        """Returns what groups must have in common to share one call of the tower."""
+        ...
+
+    @property
+    def num_patches(self) -> int: ...
 
 
 def pick_batch(waiting: Iterable[WaitingGroup], max_patches: int) -> list[int]:

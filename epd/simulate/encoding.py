@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from epd.control.elasticity import StageSample
-from epd.encode.encode_batching import WaitingGroup, pick_batch
+from epd.encode.encode_batching import pick_batch
 from epd.encode.encoder_cache import GroupKey
 from epd.kv.request_order import RequestOrder, rank_of
 from epd.profiles.profile import Profile
@@ -19,16 +19,19 @@ from epd.simulate.work_done import WorkDone
 
 @dataclass(frozen=True, slots=True)
 class EncodeTask:
-    """Describes one group of a request to the batch policy."""
+    """Describes one group of a request to the batch policy. key: of its content."""
 
     state: RequestState
     group: int
-    waiting: WaitingGroup
+    key: GroupKey
 
+    @property
+    def num_patches(self) -> int:
+        return self.state.job.groups[self.group].media.num_patches
 
-def encode_task(state: RequestState, group: int, key: GroupKey) -> EncodeTask:
-    patches = state.job.groups[group].media.num_patches
-    return EncodeTask(state, group, WaitingGroup(key, (patches,), patches))
+    @property
+    def shape(self) -> tuple[str | int, ...]:
+        return (self.num_patches,)
 
 
 class EncodeSide:
@@ -51,7 +54,7 @@ class EncodeSide:
         return bool(self._waiting or self._batch)
 
     def add(self, task: EncodeTask) -> None:
-        self._waiting.setdefault(task.waiting.key, []).append(task)
+        self._waiting.setdefault(task.key, []).append(task)
 
     def take_back(self) -> list[EncodeTask]:
         """Removes and returns all waiting groups, for other encoders."""
@@ -65,7 +68,7 @@ class EncodeSide:
             return None
         if self._order != "fcfs":
             self._waiting = OrderedDict(sorted(self._waiting.items(), key=self._rank))
-        oldest = (tasks[0].waiting for tasks in self._waiting.values())
+        oldest = (tasks[0] for tasks in self._waiting.values())
         picked = pick_batch(oldest, self._max_batch_patches)
         keys = list(itertools.islice(self._waiting, picked[-1] + 1))
         taken = [self._waiting.pop(keys[index]) for index in picked]
@@ -97,4 +100,4 @@ class EncodeSide:
 
 
 def _patches(tasks: Iterable[EncodeTask]) -> int:
-    return sum(task.waiting.num_patches for task in tasks)
+    return sum(task.num_patches for task in tasks)

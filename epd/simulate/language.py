@@ -15,7 +15,8 @@ from epd.control.elasticity import StageSample
 from epd.errors import InfeasibleError
 from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
 from epd.kv.scheduled_request import ScheduledRequest
-from epd.kv.scheduling import Chunk, Scheduler, SchedulerConfig, SchedulerOutput
+from epd.kv.scheduler_output import Chunk, SchedulerOutput
+from epd.kv.scheduling import Scheduler, SchedulerConfig
 from epd.profiles.profile import Profile
 from epd.simulate.clock import seconds_of, ticks_of
 from epd.simulate.requests import Job, RequestState

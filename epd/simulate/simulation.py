@@ -20,11 +20,10 @@ from epd.control.placement import Candidates, Placement
 from epd.control.routing import Router
 from epd.encode.encoder_cache import GroupKey
 from epd.encode.sharding import wanted_encoder
-from epd.kv.kv_cache import KVCacheSpec
 from epd.profiles.profile import Profile
 from epd.simulate.clock import EventQueue, Rank, seconds_of, ticks_of
 from epd.simulate.deployment import Deployment
-from epd.simulate.encoding import EncodeSide, EncodeTask, encode_task
+from epd.simulate.encoding import EncodeTask
 from epd.simulate.language import LanguageSide, PassResult
 from epd.simulate.machine import Machine, OwnDevices, SharedCores
 from epd.simulate.offloading import Offloading
@@ -94,28 +93,8 @@ class Simulation:
         worker = SimulatedWorker(
             name, roles, self.events, self._machine, self._encoded, self._passed, on_span
         )
-        self._host(worker, roles)
+        worker.host(roles, self.deployment, self.profile)
         return worker
-
-    def _host(self, worker: SimulatedWorker, roles: frozenset[Stage]) -> None:
-        """Gives a worker the sides that its roles need."""
-        worker.roles = roles
-        deployment = self.deployment
-        num_blocks = deployment.num_blocks(self.profile, roles)
-        profile = self.profile.on(deployment.degree(roles))
-        worker.encoder = worker.language = None
-        if "encode" in roles:
-            worker.encoder = EncodeSide(profile, deployment.max_batch_patches, deployment.language.order)
-        if roles & {"prefill", "decode"}:
-            spec = KVCacheSpec((num_blocks,), deployment.block_size)
-            worker.language = LanguageSide(
-                profile,
-                deployment.scheduler_config(roles),
-                spec,
-                hands_over="decode" not in roles,
-                enable_prefix_caching=deployment.enable_prefix_caching,
-                is_stepwise=deployment.is_stepwise,
-            )
 
     # The run
 
@@ -263,7 +242,7 @@ class Simulation:
         worker = self._workers[encoder]
         assert worker.encoder is not None
         self.router.add(encoder, encode_patches=state.job.groups[group].media.num_patches)
-        worker.encoder.add(encode_task(state, group, key))
+        worker.encoder.add(EncodeTask(state, group, key))
         worker.wake()
 
     def _encoded(self, worker: SimulatedWorker, tasks: list[EncodeTask]) -> None:
@@ -363,7 +342,7 @@ class Simulation:
         if worker.encoder is not None and self._candidates.taking("encode"):
             tasks = worker.encoder.take_back()
             for task in tasks:
-                self.router.add(worker.name, encode_patches=-task.waiting.num_patches)
+                self.router.add(worker.name, encode_patches=-task.num_patches)
                 self._deal(task.state, [task.group])
         self._await_drained(worker, switch)
 
@@ -396,7 +375,7 @@ class Simulation:
         if self._switcher.elasticity.is_failing(switch):
             self._switcher.controller.failed(now_s, worker.name)
         else:
-            self._host(worker, switch.roles)
+            worker.host(switch.roles, self.deployment, self.profile)
             self.router.forget(worker.name)
             self._since_s[worker.name] = now_s
             self._switches.append((now_s, worker.name, role_letters(switch.roles)))

@@ -6,7 +6,10 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from epd.kv.kv_cache import KVCacheSpec
+from epd.profiles.profile import Profile
 from epd.simulate.clock import EventQueue, Rank
+from epd.simulate.deployment import Deployment
 from epd.simulate.encoding import EncodeSide, EncodeTask
 from epd.simulate.language import LanguageSide, PassResult
 from epd.simulate.machine import Machine
@@ -51,6 +54,24 @@ class SimulatedWorker:
         self._was_encoding = False
         self._is_woken = False
         self._version = 0
+
+    def host(self, roles: frozenset[Stage], deployment: Deployment, profile: Profile) -> None:
+        """Takes these roles, with what they need of the deployment; what it had is gone."""
+        self.roles = roles
+        num_blocks = deployment.num_blocks(profile, roles)
+        profile = profile.on(deployment.degree(roles))
+        self.encoder = self.language = None
+        if "encode" in roles:
+            self.encoder = EncodeSide(profile, deployment.max_batch_patches, deployment.language.order)
+        if roles & {"prefill", "decode"}:
+            self.language = LanguageSide(
+                profile,
+                deployment.scheduler_config(roles),
+                KVCacheSpec((num_blocks,), deployment.block_size),
+                hands_over="decode" not in roles,
+                enable_prefix_caching=deployment.enable_prefix_caching,
+                is_stepwise=deployment.is_stepwise,
+            )
 
     @property
     def is_busy(self) -> bool:

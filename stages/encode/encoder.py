@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from encoders.adapter import MediaPlan
 from encoders.batch import BatchEncoder, FrameEncoder
-from epd.encode.encode_batching import WaitingGroup, pick_batch
-from epd.encode.encoder_cache import EncoderCacheManager
+from epd.encode.encode_batching import pick_batch
+from epd.encode.encoder_cache import EncoderCacheManager, GroupKey
 from epd.errors import EPDError, InternalError
 from epd.transfer.connectors import EncoderConnector, Ticket
 from epd.transfer.transfers import Outbox
@@ -44,10 +44,13 @@ class EncodeJob:
         return self.plan.grid.num_patches
 
     @property
-    def waiting(self) -> WaitingGroup:
-        plan = self.plan
-        shape = (plan.kind, *plan.size, plan.grid.h, plan.grid.w)
-        return WaitingGroup(self.ticket.key, shape, self.num_patches)
+    def key(self) -> GroupKey:
+        return self.ticket.key
+
+    @property
+    def shape(self) -> tuple[str | int, ...]:
+        """Returns what jobs must have in common to share one call of the tower."""
+        return (self.plan.kind, *self.plan.size, self.plan.grid.h, self.plan.grid.w)
 
 
 @dataclass(slots=True)
@@ -144,7 +147,7 @@ class EncodeStage:
     def _schedule(self) -> list[EncodeJob]:
         """Takes jobs out of the queue for which room has been reserved."""
         batch = []
-        for index in pick_batch((job.waiting for job in self._waiting), self._max_batch_patches):
+        for index in pick_batch(self._waiting, self._max_batch_patches):
             ticket = self._waiting[index].ticket
             if not self.cache.can_reserve(ticket.target.num_embeddings):
                 break

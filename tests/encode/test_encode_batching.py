@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.encode.encode_batching import WaitingGroup, pick_batch
+from epd.encode.encode_batching import pick_batch
 from epd.encode.encoder_cache import GroupKey
 
 
-def waiting(value: int, num_patches: int = 10, shape: int = 1) -> WaitingGroup:
-    return WaitingGroup(GroupKey(str(value), (), (0, 1), (1, 1), "m"), (shape,), num_patches)
+@dataclass(frozen=True)
+class Waiting:
+    key: GroupKey
+    shape: tuple[int, ...]
+    num_patches: int
+
+
+def waiting(value: int, num_patches: int = 10, shape: int = 1) -> Waiting:
+    return Waiting(GroupKey(str(value), (), (0, 1), (1, 1), "m"), (shape,), num_patches)
 
 
 def test_groups_of_one_shape_share_a_call_of_the_tower() -> None:
@@ -36,7 +45,7 @@ WAITING = st.builds(waiting, st.integers(0, 5), st.integers(1, 50), st.integers(
 
 @given(waiting=st.lists(WAITING, min_size=1, max_size=12), max_patches=st.integers(1, 120))
 def test_a_batch_has_one_shape_distinct_keys_and_the_oldest_group(
-    waiting: list[WaitingGroup], max_patches: int
+    waiting: list[Waiting], max_patches: int
 ) -> None:
     picked = [waiting[index] for index in pick_batch(waiting, max_patches)]
     assert picked[0] is waiting[0]
