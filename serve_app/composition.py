@@ -20,9 +20,11 @@ from serve_app.http.api import ApiSettings, create_api
 from serve_app.media.media_worker import MediaSettings
 from serve_app.network.members import Kind, Member, View
 from serve_app.network.remote_fleet import RemoteFleet
+from serve_app.orchestration.config import OrchestratorConfig
 from serve_app.orchestration.elastic import Elastic
-from serve_app.orchestration.orchestrator import Orchestrator, OrchestratorConfig, SwitchRequest
+from serve_app.orchestration.orchestrator import Orchestrator
 from serve_app.orchestration.request_planner import RequestPlanner
+from serve_app.orchestration.role_switch import SwitchRequest
 from serve_app.service import RoleSwitch
 from serve_app.worker.worker_stages import WorkerSettings
 

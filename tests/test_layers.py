@@ -102,7 +102,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "worker": ".",
         "orchestration": ". media worker",
         "composition.py": ". http media network orchestration worker",
-        "local": ". composition.py http media observability orchestration worker",
+        "local": ". composition.py http media observability worker",
         "network": ". worker",
         "ray": ". composition.py http media network",
         "app.py": ". http ray",

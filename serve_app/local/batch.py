@@ -38,8 +38,8 @@ from serve_app.http.request_parsing import (
 )
 from serve_app.http.responses import CompletionBuilder
 from serve_app.observability.record import RequestRecord
-from serve_app.orchestration.token_text import TokenTexts
 from serve_app.service import AnswerEnd, MediaReference, ModelCard, TokenDelta
+from serve_app.token_text import TokenTexts
 from stages.batch.batch import BatchPipeline
 from stages.batch.jobs import BatchAnswer, BatchJob, TextRequest
 from stages.placement import Placement

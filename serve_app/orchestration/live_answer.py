@@ -12,11 +12,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from epd.encode.substituted_frames import SubstitutedFrames
 from epd.types import RequestStatus, StageTimings, Usage
 from serve_app.messages import SpanDone
 from serve_app.orchestration.request_planner import AnswerPlan
-from serve_app.orchestration.substituted_frames import SubstitutedFrames
-from serve_app.orchestration.token_text import TokenTexts
 from serve_app.service import (
     AnswerEnd,
     AnswerItem,
@@ -26,6 +25,7 @@ from serve_app.service import (
     StageSpan,
     TokenDelta,
 )
+from serve_app.token_text import TokenTexts
 from stages.engine.generation import TokenOutput
 
 

@@ -16,31 +16,30 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 from epd.control.admission import AdmissionQueue, Others
-from epd.control.elasticity import ControllerConfig, RequestWork
-from epd.control.loss_policy import LossLedger, LossLimits
-from epd.control.retention import RetentionConfig
+from epd.control.elasticity import RequestWork
+from epd.control.loss_policy import LossLedger
 from epd.control.routing import Router, check_reduction
-from epd.encode.sharding import Sharding
+from epd.encode.substituted_frames import SubstitutedFrames
 from epd.errors import UnavailableError
 from epd.reduction import ReductionPolicy
 from epd.topology import Stage, topology_name
 from serve_app.fleet import Fleet, send_surely
+from serve_app.fleet_status import has_all_roles, worker_statuses
 from serve_app.media.fleet_media import FleetMedia
 from serve_app.messages import (
     Abort,
     WorkerLoad,
 )
 from serve_app.orchestration.attempt import Attempt, Ending
+from serve_app.orchestration.config import OrchestratorConfig
 from serve_app.orchestration.elastic import Elastic
 from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
 from serve_app.orchestration.evacuation import EvacuationParts, Evacuations
 from serve_app.orchestration.event_reader import EventReader
-from serve_app.orchestration.fleet_status import has_all_roles, worker_statuses
 from serve_app.orchestration.group_feed import GroupFeed
 from serve_app.orchestration.isolation import Isolation
 from serve_app.orchestration.live_answer import LiveAnswer
@@ -49,9 +48,8 @@ from serve_app.orchestration.placement import PlacementLimits, RequestPlacer
 from serve_app.orchestration.recovery import Recovery
 from serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
 from serve_app.orchestration.retention import LoadRetention
-from serve_app.orchestration.role_switch import RoleSwitcher, SwitchLimits
+from serve_app.orchestration.role_switch import RoleSwitcher, SwitchRequest
 from serve_app.orchestration.shared_load import SharedLoad
-from serve_app.orchestration.substituted_frames import SubstitutedFrames
 from serve_app.orchestration.watchdog import Watchdog
 from serve_app.service import (
     AnswerItem,
@@ -64,46 +62,6 @@ from serve_app.task_group import Loops, Tasks
 
 _MAX_GROUP_FAILURES = 3
 _DRAIN_POLL_S = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class OrchestratorConfig:
-    """Configures an `Orchestrator`.
-
-    max_waiting: requests in the queue for room
-    max_wait_s: time in that queue for a request without a deadline
-    max_attempts: losses of one request, of workers of any role
-    losses: which requests are to blame for losses, and refused for a while
-    max_prefills, unavailable_s: see `PlacementLimits`
-    stall_timeout_s: after which a silent attempt is lost, see `stall_policy`; longer than a worker's step
-    max_backlog_patches: see `EncodeDispatcher`
-    num_planning_threads: threads that tokenise
-    sharding: of one request's groups over the encoders
-    switching: limits of role switches
-    elastic, retention: how roles, and the share of visual tokens, follow the load; None if they do not
-    """
-
-    max_waiting: int = 256
-    max_wait_s: float = 120.0
-    max_attempts: int = 5
-    losses: LossLimits = field(default_factory=LossLimits)
-    max_prefills: int = 16
-    unavailable_s: float = 60.0
-    stall_timeout_s: float = 180.0
-    max_backlog_patches: int = 32_768
-    num_planning_threads: int = 2
-    sharding: Sharding = "groups"
-    switching: SwitchLimits = field(default_factory=SwitchLimits)
-    elastic: ControllerConfig | None = None
-    retention: RetentionConfig | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SwitchRequest:
-    """A role switch that another orchestrator asks the leading one for."""
-
-    worker: str
-    roles: frozenset[Stage]
 
 
 class Orchestrator:

@@ -22,8 +22,8 @@ from epd.errors import MediaError
 from epd.kv.kv_identity import TokenIdentity
 from epd.sampling_params import SamplingParams
 from epd.types import Usage
-from serve_app.orchestration.token_text import TokenTexts
 from serve_app.service import AnswerRequest, MediaSource, ModelCard
+from serve_app.token_text import TokenTexts
 from stages.engine.generation import GenerateRequest, generation_settings
 from stages.media import plan_video
 from stages.weight_files import weights_revision

@@ -48,6 +48,14 @@ _SWITCHABLE: frozenset[Stage] = frozenset({"encode", "prefill", "decode"})
 
 
 @dataclass(frozen=True, slots=True)
+class SwitchRequest:
+    """A role switch that another orchestrator asks the leading one for."""
+
+    worker: str
+    roles: frozenset[Stage]
+
+
+@dataclass(frozen=True, slots=True)
 class SwitchLimits:
     """Limits of switches.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from epd.kv.kv_cache import BlockCopy, KVCacheManager
-from epd.kv.scheduling import Preemption, Restore
+from epd.kv.scheduler_output import Preemption, Restore
 from stages.engine.kv_pool import KVPool, KVPools, token_slots
 
 

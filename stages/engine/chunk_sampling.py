@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from encoders.device import to_device
-from epd.kv.scheduling import Chunk
+from epd.kv.scheduler_output import Chunk
 from stages.engine.sequence import TokenSequence
 from stages.sampling.sampler import SampledToken, sample
 from stages.sampling.sampling_state import SamplingRow

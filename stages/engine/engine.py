@@ -19,7 +19,8 @@ from epd.errors import RequestError
 from epd.kv.drafting import DraftGain
 from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
 from epd.kv.scheduled_request import ScheduledRequest
-from epd.kv.scheduling import Chunk, Scheduler, SchedulerConfig, SchedulerOutput
+from epd.kv.scheduler_output import Chunk, SchedulerOutput
+from epd.kv.scheduling import Scheduler, SchedulerConfig
 from stages.engine.block_moves import BlockMoves
 from stages.engine.chunk_sampling import ComputedChunk, sample_chunks
 from stages.engine.faults import FaultCounts, run_apart

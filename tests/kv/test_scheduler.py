@@ -15,7 +15,8 @@ from epd.errors import InfeasibleError
 from epd.kv.kv_cache import BlockCopy, KVCacheManager, KVCacheSpec
 from epd.kv.kv_identity import token_identity
 from epd.kv.scheduled_request import PrunedRange, ScheduledRequest
-from epd.kv.scheduling import Scheduler, SchedulerConfig, SchedulerOutput
+from epd.kv.scheduler_output import SchedulerOutput
+from epd.kv.scheduling import Scheduler, SchedulerConfig
 
 
 def scheduler(num_blocks: int = 64, **limits: Any) -> Scheduler:

@@ -12,7 +12,8 @@ from epd.errors import InfeasibleError
 from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
 from epd.kv.kv_identity import token_identity
 from epd.kv.scheduled_request import ScheduledRequest
-from epd.kv.scheduling import Scheduler, SchedulerConfig, SchedulerOutput
+from epd.kv.scheduler_output import SchedulerOutput
+from epd.kv.scheduling import Scheduler, SchedulerConfig
 
 VOCABULARY = 3  # few tokens, so that prompts often begin alike
 

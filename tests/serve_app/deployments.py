@@ -18,7 +18,8 @@ from epd.sampling_params import SamplingParams
 from epd.topology import Stage
 from serve_app.local.fleet import LocalFleet, LocalFleetConfig
 from serve_app.media.media_worker import MediaSettings
-from serve_app.orchestration.orchestrator import Orchestrator, OrchestratorConfig
+from serve_app.orchestration.config import OrchestratorConfig
+from serve_app.orchestration.orchestrator import Orchestrator
 from serve_app.orchestration.request_planner import RequestPlanner
 from serve_app.service import (
     AnswerEnd,

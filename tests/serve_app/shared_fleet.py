@@ -12,7 +12,8 @@ from epd.topology import Stage
 from serve_app.fleet import Bulk, FleetEvent, WorkerChanged, WorkerLostError
 from serve_app.local.fleet import LocalFleet
 from serve_app.messages import DropOwner, Message, ReplyT, WorkerReport, by_owner
-from serve_app.orchestration.orchestrator import Orchestrator, OrchestratorConfig
+from serve_app.orchestration.config import OrchestratorConfig
+from serve_app.orchestration.orchestrator import Orchestrator
 from serve_app.orchestration.request_planner import RequestPlanner
 from serve_app.role_messages import Offload, SetRoles
 from serve_app.worker_info import WorkerInfo

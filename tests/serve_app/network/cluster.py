@@ -21,7 +21,8 @@ from serve_app.network.media_server import MediaServer
 from serve_app.network.members import Credentials, Kind, Member, Place, Purpose, View
 from serve_app.network.remote_fleet import RemoteFleet
 from serve_app.network.worker_server import WorkerServer, WorkerServerConfig
-from serve_app.orchestration.orchestrator import Orchestrator, OrchestratorConfig
+from serve_app.orchestration.config import OrchestratorConfig
+from serve_app.orchestration.orchestrator import Orchestrator
 from serve_app.orchestration.request_planner import RequestPlanner
 from serve_app.worker.worker_core import WorkerCore
 from serve_app.worker.worker_stages import WorkerSettings

@@ -11,8 +11,8 @@ import pytest
 
 from encoders import FrameSampling
 from epd.encode.encoder_cache import GroupKey
+from epd.encode.substituted_frames import SubstitutedFrames
 from epd.sampling_params import SamplingParams
-from serve_app.orchestration.substituted_frames import SubstitutedFrames
 from tests.serve_app.conftest import Front
 from tests.serve_app.deployments import Deployment, Question, deployed
 from tests.serve_app.fakes import USAGE, FakeService

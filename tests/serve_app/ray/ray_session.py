@@ -22,7 +22,8 @@ from serve_app.http.address import HttpAddress
 from serve_app.network.members import Member, Place, Purpose
 from serve_app.network.memory import orphans
 from serve_app.network.remote_fleet import RemoteFleet
-from serve_app.orchestration.orchestrator import Orchestrator, OrchestratorConfig
+from serve_app.orchestration.config import OrchestratorConfig
+from serve_app.orchestration.orchestrator import Orchestrator
 from serve_app.orchestration.request_planner import RequestPlanner
 from serve_app.ray.board import RayBoard
 from serve_app.ray.cluster import RaySettings, ray_cluster

@@ -20,7 +20,8 @@ from epd.errors import InfeasibleError, RequestError
 from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
 from epd.kv.kv_identity import token_identity
 from epd.kv.scheduled_request import PrunedRange, ScheduledRequest
-from epd.kv.scheduling import Scheduler, SchedulerConfig, SchedulerOutput
+from epd.kv.scheduler_output import SchedulerOutput
+from epd.kv.scheduling import Scheduler, SchedulerConfig
 from epd.models import embedded_model_path
 from epd.reduction import ReductionPolicy, layer_counts
 from epd.sampling_params import SamplingParams

@@ -1,0 +1,43 @@
+"""Configures an orchestrator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from epd.control.elasticity import ControllerConfig
+from epd.control.loss_policy import LossLimits
+from epd.control.retention import RetentionConfig
+from epd.encode.sharding import Sharding
+from serve_app.orchestration.role_switch import SwitchLimits
+
+
+@dataclass(frozen=True, slots=True)
+class OrchestratorConfig:
+    """Configures an `Orchestrator`.
+
+    max_waiting: requests in the queue for room
+    max_wait_s: time in that queue for a request without a deadline
+    max_attempts: losses of one request, of workers of any role
+    losses: which requests are to blame for losses, and refused for a while
+    max_prefills, unavailable_s: see `PlacementLimits`
+    stall_timeout_s: after which a silent attempt is lost, see `stall_policy`; longer than a worker's step
+    max_backlog_patches: see `EncodeDispatcher`
+    num_planning_threads: threads that tokenise
+    sharding: of one request's groups over the encoders
+    switching: limits of role switches
+    elastic, retention: how roles, and the share of visual tokens, follow the load; None if they do not
+    """
+
+    max_waiting: int = 256
+    max_wait_s: float = 120.0
+    max_attempts: int = 5
+    losses: LossLimits = field(default_factory=LossLimits)
+    max_prefills: int = 16
+    unavailable_s: float = 60.0
+    stall_timeout_s: float = 180.0
+    max_backlog_patches: int = 32_768
+    num_planning_threads: int = 2
+    sharding: Sharding = "groups"
+    switching: SwitchLimits = field(default_factory=SwitchLimits)
+    elastic: ControllerConfig | None = None
+    retention: RetentionConfig | None = None
