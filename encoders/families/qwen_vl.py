@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,15 +22,16 @@ from encoders.adapter import (
 )
 from encoders.checkpoint import Checkpoint
 from encoders.device import CPU, to_device
+from encoders.families.base import BaseAdapter
 from encoders.patches import patch_spec, patchify, resize_image
-from encoders.prompt.chat import ChatMessage, one_turn, opening
+from encoders.prompt.chat import ChatMessage
 from encoders.prompt.mrope import LAYOUTS, PositionLayout, VisualSpan, mrope_positions
 from encoders.prompt.prompt import Expansion, lay_out
 from encoders.sampling import part_of, sample_indices
 from epd.errors import MediaLimitError, ModelError
 
 
-class QwenVLAdapter(ABC):
+class QwenVLAdapter(BaseAdapter):
     """Implements `Adapter`; a family defines the size of frames, the expansion of a pad, and the spans."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -39,10 +40,6 @@ class QwenVLAdapter(ABC):
         self._positions = _layout_of(checkpoint)
         self.image_spec = patch_spec(checkpoint.processor.image_processor)
         self.video_spec = patch_spec(checkpoint.processor.video_processor)
-
-    @property
-    def tokenizer(self) -> Any:
-        return self.checkpoint.tokenizer
 
     @abstractmethod
     def video_size(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
@@ -110,12 +107,6 @@ class QwenVLAdapter(ABC):
             unit_span_s=spec.frames_per_unit / (len(indices) / part.num_frames * video.fps),
         )
 
-    def plan_prompt(self, media: Sequence[MediaPlan], question: str) -> PromptPlan:
-        return self.plan_chat(media, one_turn([plan.kind for plan in media], question))
-
-    def plan_prefix(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage] = ()) -> PromptPlan:
-        return self.plan_chat(media, opening([plan.kind for plan in media], messages)).prefix
-
     def plan_chat(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage]) -> PromptPlan:
         layout = lay_out(self.checkpoint, media, messages, self.expand)
         spans = [span for item in layout.media for span in self.spans(item)]
@@ -142,15 +133,6 @@ class QwenVLAdapter(ABC):
         rows = torch.split(output.pooler_output, counts)
         layers = [torch.split(layer, counts) for layer in getattr(output, "deepstack_features", None) or ()]
         return [Embeddings(rows[i], tuple(layer[i] for layer in layers)) for i in range(len(runs))]
-
-    def join(self, embeddings: Embeddings, plan: MediaPlan, start: int, stop: int) -> Embeddings:  # noqa: ARG002
-        return embeddings
-
-    def prepare_decoder(self, decoder: nn.Module) -> None:  # noqa: B027 # for a family's use
-        pass
-
-    def decoder_kwargs(self, visual_rows: Tensor, embeddings: Embeddings) -> dict[str, Any]:  # noqa: ARG002
-        return {}
 
 
 def _layout_of(checkpoint: Checkpoint) -> PositionLayout:

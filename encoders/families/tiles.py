@@ -10,7 +10,7 @@ Shapes: N tiles or frames, S x S pixels, V tokens of a tile, C channels of the l
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +30,9 @@ from encoders.adapter import (
 )
 from encoders.checkpoint import Checkpoint
 from encoders.device import CPU, constants, to_device
+from encoders.families.base import BaseAdapter
 from encoders.patches import PatchSpec, patchify
-from encoders.prompt.chat import ChatMessage, one_turn, opening
+from encoders.prompt.chat import ChatMessage
 from encoders.prompt.text_layout import ItemText, Markers, plan_text_prompt
 from encoders.sampling import DEFAULT_FPS, check_wanted, part_of, source_metadata
 from epd.errors import MediaLimitError, UnsupportedModelError
@@ -119,7 +120,7 @@ def cut_tiles(canvas: Tensor, side: int) -> Tensor:
     return blocks.permute(0, 2, 1, 3, 4).reshape(rows * columns, side, side, 3)
 
 
-class TileAdapter(ABC):
+class TileAdapter(BaseAdapter):
     """Implements `Adapter`; a family defines an image's tiles, the text between tiles, and the tower's call.
 
     tokens_per_tile: embeddings that one tile of an image gives. tokens_per_frame: the same of a video.
@@ -134,10 +135,6 @@ class TileAdapter(ABC):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-
-    @property
-    def tokenizer(self) -> Any:
-        return self.checkpoint.tokenizer
 
     @abstractmethod
     def canvas(self, height: int, width: int) -> tuple[int, int]:
@@ -214,12 +211,6 @@ class TileAdapter(ABC):
             source_duration_s=video.num_frames / video.fps,
         )
 
-    def plan_prompt(self, media: Sequence[MediaPlan], question: str) -> PromptPlan:
-        return self.plan_chat(media, one_turn([plan.kind for plan in media], question))
-
-    def plan_prefix(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage] = ()) -> PromptPlan:
-        return self.plan_chat(media, opening([plan.kind for plan in media], messages)).prefix
-
     def plan_chat(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage]) -> PromptPlan:
         texts = [self.item_text(plan) for plan in media if isinstance(plan, TilePlan)]
         template = self.chat_template(media)
@@ -242,12 +233,3 @@ class TileAdapter(ABC):
         pixels = torch.cat([run.values for run in runs]).to(next(tower.parameters()).dtype)
         rows = self.encode_tiles(tower, pixels, runs[0].kind)
         return [Embeddings(part.flatten(0, 1)) for part in torch.split(rows, [run.grid.t for run in runs])]
-
-    def join(self, embeddings: Embeddings, plan: MediaPlan, start: int, stop: int) -> Embeddings:  # noqa: ARG002
-        return embeddings
-
-    def prepare_decoder(self, decoder: nn.Module) -> None:  # noqa: B027 # for a family's use
-        pass
-
-    def decoder_kwargs(self, visual_rows: Tensor, embeddings: Embeddings) -> dict[str, Any]:  # noqa: ARG002
-        return {}

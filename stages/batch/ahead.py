@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from epd.transfer.bounded_queue import BoundedQueue, QueueClosed
 from stages.batch.jobs import BatchJob, EmbeddingItem
@@ -27,30 +27,30 @@ _MAX_EMBEDDING_BYTES = 64 << 20
 JOIN_S = 30.0
 
 
-class Ahead(Generic[T]):
+class Ahead(BoundedQueue[T]):
     """Runs a stage in a thread, ahead of its reader by a limited weight of items."""
 
     def __init__(
         self, name: str, items: Generator[T, None, None], max_weight: int, weight: Callable[[T], int]
     ) -> None:
         """Starts the thread. items: closed by it when the reader leaves."""
-        self._items = items
-        self._weight = weight
-        self._queue: BoundedQueue[T] = BoundedQueue(max_weight)
+        super().__init__(max_weight)
+        self._stage = items
+        self._weight_of = weight
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            with closing(self._items):
-                for item in self._items:
-                    self._queue.put(item, self._weight(item))
+            with closing(self._stage):
+                for item in self._stage:
+                    self.put(item, self._weight_of(item))
         except QueueClosed:
             return
         except BaseException as error:  # noqa: BLE001 - raised again where the items are read
             self._error = error
-        self._queue.end()
+        self.end()
 
     def get(self, timeout_s: float | None = None) -> T | None:
         """Returns the next item; None after the timeout.
@@ -58,25 +58,11 @@ class Ahead(Generic[T]):
         Raises QueueClosed after the last one, or what the stage has raised.
         """
         try:
-            return self._queue.get(timeout_s)
+            return super().get(timeout_s)
         except QueueClosed:
             if self._error is not None:
                 raise self._error from None
             raise
-
-    def __iter__(self) -> Iterator[T]:
-        """Yields everything up to the end, or until `close`."""
-        while True:
-            try:
-                item = self.get()
-            except QueueClosed:
-                return
-            assert item is not None
-            yield item
-
-    def close(self) -> None:
-        """Drops what has not been read; the thread ends with its current item."""
-        self._queue.close()
 
     def join(self) -> None:
         self._thread.join(JOIN_S)

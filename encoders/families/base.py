@@ -1,0 +1,42 @@
+"""Implements what all model families have in common: prompts of one turn, and no wish for the decoder."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from encoders.adapter import Embeddings, MediaPlan, PromptPlan
+from encoders.checkpoint import Checkpoint
+from encoders.prompt.chat import ChatMessage, one_turn, opening
+
+
+class BaseAdapter(ABC):
+    """Implements the part of `Adapter` that needs no knowledge of a family."""
+
+    checkpoint: Checkpoint
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.checkpoint.tokenizer
+
+    @abstractmethod
+    def plan_chat(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage]) -> PromptPlan:
+        """Lays out a conversation, see `Adapter`."""
+
+    def plan_prompt(self, media: Sequence[MediaPlan], question: str) -> PromptPlan:
+        return self.plan_chat(media, one_turn([plan.kind for plan in media], question))
+
+    def plan_prefix(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage] = ()) -> PromptPlan:
+        return self.plan_chat(media, opening([plan.kind for plan in media], messages)).prefix
+
+    def join(self, embeddings: Embeddings, plan: MediaPlan, start: int, stop: int) -> Embeddings:  # noqa: ARG002
+        return embeddings
+
+    def prepare_decoder(self, decoder: nn.Module) -> None:  # noqa: B027 # for a family's use
+        pass
+
+    def decoder_kwargs(self, visual_rows: Tensor, embeddings: Embeddings) -> dict[str, Any]:  # noqa: ARG002
+        return {}
