@@ -26,7 +26,6 @@ from serve_app.http.http_guard import (
 )
 from serve_app.http.page import page_routes
 from serve_app.http.protocol import (
-    AdviceReport,
     ChatCompletion,
     DecisionReport,
     ErrorReply,
@@ -152,7 +151,7 @@ async def status(request: Request) -> StatusReport:
         workers=now.workers,
         switches=now.switches,
         decisions=[DecisionReport.model_validate(decision) for decision in now.decisions],
-        advice={name: AdviceReport.model_validate(each) for name, each in now.advice.items()},
+        advice=now.advice,
         retention=now.retention,
     )
 

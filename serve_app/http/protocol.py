@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from epd.control.elasticity import ReplicaAdvice
 from serve_app.service import RetentionStatus, RoleSwitch, WorkerStatus
 
 
@@ -155,12 +157,6 @@ class DecisionReport(BaseModel):
     reason: str
 
 
-class AdviceReport(DecisionReport):
-    """How many replicas a deployment should have, with the reason."""
-
-    num_replicas: int
-
-
 class StatusReport(BaseModel):
     """The current state of the service.
 
@@ -178,7 +174,7 @@ class StatusReport(BaseModel):
     workers: tuple[WorkerStatus, ...]
     switches: tuple[RoleSwitch, ...]
     decisions: list[DecisionReport]
-    advice: dict[str, AdviceReport]
+    advice: Mapping[str, ReplicaAdvice]
     retention: RetentionStatus | None
 
 
