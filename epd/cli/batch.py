@@ -199,12 +199,15 @@ def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
             yield backend
     else:
         from serve_app.local.batch import LocalBackend  # torch
-        from stages.placement import Placement  # torch
 
-        placement = Placement.resolve(target.device, target.dtype, target.model)
         with console.loading_bar() as show:
             loaded = LocalBackend.load(
-                target.model, target.num_kv_tokens, target.skip_static, placement, show
+                target.model,
+                target.num_kv_tokens,
+                target.skip_static,
+                device=target.device,
+                dtype=target.dtype,
+                on_progress=show,
             )
         yield loaded
 

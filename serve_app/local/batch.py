@@ -82,15 +82,17 @@ class LocalBackend:
         model: Path,
         num_kv_tokens: int | None,
         skip_static: float | None,
-        placement: Placement | None = None,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
         on_progress: OnBytes | None = None,
     ) -> LocalBackend:
-        """Loads a model. Options as in `BatchPipeline.load`. Raises EPDError."""
+        """Loads a model. Options as in `Placement.resolve` and `BatchPipeline.load`. Raises EPDError."""
         pipeline = BatchPipeline.load(
             model,
             num_kv_tokens=num_kv_tokens,
             skip_static=skip_static,
-            placement=placement,
+            placement=Placement.resolve(device, dtype, model),
             on_progress=on_progress,
         )
         return cls(pipeline, ModelCard(model.name, int(time.time())))

@@ -19,6 +19,9 @@ from fastapi import FastAPI
 from ray import serve
 
 from serve_app.app_args import AppArgs
+from serve_app.network.members import Place, Purpose
+from serve_app.ray.autoscaling import advice_stats
+from serve_app.ray.board import RayBoard
 from serve_app.ray.cluster import LINK_HOST
 from serve_app.ray.gpus import limit_memory, worker_device
 
@@ -26,9 +29,7 @@ if TYPE_CHECKING:
     from ray.serve.context import ReplicaContext
 
     from serve_app.network.media_server import MediaServer
-    from serve_app.network.members import Place, Purpose
     from serve_app.network.worker_server import WorkerServer
-    from serve_app.ray.board import RayBoard
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +59,7 @@ class Stage(_Worker):
     """Runs one stage worker. The board gives it its name and roles."""
 
     async def __init__(self, args: AppArgs) -> None:  # type: ignore[misc] # Serve awaits it
-        from serve_app.composition import worker_settings
-        from serve_app.network.worker_server import WorkerServer, WorkerServerConfig
+        from serve_app.ray.replica_parts import WorkerServer, WorkerServerConfig, worker_settings
 
         _quiet()
         device = worker_device(args.device)
@@ -75,10 +75,7 @@ class Media(_Worker):
     """Runs one media worker."""
 
     async def __init__(self, args: AppArgs) -> None:  # type: ignore[misc] # Serve awaits it
-        from serve_app.composition import media_settings
-        from serve_app.media.media_processes import MediaProcesses
-        from serve_app.media.media_worker import MediaWorker
-        from serve_app.network.media_server import MediaServer
+        from serve_app.ray.replica_parts import MediaProcesses, MediaServer, MediaWorker, media_settings
 
         _quiet()
         self._drain_s = args.drain_s
@@ -96,8 +93,7 @@ class Media(_Worker):
 
 async def create_front(args: AppArgs) -> FastAPI:
     """Creates the HTTP app of a front. Raises EPDError."""
-    from serve_app.composition import create_app, log_requests, share_lead
-    from serve_app.network.remote_fleet import RemoteFleet
+    from serve_app.ray.replica_parts import RemoteFleet, create_app, log_requests, share_lead
 
     _quiet()
     log_requests()  # Ray keeps stderr in a file, and shows it on request
@@ -124,8 +120,6 @@ async def _ended(server: WorkerServer | MediaServer, drain_s: float) -> None:
 
 
 def _advised(server: WorkerServer | MediaServer) -> dict[str, float]:
-    from serve_app.ray.autoscaling import advice_stats
-
     context = serve.get_replica_context()
     bounds = _bounds(context)
     if bounds != server.membership.member.bounds:
@@ -148,21 +142,15 @@ def _end(reason: str) -> None:
 
 
 def _board() -> RayBoard:
-    from serve_app.ray.board import RayBoard
-
     return RayBoard(serve.get_replica_context().app_name)
 
 
 def _place() -> Place:
-    from serve_app.network.members import Place
-
     own: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     return Place(os.environ.get(LINK_HOST) or own, ray.get_runtime_context().get_node_id())
 
 
 def _purpose(args: AppArgs) -> Purpose:
-    from serve_app.network.members import Purpose
-
     release = hashlib.blake2b(args.model_dump_json().encode(), digest_size=8).hexdigest()
     return Purpose(str(args.model_path), args.topology, release, args.hang_s)
 

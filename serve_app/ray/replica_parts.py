@@ -1,0 +1,24 @@
+"""Gathers what replicas are built of. Imports torch: replicas import it when they start."""
+
+from __future__ import annotations
+
+from serve_app.composition import create_app, log_requests, media_settings, share_lead, worker_settings
+from serve_app.media.media_processes import MediaProcesses
+from serve_app.media.media_worker import MediaWorker
+from serve_app.network.media_server import MediaServer
+from serve_app.network.remote_fleet import RemoteFleet
+from serve_app.network.worker_server import WorkerServer, WorkerServerConfig
+
+__all__ = [
+    "MediaProcesses",
+    "MediaServer",
+    "MediaWorker",
+    "RemoteFleet",
+    "WorkerServer",
+    "WorkerServerConfig",
+    "create_app",
+    "log_requests",
+    "media_settings",
+    "share_lead",
+    "worker_settings",
+]
