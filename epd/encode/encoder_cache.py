@@ -73,19 +73,6 @@ class CacheCounts:
     evictions: int = 0
 
 
-def num_blocks_within(
-    *, max_embeddings: int, max_bytes: int, bytes_per_embedding: int, block_size: int
-) -> int:
-    """Returns the blocks that respect both budgets. Raises InfeasibleError when not even one does."""
-    num_blocks = min(max_embeddings // block_size, max_bytes // (bytes_per_embedding * block_size))
-    if num_blocks < 1:
-        raise InfeasibleError(
-            f"an encoder cache of {max_embeddings} embeddings and {max_bytes} bytes holds no block of "
-            f"{block_size} embeddings of {bytes_per_embedding} bytes; raise the budget"
-        )
-    return num_blocks
-
-
 class EncoderCacheManager:
     """Manages blocks, entries and references of one worker; the entry idle longest is evicted first."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 import numpy as np
 
 from encoders import Adapter, Embeddings, MediaItem, PromptPlan, concatenated
@@ -57,14 +55,3 @@ def _placed(item: MediaItem, kept: list[Kept], positions: np.ndarray) -> PlacedE
         return PlacedEmbeddings(embeddings, places)
     indices = np.concatenate([each.indices for each in kept])
     return PlacedEmbeddings(embeddings, places, positions[:, indices])
-
-
-def spliced(
-    adapter: Adapter, prompt: PromptPlan, groups: Iterable[tuple[MediaGroup, Embeddings]]
-) -> Iterator[PlacedEmbeddings]:
-    """Splices all groups of a prompt, in order."""
-    splicer = EmbeddingSplicer(adapter, prompt)
-    for group, embeddings in groups:
-        placed = splicer.push(group, embeddings)
-        if placed is not None:
-            yield placed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from epd.encode.encoder_cache import EncoderCacheManager, num_blocks_within
+from epd.encode.encoder_cache import EncoderCacheManager
 from epd.errors import InfeasibleError
 from tests.encoders.fakes import fake_key
 
@@ -76,14 +76,6 @@ def test_what_cannot_ever_fit_is_infeasible() -> None:
     cache.check_fits(8)
     with pytest.raises(InfeasibleError, match="9 embeddings do not fit into an encoder cache of 8"):
         cache.check_fits(9)
-
-
-def test_both_budgets_are_respected() -> None:
-    budget = {"bytes_per_embedding": 100, "block_size": 4}
-    assert num_blocks_within(max_embeddings=41, max_bytes=10**9, **budget) == 10
-    assert num_blocks_within(max_embeddings=10**9, max_bytes=1999, **budget) == 4
-    with pytest.raises(InfeasibleError, match="holds no block"):
-        num_blocks_within(max_embeddings=3, max_bytes=10**9, **budget)
 
 
 def test_a_holder_cannot_hold_twice() -> None:

@@ -10,7 +10,7 @@ import torch
 from encoders.groups import plan_groups
 from encoders.identity import prompt_identity
 from epd.sampling_params import SamplingParams
-from stages.encode.splicing import spliced
+from stages.encode.splicing import EmbeddingSplicer
 from stages.engine.generation import GenerateRequest, GenerationSettings
 from stages.engine.setup import build_engine
 from stages.placement import CPU_FLOAT32
@@ -45,9 +45,12 @@ def answer(family: Family, media: list[Media], num_encoders: int) -> list[int]:
         "r", groups, lambda group: workers.frames(media, group)
     )
     outputs = []
-    for placed in spliced(family.adapter, prompt, encoded):
-        engine.add_embeddings("r", placed)
-        outputs += engine.step().outputs
+    splicer = EmbeddingSplicer(family.adapter, prompt)
+    for group, embeddings in encoded:
+        placed = splicer.push(group, embeddings)
+        if placed is not None:
+            engine.add_embeddings("r", placed)
+            outputs += engine.step().outputs
     while engine.has_work():
         outputs += engine.step().outputs
     return [output.token.token_id for output in outputs]
