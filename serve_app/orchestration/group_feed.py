@@ -28,7 +28,7 @@ from serve_app.worker.worker_roles import Clock
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.05  # until another encoder is asked
-_Lane = tuple[int, int]  # an item, and one of its lanes
+_Reader = tuple[int, int]  # an item, and one of its readers
 
 
 class GroupFeed:
@@ -58,7 +58,7 @@ class GroupFeed:
         self._patience_s = patience_s
         self._sharding = sharding
         self._last_encoder: str | None = None
-        self._granted: dict[_Lane, asyncio.Queue[Grant]] = {}
+        self._granted: dict[_Reader, asyncio.Queue[Grant]] = {}
         self._frames: dict[int, ItemFrames] = {}  # by item
         self._tasks = Tasks()
 
@@ -69,11 +69,11 @@ class GroupFeed:
             self._frames[group.item] = ItemFrames(
                 self._fleet, self._media, self._losses, self._attempt, group.item
             )
-        lane = (group.item, self._frames[group.item].lane_of(group))
-        if lane not in self._granted:
-            self._granted[lane] = asyncio.Queue()
-            self._tasks.spawn(self._guarded(partial(self._serve_lane, lane)))
-        self._granted[lane].put_nowait(granted)
+        reader = (group.item, self._frames[group.item].reader_of(group))
+        if reader not in self._granted:
+            self._granted[reader] = asyncio.Queue()
+            self._tasks.spawn(self._guarded(partial(self._serve_reader, reader)))
+        self._granted[reader].put_nowait(granted)
 
     def stop(self) -> None:
         """Stops sending groups."""
@@ -95,8 +95,8 @@ class GroupFeed:
             logger.exception("dispatching the groups of an item failed")
             self._attempt.fail(InternalError.of(error))
 
-    async def _serve_lane(self, lane: _Lane) -> None:
-        queue, plan = self._granted[lane], self._attempt.answer.plan
+    async def _serve_reader(self, reader: _Reader) -> None:
+        queue, plan = self._granted[reader], self._attempt.answer.plan
         while True:
             granted = await queue.get()
             if await self._from_cache(granted):

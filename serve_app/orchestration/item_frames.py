@@ -1,10 +1,10 @@
 """Reads the frames of one item's groups from the media workers that have it; of a long video, from several.
 
     groups        | 0 1 2 3 | 4 5 6 7 | 8 9 ...      runs, see `epd.encode.runs`
-    lane 0 (v0)        stream              stream    each lane reads its granted groups in order
-    lane 1 (v1)                  stream              v1 gets the file first
+    reader 0 (v0)      stream              stream    each reads its granted groups in order
+    reader 1 (v1)                stream              v1 gets the file first
 
-No group is read before there is room for its frames. A lane whose worker is lost reads on at another one.
+No group is read before there is room for its frames. A reader whose worker is lost reads on at another one.
 """
 
 from __future__ import annotations
@@ -125,15 +125,15 @@ class ItemFrames:
         source = attempt.answer.request.media[item]
         others = media.spare_workers(source) if source.kind == "video" else []
         self._runs = plan_runs(num_groups, 1 + len(others))
-        self._lanes = [
+        self._readers = [
             _Lane(fleet, media, losses, attempt, item, str(number))
             for number in range(1 + max(run.reader for run in self._runs))
         ]
-        for lane, worker in zip(self._lanes[1:], others, strict=False):
-            lane.wanted = worker
+        for reader, worker in zip(self._readers[1:], others, strict=False):
+            reader.wanted = worker
 
-    def lane_of(self, group: MediaGroup) -> int:
-        """Returns the number of the lane that reads a group."""
+    def reader_of(self, group: MediaGroup) -> int:
+        """Returns the number of the reader of a group."""
         return self._run_of(group).reader
 
     def _run_of(self, group: MediaGroup) -> Run:
@@ -145,9 +145,9 @@ class ItemFrames:
         Raises MediaError, and UnavailableError if no media worker delivers it.
         """
         run = self._run_of(group)
-        return await self._lanes[run.reader].read(group, run, patience_s)
+        return await self._readers[run.reader].read(group, run, patience_s)
 
     async def close(self) -> None:
         """Closes the streams."""
-        for lane in self._lanes:
-            await lane.close()
+        for reader in self._readers:
+            await reader.close()

@@ -162,13 +162,13 @@ class LiveAnswer:
         elif stage == "prefill":
             self.timings.prefill_s += done.service_s
             self.queued.prefill_s += done.queued_s
-        self._tell(done.span)
+        self._report(done.span)
 
     def note_span(self, stage: StageName, worker: str, start_s: float, **place: int) -> None:
         """Records a piece of work that ends now. place: item and group."""
-        self._tell(StageSpan(stage, worker, start_s, self._clock(), **place))
+        self._report(StageSpan(stage, worker, start_s, self._clock(), **place))
 
-    def _tell(self, span: StageSpan) -> None:
+    def _report(self, span: StageSpan) -> None:
         if self.request.wants_spans:
             self._put(span)
 

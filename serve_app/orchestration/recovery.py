@@ -46,7 +46,7 @@ class Recovery:
         ending = Ending.TAKEN_BACK if loss.is_planned else Ending.LOST
         self._router.forget(name)
         replies = {
-            info.name: asyncio.create_task(self._tell(info.name, info.roles, message))
+            info.name: asyncio.create_task(self._send_loss(info.name, info.roles, message))
             for info in self._fleet.workers.values()
             if info.is_alive and info.name != name and "video" not in info.roles
         }
@@ -56,7 +56,7 @@ class Recovery:
             if attempt.is_placed and name in (attempt.prefill_worker, attempt.decode_worker):
                 self.tasks.spawn(self._recover(attempt, name, replies, ending))
 
-    async def _tell(self, worker: str, roles: frozenset[Stage], lost: PeerLost) -> frozenset[str] | None:
+    async def _send_loss(self, worker: str, roles: frozenset[Stage], lost: PeerLost) -> frozenset[str] | None:
         stage = next(iter(sorted(roles)))
         lost_ids = await send_surely(self._fleet, stage, worker, lost)
         return None if lost_ids is None else frozenset(lost_ids)

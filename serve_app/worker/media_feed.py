@@ -40,7 +40,7 @@ class _Feed:
     groups: tuple[MediaGroup, ...]
     numbers: tuple[int, ...]
     ends: tuple[int, ...]
-    joiner: EmbeddingSplicer
+    splicer: EmbeddingSplicer
     num_taken: int = 0
     num_released: int = 0
 
@@ -65,8 +65,8 @@ class MediaFeeds:
             return
         self.receiver.open(request.request_id, [groups[number].spec for number in numbers])
         ends = tuple(group_end(request, groups[number]) for number in numbers)
-        joiner = EmbeddingSplicer(self._adapter, request.prompt)
-        self._feeds[request.request_id] = _Feed(request, groups, numbers, ends, joiner)
+        splicer = EmbeddingSplicer(self._adapter, request.prompt)
+        self._feeds[request.request_id] = _Feed(request, groups, numbers, ends, splicer)
 
     def step(self, reports: ReportBuffer, on_fault: OnFault) -> bool:
         """Takes what has arrived and grants what there is room for. Returns whether anything has moved.
@@ -74,13 +74,13 @@ class MediaFeeds:
         on_fault: called with each request whose embeddings could not be passed on; it must close it
         """
         num_events = len(reports.events)
-        self._tell_failed(self.receiver.poll(), reports)
-        self._tell_arrived(reports)
+        self._report_failed(self.receiver.poll(), reports)
+        self._report_arrived(reports)
         has_fed = [self._guarded(feed, on_fault) for feed in list(self._feeds.values())]
         self._grant(reports)
         return any(has_fed) or len(reports.events) > num_events
 
-    def _tell_failed(self, failed: dict[GroupKey, str], reports: ReportBuffer) -> None:
+    def _report_failed(self, failed: dict[GroupKey, str], reports: ReportBuffer) -> None:
         if failed:
             reports.events += [
                 GroupFailed(grant.request_id, grant.group, transfer_id, failed[grant.ticket.key])
@@ -88,7 +88,7 @@ class MediaFeeds:
                 if grant.ticket.key in failed
             ]
 
-    def _tell_arrived(self, reports: ReportBuffer) -> None:
+    def _report_arrived(self, reports: ReportBuffer) -> None:
         is_ready = self.receiver.reception.cache.is_ready
         arrived = tuple(i for i, grant in self._open.items() if is_ready(grant.ticket.key))
         for transfer_id in arrived:
@@ -108,7 +108,7 @@ class MediaFeeds:
         taken = self.receiver.take(feed.request.request_id)
         for index, embeddings in taken:
             feed.num_taken = index + 1
-            placed = feed.joiner.push(feed.groups[feed.numbers[index]], embeddings)
+            placed = feed.splicer.push(feed.groups[feed.numbers[index]], embeddings)
             if placed is not None:
                 self._stage.add_embeddings(feed.request.request_id, placed)
         if any(feed.groups[feed.numbers[index]].plan.is_joined_whole for index, _ in taken):

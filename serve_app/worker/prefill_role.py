@@ -147,11 +147,11 @@ class PrefillRole:
             num_tokens = prompt.message.request.num_prompt_tokens
             num_computed = num_tokens if request_id in begun else self.stage.engine.num_computed(request_id)
             self.feeds.advance(request_id, num_computed)
-            self._tell_spans(prompt, start_s, num_computed, reports)
+            self._report_spans(prompt, start_s, num_computed, reports)
             if num_computed >= num_tokens:
                 del self._prompts[request_id]
 
-    def _tell_spans(
+    def _report_spans(
         self, prompt: _Progress, start_s: float, num_computed: int, reports: ReportBuffer
     ) -> None:
         """Reports a span for each group that the step ended, and one for a question that ends after them."""
