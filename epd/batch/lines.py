@@ -13,7 +13,7 @@ media:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +33,7 @@ _OPENAI_KEYS = ("custom_id", "method", "url", "body")
 _URL_PREFIXES = ("http://", "https://", "data:", "file:")
 _MEDIA_PARTS = ("image_url", "video_url")
 _TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
-_SAMPLING_PLACES = ("epd", "mm_processor_kwargs")
+_SAMPLING_PLACES = (("epd",), ("mm_processor_kwargs",), ("media_io_kwargs", "video"))
 _RATES = ("fps", "num_frames")
 _PART = ("start_s", "end_s")
 _REDUCTION = ("retention", "reduction")
@@ -202,7 +202,7 @@ def _with_defaults(body: JSON, defaults: LineDefaults) -> JSON:
     """Returns the body with the defaults where it is silent; a rate or number of frames excludes both."""
     if defaults.max_tokens is not None and all(body.get(name) is None for name in _TOKEN_LIMITS):
         body = {**body, "max_tokens": defaults.max_tokens}
-    places = [place for name in _SAMPLING_PLACES if isinstance(place := body.get(name), dict)]
+    places = [place for names in _SAMPLING_PLACES if isinstance(place := _at(body, names), dict)]
     has_rate = any(place.get(name) for place in places for name in _RATES)
     ours = body["epd"] if isinstance(body.get("epd"), dict) else {}
     added = {
@@ -224,9 +224,17 @@ def shared_prefix(body: JSON) -> SharedPrefix:
     parts = last["content"]
     stop = 1 + max(place for place, part in enumerate(parts) if _url_of(part) is not None)
     common = [*before, {**last, "content": parts[:stop]}]
-    options = [body.get("model"), *(body.get(place) for place in _SAMPLING_PLACES)]
+    options = [body.get("model"), *(_at(body, names) for names in _SAMPLING_PLACES)]
     urls = tuple(url for message in common for url in _urls(message))
     return SharedPrefix(urls, json.dumps([options, _without_urls(common)], sort_keys=True))
+
+
+def _at(body: JSON, names: Sequence[str]) -> Any:
+    """Returns what is at a place of a body, None for nothing."""
+    found: Any = body
+    for name in names:
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
 
 
 def _urls(message: Any) -> Iterator[str]:

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
+from epd import __version__
 from epd.errors import ModelNotFoundError
 from serve_app.http.chat_answer import ChatAnswer
 from serve_app.http.chat_request import ChatRequest
@@ -36,6 +37,7 @@ from serve_app.http.protocol import (
     ModelList,
     RolesRequest,
     StatusReport,
+    Version,
 )
 from serve_app.http.request_parsing import describe
 from serve_app.http.server_state import ApiSettings, ServerState
@@ -195,6 +197,18 @@ async def health(request: Request) -> Response:
     is_ready = (await _server(request).service.status()).is_ready
     body = Health(status="ok" if is_ready else "unavailable")
     return JSONResponse(body.model_dump(), HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+@_open.get("/ping", responses={503: {"model": Health}})
+@_open.post("/ping", responses={503: {"model": Health}})
+async def ping(request: Request) -> Response:
+    """Returns the same as `/health`, under the name that hosts of containers ask for."""
+    return await health(request)
+
+
+@_open.get("/version")
+async def version() -> Version:
+    return Version(version=__version__)
 
 
 @_open.get("/metrics", response_class=Response)

@@ -146,6 +146,19 @@ class ProcessorOptions(_Received):
     num_frames: Count | None = None
 
 
+class ImageLoading(_Received):
+    image_mode: Literal["RGB"] | None = None
+
+
+class MediaLoading(_Received):
+    """vLLM's `media_io_kwargs`, by kind of medium."""
+
+    image: ImageLoading | None = None
+    video: ProcessorOptions | None = Field(
+        default=None, description="Which frames are read: `fps` or `num_frames`."
+    )
+
+
 class EpdOptions(_Received):
     """This server's own options.
 
@@ -209,6 +222,7 @@ class ChatRequest(_Received):
     stop_token_ids: Listed[Annotated[int, Field(ge=0, le=MAX_INT64)]] | None = None
     include_stop_str_in_output: bool | None = None
     mm_processor_kwargs: ProcessorOptions | None = None
+    media_io_kwargs: MediaLoading | None = None
     priority: Int64 | None = Field(
         default=None, description="The lower, the sooner; 0 by default, above it what nobody waits for."
     )
@@ -218,3 +232,8 @@ class ChatRequest(_Received):
     )
 
     epd: EpdOptions | None = None
+
+    def frame_options(self) -> tuple[EpdOptions | ProcessorOptions, ...]:
+        """Returns what was received about frames of videos, from the three places that take it."""
+        loading = self.media_io_kwargs.video if self.media_io_kwargs else None
+        return tuple(each for each in (self.epd, self.mm_processor_kwargs, loading) if each)

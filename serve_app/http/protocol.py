@@ -143,6 +143,10 @@ class ErrorReply(BaseModel):
     error: ErrorBody
 
 
+class Version(BaseModel):
+    version: str
+
+
 class Health(BaseModel):
     status: Literal["ok", "unavailable"]
 

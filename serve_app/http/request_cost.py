@@ -47,8 +47,7 @@ def _num_bytes(message: ChatMessage) -> int:
 
 def _num_frames(chat: ChatRequest) -> int:
     """Returns the number of frames requested per video; 0 if not given."""
-    given = (chat.epd, chat.mm_processor_kwargs)
-    return max((options.num_frames or 0 for options in given if options), default=0)
+    return max((options.num_frames or 0 for options in chat.frame_options()), default=0)
 
 
 def _num_answer_tokens(chat: ChatRequest, context_tokens: int | None) -> int:

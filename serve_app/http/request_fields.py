@@ -53,7 +53,6 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "logits_processors": ([],),
     "logprob_token_ids": (),
-    "media_io_kwargs": ({},),
     "moderation": (),
     "prediction": (),
     "prompt_logprobs": (),

@@ -118,9 +118,9 @@ def sampling_params(chat: ChatRequest, defaults: SamplingParams) -> SamplingPara
 def video_sampling(chat: ChatRequest) -> FrameSampling:
     """Returns which frames of each video are used.
 
-    Raises RequestError if two places, or a rate and a number, disagree, and for an empty part of a video.
+    Raises RequestError if places, or a rate and a number, disagree, and for an empty part of a video.
     """
-    given = [options for options in (chat.epd, chat.mm_processor_kwargs) if options]
+    given = chat.frame_options()
     rates = {options.fps for options in given} - {None}
     numbers = {options.num_frames for options in given} - {None}
     if len(rates) + len(numbers) > 1:

@@ -56,6 +56,10 @@ def test_images_come_in_order_and_urls_stay_as_they_are() -> None:
             openai(mm_processor_kwargs={"num_frames": 6}, stream=True),
             {"max_tokens": 9, "mm_processor_kwargs": {"num_frames": 6}},
         ),
+        (
+            openai(media_io_kwargs={"video": {"num_frames": 6}}),
+            {"max_tokens": 9, "media_io_kwargs": {"video": {"num_frames": 6}}},
+        ),
         (openai(epd={"retention_min": 0.5}), {"max_tokens": 9, "epd": {"retention_min": 0.5, "fps": 2.0}}),
     ],
 )
@@ -87,6 +91,11 @@ def test_what_is_kept_is_as_the_line_says_or_else_the_default(
     assert parsed(record, retention=0.25, reduction="evs").body["epd"] == epd
     said = parsed(record).body.get("epd") or {}
     assert {name: value for name, value in said.items() if value is not None}.items() <= epd.items()
+
+
+def test_a_line_that_reads_other_frames_shares_no_prefix() -> None:
+    few, many = (parsed(openai(media_io_kwargs={"video": {"num_frames": count}})).body for count in (4, 8))
+    assert shared_prefix(few) != shared_prefix(many)
 
 
 def test_a_line_that_keeps_another_share_shares_no_prefix() -> None:

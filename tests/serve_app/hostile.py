@@ -276,6 +276,9 @@ def _frames(video: JSON) -> dict[str, Body]:
         "CVE-2026-105758: max_frames": question_about(
             video, media_io_kwargs={"video": {"max_frames": 10**12}}
         ),
+        "CVE-2026-105758: media_io_kwargs": question_about(
+            video, media_io_kwargs={"video": {"num_frames": 10**18}}
+        ),
         "CVE-2026-105760: media_io_kwargs": question_about(
             video, media_io_kwargs={"video": {"num_frames": -1}}
         ),

@@ -178,6 +178,8 @@ def test_what_is_not_said_is_as_the_server_has_it(run_front: Callable[..., Front
         ({"epd": {"start_s": 2, "end_s": 4.5}}, FrameSampling(start_s=2.0, end_s=4.5), None),
         ({"epd": {"end_s": 4}, "mm_processor_kwargs": {"fps": 1}}, FrameSampling(fps=1.0, end_s=4.0), None),
         ({"epd": {"fps": 2}, "mm_processor_kwargs": {"fps": 2.0}}, FrameSampling(fps=2.0), None),
+        ({"media_io_kwargs": {"video": {"num_frames": 4}}}, FrameSampling(num_frames=4), None),
+        ({"media_io_kwargs": {"image": {"image_mode": "RGB"}, "video": {}}}, FrameSampling(), None),
     ],
 )
 def test_sampling_of_videos(

@@ -41,7 +41,7 @@ DRAWN = settings(
 OPERATIONS = {
     "POST /v1/chat/completions", "GET /v1/models", "GET /v1/models/{name}", "GET /v1/epd/status",
     "POST /v1/epd/roles", "GET /v1/epd/load",
-    "GET /health", "GET /metrics",
+    "GET /health", "GET /metrics", "GET /ping", "POST /ping", "GET /version",
 }  # fmt: skip
 CHAT = "POST /v1/chat/completions"
 DRAWN_OF = [

@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+import epd
 from epd import errors
 from epd.errors import EPDError, OverloadedError, exit_code, http_status
 from serve_app.http.body_reader import BodyLimits
@@ -136,6 +137,9 @@ def test_a_bug_shows_an_id_and_nothing_else(
         ({**QUESTION, "epd": {"fsp": 1}}, "epd.fsp"),
         ({**QUESTION, "epd": {"start_s": -1}}, "epd.start_s"),
         ({**QUESTION, "mm_processor_kwargs": {"min_pixels": 1}}, "mm_processor_kwargs.min_pixels"),
+        ({**QUESTION, "media_io_kwargs": {"video": {"num_frames": -1}}}, "media_io_kwargs.video.num_frames"),
+        ({**QUESTION, "media_io_kwargs": {"video": {"max_frames": 9}}}, "media_io_kwargs.video.max_frames"),
+        ({**QUESTION, "media_io_kwargs": {"audio": {"sr": 9}}}, "media_io_kwargs.audio"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_named(front: Front, body: JSON, place: str) -> None:
@@ -158,6 +162,7 @@ def test_what_does_not_fit_is_named(front: Front, body: JSON, place: str) -> Non
         ({"stream_options": {"include_usage": True}}, "stream_options without stream"),
         ({"top_logprobs": 2}, "top_logprobs without logprobs"),
         ({"epd": {"fps": 2}, "mm_processor_kwargs": {"fps": 3}}, "one of the two, once"),
+        ({"epd": {"fps": 2}, "media_io_kwargs": {"video": {"num_frames": 3}}}, "one of the two, once"),
         ({"epd": {"fps": 2, "num_frames": 3}}, "one of the two, once"),
         ({"epd": {"start_s": 2, "end_s": 1.5}}, "the part from 2 to 1.5 s of a video; allowed: 0 <= start_s"),
         ({"stop": ""}, "stop must be strings of at least one character"),
@@ -265,6 +270,14 @@ def test_no_answer_without_the_key(run_front: Callable[..., Front], authorizatio
         assert response.headers["www-authenticate"] == "Bearer"
         assert "right" not in response.text.replace("the right one", "")
     assert front.http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(("is_ready", "status"), [(True, 200), (False, 503)])
+def test_a_ping_is_answered_as_health_is(front: Front, is_ready: bool, status: int) -> None:
+    front.service.is_ready = is_ready
+    replies = [front.http.get("/health"), front.http.get("/ping"), front.http.post("/ping")]
+    assert [reply.status_code for reply in replies] == [status] * 3
+    assert front.http.get("/version").json() == {"version": epd.__version__}
 
 
 def test_the_right_key_opens(run_front: Callable[..., Front]) -> None:

@@ -22,7 +22,6 @@ ONCE_IGNORED: JSON = {
     "best_of": 4, "continue_final_message": True, "chat_template": "{{ messages }}",
     "chat_template_kwargs": {"enable_thinking": False}, "tool_choice": "required",
     "reasoning_effort": "high", "truncate_prompt_tokens": 5, "skip_special_tokens": False,
-    "media_io_kwargs": {"video": {"num_frames": 4}},
 }  # fmt: skip
 
 
