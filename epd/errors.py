@@ -120,7 +120,12 @@ class OverloadedError(EPDError):
 
 
 class UnavailableError(EPDError):
-    """No worker can take the request: they are starting or draining, or too many were lost with it."""
+    """No worker can take the request: they are starting or draining, or too many were lost with it.
+
+    retry_after_s: when to retry
+    """
+
+    retry_after_s = 1.0
 
 
 class StorageFullError(UnavailableError):

@@ -24,7 +24,7 @@ from epd.errors import (
     OverloadedError,
     RequestLimitError,
     RequestTimeoutError,
-    StorageFullError,
+    UnavailableError,
     http_status,
 )
 from serve_app.http.host_check import HostCheck
@@ -173,7 +173,7 @@ async def _on_epd_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, EPDError)
     record_of(request).error = type(error).__name__
     headers = {}
-    if isinstance(error, OverloadedError | StorageFullError):
+    if isinstance(error, OverloadedError | UnavailableError):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, AuthenticationError):
         headers["WWW-Authenticate"] = "Bearer"

@@ -22,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 _SPARE_FILES = 256
 _TOO_LARGE = b"431 Request Header Fields Too Large"
 _TOO_SLOW = b"408 Request Timeout"
-_TOO_MANY = b"503 Service Unavailable"
+_TOO_MANY = b"503 Service Unavailable\r\nRetry-After: 1"
 
 
 @dataclass(frozen=True, slots=True)

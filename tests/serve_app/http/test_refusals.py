@@ -70,6 +70,7 @@ def test_an_error_of_the_service_has_its_status(
     error = response.json()["error"]
     assert error["message"] == "what was wrong"
     assert set(error) == {"message", "type", "param", "code"}
+    assert ("retry-after" in response.headers) == (response.status_code in (429, 503))
     assert front.ask(stream=stream).status_code == STATUS[name]
 
 

@@ -134,7 +134,9 @@ def test_where_all_connections_are_busy_one_more_is_refused(run: Run) -> None:
     with ExitStack() as stack:
         busy = [stack.enter_context(connected(address, head)) for _ in range(16)]
         with connected(address) as one_more:
-            assert rest(one_more).startswith(b"HTTP/1.1 503")
+            answer = rest(one_more)
+            assert answer.startswith(b"HTTP/1.1 503")
+            assert b"\r\nRetry-After: 1\r\n" in answer
         busy[0].sendall(b"x" * 9)
         assert busy[0].recv(4096).startswith(b"HTTP/1.1 200")
 

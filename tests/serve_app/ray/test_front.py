@@ -7,6 +7,7 @@ import contextlib
 import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -16,8 +17,15 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
 from epd.errors import RequestError
+from serve_app.app_args import AppArgs
 from serve_app.http.address import HttpAddress
 from serve_app.ray.front import FrontListener, FrontReplica
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of Ray's own, when it is imported
+    from ray.serve._private.build_app import build_app as built
+
+    from serve_app.app import application
 
 NUM_ASKED = 40
 
@@ -73,6 +81,14 @@ async def ask(address: HttpAddress, path: str = "/name") -> str:
     """Asks over a connection of its own."""
     async with httpx.AsyncClient(trust_env=False) as client:
         return (await client.get(address.url + path)).text
+
+
+def test_what_waits_for_a_front_behind_the_proxy_has_an_end() -> None:
+    """Serve's default is no limit. More is refused by the proxy; what is answered is limited by the front."""
+    built_app = built(application(AppArgs(max_requests=7)), name="epd")
+    (front,) = [each for each in built_app.deployments if each.name == "Front"]
+    assert front._deployment_config.max_queued_requests == 1024
+    assert 7 < front._deployment_config.max_ongoing_requests < 16384
 
 
 def test_fronts_share_an_address(address: HttpAddress) -> None:
