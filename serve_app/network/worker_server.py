@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from epd.control.recent import Recent
-from epd.errors import EPDError
+from epd.errors import EPDError, InternalError
 from epd.types import UInt8Array
 from serve_app.fleet import FramesLostError, WorkerLostError, state_after
 from serve_app.messages import DropOwner, Message, PeerLost, WorkerLoad, WorkerReport, by_owner
@@ -360,12 +360,15 @@ class _FrontSession:
             call, fetching, answer = self._waiting[0]
             try:
                 frames = call.bulk if fetching is None else await fetching
-            except EPDError as error:
-                answer(error)
-            else:
                 assert not isinstance(frames, BulkPlace)
                 self._handle(call.message, frames, answer)
-            self._waiting.popleft()
+            except EPDError as error:
+                answer(error)
+            except Exception as error:  # a bug may not hold up the messages behind it
+                logger.exception("the frames of a message were not fetched")
+                answer(InternalError.of(error))
+            finally:
+                self._waiting.popleft()
 
     def _handle(self, message: Message[Any], frames: UInt8Array | None, answer: Answer) -> None:
         try:
