@@ -114,11 +114,11 @@ class AppArgs(BaseModel):
         description="Share of its GPU's memory that a worker uses; what weights, the largest passes and "
         "embeddings leave of it holds keys and values, unless num_kv_tokens is set.",
     )
-    num_embeddings: int = Field(
-        default=65_536,
+    num_embeddings: int | None = Field(
+        default=None,
         ge=16,
         description="Embeddings of visual tokens that each encode worker keeps, and each prefill worker "
-        "receives.",
+        "receives; by default 65536, or 5% of what it may use of a GPU, if num_kv_tokens is not set.",
     )
     api_key: SecretStr | None = Field(
         default=None, description="Key that clients must send; no authentication by default."

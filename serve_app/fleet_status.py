@@ -36,4 +36,5 @@ def _status(info: WorkerInfo, load: WorkerLoad, switching: Collection[str]) -> W
         num_role_switches=load.num_role_switches,
         is_switching=info.name in switching or bool(info.leaving),
         transports=load.transports,
+        memory=load.memory,
     )

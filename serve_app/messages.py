@@ -23,6 +23,7 @@ from epd.sampling_params import SamplingParams
 from epd.topology import Stage
 from epd.transfer.connectors import KVTicket, Ticket
 from epd.transfer.reception import Grant
+from serve_app.memory_use import MemoryUse
 from serve_app.service import StageSpan
 from stages.engine.generation import GenerateRequest, TokenOutput
 
@@ -236,6 +237,7 @@ class WorkerLoad:
     stages: samples from which its load is estimated, for each of its roles
     work: what it has of everybody, in the units in which a router counts; None if it does not say
     media: the same of a media worker
+    memory: what it has on its device; None if it has no stage
     """
 
     num_waiting: int = 0
@@ -251,6 +253,7 @@ class WorkerLoad:
     stages: Mapping[Stage, StageSample] = field(default_factory=dict)
     work: InFlight | None = None
     media: MediaSample | None = None
+    memory: MemoryUse | None = None
 
 
 @dataclass(frozen=True, slots=True)

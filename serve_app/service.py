@@ -25,6 +25,7 @@ from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.topology import Stage
 from epd.types import MediaKind, StageTimings, Usage
+from serve_app.memory_use import MemoryUse
 from video import MediaFacts
 
 FinishReason = Literal["stop", "length"]
@@ -200,6 +201,7 @@ class WorkerStatus:
     num_role_switches: since it started
     is_switching: whether it is giving up roles, and takes no work for them
     transports: the way that its embeddings, keys and values last took to other workers, by name
+    memory: what it has on its device; None for a media worker
     """
 
     name: str
@@ -212,6 +214,7 @@ class WorkerStatus:
     num_role_switches: int = 0
     is_switching: bool = False
     transports: Mapping[str, str] = field(default_factory=dict)
+    memory: MemoryUse | None = None
 
 
 @dataclass(frozen=True, slots=True)

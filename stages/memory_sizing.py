@@ -1,13 +1,14 @@
-"""Sizes the KV pool of a GPU: it takes what weights, embeddings and the largest passes leave.
+"""Sizes the pools of a GPU: embeddings get a share, keys and values what weights and passes leave.
 
-    device | others | weights | largest pass | embeddings | keys and values ...... | kept free |
-           |          measured               | as settings |  the rest             | 1 - utilization
+    device | others | weights | largest pass | embeddings      | keys and values ...... | kept free |
+           |          measured               | EMBEDDING_SHARE |  the rest              | 1 - utilization
 
 On a CPU nothing is measured: pools take memory as they are filled, and `default_kv_tokens` bounds them.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +32,11 @@ from stages.placement import Placement
 logger = logging.getLogger(__name__)
 
 DEFAULT_UTILIZATION = 0.9
+# Where nothing is sized by memory.
+DEFAULT_EMBEDDINGS = 65_536
+# Of what a worker may use of its GPU, for all of its embedding pools together. Each holds a long video.
+EMBEDDING_SHARE = 0.05
+_LEAST_EMBEDDINGS = 16_384
 # A worker that has less room than this for keys and values is refused when it starts.
 _LEAST_KV_TOKENS = 1024
 _SIDE = 448  # pixels of the images of the largest batch
@@ -66,6 +72,19 @@ class GPUMemory:
             return cls(int(total * share), 0, held)
         free, _ = torch.cuda.mem_get_info(device)
         return cls(total, max(0, total - free - torch.cuda.memory_reserved(device)), held)
+
+    @classmethod
+    def part_of(cls, whole: GPUMemory, num_sharing: int, held_bytes: int) -> GPUMemory:
+        """Returns the part of one of several workers of a process. held_bytes: of its own tensors."""
+        if num_sharing == 1:
+            return whole
+        return cls((whole.device_bytes - whole.other_bytes) // num_sharing, 0, held_bytes)
+
+
+def embeddings_within(allowed_bytes: int, bytes_per_embedding: int, num_pools: int) -> int:
+    """Returns the embeddings of each of a worker's pools. allowed_bytes: that the worker may use in all."""
+    share_bytes = int(allowed_bytes * EMBEDDING_SHARE) // max(num_pools, 1)
+    return max(_LEAST_EMBEDDINGS, share_bytes // bytes_per_embedding)
 
 
 def kv_tokens_beside(
@@ -121,19 +140,22 @@ def measured_kv_tokens(
     embedding_bytes: int = 0,
     name: str = "the model",
     letters: str = "epd",
+    memory_of: Callable[[torch.device], GPUMemory] = GPUMemory.now,
 ) -> int | None:
     """Returns the tokens of a KV pool after one run of each of the largest passes; None on a CPU.
 
-    tower: None for a worker that does not encode. Other arguments as in `kv_tokens_beside`.
+    tower: None for a worker that does not encode. memory_of: asked after the passes. Other arguments as in
+    `kv_tokens_beside`.
     """
     if not placement.is_cuda:
         return None
     device = placement.device
+    gc.collect()  # pools of roles that were given up
     peaks = [_peak_bytes(device, lambda: run_prefill(model, adapter, settings, passes.chunk_tokens))]
     if tower is not None:
         peaks.append(_peak_bytes(device, lambda: run_encode(adapter, tower, passes.encode_patches)))
     return kv_tokens_beside(
-        GPUMemory.now(device),
+        memory_of(device),
         max(peaks),
         embedding_bytes,
         kv_layout(model).bytes_per_token,

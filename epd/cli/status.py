@@ -144,8 +144,26 @@ def _print_workers(now: dict[str, Any]) -> None:
         )
     console.stdout_console().print(table)
     for worker in now["workers"]:
+        if worker["memory"]:
+            print(f"{worker['name']} has {_memory(worker['memory'])}")
         if worker["transports"]:
             print(f"{worker['name']} sends by {_ways(worker['transports'])}")
+
+
+def _memory(memory: Mapping[str, Any]) -> str:
+    """Returns what a worker has on its device: "weights 15.2 GB, room for embeddings 1 GB (...), ..."."""
+    parts = [f"weights {_gb(memory['weight_bytes'])}"]
+    if memory["kv_bytes"]:
+        tokens = f"{memory['num_kv_tokens']:,} tokens"
+        parts.append(f"room for keys and values {_gb(memory['kv_bytes'])} ({tokens})")
+    if memory["embedding_bytes"]:
+        tokens = f"{memory['num_embeddings']:,} tokens"
+        parts.append(f"room for embeddings {_gb(memory['embedding_bytes'])} ({tokens})")
+    return f"{', '.join(parts)} of {_gb(memory['allowed_bytes'])} as {memory['device']}"
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.3g} GB"
 
 
 def _ways(transports: Mapping[str, str]) -> str:

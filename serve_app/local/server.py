@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 
 import torch
 from fastapi import FastAPI
@@ -73,7 +74,8 @@ async def _serve(args: AppArgs, listener: socket.socket, started: Future[_Server
             media=media_settings(args),
             processes=processes,
         )
-        app = await create_app(args, LocalFleet(config, worker_settings(args)))
+        settings = replace(worker_settings(args), num_sharing=args.num_stage_workers)
+        app = await create_app(args, LocalFleet(config, settings))
         async with app.router.lifespan_context(app):
             await _Server(app, args.drain_s, started).serve([listener])
 

@@ -63,7 +63,7 @@ class Stage(_Worker):
 
         _quiet()
         device = worker_device(args.device)
-        limit_memory(device)
+        limit_memory(device, args.num_stage_workers)
         settings = worker_settings(args.model_copy(update={"device": device}))
         config = WorkerServerConfig(settings, _purpose(args), args.threads_per_worker)
         self._drain_s = args.drain_s

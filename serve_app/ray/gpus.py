@@ -78,12 +78,17 @@ def worker_device(device: str) -> str:
     return device
 
 
-def limit_memory(device: str) -> None:
-    """Keeps this worker to its share of a GPU that it has with others."""
+def limit_memory(device: str, num_workers: int = 1) -> None:
+    """Keeps this worker to its share of a GPU that it has with others.
+
+    device: of this worker. num_workers: that share one GPU where the device was given and Ray gave out none.
+    """
     import torch
 
-    share = _assigned()
-    if 0 < share < 1 and device != "cpu" and torch.cuda.is_available():
+    if device == "cpu" or not torch.cuda.is_available():
+        return
+    share = _assigned() or _share(num_workers, 1)
+    if 0 < share < 1:
         torch.cuda.set_per_process_memory_fraction(share, None if device == "auto" else torch.device(device))
         logger.info("torch takes at most %.0f %% of the memory of the GPU", 100 * share)
 

@@ -198,14 +198,23 @@ class WorkerCore:
         self.roles = self._settled_roles = roles
 
     def _bring_up(self, roles: frozenset[Stage]) -> None:
-        if not self.hosted:
-            self._builder.size(roles)
-        for stage in sorted(stages_of(roles) - self.hosted.keys()):
-            self.hosted[stage] = self._build(stage)
+        missing = stages_of(roles) - self.hosted.keys()
+        if not missing:
+            return
+        with self._builder.building():
+            self._builder.size(roles, missing)
+            for stage in sorted(missing):
+                self.hosted[stage] = self._build(stage)
 
     def _onload(self, roles: frozenset[Stage]) -> OnloadTimes:
-        """Starts the stages of roles. Raises ModelError."""
+        """Starts the stages of roles. Raises ModelError, and InfeasibleError where a GPU has no room.
+
+        On a GPU, stages that are given up and have no work left make room first: together, the pools of
+        both would not fit.
+        """
         start_s, before_s = time.perf_counter(), self._builder.weights_s
+        if self._builder.placement.is_cuda:
+            self._drop_drained(roles)
         self._bring_up(roles)
         return OnloadTimes(self._builder.weights_s - before_s, time.perf_counter() - start_s)
 
@@ -228,15 +237,14 @@ class WorkerCore:
         feeds = MediaFeeds(self._builder.adapter, prefill, self._builder.receiver(name))
         return PrefillRole(self.name, prefill, feeds, self._clock)
 
-    def _drop_drained(self) -> None:
-        """Drops stages that are no longer needed and have no work left."""
-        wanted = stages_of(self.roles)
+    def _drop_drained(self, roles: frozenset[Stage]) -> None:
+        """Drops stages that these roles do not need and that have no work left."""
+        wanted = stages_of(roles)
         for stage in [stage for stage in self.hosted if stage not in wanted]:
             if not self.hosted[stage].has_work():
                 del self.hosted[stage]
-                self._builder.transport.close(endpoint(self.name, stage))
-        if not self.hosted.keys() & {"prefill", "decode"}:
-            self._builder.drop_language_model()
+                self._builder.close(endpoint(self.name, stage))
+        self._builder.drop_models(wanted | self.hosted.keys())
 
     # Work
 
@@ -244,7 +252,7 @@ class WorkerCore:
         """Advances every role by one step. Returns whether there was any progress."""
         has_moved = [role.step(self._reports) for role in self.hosted.values()]
         if not self._is_switching and self.hosted.keys() != stages_of(self.roles):
-            self._drop_drained()
+            self._drop_drained(self.roles)
         self._has_moved = any(has_moved)
         self._is_load_unreported |= self._has_moved
         return self._has_moved
@@ -275,6 +283,7 @@ class WorkerCore:
             counters=_summed([load.counters for load in loads]),
             stages={stage: sample for load in loads for stage, sample in load.stages.items()},
             transports=self._builder.transport.routes(),
+            memory=self._builder.memory(),
             work=InFlight(*map(sum, zip(*(load.work or InFlight() for load in loads), strict=True))),
         )
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,10 +17,13 @@ import torch
 from encoders import Adapter, load_adapter
 from encoders.names import WeightSet
 from epd.encode.encoder_cache import EncoderCacheManager
+from epd.errors import InfeasibleError
 from epd.kv.scheduling import SchedulerConfig
 from epd.topology import Stage, role_letters
 from epd.transfer.connectors import EncoderConnector, KVConnector
+from serve_app.memory_use import MemoryUse
 from stages.decode import DecodeStage
+from stages.device_memory import total_bytes
 from stages.encode.embedding_receiver import EmbeddingReceiver
 from stages.encode.encoder import EncodeStage
 from stages.encode.encoder_pool import EmbeddingLayout, EncoderPool, EncoderPoolShape
@@ -25,7 +31,14 @@ from stages.engine.engine import LanguageEngine
 from stages.engine.generation import generation_settings
 from stages.engine.kv_pool import KVPools, KVPoolsShape
 from stages.engine.setup import BLOCK_SIZE, build_engine, kv_shape
-from stages.memory_sizing import DEFAULT_UTILIZATION, LargestPasses, measured_kv_tokens
+from stages.memory_sizing import (
+    DEFAULT_EMBEDDINGS,
+    DEFAULT_UTILIZATION,
+    GPUMemory,
+    LargestPasses,
+    embeddings_within,
+    measured_kv_tokens,
+)
 from stages.placement import Placement
 from stages.prefill import PrefillStage
 from stages.weights import WholeModel, load_role
@@ -39,12 +52,14 @@ class WorkerSettings:
     num_kv_tokens: room for keys and values, None as in `ColocatedPipeline.load`
     gpu_memory_utilization: the share of a GPU's memory that a worker may use, if num_kv_tokens is not set
     max_draft: see `LanguageEngine`
-    num_embeddings: room for embeddings, at an encoder and at its receivers
+    num_embeddings: room for embeddings, at an encoder and at its receivers; None for DEFAULT_EMBEDDINGS, or
+    EMBEDDING_SHARE of a GPU if num_kv_tokens is not set either
     max_batch_patches: that an encoder batches
     skip_static: see `encoders.batch.FrameEncoder`; affects embeddings, so workers that share them must agree
     decode_scheduler: of workers that only decode, None for `scheduler`
     num_kv_pools: that share the machine's memory if num_kv_tokens is not set
     is_alone: whether it is the model's only worker, which shares its weights with none
+    num_sharing: workers of this process, which share its GPU
     """
 
     model_path: Path
@@ -56,13 +71,14 @@ class WorkerSettings:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     enable_prefix_caching: bool = True
     max_draft: int = 0
-    num_embeddings: int = 65_536
+    num_embeddings: int | None = None
     embeddings_per_block: int = 16
     max_batch_patches: int = 4096
     skip_static: float | None = None
     decode_scheduler: SchedulerConfig | None = None
     num_kv_pools: int = 1
     is_alone: bool = False
+    num_sharing: int = 1
 
     def placement(self) -> Placement:
         """Returns where the models of this process run. Raises RequestError for what the machine lacks."""
@@ -98,6 +114,10 @@ class Transport(Protocol):
         ...
 
 
+# Workers of one process measure and fill its GPU one after another.
+_BUILDING = threading.Lock()
+
+
 class StageBuilder:
     """Builds stages for one worker; weights that two of them share are loaded once."""
 
@@ -110,37 +130,99 @@ class StageBuilder:
         self.weights_s = 0.0  # spent on weights so far
         self._whole = self._mapped()
         self._language: Any = None
-        self._encoder: Any = None  # loaded by `size`, until its stage is built
+        self._encoder: Any = None
         self._kv_tokens = settings.num_kv_tokens
+        self._num_embeddings = settings.num_embeddings or DEFAULT_EMBEDDINGS
+        self._pools: dict[str, EncoderPoolShape | KVPoolsShape] = {}  # by endpoint and kind
+        self._use: MemoryUse | None = None  # until something changes
 
-    def size(self, roles: AbstractSet[Stage]) -> None:
-        """Sizes the KV pool for a worker of these roles, before any of its pools is built.
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Encloses the building of stages. Raises InfeasibleError if a GPU has no room for them."""
+        if not self.placement.is_cuda:
+            yield
+            return
+        with _BUILDING:
+            try:
+                yield
+            except torch.OutOfMemoryError as error:
+                held = f"{self._held_bytes() / 1e9:.1f} GB"
+                raise InfeasibleError(
+                    f"the stages do not fit beside the {held} of the worker on {self.placement.device}: "
+                    f"{error}; lower gpu_memory_utilization or num_kv_tokens, or give the roles to another"
+                ) from error
 
-        Raises InfeasibleError if a GPU has no room for it.
+    def size(self, roles: AbstractSet[Stage], missing: AbstractSet[Stage]) -> None:
+        """Sizes the pools of the missing stages of a worker of these roles, before any of them is built.
+
+        Raises InfeasibleError if a GPU has no room for them.
         """
         settings = self.settings
-        if not self.placement.is_cuda or settings.num_kv_tokens or not roles & {"prefill", "decode"}:
+        if not self.placement.is_cuda or settings.num_kv_tokens:
             return
-        if "encode" in roles:
-            self._encoder = self._load("encode")
-        model = self._language_model()
-        layout = embedding_layout(model.config, self.placement.dtype)
-        num_pools = len(roles & {"encode", "prefill"})
+        encoder = self._encoder_model() if "encode" in roles else None
+        config = encoder.config if encoder is not None else self._language_model().config
+        layout = embedding_layout(config, self.placement.dtype)
+        if settings.num_embeddings is None:
+            allowed = int(self._memory(self.placement.device).device_bytes * settings.gpu_memory_utilization)
+            num_pools = len(roles & {"encode", "prefill"})
+            self._num_embeddings = embeddings_within(allowed, layout.bytes_per_embedding, num_pools)
+        if not missing & {"prefill", "decode"}:
+            return
+        num_missing = len(missing & {"encode", "prefill"})
         self._kv_tokens = measured_kv_tokens(
-            model,
-            self.adapter.vision_tower(self._encoder) if "encode" in roles else None,
+            self._language_model(),
+            None if encoder is None else self.adapter.vision_tower(encoder),
             self.adapter,
             self.generation,
             self.placement,
             LargestPasses(settings.max_batch_patches, settings.scheduler.max_num_batched_tokens),
             utilization=settings.gpu_memory_utilization,
-            embedding_bytes=num_pools * settings.num_embeddings * layout.bytes_per_embedding,
+            embedding_bytes=num_missing * self._num_embeddings * layout.bytes_per_embedding,
             name=settings.model_path.name,
             letters=role_letters(roles),
+            memory_of=self._memory,
         )
 
+    def memory(self) -> MemoryUse:
+        """Returns what the worker has on its device; asked with every report, so it is kept."""
+        if self._use is None:
+            self._use = self._current_use()
+        return self._use
+
+    def _current_use(self) -> MemoryUse:
+        embeddings = [each for each in self._pools.values() if isinstance(each, EncoderPoolShape)]
+        kv = [each for each in self._pools.values() if isinstance(each, KVPoolsShape)]
+        return MemoryUse(
+            str(self.placement),
+            self._allowed_bytes,
+            self._weight_bytes(),
+            sum(each.num_bytes for each in embeddings),
+            sum(each.num_bytes for each in kv),
+            sum(each.num_blocks * each.block_size for each in embeddings),
+            sum(group.num_blocks * each.block_size for each in kv for group in each.groups),
+        )
+
+    @cached_property
+    def _allowed_bytes(self) -> int:
+        device = self.placement.device
+        if not self.placement.is_cuda:
+            return total_bytes(device)
+        return int(self._memory(device).device_bytes * self.settings.gpu_memory_utilization)
+
+    def _memory(self, device: torch.device) -> GPUMemory:
+        """Returns the memory of the GPU, or of the part of it that is this worker's."""
+        return GPUMemory.part_of(GPUMemory.now(device), self.settings.num_sharing, self._held_bytes())
+
+    def _held_bytes(self) -> int:
+        return self._weight_bytes() + sum(each.num_bytes for each in self._pools.values())
+
+    def _weight_bytes(self) -> int:
+        models = [model for model in (self._language, self._encoder) if model is not None]
+        return sum(each.nbytes for model in models for each in model.parameters() if not each.is_meta)
+
     def encode(self, name: str) -> EncodeStage:
-        model, self._encoder = self._encoder or self._load("encode"), None
+        model = self._encoder_model()
         cache, pool, connector = self._embeddings(name, model.config)
         tower = self.adapter.vision_tower(model)
         return EncodeStage(
@@ -165,14 +247,26 @@ class StageBuilder:
         engine, connector = self._engine(name, self.settings.decode_scheduler or self.settings.scheduler)
         return DecodeStage(engine, connector)
 
-    def drop_language_model(self) -> None:
-        """Frees the weights that neither prefill nor decode needs now."""
-        self._language = None
+    def close(self, name: str) -> None:
+        """Closes the ends of that name, whose pools are no longer used."""
+        self.transport.close(name)
+        self._use = None
+        for kind in ("embeddings", "kv"):
+            self._pools.pop(f"{name} {kind}", None)
+
+    def drop_models(self, stages: AbstractSet[Stage]) -> None:
+        """Frees the weights that none of these stages needs."""
+        self._use = None
+        if not stages & {"prefill", "decode"}:
+            self._language = None
+        if "encode" not in stages:
+            self._encoder = None
 
     def _engine(self, name: str, scheduler: SchedulerConfig) -> tuple[LanguageEngine, KVConnector]:
         settings, model = self.settings, self._language_model()
         shape = kv_shape(model, self._kv_tokens, settings.block_size, settings.num_kv_pools)
         pools, connector = self.transport.kv(name, shape, self.placement.device)
+        self._pools[f"{name} kv"], self._use = shape, None
         engine = build_engine(
             model,
             self.adapter,
@@ -188,15 +282,21 @@ class StageBuilder:
         self, name: str, config: Any
     ) -> tuple[EncoderCacheManager, EncoderPool, EncoderConnector]:
         size = self.settings.embeddings_per_block
-        num_blocks = self.settings.num_embeddings // size
+        num_blocks = self._num_embeddings // size
         shape = EncoderPoolShape(num_blocks, size, embedding_layout(config, self.placement.dtype))
         pool, connector = self.transport.embeddings(name, shape, self.placement.device)
+        self._pools[f"{name} embeddings"], self._use = shape, None
         return EncoderCacheManager(num_blocks, size), pool, connector
 
     def _language_model(self) -> Any:
         if self._language is None:
             self._language = self._load("language")
         return self._language
+
+    def _encoder_model(self) -> Any:
+        if self._encoder is None:
+            self._encoder = self._load("encode")
+        return self._encoder
 
     def _load(self, role: WeightSet) -> Any:
         start_s = time.perf_counter()

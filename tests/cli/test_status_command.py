@@ -34,6 +34,10 @@ def test_a_table_of_workers_and_what_was_decided(front: Front) -> None:
     assert shown.stdout.startswith("2e1p1d, ready; 0 requests, 2 waiting\n")
     assert ["p0", "p", "0", "2", "50%", "-", "3"] in lines
     assert "\np0 sends by link to d1, d2; shared memory to d0\n" in shown.stdout
+    assert (
+        "\np0 has weights 15.2 GB, room for keys and values 50 GB (871,920 tokens), room for embeddings 3 GB "
+        "(65,536 tokens) of 72 GB as bfloat16 on cuda:0\n"
+    ) in shown.stdout
     assert ["e1", "e", "(lost)", "0", "0", "-", "-", "0"] in lines
     assert "switch: e1: e to d, gains 9.0 s for 1.0 s: worth it" in shown.stdout
     assert "e1: e to d, done in 0.34 s" in shown.stdout

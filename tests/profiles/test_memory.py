@@ -10,7 +10,7 @@ from epd.errors import InfeasibleError
 from epd.profiles import MemoryLimits, MemoryNeeds, analytic_profile
 from epd.simulate import Deployment, Simulation
 from epd.topology import Stage, parse_topology
-from serve_app.worker.worker_stages import WorkerSettings
+from stages.memory_sizing import DEFAULT_EMBEDDINGS
 
 GB = 10**9
 NEEDS = MemoryNeeds(
@@ -102,7 +102,5 @@ def test_a_group_larger_than_the_batch_is_a_batch() -> None:
 
 
 def test_the_simulated_pools_are_those_of_the_application() -> None:
-    assert (
-        Deployment(parse_topology("1epd")).num_embeddings
-        == WorkerSettings.__dataclass_fields__["num_embeddings"].default
-    )
+    """A plan sets num_kv_tokens, and so embeddings are not sized by memory."""
+    assert Deployment(parse_topology("1epd")).num_embeddings == DEFAULT_EMBEDDINGS

@@ -14,6 +14,7 @@ from epd.reduction import ReductionPolicy
 from epd.topology import Stage
 from epd.types import StageTimings, Usage
 from serve_app.media.media_spool import FetchedFile
+from serve_app.memory_use import MemoryUse
 from serve_app.service import (
     AnswerEnd,
     AnswerItem,
@@ -143,6 +144,15 @@ class FakeService:
                     kv_usage=0.5,
                     num_role_switches=3,
                     transports={"d1": "link", "d0": "shared memory", "d2": "link"},
+                    memory=MemoryUse(
+                        "bfloat16 on cuda:0",
+                        72 * 10**9,
+                        15_230_000_000,
+                        3 * 10**9,
+                        50 * 10**9,
+                        65_536,
+                        871_920,
+                    ),
                 ),
                 WorkerStatus("d0", "d", kv_usage=0.125),
             ),

@@ -13,11 +13,13 @@ from encoders.adapter import PatchRun
 from epd.errors import InfeasibleError
 from epd.topology import parse_topology
 from serve_app.local.fleet import LocalTransport
+from serve_app.worker.worker_core import stages_of
 from serve_app.worker.worker_stages import StageBuilder, WorkerSettings
 from stages import memory_sizing
 from stages.memory_sizing import (
     GPUMemory,
     LargestPasses,
+    embeddings_within,
     kv_tokens_beside,
     measured_kv_tokens,
     run_encode,
@@ -85,6 +87,20 @@ def test_a_limit_for_the_process_is_its_device(gpu: dict[str, Any]) -> None:
     assert GPUMemory.now(ON_GPU.device) == GPUMemory(5 * GB, 0, 4 * GB)
 
 
+def test_workers_of_one_process_have_equal_parts_of_the_gpu() -> None:
+    """Each counts its own tensors; what others have is taken off before."""
+    whole = GPUMemory(80 * GB, 2 * GB, 40 * GB)
+    assert GPUMemory.part_of(whole, 3, 15 * GB) == GPUMemory(26 * GB, 0, 15 * GB)
+    assert GPUMemory.part_of(whole, 1, 15 * GB) == whole
+
+
+def test_embeddings_get_their_share() -> None:
+    """5 % of 72 GB, 3.6 GB, hold 100 thousand rows of 36 KB, or half as many in each of two pools."""
+    assert embeddings_within(72 * GB, 36_000, 1) == 100_000
+    assert embeddings_within(72 * GB, 36_000, 2) == 50_000
+    assert embeddings_within(GB, 36_000, 1) == 16_384, "at least a long video"
+
+
 def test_the_largest_passes_are_run_before_the_pool_is_sized(
     family: Family, gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,12 +134,30 @@ def test_a_worker_is_sized_for_its_roles(
             builder = StageBuilder(settings, LocalTransport())
             monkeypatch.setattr(builder, "_load", lambda role: load_role(path, role, CPU_FLOAT32).model)
             builder.placement = ON_GPU
-            builder.size(worker.roles)
+            builder.size(worker.roles, stages_of(worker.roles))
             assert builder._kv_tokens == (4800 if worker.roles != {"encode"} else None)
     found = [(each["letters"], each["encodes"], each["embedding_bytes"]) for each in asked]
     row_bytes = 64 * 2
     assert found == [("ep", True, 2048 * row_bytes), ("d", False, 0), ("pd", False, 1024 * row_bytes)]
     assert {each["utilization"] for each in asked} == {0.4}
+
+
+def test_embeddings_are_sized_by_the_gpu(
+    checkpoints: dict[str, Path], gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """5 % of half of 10 GB, unless a number was set: an encoder alone has no other pool to size."""
+    path = checkpoints["qwen2_5_vl"]
+    row_bytes = 64 * 2
+    for settings, expected in (
+        (WorkerSettings(path, gpu_memory_utilization=0.5), GB // 4 // row_bytes),
+        (WorkerSettings(path, num_embeddings=1024), 1024),
+        (WorkerSettings(path, num_kv_tokens=1024), 65_536),
+    ):
+        builder = StageBuilder(settings, LocalTransport())
+        monkeypatch.setattr(builder, "_load", lambda role: load_role(path, role, CPU_FLOAT32).model)
+        builder.placement = ON_GPU
+        builder.size(frozenset({"encode"}), frozenset({"encode"}))
+        assert builder._num_embeddings == expected
 
 
 def test_the_passes_are_as_large_as_settings_allow(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
