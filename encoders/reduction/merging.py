@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from encoders.device import to_device, to_host
+from encoders.device import all_to_host, to_device
+from encoders.reduction.at_once import likeness_at_once
 
 _SIDE = 3
 _KEY_SHARE = 0.05
@@ -28,16 +29,18 @@ class MergedNeighbours:
         self._owners = torch.empty(0, dtype=torch.int64)
 
     def choose(self, units: Tensor, num_kept: int) -> Tensor:
-        tokens = to_host(normalize(units, dim=-1))  # merged block by block: thousands of small operations
+        tokens = normalize(units, dim=-1)
         num_units, num_tokens = tokens.shape[:2]
-        members = [
-            block[~key_set[block]] + unit * num_tokens
-            for unit, key_set in enumerate(_key_sets(tokens))
-            for block in self._blocks()
-        ]
-        members = [block for block in members if len(block)]
-        rows = tokens.flatten(0, 1)
-        alike = torch.stack([_likeness(rows[block]) for block in members])
+        is_key = _key_sets(tokens)
+        if tokens.device.type == "cpu":
+            members = self._members(is_key)
+            rows = tokens.flatten(0, 1)
+            alike = torch.stack([likeness(rows[block]) for block in members])
+        else:
+            is_key, likenesses = all_to_host([is_key, self._likeness_at_once(tokens, ~is_key)])
+            members = self._members(is_key)
+            has_members = [bool(len(block)) for block in self._members(is_key, are_all=True)]
+            alike = likenesses.flatten()[torch.tensor(has_members)]
         order = [members[at] for at in alike.argsort(descending=True, stable=True).tolist()]
         self._owners = _merge(order, num_units * num_tokens, num_kept)
         chosen: Tensor = torch.unique(self._owners[self._owners != _DROPPED])
@@ -47,6 +50,25 @@ class MergedNeighbours:
         kept = (self._owners != _DROPPED).nonzero()[:, 0]
         kept, owners = (to_device(each, rows.device) for each in (kept, self._owners[kept]))
         return means(rows[kept], torch.searchsorted(chosen, owners), len(chosen))
+
+    def _members(self, is_key: Tensor, *, are_all: bool = False) -> list[Tensor]:
+        """Lists the tokens of each block of each unit that are no keys; without those of none, or all.
+
+        is_key: bool [U, S], on the host.
+        """
+        members = [
+            block[~key_set[block]] + unit * is_key.shape[1]
+            for unit, key_set in enumerate(is_key)
+            for block in self._blocks()
+        ]
+        return members if are_all else [block for block in members if len(block)]
+
+    def _likeness_at_once(self, tokens: Tensor, is_member: Tensor) -> Tensor:
+        blocks = self._blocks()
+        block_of = torch.empty(tokens.shape[1], dtype=torch.int64)
+        for number, places in enumerate(blocks):
+            block_of[places] = number
+        return likeness_at_once(tokens, is_member, to_device(block_of, tokens.device), len(blocks))
 
     def _blocks(self) -> list[Tensor]:
         grid = torch.arange(self._height * self._width).view(self._height, self._width)
@@ -64,14 +86,14 @@ def means(rows: Tensor, owners: Tensor, num_owners: int) -> Tensor:
 
 def _key_sets(tokens: Tensor) -> Tensor:
     """Marks the tokens of [U, S, C] that are least like the mean of their unit: bool [U, S]."""
-    likeness = (tokens * normalize(tokens.mean(1, keepdim=True), dim=-1)).sum(-1)
+    alike = (tokens * normalize(tokens.mean(1, keepdim=True), dim=-1)).sum(-1)
     count = max(1, round(_KEY_SHARE * tokens.shape[1]))
-    return torch.zeros(likeness.shape, dtype=torch.bool).scatter_(
-        1, likeness.topk(count, largest=False).indices, True
+    return torch.zeros_like(alike, dtype=torch.bool).scatter_(
+        1, alike.topk(count, largest=False).indices, True
     )
 
 
-def _likeness(block: Tensor) -> Tensor:
+def likeness(block: Tensor) -> Tensor:
     """Computes the mean cosine of all pairs of block [n, C]; 1 for a single row."""
     count = len(block)
     return ((block @ block.T).sum() - count) / (count * (count - 1)) if count > 1 else torch.tensor(1.0)

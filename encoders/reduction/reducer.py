@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from encoders.adapter import Embeddings, MediaItem, MediaPlan, concatenated
+from encoders.adapter import Embeddings, MediaItem, concatenated
 from encoders.device import to_device
 from encoders.reduction.merging import MergedNeighbours
 from encoders.reduction.selection import Method, new_method
@@ -34,7 +34,7 @@ class TokenReducer:
 
     def __init__(self, policy: ReductionPolicy, item: MediaItem) -> None:
         """Takes an item of a reduced prompt."""
-        self._method: Method | None = None if policy.is_in_prefill else _new_method(policy, item.plan)
+        self._method: Method | None = None if policy.is_in_prefill else _new_method(policy, item)
         self._windows = item.windows
         self._next = 0  # window
         self._num_before = 0  # tokens of the windows before it
@@ -74,14 +74,19 @@ class TokenReducer:
         return Kept(self._next, embeddings.mapped(reduced), places)
 
 
-def _new_method(policy: ReductionPolicy, plan: MediaPlan) -> Method:
+def _new_method(policy: ReductionPolicy, item: MediaItem) -> Method:
     if not policy.is_by_question:
         return new_method(policy.method)
-    return MergedNeighbours(*_token_grid(plan))
+    return MergedNeighbours(*_token_grid(item))
 
 
-def _token_grid(plan: MediaPlan) -> tuple[int, int]:
-    """Returns the tokens of a unit each way, shaped like its patches; one row if they make no such grid."""
-    height = round((plan.tokens_per_unit * plan.grid.h / plan.grid.w) ** 0.5)
-    width = plan.tokens_per_unit // max(height, 1)
-    return (height, width) if height * width == plan.tokens_per_unit else (1, plan.tokens_per_unit)
+def _token_grid(item: MediaItem) -> tuple[int, int]:
+    """Returns the tokens of a unit each way, shaped like its patches; one row if they make no such grid.
+
+    Tokens behind the units, such as the newline of LLaVA-OneVision, are none of a unit's.
+    """
+    window, grid = item.windows[0], item.plan.grid
+    num_tokens = (window.num_tokens - window.num_extra) // (window.stop - window.start)
+    height = round((num_tokens * grid.h / grid.w) ** 0.5)
+    width = num_tokens // max(height, 1)
+    return (height, width) if height * width == num_tokens else (1, num_tokens)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from encoders.device import all_to_host, arrays_to_device, to_device, to_host
+from encoders.reduction.at_once import complementary_at_once
 from encoders.reduction.merging import means
 from epd.reduction import SELECTION_METHODS
 
@@ -137,11 +138,15 @@ class Novelty(_Dropping):
 
     def choose(self, units: Tensor, num_kept: int) -> Tensor:
         tokens = normalize(units, dim=-1)
-        tokens, novelty = all_to_host([tokens, self._novelty(tokens)])  # the rest takes one at a time
+        scores = self._novelty(tokens)
+        novelty = to_host(scores)
         weights = novelty.mean(1) * (_LEAST_WEIGHT + _gini(novelty))
         budgets = _budgets(weights / weights.mean().clamp_min(_TINY), num_kept, tokens.shape[1])
+        if tokens.device.type != "cpu":
+            turns = to_host(complementary_at_once(tokens, scores, int(budgets.max())))
+            return _best_per_unit(-turns, budgets)
         kept = [
-            _complementary(unit, scores, int(budget)) + number * tokens.shape[1]
+            complementary(unit, scores, int(budget)) + number * tokens.shape[1]
             for number, (unit, scores, budget) in enumerate(zip(tokens, novelty, budgets, strict=True))
         ]
         return torch.cat(kept)
@@ -272,7 +277,7 @@ def _gini(values: Tensor) -> Tensor:
     return ((2 * places - count - 1) * ordered).sum(1) / (count * ordered.sum(1))
 
 
-def _complementary(tokens: Tensor, scores: Tensor, num_kept: int) -> Tensor:
+def complementary(tokens: Tensor, scores: Tensor, num_kept: int) -> Tensor:
     """Returns int64 [k], ascending: the best of tokens [S, C] by score times what is outside others' span."""
     rest = tokens.clone()
     chosen: list[int] = []
