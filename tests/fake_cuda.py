@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from transformers import AutoModelForImageTextToText
 
 from encoders.device import constants
@@ -58,6 +59,9 @@ _READS = (
     aten.equal,
     aten.is_nonzero,
 )
+# One mode for all tests: fake tensors of another are refused, and models are kept from test to test.
+_FAKES = FakeTensorMode(allow_non_fake_inputs=False)
+_new_tensor = torch.empty
 # What is kept of one device must not reach the tests of another.
 _KEPT = (grids.windowed_inputs, grids.tabled_inputs, constants)
 _INDEXED = (aten.index, aten.index_put, aten.index_put_, aten._unsafe_index, aten._index_put_impl_)
@@ -72,7 +76,7 @@ class FakeCuda(TorchDispatchMode):
 
     def __init__(self, values: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
-        self.fake = FakeTensorMode(allow_non_fake_inputs=False)
+        self.fake = _FAKES
         self.waits: list[tuple[str, str]] = []
         self._values = values or (lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype))
         self._pinned: list[torch.UntypedStorage] = []
@@ -103,22 +107,12 @@ class FakeCuda(TorchDispatchMode):
         packet = func.overloadpacket
         if func.namespace == "prim":  # questions about the tensor itself
             return func(*args, **kwargs)
-        if packet is not aten.pin_memory:
+        if _is_compound(func):
             with _entered(super()):  # tensors of inference mode come with compound operations undivided
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        if packet is aten.is_pinned:
-            return self._is_pinned(args[0])
-        if packet in (aten.pin_memory, aten._pin_memory):
+                return func.decompose(*args, **kwargs)
+        if not _has_fake((*args, *kwargs.values())) and _device_of(kwargs) != "cuda":
             with unset_fake_temporarily():
-                return self._pin(args[0].clone())
-        does_pin = kwargs.pop("pin_memory", None)
-        is_fake = any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs)))
-        if not is_fake and _device_of(kwargs) != "cuda":
-            with unset_fake_temporarily():
-                result = func(*args, **kwargs)
-            return self._pin(result) if does_pin else result
+                return func(*args, **kwargs)
         return self._on_device(func, packet, args, kwargs)
 
     def _on_device(self, func: Any, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -164,6 +158,16 @@ class FakeCuda(TorchDispatchMode):
         elif not non_blocking:
             self._wait("a copy that is not non_blocking")
 
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """Stands in for `Tensor.pin_memory`, which needs a GPU."""
+        with unset_fake_temporarily():
+            return self._pin(tensor.clone())
+
+    def empty(self, *shape: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        """Stands in for `torch.empty`, which needs a GPU to pin."""
+        tensor = _new_tensor(*shape, **options)
+        return self._pin(tensor) if pin_memory else tensor
+
     def _is_pinned(self, tensor: Tensor) -> bool:
         if isinstance(tensor, FakeTensor):
             return False
@@ -186,6 +190,21 @@ class FakeCuda(TorchDispatchMode):
         if place not in WAITS:
             raise UnlistedWaitError(f"{place[0]}:{frame.f_lineno} in {place[1]}: {how}")
         self.waits.append(place)
+
+
+@cache
+def _is_compound(func: Any) -> bool:
+    """Whether the operation is made of others."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return key in func.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+
+
+def _has_fake(values: Any) -> bool:
+    """Whether any of the arguments, or of those in lists, is of the device."""
+    return any(
+        isinstance(each, FakeTensor) or (isinstance(each, list | tuple) and _has_fake(each))
+        for each in values
+    )
 
 
 @contextmanager
@@ -242,6 +261,8 @@ def fake_cuda() -> Iterator[FakeCuda]:
     """Runs on the fake device, with torch's operations in the place of kernels."""
     with pytest.MonkeyPatch.context() as patch, FakeCuda() as mode:
         patch.setattr(torch.cuda, "current_stream", lambda device=None: FakeStream())  # noqa: ARG005
+        patch.setattr(Tensor, "pin_memory", lambda tensor: mode.pinned(tensor))
+        patch.setattr(torch, "empty", mode.empty)
         for kept in _KEPT:
             kept.cache_clear()
         try:

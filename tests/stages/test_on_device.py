@@ -1,4 +1,7 @@
-"""Every stage on a device that computes nothing: no tensor of another device, no wait that is not listed."""
+"""Every stage on a device that computes nothing: no tensor of another device, no wait that is not listed.
+
+A change of roles: `tests/serve_app/worker/test_roles_on_device.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import pytest
 import torch
 
 from encoders import FrameSampling
+from encoders.adapter import Embeddings
 from encoders.batch import FrameEncoder
 from encoders.groups import plan_groups
 from encoders.identity import prompt_identity
@@ -35,6 +39,9 @@ from tests.stages.encode.workers import clip_of
 
 MAX_TOKENS = 4
 SAMPLING = FrameSampling(num_frames=6)
+# By family: what has no values can be used again.
+_MODELS: dict[str, Any] = {}
+_ENCODED: dict[str, list[tuple[int, Embeddings]]] = {}
 
 
 @pytest.fixture
@@ -51,8 +58,10 @@ class OnDevice:
     mode: FakeCuda
 
     def __post_init__(self) -> None:
-        with self.mode.unchecked():
-            self.model: Any = model_like(self.family.model.config)
+        if self.family.name not in _MODELS:
+            with self.mode.unchecked():
+                _MODELS[self.family.name] = model_like(self.family.model.config)
+        self.model: Any = _MODELS[self.family.name]
         self.hub, self.kv_hub = InProcessHub(), InProcessHub()
         deepstack = 2 if self.family.name == "qwen3_vl" else 0
         self.layout = EmbeddingLayout(64, torch.float32, deepstack)
@@ -96,10 +105,19 @@ class OnDevice:
         return GenerateRequest(f"r{next(self._ids)}", prompt, identity, sampling, seed=3)
 
     def feed(self, request: GenerateRequest, stages: list[PrefillStage | LanguageEngine]) -> None:
-        """Encodes the clip on a worker, receives it, and gives it to the stages."""
-        encoder, receiver = self.encoder(), self.receiver()
+        """Gives the stages the clip's embeddings."""
+        if self.family.name not in _ENCODED:
+            _ENCODED[self.family.name] = list(self.encoded())
         splicer = EmbeddingSplicer(self.family.adapter, request.prompt)
-        receiver.open(request.request_id, [group.spec for group in self.groups])
+        for index, embeddings in _ENCODED[self.family.name]:
+            placed = splicer.push(self.groups[index], embeddings)
+            for stage in stages if placed is not None else []:
+                stage.add_embeddings(request.request_id, placed)
+
+    def encoded(self) -> Iterator[tuple[int, Embeddings]]:
+        """Encodes the clip on a worker, and receives it: groups by their numbers."""
+        encoder, receiver = self.encoder(), self.receiver()
+        receiver.open("clip", [group.spec for group in self.groups])
         clip = clip_of(self.family)
         while grants := receiver.grant():
             for grant in grants:
@@ -109,12 +127,10 @@ class OnDevice:
             while encoder.num_waiting:
                 encoder.step()
             receiver.poll()
-            for index, embeddings in receiver.take(request.request_id):
-                placed = splicer.push(self.groups[index], embeddings)
-                for stage in stages if placed is not None else []:
-                    stage.add_embeddings(request.request_id, placed)
-                receiver.release(request.request_id, index + 1)
-        receiver.close(request.request_id)
+            for index, embeddings in receiver.take("clip"):
+                yield index, embeddings
+                receiver.release("clip", index + 1)
+        receiver.close("clip")
 
 
 def steps(*stages: Any, until: int = 1, least: int = 1) -> list[StepResult]:
@@ -146,6 +162,7 @@ def test_a_prompt_is_encoded_prefilled_handed_over_and_decoded(family: Family, c
     device = OnDevice(family, cuda)
     prefill, decode = device.prefill(), device.decode()
     request = device.request()
+    _ENCODED.pop(family.name, None)  # here, at least, the clip is encoded and received
     ticket = decode.reserve(request.request_id, "p0", request.identity, request.sampling)
     prefill.submit(request, ticket)
     device.feed(request, [prefill])
@@ -201,11 +218,11 @@ def test_tokens_that_the_likeliest_do_not_decide_are_drawn_from_all(
 
 
 @pytest.mark.parametrize("mode", ["offload", "recompute"])
-def test_requests_are_preempted_and_restored(families: dict[str, Family], cuda: FakeCuda, mode: str) -> None:
-    device = OnDevice(families["qwen3_vl"], cuda)
-    requests = [device.request(SamplingParams(max_tokens=12)) for _ in range(2)]
-    room = 2 * len(requests[0].prompt) + 12
-    engine = device.engine(num_tokens=room - room % 4, preemption=mode)
+def test_requests_are_preempted_and_restored(family: Family, cuda: FakeCuda, mode: str) -> None:
+    device = OnDevice(family, cuda)
+    requests = [device.request(SamplingParams(max_tokens=8)) for _ in range(2)]
+    room = 2 * len(requests[0].prompt) + 8
+    engine = device.engine(num_tokens=room - room % 4, preemption=mode, max_chunk_tokens=256)
     for request in requests:
         engine.add(request)
         device.feed(request, [engine])
@@ -239,16 +256,20 @@ POLICIES = [
 ]
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.method)
-def test_reduced_prompts_are_answered(
-    families: dict[str, Family], cuda: FakeCuda, policy: ReductionPolicy
-) -> None:
-    device = OnDevice(families["qwen2_5_vl"], cuda)
-    engine = device.engine(max_chunk_tokens=512, max_num_batched_tokens=1024)
-    request = device.request(policy=policy)
-    engine.add(request)
-    device.feed(request, [engine])
-    steps(engine)
+def test_reduced_prompts_are_answered(family: Family, cuda: FakeCuda) -> None:
+    """Of every method, at once."""
+    device = OnDevice(family, cuda)
+    engine = device.engine(max_chunk_tokens=512, max_num_batched_tokens=4096)
+    requests = [device.request(SamplingParams(max_tokens=3), policy) for policy in POLICIES]
+    for request in requests:
+        engine.add(request)
+        device.feed(request, [engine])
+    steps(engine, until=len(requests))
+    reading = [*requests[: len(SELECTION_METHODS)], requests[-1]]
+    num_windows = sum(len(item.windows) for request in reading for item in request.prompt.media)
+    novelty = len(requests[SELECTION_METHODS.index("novelty")].prompt.media[0].windows)  # reads two for each
+    reads = [place for place in cuda.waits if place[0].startswith("encoders/reduction")]
+    assert 0 < len(reads) <= num_windows + novelty, "one for each window; none for methods inside of prefill"
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "internvl"])

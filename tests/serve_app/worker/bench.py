@@ -88,7 +88,12 @@ class Bench:
 
     def submit(self, request_id: str, plan: AnswerPlan, worker: str = "p0") -> bool:
         is_merged = "decode" in self.cores[worker].roles
-        ticket = None if is_merged else self.reserve(request_id, plan, worker)
+        return self.submit_with(
+            request_id, plan, worker, None if is_merged else self.reserve(request_id, plan, worker)
+        )
+
+    def submit_with(self, request_id: str, plan: AnswerPlan, worker: str, ticket: KVTicket | None) -> bool:
+        """ticket: for the room at the decode worker, which was reserved."""
         message = Prefill(plan.generate_request(request_id), plan.groups, ticket)
         taken: bool = self.tell(worker, message)
         return taken

@@ -1,0 +1,82 @@
+"""A worker gives up its role and takes others, on a device that computes nothing.
+
+Its answer moves to another worker with its keys and values; then it encodes and prefills. No tensor of
+another device, and no wait that is not listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from epd.sampling_params import SamplingParams
+from epd.topology import Stage
+from serve_app.messages import Reserve, endpoint
+from serve_app.role_messages import AskRemaining, Move, Offload, Onload, Pause, SetRoles, StagesClosed
+from serve_app.worker.worker_stages import WorkerSettings
+from stages.placement import Placement
+from tests.encoders.conftest import families, family
+from tests.encoders.families import Family
+from tests.fake_cuda import CUDA, FakeCuda, fake_cuda
+from tests.serve_app.deployments import Question
+from tests.serve_app.worker.bench import Bench
+
+__all__ = ["families", "family"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
+DECODE = frozenset[Stage]({"decode"})
+OTHERS = frozenset[Stage]({"encode", "prefill"})
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    placement = Placement(CUDA, torch.float32)
+    monkeypatch.setattr(WorkerSettings, "placement", lambda _: placement)
+    monkeypatch.setattr("stages.device_memory.free_bytes", lambda _: 10**10)
+    monkeypatch.setattr("stages.device_memory.total_bytes", lambda _: 10**10)
+    monkeypatch.setattr("serve_app.worker.worker_stages.StageBuilder._allowed_bytes", 10**10)
+    with fake_cuda() as mode:
+        yield mode
+
+
+def test_a_decode_worker_encodes_and_prefills_from_then_on(
+    family: Family, media: dict[str, Path], cuda: FakeCuda
+) -> None:
+    with cuda.unchecked():  # weights are loaded
+        bench = Bench(family.path, "1e1p2d")
+    question = Question((media["image"],), sampling=SamplingParams(max_tokens=8, ignore_eos=True))
+    plan = bench.plan(question)
+    assert bench.submit("r", plan)
+    while len(bench.outputs.get("r", {})) < 3:
+        for granted in bench.granted(bench.step()):
+            assert bench.encode(question, plan, granted, "e0")
+
+    bench.tell("d0", Offload(frozenset(), DECODE))
+    identity = bench.tell("d0", Pause("r"))
+    sender = endpoint("d0", "decode")
+    ticket = bench.tell("d1", Reserve("r", sender, identity, plan.sampling))
+    assert bench.tell("d0", Move("r", ticket))
+    for _ in range(20):
+        bench.step()
+        if bench.tell("d0", AskRemaining(DECODE)).is_over:
+            break
+    with cuda.unchecked():
+        bench.tell("d0", Onload(OTHERS))
+        bench.tell("d0", SetRoles(OTHERS))
+    for name in ("e0", "p0", "d1"):
+        bench.tell(name, StagesClosed("d0", DECODE))
+    bench.finish({"r": (question, plan)})
+    assert set(bench.cores["d0"].hosted) == {"encode", "prefill"}
+    assert bench.cores["d1"].load().counters["generated_tokens"] > 0
+
+    again = replace(question, text="And now?")
+    plan = bench.plan(again)
+    ticket = bench.reserve("s", plan, sender="d0", worker="d1")
+    assert bench.submit_with("s", plan, "d0", ticket)
+    bench.finish({"s": (again, plan)}, encoder="d0")
+    assert bench.cores["d0"].load().counters["encoded_groups"] > 0
+    bench.settle()
