@@ -36,7 +36,7 @@ SECTIONS: Mapping[str, GpuSection] = {
     "load": GpuSection("Loading the checkpoint", measures.load, 120),
     "prefill": GpuSection("Prefill", measures.prefill, 40),
     "encode": GpuSection("Encoding", measures.encode, 40),
-    "transfers": GpuSection("Transfers in one process", measures.transfers, 30),
+    "transfers": GpuSection("Transfers, by each way", measures.transfers, 60),
     "decode": GpuSection("Decoding", measures.decode, 90),
     "first_token": GpuSection("From decoded frames to the first token", measures.first_token, 90),
 }

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.gpu.between import between_processes
 from benchmarks.gpu.checkpoint import write_full
 from benchmarks.gpu.setup import Setup, room_bytes
 from benchmarks.gpu.workers import SplitPipeline
@@ -76,7 +77,7 @@ def _check_disk(setup: Setup) -> None:
 def _rate(num_bytes: int, seconds: float) -> Row:
     return {
         "GB": round(num_bytes / 1e9, 3),
-        "s": round(seconds, 2),
+        "s": round(seconds, 4),
         "GB/s": round(num_bytes / 1e9 / seconds, 2),
     }
 
@@ -190,7 +191,7 @@ def encode(setup: Setup) -> Iterator[Row]:
 
 
 def transfers(setup: Setup) -> Iterator[Row]:
-    """Keys and values from P to D, embeddings from E to P, between two pools of this process."""
+    """Keys and values from P to D, embeddings from E to P: pools of one process, then those of two."""
     model = setup.load("language")
     for num_tokens in setup.sizes.transfer_tokens:
         blocks = tuple(range(ceil_div(num_tokens, _BLOCK_SIZE)))
@@ -199,7 +200,7 @@ def transfers(setup: Setup) -> Iterator[Row]:
         chunk = KVChunk((KVSpan(0, 0, num_tokens, blocks),))
         seconds = setup.seconds(partial(ours.receive, ticket, chunk, theirs))
         num_bytes = num_tokens * kv_layout(model).bytes_per_token
-        yield {"way": "P to D", "tokens": num_tokens, **_rate(num_bytes, seconds)}
+        yield {"way": "P to D", "by": "same process", "tokens": num_tokens, **_rate(num_bytes, seconds)}
     layout = embedding_layout(model.config, setup.placement.dtype)
     for num_tokens in setup.sizes.transfer_tokens:
         blocks = tuple(range(ceil_div(num_tokens, _BLOCK_SIZE)))
@@ -208,7 +209,8 @@ def transfers(setup: Setup) -> Iterator[Row]:
         places = CachedGroup(num_tokens, blocks), CachedGroup(num_tokens, blocks[::-1])
         seconds = setup.seconds(partial(target.copy, source, *places))
         num_bytes = num_tokens * layout.bytes_per_embedding
-        yield {"way": "E to P", "tokens": num_tokens, **_rate(num_bytes, seconds)}
+        yield {"way": "E to P", "by": "same process", "tokens": num_tokens, **_rate(num_bytes, seconds)}
+    yield from between_processes(setup, kv_layout(model), layout, setup.sizes.transfer_tokens)
 
 
 def first_token(setup: Setup) -> Iterator[Row]:
