@@ -26,7 +26,7 @@ CASES = {"text": (), "image": ("image",), "media": ("video", "wide_image")}
 
 
 @pytest.mark.parametrize("names", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "shapes-vl"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "shapes-vl"])
 def test_the_first_tokens_equal_generate(
     checkpoints: dict[str, Path], media: dict[str, Path], name: str, names: tuple[str, ...]
 ) -> None:

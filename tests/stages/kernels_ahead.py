@@ -1,6 +1,7 @@
 """Compiles the project's Triton kernels for GPUs that are not here, as the program itself would launch them.
 
     python -m tests.stages.kernels_ahead        every variant: a table of registers, spills and shared memory
+    python -m tests.stages.kernels_ahead JSON   those of some shapes, as `test_kernels_ahead.py` has them
 
 The launching functions run on fake CUDA tensors; what they would launch is recorded, with the types,
 alignments and constants of the arguments, and compiled ahead of time. ptxas and cuobjdump come with Triton.
@@ -9,14 +10,16 @@ alignments and constants of the arguments, and compiled ahead of time. ptxas and
 from __future__ import annotations
 
 import itertools
+import json
+import multiprocessing
 import re
 import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -32,8 +35,10 @@ from triton.runtime.jit import JITFunction
 
 from encoders.device import constants
 from encoders.kernels.patchify import patchify_fused
+from epd.machine import usable_cpus
 from stages.attention.attention import AttentionBatch
 from stages.attention.device import DevicePlan
+from stages.attention.warm_up import warm_up
 from stages.kernels.kv_slots import write_slots
 
 # Shared memory that one block of threads may have (CUDA C++ Programming Guide, compute capabilities).
@@ -64,6 +69,11 @@ class Launch:
     @property
     def name(self) -> str:
         return str(self.kernel.__name__)
+
+    @property
+    def variant(self) -> tuple[str, ...]:
+        """Equal for launches that Triton compiles once."""
+        return (self.name, *map(str, (self.signature, self.constants, self.attributes, self.options)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,38 +207,92 @@ def _report(cubin: bytes, shared_bytes: int) -> Report:
     return Report(found["REG"], found["STACK"], found["LOCAL"], shared_bytes)
 
 
+def warm_up_launches() -> list[Launch]:
+    """What a worker launches before its first request, for heads as Qwen2.5-VL 7B has them."""
+
+    def launch() -> None:
+        storage = torch.empty(8, 28, 2, 16, 4, 128, dtype=torch.bfloat16, device="cuda")
+        with ExitStack() as switches:
+            for module in ("stages.attention.attention", "stages.attention.device"):
+                switches.enter_context(patch(f"{module}.uses_kernels", lambda _: True))
+            switches.enter_context(patch("stages.attention.device._num_processors", lambda _: 132))
+            warm_up(storage[:, 3, 0], storage[:, 3, 1], 28)
+
+    return recorded(launch)
+
+
+_Job = tuple[Launch, int]
+_jobs: list[_Job] = []  # of this process and its children
+
+
+def compiled_all(jobs: Sequence[_Job], num_processes: int) -> Iterator[Report]:
+    """Compiles launches for GPUs, each variant once, in processes that are copies of this one."""
+    keys = [(launch.variant, arch) for launch, arch in jobs]
+    _jobs[:] = [jobs[keys.index(key)] for key in dict.fromkeys(keys)]
+    with multiprocessing.get_context("fork").Pool(num_processes) as pool:
+        reports = dict(zip(dict.fromkeys(keys), pool.imap(_compiled_job, range(len(_jobs))), strict=True))
+    yield from (reports[key] for key in keys)
+
+
+def _compiled_job(number: int) -> Report:
+    return compiled(*_jobs[number])
+
+
 def every_launch() -> Iterator[tuple[str, Launch]]:
     """What a model may launch, without repetition: block sizes change little, so all with one group each."""
-    seen = set()
+    seen: set[tuple[str, ...]] = set()
     shapes = [(group, dim, 16) for group in GROUPS for dim in HEAD_DIMS]
     shapes += [(7, 128, size) for size in BLOCK_SIZES]
     for (group, dim, size), dtype in itertools.product(shapes, DTYPES):
         for launch in attention_launches((4 * group, 4, dim), size, dtype):
-            key = (launch.name, str(launch.signature), str(launch.constants), str(launch.options))
-            if key not in seen:
-                seen.add(key)
+            if launch.variant not in seen:
+                seen.add(launch.variant)
                 yield f"group {group} dim {dim} block {size} {dtype}", launch
     for (shape, *kind), dtype in itertools.product(PATCHES, DTYPES):
         yield f"patches {kind} {dtype}", patch_launches(shape, *kind, dtype)[0]
 
 
-def check(launch: Launch, arch: int) -> None:
-    report = compiled(launch, arch)
-    assert report.fits(arch), f"{launch.name} does not fit sm_{arch}: {report}"
+def report_shapes(shapes: Sequence[Sequence[Any]], num_processes: int) -> dict[str, Any]:
+    """Compiles what some shapes launch. Returns the reports of each by kernel, and the variants of a warm-up.
+
+    shapes: GPU, type, query heads, KV heads, head size and block size of each.
+    """
+    jobs: list[list[_Job]] = []
+    for arch, dtype_name, query_heads, kv_heads, dim, block_size in shapes:
+        dtype = getattr(torch, dtype_name)
+        launches = attention_launches((query_heads, kv_heads, dim), block_size, dtype)
+        launches += patch_launches((8, 448, 448, 3), 2, 14, 2, dtype)
+        jobs.append([(launch, arch) for launch in launches])
+    reports = compiled_all([job for of_shape in jobs for job in of_shape], num_processes)
+    found = [
+        [
+            {"kernel": launch.name, **asdict(report), "fits": report.fits(arch)}
+            for (launch, arch), report in zip(of_shape, itertools.islice(reports, len(of_shape)), strict=True)
+        ]
+        for of_shape in jobs
+    ]
+    warm = {launch.variant for launch in warm_up_launches()}
+    missing = {launch.variant for launch in attention_launches((28, 4, 128), 16, torch.bfloat16)} - warm
+    return {"shapes": found, "num_warm": len(warm), "missing": sorted(missing)}
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> int:
+    if arguments:
+        asked = json.loads(arguments[0])
+        print(json.dumps(report_shapes(asked["shapes"], asked["num_processes"])))
+        return 0
+    launches = list(every_launch())
+    jobs = [(launch, arch) for arch in SHARED_BYTES for _, launch in launches]
+    names = [what for _ in SHARED_BYTES for what, _ in launches]
     num_bad = 0
-    for arch in SHARED_BYTES:
-        for what, launch in every_launch():
-            report = compiled(launch, arch)
-            is_bad = not report.fits(arch)
-            num_bad += is_bad
-            tile = [launch.constants.get(name) for name in ("TOKENS", "BLOCK_M", "BLOCK_N")]
-            line = f"sm_{arch} {launch.name} {what} tile {tile} {dict(launch.options)}: {report}"
-            print(line + " DOES NOT FIT" * is_bad, flush=True)
-    sys.exit(1 if num_bad else 0)
+    for (launch, arch), what, report in zip(jobs, names, compiled_all(jobs, usable_cpus()), strict=True):
+        is_bad = not report.fits(arch)
+        num_bad += is_bad
+        tile = [launch.constants.get(name) for name in ("TOKENS", "BLOCK_M", "BLOCK_N")]
+        line = f"sm_{arch} {launch.name} {what} tile {tile} {dict(launch.options)}: {report}"
+        print(line + " DOES NOT FIT" * is_bad, flush=True)
+    return 1 if num_bad else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

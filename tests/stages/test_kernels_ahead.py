@@ -5,72 +5,62 @@ A part of the table that `make kernels` prints; Triton keeps what it has compile
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
+from epd.machine import usable_cpus
 from tests import ROOT
+from tests.stages import kernels_ahead
 
-# (GPU, type, query heads, KV heads, head dim, block size): each type and head size, the extreme block sizes.
+# (GPU, type, query heads, KV heads, head dim, block size): each head size on each GPU, each type, and each
+# block size.
 SHAPES = [
     (80, "bfloat16", 28, 4, 128, 16),
     (90, "bfloat16", 28, 4, 80, 256),
     (90, "float16", 8, 8, 64, 1),
     (80, "float32", 16, 2, 80, 16),
+    (90, "bfloat16", 28, 4, 128, 32),
+    (80, "bfloat16", 32, 8, 64, 4),
+    (90, "bfloat16", 32, 8, 128, 64),
+    (80, "float16", 16, 2, 80, 128),
 ]
-SCRIPT = """
-import sys, torch
-from tests.stages.kernels_ahead import attention_launches, check, patch_launches
-arch, dtype, query_heads, kv_heads, dim, block_size = {shape!r}
-dtype = getattr(torch, dtype)
-launches = attention_launches((query_heads, kv_heads, dim), block_size, dtype)
-launches += patch_launches((8, 448, 448, 3), 2, 14, 2, dtype)
-for one in launches:
-    check(one, arch)
-print(sorted({{one.name for one in launches}}))
-"""
+KERNELS = {"_attend_kernel", "_merge_kernel", "_patchify_kernel", "_write_kernel"}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_kernels_compile_without_spills(shape: tuple[int | str, ...]) -> None:
-    """In a process of its own: the recorded launches need Triton's compiler, which others interpret."""
-    command = [sys.executable, "-c", SCRIPT.format(shape=shape)]
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """In a process of its own, once for all: launches need Triton's compiler, which others interpret."""
+    num_processes = 1 if "PYTEST_XDIST_WORKER" in os.environ else usable_cpus()
+    asked = json.dumps({"shapes": SHAPES, "num_processes": num_processes})
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False
-    )
+        [sys.executable, "-m", "tests.stages.kernels_ahead", asked],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
     assert run.returncode == 0, run.stderr
-    assert run.stdout == "['_attend_kernel', '_merge_kernel', '_patchify_kernel', '_write_kernel']\n"
+    reports: dict[str, Any] = json.loads(run.stdout)
+    return reports
 
 
-WARM_UP = """
-import torch
-from unittest.mock import patch
-from stages.attention.warm_up import warm_up
-from tests.stages.kernels_ahead import attention_launches, recorded
-
-def launch():
-    storage = torch.empty(8, 28, 2, 16, 4, 128, dtype=torch.bfloat16, device="cuda")
-    modules = ("stages.attention.attention", "stages.attention.device")
-    switches = [patch(f"{module}.uses_kernels", lambda tensor: True) for module in modules]
-    with switches[0], switches[1], patch("stages.attention.device._num_processors", lambda device: 132):
-        warm_up(storage[:, 3, 0], storage[:, 3, 1], 28)
-
-def variants(launches):
-    return {(one.name, str(one.signature), str(one.constants), str(one.attributes)) for one in launches}
-
-warm = variants(recorded(launch))
-missing = variants(attention_launches((28, 4, 128), 16, torch.bfloat16)) - warm
-print(len(warm), "variants,", missing or "nothing", "missing")
-"""
+def test_every_head_size_and_block_size_is_compiled() -> None:
+    assert {shape[5] for shape in SHAPES} == set(kernels_ahead.BLOCK_SIZES)
+    assert {(shape[0], shape[4]) for shape in SHAPES} == {
+        (arch, dim) for arch in kernels_ahead.SHARED_BYTES for dim in kernels_ahead.HEAD_DIMS
+    }
 
 
-def test_a_warm_up_launches_what_passes_launch() -> None:
+@pytest.mark.parametrize("number", range(len(SHAPES)), ids=lambda number: str(SHAPES[number]))
+def test_kernels_compile_without_spills(found: dict[str, Any], number: int) -> None:
+    reports = found["shapes"][number]
+    assert {report["kernel"] for report in reports} == KERNELS
+    assert [report for report in reports if not report["fits"]] == []
+
+
+def test_a_warm_up_launches_what_passes_launch(found: dict[str, Any]) -> None:
     """Two kinds of tiles, split or not, their merge, and the write."""
-    run = subprocess.run(
-        [sys.executable, "-c", WARM_UP], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == "6 variants, nothing missing\n"
+    assert (found["num_warm"], found["missing"]) == (6, [])
