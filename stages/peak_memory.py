@@ -58,5 +58,6 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
+    """Lists tensors; a matrix that oneDNN has laid out has no storage to count."""
     leaves = torch.utils._pytree.tree_leaves(values)
-    return [each for each in leaves if isinstance(each, torch.Tensor)]
+    return [each for each in leaves if isinstance(each, torch.Tensor) and not each.is_mkldnn]

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from epd.errors import ModelError
+from stages.merged_weights import in_merged_order
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -99,6 +100,23 @@ def read_tensors(stored: Iterable[StoredTensor]) -> Iterator[tuple[StoredTensor,
                     yield each, opened.get_tensor(each.name)
 
 
+def mapped_tensors(stored: Iterable[StoredTensor]) -> Iterator[tuple[StoredTensor, Tensor]]:
+    """Maps files of `write_weights`, each once: what follows each other there does so in memory.
+
+    The tensors are memory of the file, which stays mapped as long as one of them is kept.
+    """
+    for file, tensors in groupby(stored, lambda each: each.file):
+        with file.open("rb") as stream:
+            num_index_bytes = int.from_bytes(stream.read(8), "little")
+            index = json.loads(stream.read(num_index_bytes))
+        memory = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)[
+            8 + num_index_bytes :
+        ]
+        for each in tensors:
+            start, stop = index[each.name]["data_offsets"]
+            yield each, memory[start:stop].view(each.dtype).view(each.shape)
+
+
 def _runs(stored: Iterable[StoredTensor]) -> Iterator[list[StoredTensor]]:
     """Cuts into runs of at most `_MAPPED_BYTES`, or of one tensor."""
     run: list[StoredTensor] = []
@@ -122,8 +140,10 @@ def write_weights(path: Path, dtype: torch.dtype, target: Path) -> None:
     Raises OSError, ModelError.
     """
     try:
+        stored = stored_tensors(path)
+        order = {name: place for place, name in enumerate(in_merged_order([each.name for each in stored]))}
         # The widest types first, so that each tensor is aligned.
-        stored = sorted(stored_tensors(path), key=lambda each: -each.dtype_as(dtype).itemsize)
+        stored.sort(key=lambda each: (-each.dtype_as(dtype).itemsize, order[each.name]))
         with target.open("wb") as file:
             file.write(_header(stored, dtype))
             for _, tensor in read_tensors(stored):

@@ -28,8 +28,16 @@ from epd.errors import ModelError
 from stages.attention.support import check_attention
 from stages.device_memory import check_room
 from stages.expert_weights import check_experts, in_layout, put_expert
+from stages.merged_weights import MergedMemory, merged_part
 from stages.placement import Placement
-from stages.weight_files import StoredTensor, converted, read_tensors, stored_tensors, tensors_in
+from stages.weight_files import (
+    StoredTensor,
+    converted,
+    mapped_tensors,
+    read_tensors,
+    stored_tensors,
+    tensors_in,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -126,8 +134,12 @@ def _fill(
         check_room(path, _bytes_by_role(places, placement.dtype), placement)
     num_bytes, num_read = sum(each.num_bytes for each in places), 0
     check_experts(((each.name, name) for each, name in places.items()), known)
-    for each, tensor in read_tensors(places):
-        _put(model, each.name, places[each], _placed(tensor, placement))
+    merged = MergedMemory(known)
+    for each, tensor in _read_merged_first(places) if is_copied else mapped_tensors(places):
+        placed = _placed(tensor, placement)
+        if is_copied:
+            placed = merged.place(places[each], placed)
+        _put(model, each.name, places[each], placed)
         num_read += each.num_bytes
         if on_progress is not None:
             on_progress(num_read, num_bytes)
@@ -137,6 +149,13 @@ def _fill(
     if missing:
         raise ValueError(f"{len(missing)} tensors are missing, such as {missing[0]}; get all of the files")
     return LoadedModel(model, tuple(each.name for each in places), num_bytes)
+
+
+def _read_merged_first(places: Mapping[StoredTensor, str]) -> Iterator[tuple[StoredTensor, Tensor]]:
+    """Reads what is merged before the rest: of that nothing is kept as it was read, so no mapping stays."""
+    is_merged = {each: merged_part(name) is not None for each, name in places.items()}
+    yield from read_tensors(each for each in places if is_merged[each])
+    yield from read_tensors(each for each in places if not is_merged[each])
 
 
 def _bytes_by_role(places: Mapping[StoredTensor, str], dtype: torch.dtype) -> dict[str, int]:

@@ -157,15 +157,32 @@ def epd_paged(
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
     write_kv(keys, values, key_cache, value_cache, plan.slot_mapping)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    queries = query[0].transpose(0, 1)
+    queries, layer = query[0].transpose(0, 1), int(module.layer_idx)  # type: ignore[arg-type]
+    return attend_layer(layer, queries, keys, values, key_cache, value_cache, plan, scale)[None], None
+
+
+def attend_layer(
+    layer: int,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+) -> Tensor:
+    """Attends queries [T, Hq, D] of one layer, and keeps what is kept of a window: [T, Hq, D].
+
+    keys, values: [T, Hkv, D], which are in the caches already.
+    """
     out = attend(queries, key_cache, value_cache, plan, scale)
     for rows in plan.viewed:
-        rows.attend(int(module.layer_idx), queries, key_cache, value_cache, scale, out)  # type: ignore[arg-type]
+        rows.attend(layer, queries, key_cache, value_cache, scale, out)
     for window in plan.pruned:
         chosen = window.choose(queries, keys, key_cache, scale)
         kept_keys, kept_values, slots = window.keep(chosen, keys, values, plan.slot_mapping)
         write_kv(kept_keys, kept_values, key_cache, value_cache, slots)
-    return out[None], None
+    return out
 
 
 def register(name: str = "epd_paged") -> None:

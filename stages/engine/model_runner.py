@@ -4,7 +4,7 @@
 
     | prefill chunk of a ......... | chunk of b ... | c | d | e |        c, d, e decode: one token each
 
-Model definitions are transformers'; only attention is ours (`stages/attention/`), handed in by name.
+The layers are computed by `stages/decoder/`, attention by `stages/attention/`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from encoders import Adapter, concatenated, place
+from encoders import Adapter, Embeddings, concatenated, place
 from encoders.device import arrays_to_device, device_of, to_device
 from encoders.kernels.dispatch import uses_kernels
 from epd.types import Int32Array, Int64Array
-from stages.attention.attention import AttentionBatch, AttentionPlan, register
+from stages.attention.attention import AttentionBatch, AttentionPlan
 from stages.attention.warm_up import warm_up
+from stages.decoder.decoder import Decoder, DecoderInputs, FusedDecoder, LayerCaches, decoder_of
+from stages.decoder.layers import head_of
+from stages.decoder.linear import Linear
 from stages.engine.kv_pool import KVLayout, KVPools
-from stages.reduction.propagation import GoingOn, ObservedRows, cut_decoder, num_whole_layers, rows_going_on
+from stages.reduction.propagation import GoingOn, ObservedRows, num_whole_layers, rows_going_on
 from stages.reduction.pruning import PrunedRows
 from stages.reduction.question_views import QuestionView, ViewedRows, question_slots
 from stages.visual_inputs import PlacedEmbeddings
-
-_ATTENTION = "epd_paged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +67,6 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class _PagedLayers:
-    """Holds what the attention function needs to know of a pass. caches, plans: of each layer."""
-
-    caches: Sequence[tuple[Tensor, Tensor]]
-    plans: Sequence[AttentionPlan]
-
-    def layer(self, index: int) -> tuple[Tensor, Tensor, AttentionPlan]:
-        return *self.caches[index], self.plans[index]
-
-
-@dataclass(frozen=True, slots=True)
 class _PassInputs:
     """Holds the arrays of a pass on the device, all int64.
 
@@ -92,35 +82,38 @@ class _PassInputs:
 
 
 class ModelRunner:
-    """Runs the language model of one checkpoint with its KV pools. Changes the model's attention function."""
+    """Runs the language model of one checkpoint with its KV pools."""
 
-    def __init__(self, model: Any, adapter: Adapter, pools: KVPools) -> None:
-        register(_ATTENTION)
-        model.set_attn_implementation({"text_config": _ATTENTION})
+    def __init__(self, model: Any, adapter: Adapter, pools: KVPools, *, by_modules: bool = False) -> None:
+        """Takes a model of transformers, whose parameters or attention function may be changed.
+
+        by_modules: computes the layers with its modules, even if our decoder knows the text model.
+        """
         self.pools = pools
-        self._adapter = adapter
         self._embed: nn.Module = model.get_input_embeddings()
-        self._decoder: nn.Module = model.get_decoder()
-        self._head: nn.Module = model.get_output_embeddings()
-        adapter.prepare_decoder(self._decoder)
-        self._device = device_of(self._decoder)
+        self._decoder: Decoder = decoder_of(model, adapter, by_modules=by_modules)
+        self._head: Linear | nn.Module = model.get_output_embeddings() if by_modules else head_of(model)
+        self._device = device_of(model.get_decoder())
         # Of each layer, its group and its caches.
         self._groups = [
             group for group, pool in enumerate(pools.groups) for _ in range(pool.layout.num_layers)
         ]
         self._caches = [pools.layer(index) for index in range(len(self._groups))]
         if uses_kernels(self._caches[0][0]):
-            for pool in pools.groups:
-                warm_up(*pool.layer(0), self._decoder.config.num_attention_heads)
+            self._warm_up(model.get_decoder().config.num_attention_heads)
+
+    @torch.inference_mode()
+    def _warm_up(self, num_heads: int) -> None:
+        """Compiles the kernels of every pass. num_heads: of queries."""
+        for pool in self.pools.groups:
+            warm_up(*pool.layer(0), num_heads)
+            if isinstance(self._decoder, FusedDecoder):
+                self._decoder.warm_up(pool.layer(0))
 
     @torch.inference_mode()
     def run(self, segments: Sequence[Segment]) -> Tensor:
         """Computes all segments in one pass, filling the cache. Returns logits [R, V], R = all num_logits."""
-        inputs = self._inputs(segments)
-        rows = self._decode(segments, inputs)
-        if len(inputs.logit_rows) < len(rows):
-            rows = rows[inputs.logit_rows]
-        logits: Tensor = self._head(rows)
+        logits: Tensor = self._head(self._decode(segments, self._inputs(segments)))
         return logits
 
     def _inputs(self, segments: Sequence[Segment]) -> _PassInputs:
@@ -140,42 +133,25 @@ class ModelRunner:
         return _PassInputs(*arrays_to_device(arrays, self._device))
 
     def _decode(self, segments: Sequence[Segment], inputs: _PassInputs) -> Tensor:
-        """Returns the last layer's output, [T', C]: of the rows of `Segment.later`, in order of segments."""
+        """Returns the last layer's output for the rows that logits are wanted of, [R, C]."""
+        num_layers = self._decoder.num_layers
         plans = self._plans(segments)
-        positions = inputs.positions
-        position_ids = positions if len(positions) == 1 else positions[:, None]
-        embeds, extra = self._embedded(segments, inputs)
+        hidden, visual = self._embedded(segments, inputs)
+        whole = DecoderInputs(inputs.positions, self._caches_of(plans), inputs.visual_rows, visual)
         if all(segment.going_on is None for segment in segments):
-            return self._pass(self._decoder, embeds, position_ids, plans, extra)
+            return self._decoder.run(hidden, whole, range(num_layers), inputs.logit_rows)
         # Before anything runs, since a view begins anew whenever its question is planned.
         later_plans = self._plans([segment.later() for segment in segments])
-        num_whole = num_whole_layers(len(self._caches), _num_deepstack(segments))
-        first, rest = cut_decoder(self._decoder, num_whole)
-        hidden = self._pass(first, embeds, position_ids, plans, extra)
+        num_whole = num_whole_layers(num_layers, len(visual.deepstack) if visual is not None else 0)
+        hidden = self._decoder.run(hidden, whole, range(num_whole))
         going_on = [(len(segment.token_ids), segment.going_on) for segment in segments]
         rows = rows_going_on(going_on, self._device)
-        return self._pass(rest, hidden[None, rows], position_ids[..., rows], later_plans, {})
+        later = DecoderInputs(inputs.positions[:, rows], self._caches_of(later_plans), inputs.visual_rows)
+        return self._decoder.run(hidden[rows], later, range(num_whole, num_layers), inputs.logit_rows)
 
-    def _pass(
-        self,
-        decoder: nn.Module,
-        embeds: Tensor,
-        position_ids: Tensor,
-        plans: Sequence[AttentionPlan],
-        extra: dict[str, Any],
-    ) -> Tensor:
-        """Computes [T, C] of embeds [1, T, C].
-
-        plans: of each layer group. extra: further arguments of the family's decoder.
-        """
-        hidden: Tensor = decoder(
-            inputs_embeds=embeds,
-            position_ids=position_ids,
-            use_cache=False,
-            paged=_PagedLayers(self._caches, [plans[group] for group in self._groups]),
-            **extra,
-        ).last_hidden_state
-        return hidden[0]
+    def _caches_of(self, plans: Sequence[AttentionPlan]) -> LayerCaches:
+        """Returns the caches and the plan of each layer. plans: of each layer group."""
+        return LayerCaches(self._caches, [plans[group] for group in self._groups])
 
     def _plans(self, segments: Sequence[Segment]) -> list[AttentionPlan]:
         """Builds the plan of each layer group."""
@@ -232,25 +208,19 @@ class ModelRunner:
             slots = question_slots(segment.block_tables[group], context, self.pools.block_size)
             yield ObservedRows(*rows, to_device(slots, self._device), segment.going_on)
 
-    def _embedded(self, segments: Sequence[Segment], inputs: _PassInputs) -> tuple[Tensor, dict[str, Any]]:
-        """Embeds [1, T, C] with visual rows in their places; returns also the decoder's further arguments."""
-        embeds: Tensor = self._embed(inputs.token_ids[None])
+    def _embedded(self, segments: Sequence[Segment], inputs: _PassInputs) -> tuple[Tensor, Embeddings | None]:
+        """Embeds [T, C] with visual rows in their places; returns also what is placed there."""
+        embeds: Tensor = self._embed(inputs.token_ids)
         placed = [segment.visual.embeddings for segment in segments if segment.visual is not None]
         if not placed:
-            return embeds, {}
-        rows = concatenated(placed).mapped(lambda part: to_device(part, self._device))
-        kwargs = self._adapter.decoder_kwargs(inputs.visual_rows, rows)
-        return place(embeds, inputs.visual_rows, rows), kwargs
+            return embeds, None
+        visual = concatenated(placed).mapped(lambda part: to_device(part, self._device))
+        return place(embeds[None], inputs.visual_rows, visual)[0], visual
 
 
 def _ends(segments: Sequence[Segment]) -> list[int]:
     """Returns, for each segment, the packed row after its last."""
     return list(accumulate(len(segment.token_ids) for segment in segments))
-
-
-def _num_deepstack(segments: Sequence[Segment]) -> int:
-    """Counts the first layers that take features beside the embeddings."""
-    return max(len(each.visual.embeddings.deepstack) for each in segments if each.visual is not None)
 
 
 def _joined(arrays: Sequence[Int64Array]) -> Int64Array:

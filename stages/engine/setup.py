@@ -30,12 +30,16 @@ def build_engine(
     block_size: int = BLOCK_SIZE,
     enable_prefix_caching: bool = False,
     max_draft: int = 0,
+    by_modules: bool = False,
 ) -> LanguageEngine:
-    """Builds an engine over these pools, by default over its own, where the model is: see `kv_shape`."""
+    """Builds an engine over these pools, by default over its own, where the model is: see `kv_shape`.
+
+    by_modules: see `ModelRunner`.
+    """
     if pools is None:
         pools = kv_shape(model, num_kv_tokens, block_size).build(device=device_of(model))
     return LanguageEngine(
-        ModelRunner(model, adapter, pools),
+        ModelRunner(model, adapter, pools, by_modules=by_modules),
         adapter.tokenizer,
         settings.eos_ids,
         config or SchedulerConfig(),

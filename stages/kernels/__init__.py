@@ -1,1 +1,1 @@
-"""Contains Triton kernels of the KV cache, each beside a plain torch twin that defines its result."""
+"""Contains Triton kernels of the language model, each beside a plain torch twin that defines its result."""

@@ -20,13 +20,11 @@ computed window by window, before any question is known, and its cache serves al
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stages.reduction.pruning import PrunedRows, at_slots, coarse
 from stages.reduction.question_views import attention_weights
@@ -76,19 +74,6 @@ def observing_rows(num_tokens: int, device: torch.device | None = None) -> Tenso
 def num_whole_layers(num_layers: int, num_deepstack: int) -> int:
     """Counts the layers that compute all tokens of a window: a third, and all with deepstack features."""
     return max(1, num_layers // 3, num_deepstack)
-
-
-def cut_decoder(decoder: nn.Module, num_layers: int) -> tuple[nn.Module, nn.Module]:
-    """Splits the decoder into two that are run one after the other: its first `num_layers`, and the rest.
-
-    They share the weights. The first gives what the second takes as `inputs_embeds`.
-    """
-    layers: Any = decoder.layers
-    first, rest = copy.copy(decoder), copy.copy(decoder)
-    for piece, part in ((first, layers[:num_layers]), (rest, layers[num_layers:])):
-        piece._modules = {**decoder._modules, "layers": part}
-    first.norm = nn.Identity()
-    return first, rest
 
 
 def rows_going_on(segments: Sequence[tuple[int, GoingOn | None]], device: torch.device) -> Tensor:

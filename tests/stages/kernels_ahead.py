@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -40,6 +41,7 @@ from stages.attention.attention import AttentionBatch
 from stages.attention.device import DevicePlan
 from stages.attention.warm_up import warm_up
 from stages.kernels.kv_slots import write_slots
+from stages.kernels.layer_fusions import add_rms_norm_fused, norm_rotate_write_fused, silu_mul_fused
 
 # Shared memory that one block of threads may have (CUDA C++ Programming Guide, compute capabilities).
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
@@ -174,6 +176,32 @@ def attention_launches(heads: tuple[int, int, int], block_size: int, dtype: torc
     return recorded(launch)
 
 
+def fusion_launches(heads: tuple[int, int, int], dtype: torch.dtype, *, has_norms: bool) -> list[Launch]:
+    """The launches of a decoder layer between its matrix products; widths are those of 7B and 8B models."""
+
+    def launch() -> None:
+        query_heads, kv_heads, dim = heads
+        empty = partial(torch.empty, dtype=dtype, device="cuda")
+        rows, width, gates = 9, query_heads * dim, 18_944
+        weight, head_weight = empty(width), empty(dim)
+        for added in (empty(rows, width), None):
+            add_rms_norm_fused(empty(rows, width), added, weight, 1e-6)
+        storage = empty(8, 28, 2, 16, kv_heads, dim)
+        norm_rotate_write_fused(
+            empty(rows, (query_heads + 2 * kv_heads) * dim).view(rows, -1, dim),
+            (query_heads, kv_heads),
+            (head_weight, head_weight) if has_norms else None,
+            1e-6,
+            empty(rows, 1, 1, dim // 2),
+            empty(rows, 1, 2, dim // 2),
+            (storage[:, 3, 0], storage[:, 3, 1]),
+            torch.empty(rows, dtype=torch.int64, device="cuda"),
+        )
+        silu_mul_fused(empty(rows, 2 * gates))
+
+    return recorded(launch)
+
+
 def patch_launches(
     frames: tuple[int, ...], unit: int, side: int, merge: int, dtype: torch.dtype
 ) -> list[Launch]:
@@ -241,13 +269,21 @@ def _compiled_job(number: int) -> Report:
 def every_launch() -> Iterator[tuple[str, Launch]]:
     """What a model may launch, without repetition: block sizes change little, so all with one group each."""
     seen: set[tuple[str, ...]] = set()
+    for what, launch in _all_launches():
+        if launch.variant not in seen:
+            seen.add(launch.variant)
+            yield what, launch
+
+
+def _all_launches() -> Iterator[tuple[str, Launch]]:
     shapes = [(group, dim, 16) for group in GROUPS for dim in HEAD_DIMS]
     shapes += [(7, 128, size) for size in BLOCK_SIZES]
     for (group, dim, size), dtype in itertools.product(shapes, DTYPES):
         for launch in attention_launches((4 * group, 4, dim), size, dtype):
-            if launch.variant not in seen:
-                seen.add(launch.variant)
-                yield f"group {group} dim {dim} block {size} {dtype}", launch
+            yield f"group {group} dim {dim} block {size} {dtype}", launch
+    for group, dim, has_norms, dtype in itertools.product(GROUPS, HEAD_DIMS, (False, True), DTYPES):
+        for launch in fusion_launches((4 * group, 4, dim), dtype, has_norms=has_norms):
+            yield f"heads {4 * group} dim {dim} {dtype}", launch
     for (shape, *kind), dtype in itertools.product(PATCHES, DTYPES):
         yield f"patches {kind} {dtype}", patch_launches(shape, *kind, dtype)[0]
 
@@ -261,6 +297,7 @@ def report_shapes(shapes: Sequence[Sequence[Any]], num_processes: int) -> dict[s
     for arch, dtype_name, query_heads, kv_heads, dim, block_size in shapes:
         dtype = getattr(torch, dtype_name)
         launches = attention_launches((query_heads, kv_heads, dim), block_size, dtype)
+        launches += fusion_launches((query_heads, kv_heads, dim), dtype, has_norms=dim != 64)
         launches += patch_launches((8, 448, 448, 3), 2, 14, 2, dtype)
         jobs.append([(launch, arch) for launch in launches])
     reports = compiled_all([job for of_shape in jobs for job in of_shape], num_processes)

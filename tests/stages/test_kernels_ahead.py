@@ -29,7 +29,10 @@ SHAPES = [
     (90, "bfloat16", 32, 8, 128, 64),
     (80, "float16", 16, 2, 80, 128),
 ]
-KERNELS = {"_attend_kernel", "_merge_kernel", "_patchify_kernel", "_write_kernel"}
+KERNELS = {
+    "_add_rms_norm_kernel", "_attend_kernel", "_merge_kernel", "_norm_rotate_write_kernel",
+    "_patchify_kernel", "_silu_mul_kernel", "_write_kernel",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from epd.errors import InfeasibleError, RequestError
 from epd.kv.drafting import DraftGain
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
+from stages.decoder.decoder import FusedDecoder, ModulesDecoder
 from stages.engine.engine import LanguageEngine
 from stages.engine.generation import Extent
 from tests.stages.conftest import Subject
@@ -32,6 +33,14 @@ def test_tokens_equal_generate(any_family: Subject, chunk: int, count: int) -> N
     engine = any_family.engine(config=config, enable_prefix_caching=False)
     check(any_family, Drive(engine, seed=chunk + count), count)
     assert engine.counts.num_steps > 0
+
+
+def test_the_modules_of_transformers_give_the_same_tokens(any_family: Subject) -> None:
+    """They are the twin of our decoder, and compute text models that it does not know."""
+    engine = any_family.engine(by_modules=True)
+    assert isinstance(engine._runner._decoder, ModulesDecoder)
+    assert isinstance(any_family.engine()._runner._decoder, FusedDecoder)
+    check(any_family, Drive(engine, seed=5), 5)
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 16, 64])

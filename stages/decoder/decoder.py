@@ -1,0 +1,191 @@
+"""Runs the layers of a text model over the packed rows of a pass, with the paged cache behind them.
+
+Two do the same: `FusedDecoder` from merged matrices with few operations a layer, for the text models that it
+knows, and `ModulesDecoder` with the modules of transformers, for all others, and as its twin in tests.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from encoders import Adapter
+from encoders.adapter import Embeddings
+from stages.attention.attention import AttentionPlan, attend_layer, register
+from stages.attention.support import check_attention
+from stages.decoder.layers import DecoderLayers, layers_of
+from stages.decoder.operations import add_rms_norm, norm_rotate_write
+from stages.decoder.rotary import Rotations
+from stages.decoder.text_model import TextModel, text_model
+
+_ATTENTION = "epd_paged"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCaches:
+    """Holds what attention needs to know of a pass. caches, plans: of each layer."""
+
+    caches: Sequence[tuple[Tensor, Tensor]]
+    plans: Sequence[AttentionPlan]
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor, AttentionPlan]:
+        return *self.caches[index], self.plans[index]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderInputs:
+    """Holds what a pass gives to its layers besides the rows.
+
+    positions: int64 [rows, T], three rows for M-RoPE, else one.
+    visual_rows: int64 [V], the packed rows of visual tokens.
+    visual: their embeddings; None without any.
+    """
+
+    positions: Tensor
+    paged: LayerCaches
+    visual_rows: Tensor
+    visual: Embeddings | None = None
+
+
+class Decoder(Protocol):
+    """Computes a run of layers."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    def run(self, hidden: Tensor, inputs: DecoderInputs, layers: range, rows: Tensor | None = None) -> Tensor:
+        """Returns what the layers make of hidden [T, C], which may be overwritten: [T, C].
+
+        layers: that follow each other; after the model's last one comes its norm.
+        rows: int64 [R], of the model's last layer only these are wanted: [R, C]; None for all.
+        """
+
+
+def decoder_of(model: Any, adapter: Adapter, *, by_modules: bool = False) -> Decoder:
+    """Returns the decoder of a model of transformers.
+
+    by_modules: never ours, not even for a text model that it knows.
+    Raises UnsupportedModelError for attention that nothing here computes.
+    """
+    decoder = model.get_decoder()
+    known = None if by_modules else text_model(decoder)
+    if known is None:
+        return ModulesDecoder(model, adapter)
+    check_attention(decoder.config)
+    return FusedDecoder(known, layers_of(decoder))
+
+
+class FusedDecoder:
+    """Computes the layers of a known text model."""
+
+    def __init__(self, model: TextModel, layers: DecoderLayers) -> None:
+        self._model = model
+        self._layers = layers
+        self._heads = (model.num_heads, model.num_kv_heads, model.head_dim)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers.layers)
+
+    def warm_up(self, caches: tuple[Tensor, Tensor]) -> None:
+        """Launches every kernel of a layer, so that no request waits for one; what is in the caches stays."""
+        layer, held = self._layers.layers[0], [cache[0, 0].clone() for cache in caches]
+        weight = layer.attention_norm.weight
+        hidden = weight.new_zeros(1, len(weight))
+        still = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
+        rotations = Rotations.of(self._model, still, weight.dtype)
+        qkv = layer.qkv(add_rms_norm(hidden, None, layer.attention_norm))
+        norm_rotate_write(qkv, self._heads, layer.head_norms, rotations, caches, still[0])
+        add_rms_norm(hidden, layer.mlp(hidden), layer.mlp_norm)
+        for cache, values in zip(caches, held, strict=True):
+            cache[0, 0] = values
+
+    def run(self, hidden: Tensor, inputs: DecoderInputs, layers: range, rows: Tensor | None = None) -> Tensor:
+        rotations = Rotations.of(self._model, inputs.positions, hidden.dtype)
+        deepstack = inputs.visual.deepstack if inputs.visual is not None else ()
+        residual, added = hidden, None
+        for index in layers:
+            attended = self._attend(index, residual, added, inputs, rotations)
+            if index + 1 == self.num_layers and rows is not None and index >= len(deepstack):
+                residual, attended, rows = _only(rows, residual), _only(rows, attended), None
+            added = self._mix(index, residual, attended)
+            if index < len(deepstack):
+                added.index_add_(0, inputs.visual_rows, deepstack[index].to(added.dtype))
+        if layers.stop < self.num_layers:
+            return residual if added is None else residual.add_(added)
+        normed = add_rms_norm(residual, added, self._layers.norm)
+        return normed if rows is None else _only(rows, normed)
+
+    def _attend(
+        self,
+        index: int,
+        residual: Tensor,
+        added: Tensor | None,
+        inputs: DecoderInputs,
+        rotations: Rotations,
+    ) -> Tensor:
+        """Adds to the residual, and returns what its rows attend: [T, Hq * D]."""
+        layer = self._layers.layers[index]
+        qkv = layer.qkv(add_rms_norm(residual, added, layer.attention_norm))
+        *caches, plan = inputs.paged.layer(index)
+        queries, keys, values = norm_rotate_write(
+            qkv, self._heads, layer.head_norms, rotations, (caches[0], caches[1]), plan.slot_mapping
+        )
+        attended = attend_layer(index, queries, keys, values, caches[0], caches[1], plan, self._model.scale)
+        return attended.reshape(len(attended), -1)
+
+    def _mix(self, index: int, residual: Tensor, attended: Tensor) -> Tensor:
+        """Adds what was attended to the residual, and returns what the layer adds after that: [T, C]."""
+        layer = self._layers.layers[index]
+        return layer.mlp(add_rms_norm(residual, layer.out(attended), layer.mlp_norm))
+
+
+class ModulesDecoder:
+    """Computes the layers with the modules of transformers, whose attention function becomes ours."""
+
+    def __init__(self, model: Any, adapter: Adapter) -> None:
+        register(_ATTENTION)
+        model.set_attn_implementation({"text_config": _ATTENTION})
+        self._adapter = adapter
+        self._decoder: nn.Module = model.get_decoder()
+        adapter.prepare_decoder(self._decoder)
+
+    @property
+    def num_layers(self) -> int:
+        layers: Any = self._decoder.layers
+        return len(layers)
+
+    def run(self, hidden: Tensor, inputs: DecoderInputs, layers: range, rows: Tensor | None = None) -> Tensor:
+        extra: dict[str, Any] = {}
+        if inputs.visual is not None and layers.start == 0:
+            extra = self._adapter.decoder_kwargs(inputs.visual_rows, inputs.visual)
+        positions = inputs.positions
+        computed: Tensor = self._part(layers)(
+            inputs_embeds=hidden[None],
+            position_ids=positions if len(positions) == 1 else positions[:, None],
+            use_cache=False,
+            paged=inputs.paged,
+            **extra,
+        ).last_hidden_state[0]
+        return computed if rows is None else _only(rows, computed)
+
+    def _part(self, layers: range) -> nn.Module:
+        """Returns a decoder of some layers alone, which shares the weights."""
+        if len(layers) == self.num_layers:
+            return self._decoder
+        held: Any = self._decoder.layers
+        part = copy.copy(self._decoder)
+        part._modules = {**self._decoder._modules, "layers": held[layers.start : layers.stop]}
+        if layers.stop < self.num_layers:
+            part.norm = nn.Identity()
+        return part
+
+
+def _only(rows: Tensor, of: Tensor) -> Tensor:
+    """Returns some rows, int64 [R], of [T, C]; as many as there are, are all of them in order."""
+    return of if len(rows) == len(of) else of.index_select(0, rows)

@@ -1,0 +1,123 @@
+"""Takes the weights of layers from the modules of transformers, and merges them, once for all engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from stages.decoder.linear import Linear, LinearKind, linear, linear_kind
+from stages.decoder.operations import RmsNorm, silu_mul
+from stages.merged_weights import GATE_UP, QKV, merged
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """Holds one layer.
+
+    qkv, out: of attention.
+    head_norms: of queries and of keys, where the model has them.
+    mlp: [T, C] of normed rows [T, C].
+    """
+
+    attention_norm: RmsNorm
+    qkv: Linear
+    head_norms: tuple[RmsNorm, RmsNorm] | None
+    out: Linear
+    mlp_norm: RmsNorm
+    mlp: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayers:
+    """Holds all layers, and the norm after the last."""
+
+    layers: tuple[DecoderLayer, ...]
+    norm: RmsNorm
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """Computes down(silu(gate(x)) * up(x)). gate_up: both matrices, one above the other."""
+
+    gate_up: Linear
+    down: Linear
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self.down(silu_mul(self.gate_up(rows)))
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleMlp:
+    """Computes a mixture of experts as the module of transformers does."""
+
+    module: nn.Module
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        computed: Tensor = self.module(rows[None])
+        return computed[0]
+
+
+# Engines of one model share its merged and its packed matrices.
+_heads: WeakKeyDictionary[nn.Module, Linear] = WeakKeyDictionary()
+_made: WeakKeyDictionary[nn.Module, DecoderLayers] = WeakKeyDictionary()
+
+
+def layers_of(decoder: Any) -> DecoderLayers:
+    """Returns the layers of a decoder of transformers that `text_model` knows.
+
+    Its modules keep their parameters, as views of the merged ones.
+    """
+    made = _made.get(decoder)
+    if made is None:
+        made = _made[decoder] = _layers(decoder)
+    return made
+
+
+def head_of(model: Any) -> Linear:
+    """Returns what makes logits [R, V] of the last layer's rows [R, C], for all engines of the model."""
+    head: nn.Module = model.get_output_embeddings()
+    made = _heads.get(head)
+    if made is None:
+        weight: Any = head.weight
+        made = _heads[head] = linear(weight, head.bias, linear_kind(weight, weight.nbytes))  # type: ignore[arg-type]
+    return made
+
+
+def _layers(decoder: Any) -> DecoderLayers:
+    eps = decoder.config.rms_norm_eps
+    weights = [module.weight for module in decoder.layers.modules() if isinstance(module, nn.Linear)]
+    kind = linear_kind(weights[0], sum(weight.nbytes for weight in weights))
+    layers = tuple(_layer(layer, eps, kind) for layer in decoder.layers)
+    return DecoderLayers(layers, RmsNorm.of(decoder.norm.weight, eps))
+
+
+def _layer(layer: Any, eps: float, kind: LinearKind) -> DecoderLayer:
+    attention = layer.self_attn
+    norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
+    query_norm, key_norm = [RmsNorm.of(norm.weight, eps) for norm in norms] or (None, None)
+    return DecoderLayer(
+        attention_norm=RmsNorm.of(layer.input_layernorm.weight, eps),
+        qkv=_merged(attention, QKV, kind),
+        head_norms=None if query_norm is None or key_norm is None else (query_norm, key_norm),
+        out=linear(attention.o_proj.weight, attention.o_proj.bias, kind),
+        mlp_norm=RmsNorm.of(layer.post_attention_layernorm.weight, eps),
+        mlp=_mlp(layer.mlp, kind),
+    )
+
+
+def _mlp(mlp: Any, kind: LinearKind) -> Callable[[Tensor], Tensor]:
+    if hasattr(mlp, "experts"):
+        return ModuleMlp(mlp)
+    down = linear(mlp.down_proj.weight, mlp.down_proj.bias, kind)
+    return GatedMlp(_merged(mlp, GATE_UP, kind), down)
+
+
+def _merged(module: Any, names: tuple[str, ...], kind: LinearKind) -> Linear:
+    parts = [getattr(module, name) for name in names]
+    weight, bias = merged(parts, "weight"), merged(parts, "bias")
+    assert weight is not None
+    return linear(weight, bias, kind)

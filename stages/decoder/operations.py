@@ -1,0 +1,110 @@
+"""Computes what lies between the matrix products of a layer: by kernels on a GPU, else in plain torch.
+
+The plain twins are written for few operations, each of which costs a CPU microseconds whatever its size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from encoders.kernels.dispatch import uses_kernels
+from stages.attention.attention import write_kv
+from stages.decoder.rotary import Rotations
+
+
+@dataclass(frozen=True, slots=True)
+class RmsNorm:
+    """Computes weight * x / sqrt(mean(x^2) + eps).
+
+    weight: [C].
+    scaled: float32 [C], the weight times sqrt(C).
+    root: float32 [], sqrt(eps * C).
+    """
+
+    weight: Tensor
+    eps: float
+    scaled: Tensor
+    root: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor, eps: float) -> RmsNorm:
+        weight = weight.detach()
+        scaled = weight.to(torch.float32) * len(weight) ** 0.5
+        return cls(weight, eps, scaled, scaled.new_full((), (eps * len(weight)) ** 0.5))
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Norms rows [..., C], in float32, in plain torch."""
+        # sqrt(mean(x^2) + eps) is hypot(|x|, sqrt(eps C)) / sqrt(C).
+        length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float32)
+        return torch.div(rows, length.hypot_(self.root)).mul_(self.scaled).to(rows.dtype)
+
+
+def add_rms_norm(residual: Tensor, added: Tensor | None, norm: RmsNorm) -> Tensor:
+    """Adds to `residual` in place, and returns its norm.
+
+    residual, added: [T, C]; with None nothing is added.
+    """
+    if uses_kernels(residual):
+        from stages.kernels.layer_fusions import add_rms_norm_fused
+
+        return add_rms_norm_fused(residual, added, norm.weight, norm.eps)
+    if added is not None:
+        residual.add_(added)
+    return norm(residual)
+
+
+def norm_rotate_write(
+    qkv: Tensor,
+    heads: tuple[int, int, int],
+    norms: tuple[RmsNorm, RmsNorm] | None,
+    rotations: Rotations,
+    caches: tuple[Tensor, Tensor],
+    slot_mapping: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Norms and rotates queries and keys in place, and writes keys and values to the cache.
+
+    qkv: [T, (Hq + 2 Hkv) * D]. heads: Hq, Hkv, D.
+    norms: of queries and of keys, where the model has them.
+    caches: keys and values, [num_blocks, block_size, Hkv, D]. slot_mapping: int64 [T].
+    Returns views of qkv: queries [T, Hq, D], keys and values [T, Hkv, D].
+    """
+    num_heads, num_kv_heads, dim = heads
+    split = qkv.view(len(qkv), -1, dim)
+    queries, keys, values = torch.split(split, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if uses_kernels(qkv):
+        from stages.kernels.layer_fusions import norm_rotate_write_fused
+
+        weights = None if norms is None else (norms[0].weight, norms[1].weight)
+        eps = 0.0 if norms is None else norms[0].eps
+        cos, sin = rotations.cos, rotations.sin
+        norm_rotate_write_fused(
+            split, (num_heads, num_kv_heads), weights, eps, cos, sin, caches, slot_mapping
+        )
+        return queries, keys, values
+    if norms is not None:
+        queries.copy_(norms[0](queries))
+        keys.copy_(norms[1](keys))
+    rotate(split[:, : num_heads + num_kv_heads], rotations)
+    write_kv(keys, values, *caches, slot_mapping)
+    return queries, keys, values
+
+
+def rotate(rows: Tensor, rotations: Rotations) -> None:
+    """Rotates [T, H, D] in place: (a, b) become (a cos - b sin, b cos + a sin), a and b halves of a head."""
+    halves = rows.view(*rows.shape[:2], 2, -1)
+    turned = halves.flip(2).mul_(rotations.sin)
+    torch.addcmul(turned, halves, rotations.cos, out=halves)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """Returns silu(gate) * up, [T, I], of gate and up side by side, [T, 2 I]."""
+    if uses_kernels(gate_up):
+        from stages.kernels.layer_fusions import silu_mul_fused
+
+        return silu_mul_fused(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu(gate).mul_(up)

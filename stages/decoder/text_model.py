@@ -1,0 +1,117 @@
+"""Recognises the text models that our decoder computes, and describes what distinguishes them.
+
+Qwen2, Qwen2.5, Qwen3 and Llama share one stack: RMS norm, attention with rotary positions, RMS norm, gated
+SiLU. What differs are biases, norms of queries and keys, and how M-RoPE deals frequencies to its three rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from encoders.device import to_device
+
+# How the frequencies of a head are dealt to rows of positions: all to one; the first ones to time, the next
+# to height, the rest to width; or by turns, and what is left to time.
+Dealing = Literal["plain", "in_sections", "by_turns"]
+# Text models by their `model_type` in transformers.
+_KNOWN: dict[str, Dealing] = {
+    "llama": "plain",
+    "qwen2": "plain",
+    "qwen3": "plain",
+    "qwen2_5_vl_text": "in_sections",
+    "qwen3_vl_text": "by_turns",
+    "qwen3_vl_moe_text": "by_turns",
+}
+# Kinds of rotary positions whose frequencies are the same for every length.
+_STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
+_MODULES = frozenset({"embed_tokens", "layers", "norm", "rotary_emb"})
+_LAYER_MODULES = frozenset({"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
+_PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
+_HEAD_NORMS = frozenset({"q_norm", "k_norm"})
+_DENSE, _SPARSE = {"gate_proj", "up_proj", "down_proj"}, {"gate", "experts"}
+
+
+@dataclass(frozen=True, slots=True)
+class TextModel:
+    """Describes a text model that our decoder computes.
+
+    eps: of all its RMS norms.
+    inv_freq: float32 [D / 2], of the rotary positions.
+    rope_scale: that cosines and sines are multiplied by.
+    row_of_frequency: int64 [D / 2], the row of positions that a frequency turns by; None with one row.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    eps: float
+    inv_freq: Tensor
+    rope_scale: float
+    row_of_frequency: Tensor | None
+
+
+def text_model(decoder: Any) -> TextModel | None:
+    """Describes a decoder of transformers; None if our decoder might compute something else."""
+    config = decoder.config
+    dealing = _KNOWN.get(config.model_type)
+    if dealing is None or not _is_plain(config) or not _has_known_modules(decoder):
+        return None
+    attention, rotary = decoder.layers[0].self_attn, decoder.rotary_emb
+    if attention.head_dim % 2 or len(rotary.inv_freq) != attention.head_dim // 2:
+        return None
+    sections = list(rotary.mrope_section) if dealing != "plain" else []
+    rows = rows_of_frequencies(dealing, sections, len(rotary.inv_freq))
+    return TextModel(
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=attention.head_dim,
+        scale=attention.scaling,
+        eps=config.rms_norm_eps,
+        inv_freq=rotary.inv_freq,
+        rope_scale=rotary.attention_scaling,
+        row_of_frequency=None if rows is None else to_device(rows, rotary.inv_freq.device),
+    )
+
+
+def rows_of_frequencies(dealing: Dealing, sections: list[int], num_frequencies: int) -> Tensor | None:
+    """Returns the row of positions, 0 to 2, that each frequency turns by: int64 [num_frequencies].
+
+    sections: how many frequencies time, height and width have.
+    """
+    if dealing == "plain":
+        return None
+    if dealing == "in_sections":
+        rows = [index % 3 for index, count in enumerate(sections) for _ in range(count)]
+        return torch.tensor(rows[:num_frequencies], dtype=torch.int64, device="cpu")
+    rows = [0] * num_frequencies
+    for row in (1, 2):
+        for frequency in range(row, min(3 * sections[row], num_frequencies), 3):
+            rows[frequency] = row
+    return torch.tensor(rows, dtype=torch.int64, device="cpu")
+
+
+def _is_plain(config: Any) -> bool:
+    rope = config.rope_parameters or {}
+    return config.hidden_act in ("silu", "swish") and rope.get("rope_type", "default") in _STATIC_ROPE
+
+
+def _has_known_modules(decoder: nn.Module) -> bool:
+    """Reports whether the decoder consists of what we compute, and of nothing else."""
+    if _children(decoder) != _MODULES:
+        return False
+    layers: Any = decoder.layers
+    return all(
+        _children(layer) == _LAYER_MODULES
+        and _children(layer.self_attn) in (_PROJECTIONS, _PROJECTIONS | _HEAD_NORMS)
+        and _children(layer.mlp) - {"act_fn"} in (_DENSE, _SPARSE)
+        for layer in layers
+    )
+
+
+def _children(module: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, _ in module.named_children())

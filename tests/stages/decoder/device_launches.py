@@ -1,0 +1,107 @@
+"""Counts what our decoder launches on a GPU that is not here: kernels and operations of torch.
+
+    python -m tests.stages.decoder.device_launches
+
+Tensors are fake; kernels are recorded instead of being run, operations of torch are only counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForImageTextToText
+
+from stages.attention.attention import AttentionBatch, AttentionPlan
+from stages.decoder.decoder import DecoderInputs, FusedDecoder, LayerCaches
+from stages.decoder.layers import layers_of
+from stages.decoder.text_model import text_model
+from tests.stages.decoder.text_models import CONFIGS
+from tests.stages.kernels_ahead import Launch, recorded
+
+_DISPATCHED = ("stages.attention.attention", "stages.attention.device", "stages.decoder.operations")
+_CONTEXTS = (40_000, 900)
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations that launch something: neither views nor new memory do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_view = any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns)
+        if func.namespace == "aten" and not is_view and "empty" not in func.__name__:
+            self.names.append(func.overloadpacket.__name__)
+        return result
+
+
+def launches(name: str, num_layers: int, *, is_warm_up: bool = False) -> tuple[list[Launch], list[str]]:
+    """The kernels and operations of the first layers of a decode step, or of a warm-up."""
+    operations = Operations()
+
+    def launch() -> None:
+        with torch.device("cuda"):
+            model = AutoModelForImageTextToText.from_config(CONFIGS[name](), dtype=torch.bfloat16).eval()
+        known = text_model(model.get_decoder())
+        assert known is not None
+        decoder = FusedDecoder(known, layers_of(model.get_decoder()))
+        heads = known.num_kv_heads, known.head_dim
+        storage = torch.empty(8, 3, 2, 16, *heads, dtype=torch.bfloat16, device="cuda")
+        caches = [(storage[:, index, 0], storage[:, index, 1]) for index in range(3)]
+        if is_warm_up:
+            decoder.warm_up(caches[0])
+            return
+        positions = torch.empty(3 if known.row_of_frequency is not None else 1, 2, device="cuda").long()
+        inputs = DecoderInputs(positions, LayerCaches(caches, [_plan()] * 3), positions[0])
+        hidden = torch.empty(2, 64, dtype=torch.bfloat16, device="cuda")
+        with operations:
+            decoder.run(hidden, inputs, range(num_layers))
+
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for module in _DISPATCHED:
+            stack.enter_context(patch(f"{module}.uses_kernels", lambda tensor: tensor.is_cuda))
+        stack.enter_context(patch("stages.attention.device._num_processors", lambda _: 132))
+        return recorded(launch), operations.names
+
+
+def _plan() -> AttentionPlan:
+    """Decodes of two requests, one with a context long enough to be split."""
+    tables = np.zeros((2, -(-max(_CONTEXTS) // 16)), np.int32)
+    starts, contexts = np.arange(3, dtype=np.int32), np.array(_CONTEXTS, np.int32)
+    return AttentionPlan.build(AttentionBatch(starts, contexts, tables, np.zeros(2, np.int64), 16), "cuda")
+
+
+def of_one_layer(name: str) -> Counter[str]:
+    """What a layer adds to a pass."""
+    found = []
+    for num_layers in (1, 2):
+        kernels, operations = launches(name, num_layers)
+        found.append(Counter([each.name for each in kernels] + operations))
+    return found[1] - found[0]
+
+
+def variants(found: list[Launch]) -> set[tuple[str, str, str, str]]:
+    return {(one.name, str(one.signature), str(one.constants), str(one.attributes)) for one in found}
+
+
+def main() -> None:
+    for name in ("qwen2", "qwen2.5-vl", "qwen3", "qwen3-vl", "llama with biases"):
+        counts = of_one_layer(name)
+        kernels, _ = launches(name, 3)
+        warm, _ = launches(name, 3, is_warm_up=True)
+        others = {"_attend_kernel", "_merge_kernel"}  # that `stages.attention.warm_up` launches
+        missing = {each[0] for each in variants(kernels) - variants(warm)} - others
+        print(f"{name}: {counts.total()} launches of {sorted(counts)}; not warm: {sorted(missing)}")
+
+
+if __name__ == "__main__":
+    main()
