@@ -30,6 +30,7 @@ from serve_app.network.link import Address, Link, LinkClosedError
 from serve_app.network.members import BoardClient, Hello, KnownFronts, Member, Place, Purpose, View
 from serve_app.network.membership import Membership
 from serve_app.network.memory import PoolFiles
+from serve_app.network.met_workers import MetWorkers
 from serve_app.network.peer_links import Delivery, PeerLinks
 from serve_app.network.routes import PeerPlace
 from serve_app.network.wire import BulkPlace, TakeBulk, WorkerCall
@@ -90,6 +91,7 @@ class WorkerServer:
         self._fronts: dict[str, _FrontSession] = {}
         self._known_fronts = KnownFronts()
         self._peers: dict[str, _Peer] = {}
+        self.met = MetWorkers(config.purpose.hang_s)
         self._media_addresses: set[Address] = set()
         self._lost_media: Recent[Address, bool] = Recent(_MAX_REMEMBERED)
         self._thread: WorkerThread | None = None
@@ -114,6 +116,7 @@ class WorkerServer:
         await self.membership.join(self._accept)
         self.membership.on_view = self._take_view
         self._loops.start("board", self.membership.run)
+        self.met.meet([_peer(self.membership.member)])
         name, credentials = self.info.name, self.membership.credentials
         self._files = PoolFiles(credentials.fleet_id)
         self._files.hold()
@@ -179,6 +182,8 @@ class WorkerServer:
     def _take_delivery(self, delivery: Delivery, answer: Answer) -> None:
         if self._links is None or self._transport is None or self._thread is None:
             raise LinkClosedError("the worker is starting")
+        if not self.met.knows(delivery.epoch):
+            raise LinkClosedError("the sender is not known here yet: it could not be answered")
         envelopes, next_number = self._links.take(delivery)
         for envelope in envelopes:
             self._transport.deliver(envelope)
@@ -240,6 +245,7 @@ class WorkerServer:
         self._peers = peers
         if self._links is not None:
             self._links.meet(peers)
+        self.met.meet(map(_peer, stages))
         self._follow_media(view)
         linked = [owner for owner, each in self._fronts.items() if each.channel.is_open]
         for owner in self._known_fronts.lost(view, linked):
@@ -323,7 +329,7 @@ class WorkerServer:
 
 
 class _FrontSession:
-    """Takes the messages of one front, in order: one waits for its frames, and those behind it for that."""
+    """Takes a front's messages in order: one waits for what it needs, and those behind it for that."""
 
     def __init__(self, server: WorkerServer, channel: Channel) -> None:
         self.channel = channel
@@ -339,7 +345,8 @@ class _FrontSession:
         self.channel.push(report)
 
     def _take(self, call: WorkerCall, answer: Answer) -> None:
-        if not isinstance(call.bulk, BulkPlace) and not self._waiting:
+        is_ready = self._server.met.is_ready_for(call.message)
+        if is_ready and not isinstance(call.bulk, BulkPlace) and not self._waiting:
             self._handle(call.message, call.bulk, answer)
             return
         fetching = None
@@ -360,6 +367,7 @@ class _FrontSession:
             call, fetching, answer = self._waiting[0]
             try:
                 frames = call.bulk if fetching is None else await fetching
+                await self._server.met.wait_for(call.message)
                 assert not isinstance(frames, BulkPlace)
                 self._handle(call.message, frames, answer)
             except EPDError as error:

@@ -14,7 +14,9 @@ from epd.topology import topology_name
 from serve_app.network import remote_fleet
 from serve_app.network.connector import TransportConfig
 from serve_app.network.link import Address, Link, LinkTimeoutError, connect
+from serve_app.network.members import View
 from serve_app.network.routes import Route
+from serve_app.network.worker_server import WorkerServer
 from tests.serve_app.deployments import Question, num_held, undisturbed
 from tests.serve_app.network.cluster import Cluster, Front, clustered
 
@@ -163,6 +165,36 @@ def test_frames_of_a_lost_machine_are_not_waited_for(
                 assert [answer.tokens for answer in await asking] == expected
 
     asyncio.run(run())
+
+
+def test_an_encoder_that_hears_late_of_another_worker_loses_nothing(
+    model: Path, questions: list[Question], expected: list[tuple[int, ...]]
+) -> None:
+    """Fronts know a new prefill worker before another one does, whose messages to it would be dropped."""
+
+    async def run() -> None:
+        async with clustered(model, "1e1p1d", num_fronts=1) as cluster:
+            await until_all_see(cluster, "1e1p1d")
+            delay_views(cluster.worker("e0"))
+            await cluster.kill(cluster.worker("p0"))
+            await cluster.add_stage()
+            await until_all_see(cluster, "1e1p1d")
+            async with asyncio.timeout(30):
+                answers = await cluster.fronts[0].ask_all(questions)
+            assert [answer.tokens for answer in answers] == expected
+            await settled(cluster)
+
+    asyncio.run(run())
+
+
+def delay_views(server: WorkerServer, seconds: float = 4.0) -> None:
+    """Lets a worker see what it acknowledges at the board only so much later."""
+    loop, take = asyncio.get_running_loop(), server.membership.on_view
+
+    def take_later(view: View) -> None:
+        loop.call_later(seconds, take, view)
+
+    server.membership.on_view = take_later
 
 
 def test_a_worker_that_is_slow_to_open_a_link_is_not_lost(
