@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,15 +104,19 @@ class DeclaredApp:
     url: str
     args: JSON
 
-    def deploy(self, num_replicas: dict[str, int] | None = None, **args: Any) -> None:
-        """Declares the application, as `serve deploy` does with a file. Returns at once."""
+    def deploy(self, num_replicas: Mapping[str, int | JSON] | None = None, **args: Any) -> None:
+        """Declares the application, as `serve deploy` does with a file. Returns at once.
+
+        num_replicas: of deployments; or other fields of theirs
+        """
         application = {
             "name": "epd",
             "route_prefix": "/",
             "import_path": "serve_app.app:build_app",
             "args": self.args | args,
             "deployments": [
-                {"name": name, "num_replicas": number} for name, number in (num_replicas or {}).items()
+                {"name": name, **({"num_replicas": number} if isinstance(number, int) else number)}
+                for name, number in (num_replicas or {}).items()
             ],
         }
         client = _get_global_client()
@@ -190,7 +194,7 @@ async def until(holds: Callable[[], Any], seconds: float = 60.0, every_s: float 
 
 @contextmanager
 def declared_app(
-    session: RaySession, num_replicas: dict[str, int] | None = None, **args: Any
+    session: RaySession, num_replicas: Mapping[str, int | JSON] | None = None, **args: Any
 ) -> Iterator[DeclaredApp]:
     """The application on the session's port, alone. It may leave no file of a pool behind."""
     before = orphans()

@@ -141,17 +141,27 @@ async def asked_while_harmed(
     return answers
 
 
-@pytest.mark.skipif(not IS_SOAK, reason="takes a minute of both cores: make soak")
-def test_a_machine_that_is_lost_changes_no_token(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """Two Ray nodes, one killed with its workers while streams run; see `two_nodes.py`."""
+@pytest.mark.skipif(not IS_SOAK, reason="takes minutes of both cores: make soak")
+@pytest.mark.parametrize("num_nodes", [2, 3])
+def test_machines_that_are_lost_change_no_token(
+    num_nodes: int, checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Several Ray nodes, all but the head killed in turn while streams run; see `lost_nodes.py`."""
+    program = [sys.executable, "-m", "tests.serve_app.ray.lost_nodes"]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.serve_app.ray.two_nodes", checkpoints["qwen2_5_vl"], tmp_path],
+        [*program, checkpoints["qwen2_5_vl"], tmp_path, str(num_nodes)],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1200,
         check=False,
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
+    with capsys.disabled():
+        print(f"\n{num_nodes} nodes: {result}", end="")
     assert result["is_equal"]
-    assert result["num_lost"] == len(result["there"]) > 0
+    assert result["num_readers"] == result["num_nodes_of_readers"] == num_nodes
+    assert result["num_nodes_of_encoders"] > 1
+    assert [kill["num_in_flight"] for kill in result["kills"]] == [200] * (num_nodes - 1)
+    assert result["num_lost"] == sum(len(kill["there"]) for kill in result["kills"])
+    assert all(kill["there"] for kill in result["kills"])
