@@ -175,6 +175,10 @@ class AdmissionQueue:
             self._interval_s.add(elapsed_s, 1.0, elapsed_s)
         self._placed_s = now_s if self._waiting else None
 
+    def interrupt(self) -> None:
+        """Notes a lost worker: the time until the next request finds room is no measure of the pace."""
+        self._placed_s = None
+
     def leave(self, request_id: str) -> None:
         """Removes a request that no longer waits. Unknown ids are ignored."""
         self._waiting = [each for each in self._waiting if each.request_id != request_id]

@@ -92,6 +92,7 @@ class EventReader:
 
     def _take_loss(self, loss: WorkerLost) -> None:
         self.counters["workers_lost"] += not loss.is_planned
+        self.queue.interrupt()
         self.loads.pop(loss.name, None)
         # Lost attempts are retried in any case, even if they could not be counted.
         try:

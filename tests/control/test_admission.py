@@ -62,6 +62,19 @@ def test_a_pause_after_many_that_found_room_refuses_nobody_who_can_be_served() -
     assert 0.2 < queue.expected_wait_s(0) < 0.4
 
 
+def test_the_time_until_a_lost_worker_is_back_is_no_pace() -> None:
+    """Few have found room before the loss, and none for as long as a worker takes to start."""
+    queue = AdmissionQueue(1000)
+    for number in range(200):
+        queue.enter(str(number), 0.0, 600.0)
+    for number in range(4):
+        queue.place(str(number), number * 0.05)
+    queue.interrupt()
+    queue.place("4", 55.0)
+    for number in range(5, 200):
+        queue.check_deadline(str(number), 55.0)
+
+
 def test_the_first_token_counts_into_what_a_deadline_must_allow() -> None:
     queue = placed_every(0.1)
     queue.record_first_token(5.0)
