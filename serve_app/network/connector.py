@@ -7,8 +7,10 @@ pool, the offer travels in parts, through host memory of bounded size.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from epd.transfer.connectors import EncoderConnector, KVConnector, Offer, Receipt
+from epd.transfer.connectors import EncoderConnector, KVConnector, Offer, Receipt, TransferOutcome
 from epd.transfer.staging import StagingSpace
 from serve_app.network.access import Access, Exported, Mapped, OpenedPools, Staged
 from serve_app.network.gpu_memory import CudaMemory, GpuMemory, HandleError
@@ -37,6 +39,7 @@ logger = logging.getLogger(__name__)
 # An end point may have one end of each kind.
 Kind = Literal["embeddings", "kv"]
 _CPU = torch.device("cpu")
+_COPY_POLL_S = 0.001  # between checks whether the last copies into a pool that is closed are done
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +159,11 @@ class ProcessTransport:
         return {name: str(route) for name, route in self._means.routes.items() if self._means.find(name)}
 
     def close(self, name: str) -> None:
+        """Closes the ends of one name. What was offered to them and not copied is answered: see `deliver`."""
         for key in [key for key in self._ends if key[0] == name]:
             end = self._ends.pop(key)
-            end.close()
+            for offer in (*end.close(), *end.unread_offers()):
+                self._refuse(end.kind, offer)
             self._files.remove(Path(end.pool_id))
             if end.segment is not None:
                 self._files.remove(end.segment.path)
@@ -166,10 +171,24 @@ class ProcessTransport:
             self._means.opened.close()
 
     def deliver(self, envelope: Envelope) -> None:
-        """Delivers a message to one of the ends; it is dropped if that end, and so its pool, is closed."""
+        """Delivers a message to one of the ends. If that is closed, with its pool, an offer is answered.
+
+        So the sender's memory is free again after one message, even if whoever closed the end is lost
+        before the sender hears of it. Everything else for a closed end is dropped.
+        """
         end = self._ends.get((envelope.receiver, envelope.kind))
         if end is not None:
             end.inbox.append(envelope)
+            if self._ends.get((envelope.receiver, envelope.kind)) is end:
+                return
+            for offer in end.unread_offers():  # closed meanwhile, by the worker's thread
+                self._refuse(end.kind, offer)
+        elif isinstance(envelope.message, Offer):
+            self._refuse(envelope.kind, envelope.message)
+
+    def _refuse(self, kind: Kind, offer: Offer[Any]) -> None:
+        receipt = Receipt(offer.transfer_id, offer.number, TransferOutcome.CANCELLED)
+        self._means.post(_worker_of(offer.sender), Envelope(offer.sender, kind, receipt))
 
     def _own_pool(self, pool_id: str) -> AnyPool | None:
         return next((end.pool for end in self._ends.values() if end.pool_id == pool_id), None)
@@ -206,7 +225,7 @@ class ProcessConnector(MailboxConnector[Any, Any]):
         super().__init__(name, pool, pool_id)
         self.inbox: deque[Envelope] = deque()
         self.segment = segment
-        self._kind = kind
+        self.kind: Kind = kind
         self._means = means
         self._gpu = means.gpu_memory.gpu(pool.memory)
         # Offers from a GPU's pool that are not answered; epochs of those who got a handle, or cannot use it.
@@ -283,7 +302,7 @@ class ProcessConnector(MailboxConnector[Any, Any]):
         self._post(name, message, None)
 
     def _post(self, name: str, message: Message | Unreadable, access: Access | None) -> None:
-        self._means.post(_worker_of(name), Envelope(name, self._kind, message, access))
+        self._means.post(_worker_of(name), Envelope(name, self.kind, message, access))
 
     def poll(self) -> Sequence[Receipt]:
         receipts: list[Receipt] = []
@@ -346,10 +365,22 @@ class ProcessConnector(MailboxConnector[Any, Any]):
         access = self._access.get((offer.sender, offer.number))
         return self._means.opened.open(offer, access, self.pool.device)
 
-    def close(self) -> None:
-        """Ends the pinning of its segment."""
+    def unread_offers(self) -> Iterator[Offer[Any]]:
+        """Takes the offers that have come and are not read. Each is taken by one of several threads."""
+        with suppress(IndexError):
+            while True:
+                message = self.inbox.popleft().message
+                if isinstance(message, Offer):
+                    yield message
+
+    def close(self) -> Sequence[Offer[Any]]:
+        """Answers what has been copied. Returns the offers that have been read and will not be copied."""
+        while self._deferred:
+            self._deferred.flush()
+            time.sleep(_COPY_POLL_S)
         if self.segment is not None:
             self._means.gpu_memory.unpin(self.segment.memory)
+        return self._offers
 
 
 def _worker_of(name: str) -> str:

@@ -6,6 +6,8 @@ import gc
 import os
 import pickle
 import shutil
+import threading
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from epd.errors import InfeasibleError
 from epd.transfer.connectors import KVChunk, KVSpan, KVTicket, Ticket, TransferOutcome
 from serve_app.network import memory as shared_memory
 from serve_app.network.access import Access, map_pool
-from serve_app.network.connector import Envelope, ProcessTransport, TransportConfig
+from serve_app.network.connector import Envelope, ProcessConnector, ProcessTransport, TransportConfig
 from serve_app.network.memory import PoolFiles, new_fleet_id, open_pool
 from serve_app.network.routes import PeerPlace, Route
 from stages.encode.encoder_pool import EmbeddingLayout, EncoderPoolShape
@@ -141,6 +143,63 @@ def test_the_pool_of_a_role_that_was_given_up_is_not_kept(
     assert num_mappings("e0.encode") == 0
 
 
+@pytest.mark.parametrize("closed", ["before", "unread", "read"])
+def test_an_offer_to_an_end_that_is_closed_is_answered(workers: Workers, closed: str) -> None:
+    """Else its sender keeps the data for good, if it never hears that the end was closed."""
+    pool, sender = workers["e0"].embeddings("e0.encode", ENCODER)
+    _, receiver = workers["p0"].embeddings("p0.prefill", RECEIVER)
+    pool.write(CachedGroup(7, (5, 2)), group(7))
+    receiver.expect(ticket("t", CachedGroup(7, (9, 0, 4))))
+    if closed == "before":
+        workers["p0"].close("p0.prefill")
+    sender.send(ticket("t", CachedGroup(7, (9, 0, 4))), CachedGroup(7, (5, 2)))
+    if closed == "read":
+        receiver.poll()
+    workers["p0"].close("p0.prefill")
+    assert outcomes(sender) == [TransferOutcome.CANCELLED]
+    assert len(sender._staging) == len(sender._linking) == len(sender._exported) == 0  # type: ignore[attr-defined]
+
+
+def test_a_receipt_for_an_end_that_is_closed_is_not_answered(workers: Workers) -> None:
+    _, sender = workers["e0"].embeddings("e0.encode", ENCODER)
+    _, receiver = workers["p0"].embeddings("p0.prefill", RECEIVER)
+    sender.send(ticket("t", CachedGroup(1, (0,))), CachedGroup(1, (0,)))
+    workers["e0"].close("e0.encode")
+    assert list(receiver.recv()) == []
+    assert outcomes(receiver) == []
+
+
+class _PausedMail(deque[Envelope]):
+    """Lets another thread close the end just before a message is put into its mail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.closed = threading.Event(), threading.Event()
+
+    def append(self, envelope: Envelope) -> None:
+        self.reached.set()
+        assert self.closed.wait(20)
+        super().append(envelope)
+
+
+def test_an_end_that_is_closed_while_an_offer_is_delivered_answers_it_once(files: PoolFiles) -> None:
+    """The event loop delivers while the worker's thread closes."""
+    workers = Workers(files, Route.SHARED_MEMORY)
+    pool, sender = workers["e0"].embeddings("e0.encode", ENCODER)
+    _, receiver = workers["p0"].embeddings("p0.prefill", RECEIVER)
+    pool.write(CachedGroup(7, (5, 2)), group(7))
+    assert isinstance(receiver, ProcessConnector)
+    mail = receiver.inbox = _PausedMail()
+    to = ticket("t", CachedGroup(7, (9, 0, 4)))
+    delivering = threading.Thread(target=sender.send, args=(to, CachedGroup(7, (5, 2))))
+    delivering.start()
+    assert mail.reached.wait(20)
+    workers["p0"].close("p0.prefill")
+    mail.closed.set()
+    delivering.join(20)
+    assert outcomes(sender) == [TransferOutcome.CANCELLED]
+
+
 def num_mappings(name: str) -> int:
     """Of pools of an end, in this process."""
     return sum(f"-{name}-" in line for line in Path("/proc/self/maps").read_text().splitlines())
@@ -176,7 +235,7 @@ def test_an_end_point_has_an_end_of_each_kind(workers: Workers) -> None:
     assert outcomes(encoder) == [TransferOutcome.CANCELLED]
     workers["p0"].close("p0.prefill")
     encoder.send(ticket("t", CachedGroup(1, (0,))), CachedGroup(1, (0,)))
-    assert outcomes(encoder) == []
+    assert outcomes(encoder) == [TransferOutcome.CANCELLED]
     assert {path.name.split("-")[0] for path in workers.files.paths()} <= {"e0.encode"}
 
 
