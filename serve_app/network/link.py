@@ -28,6 +28,7 @@ from typing import Any, cast
 import numpy as np
 
 from epd.errors import UnavailableError
+from serve_app.network.pickling import dumps
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class Link(asyncio.BufferedProtocol):
         if self._transport is None or not self.is_open:
             return
         buffers: list[pickle.PickleBuffer] = []
-        pickled = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
+        pickled = dumps(message, buffers.append)
         views = [buffer.raw() for buffer in buffers]
         sizes = struct.pack(f">{len(views)}Q", *(view.nbytes for view in views))
         parts: list[bytes | memoryview] = [sizes, pickled]
