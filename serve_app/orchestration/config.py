@@ -22,7 +22,7 @@ class OrchestratorConfig:
     max_prefills, unavailable_s: see `PlacementLimits`
     stall_timeout_s: after which a silent attempt is lost, see `stall_policy`; longer than a worker's step
     max_backlog_patches: see `EncodeDispatcher`
-    num_planning_threads: threads that tokenise
+    num_planning_threads: threads that tokenise what is not short
     sharding: of one request's groups over the encoders
     switching: limits of role switches
     elastic, retention: how roles, and the share of visual tokens, follow the load; None if they do not

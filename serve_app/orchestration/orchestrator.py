@@ -230,6 +230,9 @@ class Orchestrator:
             loop = asyncio.get_running_loop()
             self._planner.check_images(request)
             images = await self.media.plan_images(request.media)
+            plan = self._planner.plan_at_once(request, images)
+            if plan is not None:
+                return plan
             return await loop.run_in_executor(self._threads, self._planner.plan, request, images)
         finally:
             self._num_planning -= 1
