@@ -103,6 +103,8 @@ def _start(settings: RaySettings) -> None:
     os.environ.setdefault(*_PROXY_CALLBACK)
     # By default the only proxy is checked every 10 s, and restarted after being found dead three times.
     os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "0.2")
+    # Every replica pushes Serve's own metrics ten times a second by default, idle or not.
+    os.environ.setdefault("RAY_SERVE_METRICS_EXPORT_INTERVAL_MS", "10000")
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # its owner may run code as this user
     try:
         ray.init(
