@@ -112,6 +112,12 @@ class PoolFiles:
         for path in self.paths(f"{worker}."):
             self.remove(path)
 
+    def remove_ended(self, worker: str) -> None:
+        """Removes the names of a lost worker's pools, but not those of a worker that has its name by now."""
+        for path in self.paths(f"{worker}."):
+            if not _is_there(path):
+                self.remove(path)
+
     def remove_all(self) -> None:
         """Removes the fleet's folders, at its end."""
         for path in list(self._pools):
@@ -204,6 +210,14 @@ def _is_pool(path: Path, target: str) -> bool:
     return False
 
 
+def _is_there(path: Path) -> bool:
+    """Returns whether the name still leads to its pool: the process that created it has not ended."""
+    try:
+        return _is_pool(path, os.readlink(path))
+    except OSError:
+        return False
+
+
 def _check_room(name: str, num_bytes: int) -> None:
     """Raises InfeasibleError if memory would not suffice once this pool and all others are full."""
     claims = list(_claims())
@@ -222,7 +236,7 @@ def _claims() -> Iterator[_Claim]:
     with contextlib.suppress(OSError):
         for path in _memory_folder().glob(f"{_PREFIX}*/*"):
             with contextlib.suppress(OSError):
-                if path.is_symlink() and _is_pool(path, os.readlink(path)):
+                if _is_there(path):
                     status = path.stat()
                     yield _Claim(path, status.st_size, status.st_blocks * 512)
 

@@ -267,7 +267,7 @@ class WorkerServer:
             self._put(PeerLost(peer.name, peer.incarnation))
             self._channels.forget(peer.address)
             if peer.node_id == self._place.node_id:
-                self._files.remove_of(peer.name)
+                self._files.remove_ended(peer.name)
 
     def _drop_front(self, owner: str) -> None:
         session = self._fronts.pop(owner, None)

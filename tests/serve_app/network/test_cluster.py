@@ -167,15 +167,19 @@ def test_frames_of_a_lost_machine_are_not_waited_for(
     asyncio.run(run())
 
 
-def test_an_encoder_that_hears_late_of_another_worker_loses_nothing(
-    model: Path, questions: list[Question], expected: list[tuple[int, ...]]
+@pytest.mark.parametrize("late", ["e0", "d0"])
+def test_a_worker_that_hears_late_of_another_one_loses_nothing(
+    late: str, model: Path, questions: list[Question], expected: list[tuple[int, ...]]
 ) -> None:
-    """Fronts know a new prefill worker before another one does, whose messages to it would be dropped."""
+    """Fronts know a new prefill worker before another one does, whose messages to it would be dropped.
+
+    The late one also declares the old prefill worker lost when the new one has its name already.
+    """
 
     async def run() -> None:
         async with clustered(model, "1e1p1d", num_fronts=1) as cluster:
             await until_all_see(cluster, "1e1p1d")
-            delay_views(cluster.worker("e0"))
+            delay_views(cluster.worker(late))
             await cluster.kill(cluster.worker("p0"))
             await cluster.add_stage()
             await until_all_see(cluster, "1e1p1d")

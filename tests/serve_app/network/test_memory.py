@@ -48,3 +48,15 @@ def test_a_shared_file_that_cannot_be_written_is_not_there(
         files.shared("weights", 7, fail)
     assert files.shared("weights", 7, write_whole).read_bytes() == b"whole"
     files.remove_all()
+
+
+def test_only_names_of_ended_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new worker may have the name of a lost one before all others know of the loss."""
+    monkeypatch.setattr("serve_app.network.memory._MEMORY_FOLDER", tmp_path)
+    files = PoolFiles("ended-test")
+    kept = files.create("p0.prefill-kv", 4096)
+    ended = kept.with_name("p0.prefill-kv-ended")
+    ended.symlink_to(f"/proc/{2**22 + 1}/fd/5")  # no process has such an id
+    files.remove_ended("p0")
+    assert files.paths() == [kept]
+    files.remove_all()
