@@ -42,6 +42,11 @@ class RealApp:
     def num_workers_lost(self) -> int:
         return workers_lost(self.http)
 
+    def num_bytes(self) -> int:
+        """Returns what of the process is in memory."""
+        fields = Path("/proc/self/statm").read_text(encoding="ascii").split()
+        return int(fields[1]) * 4096
+
     def wait_until_empty(self) -> None:
         """Returns when nothing of any request is left anywhere, and checks every worker's state."""
         wait_until(lambda: not self.deployment.leftovers())

@@ -8,11 +8,12 @@ from __future__ import annotations
 import gc
 import os
 import random
+import re
 import statistics
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic, sleep
@@ -44,16 +45,12 @@ MOST_GROWTH_BYTES = 192 << 20
 MOST_PEAK_BYTES = 1 << 30
 
 
-def resident_bytes() -> int:
-    fields = Path("/proc/self/statm").read_text(encoding="ascii").split()
-    return int(fields[1]) * 4096
-
-
 @dataclass
 class Beside:
     """Plain questions, one after the other, while something else is asked. seconds: of each answered one."""
 
     http: httpx.Client
+    num_bytes: Callable[[], int]
     seconds: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     peak_bytes: int = 0
@@ -65,7 +62,7 @@ class Beside:
         self.seconds.append(monotonic() - start)
         if response.status_code != 200:
             self.failures.append(response.text)
-        self.peak_bytes = max(self.peak_bytes, resident_bytes())
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes())
 
     def ask_on(self) -> None:
         while not self._is_over.is_set():
@@ -84,6 +81,30 @@ class Beside:
             self.ask()
 
 
+def processes_below(pid: int) -> Iterator[int]:
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in map(int, path.read_text(encoding="ascii").split()):
+                yield child
+                yield from processes_below(child)
+
+
+def is_replica(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").startswith("ray::ServeRepl")
+    return False
+
+
+def unshared_bytes(pid: int) -> int:
+    """Returns the memory of a process that no file or name stands for; 0 if it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
+    except OSError:
+        return 0
+    found = re.search(r"^Pss_Anon: +(\d+) kB", text, re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
 class App(Protocol):
     """A running application, as `RealApp` is."""
 
@@ -92,6 +113,9 @@ class App(Protocol):
 
     @property
     def num_workers_lost(self) -> int: ...
+    def num_bytes(self) -> int:
+        """Returns the memory of all its processes."""
+
     def wait_until_empty(self) -> None:
         """Returns when nothing of any request is left."""
 
@@ -102,10 +126,18 @@ class RayApp:
 
     url: str
     http: httpx.Client
+    replicas: list[int] = field(
+        default_factory=lambda: [pid for pid in processes_below(os.getpid()) if is_replica(pid)]
+    )
 
     @property
     def num_workers_lost(self) -> int:
         return workers_lost(self.http)
+
+    def num_bytes(self) -> int:
+        """Returns the memory of the replicas and their children, without pools, which have names."""
+        children = (child for replica in self.replicas for child in processes_below(replica))
+        return sum(map(unshared_bytes, (*self.replicas, *children)))
 
     def wait_until_empty(self) -> None:
         wait_until(lambda: self.http.get("/v1/epd/status").json()["num_requests"] == 0, 60)
@@ -129,7 +161,7 @@ class Target:
 
     def beside(self, content: bytes, patience_s: float = PATIENCE_S) -> tuple[int, Beside]:
         with httpx.Client(base_url=self.app.url, trust_env=False, timeout=60) as http:
-            beside = Beside(http)
+            beside = Beside(http, self.app.num_bytes)
             with beside.running():
                 status = self.send(content, patience_s)
         return status, beside
@@ -157,7 +189,7 @@ def target(
 ) -> Iterator[Target]:
     spool = tmp_path_factory.mktemp("spool")
     with app_of(request.param, checkpoints["shapes-vl"], spool, request) as app:
-        beside = Beside(app.http)
+        beside = Beside(app.http, app.num_bytes)
         for _ in range(10):
             beside.ask()
         assert not beside.failures
@@ -180,7 +212,7 @@ def test_there_are_enough() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_hostile_body_hurts_nobody_else(target: Target, bodies: dict[str, Body], name: str) -> None:
     content = content_of(bodies[name])
-    before, num_lost = resident_bytes(), target.app.num_workers_lost
+    before, num_lost = target.app.num_bytes(), target.app.num_workers_lost
     status, beside = target.beside(content, LITTLE_PATIENCE_S if name == ENDLESS else PATIENCE_S)
     assert 200 <= status < 500 or status == 503 or (name == ENDLESS and status == 0), status
     assert not beside.failures
@@ -201,9 +233,9 @@ def test_drawn_bodies_lose_no_worker(target: Target, media: dict[str, Path]) -> 
     ]
     contents = [content_of(drawn(random_, parts)) for _ in range(NUM_DRAWN)]
     gc.collect()
-    before = resident_bytes()
+    before = target.app.num_bytes()
     with httpx.Client(base_url=target.app.url, trust_env=False, timeout=60) as http:
-        beside = Beside(http)
+        beside = Beside(http, target.app.num_bytes)
         with beside.running(), ThreadPoolExecutor(4) as clients:
             statuses = list(clients.map(target.send, contents))
     wrong = [i for i, status in enumerate(statuses) if status >= 500 and status != 503]
@@ -215,4 +247,4 @@ def test_drawn_bodies_lose_no_worker(target: Target, media: dict[str, Path]) -> 
     target.app.wait_until_empty()
     assert target.app.num_workers_lost == 0
     gc.collect()
-    assert resident_bytes() - before < MOST_GROWTH_BYTES
+    assert target.app.num_bytes() - before < MOST_GROWTH_BYTES
