@@ -274,7 +274,10 @@ def test_no_answer_without_the_key(run_front: Callable[..., Front], authorizatio
 
 
 @pytest.mark.parametrize(("is_ready", "status"), [(True, 200), (False, 503)])
-def test_a_ping_is_answered_as_health_is(front: Front, is_ready: bool, status: int) -> None:
+def test_a_ping_is_answered_as_health_is(
+    run_front: Callable[..., Front], is_ready: bool, status: int
+) -> None:
+    front = run_front()
     front.service.is_ready = is_ready
     replies = [front.http.get("/health"), front.http.get("/ping"), front.http.post("/ping")]
     assert [reply.status_code for reply in replies] == [status] * 3
