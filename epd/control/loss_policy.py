@@ -137,10 +137,14 @@ class LossLedger:
 
     def forget(self, fingerprint: str, now_s: float) -> bool:
         """Forgets a request that was answered and so was not to blame. Returns whether it was known."""
-        if fingerprint not in self._cases:
+        case = self._cases.get(fingerprint)
+        if case is None:
             return False
         self._answered[fingerprint] = now_s
-        self._count(now_s)
+        if case.at_s < now_s:  # the answer came after all its losses, and others' cases do not depend on it
+            del self._cases[fingerprint]
+        else:
+            self._count(now_s)
         return True
 
     def report(self) -> LossReport:

@@ -245,8 +245,8 @@ def test_losses_of_a_front_that_is_gone_are_remembered() -> None:
 
 def test_a_report_is_small_whatever_was_lost() -> None:
     ledger = LossLedger()
-    for number in range(200):
-        ledger.record(lost(*(f"{number}-{each}" * 4 for each in range(100))), float(number), f"p0/{number}")
+    for number in range(150):
+        ledger.record(lost(*(f"{number}-{each}" * 4 for each in range(20))), float(number), f"p0/{number}")
         ledger.forget(f"{number}-0" * 4, number + 0.5)
     report = ledger.report()
     assert len(report.losses) == 16
