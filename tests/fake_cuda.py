@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map
 from transformers import AutoModelForImageTextToText
 
 from encoders.device import constants
-from encoders.families import grids
+from encoders.families import grids, qwen_tower
 from stages.sampling import sampler
 from tests import ROOT
 
@@ -63,7 +63,7 @@ _READS = (
 _FAKES = FakeTensorMode(allow_non_fake_inputs=False)
 _new_tensor = torch.empty
 # What is kept of one device must not reach the tests of another.
-_KEPT = (grids.windowed_inputs, grids.tabled_inputs, constants)
+_KEPT = (grids.windowed_inputs, grids.tabled_inputs, qwen_tower.runs_by_length, constants)
 _INDEXED = (aten.index, aten.index_put, aten.index_put_, aten._unsafe_index, aten._index_put_impl_)
 
 

@@ -23,6 +23,7 @@ from encoders.adapter import (
 from encoders.checkpoint import Checkpoint
 from encoders.device import CPU, to_device
 from encoders.families.base import BaseAdapter
+from encoders.families.qwen_tower import prepare_tower
 from encoders.patches import patch_spec, patchify, resize_image
 from encoders.prompt.chat import ChatMessage
 from encoders.prompt.mrope import LAYOUTS, PositionLayout, VisualSpan, mrope_positions
@@ -122,7 +123,7 @@ class QwenVLAdapter(BaseAdapter):
         )
 
     def vision_tower(self, model: nn.Module) -> nn.Module:
-        return model.get_submodule("model.visual")
+        return prepare_tower(model.get_submodule("model.visual"))
 
     def encode_batch(self, tower: nn.Module, runs: Sequence[PatchRun]) -> list[Embeddings]:
         dtype = next(tower.parameters()).dtype

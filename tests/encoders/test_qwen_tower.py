@@ -1,0 +1,83 @@
+"""The Qwen towers with fewer operations give what transformers' own forward gives, whatever the runs."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from encoders.adapter import Grid, PatchRun
+from encoders.device import CPU
+from encoders.families import qwen_tower
+from encoders.families.qwen_tower import attend_runs, runs_by_length
+from tests.encoders.families import Family
+from tests.encoders.tolerances import assert_same_but_for_batching
+
+NAMES = ("qwen2_5_vl", "qwen3_vl")
+BATCHES = [(Grid(1, 4, 4),), (Grid(3, 12, 10),), (Grid(2, 6, 14), Grid(1, 6, 14))]
+
+
+def as_published(tower: Any) -> nn.Module:
+    """The same weights with transformers' own forward in every module."""
+    model = type(tower)(tower.config).eval()
+    model.load_state_dict(tower.state_dict())
+    return model
+
+
+def batch_of(family: Family, grids: tuple[Grid, ...]) -> list[PatchRun]:
+    spec = family.adapter.video_spec  # type: ignore[attr-defined]
+    size = 3 * spec.frames_per_unit * spec.side**2
+    return [PatchRun("video", torch.randn(grid.num_patches, size), grid) for grid in grids]
+
+
+@pytest.mark.parametrize("grids", BATCHES, ids=["one", "frames", "two"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tower_gives_what_transformers_gives(
+    families: dict[str, Family], name: str, grids: tuple[Grid, ...]
+) -> None:
+    family = families[name]
+    runs = batch_of(family, grids)
+    published = as_published(family.tower)
+    with torch.inference_mode():
+        ours = family.adapter.encode_batch(family.tower, runs)
+        theirs = family.adapter.encode_batch(published, runs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert_same_but_for_batching(one, other)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_attends_once_for_each_length_of_a_run(families: dict[str, Family], name: str) -> None:
+    family = families[name]
+    runs = batch_of(family, (Grid(3, 12, 10),))
+    inputs = family.adapter.tower_inputs((runs[0].grid,), CPU)  # type: ignore[attr-defined]
+    kinds = {key: len(set(ends.diff().tolist())) for key, ends in inputs.items() if "seqlens" in key}
+    with (
+        torch.inference_mode(),
+        patch.object(
+            qwen_tower, "scaled_dot_product_attention", wraps=qwen_tower.scaled_dot_product_attention
+        ) as attention,
+        patch.object(nn.functional, "conv3d", side_effect=AssertionError("patches are a matrix product")),
+    ):
+        family.adapter.encode_batch(family.tower, runs)
+    num_layers = len(family.tower.blocks)  # type: ignore[arg-type]
+    assert num_layers <= attention.call_count <= num_layers * max(kinds.values())
+
+
+def test_runs_are_attended_apart_whatever_their_order() -> None:
+    torch.manual_seed(0)
+    ends = (0, 3, 4, 4, 7, 12, 13)
+    query, key, value = torch.randn(3, 13, 2, 8)
+    ours = attend_runs(query, key, value, ends, 0.3)
+    for start, stop in pairwise(ends):
+        for head in range(2):
+            weights = (query[start:stop, head] @ key[start:stop, head].T * 0.3).softmax(1)
+            torch.testing.assert_close(ours[start:stop, head], weights @ value[start:stop, head])
+    assert [(length, rows.tolist()) for length, rows in runs_by_length(ends, CPU)] == [
+        (1, [3, 12]),
+        (3, [0, 1, 2, 4, 5, 6]),
+        (5, [7, 8, 9, 10, 11]),
+    ]
