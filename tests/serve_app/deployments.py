@@ -34,7 +34,7 @@ from serve_app.worker.prefill_role import PrefillRole
 from serve_app.worker.worker_core import WorkerCore
 from serve_app.worker.worker_roles import EncodeRole
 from serve_app.worker.worker_stages import WorkerSettings
-from tests.clear_draws import clear_draws
+from tests.clear_draws import clear_draws, close_draws
 from tests.serve_app.media_fleet import ANY_FILE, reference_to, unheld
 from video import media_kind
 
@@ -254,10 +254,24 @@ def undisturbed(path: Path, questions: Sequence[Question], **settings: Any) -> l
 
     settings: of WorkerSettings
     """
-
-    async def run() -> list[tuple[int, ...]]:
-        async with deployed(path, "1epd", settings=settings) as deployment:
-            return [answer.tokens for answer in await deployment.ask_all(questions)]
-
     with clear_draws():
-        return asyncio.run(run())
+        return [answer.tokens for answer in asyncio.run(_ask_alone(path, questions, settings))]
+
+
+def clear_questions(
+    path: Path, questions: Sequence[Question], number: int, **settings: Any
+) -> tuple[list[Question], list[Answered]]:
+    """The first questions, so many, whose tokens rounding cannot turn, and their undisturbed answers.
+
+    questions: some to spare, each with a seed of its own. settings: of WorkerSettings
+    """
+    with close_draws() as close:
+        answers = asyncio.run(_ask_alone(path, questions, settings))
+    clear = [place for place, each in enumerate(questions) if each.sampling.seed not in close][:number]
+    assert len(clear) == number, f"not enough questions to spare: {close}"
+    return [questions[place] for place in clear], [answers[place] for place in clear]
+
+
+async def _ask_alone(path: Path, questions: Sequence[Question], settings: dict[str, Any]) -> list[Answered]:
+    async with deployed(path, "1epd", settings=settings) as deployment:
+        return await deployment.ask_all(questions)

@@ -17,9 +17,8 @@ from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
 from serve_app.network.memory import orphans
-from tests.clear_draws import clear_draws
 from tests.serve_app.conftest import JSON, data_url, image_part, video_part
-from tests.serve_app.deployments import Question, deployed
+from tests.serve_app.deployments import Answered, Question
 from tests.serve_app.ray.ray_session import RaySession
 
 DEPLOYMENTS = ("Front", "Media", "Stage")
@@ -86,15 +85,8 @@ def body(question: Question) -> JSON:
     }
 
 
-def truths(model: Path, questions: Sequence[Question]) -> list[Truth]:
-    """What one worker answers that nothing happens to."""
-
-    async def run() -> list[Truth]:
-        async with deployed(model, "1epd", settings={"num_kv_tokens": 1 << 17}) as deployment:
-            return [(each.text, len(each.tokens)) for each in await deployment.ask_all(questions)]
-
-    with clear_draws():
-        return asyncio.run(run())
+def truth(answer: Answered) -> Truth:
+    return answer.text, len(answer.tokens)
 
 
 @dataclass(frozen=True)
@@ -154,12 +146,17 @@ class DeclaredApp:
         return httpx.AsyncClient(base_url=self.url, trust_env=False, timeout=300, limits=limits)
 
     @asynccontextmanager
-    async def streams(self, questions: Sequence[Question]) -> AsyncIterator[list[Stream]]:
-        """Streams that have ended when the block is left."""
+    async def streams(
+        self, questions: Sequence[Question], *, every_s: float = 0.0
+    ) -> AsyncIterator[list[Stream]]:
+        """Streams that have ended when the block is left. every_s: between the starts of two."""
         streams = [Stream(question) for question in questions]
         async with self.http() as http:
-            reading = [asyncio.create_task(stream.read(http)) for stream in streams]
+            reading = []
             try:
+                for stream in streams:
+                    reading.append(asyncio.create_task(stream.read(http)))
+                    await asyncio.sleep(every_s)
                 yield streams
                 await asyncio.gather(*reading)
             finally:

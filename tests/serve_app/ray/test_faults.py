@@ -22,7 +22,7 @@ import pytest
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from serve_app.network.memory import orphans
-from tests.serve_app.deployments import Answered, Question, undisturbed, until_decoding
+from tests.serve_app.deployments import Answered, Question, clear_questions, until_decoding
 from tests.serve_app.ray.ray_session import IGNORED, RayDeployment, RaySession, ray_deployed
 
 pytestmark = [pytest.mark.filterwarnings(each) for each in IGNORED]
@@ -45,9 +45,9 @@ SEED = 2
 
 
 @pytest.fixture(scope="module")
-def questions(media: dict[str, Path]) -> list[Question]:
-    """Greedy and drawn, long enough to be met in the middle."""
-    return [
+def asked(checkpoints: dict[str, Path], media: dict[str, Path]) -> tuple[list[Question], list[Answered]]:
+    """Greedy and drawn, long enough to be met in the middle; and what is right."""
+    questions = [
         Question(
             tuple(media[name] for name in KINDS[number % len(KINDS)]),
             f"what {number}?",
@@ -59,17 +59,23 @@ def questions(media: dict[str, Path]) -> list[Question]:
                 seed=SEED + number,
             ),
         )
-        for number in range(NUM_STREAMS)
+        for number in range(NUM_STREAMS * 4 // 3)
     ]
-
-
-@pytest.fixture(scope="module")
-def expected(checkpoints: dict[str, Path], questions: list[Question]) -> list[tuple[int, ...]]:
     settings: dict[str, Any] = {}
     if ROOM:
         scheduler = SchedulerConfig(max_num_seqs=ROOM["max_num_seqs"], max_chunk_tokens=64)
         settings = {"num_kv_tokens": ROOM["num_kv_tokens"], "scheduler": scheduler}
-    return undisturbed(checkpoints["qwen2_5_vl"], questions, **settings)
+    return clear_questions(checkpoints["qwen2_5_vl"], questions, NUM_STREAMS, **settings)
+
+
+@pytest.fixture(scope="module")
+def questions(asked: tuple[list[Question], list[Answered]]) -> list[Question]:
+    return asked[0]
+
+
+@pytest.fixture(scope="module")
+def expected(asked: tuple[list[Question], list[Answered]]) -> list[tuple[int, ...]]:
+    return [answer.tokens for answer in asked[1]]
 
 
 def test_processes_that_are_killed_and_stopped_change_no_token(
