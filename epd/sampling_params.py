@@ -14,6 +14,7 @@ MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 64
 MAX_INT64 = 2**63 - 1
+MAX_GRAMMAR_CHARS = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ class SamplingParams:
     min_tokens: below this length only max_tokens ends the answer.
     logprobs: how many of the most likely tokens to report with each token; 0 is the chosen one alone.
     n: independent answers to the same prompt.
+    grammar: that the answer follows, as `stages.grammar` writes it; empty for any answer.
     """
 
     max_tokens: int | None = None
@@ -96,6 +98,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     n: int = 1
+    grammar: str = ""
 
     def __post_init__(self) -> None:
         for name, allowed in _RANGES.items():
@@ -110,6 +113,16 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {reprlib.repr(getattr(self, name))}")
         self._check_stops()
+        self._check_grammar()
+
+    def _check_grammar(self) -> None:
+        if not isinstance(self.grammar, str) or len(self.grammar) > MAX_GRAMMAR_CHARS:
+            raise RequestError(f"grammar must be a text of at most {MAX_GRAMMAR_CHARS} characters")
+        if self.grammar and self.ignore_eos:
+            raise RequestError(
+                "received ignore_eos with a format of the answer, which says where it ends; "
+                "allowed: one of the two; leave one out"
+            )
 
     def _check_stops(self) -> None:
         if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):

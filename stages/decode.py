@@ -66,6 +66,7 @@ class DecodeStage:
         ticket = self.reception.reserve(request_id, sender, identity, num_output_tokens=room)
         if ticket is not None:
             self._arriving[request_id] = _Arriving(identity, sender, sampling.n)
+            self.engine.grammars.matcher(sampling.grammar)  # built by the time that the request arrives
         return ticket
 
     def _has_slots(self, num_seqs: int) -> bool:

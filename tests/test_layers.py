@@ -29,6 +29,7 @@ ALLOWED: dict[str, set[str]] = {
 # outside package: those of ours that alone may import it.
 RESERVED = {
     "av": {"video"},
+    "llguidance": {"stages"},
     "ray": {"serve_app"},
     "triton": {"encoders", "stages"},
 }
@@ -82,8 +83,9 @@ ROOMS: dict[str, dict[str, str]] = {
         "decoder": ". attention kernels",
         "weights.py": ". attention",
         "sampling": "",
+        "grammar": "",
         "connectors": ".",
-        "engine": ". attention decoder reduction sampling",
+        "engine": ". attention decoder grammar reduction sampling",
         "encode": ". engine",
         "prefill.py": ". engine",
         "decode.py": "engine sampling",

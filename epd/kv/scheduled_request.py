@@ -36,6 +36,7 @@ class ScheduledRequest:
     pruned: ascending, of the prompt.
     latest_start_s: when it must start to be in time, for an order by slack.
     rank: set by the scheduler's order, the lower, the sooner.
+    may_sample: whether a token may be chosen now; until then its last known token is not computed.
     """
 
     request_id: str
@@ -54,6 +55,7 @@ class ScheduledRequest:
     priority: int = 0
     latest_start_s: float = 0.0
     rank: float = 0.0
+    may_sample: bool = True
 
     def __post_init__(self) -> None:
         self.num_tokens = self.num_tokens or self.num_prompt_tokens
@@ -72,7 +74,7 @@ class ScheduledRequest:
     def num_computable(self) -> int:
         """Returns the known tokens with their inputs ready that have not been computed."""
         limit = self.num_ready if self.num_ready < self.num_prompt_tokens else self.num_tokens
-        return limit - self.num_computed
+        return min(limit, self.num_tokens - (not self.may_sample)) - self.num_computed
 
     def pruned_range(self, num_tokens: int) -> PrunedRange | None:
         """Returns the range that token `num_tokens` is in, or the next; None past the last."""

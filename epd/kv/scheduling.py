@@ -150,7 +150,7 @@ class Scheduler:
 
     def _schedule_decodes(self, output: SchedulerOutput, budget: int) -> int:
         """Gives each decode one token and its drafts, oldest first. Returns the rest of the budget."""
-        for request in [request for request in self.running if request.is_decoding]:
+        for request in [each for each in self.running if each.is_decoding and each.may_sample]:
             if budget == 0:
                 break
             if not request.is_decoding:  # it was just preempted for an older one

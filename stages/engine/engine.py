@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -24,24 +23,13 @@ from epd.kv.scheduling import Scheduler, SchedulerConfig
 from stages.engine.block_moves import BlockMoves
 from stages.engine.chunk_sampling import ComputedChunk, sample_chunks
 from stages.engine.faults import FaultCounts, run_apart
-from stages.engine.generation import Admission, Extent, GenerateRequest, StepResult
+from stages.engine.generation import Admission, EngineCounts, Extent, GenerateRequest, StepResult
 from stages.engine.model_runner import ModelRunner
 from stages.engine.sequence import TokenSequence
+from stages.grammar.matcher import GrammarBuilder
 from stages.sampling.detokenizer import AnswerEnds
 from stages.sampling.sampler import SampledToken
 from stages.visual_inputs import PlacedEmbeddings, VisualInputs
-
-
-@dataclass(slots=True)
-class EngineCounts:
-    """Counts an engine's work. num_cached_tokens: of prompts, that did not have to be computed."""
-
-    num_steps: int = 0
-    num_computed_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_generated_tokens: int = 0
-    num_drafted_tokens: int = 0
-    num_accepted_tokens: int = 0
 
 
 class LanguageEngine:
@@ -70,6 +58,7 @@ class LanguageEngine:
         self._moves = BlockMoves(self.kv, runner.pools)
         self._draft_gain = DraftGain(max_draft) if max_draft else None
         self._fault_counts = FaultCounts()
+        self.grammars = GrammarBuilder(tokenizer, eos_ids)
 
     # Requests
 
@@ -90,7 +79,10 @@ class LanguageEngine:
         self, request: GenerateRequest, index: int, visual: VisualInputs, ends: AnswerEnds | None = None
     ) -> TokenSequence:
         ends = ends or AnswerEnds.of(request.sampling, self._eos_ids)
-        return TokenSequence(request, index, self._tokenizer, ends, visual, self._longest(request))
+        matcher = self.grammars.matcher(
+            request.sampling.grammar if request.extent is not Extent.MEDIA else ""
+        )
+        return TokenSequence(request, index, self._tokenizer, ends, visual, self._longest(request), matcher)
 
     def _longest(self, request: GenerateRequest) -> int:
         """Returns the limit of prompt and answer in the empty cache; beside a parent a block is copied."""
@@ -208,6 +200,7 @@ class LanguageEngine:
         """
         start = perf_counter()
         result = StepResult()
+        self._take_grammars()
         self._draft(result)
         output = self.scheduler.schedule()
         self._move(output)
@@ -221,6 +214,12 @@ class LanguageEngine:
         if result.faults:
             self.check_integrity()
         return result
+
+    def _take_grammars(self) -> None:
+        """Lets the answers go on whose grammars have been built."""
+        for sequence in self._sequences.values():
+            if not sequence.scheduled.may_sample:
+                sequence.scheduled.may_sample = sequence.may_sample
 
     def _fail(self, request: ScheduledRequest, cause: Exception, result: StepResult) -> None:
         """Forgets a request that raises, with all its sequences; blocks that go elsewhere stay held."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from epd.errors import EPDError, InternalError
+from epd.errors import EPDError, InputError, InternalError
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +35,9 @@ class RequestFault:
 
 
 def logged_fault(request_id: str, cause: Exception) -> RequestFault:
-    """Returns the fault, with its traceback in the log."""
-    logger.error("request %s failed alone; others go on", request_id, exc_info=cause)
+    """Returns the fault, with its traceback in the log unless the request itself is at fault."""
+    if not isinstance(cause, InputError):
+        logger.error("request %s failed alone; others go on", request_id, exc_info=cause)
     return RequestFault(request_id, cause)
 
 
@@ -50,8 +51,8 @@ class FaultCounts:
         self._num_in_a_row = 0
 
     def failed(self, request_id: str, cause: Exception) -> RequestFault:
-        """Logs the cause. Raises it where too many requests have failed in a row."""
-        self._num_in_a_row += 1
+        """Logs the cause. Raises it where too many requests have failed in a row by no fault of their own."""
+        self._num_in_a_row += not isinstance(cause, InputError)
         if self._num_in_a_row > MAX_FAULTS_IN_A_ROW:
             raise cause
         return logged_fault(request_id, cause)

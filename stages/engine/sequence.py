@@ -14,6 +14,7 @@ from epd.kv.scheduled_request import PrunedRange, ScheduledRequest
 from epd.types import Int32Array, Int64Array
 from stages.engine.generation import Extent, FinishReason, GenerateRequest, TokenOutput
 from stages.engine.model_runner import Segment
+from stages.grammar.matcher import TokenMatcher
 from stages.reduction.propagation import GoingOn
 from stages.reduction.pruning import WindowInputs, window_inputs
 from stages.reduction.question_views import QuestionView, view_of
@@ -35,13 +36,16 @@ class TokenSequence:
         ends: AnswerEnds,
         visual: VisualInputs,
         capacity: int,
+        matcher: TokenMatcher | None = None,
     ) -> None:
         """Starts an answer.
 
         ends: of the request. capacity: most tokens of prompt and answer in the KV cache.
+        matcher: of the grammar that it follows, if any.
         """
         self.request = request
         self.index = index
+        self._matcher = matcher
         self.visual = visual
         num_prompt = request.num_prompt_tokens
         windows = [] if request.parent else list(window_inputs(request.prompt))
@@ -57,12 +61,17 @@ class TokenSequence:
             parent=request.parent,
             priority=request.priority,
             pruned=tuple(_uncut_ranges(windows, self.view, num_prompt)),
+            may_sample=self.may_sample,
         )
         self.tokens = TokenRows(request.prompt)
         self.drafts: tuple[int, ...] = ()
         self._lookup = PromptLookup()
         self.sampling = SamplingState(
-            request.sampling, request.seed + index, request.prompt.token_ids, ending_ids=ends.token_ids
+            request.sampling,
+            request.seed + index,
+            request.prompt.token_ids,
+            ending_ids=ends.token_ids,
+            matcher=matcher,
         )
         self.text = TextStream(tokenizer, request.sampling, ends)
         self.finish_reason: FinishReason | None = None
@@ -73,6 +82,11 @@ class TokenSequence:
     def request_id(self) -> str:
         """Returns the id of this answer in scheduler and cache."""
         return self.scheduled.request_id
+
+    @property
+    def may_sample(self) -> bool:
+        """Returns whether its grammar, if it has one, has been built or cannot be."""
+        return self._matcher is None or self._matcher.is_ready
 
     @property
     def num_generated(self) -> int:

@@ -1,8 +1,8 @@
 """Chooses the next token of many sequences at once, each as if it were alone.
 
 The order is that of transformers: repetition penalty, temperature, top_k, top_p, min_p; presence and
-frequency penalties come with the first. Then one number in [0, 1), a hash of (seed, index), is looked up in
-the cumulative distribution:
+frequency penalties come with the first, then what a grammar rules out. Then one number in [0, 1), a hash of
+(seed, index), is looked up in the cumulative distribution:
 
     weights     |  token 0  | 1 |     token 2      | 3 |     (tokens ruled out have none)
     number                            ^  -> token 2
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from encoders.device import all_to_host, arrays_to_device, to_host
 from epd.sampling_params import MAX_LOGPROBS, SamplingParams
+from stages.sampling.allowed import allowed_tokens, ruled_out
 from stages.sampling.candidates import candidates, knobs, token_weights
 from stages.sampling.sampling_state import SamplingRow, SamplingState
 from stages.sampling.selection import likeliest
@@ -102,8 +103,10 @@ def _sample_chunk(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledTo
     asked = [i for i, row in enumerate(rows) if row.state.params.logprobs is not None]
     kinds = _kinds(rows)
     arrays = [*_penalties(rows, logits.shape[1]), _banned(rows, logits.shape[1]), np.array(asked, np.int64)]
+    arrays += [*allowed_tokens(rows, logits.shape[1])]
     arrays += [array for kind in kinds for array in _drawing(rows, kind)]
-    penalised, changes, banned, asked_rows, *drawing = arrays_to_device(arrays, logits.device)
+    moved = arrays_to_device(arrays, logits.device)
+    penalised, changes, banned, asked_rows, held_rows, allowed, *drawing = moved
     groups = [
         _Group([rows[i].state.params for i in kind], *drawing[3 * number : 3 * number + 3])
         for number, kind in enumerate(kinds)
@@ -111,6 +114,7 @@ def _sample_chunk(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledTo
     raw = logits.float()
     logprobs = _Logprobs.of(raw.index_select(0, asked_rows), asked_rows) if asked else None
     scores = _changed(raw, penalised, changes, banned, in_place=raw is not logits)
+    scores = ruled_out(scores, held_rows, allowed)
     has_greedy = sum(map(len, kinds)) < len(rows)
     ids, values = _chosen(scores, groups, logprobs, has_greedy=has_greedy)
     return _tokens(rows, asked, ids, values)
@@ -157,7 +161,7 @@ def _banned(rows: Sequence[SamplingRow], num_tokens: int) -> NDArray[np.int64]:
     places = [
         i * num_tokens + token_id
         for i, row in enumerate(rows)
-        if row.state.ending_ids
+        if row.state.ending_ids and row.state.matcher is None  # which is asked what else there is
         for token_id in row.banned_ids
         if token_id < num_tokens
     ]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from epd.sampling_params import SamplingParams
 from epd.types import Int64Array
@@ -54,14 +55,23 @@ class TokenCounts:
         return copy
 
 
+class Matcher(Protocol):
+    """Knows which tokens may follow: see `stages.grammar.matcher.TokenMatcher`."""
+
+    def append(self, token_id: int, /) -> None: ...
+
+    def fill(self, bits: NDArray[np.int32], drafted: Sequence[int], /) -> None: ...
+
+
 class SamplingState:
     """Holds one sequence's state for the sampler: its options, its seed, and its tokens with their number.
 
     is_plain: the most likely token is taken as it is, and nothing is reported about the others.
     ending_ids: tokens that may not come before `min_tokens`.
+    matcher: knows which tokens may follow; None where any may.
     """
 
-    __slots__ = ("_counts", "ending_ids", "is_plain", "num_generated", "params", "seed")
+    __slots__ = ("_counts", "ending_ids", "is_plain", "matcher", "num_generated", "params", "seed")
 
     def __init__(
         self,
@@ -72,6 +82,7 @@ class SamplingState:
         *,
         eos_ids: frozenset[int] = frozenset(),
         ending_ids: frozenset[int] | None = None,
+        matcher: Matcher | None = None,
     ) -> None:
         """Creates a state. seed: as resolved for this sequence, whatever params say. prompt_ids: int64 [T].
 
@@ -80,12 +91,12 @@ class SamplingState:
         """
         self.params = params
         self.seed = seed
+        self.matcher = matcher
         self.num_generated = 0
         ending_ids = params.ending_ids(eos_ids) if ending_ids is None else ending_ids
         self.ending_ids = ending_ids if params.min_tokens else frozenset()
-        self.is_plain = (
-            params.is_greedy and not params.has_penalties and params.logprobs is None and not self.ending_ids
-        )
+        is_likeliest = params.is_greedy and not params.has_penalties and matcher is None
+        self.is_plain = is_likeliest and params.logprobs is None and not self.ending_ids
         seen = prompt_ids if params.repetition_penalty != 1 else prompt_ids[:0]
         self._counts = TokenCounts(seen) if params.has_penalties else None
         for token_id in output_ids:
@@ -94,6 +105,8 @@ class SamplingState:
     def append(self, token_id: int) -> None:
         """Records the next token of the sequence."""
         self.num_generated += 1
+        if self.matcher is not None:
+            self.matcher.append(token_id)
         if self._counts is not None:
             self._counts.append(token_id)
 

@@ -1,0 +1,139 @@
+"""Tracks which tokens may follow in an answer that is held to a grammar.
+
+    text of a grammar   built once by a thread, and kept        GrammarBuilder
+    an answer           a copy, which takes each token          TokenMatcher
+    a step              bits of the tokens that may come next   fill(row, drafted)
+
+What a matcher knows follows from the tokens of its answer alone: another worker that gets these continues in
+the same state.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from epd.errors import RequestError
+from stages.grammar.limits import parser_limits
+
+_MAX_KEPT = 64
+_MAX_SHOWN = 300  # characters of the library's message
+
+
+class BuiltGrammar(NamedTuple):
+    """Holds the library's matcher at the beginning of an answer. num_tokens: of the tokenizer."""
+
+    matcher: Any
+    num_tokens: int
+
+
+class GrammarBuilder:
+    """Builds the grammars of one tokenizer, in a thread, and keeps the latest."""
+
+    def __init__(self, tokenizer: Any, eos_ids: frozenset[int]) -> None:
+        """Takes a tokenizer of transformers, and the tokens that end an answer. Starts nothing yet."""
+        self._tokenizer = tokenizer
+        self._eos_ids = eos_ids
+        self._kept: OrderedDict[str, Future[BuiltGrammar]] = OrderedDict()
+
+    def matcher(self, grammar: str) -> TokenMatcher | None:
+        """Returns a matcher of a new answer at once, its grammar may still be in the making; None for ""."""
+        return TokenMatcher(self.start(grammar)) if grammar else None
+
+    def start(self, grammar: str) -> Future[BuiltGrammar]:
+        """Starts building a grammar, unless it is kept or in the making."""
+        built = self._kept.pop(grammar, None) or self._thread.submit(self._built, grammar)
+        self._kept[grammar] = built
+        if len(self._kept) > _MAX_KEPT:
+            self._kept.popitem(last=False)
+        return built
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix="grammar")
+
+    @cached_property
+    def _tokens(self) -> Any:
+        from llguidance.hf import from_tokenizer  # only where a grammar is used
+
+        if not self._eos_ids:
+            raise RequestError(
+                "the checkpoint names no token that ends an answer; allowed: answers in any format; "
+                "leave the format out"
+            )
+        return from_tokenizer(self._tokenizer, eos_token=sorted(self._eos_ids))
+
+    def _built(self, grammar: str) -> BuiltGrammar:
+        """Builds in the thread. Raises RequestError."""
+        from llguidance import LLMatcher  # only where a grammar is used
+
+        matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=parser_limits())
+        matcher.compute_bitmask()  # the first step of every copy
+        if matcher.is_error():
+            raise _refused(matcher.get_error(), 0)
+        return BuiltGrammar(matcher, self._tokens.vocab_size)
+
+
+class TokenMatcher:
+    """Holds one answer's place in its grammar."""
+
+    __slots__ = ("_built", "_matcher", "_num_taken", "_pending")
+
+    def __init__(self, built: Future[BuiltGrammar]) -> None:
+        self._built = built
+        self._matcher: Any = None
+        self._pending: list[int] = []
+        self._num_taken = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Returns whether the grammar is built, or cannot be: `fill` does not wait then."""
+        return self._built.done()
+
+    def append(self, token_id: int) -> None:
+        """Takes the next token of the answer, which is matched when the one after it is wanted."""
+        self._pending.append(token_id)
+
+    def fill(self, bits: NDArray[np.int32], drafted: Sequence[int] = ()) -> None:
+        """Writes which tokens may follow the answer and `drafted`: token i is bit i % 32 of bits[i // 32].
+
+        bits: int32 [N], of at least as many tokens as the vocabulary has. All are set behind a drafted token
+        that may not come itself, since nothing behind it is used.
+        Raises RequestError for a grammar that cannot be built, or that has become too complex.
+        """
+        matcher = self._current()
+        known = list(takewhile(lambda token_id: token_id < self._built.result().num_tokens, drafted))
+        num_valid = matcher.try_consume_tokens(known) if known else 0
+        if num_valid < len(drafted):
+            bits[:] = -1
+        else:
+            mask = np.frombuffer(matcher.compute_bitmask(), np.int32)
+            num_words = min(len(mask), len(bits))
+            bits[:num_words], bits[num_words:] = mask[:num_words], 0
+        if matcher.is_error() or (num_valid and not matcher.rollback(num_valid)):
+            raise _refused(matcher.get_error(), self._num_taken)
+
+    def _current(self) -> Any:
+        """Returns the library's matcher behind all tokens taken so far."""
+        if self._matcher is None:
+            self._matcher = self._built.result().matcher.deep_copy()
+        pending, self._pending = self._pending, []
+        if pending and not self._matcher.consume_tokens(pending):
+            raise _refused(self._matcher.get_error(), self._num_taken)
+        self._num_taken += len(pending)
+        return self._matcher
+
+
+def _refused(message: str, num_tokens: int) -> RequestError:
+    shown = " ".join(message.replace("<non-verbose/>", "").split())[:_MAX_SHOWN]
+    return RequestError(
+        f"received a format that cannot be followed behind {num_tokens} tokens of the answer ({shown}); "
+        "allowed: what docs/api.md lists; simplify the schema, expression or grammar"
+    )

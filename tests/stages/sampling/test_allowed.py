@@ -1,0 +1,61 @@
+"""What a grammar rules out, from bits of the host, on any device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from epd.sampling_params import SamplingParams
+from stages.sampling.allowed import _unpacked, _unpacked_by_shifts, allowed_tokens, ruled_out
+from stages.sampling.sampler import sample
+from stages.sampling.sampling_state import SamplingRow, SamplingState
+
+NUM_TOKENS = 70
+
+
+class Listed:
+    """Allows tokens that are listed, whatever came before."""
+
+    def __init__(self, *token_ids: int) -> None:
+        self.token_ids = token_ids
+
+    def append(self, token_id: int) -> None:
+        pass
+
+    def fill(self, bits: NDArray[np.int32], _drafted: tuple[int, ...] = ()) -> None:
+        for token_id in self.token_ids:
+            bits[token_id // 32] |= np.array(1 << token_id % 32, np.uint32).astype(np.int32)
+
+
+def row(matcher: Listed | None, **options: float) -> SamplingRow:
+    params = SamplingParams(**options)  # type: ignore[arg-type]
+    return SamplingRow(SamplingState(params, 0, np.empty(0, np.int64), matcher=matcher))
+
+
+def test_shifts_unpack_as_numpy_does() -> None:
+    bits = torch.randint(0, 256, (5, 12), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(_unpacked(bits, NUM_TOKENS), _unpacked_by_shifts(bits, NUM_TOKENS))
+
+
+@pytest.mark.parametrize("held", [(0, 2), (0, 1, 2), (), (1,)])
+def test_rows_with_a_grammar_keep_what_it_allows_and_others_everything(held: tuple[int, ...]) -> None:
+    scores = torch.randn(3, NUM_TOKENS, generator=torch.Generator().manual_seed(1))
+    lists = {0: (1, 31, 32), 1: (63,), 2: (0, 69)}
+    rows = [row(Listed(*lists[i]) if i in held else None) for i in range(3)]
+    places, bits = allowed_tokens(rows, NUM_TOKENS)
+    kept = ruled_out(scores, torch.from_numpy(places), torch.from_numpy(bits))
+    for i in range(3):
+        expected = set(lists[i]) if i in held else set(range(NUM_TOKENS))
+        assert set(torch.isfinite(kept[i]).nonzero()[:, 0].tolist()) == expected
+        assert torch.equal(kept[i][list(expected)], scores[i][list(expected)])
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.5}, {"temperature": 2.0, "top_k": 3}])
+def test_only_what_is_allowed_is_chosen_beside_rows_without_a_grammar(options: dict[str, float]) -> None:
+    logits = torch.randn(8, NUM_TOKENS, generator=torch.Generator().manual_seed(2))
+    rows = [row(Listed(i, 40 + i) if i % 2 else None, **options) for i in range(8)]
+    free = sample(logits, [row(None, **options) for _ in range(8)])
+    for i, token in enumerate(sample(logits, rows)):
+        assert token.token_id in ((i, 40 + i) if i % 2 else (free[i].token_id,))
