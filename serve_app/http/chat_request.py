@@ -131,12 +131,35 @@ class StreamOptions(_Received):
     continuous_usage_stats: Literal[False] | None = None
 
 
-class ResponseFormat(BaseModel):
-    """The format of the answer: only `text`; others are defined so that they are refused clearly."""
+class JsonSchema(_Received):
+    """A schema that the answer is valid by, whatever `strict` says."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    name: str | None = None
+    description: str | None = None
+    json_schema: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Received):
+    """The format of the answer. json_schema: with that type, which needs it."""
 
     type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(_Received):
+    """vLLM's formats of the answer: one of the first five.
+
+    disable_any_whitespace, whitespace_pattern: what may stand between the parts of JSON
+    """
+
+    json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = None
+    grammar: str | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
 
 
 class ProcessorOptions(_Received):
@@ -212,6 +235,7 @@ class ChatRequest(_Received):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     modalities: Listed[str] | None = Field(default=None, description="Only text.")
 
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT64)] | None = None

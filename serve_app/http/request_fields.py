@@ -67,7 +67,6 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "stream_interval": (1,),
     "structural_tag": (),
-    "structured_outputs": ({},),
     "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),

@@ -77,11 +77,6 @@ def _place(location: tuple[int | str, ...]) -> str:
 def check_supported(chat: ChatRequest) -> None:
     """Raises RequestError for features of OpenAI's interface that this server lacks."""
     check_other_fields(chat.model_extra or {}, ChatRequest.model_fields)
-    if chat.response_format and chat.response_format.type != "text":
-        raise RequestError(
-            f"received response_format {chat.response_format.type}; allowed: text; leave it out and say in "
-            "the question which format you want"
-        )
     if set(chat.modalities or ["text"]) != {"text"}:
         raise RequestError(
             f"received modalities {reprlib.repr(chat.modalities)}; allowed: text; leave it out"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from epd.control.request_budget import RequestLimits, check_json_size
 from epd.errors import OverloadedError
 from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.sampling_params import SamplingParams
+from serve_app.http.answer_format import answer_format
 from serve_app.http.body_reader import BodyLimits, BodyReader
 from serve_app.http.chat_request import ChatRequest, EpdOptions
 from serve_app.http.http_guard import check_admin
@@ -42,6 +43,7 @@ from serve_app.service import (
     MediaSource,
     StageSpan,
 )
+from stages.grammar.checker import GrammarChecker
 
 _RETRY_AFTER_S = 1.0
 
@@ -94,11 +96,15 @@ class _Options:
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A checked chat request: its JSON, its conversation, and the media that the messages refer to."""
+    """A checked chat request: its JSON, its conversation, and the media that the messages refer to.
+
+    grammar: that the answer follows, empty for any answer
+    """
 
     chat: ChatRequest
     messages: tuple[ChatMessage, ...]
     references: tuple[MediaReference, ...]
+    grammar: str = ""
 
 
 class ServerState:
@@ -112,6 +118,7 @@ class ServerState:
         self.metrics = ServerMetrics(settings.front)
         self.tracing = tracing_of(settings.trace_dir, settings.max_traces, settings.otlp_endpoint)
         self.bodies = BodyReader(settings.bodies)
+        self.grammars = GrammarChecker()
         self.num_requests = 0
         watch = self.metrics.watch
         watch(
@@ -127,6 +134,7 @@ class ServerState:
 
     def close(self) -> None:
         self.tracing.close()
+        self.grammars.close()
 
     async def read(self, request: Request) -> ParsedRequest:
         """Reads and checks the body of a chat request. Raises EPDError."""
@@ -152,13 +160,14 @@ class ServerState:
         cost.check(self.settings.limits)
         record.model = model.name
         record.is_stream = bool(chat.stream)
-        return parsed
+        wanted = answer_format(chat)
+        return parsed if wanted is None else replace(parsed, grammar=await self.grammars.checked(wanted))
 
     async def items(
         self, parsed: ParsedRequest, record: RequestRecord
     ) -> AsyncGenerator[Sequence[AnswerItem], None]:
         """Yields the answer; ending or closing it frees all resources of the request. Raises EPDError."""
-        options = self._options(parsed.chat)
+        options = self._options(parsed.chat, parsed.grammar)
         self.service.check_reduction(options.reduction)
         shows_spans = record.is_stream and options.ours.events
         request = partial(self._request, record, parsed.messages, options)
@@ -173,11 +182,11 @@ class ServerState:
                             record.note(item)
                         yield items if shows_spans else _without_spans(items)
 
-    def _options(self, chat: ChatRequest) -> _Options:
+    def _options(self, chat: ChatRequest, grammar: str) -> _Options:
         """Returns the options of a request. Raises RequestError for inconsistent ones."""
         return _Options(
             chat.priority or 0,
-            sampling_params(chat, self.settings.default_params),
+            replace(sampling_params(chat, self.settings.default_params), grammar=grammar),
             video_sampling(chat),
             reduction_policy(chat, self.settings.default_reduction),
             chat.epd or EpdOptions(),

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from epd.errors import EPDError
 from epd.reduction import KEEP_ALL
 from epd.transfer.bounded_queue import BoundedQueue
 from epd.types import StageTimings
+from serve_app.http.answer_format import answer_format
 from serve_app.http.chat_request import ChatRequest
 from serve_app.http.request_cost import budget_of
 from serve_app.http.request_parsing import (
@@ -42,6 +43,7 @@ from serve_app.service import AnswerEnd, MediaReference, ModelCard, TokenDelta
 from serve_app.token_text import TokenTexts
 from stages.batch.batch import BatchPipeline
 from stages.batch.jobs import BatchAnswer, BatchJob, TextRequest
+from stages.grammar.checker import GrammarChecker
 from stages.placement import Placement
 from stages.weights import OnBytes
 
@@ -53,13 +55,14 @@ _SEED_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A line in flight, and its checked body."""
+    """A line in flight, and its checked body. grammar: that its answer follows, empty for any answer."""
 
     line: BatchLine
     chat: ChatRequest
     messages: tuple[ChatMessage, ...]
     references: tuple[MediaReference, ...]
     record: RequestRecord
+    grammar: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,7 @@ class _Work:
         self._card = card
         self._folder = folder
         self._tasks = tasks
+        self._grammars = GrammarChecker()
         self._asked: dict[str, _Asked] = {}
         self._outcomes: BoundedQueue[Outcome | _End] = BoundedQueue(_MAX_OUTCOMES)
 
@@ -143,6 +147,7 @@ class _Work:
 
     def stop(self) -> None:
         self._outcomes.close()
+        self._grammars.close()
 
     # Jobs, for the pipeline's first thread
 
@@ -185,12 +190,14 @@ class _Work:
             video_sampling(chat)
             reduction_policy(chat, KEEP_ALL)
             sampling_params(chat, self._settings.defaults)
+            wanted = answer_format(chat)
+            grammar = "" if wanted is None else self._grammars.grammar_of(wanted)
         except ValidationError as error:
             self._put(Failed.of(line, describe(error)))
         except EPDError as error:
             self._put(Failed.of(line, error))
         else:
-            return _Asked(line, chat, messages, references, RequestRecord(model=model))
+            return _Asked(line, chat, messages, references, RequestRecord(model=model), grammar)
         return None
 
     def _file(self, task: MediaTask, number: int, reference: MediaReference) -> Path:
@@ -208,7 +215,7 @@ class _Work:
         for asked in chain([first], filter(None, map(self._read, lines))):
             key = asked.line.key
             self._asked[key] = asked
-            sampling = sampling_params(asked.chat, self._settings.defaults)
+            sampling = replace(sampling_params(asked.chat, self._settings.defaults), grammar=asked.grammar)
             seed = _seed(key) if sampling.seed is None else sampling.seed
             yield TextRequest(key, asked.messages, sampling, seed)
 

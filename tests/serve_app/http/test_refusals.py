@@ -158,8 +158,6 @@ def test_what_does_not_fit_is_named(front: Front, body: JSON, place: str) -> Non
         ({"tools": [{"type": "function"}]}, "received tools"),
         ({"logit_bias": {"5": 1}}, "received logit_bias"),
         ({"modalities": ["text", "audio"]}, "received modalities"),
-        ({"response_format": {"type": "json_object"}}, "received response_format json_object; allowed: text"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format json_schema"),
         ({"stream_options": {"include_usage": True}}, "stream_options without stream"),
         ({"top_logprobs": 2}, "top_logprobs without logprobs"),
         ({"epd": {"fps": 2}, "mm_processor_kwargs": {"fps": 3}}, "one of the two, once"),
