@@ -6,6 +6,7 @@ Parts keep their order. Media before the text of the first user message give the
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -14,13 +15,22 @@ from typing import Any, Literal
 from jinja2 import TemplateError
 
 from encoders.checkpoint import Checkpoint
-from encoders.prompt.tool_history import ToolCall, calls_as_text, for_template, knows_tools, response_as_text
+from encoders.prompt.tool_history import (
+    ToolCall,
+    calls_as_text,
+    definitions_as_text,
+    for_template,
+    knows_definitions,
+    knows_tools,
+    response_as_text,
+)
 from epd.errors import RequestError
 from epd.types import MediaKind
 
 _ANY_QUESTION = "?"
 
-Role = Literal["system", "user", "assistant", "tool"]
+# "tools" is the role of a message that is no turn: each of its texts defines, as JSON, a tool to be called.
+Role = Literal["tools", "system", "user", "assistant", "tool"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +145,14 @@ def render_chat(
     check_chat(messages)
     if not knows_tools(template):
         messages = without_tools(messages)
+    if not knows_definitions(template):
+        messages = _with_tools_as_text(messages)
     for message in messages:
         _check_unreserved(message, reserved)
     try:
         text: str = checkpoint.tokenizer.apply_chat_template(
-            [_for_template(message) for message in messages],
+            [_for_template(message) for message in messages if message.role != "tools"],
+            tools=[json.loads(definition) for definition in _definitions(messages)] or None,
             chat_template=template,
             tokenize=False,
             add_generation_prompt=True,
@@ -151,6 +164,22 @@ def render_chat(
             "send them in another order"
         ) from error
     return text
+
+
+def _definitions(messages: Sequence[ChatMessage]) -> list[str]:
+    return [part.text for message in messages if message.role == "tools" for part in message.parts]
+
+
+def _with_tools_as_text(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
+    """Adds the tools to the message of the system, or as one where there is none."""
+    definitions = _definitions(messages)
+    if not definitions:
+        return messages
+    turns = [message for message in messages if message.role != "tools"]
+    text = definitions_as_text(definitions)
+    if turns[0].role != "system":
+        return text_message("system", text), *turns
+    return replace(turns[0], parts=(*turns[0].parts, ContentPart("text", f"\n\n{text}"))), *turns[1:]
 
 
 def without_tools(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:

@@ -1,12 +1,12 @@
-"""Renders tool calls of a conversation's history, for chat templates with and without support for them.
+"""Renders tools and the calls of a history, for chat templates with and without support for them.
 
-No answer calls a tool here. But a client that talks to several models sends what others have called, and a
-model is to read it. Where a template has no words for it, it is a text as the Hermes and Qwen models have it.
+Where a template has no words for them, they are texts as the Hermes and Qwen models have them.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,22 @@ class ToolCall:
 def knows_tools(template: str) -> bool:
     """Reports whether a chat template supports tool calls."""
     return "tool_calls" in template
+
+
+def knows_definitions(template: str) -> bool:
+    """Reports whether a chat template lists the tools that may be called."""
+    return re.search(r"\btools\b", template) is not None
+
+
+def definitions_as_text(definitions: Sequence[str]) -> str:
+    """Writes which tools there are, and how one is called, as text. definitions: JSON of each."""
+    tools = "\n".join(definitions)
+    return (
+        "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+        f"Function signatures, one JSON object a line:\n<tools>\n{tools}\n</tools>\n\n"
+        "For each function call, write a JSON object with the function's name and its arguments:\n"
+        '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+    )
 
 
 def for_template(call: ToolCall) -> dict[str, Any]:

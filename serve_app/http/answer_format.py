@@ -7,6 +7,7 @@ from typing import Any
 
 from epd.errors import RequestError
 from serve_app.http.chat_request import ChatRequest, ResponseFormat, StructuredOutputs
+from serve_app.http.tools import offers_tools, required_calls
 from stages.grammar.formats import WHITESPACE, AnswerFormat, format_of
 
 _ANY_OBJECT = {"type": "object"}
@@ -14,13 +15,18 @@ _ANY_OBJECT = {"type": "object"}
 
 def answer_format(chat: ChatRequest) -> AnswerFormat | None:
     """Returns the wanted format; None for any answer. Raises RequestError where fields disagree."""
+    calls = required_calls(chat)
     ours = _of_structured_outputs(chat.structured_outputs) if chat.structured_outputs else None
     theirs = _of_response_format(chat.response_format) if chat.response_format else None
     if ours and theirs:
         raise RequestError(
             "received response_format and structured_outputs; allowed: one of them; leave one out"
         )
-    return ours or theirs
+    if (ours or theirs) and offers_tools(chat):
+        raise RequestError(
+            "received tools with another format of the answer; allowed: one of them; set tool_choice to none"
+        )
+    return calls or ours or theirs
 
 
 def _of_response_format(wanted: ResponseFormat) -> AnswerFormat | None:

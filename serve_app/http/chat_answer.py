@@ -15,6 +15,7 @@ from serve_app.http.event_stream import EventStream
 from serve_app.http.http_guard import bug_reply, error_reply
 from serve_app.http.responses import DONE, ChunkBuilder, CompletionBuilder, checked_end, event
 from serve_app.http.server_state import ParsedRequest, ServerState
+from serve_app.http.tools import offers_tools
 from serve_app.observability.record import CLIENT_GONE, RequestRecord, server_timing
 from serve_app.service import AnswerItem
 
@@ -28,6 +29,7 @@ class ChatAnswer(Response):
         self._record = record
         self._num_choices = chat.n or 1
         self._has_logprobs = bool(chat.logprobs)
+        self._reads_tools = offers_tools(chat)
         self._includes_usage = bool(chat.stream_options and chat.stream_options.include_usage)
         self._keep_alive_s = server.settings.keep_alive_s
         self._items = server.items(parsed, record)
@@ -45,7 +47,12 @@ class ChatAnswer(Response):
             raise
 
     async def _complete(self, scope: Scope, receive: Receive, send: Send) -> None:
-        builder = CompletionBuilder(self._record, self._num_choices, has_logprobs=self._has_logprobs)
+        builder = CompletionBuilder(
+            self._record,
+            self._num_choices,
+            has_logprobs=self._has_logprobs,
+            reads_tools=self._reads_tools,
+        )
         async with aclosing(self._items) as answer:
             async for items in answer:
                 for item in items:
@@ -78,7 +85,10 @@ class ChatAnswer(Response):
     async def _send_events(self, answer: AsyncIterator[Sequence[AnswerItem]], stream: EventStream) -> None:
         """Sends all chunks of items that are ready together in one write."""
         builder = ChunkBuilder(
-            self._record, includes_usage=self._includes_usage, has_logprobs=self._has_logprobs
+            self._record,
+            includes_usage=self._includes_usage,
+            has_logprobs=self._has_logprobs,
+            reads_tools=self._reads_tools,
         )
         async for items in answer:
             if data := b"".join([builder.events(item) for item in items]):

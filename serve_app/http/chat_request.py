@@ -15,6 +15,7 @@ from epd.sampling_params import MAX_CHOICES, MAX_INT64, MAX_LOGPROBS, MAX_STOP_S
 from serve_app.http.request_fields import schema_of_other_fields
 
 MAX_SALT_CHARS = 1024
+MAX_TOOLS = 128
 
 _T = TypeVar("_T")
 Int64 = Annotated[int, Field(ge=-MAX_INT64 - 1, le=MAX_INT64)]
@@ -123,6 +124,31 @@ Message = Annotated[
     SystemMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage,
     Field(discriminator="role"),
 ]
+
+
+class FunctionDefinition(_Received):
+    """A function that an answer may call. parameters: a schema of its arguments; by default none."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = Field(default=None, description="Changes nothing: see docs/api.md.")
+
+
+class Tool(_Received):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(_Received):
+    name: str
+
+
+class ToolChoice(_Received):
+    """The one function that is to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class StreamOptions(_Received):
@@ -236,6 +262,11 @@ class ChatRequest(_Received):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="Whether `required` allows several calls; by default it does."
+    )
     modalities: Listed[str] | None = Field(default=None, description="Only text.")
 
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT64)] | None = None

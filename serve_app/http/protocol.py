@@ -72,17 +72,33 @@ class EpdEvents(BaseModel):
     events: list[SpanReport]
 
 
+class FunctionReport(BaseModel):
+    """A called function. arguments: JSON, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class CallReport(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionReport
+
+
 class ReplyMessage(BaseModel):
+    """An answer. content: null beside calls alone. tool_calls: null without any."""
+
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[CallReport] | None = None
 
 
 class Choice(BaseModel):
     index: int
     message: ReplyMessage
     logprobs: ChoiceLogprobs | None = None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class ChatCompletion(BaseModel):
@@ -95,16 +111,31 @@ class ChatCompletion(BaseModel):
     epd: EpdReport
 
 
+class FunctionDelta(BaseModel):
+    name: str | None = None
+    arguments: str
+
+
+class CallDelta(BaseModel):
+    """The next piece of a call. id, type: in the first piece alone."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class Delta(BaseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[CallDelta] | None = None
 
 
 class ChunkChoice(BaseModel):
     index: int
     delta: Delta
     logprobs: ChoiceLogprobs | None = None
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
 
 
 class ChatChunk(BaseModel):

@@ -16,7 +16,6 @@ from epd.errors import RequestError
 NO_EFFECT: Mapping[str, str] = {
     "include_reasoning": "reasoning is not separated from the answer",
     "metadata": "nothing is stored",
-    "parallel_tool_calls": "there are no tool calls",
     "prompt_cache_key": "prefixes are found by their content",
     "prompt_cache_options": "prefixes are found by their content",
     "prompt_cache_retention": "prefixes stay as long as there is room",
@@ -68,8 +67,6 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "stream_interval": (1,),
     "structural_tag": (),
     "thinking_token_budget": (),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "truncate_prompt_tokens": (),
     "truncation_side": (),
     "use_beam_search": (False,),

@@ -141,10 +141,10 @@ def reduction_policy(chat: ChatRequest, default: ReductionPolicy) -> ReductionPo
 
 
 def conversation(
-    messages: Sequence[Message],
+    messages: Sequence[Message], tools: tuple[ChatMessage, ...] = ()
 ) -> tuple[tuple[ChatMessage, ...], tuple[MediaReference, ...]]:
-    """Returns the messages and their media, in order. Raises RequestError."""
-    chat = tuple(_message(message) for message in messages)
+    """Returns the messages and their media, in order. tools: come first. Raises RequestError."""
+    chat = (*tools, *map(_message, messages))
     check_chat(chat)
     return chat, tuple(_references(messages))
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from json.encoder import encode_basestring  # json.dumps of one text, not in ASCII
+from typing import Literal
 
 from epd.errors import EPDError
+from serve_app.http.call_reports import delta_of, reply_of
 from serve_app.http.protocol import (
     ChatChunk,
     ChatCompletion,
@@ -23,6 +25,7 @@ from serve_app.http.protocol import (
     TopLogprob,
     UsageReport,
 )
+from serve_app.http.tool_calls import ToolCallReader
 from serve_app.observability.record import AMOUNTS, RequestRecord, seconds_by_stage
 from serve_app.service import AnswerEnd, AnswerItem, FinishReason, StageSpan, TokenDelta, TokenLogprob
 
@@ -55,9 +58,13 @@ def _finite(logprob: float) -> float:
 class CompletionBuilder:
     """Gathers the pieces of all choices into one completion."""
 
-    def __init__(self, record: RequestRecord, num_choices: int, *, has_logprobs: bool) -> None:
+    def __init__(
+        self, record: RequestRecord, num_choices: int, *, has_logprobs: bool, reads_tools: bool = False
+    ) -> None:
+        """Takes reads_tools: whether the answer may call functions."""
         self._record = record
         self._has_logprobs = has_logprobs
+        self._reads_tools = reads_tools
         self._texts: list[list[str]] = [[] for _ in range(num_choices)]
         self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(num_choices)]
         self._reasons: list[FinishReason] = ["length"] * num_choices
@@ -84,11 +91,14 @@ class CompletionBuilder:
         )
 
     def _choice(self, index: int) -> Choice:
+        text, reason = "".join(self._texts[index]), self._reasons[index]
+        is_read = self._reads_tools
+        message = reply_of(text, self._record.request_id, index) if is_read else ReplyMessage(content=text)
         return Choice(
             index=index,
-            message=ReplyMessage(content="".join(self._texts[index])),
+            message=message,
             logprobs=logprobs_of(self._logprobs[index]) if self._has_logprobs else None,
-            finish_reason=self._reasons[index],
+            finish_reason="tool_calls" if message.tool_calls and reason == "stop" else reason,
         )
 
 
@@ -100,8 +110,13 @@ class ChunkBuilder:
     of an empty one instead of being validated and serialised.
     """
 
-    def __init__(self, record: RequestRecord, *, includes_usage: bool, has_logprobs: bool) -> None:
+    def __init__(
+        self, record: RequestRecord, *, includes_usage: bool, has_logprobs: bool, reads_tools: bool = False
+    ) -> None:
+        """Takes reads_tools: whether the answer may call functions."""
         self._record = record
+        self._reads_tools = reads_tools
+        self._readers: dict[int, ToolCallReader] = {}
         self._includes_usage = includes_usage
         self._has_logprobs = has_logprobs
         self._begun: set[int] = set()
@@ -119,6 +134,7 @@ class ChunkBuilder:
     def _is_text(self, delta: TokenDelta) -> bool:
         """Returns whether a piece is one chunk with a text alone."""
         has_more = delta.finish_reason or self._has_logprobs or delta.index not in self._begun
+        has_more = has_more or self._reads_tools
         return bool(delta.text) and not has_more
 
     def _frame(self, index: int) -> tuple[bytes, bytes]:
@@ -149,20 +165,34 @@ class ChunkBuilder:
         if delta.index not in self._begun:
             self._begun.add(delta.index)
             yield self._choice_chunk(delta.index, Delta(role="assistant", content=""))
-        if delta.text or delta.logprobs:
-            logprobs = logprobs_of(delta.logprobs) if self._has_logprobs else None
-            yield self._choice_chunk(delta.index, Delta(content=delta.text), logprobs)
+        logprobs = logprobs_of(delta.logprobs) if self._has_logprobs else None
+        for part in self._deltas(delta):
+            yield self._choice_chunk(delta.index, part, logprobs)
+            logprobs = None
         if delta.finish_reason:
             if self._held:
                 yield self._held
-            self._held = self._choice_chunk(delta.index, Delta(), None, delta.finish_reason)
+            called = delta.index in self._readers and self._readers[delta.index].num_calls
+            reason = "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
+            self._held = self._choice_chunk(delta.index, Delta(), None, reason)
+
+    def _deltas(self, delta: TokenDelta) -> Iterator[Delta]:
+        """Yields the text of a piece, and the pieces of calls in it; at least one with logprobs."""
+        if not self._reads_tools:
+            if delta.text or delta.logprobs:
+                yield Delta(content=delta.text)
+            return
+        reader = self._readers.setdefault(delta.index, ToolCallReader())
+        pieces = reader.push(delta.text) + (reader.finish() if delta.finish_reason else [])
+        for piece in pieces or ([""] if delta.logprobs else []):
+            yield delta_of(piece, self._record.request_id, delta.index)
 
     def _choice_chunk(
         self,
         index: int,
         delta: Delta,
         logprobs: ChoiceLogprobs | None = None,
-        finish_reason: FinishReason | None = None,
+        finish_reason: Literal["stop", "length", "tool_calls"] | None = None,
     ) -> ChatChunk:
         choice = ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish_reason)
         return self._chunk([choice])

@@ -31,6 +31,7 @@ from serve_app.http.request_parsing import (
     sampling_params,
     video_sampling,
 )
+from serve_app.http.tools import tools_message
 from serve_app.observability.metrics import ServerMetrics
 from serve_app.observability.record import RequestRecord, record_of
 from serve_app.observability.tracing import tracing_of
@@ -149,7 +150,7 @@ class ServerState:
         if chat.priority is not None and chat.priority < 0:
             check_admin(request, f"a priority of {chat.priority}", "0 and above")
         model = model_card(chat, self.service.models)
-        parsed = ParsedRequest(chat, *conversation(chat.messages))
+        parsed = ParsedRequest(chat, *conversation(chat.messages, tools_message(chat)))
         cost = budget_of(
             chat,
             parsed.messages,

@@ -38,6 +38,7 @@ from serve_app.http.request_parsing import (
     video_sampling,
 )
 from serve_app.http.responses import CompletionBuilder
+from serve_app.http.tools import offers_tools, tools_message
 from serve_app.observability.record import RequestRecord
 from serve_app.service import AnswerEnd, MediaReference, ModelCard, TokenDelta
 from serve_app.token_text import TokenTexts
@@ -185,7 +186,7 @@ class _Work:
             chat = ChatRequest.model_validate_json(json.dumps(line.body))
             check_supported(chat)
             model = model_card(chat, [self._card]).name
-            messages, references = conversation(chat.messages)
+            messages, references = conversation(chat.messages, tools_message(chat))
             budget_of(chat, messages, references).check(_LIMITS)
             video_sampling(chat)
             reduction_policy(chat, KEEP_ALL)
@@ -225,7 +226,12 @@ class _Work:
         asked = self._asked.pop(answer.request_id)
         has_logprobs = bool(asked.chat.logprobs)
         asked.record.first = answer.first_s
-        builder = CompletionBuilder(asked.record, asked.chat.n or 1, has_logprobs=has_logprobs)
+        builder = CompletionBuilder(
+            asked.record,
+            asked.chat.n or 1,
+            has_logprobs=has_logprobs,
+            reads_tools=offers_tools(asked.chat),
+        )
         for output in answer.outputs:
             logprobs = (self._texts.logprob(output.token),) if has_logprobs else ()
             token_ids = (output.token.token_id,)

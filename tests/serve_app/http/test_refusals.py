@@ -155,7 +155,7 @@ def test_what_does_not_fit_is_named(front: Front, body: JSON, place: str) -> Non
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"tools": [{"type": "function"}]}, "received tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0]: Field required"),
         ({"logit_bias": {"5": 1}}, "received logit_bias"),
         ({"modalities": ["text", "audio"]}, "received modalities"),
         ({"stream_options": {"include_usage": True}}, "stream_options without stream"),

@@ -1,0 +1,136 @@
+"""Finds calls of functions in the text of an answer while it grows, as Hermes and Qwen models write them.
+
+    Let me look. <tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>
+    [ content  )             [ head                            )[ arguments    )[ tail         )
+
+Arguments are passed on as they come. What turns out to be no call stays content.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+_BEGIN, _END = "<tool_call>", "</tool_call>"
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_MAX_HEAD_CHARS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class CallPiece:
+    """The next piece of a call. index: of the call in its answer. name: in its first piece alone."""
+
+    index: int
+    name: str | None
+    arguments: str
+
+
+Piece = str | CallPiece
+
+
+class ToolCallReader:
+    """Reads one answer, piece by piece."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self._held = ""
+        self._state: Literal["content", "head", "arguments", "tail"] = "content"
+        self._depth = 0
+        self._is_quoted = self._is_escaped = False
+
+    def push(self, text: str) -> list[Piece]:
+        """Takes the next text; returns what is certain by now: content, and pieces of calls."""
+        self._held += text
+        pieces: list[Piece] = []
+        while True:
+            state = self._state
+            pieces += {
+                "content": self._content,
+                "head": self._head,
+                "arguments": self._arguments,
+                "tail": self._tail,
+            }[state]()
+            if self._state == state:
+                return pieces
+
+    def finish(self) -> list[Piece]:
+        """Returns the rest of an answer that has ended: a call that was cut before its name is content."""
+        held, self._held = self._held, ""
+        if self._state == "head":
+            return [_BEGIN + held]
+        is_content = self._state == "content" and (held.strip() or not self.num_calls)
+        return [held] if held and is_content else []
+
+    def _content(self) -> Iterator[Piece]:
+        before, mark, rest = self._held.partition(_BEGIN)
+        if mark:
+            self._held, self._state = rest, "head"
+        else:
+            num_certain = len(before) - _overlap(before)
+            before, self._held = before[:num_certain], before[num_certain:]
+        if not before.strip() and self.num_calls:  # between calls
+            self._held = self._held if mark else before + self._held
+        elif before:
+            yield before
+
+    def _head(self) -> Iterator[Piece]:
+        found = _HEAD.match(self._held[:_MAX_HEAD_CHARS])
+        if found:
+            self._held, self._state = self._held[found.end() :], "arguments"
+            self._depth, self._is_quoted, self._is_escaped = 0, False, False
+            yield self._begun(json.loads(found[1]))
+        elif _END in self._held:
+            body, _, self._held = self._held.partition(_END)
+            self._state = "content"
+            call = _parsed(body)
+            yield self._begun(*call) if call else _BEGIN + body + _END
+
+    def _begun(self, name: str, arguments: str = "") -> CallPiece:
+        self.num_calls += 1
+        return CallPiece(self.num_calls - 1, name, arguments)
+
+    def _arguments(self) -> Iterator[Piece]:
+        stop = next((at for at, char in enumerate(self._held, 1) if self._closes(char)), 0)
+        taken = self._held[: stop or len(self._held)]
+        self._held = self._held[len(taken) :]
+        if stop:
+            self._state = "tail"
+        if taken:
+            yield CallPiece(self.num_calls - 1, None, taken)
+
+    def _closes(self, char: str) -> bool:
+        """Takes a character of the arguments; returns whether they end with it."""
+        if self._is_quoted:
+            self._is_quoted = self._is_escaped or char != '"'
+            self._is_escaped = char == "\\" and not self._is_escaped
+            return False
+        self._is_quoted = char == '"'
+        self._depth += (char in "{[") - (char in "}]")
+        return self._depth == 0
+
+    def _tail(self) -> Iterator[Piece]:
+        _, mark, rest = self._held.partition(_END)
+        if mark:
+            self._state = "content"
+        self._held = rest if mark else self._held[-len(_END) :]
+        yield from ()
+
+
+def _overlap(text: str) -> int:
+    """Returns how many characters at the end of a text may begin a call."""
+    return next((size for size in range(len(_BEGIN) - 1, 0, -1) if text.endswith(_BEGIN[:size])), 0)
+
+
+def _parsed(body: str) -> tuple[str, str] | None:
+    """Returns name and arguments of a call in any other order; None for what is none."""
+    try:
+        call = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return None
+    arguments = call.get("arguments", call.get("parameters", {}))
+    return call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments)
