@@ -71,7 +71,7 @@ class Board:
 
     def __init__(self, *, hang_s: float | None = None, is_restarted: bool = False) -> None:
         self._hang_s = hang_s
-        self._regrouped_s = time.monotonic() + (_REGROUP_S if is_restarted else 0.0)
+        self._regrouped_s = time.monotonic()
         self._credentials: Credentials | None = None
         self._entries: dict[str, _Entry] = {}
         self._ended: deque[str] = deque(maxlen=_MAX_ENDED)
@@ -82,6 +82,9 @@ class Board:
         self._num_traffic = 0  # changes of any front's traffic
         # Versions of a board that was restarted follow those that members have seen.
         self._version = int(time.time() * 1000)
+        self._has_former = False
+        if is_restarted:
+            self._follow_former()
         self._changed = asyncio.Event()
         self._tasks = Tasks()
         self._is_watching = False
@@ -106,7 +109,8 @@ class Board:
         if member.epoch in self._ended:
             return self._view()
         if self._is_of_former(member, seen):
-            self._regrouped_s = time.monotonic() + _REGROUP_S
+            self._follow_former()
+        self._version = max(self._version, seen)
         if member.info is None and member.kind != "front":
             await self._regroup()
         self._register(member, seen)
@@ -140,8 +144,14 @@ class Board:
         self._lose(epoch, reason)
 
     def _is_of_former(self, member: Member, seen: int) -> bool:
-        """Returns whether a member shows a board without members that it takes the place of another one."""
-        return not self._entries and not self._ended and (seen >= 0 or member.is_ready)
+        """Returns whether a member is the first to show this board that it takes the place of another one."""
+        is_known = self._has_former or member.epoch in self._entries
+        return not is_known and (seen >= 0 or member.is_ready)
+
+    def _follow_former(self) -> None:
+        """Takes the place of a former board, whose members call within some seconds."""
+        self._regrouped_s = time.monotonic() + _REGROUP_S
+        self._has_former = True
 
     async def _regroup(self) -> None:
         """Waits until members that a former board knew have had time to call."""
@@ -204,7 +214,15 @@ class Board:
             name, roles = _free_name("v", taken), _VIDEO
         else:
             name, roles = self._stage_place(member, taken)
-        return WorkerInfo(name, roles, is_alive=True, incarnation=self._incarnations.get(name, 0) + 1)
+        return WorkerInfo(name, roles, is_alive=True, incarnation=self._next_incarnation(name))
+
+    def _next_incarnation(self, name: str) -> int:
+        """Returns one that no worker of this name has had, also of those that were lost with a former board.
+
+        Nobody reports them, but survivors know them as lost. No board has given more than its version.
+        """
+        following = self._incarnations.get(name, 0) + 1
+        return max(following, self._version + 1) if self._has_former else following
 
     def _stage_place(self, member: Member, taken: Mapping[str, WorkerInfo]) -> tuple[str, frozenset[Stage]]:
         wanted = parse_topology(member.topology)

@@ -273,5 +273,5 @@ def clear_questions(
 
 
 async def _ask_alone(path: Path, questions: Sequence[Question], settings: dict[str, Any]) -> list[Answered]:
-    async with deployed(path, "1epd", settings=settings) as deployment:
+    async with deployed(path, "1epd", settings=settings, max_waiting=len(questions)) as deployment:
         return await deployment.ask_all(questions)

@@ -1,0 +1,85 @@
+"""The board is lost together with workers, as with a machine: the next one hears of the survivors alone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from epd.sampling_params import SamplingParams
+from serve_app.network import board
+from serve_app.network.board import Board
+from serve_app.network.members import Credentials, Member
+from tests.serve_app.deployments import Question, undisturbed
+from tests.serve_app.network.cluster import HOST, clustered
+from tests.serve_app.network.test_cluster import settled, until_all_see
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
+
+LONG = SamplingParams(max_tokens=40, ignore_eos=True)
+
+
+@pytest.mark.parametrize(("survivor", "is_new"), [("e0", False), ("p0", True)])
+def test_workers_that_were_lost_with_the_board_are_not_taken_for_those_that_come(
+    survivor: str,
+    is_new: bool,
+    checkpoints: dict[str, Path],
+    media: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A survivor that knows a worker as lost refuses what names it, and so must not meet its name again."""
+    monkeypatch.setattr(board, "_REGROUP_S", 0.5)
+    model = checkpoints["qwen2_5_vl"]
+    questions = [
+        Question(tuple(media[name] for name in kinds), f"what {number}?", LONG)
+        for number, kinds in enumerate([("image",), ("video",), ()])
+    ]
+    expected = undisturbed(model, questions)
+
+    async def run() -> None:
+        async with clustered(model, "1e1p1d", num_fronts=2) as cluster:
+            await until_all_see(cluster, "1e1p1d")
+            asking = [asyncio.create_task(front.ask_all(questions)) for front in cluster.fronts]
+            await asyncio.sleep(0.2)
+            await cluster.board.stop()
+            lost = [name for name in ("e0", "p0", "d0") if name != survivor]
+            for name in lost:
+                await cluster.kill(cluster.worker(name))
+            cluster.board.restart(is_new=is_new)
+            await asyncio.sleep(0.3)  # the survivors call sooner than a new process is there
+            coming = [asyncio.create_task(cluster.add_stage()) for _ in lost]
+            async with asyncio.timeout(20.0):
+                for answers in await asyncio.gather(*asking):
+                    assert [answer.tokens for answer in answers] == expected
+            for server in await asyncio.gather(*coming):
+                assert server.info.name in lost
+                assert server.info.incarnation > 1
+            await settled(cluster)
+
+    asyncio.run(run())
+
+
+def test_a_board_on_a_machine_whose_clock_is_behind_follows_what_members_have_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it gives out is newer than all that a former board, with a later clock, has given."""
+    monkeypatch.setattr(board, "_REGROUP_S", 0.1)
+    seen = int((time.time() + 3600.0) * 1000)
+    survivor = Member("s", "front", (HOST, 1), "here", pid=0, is_ready=True)
+    newcomer = Member("n", "stage", (HOST, 1), "here", pid=0, topology="1epd")
+
+    async def run() -> None:
+        restarted, credentials = Board(is_restarted=True), Credentials(bytes(32), "fleet")
+        await asyncio.gather(
+            restarted.follow(survivor, seen, credentials), restarted.follow(newcomer, -1, credentials)
+        )
+        view = await restarted.follow(survivor, seen, credentials)
+        assert view is not None
+        assert view.version > seen
+        [info] = [each.info for each in view.of_kind("stage") if each.info]
+        assert info.incarnation > seen
+        await restarted.close()
+
+    asyncio.run(run())
