@@ -28,7 +28,6 @@ from fastapi import FastAPI
 
 from encoders import FrameSampling
 from encoders.prompt.chat import ChatMessage, ContentPart
-from epd.reduction import ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.types import StageTimings, Usage, content_hash
 from serve_app import messages as worker_messages
@@ -83,9 +82,6 @@ class MemoryService:
     queues: dict[str, asyncio.Queue[TokenDelta | None]] = field(default_factory=dict)
     models: tuple[ModelCard, ...] = (ModelCard("shapes-vl", 1_700_000_000, 4096),)
     number: int = 0
-
-    def check_reduction(self, policy: ReductionPolicy) -> None:
-        pass
 
     async def answer(self, request: AnswerRequest) -> AsyncGenerator[Any, None]:
         if not request.sampling.ignore_eos:

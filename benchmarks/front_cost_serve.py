@@ -41,9 +41,6 @@ class RatedService:
         self._tasks: list[asyncio.Task[None]] = []
         self.models = self._groups[0].models
 
-    def check_reduction(self, policy: Any) -> None:
-        pass
-
     def answer(self, request: Any) -> Any:
         if not self._tasks:
             self._tasks = [asyncio.create_task(self._run(number)) for number in range(len(self._groups))]

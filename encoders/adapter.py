@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from encoders.device import CPU
 from encoders.prompt.chat import ChatMessage
 from epd.errors import ModelError
-from epd.reduction import ReductionPolicy, Window
+from epd.reduction import ReductionPolicy, Window, num_survivors
 from epd.types import Int64Array, MediaKind, PlaceholderRange, Usage
 
 
@@ -234,6 +234,14 @@ class PromptPlan:
     def num_visual_tokens_before(self) -> int:
         """Counts the visual tokens that there would be without reduction."""
         return sum(item.plan.num_tokens for item in self.media)
+
+    @property
+    def num_dropped(self) -> int:
+        """Counts the visual tokens that leave the cache once the question is computed, which chooses them."""
+        if self.reduction is None or not self.reduction.policy.is_by_question or not self.media:
+            return 0
+        wanted = self.reduction.policy.retention * self.num_visual_tokens_before
+        return self.num_visual_tokens - num_survivors(self.num_visual_tokens, wanted)
 
     def usage(self, num_completion_tokens: int) -> Usage:
         """Counts the frames and tokens that an answer to the prompt has used."""

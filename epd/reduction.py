@@ -129,31 +129,24 @@ def plan_windows(
     return tuple(windows)
 
 
-def layer_counts(num_cached: int, num_wanted: float, num_layers: int) -> tuple[int, ...]:
-    """Returns the number of cached visual tokens that each layer reads.
+def num_survivors(num_cached: int, num_wanted: float) -> int:
+    """Returns how many of the cached visual tokens a question keeps: those wanted, at least one."""
+    return min(num_cached, max(1, round(num_wanted)))
 
-    It is `num_wanted` on average or all if that is more: fewer from prune to prune, by one ratio, at the
-    depths of MustDrop; the last layers make it even.
+
+def layer_counts(num_cached: int, num_wanted: float, num_layers: int) -> tuple[int, ...]:
+    """Returns the number of cached visual tokens that each layer of a question reads.
+
+    Fewer from prune to prune, by one ratio, at the depths of MustDrop; after the last prune `num_survivors`.
+    A model of one layer reads all.
     """
     prunes = sorted({max(1, round(share * num_layers)) for share in _DROPPING_LAYERS if num_layers > 1})
     prunes_before = [sum(prune <= layer for prune in prunes) for layer in range(num_layers)]
-    wanted = round(min(num_wanted, num_cached) * num_layers)
-    low, high = 0.0, 1.0
-    for _ in range(_BISECTIONS):
-        ratio = (low + high) / 2
-        total = sum(num_cached * ratio**before for before in prunes_before)
-        low, high = (ratio, high) if total < wanted else (low, ratio)
-    counts = [max(1, round(num_cached * high**before)) for before in prunes_before]
-    is_last = [before == prunes_before[-1] and before > 0 for before in prunes_before]
-    if any(is_last):
-        rest = wanted - sum(count for count, last in zip(counts, is_last, strict=True) if not last)
-        most = min(count for count, last in zip(counts, is_last, strict=True) if not last)
-        last_count = min(max(1, rest // sum(is_last)), most)
-        counts = [last_count if last else count for count, last in zip(counts, is_last, strict=True)]
-    return tuple(counts)
-
-
-_BISECTIONS = 40
+    if not prunes:
+        return (num_cached,) * num_layers
+    num_last = num_survivors(num_cached, num_wanted)
+    shares = [(num_last / num_cached) ** (before / len(prunes)) for before in prunes_before]
+    return tuple(max(num_last, round(num_cached * share)) for share in shares)
 
 
 def check_tolerance(tolerance: float | None) -> None:

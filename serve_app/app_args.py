@@ -11,7 +11,6 @@ from pydantic_core import PydanticCustomError
 
 from epd.control.request_budget import RequestLimits
 from epd.control.retention import RetentionConfig, levels_down_to
-from epd.control.routing import check_reduction
 from epd.devices import check_device, check_dtype
 from epd.encode.sharding import Sharding
 from epd.errors import ModelNotFoundError, RequestError
@@ -282,8 +281,6 @@ class AppArgs(BaseModel):
                 "received the same admin_api_key and api_key; allowed: different keys; change one of them"
             )
         _ = self.reduction_policy, self.load_retention
-        least = min(self.retention, self.retention_min or 1.0)
-        check_reduction(ReductionPolicy(self.reduction, least), self.workers.values())
         folders = {"allowed_media_path": self.allowed_media_path, "trace_dir": self.trace_dir}
         paths = {name: folder and folder.resolve() for name, folder in folders.items()}
         return self.model_copy(update={"model": self.model_path.resolve(), **paths})

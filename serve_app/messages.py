@@ -124,6 +124,7 @@ class Reserve(Message[KVTicket | None]):
     """Reserves room for a request that the end point `sender` will send. Reply None: no room now.
 
     incarnation: of the sender's worker; 0 if unknown. The message is refused if that is lost
+    num_dropped: of the prompt, see `PromptPlan.num_dropped`
     """
 
     request_id: str
@@ -131,6 +132,7 @@ class Reserve(Message[KVTicket | None]):
     identity: TokenIdentity
     sampling: SamplingParams
     incarnation: int = 0
+    num_dropped: int = 0
 
 
 # To any worker

@@ -366,10 +366,6 @@ class AnswerService(Protocol):
         """Returns the available models, the default first; at least one."""
         ...
 
-    def check_reduction(self, policy: ReductionPolicy) -> None:
-        """Raises RequestError where the workers cannot reduce like this; before any medium is fetched."""
-        ...
-
     def answer(self, request: AnswerRequest) -> AsyncGenerator[Sequence[AnswerItem], None]:
         """Yields pieces of all choices, together what is ready together, and one AnswerEnd as the last.
 

@@ -30,11 +30,15 @@ from stages.sampling.sampler import SampledToken
 
 @dataclass(frozen=True, slots=True)
 class _Arriving:
-    """Holds a request that has room and has not arrived. num_seqs: answers to it."""
+    """Holds a request that has room and has not arrived.
+
+    num_seqs: answers to it. num_dropped: tokens that do not arrive.
+    """
 
     identity: TokenIdentity
     sender: str
     num_seqs: int
+    num_dropped: int
 
 
 class DecodeStage:
@@ -52,10 +56,16 @@ class DecodeStage:
         self._leaving: set[str] = set()  # over, but for blocks that may still be read
 
     def reserve(
-        self, request_id: str, sender: str, identity: TokenIdentity, sampling: SamplingParams
+        self,
+        request_id: str,
+        sender: str,
+        identity: TokenIdentity,
+        sampling: SamplingParams,
+        num_dropped: int = 0,
     ) -> KVTicket | None:
         """Reserves room for a request that the prefill worker `sender` will send; None without room now.
 
+        num_dropped: of its prompt, see `PromptPlan.num_dropped`.
         Nothing is queued: a refused request is for another worker, or for later. Raises InfeasibleError when
         it could never fit, ValueError for a request that is here already.
         """
@@ -63,9 +73,11 @@ class DecodeStage:
         if is_moving_away or not self._has_slots(sampling.n):
             return None
         room = 1 + (sampling.n - 1) * self.engine.kv.block_size
-        ticket = self.reception.reserve(request_id, sender, identity, num_output_tokens=room)
+        ticket = self.reception.reserve(
+            request_id, sender, identity, num_output_tokens=room, num_dropped=num_dropped
+        )
         if ticket is not None:
-            self._arriving[request_id] = _Arriving(identity, sender, sampling.n)
+            self._arriving[request_id] = _Arriving(identity, sender, sampling.n, num_dropped)
             self.engine.grammars.matcher(sampling.grammar)  # built by the time that the request arrives
         return ticket
 
@@ -172,9 +184,7 @@ class DecodeStage:
             if end.outcome is TransferOutcome.DELIVERED and end.state is not None:
                 first = [SampledToken(t.token_id, t.logprob, t.top_logprobs) for t in end.state.first_tokens]
                 try:
-                    self.engine.adopt(
-                        _request(end.state, arriving.identity), first, end.state.later_token_ids
-                    )
+                    self.engine.adopt(_request(end.state, arriving), first, end.state.later_token_ids)
                 except Exception as error:  # noqa: BLE001 - costs its request alone
                     faults.append(logged_fault(end.request_id, error))
         result = self.engine.step()
@@ -205,15 +215,22 @@ class DecodeStage:
             raise AssertionError(f"{set(self._arriving)} are not those that arrive")
 
 
-def _request(state: HandoverState, identity: TokenIdentity) -> GenerateRequest:
+def _request(state: HandoverState, arrived: _Arriving) -> GenerateRequest:
     """Builds the request as decode sees it: media are tokens like others, with positions already known."""
     num_tokens = len(state.prompt_token_ids)
     positions = np.zeros((state.num_position_rows, num_tokens), dtype=np.int64)
     prompt = PromptPlan(state.prompt_token_ids, positions, state.next_position, ())
+    identity = arrived.identity
     if len(identity) > num_tokens:  # one that was moved: its answer is appended again
         identity = TokenIdentity(identity.rows[:num_tokens])
     return GenerateRequest(
-        state.request_id, prompt, identity, state.sampling, state.seed, priority=state.priority
+        state.request_id,
+        prompt,
+        identity,
+        state.sampling,
+        state.seed,
+        priority=state.priority,
+        num_dropped=arrived.num_dropped,
     )
 
 

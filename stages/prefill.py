@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from epd.errors import RequestError
 from epd.transfer.connectors import FirstToken, HandoverState, KVConnector, KVTicket, TransferOutcome
 from epd.transfer.handover import KVOutbox
 from stages.engine.engine import LanguageEngine
@@ -50,13 +49,13 @@ class PrefillStage:
     def submit(self, request: GenerateRequest, ticket: KVTicket | None = None) -> None:
         """Queues a request. ticket: room at the decode worker that is to continue it.
 
-        Raises InfeasibleError when it can never fit, RequestError for an id in use or a reduction that decode
-        workers do not know.
+        Raises InfeasibleError when it can never fit, RequestError for an id in use, ValueError for a ticket
+        of another length.
         """
         if ticket is None:
             self.engine.add(request)
             return
-        _check_movable(request)
+        _check_length(request, ticket)
         self.engine.add(replace(request, extent=Extent.FIRST_TOKEN))
         self._handovers[request.request_id] = _Handover(request)
         self._outbox.open(ticket)
@@ -120,9 +119,13 @@ class PrefillStage:
         return self.outbox
 
     def _send(self, result: StepResult) -> None:
-        """Sends what was computed in this step, and for complete prompts what decode needs to continue."""
+        """Sends what was computed in this step, and for complete prompts what decode needs to continue.
+
+        Of a prompt that drops tokens nothing is sent before its question has chosen them.
+        """
         for request_id in result.computed:
-            if self._outbox.is_open(request_id) and request_id not in result.prefilled:
+            is_early = request_id not in result.prefilled and self._outbox.is_open(request_id)
+            if is_early and not self._handovers[request_id].request.prompt.num_dropped:
                 self._outbox.send(request_id)
         for request_id in result.prefilled:
             if request_id in self._handovers:
@@ -160,12 +163,12 @@ class PrefillStage:
             self.outbox.check_integrity()
 
 
-def _check_movable(request: GenerateRequest) -> None:
-    reduction = request.prompt.reduction
-    if reduction is not None and reduction.policy.is_by_question:
-        raise RequestError(
-            f"received the reduction method '{reduction.policy.method}', which decides what decode reads; "
-            "allowed where one worker does prefill and decode; use another method or merged roles"
+def _check_length(request: GenerateRequest, ticket: KVTicket) -> None:
+    held = request.num_prompt_tokens - request.prompt.num_dropped
+    if ticket.num_tokens != held:
+        raise ValueError(
+            f"request '{request.request_id}' will hold {held} tokens of its prompt, its ticket has room for "
+            f"{ticket.num_tokens}; reserve with the prompt's num_dropped"
         )
 
 

@@ -18,21 +18,6 @@ from typing import NamedTuple
 
 from epd.control.recent import Recent
 from epd.encode.encoder_cache import GroupKey
-from epd.errors import RequestError
-from epd.reduction import METHODS, QUESTION_METHODS, ReductionPolicy
-from epd.topology import Stage, topology_name
-
-
-def check_reduction(policy: ReductionPolicy, workers: Collection[Collection[Stage]]) -> None:
-    """Raises RequestError where decode would need the tokens that prefill chose, on another worker."""
-    if not policy.is_by_question or all("decode" in roles for roles in workers if "prefill" in roles):
-        return
-    others = ", ".join(method for method in METHODS if method not in QUESTION_METHODS)
-    raise RequestError(
-        f"received the reduction method '{policy.method}', by which decode reads what prefill chose; allowed "
-        f"in topology {topology_name(workers)}, where others decode: {others}; use one, or serve with both "
-        "roles on each worker, such as --topology 1e1pd"
-    )
 
 
 class InFlight(NamedTuple):

@@ -166,6 +166,11 @@ class BlockTable:
         return len(self.blocks) * self.block_size - self.num_tokens
 
     @property
+    def num_behind(self) -> int:
+        """Returns the number of tokens that fit into the blocks in which none is written."""
+        return self.room // self.block_size * self.block_size
+
+    @property
     def num_whole(self) -> int:
         """Returns the number of blocks that are written in full."""
         return self.num_tokens // self.block_size
@@ -231,6 +236,17 @@ class BlockTable:
         self.blocks[index] = target
         self.pool.release(source)
         return source, target
+
+    def drop_written(self, num_tokens: int) -> None:
+        """Releases the blocks that are written; `num_tokens` tokens are in the blocks behind them.
+
+        | 7 | 3 | 4 . | 8 | 9 . |    ->    | 8 | 9 . |
+        """
+        num_before = ceil_div(self.num_tokens, self.block_size)
+        self.pool.release(*self.blocks[:num_before])
+        del self.blocks[:num_before]
+        self.num_tokens = 0
+        self.write(num_tokens)
 
     def cut(self, num_tokens: int) -> None:
         """Releases the blocks past `num_tokens`."""

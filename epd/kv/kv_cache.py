@@ -227,6 +227,25 @@ class KVCacheManager:
         request.refresh()
         return copies
 
+    def keep_behind(self, request_id: str, num_tokens: Sequence[int]) -> None:
+        """Frees the written blocks of a request that has copied what it keeps to the blocks behind them.
+
+        num_tokens: of each layer group, how many are kept. The request is no longer shareable.
+        Raises ValueError, and changes nothing, when the blocks behind have no room for so many.
+        """
+        request = self._requests[request_id]
+        for table, num in zip(request.tables, num_tokens, strict=True):
+            if not 0 <= num <= table.num_behind:
+                raise ValueError(
+                    f"request '{request_id}' cannot keep {list(num_tokens)} tokens: {table.num_behind} have "
+                    f"room behind the {table.num_tokens} written ones; allocate first"
+                )
+        for table, num in zip(request.tables, num_tokens, strict=True):
+            table.drop_written(num)
+        self._unpin(request, 0)
+        request.is_shareable = False
+        request.refresh()
+
     def free(self, request_id: str) -> None:
         """Ends a request: its blocks become free unless others hold them, or idle if they are cached.
 

@@ -34,6 +34,8 @@ class ScheduledRequest:
     num_copies: answers to one prompt; room to split the last block is reserved for each.
     parent: a held request whose tokens are the first of this one's.
     pruned: ascending, of the prompt.
+    num_to_drop: prompt tokens that leave the cache once the whole prompt is computed.
+    num_dropped: prompt tokens that have left it; 0 or `num_to_drop`.
     latest_start_s: when it must start to be in time, for an order by slack.
     rank: set by the scheduler's order, the lower, the sooner.
     may_sample: whether a token may be chosen now; until then its last known token is not computed.
@@ -47,6 +49,8 @@ class ScheduledRequest:
     num_copies: int = 1
     parent: str | None = None
     pruned: tuple[PrunedRange, ...] = ()
+    num_to_drop: int = 0
+    num_dropped: int = 0
     num_tokens: int = 0
     num_computed: int = 0
     num_drafts: int = 0
@@ -59,6 +63,11 @@ class ScheduledRequest:
 
     def __post_init__(self) -> None:
         self.num_tokens = self.num_tokens or self.num_prompt_tokens
+
+    @property
+    def num_held(self) -> int:
+        """Returns how many of the computed tokens are in the cache."""
+        return self.num_computed - self.num_dropped
 
     @property
     def num_seqs(self) -> int:

@@ -34,7 +34,10 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """Records a preempted request. block_tables: of each layer group, where `num_tokens` tokens still are."""
+    """Records a preempted request.
+
+    block_tables: of each layer group, where the `num_tokens` tokens that the cache held still are.
+    """
 
     request: ScheduledRequest
     num_tokens: int
@@ -43,7 +46,7 @@ class Preemption:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Covers tokens [start, stop) of a request that come back from host memory into its new blocks."""
+    """Covers held tokens [start, stop) of a request that come back from host memory into its new blocks."""
 
     request: ScheduledRequest
     start: int

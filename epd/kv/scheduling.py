@@ -98,7 +98,7 @@ class Scheduler:
 
     def check_fits(self, request: ScheduledRequest) -> None:
         """Raises InfeasibleError for a request that could never run to its end."""
-        needed = max(self._reserved_tokens(request), request.max_total_tokens)
+        needed = max(self._reserved_tokens(request), self._most_held(request))
         for group, num_blocks in enumerate(self.kv.spec.num_blocks):
             if ceil_div(needed, self.kv.spec.block_size) > num_blocks:
                 raise InfeasibleError(
@@ -107,6 +107,16 @@ class Scheduler:
                     f"{num_blocks * self.kv.spec.block_size} tokens "
                     f"(layer group {group}); ask for fewer frames or a shorter answer, or enlarge the cache"
                 )
+
+    def _most_held(self, request: ScheduledRequest) -> int:
+        """Returns for how many tokens it needs room at its end."""
+        at_end = request.max_total_tokens - max(request.num_dropped, request.num_to_drop)
+        is_repeated = request.num_to_drop and self.config.preemption == "recompute"
+        return at_end + self._prompt_room(request) if is_repeated else at_end
+
+    def _prompt_room(self, request: ScheduledRequest) -> int:
+        """Returns the room of the prompt in blocks of its own."""
+        return ceil_div(request.num_prompt_tokens, self.kv.block_size) * self.kv.block_size
 
     def can_admit(self, request: ScheduledRequest) -> bool:
         """Returns whether `request` would run at once if it were added now: first in the queue, with room."""
@@ -157,13 +167,13 @@ class Scheduler:
                 continue
             num_drafts = min(request.num_drafts, budget - 1)
             stop = request.num_computed + 1 + num_drafts
-            if self._make_room(request, stop, output):
+            if self._make_room(request, stop - request.num_dropped, output):
                 output.chunks.append(Chunk(request, request.num_computed, stop, num_drafts))
                 budget -= 1 + num_drafts
         return budget
 
     def _make_room(self, request: ScheduledRequest, num_tokens: int, output: SchedulerOutput) -> bool:
-        """Reserves blocks, preempting the youngest for them; False if that was `request` itself."""
+        """Reserves blocks for held tokens, preempting the youngest for them; False if that was `request`."""
         while not self.kv.can_allocate(request.request_id, num_tokens):
             preempted = next(each for each in reversed(self.running) if self._can_preempt(each, request))
             self.running.remove(preempted)
@@ -182,8 +192,10 @@ class Scheduler:
         if self.config.preemption == "offload" and preempted.num_computed:
             groups = range(len(self.kv.spec.num_blocks))
             tables = tuple(tuple(self.kv.block_table(preempted.request_id, group)) for group in groups)
-            output.preemptions.append(Preemption(preempted, preempted.num_computed, tables))
+            output.preemptions.append(Preemption(preempted, preempted.num_held, tables))
             preempted.num_offloaded = preempted.num_computed
+        else:
+            preempted.num_dropped = 0
         preempted.num_computed = 0
         self.kv.free(preempted.request_id)
         insort(self.waiting, preempted, key=_by_order)
@@ -205,7 +217,9 @@ class Scheduler:
             insort(self.running, request, key=_by_order)
             output.copies += copies
             if request.num_offloaded > request.num_computed:
-                output.restores.append(Restore(request, request.num_computed, request.num_offloaded))
+                dropped = request.num_dropped
+                start, stop = request.num_computed - dropped, request.num_offloaded - dropped
+                output.restores.append(Restore(request, start, stop))
                 request.num_computed = request.num_offloaded
             request.num_offloaded = 0
             output.admitted.append(request)
@@ -248,7 +262,10 @@ class Scheduler:
 
     def _open(self, request: ScheduledRequest) -> list[BlockCopy] | None:
         """Starts a block table with the cached tokens and room for the rest; changes nothing if None."""
-        if request.parent is not None:
+        if request.num_dropped:  # what it held comes back, and nobody else has that
+            self.kv.open(request.request_id, request.identity, max_cached=0, is_shareable=False)
+            copies, needed = list[BlockCopy](), self._reserved_tokens(request)
+        elif request.parent is not None:
             num_computed = max(self.kv.num_tokens(request.parent), request.num_offloaded)
             needed = self._reserved_tokens(request, num_computed)
             if not self.kv.can_fork(request.parent, needed):
@@ -265,7 +282,7 @@ class Scheduler:
             self.kv.free(request.request_id)
             return None
         self.kv.allocate(request.request_id, needed)
-        request.num_computed = self.kv.num_tokens(request.request_id)
+        request.num_computed = self.kv.num_tokens(request.request_id) + request.num_dropped
         return copies
 
     def _open_cached(self, request: ScheduledRequest) -> list[BlockCopy]:
@@ -283,8 +300,13 @@ class Scheduler:
         """Returns the known tokens, the next one, and a block for each further answer to grow in.
 
         Or the tokens that pruned ranges past `num_computed` need while they are computed, if that is more.
+        What is kept of a prompt that is to drop tokens needs blocks of its own, behind the whole prompt's.
         """
         known = request.num_tokens + 1 + (request.num_copies - 1) * self.kv.spec.block_size
+        if request.num_dropped:
+            return known - request.num_dropped
+        if request.num_to_drop:
+            known += self._prompt_room(request) - request.num_to_drop
         return max(known, request.num_written(num_computed))
 
     def _schedule_prefills(self, output: SchedulerOutput, budget: int) -> None:
@@ -312,17 +334,24 @@ class Scheduler:
         return Chunk(request, start, start + num_tokens) if num_tokens > 0 else None
 
     def advance(self, request: ScheduledRequest, num_computed: int) -> None:
-        """Records a chunk that has been run: tokens [0, num_computed) are in the cache."""
+        """Records a chunk that has been run: tokens [0, num_computed) are in the cache, but those dropped."""
         request.num_computed = num_computed
         request.num_ready = max(request.num_ready, num_computed)
-        self.kv.commit(request.request_id, request.identity, num_computed)
+        self.kv.commit(request.request_id, request.identity, request.num_held)
         if request.pruned and num_computed == request.pruned[-1].stop:  # no more is written than stays
             self.kv.truncate(request.request_id, self._reserved_tokens(request, num_computed))
 
+    def drop(self, request: ScheduledRequest) -> None:
+        """Records that what a computed prompt keeps was copied behind it; the rest leaves the cache."""
+        num_kept = request.num_computed - request.num_to_drop
+        self.kv.keep_behind(request.request_id, [num_kept] * len(self.kv.spec.num_blocks))
+        request.num_dropped = request.num_to_drop
+
     def fork(self, request: ScheduledRequest, copy: ScheduledRequest) -> list[BlockCopy]:
         """Starts `copy` where `request` has just ended its prompt, on the room reserved for that."""
-        copies = self.kv.truncate(request.request_id, request.num_computed)
+        copies = self.kv.truncate(request.request_id, request.num_held)
         copies += self.kv.fork(request.request_id, copy.request_id)
+        copy.num_dropped = request.num_dropped
         copy.num_computed = copy.num_ready = request.num_computed
         copy.priority = request.priority
         self.adopt(copy)
@@ -339,7 +368,8 @@ class Scheduler:
             held = self.kv.num_tokens(request.request_id)
             if not self.kv.is_written(request.request_id):
                 raise AssertionError(f"a copy for {request} was not carried out, or never recorded")
-            if not held <= request.num_computed <= request.num_tokens <= request.max_total_tokens + 1:
+            is_known = request.num_computed <= request.num_tokens <= request.max_total_tokens + 1
+            if not (held <= request.num_held and is_known):
                 raise AssertionError(f"{held} tokens are in the cache of {request}")
         owners = {request.request_id for request in self.running} | self._held
         lost = {owner for owner in owners if owner not in self.kv}

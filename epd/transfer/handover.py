@@ -222,15 +222,18 @@ class DecodeReception:
         identity: TokenIdentity,
         *,
         num_output_tokens: int = 1,
+        num_dropped: int = 0,
         is_shareable: bool = True,
     ) -> KVTicket | None:
         """Reserves room for a prompt that `sender` computes and for its first output; None: no room now.
 
         num_output_tokens: at least 1, of all answers together.
+        num_dropped: tokens of the prompt that the sender's cache has dropped; then nothing is shared.
         is_shareable: False if layers may be pruned.
         Raises InfeasibleError if it could never fit, ValueError for a request that is here already.
         """
-        num_tokens = len(identity)
+        num_tokens = len(identity) - num_dropped
+        is_shareable &= not num_dropped
         self._check_fits(num_tokens + num_output_tokens)
         whole = self._cache.num_cached(identity) // self._cache.block_size * self._cache.block_size
         # Whole blocks alone: part of one would have to be copied before anything arrives.

@@ -169,7 +169,6 @@ class ServerState:
     ) -> AsyncGenerator[Sequence[AnswerItem], None]:
         """Yields the answer; ending or closing it frees all resources of the request. Raises EPDError."""
         options = self._options(parsed.chat, parsed.grammar)
-        self.service.check_reduction(options.reduction)
         shows_spans = record.is_stream and options.ours.events
         request = partial(self._request, record, parsed.messages, options)
         record.num_media = len(parsed.references)

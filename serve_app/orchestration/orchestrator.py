@@ -22,10 +22,9 @@ from typing import Any
 from epd.control.admission import AdmissionQueue, Others
 from epd.control.elasticity import RequestWork
 from epd.control.loss_policy import LossLedger
-from epd.control.routing import Router, check_reduction
+from epd.control.routing import Router
 from epd.encode.substituted_frames import SubstitutedFrames
 from epd.errors import UnavailableError
-from epd.reduction import ReductionPolicy
 from epd.topology import Stage, topology_name
 from serve_app.fleet import Fleet, send_surely
 from serve_app.fleet_status import has_all_roles, worker_statuses
@@ -196,11 +195,6 @@ class Orchestrator:
 
     # Answers
 
-    def check_reduction(self, policy: ReductionPolicy) -> None:
-        """See `AnswerService`."""
-        there = [info.roles for info in self._fleet.workers.values() if not info.is_gone]
-        check_reduction(policy, there)
-
     async def answer(self, request: AnswerRequest) -> AsyncGenerator[Sequence[AnswerItem], None]:
         """See `AnswerService`."""
         now_s = time.time()
@@ -210,7 +204,6 @@ class Orchestrator:
         self.queue.check(now_s, deadline_s, num_coming=self._num_planning, priority=request.priority)
         await self.losses.check(request)
         request = self.retention.reduced(request)
-        self.check_reduction(request.reduction)
         plan = await self._plan(request)
         answer = LiveAnswer(request, plan, self._planner.texts, time.time, self._substituted)
         self.elastic.arrived(plan)

@@ -227,8 +227,7 @@ class RequestPlacer:
         return is_moving
 
     async def _move(self, attempt: Attempt, former: str, identity: TokenIdentity) -> bool:
-        sender, sampling = endpoint(former, "decode"), attempt.answer.plan.sampling
-        message = Reserve(attempt.id, sender, identity, sampling, self._info(former).incarnation)
+        message = self._reservation_from(attempt, former, "decode", identity)
         room = await self._other_decoder(attempt, message)
         if room is None:
             return False
@@ -281,9 +280,16 @@ class RequestPlacer:
 
     def _reservation(self, attempt: Attempt) -> Reserve:
         """Returns the message that reserves room for what the attempt's prefill worker computes."""
-        plan, prefiller = attempt.answer.plan, attempt.prefill_worker
-        incarnation = self._info(prefiller).incarnation
-        return Reserve(attempt.id, endpoint(prefiller, "prefill"), plan.identity, plan.sampling, incarnation)
+        identity = attempt.answer.plan.identity
+        return self._reservation_from(attempt, attempt.prefill_worker, "prefill", identity)
+
+    def _reservation_from(
+        self, attempt: Attempt, worker: str, stage: Stage, identity: TokenIdentity
+    ) -> Reserve:
+        plan, incarnation = attempt.answer.plan, self._info(worker).incarnation
+        return Reserve(
+            attempt.id, endpoint(worker, stage), identity, plan.sampling, incarnation, plan.prompt.num_dropped
+        )
 
     async def _ask(
         self, attempt: Attempt, stage: Stage, worker: str, message: Message[ReplyT]

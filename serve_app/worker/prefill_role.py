@@ -87,7 +87,9 @@ class PrefillRole:
             return True
         waiting = sum(ceil_div(each.num_tokens, size) + 1 for each in scheduler.waiting)
         new_tokens = request.num_prompt_tokens - engine.kv.num_cached(request.identity)
-        return waiting + ceil_div(new_tokens, size) + 1 <= engine.kv.num_free_blocks()
+        num_dropped = request.prompt.num_dropped  # what is kept gets blocks of its own
+        kept = ceil_div(request.num_prompt_tokens - num_dropped, size) if num_dropped else 0
+        return waiting + ceil_div(new_tokens, size) + kept + 1 <= engine.kv.num_free_blocks()
 
     def redirect(self, request_id: str, ticket: KVTicket) -> bool:
         """Redirects a request, see `Redirect`."""

@@ -228,7 +228,9 @@ class DecodeRole:
 
     def reserve(self, message: Reserve) -> KVTicket | None:
         """Reserves room, see `Reserve`. Raises InfeasibleError."""
-        return self.stage.reserve(message.request_id, message.sender, message.identity, message.sampling)
+        return self.stage.reserve(
+            message.request_id, message.sender, message.identity, message.sampling, message.num_dropped
+        )
 
     def step(self, reports: ReportBuffer) -> bool:
         start_s = self._clock()

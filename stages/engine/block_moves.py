@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
+from encoders.device import to_device
 from epd.kv.kv_cache import BlockCopy, KVCacheManager
 from epd.kv.scheduler_output import Preemption, Restore
+from epd.types import ceil_div
 from stages.engine.kv_pool import KVPool, KVPools, token_slots
 
 
@@ -34,6 +37,17 @@ class BlockMoves:
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         self._pools.copy_blocks(copies)
         self._kv.copied(copies)
+
+    def copy_behind(self, request_id: str, tokens: Tensor) -> None:
+        """Copies some of a request's tokens, int64 [k] on the device, to the blocks behind the written ones.
+
+        In every layer group the same tokens; nothing waits for the device.
+        """
+        for group, pool in enumerate(self._pools.groups):
+            table, size = self._kv.block_table(request_id, group), pool.block_size
+            first = ceil_div(self._kv.num_tokens(request_id, group), size) * size
+            slots = to_device(token_slots(table, 0, first + len(tokens), size), tokens.device)
+            pool.move(slots[tokens], slots[first:])
 
     def restore(self, restore: Restore) -> None:
         """Puts the request's tokens into its new blocks."""

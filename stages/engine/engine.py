@@ -20,6 +20,7 @@ from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
 from epd.kv.scheduled_request import ScheduledRequest
 from epd.kv.scheduler_output import Chunk, SchedulerOutput
 from epd.kv.scheduling import Scheduler, SchedulerConfig
+from epd.types import ceil_div
 from stages.engine.block_moves import BlockMoves
 from stages.engine.chunk_sampling import ComputedChunk, sample_chunks
 from stages.engine.faults import FaultCounts, run_apart
@@ -85,9 +86,14 @@ class LanguageEngine:
         return TokenSequence(request, index, self._tokenizer, ends, visual, self._longest(request), matcher)
 
     def _longest(self, request: GenerateRequest) -> int:
-        """Returns the limit of prompt and answer in the empty cache; beside a parent a block is copied."""
-        spec = self.kv.spec
-        return (min(spec.num_blocks) - (request.parent is not None)) * spec.block_size
+        """Returns the limit of prompt and answer in the empty cache.
+
+        Beside a parent a block is copied; where the question drops tokens, what it keeps lies behind all.
+        """
+        spec, num_dropped = self.kv.spec, request.prompt.num_dropped
+        num_prompt_blocks = ceil_div(request.num_prompt_tokens, spec.block_size) if num_dropped else 0
+        num_blocks = min(spec.num_blocks) - (request.parent is not None) - num_prompt_blocks
+        return num_blocks * spec.block_size + num_dropped + request.num_dropped
 
     def add_embeddings(self, request_id: str, placed: PlacedEmbeddings) -> None:
         """Adds the next visual tokens of a request, in order; those that are cached may be left out.
@@ -136,12 +142,10 @@ class LanguageEngine:
         """Takes a request that decodes out of the queues; its blocks are held until `attach` or `release`.
 
         None, and nothing is changed, for one that cannot be moved now: it has several sequences, waits for
-        room, reads by a view that only this engine knows, or its layers differ in length.
+        room, or its layers differ in length.
         """
         sequence = self._sequences.get(request_id)
         if sequence is None or sequence.request.sampling.n > 1 or not sequence.scheduled.is_decoding:
-            return None
-        if sequence.view is not None:
             return None
         lengths = {self.kv.num_tokens(request_id, group) for group in range(len(self.kv.spec.num_blocks))}
         if len(lengths) > 1:
@@ -268,7 +272,7 @@ class LanguageEngine:
         self._moves.copy(output.copies)
         for restore in output.restores:
             self._moves.restore(restore)
-            self.scheduler.advance(restore.request, restore.stop)
+            self.scheduler.advance(restore.request, restore.stop + restore.request.num_dropped)
 
     def _run(self, chunks: Sequence[Chunk]) -> Tensor:
         """Returns logits [R, V] of the sampled rows: a chunk's last, and one before it for each draft."""
@@ -314,13 +318,10 @@ class LanguageEngine:
         return [sequence, *self._siblings(sequence)]
 
     def _siblings(self, sequence: TokenSequence) -> list[TokenSequence]:
-        siblings = [
+        return [
             self._choice(sequence.request, index, sequence.visual, sequence.ends)
             for index in range(1, sequence.request.sampling.n)
         ]
-        for each in siblings:
-            each.view = sequence.view
-        return siblings
 
     def _book(
         self, chunk: Chunk, family: list[TokenSequence], tokens: list[SampledToken], result: StepResult
@@ -331,6 +332,7 @@ class LanguageEngine:
             self._continue(chunk, sequence, tokens, result)
             return
         self.scheduler.advance(chunk.request, chunk.stop)
+        self._drop_tokens(sequence)
         self._drop_embeddings(sequence)
         if tokens:
             self._begin(family, tokens, result)
@@ -383,6 +385,16 @@ class LanguageEngine:
         del self._sequences[sequence.request_id]
         self._moves.forget(sequence.request_id)
         self.scheduler.remove(sequence.scheduled, hold=hold)
+
+    def _drop_tokens(self, sequence: TokenSequence) -> None:
+        """Keeps of a prompt that is just computed what its question has chosen."""
+        scheduled = sequence.scheduled
+        if sequence.view is None or scheduled.num_computed != scheduled.num_prompt_tokens:
+            return
+        survivors = sequence.view.survivors(scheduled.num_prompt_tokens)
+        self._moves.copy_behind(scheduled.request_id, survivors)
+        self.scheduler.drop(scheduled)
+        sequence.forget_tables()
 
     def _drop_embeddings(self, sequence: TokenSequence) -> None:
         """Drops embeddings after use, unless computed tokens may have to be computed again."""

@@ -98,6 +98,7 @@ class GenerateRequest:
     seed: of the first of `sampling.n` answers; the next has the next.
     parent: a held request of extent MEDIA whose tokens are the first of this prompt.
     priority: the lower, the sooner.
+    num_dropped: prompt tokens that are not in the cache it is adopted with.
     """
 
     request_id: str
@@ -108,6 +109,7 @@ class GenerateRequest:
     extent: Extent = Extent.ANSWER
     parent: str | None = None
     priority: int = 0
+    num_dropped: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -158,6 +158,12 @@ class KVPool:
         there = to_device(target_slots, self.storage.device)
         self.storage[there // self.block_size, :, :, there % self.block_size] = tokens.to(self.storage.device)
 
+    def move(self, source_slots: Tensor, target_slots: Tensor) -> None:
+        """Copies tokens inside of the pool; int64 [N] on its device, none of them in both."""
+        size = self.block_size
+        tokens = self.storage[source_slots // size, :, :, source_slots % size]
+        self.storage[target_slots // size, :, :, target_slots % size] = tokens
+
     def fill(self, source: KVPool, block_ids: Sequence[int]) -> None:
         """Copies whole blocks of another pool of the same shape of blocks to this one's blocks 0, 1, ...
 

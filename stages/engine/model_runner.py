@@ -46,7 +46,7 @@ class Segment:
     num_logits: how many of the last new tokens to give logits for.
     num_kept: how many new tokens stay in the cache, chosen by each layer; all of them if None.
     going_on: receives which, where the later layers compute those alone.
-    view: what of the cache it reads, if not all.
+    view: what of the cache a question reads, if not all.
     """
 
     token_ids: Int64Array
@@ -185,13 +185,11 @@ class ModelRunner:
     ) -> Iterator[ViewedRows]:
         for segment, end in zip(segments, ends, strict=True):
             view, start, cached = segment.view, end - len(segment.token_ids), segment.num_cached[group]
-            if view is None or cached < view.start:
+            if view is None:
                 continue
-            is_question = cached == view.start
-            if is_question:
-                view.begin(len(self._caches), self._device)
+            view.begin(len(self._caches), self._device)
             slots = question_slots(segment.block_tables[group], cached + end - start, self.pools.block_size)
-            yield ViewedRows(start, end, to_device(slots, self._device), view, is_question)
+            yield ViewedRows(start, end, to_device(slots, self._device), view)
 
     def _pruned_rows(
         self, segments: Sequence[Segment], ends: Sequence[int], group: int

@@ -60,6 +60,8 @@ class TokenSequence:
             num_copies=request.sampling.n if index == 0 and request.extent is Extent.ANSWER else 1,
             parent=request.parent,
             priority=request.priority,
+            num_dropped=request.num_dropped,
+            num_to_drop=request.prompt.num_dropped if self.view is not None else 0,
             pruned=tuple(_uncut_ranges(windows, self.view, num_prompt)),
             may_sample=self.may_sample,
         )
@@ -114,11 +116,11 @@ class TokenSequence:
         segment = Segment(
             token_ids=self.tokens.ids[start:stop],
             positions=self.tokens.positions[:, start:stop],
-            num_cached=[start] if num_groups == 1 else self._lengths(kv, start),
+            num_cached=self._lengths(kv, start - self.scheduled.num_dropped),
             block_tables=[self._table(kv, group) for group in range(num_groups)],
             visual=visual,
             num_logits=num_logits,
-            view=self.view,
+            view=self.view if self.view is not None and start == self.view.start else None,
         )
         window = self._windows.get(start)
         return segment if window is None else self._of_window(segment, window)
@@ -135,9 +137,12 @@ class TokenSequence:
         )
 
     def _lengths(self, kv: KVCacheManager, start: int) -> list[int]:
-        """Counts the tokens in the cache by layer group; in pruned layers they are fewer than `start`."""
+        """Counts the tokens in the cache by layer group, `start` in the first; in pruned layers fewer."""
+        num_groups = len(kv.spec.num_blocks)
+        if num_groups == 1:
+            return [start]
         pruned = start - kv.num_tokens(self.request_id)
-        return [kv.num_tokens(self.request_id, group) + pruned for group in range(len(kv.spec.num_blocks))]
+        return [kv.num_tokens(self.request_id, group) + pruned for group in range(num_groups)]
 
     def _table(self, kv: KVCacheManager, group: int) -> Int32Array:
         """Returns the block table as int32; converted again only when it has changed."""

@@ -1,12 +1,16 @@
-"""Lets each question read only some of the cached visual tokens: MustDrop from its second stage on.
+"""Lets each question keep only some of the cached visual tokens: MustDrop from its second stage on.
 
     cache of a video       | v v v v v v v v | held whole, for every question
     layer 0 of a question  | v v v v v v v v | reads all, scores them by what its own text attends
     layer 1                |   v v     v   v | reads the best of those, scores again
-    last layers            |     v         v | and so does decode
+    last layers            |     v         v | the survivors
+    cache of the answer    | t v v t t |       the survivors and all text, in every layer
 
-Nothing is moved or copied: a view lists tokens. Scores are computed for the rows of the question alone, at
-the layers that choose, beside the fast attention of the pass. Plain operations, the same on any device.
+While a question is computed nothing is moved: a view lists tokens. Scores are computed for the rows of the
+question alone, at the layers that choose, beside the fast attention of the pass. Then text and survivors are
+copied to blocks of the request's own, and decode reads those like any others. The layers before the first
+prune keep the survivors alone, too, where the paper keeps all there: one block table serves all layers.
+Plain operations, the same on any device.
 """
 
 from __future__ import annotations
@@ -36,21 +40,21 @@ class QuestionView:
         is_text = np.ones(self.start, dtype=bool)
         is_text[visual] = False
         self._visual, self._text = torch.from_numpy(visual), torch.from_numpy(np.flatnonzero(is_text))
-        assert prompt.reduction is not None
-        self._num_wanted = prompt.reduction.policy.retention * prompt.num_visual_tokens_before
-        self._counts: tuple[int, ...] = ()
-        self._chosen: list[Tensor] = []  # of each layer, into the visual tokens, ascending
+        self._num_survivors = prompt.num_visual_tokens - prompt.num_dropped
+        self._counts: tuple[int, ...] = ()  # of each layer, then of those that survive
+        self._chosen: list[Tensor] = []  # likewise, into the visual tokens, ascending
 
     def num_read(self) -> tuple[int, ...]:
         """Counts the visual tokens that each layer read when the question was computed."""
-        return self._counts
+        return self._counts[:-1]
 
     def begin(self, num_layers: int, device: torch.device = CPU) -> None:
         """Resets the view, as the question is about to be computed on this device."""
         num_all = len(self._visual)
         self._visual, self._text = to_device(self._visual, device), to_device(self._text, device)
-        self._counts = layer_counts(num_all, self._num_wanted, num_layers)
-        self._chosen = [torch.arange(num_all, device=device)] * num_layers
+        counts = layer_counts(num_all, self._num_survivors, num_layers)
+        self._counts = (*counts, self._num_survivors)
+        self._chosen = [torch.arange(num_all, device=device)] * (num_layers + 1)
 
     def reads_all(self, layer: int) -> bool:
         return len(self._chosen[layer]) == len(self._visual)
@@ -60,26 +64,26 @@ class QuestionView:
         later = torch.arange(self.start, num_tokens, device=self._visual.device)
         return torch.cat([self._text, self._visual[self._chosen[layer]], later]).sort().values
 
+    def survivors(self, num_tokens: int) -> Tensor:
+        """Lists which of the first `num_tokens` tokens stay in the cache, as `tokens` does."""
+        return self.tokens(len(self._counts) - 1, num_tokens)
+
     def choose(self, layer: int, weights: Tensor, tokens: Tensor) -> None:
-        """Selects the best of what this layer read for the next; after the last, for all that chose.
+        """Selects the best of what this layer read for the next, or those that survive.
 
         weights: [q, K], of each row of the question the attention to each of `tokens`, int64 [K].
         """
-        num_layers = len(self._counts)
-        if layer + 1 < num_layers:
-            chosen = self._chosen[layer]
-            if self._counts[layer + 1] < len(chosen):
-                at = torch.searchsorted(tokens, self._visual[chosen])
-                chosen = chosen[_best(weights[:, at], self._counts[layer + 1])]
-            self._chosen[layer + 1] = chosen
-            return
-        for each in range(num_layers):  # decode reads the last survivors alone, where anything was dropped
-            if not self.reads_all(each):
-                self._chosen[each] = self._chosen[-1]
+        chosen = self._chosen[layer]
+        at = torch.searchsorted(tokens, self._visual[chosen])
+        self._chosen[layer + 1] = chosen[_best(weights[:, at], self._counts[layer + 1])]
+
+    def keep(self, layer: int) -> None:
+        """Lets the next layer read what this one did, which does not choose."""
+        self._chosen[layer + 1] = self._chosen[layer]
 
     def is_choosing(self, layer: int) -> bool:
         """Reports whether the layer's attention decides what the next one reads."""
-        return layer + 1 < len(self._counts) and self._counts[layer + 1] < self._counts[layer]
+        return self._counts[layer + 1] < self._counts[layer]
 
 
 def _best(weights: Tensor, num_kept: int) -> Tensor:
@@ -96,16 +100,15 @@ def _best(weights: Tensor, num_kept: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ViewedRows:
-    """Attends packed rows [start, stop) of a pass, which are one request's, by its view.
+    """Attends packed rows [start, stop) of a pass, which are one question, by its view.
 
-    slots: int64 [context], of all its tokens, the new ones last. is_question: all of it.
+    slots: int64 [context], of all the request's tokens, the question last.
     """
 
     start: int
     stop: int
     slots: Tensor
     view: QuestionView
-    is_question: bool
 
     def attend(
         self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor
@@ -114,9 +117,9 @@ class ViewedRows:
 
         keys, values: caches [num_blocks, block_size, Hkv, D].
         """
-        is_choosing = self.is_question and self.view.is_choosing(layer)
+        is_choosing = self.view.is_choosing(layer)
         if not is_choosing and self.view.reads_all(layer):
-            self._end(layer)
+            self.view.keep(layer)
             return
         tokens = self.view.tokens(layer, len(self.slots))
         slots = self.slots[tokens]
@@ -133,12 +136,7 @@ class ViewedRows:
         if is_choosing:
             self.view.choose(layer, attention_weights(rows[0], keys[0], mask, scale), tokens)
         else:
-            self._end(layer)
-
-    def _end(self, layer: int) -> None:
-        """Ends a layer of the question that does not choose: the next reads the same."""
-        if self.is_question:
-            self.view.choose(layer, torch.empty(0, 0), torch.empty(0, dtype=torch.int64))
+            self.view.keep(layer)
 
 
 def attention_weights(query: Tensor, keys: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -149,11 +147,8 @@ def attention_weights(query: Tensor, keys: Tensor, mask: Tensor, scale: float) -
 
 
 def view_of(prompt: PromptPlan) -> QuestionView | None:
-    """Returns the prompt's view; None for a prompt that is not reduced by its question."""
-    reduction = prompt.reduction
-    if reduction is None or not reduction.policy.is_by_question or not prompt.media:
-        return None
-    return QuestionView(prompt)
+    """Returns the prompt's view; None for a prompt of which the question drops nothing."""
+    return QuestionView(prompt) if prompt.num_dropped else None
 
 
 def question_slots(block_table: NDArray[np.int32], num_tokens: int, block_size: int) -> Tensor:

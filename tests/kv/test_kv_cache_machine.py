@@ -299,6 +299,32 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.copies.extend(copies)
 
     @precondition(lambda self: self.requests)
+    @rule(data=st.data(), added=st.integers(0, 3))
+    def keep_some_behind(self, data: st.DataObject, added: int) -> None:
+        """Some tokens are copied behind all, in one layer group more than in the other; the rest goes."""
+        request_id, model = self.some(data)
+        kept = [rows[::step] for rows, step in zip(model.rows, (2, 3), strict=True)]
+        written = -(-max(len(rows) for rows in model.rows) // BLOCK_SIZE) * BLOCK_SIZE
+        self.allocate_for(request_id, written + max(len(rows) for rows in kept) + added)
+        self.carry_out_copies()
+        starts = [-(-len(rows) // BLOCK_SIZE) * BLOCK_SIZE for rows in model.rows]
+        rooms = [len(self.manager.block_table(request_id, group)) * BLOCK_SIZE for group in (0, 1)]
+        lengths = [len(rows) for rows in kept]
+        if any(start + num > room for start, num, room in zip(starts, lengths, rooms, strict=True)):
+            before = self.state()
+            with pytest.raises(ValueError, match="room behind"):
+                self.manager.keep_behind(request_id, lengths)
+            assert self.state() == before
+            return
+        for group in (0, 1):
+            self.write(request_id, group, starts[group], kept[group])
+        self.manager.keep_behind(request_id, lengths)
+        model.rows, model.is_shareable, model.is_private = kept, False, True
+        for group in (0, 1):
+            num_blocks = len(self.manager.block_table(request_id, group))
+            assert num_blocks == (rooms[group] - starts[group]) // BLOCK_SIZE
+
+    @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
         self.free_one(self.some(data)[0])

@@ -137,8 +137,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.requests[child.request_id] = child
 
     def written(self) -> list[ScheduledRequest]:
-        """Requests of which something is in the cache."""
-        return [each for each in self.scheduler.running if self.scheduler.kv.num_tokens(each.request_id)]
+        """Requests of which something is in the cache, and nothing is to be dropped."""
+        running = [each for each in self.scheduler.running if not each.num_to_drop]
+        return [each for each in running if self.scheduler.kv.num_tokens(each.request_id)]
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -172,6 +173,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             request = chunk.request
             if not chunk.is_sampled:
                 self.scheduler.advance(request, chunk.stop)
+                self.drop(request)
                 continue
             is_first = request.num_tokens == request.num_prompt_tokens
             num_new = 1 + max(chunk.num_drafts - wrong, 0)
@@ -181,10 +183,23 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.advance(request, chunk.stop - chunk.num_drafts + num_new - 1)
             request.num_drafts = 0
             if is_first:
+                self.drop(request)
                 self.fork(request)
             if request.num_tokens >= request.max_total_tokens:
                 self.scheduler.remove(request)
                 del self.requests[request.request_id]
+
+    def drop(self, request: ScheduledRequest) -> None:
+        """What a computed prompt keeps has been copied behind it."""
+        kv = self.scheduler.kv
+        if not request.num_to_drop or request.num_dropped or request.num_computed < request.num_prompt_tokens:
+            return
+        num_kept = request.num_prompt_tokens - request.num_to_drop
+        self.scheduler.drop(request)
+        for group in range(len(kv.spec.num_blocks)):
+            assert kv.num_tokens(request.request_id, group) == num_kept
+            needed = num_kept + 1 + request.num_copies * kv.block_size
+            assert len(kv.block_table(request.request_id, group)) <= -(-needed // kv.block_size)
 
     def fork(self, request: ScheduledRequest) -> None:
         for index in range(1, request.num_copies):
@@ -194,6 +209,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 num_prompt_tokens=request.num_prompt_tokens,
                 max_total_tokens=request.max_total_tokens,
                 num_ready=request.num_ready,
+                num_to_drop=request.num_to_drop,
+                pruned=request.pruned,
                 num_tokens=request.num_tokens,
             )
             if copy.num_tokens < copy.max_total_tokens:
@@ -237,7 +254,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len(preemption.block_tables[0]) * self.scheduler.kv.block_size >= preemption.num_tokens
         for restore in output.restores:
             assert 0 <= restore.start < restore.stop == self.offloaded.pop(restore.request.request_id)
-            self.scheduler.advance(restore.request, restore.stop)
+            self.scheduler.advance(restore.request, restore.stop + restore.request.num_dropped)
         for request in output.admitted:
             self.offloaded.pop(request.request_id, None)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from epd.control.elasticity import Decision, ReplicaAdvice, RequestWork
 from epd.errors import EPDError
-from epd.reduction import ReductionPolicy
 from epd.topology import Stage
 from epd.types import StageTimings, Usage
 from serve_app.media.media_spool import FetchedFile
@@ -73,9 +72,6 @@ class FakeService:
     switched: list[tuple[str, frozenset[Stage]]] = field(default_factory=list)
     _kept: list[AsyncGenerator[Sequence[AnswerItem], None]] = field(default_factory=list)
     models: tuple[ModelCard, ...] = (ModelCard("shapes-vl", 1_700_000_000, 4096), ModelCard("other/vl", 1))
-
-    def check_reduction(self, policy: ReductionPolicy) -> None:
-        pass
 
     def answer(self, request: AnswerRequest) -> AsyncGenerator[Sequence[AnswerItem], None]:
         """Keeps the iterator: only closing it ends it, not that nobody has it any more."""

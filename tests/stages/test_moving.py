@@ -35,7 +35,8 @@ def move(deployment: Deployment, name: str, target: str) -> bool:
     if identity is None:
         return False
     sender = deployment.placed[name]
-    ticket = deployment.decode[target].reserve(name, sender, identity, GREEDY)
+    dropped = deployment.num_dropped.get(name, 0)
+    ticket = deployment.decode[target].reserve(name, sender, identity, GREEDY, dropped)
     if ticket is None:
         source.resume(name)
         return False

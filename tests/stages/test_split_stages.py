@@ -34,6 +34,7 @@ class Deployment:
     chunk: int = 24
     outputs: dict[tuple[str, int], list[TokenOutput]] = field(default_factory=dict)
     placed: dict[str, str] = field(default_factory=dict)
+    num_dropped: dict[str, int] = field(default_factory=dict)
     num_refused: int = 0
 
     def __post_init__(self) -> None:
@@ -51,7 +52,8 @@ class Deployment:
         """False when every decode worker has refused."""
         request = prompt.request(name, sampling=sampling, seed=3)
         for worker in self.rng.sample(sorted(self.decode), len(self.decode)):
-            ticket = self.decode[worker].reserve(name, "p0", request.identity, sampling)
+            self.num_dropped[name] = dropped = prompt.plan.num_dropped
+            ticket = self.decode[worker].reserve(name, "p0", request.identity, sampling, dropped)
             if ticket is not None:
                 self.placed[name] = worker
                 self.prefill.submit(request, ticket)

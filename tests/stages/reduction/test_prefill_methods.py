@@ -16,7 +16,7 @@ from transformers import AttentionInterface, DynamicCache
 
 from encoders import PromptPlan, load_adapter
 from encoders.reduction.merging import MergedNeighbours
-from epd.errors import InfeasibleError, RequestError
+from epd.errors import InfeasibleError
 from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
 from epd.kv.kv_identity import token_identity
 from epd.kv.scheduled_request import PrunedRange, ScheduledRequest
@@ -296,7 +296,7 @@ class TheirView:
         if length - num_new == self.question and layer + 1 < len(self.counts):
             self.drop(layer, weights[0].mean(0))
         if length - num_new == self.question and layer + 1 == len(self.counts):
-            self.reads = [r if len(r) == len(self.visual) else self.reads[-1] for r in self.reads]
+            self.reads = [self.reads[-1]] * len(self.counts)  # of every layer the last survivors stay
         return (weights @ value).transpose(1, 2), None
 
     def drop(self, layer: int, weights: torch.Tensor) -> None:
@@ -377,23 +377,27 @@ def test_choices_outlast_chunks_batches_and_preemption(
         assert engine.scheduler.num_preempted > 0
 
 
-def test_decode_reads_the_last_survivors(chosen: dict[str, Prompt]) -> None:
+@pytest.mark.parametrize("num_layers", [1, 6])
+def test_what_the_last_layers_read_survives(num_layers: int, chosen: dict[str, Prompt]) -> None:
     view, plan = QuestionView(chosen["mustdrop0"].plan), chosen["mustdrop0"].plan
-    view.begin(6)
-    for layer in range(6):
+    view.begin(num_layers)
+    read: list[set[int]] = []
+    for layer in range(num_layers):
         tokens = view.tokens(layer, len(plan))
         assert len(tokens) == len(plan) - plan.num_visual_tokens + view.num_read()[layer]
-        view.choose(layer, torch.rand(3, len(tokens)), tokens)
-    read = [view.tokens(layer, len(plan)).tolist() for layer in range(6)]
-    assert read[0] == list(range(len(plan)))
-    assert all(each == read[5] for each in read[1:])
-    assert len(read[5]) < len(read[0])
-
-
-def test_decode_workers_refuse_what_they_cannot_know(engines: Engines, chosen: dict[str, Prompt]) -> None:
-    deployment = Deployment(engines, 1, random.Random(1))  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="mustdrop"):
-        deployment.submit("r", chosen["mustdrop0"], SamplingParams(max_tokens=MAX_TOKENS))
+        read.append(set(tokens.tolist()))
+        if view.is_choosing(layer):
+            view.choose(layer, torch.rand(3, len(tokens)), tokens)
+        else:
+            view.keep(layer)
+    survivors = view.survivors(len(plan)).tolist()
+    assert survivors == sorted(survivors)
+    assert len(survivors) == len(plan) - plan.num_dropped
+    assert plan.num_visual_tokens - plan.num_dropped == round(0.2 * plan.num_visual_tokens_before)
+    assert all(set(survivors) <= each for each in read)
+    assert read[0] == set(range(len(plan)))
+    if num_layers > 1:
+        assert read[-1] == set(survivors)
 
 
 def test_neighbours_that_look_alike_are_merged_first() -> None:
@@ -471,7 +475,7 @@ def test_a_window_waits_for_room_in_the_pass_but_never_for_ever() -> None:
 
 
 class PrunedMachine(SchedulerMachine):
-    """The same machine with prompts of which ranges are pruned."""
+    """The same machine with prompts of which ranges are pruned, or that drop tokens in the end."""
 
     @rule(
         tokens=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30),
@@ -503,6 +507,41 @@ class PrunedMachine(SchedulerMachine):
                 self.scheduler.add(request)
         else:
             self.scheduler.add(request)
+            self.requests[request.request_id] = request
+
+    @rule(
+        tokens=st.lists(st.integers(0, VOCABULARY - 1), min_size=2, max_size=24),
+        question=st.integers(1, 6),
+        kept=st.floats(0, 1),
+        max_new=st.integers(1, 12),
+        ready=st.floats(0, 1),
+        copies=st.sampled_from([1, 1, 3]),
+    )
+    def add_dropping(
+        self, tokens: list[int], question: int, kept: float, max_new: int, ready: float, copies: int
+    ) -> None:
+        """A prompt that keeps only some of its tokens once its last ones are computed, all at once."""
+        self.num_started += 1
+        start = max(0, len(tokens) - question)
+        num_to_drop = int((1 - kept) * start)
+        request = ScheduledRequest(
+            request_id=f"d{self.num_started}",
+            identity=token_identity(tokens),
+            num_prompt_tokens=len(tokens),
+            max_total_tokens=len(tokens) + max_new,
+            num_ready=int(ready * len(tokens)),
+            num_copies=copies,
+            pruned=(PrunedRange(start, len(tokens), len(tokens) - start),),
+            num_to_drop=num_to_drop,
+        )
+        try:
+            self.scheduler.add(request)
+        except InfeasibleError:
+            spec = self.scheduler.kv.spec
+            behind = -(-len(tokens) // spec.block_size) * spec.block_size if num_to_drop else 0
+            at_most = behind + len(tokens) - num_to_drop + max(max_new, 1 + (copies - 1) * spec.block_size)
+            assert -(-at_most // spec.block_size) > min(spec.num_blocks)
+        else:
             self.requests[request.request_id] = request
 
     def check(self, output: SchedulerOutput, decoding: list[ScheduledRequest]) -> None:
