@@ -34,7 +34,7 @@ class Attempt:
     failures: how often each group was not encoded
     asking: messages about it that a worker has not answered
     lost_with: workers that were lost before they answered one, until that is counted
-    event_s: when it last made progress, Unix time
+    event_s: when it last made progress, or began, Unix time
     num_tokens: tokens that have come in this attempt
     isolated_at: places at which it may put no other request at risk
     undecided_until_s: until when no worker may be put at risk by it: whether it is to blame is not known yet

@@ -272,6 +272,7 @@ class Orchestrator:
             sharding=self.config.sharding,
         )
         self._attempts[attempt.id], self._feeds[attempt.id] = attempt, feed
+        attempt.event_s = time.time()
         ending = None
         try:
             await self._placement.place(attempt, deadline_s, is_new=is_new)

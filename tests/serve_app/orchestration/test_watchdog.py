@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from epd.sampling_params import SamplingParams
 from epd.transfer.connectors import Offer
 from epd.types import RequestStatus
 from serve_app.messages import WorkerLoad, WorkerReport
+from serve_app.orchestration import watchdog
 from serve_app.orchestration.attempt import Ending
 from serve_app.orchestration.watchdog import Watchdog
 from serve_app.worker import worker_thread
@@ -42,8 +44,14 @@ def losing_first(is_lost: Callable[[str, Any], bool], put: Callable[..., None]) 
 
 @pytest.mark.parametrize("receiver", ["prefill", "decode"])
 def test_a_request_whose_offer_is_lost_is_done_again(
-    receiver: str, checkpoints: dict[str, Path], media: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    receiver: str,
+    checkpoints: dict[str, Path],
+    media: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """The log says before that what it waits for."""
+    monkeypatch.setattr(watchdog, "_SAY_AFTER_S", 1.0)
     question = Question((media["image"],), sampling=LONG)
     expected = undisturbed(checkpoints["qwen2_5_vl"], [question])
 
@@ -54,7 +62,11 @@ def test_a_request_whose_offer_is_lost_is_done_again(
 
     async def run() -> None:
         async with deployed(checkpoints["qwen2_5_vl"], "1e1p1d", stall_timeout_s=2.0) as deployment:
-            answer = await deployment.ask(question)
+            start_s, asking = time.time(), asyncio.create_task(deployment.ask(question))
+            while not deployment.service.attempts:
+                await asyncio.sleep(0.01)
+            assert all(each.event_s > start_s for each in deployment.service.attempts.values())
+            answer = await asking
             assert answer.tokens == expected[0]
             assert answer.end is not None
             assert answer.end.num_retries == 1
@@ -63,6 +75,8 @@ def test_a_request_whose_offer_is_lost_is_done_again(
             # Not settled: the sender keeps what it offered until it is answered, which never comes here.
 
     asyncio.run(asyncio.wait_for(run(), 30.0))
+    (said,) = [text for text in caplog.messages if text.startswith("requests without progress")]
+    assert ("1 for groups at e0" if receiver == "prefill" else "1 for the prompt at p0") in said
 
 
 class BusyCore:
@@ -105,18 +119,65 @@ def test_only_work_that_was_done_counts_as_progress() -> None:
     """A usage that changes does not, nor that a worker is alive."""
     now = [0.0]
     attempt: Any = SimpleNamespace(
-        id="a", status=RequestStatus.DECODING, workers=frozenset({"p0"}), event_s=0.0, started_s=0.0
+        id="a",
+        status=RequestStatus.DECODING,
+        workers=frozenset({"p0"}),
+        event_s=0.0,
+        started_s=0.0,
+        has_ended=True,
     )
     endings: list[Ending] = []
     attempt.end = endings.append
     dispatcher: Any = SimpleNamespace(encoders_of=lambda _: frozenset())
-    watchdog = Watchdog({"a": attempt}, dispatcher, Counter(), lambda: now[0], timeout_s=100.0)
+    watching = Watchdog({"a": attempt}, dispatcher, Counter(), lambda: now[0], timeout_s=100.0)
     for now[0], num_tokens in ((10.0, 1), (90.0, 2), (170.0, 2)):
         load = WorkerLoad(kv_usage=now[0] / 1000, counters={"computed_tokens": num_tokens})
-        watchdog.reported(WorkerReport("p0", load=load))
+        watching.reported(WorkerReport("p0", load=load))
     now[0] = 180.0
-    watchdog.look()
+    watching.look()
     assert endings == []
     now[0] = 191.0
-    watchdog.look()
+    watching.look()
     assert endings == [Ending.LOST]
+
+
+def test_the_log_says_what_requests_without_progress_wait_for(caplog: pytest.LogCaptureFixture) -> None:
+    """In one line, each 30 s, however many there are."""
+    now = [0.0]
+
+    def attempt(number: int, **changes: Any) -> Any:
+        values = {
+            "id": f"r{number}", "asking": {}, "is_placed": True, "is_handed_over": False, "has_ended": False,
+            "prefill_worker": "p0", "decode_worker": "d0", "event_s": 0.0, "started_s": 0.0,
+            "moving_to": "", "undecided_until_s": 0.0, "isolated_at": frozenset(),
+            "workers": frozenset({"p0", "d0"}), "status": RequestStatus.PREFILLING,
+        }  # fmt: skip
+        return SimpleNamespace(**(values | changes))
+
+    attempts = [attempt(number, is_handed_over=True) for number in range(5)]
+    attempts += [
+        attempt(5, is_placed=False, asking={"d1": 1, "p1": 0}),
+        attempt(6, is_placed=False),
+        attempt(7, is_placed=False, isolated_at=frozenset({"prefill"})),
+        attempt(8, is_placed=False, undecided_until_s=1000.0),
+        attempt(9),
+        attempt(10),
+        attempt(11, is_handed_over=True, moving_to="d1"),
+        attempt(12, event_s=25.0),
+        attempt(13, has_ended=True),
+    ]
+    dispatcher: Any = SimpleNamespace(encoders_of=lambda name: frozenset({"e0"} if name == "r9" else ()))
+    by_id = {each.id: each for each in attempts}
+    watching = Watchdog(by_id, dispatcher, Counter(), lambda: now[0], timeout_s=1000.0)
+    for now[0] in (20.0, 31.0, 36.0, 60.0):
+        watching.look()
+    assert [record.getMessage() for record in caplog.records] == [
+        "requests without progress for 30 s or more: 5 for tokens of d0 (r0, r1, r2, ...); "
+        "1 for an answer of d1 (r5); 1 for groups at e0 (r9); "
+        "1 for its move from d0 to d1 (r11); 1 for room (r6); "
+        "1 for room at a worker of its own (r7); 1 for the prompt at p0 (r10); "
+        "1 for what other fronts lost (r8)"
+    ]
+    now[0] = 62.0
+    watching.look()
+    assert "r12" in caplog.records[-1].getMessage()

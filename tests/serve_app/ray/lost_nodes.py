@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import secrets
 import socket
@@ -54,6 +55,7 @@ LONG = FrameSampling(num_frames=48)
 ROOM = SchedulerConfig(max_num_seqs=256, max_chunk_tokens=64)
 NUM_KV_TOKENS = 1 << 17
 BACK_S = 300.0
+ENDED_S = 300.0  # more than a request that is lost by a message waits until it is retried
 
 
 @dataclass
@@ -92,6 +94,11 @@ def nodes_of(deployment: RayDeployment) -> dict[str, str]:
     """The nodes of the workers that are there, by name."""
     workers = deployment.ray_fleet.workers.values()
     return {each.name: deployment.member(each.name).node_id for each in workers if each.is_alive}
+
+
+def node_of_board() -> str:
+    board = next(each for each in ray._private.state.actors().values() if each["Name"] == "epd-board-epd")
+    return str(board["Address"]["NodeID"])
 
 
 def recorded_readers(fleet: RemoteFleet) -> set[str]:
@@ -148,14 +155,16 @@ async def killed(
     there = [name for name, node_id in nodes_of(deployment).items() if node_id == node.node_id]
     # The place of its media worker stays empty: there is one on each of the other nodes already.
     lost = {name: workers[name].incarnation for name in there if "video" not in workers[name].roles}
-    start_s = time.monotonic()
+    board_node, start_s = node_of_board(), time.monotonic()
     await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
     back = asyncio.create_task(until_back(deployment, lost))
-    await asking
+    async with asyncio.timeout(ENDED_S):  # the log has said what they wait for
+        await asking
     ended_s = time.monotonic()
     return {
         "num_in_flight": num_in_flight,
         "there": sorted(there),
+        "has_board": board_node == node.node_id,
         "num_retries": sum(answer.end.num_retries for answer in answers if answer.end),
         "longest_gap_s": round(max(answer.gap_s for answer in answers), 1),
         "ended_s": round(ended_s - start_s, 1),
@@ -201,6 +210,7 @@ async def disturbed(
 
 
 def main(model: Path, folder: Path, num_nodes: int) -> None:
+    logging.basicConfig(format="%(asctime)s %(name)s %(message)s")  # what is lost, and what requests wait for
     # Ray replaces the loopback address of a node where there are several; links stay on it.
     os.environ |= {**WORKER_ENVIRONMENT, LINK_HOST: LOOPBACK}
     questions, answers = clear_questions(
