@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Installed modules are compiled when they are first imported, a third of them, and then kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-topologies explore soak kernels check fix wheel bench gpu gpu-dry clean
+.PHONY: help demo test test-together test-topologies explore soak kernels check lint types fix wheel bench gpu gpu-dry clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -25,9 +25,12 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## make a 60 s video, ask five questions, print answers, truth and timings
 	$(BIN)/epd demo
 
-test: check ## lint, types and all tests, in two processes (how long: CONTRIBUTING.md)
-	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(ALONE:%=--ignore=%)
+test: lint ## lint, types and all tests, in two processes (how long: CONTRIBUTING.md)
+	$(MAKE) --no-print-directory -j 2 types test-together
 	$(BIN)/python -m pytest $(ALONE)
+
+test-together: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(ALONE:%=--ignore=%)
 
 test-topologies: $(STAMP) ## ask the app on Ray in every topology
 	EPD_TEST_TOPOLOGIES="1epd 1ep1d 1e1pd 1e1p1d 2e1p1d 2e2p2d" $(BIN)/python -m pytest tests/serve_app/ray/test_app.py
@@ -41,9 +44,13 @@ soak: $(STAMP) ## 200 streams while workers of every role are killed and stopped
 kernels: $(STAMP) ## compile every GPU kernel for sm_80 and sm_90, here; fails where one spills or does not fit
 	$(BIN)/python -m tests.stages.kernels_ahead
 
-check: $(STAMP) ## lint and types only
+check: lint types ## lint and types only
+
+lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(STAMP)
 	$(BIN)/mypy
 
 fix: $(STAMP) ## format and apply safe lint fixes

@@ -90,14 +90,17 @@ def test_the_fitted_numbers_are_near_the_least_squares_of_the_named_rows(
     ]
     assert sum(row.is_fitted for each in rows for row in each) == len(FITTED_ROWS)
     least = [loss(each) for each in rows]
+    worst_first = sorted(zip(FITTED_CELLS, least, strict=True), key=lambda each: -each[1])
+    bound = sum(least) - 0.003
     for field in fields(PaperFit):
         for factor in (7 / 8, 9 / 8):
             profile = paper_profile(moved(field.name, factor))
-            losses = [
-                same if field.name in NEUTRAL[cell.table] else loss(cell.rows(profile))
-                for cell, same in zip(FITTED_CELLS, least, strict=True)
-            ]
-            assert sum(losses) > sum(least) - 0.003, (field.name, factor)
+            total = 0.0  # no loss is negative: once it is above the bound, it stays there
+            for cell, same in worst_first:
+                total += same if field.name in NEUTRAL[cell.table] else loss(cell.rows(profile))
+                if total > bound:
+                    break
+            assert total > bound, (field.name, factor)
 
 
 @pytest.mark.parametrize(("name", "number"), [(name, each) for name in NEUTRAL for each in NEUTRAL[name]])
