@@ -23,6 +23,7 @@ from encoders.kernels.dispatch import uses_kernels
 from epd.types import Int32Array, Int64Array
 from stages.attention.device import DevicePlan
 from stages.attention.host import HostPlan
+from stages.attention.pieces import is_one_piece
 from stages.attention.support import check_arguments
 from stages.reduction.pruning import PrunedRows
 from stages.reduction.question_views import ViewedRows
@@ -113,7 +114,7 @@ def write_kv(
 
         write_slots(keys, values, key_cache, value_cache, slot_mapping)
         return
-    if key_cache.is_contiguous():
+    if is_one_piece(key_cache):
         key_cache.view(-1, *keys.shape[1:]).index_copy_(0, slot_mapping, keys)
         value_cache.view(-1, *values.shape[1:]).index_copy_(0, slot_mapping, values)
         return

@@ -5,7 +5,8 @@ logarithms of their sums (Dao et al. 2022, "FlashAttention"; Juravsky et al. 202
 
     run        a long run of blocks, read once for all segments that share it
     causal     the new tokens of a chunk among themselves
-    gathered   the rest: short contexts, and the loose blocks of long ones, padded side by side
+    gathered   the rest: short contexts, and the loose blocks of long ones, padded side by side, and beside
+               them the long runs of one segment alone
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ import torch
 from torch import Tensor
 
 from epd.types import Int64Array, ceil_div
+from stages.attention.gathered import GatheredPiece, OwnSpan
 from stages.attention.pieces import (
     Attended,
     BlockSpan,
     CausalPiece,
-    GatheredPiece,
     Piece,
     Rows,
     UnmaskedPiece,
@@ -36,9 +37,8 @@ if TYPE_CHECKING:
 
 # Segments of at most this many new tokens are gathered side by side; longer ones are taken one by one.
 _MOST_TOGETHER = 8
-# Tokens of a run from which on reading it alone is cheaper than gathering. Each call on one segment wakes
-# every thread, which a padded batch of segments does once.
-_LEAST_ALONE_PER_THREAD = 512
+# Tokens of a run from which on reading it in place is cheaper than gathering it with others.
+_LEAST_ALONE = 256
 _LEAST_SHARED = 64
 # Passes of at most this many segments read all runs alone: there is nothing to lay side by side.
 _FEW = 2
@@ -78,9 +78,9 @@ class HostPlan:
 
 def _put(out: Tensor, log_sums: Tensor | None, piece: Piece, new: Attended) -> None:
     index = piece.rows.index
-    if log_sums is None or not piece.merges:
+    if log_sums is None or new.log_sums is None or not piece.merges:
         out[index] = new.out.to(out.dtype)
-        if log_sums is not None:
+        if log_sums is not None and new.log_sums is not None:
             log_sums[index] = new.log_sums
         return
     held = log_sums[index]
@@ -117,6 +117,8 @@ class _Cutter:
         self._past = self._contexts - self._lens
         self._in_runs = np.zeros(batch.block_tables.shape, np.bool_)
         self._num_in_runs = np.zeros(len(self._lens), np.int64)  # tokens
+        self._own: dict[int, list[tuple[int, int]]] = {}  # of a segment, first slots and tokens of spans
+        self._merges = np.zeros(len(self._lens), np.bool_)  # with pieces of its rows that come before
         self._most_at_once = max(1, _MOST_AT_ONCE // batch.block_size) * batch.block_size  # tokens
 
     def cut(self) -> list[Piece]:
@@ -124,9 +126,14 @@ class _Cutter:
         pieces = self._cut_runs(is_chunk)
         for segment in np.flatnonzero(is_chunk).tolist():
             pieces += self._cut_chunk(segment)
-        kinds = np.where(is_chunk, -1, self._lens * 2 + (self._num_in_runs > 0))
-        for kind in sorted(set(kinds.tolist()) - {-1}):
-            pieces += self._cut_alike(np.flatnonzero(kinds == kind))
+        alike: dict[tuple[int, bool, int], list[int]] = {}
+        kinds = zip(self._lens.tolist(), self._merges.tolist(), is_chunk.tolist(), strict=True)
+        for segment, (num_new, merges, is_long) in enumerate(kinds):
+            num_own = sum(num_tokens for _, num_tokens in self._own.get(segment, ()))
+            if not is_long:
+                alike.setdefault((num_new, merges, num_own.bit_length()), []).append(segment)
+        for _, segments in sorted(alike.items()):
+            pieces += self._cut_alike(np.array(segments))
         return pieces
 
     def _cut_runs(self, is_chunk: BoolArray) -> list[Piece]:
@@ -137,11 +144,27 @@ class _Cutter:
         seen -= np.where((self._lens > 1) & ~is_chunk, seen % block_size, 0)
         least_alone = least_shared = _LEAST_SHARED
         if len(self._lens) > _FEW:
-            least_alone = _LEAST_ALONE_PER_THREAD * torch.get_num_threads()
+            least_alone = _LEAST_ALONE
             if len(set(tables[:, 0].tolist())) == len(tables):
                 least_shared = least_alone
         runs = find_runs(tables, seen, block_size, least_alone=least_alone, least_shared=least_shared)
-        return [piece for run in runs for piece in self._cut_run(run)]
+        are_chunks: list[bool] = is_chunk.tolist()
+        pieces: list[Piece] = []
+        for run in runs:
+            if len(run.segments) == 1 and not are_chunks[run.segments[0]]:
+                self._note_own(run)
+            else:
+                pieces += self._cut_run(run)
+        return pieces
+
+    def _note_own(self, run: SharedRun) -> None:
+        """Notes a run as spans of the only segment that reads it."""
+        segment, block_size, stop = run.segments[0], self._batch.block_size, run.start + run.num_tokens
+        self._in_runs[segment, run.start // block_size : ceil_div(stop, block_size)] = True
+        self._num_in_runs[segment] += run.num_tokens
+        spans = self._own.setdefault(segment, [])
+        for done in range(0, run.num_tokens, self._most_at_once):
+            spans.append((run.first_slot + done, min(self._most_at_once, run.num_tokens - done)))
 
     def _cut_run(self, run: SharedRun) -> Iterator[Piece]:
         block_size, segments = self._batch.block_size, list(run.segments)
@@ -152,8 +175,9 @@ class _Cutter:
         for done in range(0, run.num_tokens, self._most_at_once):
             num_tokens = min(self._most_at_once, run.num_tokens - done)
             start = first + done // block_size
-            merges = bool(self._num_in_runs[segments].any())
             self._num_in_runs[segments] += num_tokens
+            merges = bool(self._merges[segments].any())
+            self._merges[segments] = True
             keys = BlockSpan(num_tokens, start, start + ceil_div(num_tokens, block_size))
             yield UnmaskedPiece(rows, merges, keys)
 
@@ -180,9 +204,10 @@ class _Cutter:
         return pieces
 
     def _cut_alike(self, segments: Int64Array) -> list[Piece]:
-        """Cuts what is in no run of segments with equally many new tokens, all or none with runs."""
+        """Cuts the rest of segments with equally many new tokens, and spans of about the same length."""
         num_loose = (self._contexts - self._num_in_runs)[segments]
-        segments, num_loose = segments[num_loose > 0], num_loose[num_loose > 0]
+        has_any = (num_loose > 0) | np.array([segment in self._own for segment in segments.tolist()])
+        segments, num_loose = segments[has_any], num_loose[has_any]
         if not len(segments):
             return []
         if (num_loose.max() - num_loose).sum() <= _BATCH_COST_TOKENS:
@@ -195,8 +220,7 @@ class _Cutter:
         tables, block_size = self._batch.block_tables, self._batch.block_size
         contexts, num_each = self._contexts[segments, None], int(self._lens[segments[0]])
         num_blocks = ceil_div(contexts[:, 0], block_size)
-        merges = bool(self._num_in_runs[segments[0]] > 0)
-        if merges:
+        if self._num_in_runs[segments].any():
             loose = loose_blocks(tables[segments], num_blocks, self._in_runs[segments], block_size)
         else:
             loose = all_blocks(tables[segments], num_blocks, block_size)
@@ -205,17 +229,25 @@ class _Cutter:
         reach = np.where(contexts < block_size, _EVERYWHERE, num_blocks[:, None] * block_size)
         is_unwritten = (loose.positions >= contexts) & (loose.positions < reach)
         is_unwritten[:, width:] = False  # not used
-        unwritten = np.flatnonzero(is_unwritten)
         last_seen = self._past[segments, None, None] + np.arange(num_each)[:, None]
         is_seen = loose.positions[:, None, :width] <= last_seen
         return GatheredPiece(
             Rows.of((self._starts[segments][:, None] + np.arange(num_each)).ravel()),
-            merges,
-            len(segments),
-            torch.from_numpy(loose.blocks.ravel()),
-            torch.from_numpy(np.concatenate([unwritten, unwritten + loose.blocks.size * block_size])),
+            bool(self._merges[segments[0]]),
+            loose.blocks,
+            np.stack(np.nonzero(is_unwritten)),
             torch.from_numpy(np.where(is_seen, _ZERO, _MINUS_INFINITY)[:, None]),
+            not bool(is_seen.all()),
+            tuple(self._own_spans(segments)),
         )
+
+    def _own_spans(self, segments: Int64Array) -> Iterator[OwnSpan]:
+        """Returns the spans of a piece's segments, those of each side by side."""
+        for number, segment in enumerate(segments.tolist()):
+            column = 0
+            for slot, num_tokens in self._own.get(segment, ()):
+                yield OwnSpan(number, column, slot, num_tokens)
+                column += num_tokens
 
 
 _EVERYWHERE = np.int64(2**63 - 1)

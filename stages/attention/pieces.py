@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
 import numpy as np
@@ -61,13 +62,13 @@ class BlockSpan:
         Blocks that follow each other are read in place in caches of one piece; others are copied side by
         side, whole: products over memory in one piece earn the copy.
         """
-        if self.blocks is None and keys.is_contiguous():
+        if self.blocks is None and is_one_piece(keys):
             start = self.first * keys.shape[1] + self.skipped
             held = slice(start, start + self.num_tokens)
             return keys.flatten(0, 1)[held].transpose(0, 1), values.flatten(0, 1)[held].transpose(0, 1)
         num_blocks = self.stop - self.first if self.blocks is None else len(self.blocks)
-        together = _scratch.take(2 * num_blocks, keys)
-        for cache, part in zip((keys, values), together.view(2, num_blocks, *keys.shape[1:]), strict=True):
+        together = scratch.take((2, num_blocks, *keys.shape[1:]), keys.dtype)
+        for cache, part in zip((keys, values), together, strict=True):
             if self.blocks is None:
                 part.copy_(cache[self.first : self.stop])
             else:
@@ -79,10 +80,14 @@ class BlockSpan:
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """Holds a piece's result. out: [N, Hkv, G, D], weighted values; log_sums: float32 [N, Hkv, G]."""
+    """Holds a piece's result.
+
+    out: [N, Hkv, G, D], weighted values.
+    log_sums: float32 [N, Hkv, G]; None from a piece that comes last and merges with none before.
+    """
 
     out: Tensor
-    log_sums: Tensor
+    log_sums: Tensor | None
 
 
 class Piece(Protocol):
@@ -138,54 +143,12 @@ class CausalPiece:
         return Attended(out.permute(2, 0, 1, 3), log_sums.permute(2, 0, 1))
 
 
-@dataclass(frozen=True, slots=True)
-class GatheredPiece:
-    """Gathers the blocks of S segments of Q rows each, side by side.
-
-    blocks: int64 [S * blocks of each], padded.
-    unwritten: int64 [U], of the gathered keys followed by the gathered values, token by token, those that may
-    hold anything. They are cleared: what is not a number would spread in spite of the mask.
-    mask: float32 [S, 1, Q, W], minus infinity where a row does not attend; W keys of each segment are used.
-    """
-
-    rows: Rows
-    merges: bool
-    num_segments: int
-    blocks: Tensor
-    unwritten: Tensor
-    mask: Tensor
-
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
-        num_rows, num_heads, group, dim = query.shape
-        num_segments, num_each = self.num_segments, num_rows // self.num_segments
-        shape = (num_segments, num_heads, group, num_each)
-        folded = query.view(num_segments, num_each, num_heads, group, dim).permute(0, 2, 3, 1, 4)
-        gathered = self._gather(keys, values).view(2, num_segments, -1, num_heads, dim)
-        chosen = gathered[:, :, : self.mask.shape[-1]].transpose(2, 3)
-        mask = self.mask if num_each == 1 else self.mask.repeat(1, 1, group, 1)
-        out, log_sums = _flash(
-            folded.reshape(*shape[:2], -1, dim),
-            chosen[0],
-            chosen[1],
-            attn_mask=mask.to(query.dtype),
-            scale=scale,
-        )
-        out, log_sums = out.view(*shape, dim), log_sums.view(shape)
-        if num_each == 1:
-            return Attended(out.squeeze(3), log_sums.squeeze(3))
-        return Attended(out.permute(0, 3, 1, 2, 4).flatten(0, 1), log_sums.permute(0, 3, 1, 2).flatten(0, 1))
-
-    def _gather(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Gathers [2 * S * keys of each, Hkv, D], keys before values."""
-        num_blocks = len(self.blocks)
-        gathered = _scratch.take(2 * num_blocks, keys)
-        torch.index_select(keys, 0, self.blocks, out=gathered[:num_blocks])
-        torch.index_select(values, 0, self.blocks, out=gathered[num_blocks:])
-        tokens = gathered.flatten(0, 1)
-        return tokens.index_fill_(0, self.unwritten, 0.0) if len(self.unwritten) else tokens
+def is_one_piece(cache: Tensor) -> bool:
+    """Reports whether the tokens of a head follow each other from block to block."""
+    return cache.stride(0) == cache.shape[1] * cache.stride(1)
 
 
-class _Scratch(threading.local):
+class Scratch(threading.local):
     """Keeps memory for gathered keys and values, from layer to layer and from pass to pass.
 
     Large pieces of fresh memory cost more in page faults than the gathering itself.
@@ -194,15 +157,15 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         self._held: dict[torch.dtype, Tensor] = {}
 
-    def take(self, num_rows: int, like: Tensor) -> Tensor:
-        """Returns [num_rows, *like.shape[1:]], uninitialised, valid until the next `take`."""
-        num_values = num_rows * like[0].numel()
-        held = self._held.get(like.dtype)
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Returns a tensor, uninitialised, valid until the next `take`."""
+        num_values = prod(shape)
+        held = self._held.get(dtype)
         if held is None or held.numel() < num_values:
             with torch.inference_mode(False):  # usable in either mode from now on
-                held = torch.empty(num_values, dtype=like.dtype)
-            self._held[like.dtype] = held
-        return held[:num_values].view(num_rows, *like.shape[1:])
+                held = torch.empty(num_values, dtype=dtype)
+            self._held[dtype] = held
+        return held[:num_values].view(shape)
 
 
-_scratch = _Scratch()
+scratch = Scratch()

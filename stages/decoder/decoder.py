@@ -137,7 +137,7 @@ class FusedDecoder:
             qkv, self._heads, layer.head_norms, rotations, (caches[0], caches[1]), plan.slot_mapping
         )
         attended = attend_layer(index, queries, keys, values, caches[0], caches[1], plan, self._model.scale)
-        return attended.reshape(len(attended), -1)
+        return attended.flatten(1)
 
     def _mix(self, index: int, residual: Tensor, attended: Tensor) -> Tensor:
         """Adds what was attended to the residual, and returns what the layer adds after that: [T, C]."""

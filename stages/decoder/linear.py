@@ -64,9 +64,9 @@ class OneDnnLinear:
         self._num_out = len(weight)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        if not len(rows):
+        if not rows.shape[0]:
             return rows.new_empty(0, self._num_out)
-        multiply = torch.ops.mkldnn._linear_pointwise
+        multiply = torch.ops.mkldnn._linear_pointwise.default
         product: Tensor = multiply(rows, self._weight, self._bias, "none", [], "")
         return product
 

@@ -73,8 +73,8 @@ def norm_rotate_write(
     Returns views of qkv: queries [T, Hq, D], keys and values [T, Hkv, D].
     """
     num_heads, num_kv_heads, dim = heads
-    split = qkv.view(len(qkv), -1, dim)
-    queries, keys, values = torch.split(split, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    split = qkv.view(qkv.shape[0], -1, dim)
+    queries, keys, values = split.split_with_sizes([num_heads, num_kv_heads, num_kv_heads], dim=1)
     if uses_kernels(qkv):
         from stages.kernels.layer_fusions import norm_rotate_write_fused
 

@@ -27,8 +27,8 @@ from stages.engine.pool_memory import pool_memory
 from stages.engine.slot_runs import TokenRun, slot_runs
 
 # What lies in one piece of memory: a block with all its layers, which is copied at once to and from a GPU and
-# into messages; or a layer with all its blocks, of which a CPU attends those that follow each other in place.
-StorageOrder = Literal["blocks", "layers"]
+# into messages; or a head of a layer with all its blocks, of which a CPU attends in place.
+StorageOrder = Literal["blocks", "heads"]
 
 # Copying a run of slots costs about as much as indexing a few of them: shorter runs are cheaper indexed.
 _LEAST_MEAN_RUN = 4
@@ -91,8 +91,10 @@ class KVPool:
         if order == "blocks":
             self.storage = values.view(num_blocks, layout.num_layers, 2, block_size, *heads)
         else:
-            by_layer = values.view(layout.num_layers, 2, num_blocks, block_size, *heads)
-            self.storage = by_layer.permute(2, 0, 1, 3, 4, 5)
+            by_head = values.view(
+                layout.num_layers, 2, layout.num_kv_heads, num_blocks, block_size, layout.head_dim
+            )
+            self.storage = by_head.permute(3, 0, 1, 4, 2, 5)
 
     @property
     def num_blocks(self) -> int:

@@ -57,7 +57,7 @@ def kv_shape(
     """
     layout = kv_layout(model)
     num_tokens = num_kv_tokens or default_kv_tokens(layout.bytes_per_token, num_pools)
-    order: StorageOrder = "layers" if device_of(model).type == "cpu" else "blocks"
+    order: StorageOrder = "heads" if device_of(model).type == "cpu" else "blocks"
     return KVPoolsShape((KVGroupShape(num_tokens // block_size, layout),), block_size, order)
 
 

@@ -35,7 +35,7 @@ BF16 = torch.bfloat16
 ENCODER = EncoderPoolShape(6, 4, EmbeddingLayout(8, BF16, num_deepstack=1))
 RECEIVER = EncoderPoolShape(10, 3, EmbeddingLayout(8, BF16, num_deepstack=1))
 GROUPS = (KVLayout(2, 2, 4, BF16), KVLayout(1, 2, 4, BF16))
-PREFILL = KVPoolsShape(tuple(KVGroupShape(8, layout) for layout in GROUPS), 4, "layers")
+PREFILL = KVPoolsShape(tuple(KVGroupShape(8, layout) for layout in GROUPS), 4, "heads")
 DECODE = KVPoolsShape(tuple(KVGroupShape(12, layout) for layout in GROUPS), 3)
 
 

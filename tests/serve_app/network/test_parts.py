@@ -21,7 +21,7 @@ from tests.stages.kv_values import put_tokens, tokens_at
 CPU = torch.device("cpu")
 BLOCK = 4
 LAYOUTS = (KVLayout(1, 1, 2, torch.float32), KVLayout(2, 1, 2, torch.float32))
-SHAPE = KVPoolsShape(tuple(KVGroupShape(12, layout) for layout in LAYOUTS), BLOCK, "layers")
+SHAPE = KVPoolsShape(tuple(KVGroupShape(12, layout) for layout in LAYOUTS), BLOCK, "heads")
 BLOCK_BYTES = tuple(BLOCK * layout.bytes_per_token for layout in LAYOUTS)
 
 

@@ -12,14 +12,15 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2Model
 
 from stages.attention.attention import AttentionBatch, AttentionPlan, attend, register, write_kv
+from stages.attention.gathered import GatheredPiece
 from stages.attention.host import HostPlan
-from stages.attention.pieces import GatheredPiece, Piece, UnmaskedPiece
+from stages.attention.pieces import Piece, UnmaskedPiece
 from stages.attention.runs import SharedRun, find_runs
 from stages.engine.kv_pool import KVLayout, KVPool, StorageOrder
 
 # (query heads, KV heads, head dim)
 HEADS = [(4, 2, 64), (4, 4, 16), (6, 1, 24)]
-ORDERS: tuple[StorageOrder, ...] = ("blocks", "layers")
+ORDERS: tuple[StorageOrder, ...] = ("blocks", "heads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,22 +151,29 @@ def test_a_run_is_read_in_place_where_a_layer_is_in_one_piece() -> None:
     (run,) = (piece.keys for piece in pieces_of(case) if isinstance(piece, UnmaskedPiece))
     span = replace(run, skipped=5, num_tokens=100)
     caches = {order: filled(case, order) for order in ORDERS}
-    in_place = span.read(*caches["layers"])
+    in_place = span.read(*caches["heads"])
     assert [read.data_ptr() for read in in_place] == [
-        cache[span.first + 1, 1].data_ptr() for cache in caches["layers"]
+        cache[span.first + 1, 1].data_ptr() for cache in caches["heads"]
     ]
     for read, copied in zip(in_place, span.read(*caches["blocks"]), strict=True):
         assert torch.equal(read, copied)
 
 
-def test_a_long_run_is_read_alone_and_its_end_gathered() -> None:
+def test_a_long_run_is_read_in_place_and_its_end_gathered() -> None:
     """As a request grows: its prompt lies in one run, the blocks of its answer elsewhere."""
     case = make_case([(1, 1200), (1, 1208), (1, 90)], SMALL, 16, shuffled=False)
     tables = case.batch.block_tables
     case.batch.slot_mapping[1] += (tables[0, 73] - tables[1, 75]) * 16
     tables[0, 73], tables[1, 75] = tables[1, 75], tables[0, 73]
-    runs = [piece.keys for piece in pieces_of(case) if isinstance(piece, UnmaskedPiece)]
-    assert [(run.stop - run.first, run.num_tokens) for run in runs] == [(73, 73 * 16), (75, 75 * 16)]
+    short, long = pieces_of(case)
+    assert isinstance(short, GatheredPiece)
+    assert isinstance(long, GatheredPiece)
+    assert (short.num_segments, short.own, short.merges) == (1, (), False)
+    assert [(span.segment, span.column, span.num_tokens) for span in long.own] == [
+        (0, 0, 73 * 16),
+        (1, 0, 75 * 16),
+    ]
+    assert (long.blocks.shape, long.merges) == ((2, 2), False)
     check(case)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from stages.attention.pieces import is_one_piece
 from stages.engine.kv_pool import (
     KVGroupShape,
     KVLayout,
@@ -20,7 +21,7 @@ from stages.engine.kv_pool import (
 )
 
 HAS_GPU = torch.cuda.is_available() or any(Path("/dev").glob("nvidia[0-9]*"))
-ORDERS: tuple[StorageOrder, ...] = ("blocks", "layers")
+ORDERS: tuple[StorageOrder, ...] = ("blocks", "heads")
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype=torch.float32)
 
 
@@ -58,7 +59,7 @@ def test_tokens_past_the_block_table_are_refused() -> None:
         token_slots([1, 0], 3, 9, 4)
 
 
-@pytest.mark.parametrize("orders", [("blocks", "blocks"), ("layers", "layers"), ("layers", "blocks")])
+@pytest.mark.parametrize("orders", [("blocks", "blocks"), ("heads", "heads"), ("heads", "blocks")])
 @pytest.mark.parametrize(("source_size", "target_size"), [(4, 4), (4, 16), (16, 4), (1, 1), (1, 4)])
 @pytest.mark.parametrize("count", [0, 1, 5, 13, 16])
 def test_a_copy_brings_every_token_and_touches_nothing_else(
@@ -118,11 +119,12 @@ def test_a_request_that_was_in_host_memory_comes_back_elsewhere(order: StorageOr
 
 
 def test_what_lies_in_one_piece_is_up_to_the_order() -> None:
-    by_block, by_layer = (KVPool(5, 4, LAYOUT, order=order) for order in ORDERS)
-    assert by_block.storage.shape == by_layer.storage.shape
+    by_block, by_head = (KVPool(5, 4, LAYOUT, order=order) for order in ORDERS)
+    assert by_block.storage.shape == by_head.storage.shape
     assert by_block.storage[1].is_contiguous()
     assert not by_block.layer(1)[0].is_contiguous()
-    assert all(cache.is_contiguous() for index in range(3) for cache in by_layer.layer(index))
+    caches = [cache for index in range(3) for cache in by_head.layer(index)]
+    assert all(is_one_piece(cache) and cache.permute(2, 0, 1, 3).is_contiguous() for cache in caches)
 
 
 def test_layers_are_views_of_the_pool_in_the_order_of_the_model() -> None:
