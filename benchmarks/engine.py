@@ -1,12 +1,11 @@
 """The engine against transformers' `generate`: the same checkpoint, the same cores, the same requests.
 
-    python -m benchmarks.engine [--quick] [--threads N] [--section throughput|step|products|memory]
+    python -m benchmarks.engine [--quick] [--threads N] [--section throughput|step|memory]
 
 throughput: requests that come all at once, each about one image, with answers of different lengths:
 `generate` one after another, `generate` on a padded batch, and the engine. All encode images themselves;
 output tokens per second count what was asked for, TTFT is the mean over requests, counted from the start.
 step: a decode step of the engine, all of it, against the bare forward of the model with transformers' cache.
-products: see `benchmarks/engine_step.py`.
 memory: bytes of keys and values per token, and how much of the blocks is used.
 Repeats are interleaved; figures are medians, ratios are medians of the ratios within a repeat. Results go to
 benchmarks/results/engine.{json,md}.
@@ -39,7 +38,6 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from benchmarks.engine_step import product_rows
 from benchmarks.reporting import Row, Section, median_ratio, run_sections, setting
 from encoders import load_adapter
 from encoders.adapter import Adapter, PatchRun
@@ -346,9 +344,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few requests and repeats; writes nothing")
     parser.add_argument("--threads", type=int, default=1, help="of torch, for everyone (default: 1)")
-    parser.add_argument(
-        "--section", action="append", help="throughput, step, products or memory; may be repeated"
-    )
+    parser.add_argument("--section", action="append", help="throughput, step or memory; may be repeated")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     counts = (1, 4) if options.quick else COUNTS
@@ -360,11 +356,6 @@ def main() -> None:
         "step": Section(
             "A decode step against the bare model forward (aim: at most 1.15)",
             lambda: step_rows(counts, 20 if options.quick else 200),
-        ),
-        "products": Section(
-            "A decode step against its matrix products and attention alone (aim: at most 1.15), and before: "
-            "with the modules of transformers",
-            lambda: product_rows(counts, 20 if options.quick else 200),
         ),
         "memory": Section("Keys and values: bytes per token", lambda: memory_rows(counts)),
     }
