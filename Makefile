@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Installed modules are compiled when they are first imported, a third of them, and then kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-together test-topologies explore soak kernels check lint types fix wheel bench gpu gpu-dry clean
+.PHONY: help demo test test-together test-topologies explore soak structured kernels check lint types fix wheel bench gpu gpu-dry clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -40,6 +40,9 @@ explore: $(STAMP) ## property tests with examples that were never drawn before
 
 soak: $(STAMP) ## 200 streams while workers of every role are killed and stopped; other processes killed; slow and hostile clients
 	EPD_SOAK=2e2p2d $(BIN)/python -m pytest tests/serve_app/ray/test_faults.py tests/serve_app/ray/test_deployments.py tests/serve_app/ray/test_lost_processes.py tests/serve_app/ray/test_lost_proxy.py tests/serve_app/http/test_slow_clients.py tests/serve_app/http/test_hostile.py -o timeout=1800
+
+structured: $(STAMP) ## 1,000 drawn schemas at temperature 1.5 in 1e1p1d, every document validated; the cost of a step
+	$(BIN)/python -m benchmarks.structured
 
 kernels: $(STAMP) ## compile every GPU kernel for sm_80 and sm_90, here; fails where one spills or does not fit
 	$(BIN)/python -m tests.stages.kernels_ahead

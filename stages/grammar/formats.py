@@ -14,7 +14,7 @@ from stages.grammar.limits import MAX_CHOICES, MAX_DEPTH, MAX_FORMAT_BYTES
 
 Kind = Literal["json_schema", "regex", "choice", "grammar", "tool_calls"]
 # Between the parts of a JSON text: a space or none, or a new line with its indentation; never without end.
-WHITESPACE = r"(\n|\r\n)?[ \t]{0,40}"
+WHITESPACE = r"(\n|\r\n)?[ \t]{0,16}"
 _RULE = "tool_{number}"
 
 
