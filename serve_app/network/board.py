@@ -230,12 +230,14 @@ class Board:
         for name, roles in self._vacant.items():
             if name not in taken and roles in kinds:
                 return name, roles
-        present = [
-            info.roles - info.leaving
+        others = [
+            (each.member.node_id, staying)
             for each in self._entries.values()
             if (info := each.member.info) and each.member.release == member.release and info.roles != _VIDEO
+            if (staying := info.roles - info.leaving)
         ]
-        roles = roles_for_newcomer(wanted, list(filter(None, present)))
+        here = [roles for node_id, roles in others if node_id == member.node_id]
+        roles = roles_for_newcomer(wanted, [roles for _, roles in others], here=here)
         return _free_name(role_letters(roles), taken), roles
 
     def _note_ready(self, entry: _Entry, before: Member) -> None:

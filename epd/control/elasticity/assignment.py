@@ -19,19 +19,25 @@ _BUSY = 0.5
 
 
 def roles_for_newcomer(
-    wanted: Topology, present: Sequence[Roles], traffic: ClusterTraffic | None = None
+    wanted: Topology,
+    present: Sequence[Roles],
+    traffic: ClusterTraffic | None = None,
+    *,
+    here: Sequence[Roles] = (),
 ) -> Roles:
     """Returns the roles of a worker that joins.
 
     A stage without any worker comes first, then the roles of which the topology has the largest share
     missing. Beyond the topology its ratio is kept, or the stage that needs most is helped if the load is
-    known and a stage is busy. Roles that the topology does not name are never given.
+    known and a stage is busy. Roles that the topology does not name are never given. Of roles that are
+    equally missing it gets those that its machine has least of: a lost machine should take no stage with it.
 
     wanted: topology to fill
     present: roles of each worker that is there or starting, without those that leave
     traffic: load of the whole fleet, None if it is not known
+    here: roles of those that are on the same machine
     """
-    kinds, counts = _kinds(wanted), Counter(present)
+    kinds, counts, near = _kinds(wanted), Counter(present), Counter(here)
     served = frozenset[Stage]().union(*present)
     missing = [roles for roles in kinds if roles - served]
     if missing:
@@ -41,7 +47,7 @@ def roles_for_newcomer(
         needed = {stage: each.demand for stage, each in traffic.stages.items()}
         if _shares(needed, traffic.capacity(present))[0] > _BUSY:
             return _most_helpful(traffic, needed, kinds, counts)
-    return max(kinds, key=lambda roles: _lack(kinds, counts, roles))
+    return max(kinds, key=lambda roles: (_lack(kinds, counts, roles), -near[roles]))
 
 
 def layout_for(

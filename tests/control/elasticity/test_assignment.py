@@ -51,6 +51,17 @@ def test_a_stage_without_a_worker_comes_before_a_larger_gap() -> None:
     assert roles_for_newcomer(parse_topology("8e1p1d"), [E, P]) == D
 
 
+@pytest.mark.parametrize("machines", ["AAABBB", "ABABAB", "AABBAB", "ABBAAB", "BAABBA"])
+def test_each_of_two_machines_gets_a_worker_of_each_stage(machines: str) -> None:
+    """Whatever the order in which workers join: none takes all workers of a stage with it."""
+    fleet: list[tuple[str, Roles]] = []
+    for machine in machines:
+        here = [roles for each, roles in fleet if each == machine]
+        wanted = parse_topology("2e2p2d")
+        fleet.append((machine, roles_for_newcomer(wanted, [roles for _, roles in fleet], here=here)))
+    assert Counter(fleet) == Counter((machine, roles) for machine in "AB" for roles in (E, P, D))
+
+
 def test_who_does_two_stages_at_once_serves_both() -> None:
     """Somebody has merged two roles: only encode is missing, then the topology's own are."""
     wanted = parse_topology("1e1p1d")

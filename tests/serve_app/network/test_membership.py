@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
 from serve_app.network.board import Board
-from serve_app.network.members import Kind, Place
+from serve_app.network.members import Credentials, Kind, Member, Place
 from serve_app.network.membership import Membership, end_process, start_ticks
 
 SOON_S = 10.0
@@ -75,3 +76,19 @@ def test_members_that_leave_are_not_ended(
 
     asyncio.run(run())
     assert ended == [1_000_001]
+
+
+def test_the_board_spreads_the_workers_of_a_stage_over_machines() -> None:
+    async def run() -> None:
+        board = Board()
+        for number, node_id in enumerate(["one", "two"] * 3):
+            newcomer = Member(
+                f"w{number}", "stage", ("127.0.0.1", 1), node_id, pid=0, topology="2e2p2d", release="r"
+            )
+            view = await board.follow(newcomer, -1, Credentials(bytes(32), "fleet"))
+        assert view is not None
+        given = Counter((each.node_id, each.info.name[0]) for each in view.of_kind("stage") if each.info)
+        assert given == Counter((node_id, letter) for node_id in ("one", "two") for letter in "epd")
+        await board.close()
+
+    asyncio.run(run())
