@@ -4,8 +4,8 @@
         [--verdicts FILE ...] [--same-tokens FEW MANY ...]
 
 prefill: a drawn video whose embeddings are there; each retention in turn, one thread. The gain in TTFT
-(prefill of what is kept, and the question's first token) beside the gain in operations of the decoder, by
-what each method computes (prefill_flops.py).
+(prefill of what is kept, and the question's first token) beside the gain in operations of the decoder, as
+they are measured (reduction_costs.py).
 fit: the most frames of one video that a fixed room for keys and values admits.
 accuracy: the tables of `epd eval --out FILE.jsonl`, from the files given.
 same-tokens: such files of the same videos, in pairs: few frames in full, many frames that are reduced.
@@ -20,16 +20,14 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
 
-from benchmarks.prefill_flops import prompt_flops
+from benchmarks.reduction_costs import QUESTION, embedded_pipeline, encoded_video, prompt_costs
 from benchmarks.reporting import Row, Section, median_ratio, run_sections, setting
 from encoders import FrameSampling, VideoFacts
 from encoders.identity import prompt_identity
@@ -39,43 +37,18 @@ from epd.eval.rows import Pairs, by_setting
 from epd.eval.statistics import mcnemar_p
 from epd.eval.verdicts import Verdict, VerdictLog
 from epd.models import embedded_model_path
-from epd.profiles.catalog import Transformer
 from epd.reduction import ReductionPolicy
 from epd.sampling_params import SamplingParams
-from epd.shapes import make_scene
-from stages.colocated import ColocatedPipeline, EncodedMedia
+from stages.colocated import ColocatedPipeline
 from stages.engine.generation import GenerateRequest
-from video.demo_video import write_demo_video
 
 RETENTIONS = (1.0, 0.5, 0.25, 0.15, 0.1)
-QUESTION = "Which shape appears first?"
 KV_TOKENS = 4096
 MOST_FRAMES = 16384
-SEED = 5_000_001
-
-
-def encoded_video(pipeline: ColocatedPipeline, num_frames: int) -> EncodedMedia:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "video.mp4"
-        write_demo_video(path, make_scene(SEED, float(num_frames)), fps=2, height=360, width=640)
-        return pipeline.encode_media([path], num_frames=num_frames)
-
-
-def decoder_shape() -> Transformer:
-    config = AutoConfig.from_pretrained(embedded_model_path()).get_text_config()
-    heads = config.num_attention_heads
-    return Transformer(
-        config.num_hidden_layers,
-        config.hidden_size,
-        heads,
-        config.num_key_value_heads,
-        config.hidden_size // heads,
-        config.intermediate_size,
-    )
 
 
 def prefill_rows(methods: Sequence[str], num_frames: int, repeats: int) -> list[Row]:
-    pipeline = ColocatedPipeline.load(embedded_model_path(), num_threads=1)
+    pipeline, model = embedded_pipeline()
     encoded = encoded_video(pipeline, num_frames)
     policies = [ReductionPolicy(methods[0])]
     policies += [ReductionPolicy(method, r) for method in methods for r in RETENTIONS if r < 1]
@@ -83,7 +56,9 @@ def prefill_rows(methods: Sequence[str], num_frames: int, repeats: int) -> list[
     prefills: dict[ReductionPolicy, list[float]] = {policy: [] for policy in policies}
     whole_prompt = pipeline.adapter.plan_prompt(encoded.plans, QUESTION)
     prompts = {policy: reduce_prompt(whole_prompt, policy) for policy in policies}
-    operations = {policy: prompt_flops(decoder_shape(), prompt) for policy, prompt in prompts.items()}
+    operations = {
+        policy: prompt_costs(pipeline, model, encoded, QUESTION, policy).decoder_flops for policy in policies
+    }
     rows = []
     for repeat in range(repeats + 1):
         for policy in policies:
