@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 
 from encoders.prompt.chat import ChatMessage, ContentPart
 from encoders.prompt.tool_history import ToolCall
 from serve_app.http.chat_request import ChatRequest
+from serve_app.http.honoured_fields import HONOURED
 from serve_app.http.request_fields import NO_EFFECT, REFUSED
+from tests.request_fields_page import OPENAI, PAGE, TESTS, VLLM, with_table
 from tests.serve_app.conftest import JSON, QUESTION, Front
 
 # What SERVING.md found taken and ignored, with a value that asks for something.
@@ -67,9 +68,16 @@ def test_an_unknown_field_is_refused_by_name(front: Front, name: str, words: str
     assert len(message) < 300
 
 
-def test_every_field_of_openai_is_known() -> None:
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_field_that_is_not_done_is_refused_by_name(front: Front, name: str) -> None:
+    response = front.ask(**{name: {"wanted": 1}})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["message"].startswith(f"received {name}; allowed: null")
+
+
+def test_every_field_of_openai_and_vllm_is_known() -> None:
     known = ChatRequest.model_fields.keys() | NO_EFFECT.keys() | REFUSED.keys()
-    assert set(CompletionCreateParamsBase.__annotations__) - known == set()
+    assert (OPENAI | VLLM) - known == set()
 
 
 def test_each_field_has_one_meaning() -> None:
@@ -77,12 +85,16 @@ def test_each_field_has_one_meaning() -> None:
     assert len(fields) == len(set(fields))
 
 
-def test_the_documents_list_every_field() -> None:
-    """docs/api.md has a row for each, which says what happens to it."""
-    text = Path("docs/api.md").read_text(encoding="utf-8")
-    rows = {line.split("`")[1] for line in text.splitlines() if line.startswith("| `")}
-    missing = {*ChatRequest.model_fields, *NO_EFFECT, *REFUSED} - rows
-    assert not missing, f"add rows for {sorted(missing)}"
+def test_the_documents_say_of_every_field_what_happens() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == with_table(text), "run python -m tests.request_fields_page"
+
+
+def test_every_field_that_is_done_is_documented_and_tested() -> None:
+    assert list(HONOURED) == list(ChatRequest.model_fields)
+    for name in HONOURED:
+        path = Path(__file__).with_name(TESTS.get(name, "test_completions.py"))
+        assert name in path.read_text(encoding="utf-8"), f"{path.name} does not mention {name}"
 
 
 def of_parts(*parts: JSON) -> JSON:

@@ -1,0 +1,55 @@
+"""Says in a line each what the fields of a chat request do; `docs/api.md` shows it beside all others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# Of each field of ChatRequest, in its order, in Markdown.
+HONOURED: Mapping[str, str] = {
+    "model": "one of `/v1/models`, by default the first",
+    "messages": (
+        "the conversation: roles system (or developer), user, assistant, tool and function; a "
+        "user's media stand where their parts do"
+    ),
+    "stream": "server-sent events, with a comment while nothing comes",
+    "stream_options": "`include_usage`: tokens in the last event",
+    "max_completion_tokens": (
+        "longest answer, tokens; without it the checkpoint's `max_new_tokens`, else up to the "
+        "context's end (below)"
+    ),
+    "max_tokens": "the old name of it",
+    "n": "independent answers, at most 128",
+    "temperature": "0 is greedy",
+    "top_p": "as OpenAI's",
+    "presence_penalty": "as OpenAI's",
+    "frequency_penalty": "as OpenAI's",
+    "seed": "of the draws; the same gives the same answer",
+    "stop": "strings that end the answer",
+    "logprobs": "of each token",
+    "top_logprobs": "at most 20; 0 without `logprobs` asks for nothing",
+    "response_format": "`text`, `json_object`, `json_schema`: see structured output below",
+    "structured_outputs": "vLLM's: one of `json`, `json_object`, `regex`, `choice`, `grammar`",
+    "tools": "functions that the answer may call: see tools below",
+    "tool_choice": "`none`, `auto`, `required`, or one function by its name",
+    "parallel_tool_calls": "whether `required` allows several calls; by default it does",
+    "modalities": "`text` alone",
+    "top_k": "as vLLM's",
+    "min_p": "as vLLM's",
+    "repetition_penalty": "as vLLM's",
+    "min_tokens": "as vLLM's",
+    "ignore_eos": "as vLLM's",
+    "stop_token_ids": "as vLLM's",
+    "include_stop_str_in_output": "as vLLM's",
+    "mm_processor_kwargs": "`fps` or `num_frames` of videos",
+    "media_io_kwargs": (
+        "`video`: `fps` or `num_frames`, as `mm_processor_kwargs`; the same in both or in one"
+    ),
+    "priority": "the lower, the sooner, as vLLM's; below 0 with the admin key",
+    "cache_salt": (
+        "as vLLM's: what is cached is shared only with requests of the same salt, at most 1,024 characters"
+    ),
+    "epd": (
+        "`fps`, `num_frames`, `start_s`, `end_s` of videos, `retention`, `reduction`, "
+        "`retention_min`, `deadline_s`, `events`"
+    ),
+}
