@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # Tests that measure time: nothing else runs beside them.
 ALONE  := tests/bench/test_bench.py tests/serve_app/http/test_hostile.py tests/serve_app/http/test_slow_clients.py
+# Processes of tests that run at once: one of them has all tests of Ray, which wait much of their time.
+TEST_PROCESSES ?= 2
 export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 # Installed modules are compiled when they are first imported, a third of them, and then kept.
@@ -25,12 +27,12 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## make a 60 s video, ask five questions, print answers, truth and timings
 	$(BIN)/epd demo
 
-test: lint ## lint, types and all tests, in two processes (how long: CONTRIBUTING.md)
+test: lint ## lint, types and all tests, in TEST_PROCESSES at once (how long: CONTRIBUTING.md)
 	$(MAKE) --no-print-directory -j 2 types test-together
 	$(BIN)/python -m pytest $(ALONE)
 
 test-together: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(ALONE:%=--ignore=%)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --no-loadscope-reorder $(ALONE:%=--ignore=%)
 
 test-topologies: $(STAMP) ## ask the app on Ray in every topology
 	EPD_TEST_TOPOLOGIES="1epd 1ep1d 1e1pd 1e1p1d 2e1p1d 2e2p2d" $(BIN)/python -m pytest tests/serve_app/ray/test_app.py

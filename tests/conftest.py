@@ -44,7 +44,7 @@ SUBJECTS = ("qwen2_5_vl", "qwen3_vl", "shapes-vl")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Under `-n 2`, a process runs whole files, and one of the two all that need Ray."""
+    """Under `-n`, a process runs whole files, and one of them all that need Ray."""
     from xdist.scheduler import LoadScopeScheduling
 
     class FileScheduling(LoadScopeScheduling):  # --dist loadgroup: groups are lost under pytest 9.2
@@ -55,7 +55,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of two processes, one begins with the tests that need Ray, which take the longest."""
+    """Of several processes, one begins with the tests that need Ray, which take the longest."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: not item.nodeid.startswith(RAY_FILES))
 
