@@ -30,13 +30,13 @@ MAX_FRAMES = 1024
 def test_a_number_of_frames_above_the_ceiling_costs_nothing(family: Family, sampling: FrameSampling) -> None:
     family.adapter.plan_video(HUGE, FrameSampling(num_frames=2))  # imports what it needs
     tracemalloc.start()
-    start_s = time.perf_counter()
+    start_s = time.thread_time()
     with pytest.raises(RequestBudgetError, match=r"allowed 1,024 .*max_frames.*lower num_frames or fps"):
         family.adapter.plan_video(HUGE, sampling)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 1 << 20
-    assert time.perf_counter() - start_s < 1.0
+    assert time.thread_time() - start_s < 1.0
 
 
 @pytest.mark.parametrize("fps", [600.0, 1e9, 1e308])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,13 +30,16 @@ def read(stream_id: str, path: Path = Path("x"), index: int = 0) -> ReadFrames:
 
 
 class Stuck:
-    """A stream that gives nothing until it is closed, or not even then."""
+    """A stream that gives nothing until it is closed, or not even then: may_end, its reads may return."""
 
     def __init__(self) -> None:
-        self.closed = threading.Event()
+        self.begun, self.closed, self.may_end = (threading.Event() for _ in range(3))
+        self.may_end.set()
 
     def read(self) -> Frames:
+        self.begun.set()
         self.closed.wait(10)
+        self.may_end.wait(10)
         raise CancelledError("closed")
 
     def close(self) -> None:
@@ -47,12 +49,16 @@ class Stuck:
 def test_closing_a_stuck_stream_does_not_wait_and_ends_its_read() -> None:
     stream = Stuck()
     reader = FrameReader(lambda _: stream)
-    with ThreadPoolExecutor(1) as threads:
+    stream.may_end.clear()
+    with ThreadPoolExecutor(2) as threads:
         waiting = threads.submit(reader.handle, read("a"))
-        wait_until(lambda: reader.busy_s > 0.05)
-        began = time.monotonic()
-        reader.handle(CloseStream("a"))
-        assert time.monotonic() - began < 0.5
+        wait_until(lambda: stream.begun.is_set() and reader.busy_s > 0.05)
+        try:
+            threads.submit(reader.handle, CloseStream("a")).result(timeout=5)
+            assert stream.closed.is_set()
+            assert not waiting.done()
+        finally:
+            stream.may_end.set()
         assert isinstance(waiting.exception(timeout=5), CancelledError)
     assert (len(reader), reader.busy_s) == (0, 0.0)
 
