@@ -91,25 +91,29 @@ def truth(answer: Answered) -> Truth:
 
 @dataclass(frozen=True)
 class DeclaredApp:
-    """args: of the application."""
+    """args: of the application. front_config: `user_config` of fronts, which listen themselves with it."""
 
     url: str
     args: JSON
+    front_config: JSON = field(default_factory=dict)
 
     def deploy(self, num_replicas: Mapping[str, int | JSON] | None = None, **args: Any) -> None:
         """Declares the application, as `serve deploy` does with a file. Returns at once.
 
         num_replicas: of deployments; or other fields of theirs
         """
+        fields: dict[str, JSON] = {
+            name: {"num_replicas": number} if isinstance(number, int) else number
+            for name, number in (num_replicas or {}).items()
+        }
+        if self.front_config:
+            fields["Front"] = fields.get("Front", {}) | {"user_config": self.front_config}
         application = {
             "name": "epd",
             "route_prefix": "/",
             "import_path": "serve_app.app:build_app",
             "args": self.args | args,
-            "deployments": [
-                {"name": name, **({"num_replicas": number} if isinstance(number, int) else number)}
-                for name, number in (num_replicas or {}).items()
-            ],
+            "deployments": [{"name": name, **each} for name, each in fields.items()],
         }
         client = _get_global_client()
         assert client is not None
@@ -191,11 +195,21 @@ async def until(holds: Callable[[], Any], seconds: float = 60.0, every_s: float 
 
 @contextmanager
 def declared_app(
-    session: RaySession, num_replicas: Mapping[str, int | JSON] | None = None, **args: Any
+    session: RaySession,
+    num_replicas: Mapping[str, int | JSON] | None = None,
+    *,
+    front_port: int | None = None,
+    **args: Any,
 ) -> Iterator[DeclaredApp]:
-    """The application on the session's port, alone. It may leave no file of a pool behind."""
+    """The application, alone. It may leave no file of a pool behind.
+
+    front_port: of fronts that listen themselves; by default they are behind the session's proxy
+    """
     before = orphans()
-    app = DeclaredApp(session.url, {name: _plain(value) for name, value in args.items()})
+    plain = {name: _plain(value) for name, value in args.items()}
+    app = DeclaredApp(session.url, plain)
+    if front_port is not None:
+        app = DeclaredApp(f"http://127.0.0.1:{front_port}", plain, {"host": "127.0.0.1", "port": front_port})
     app.deploy(num_replicas)
     try:
         asyncio.run(until(app.is_running, DEPLOYED_S, every_s=0.2))
