@@ -176,11 +176,20 @@ class Board:
         self._introduce()
 
     def _lose_replaced(self, newcomer: Member) -> None:
-        """Declares silent workers lost when another comes: Serve may have found them dead first."""
-        for epoch, entry in list(self._entries.items()):
-            is_same = entry.member.kind == "stage" and entry.member.release == newcomer.release
+        """Declares silent workers lost when one more comes than is wanted: Serve may have found them dead.
+
+        While a release comes up, the next one is no replacement, and a busy machine may delay calls.
+        """
+        same = [
+            (epoch, entry)
+            for epoch, entry in self._entries.items()
+            if entry.member.kind == "stage" and entry.member.release == newcomer.release
+        ]
+        if len(same) < parse_topology(newcomer.topology).num_workers:
+            return
+        for epoch, entry in same:
             silent_s = time.monotonic() - max(entry.heard_s, self._regrouped_s)
-            if is_same and entry.member.is_ready and silent_s > _REPLACED_S:
+            if entry.member.is_ready and silent_s > _REPLACED_S:
                 self._lose(epoch, "silent while another worker comes")
 
     def _admit(self, member: Member) -> _Entry | None:

@@ -9,10 +9,13 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
+from serve_app.network import board as boards
 from serve_app.network.board import Board
+from serve_app.network.link import Address
 from serve_app.network.members import Credentials, Kind, Member, Place
 from serve_app.network.membership import Membership, end_process, start_ticks
 
@@ -89,6 +92,28 @@ def test_the_board_spreads_the_workers_of_a_stage_over_machines() -> None:
         assert view is not None
         given = Counter((each.node_id, each.info.name[0]) for each in view.of_kind("stage") if each.info)
         assert given == Counter((node_id, letter) for node_id in ("one", "two") for letter in "epd")
+        await board.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("num_there", "is_replaced"), [(2, False), (3, True)])
+def test_a_silent_worker_is_replaced_only_by_one_more_than_is_wanted(
+    num_there: int, is_replaced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a release comes up on busy cores, Serve gives up the update if one of its workers is ended."""
+    monkeypatch.setattr(boards, "_REPLACED_S", 0.1)
+
+    async def run() -> None:
+        board, credentials = Board(), Credentials(bytes(32), "fleet")
+        for number in range(num_there + 1):
+            await asyncio.sleep(0.2)  # the board hears no more of those that are there
+            comes = Member(f"s{number}", "stage", Address("127.0.0.1", 1), "here", pid=0, topology="1e1p1d")
+            view = await board.follow(comes, -1, credentials)
+            await board.follow(replace(comes, is_ready=True), -1, credentials)
+        assert view is not None
+        left = range(num_there if is_replaced else 0, num_there + 1)
+        assert set(view.members) == {f"s{number}" for number in left}
         await board.close()
 
     asyncio.run(run())
