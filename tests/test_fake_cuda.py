@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 
 from encoders.device import all_to_host, arrays_to_device, to_device, to_host
 from tests import fake_cuda as fakes
@@ -84,7 +83,7 @@ def test_what_is_only_queued_passes(cuda: FakeCuda) -> None:
 
 
 def test_tensors_of_two_devices_do_not_mix(cuda: FakeCuda) -> None:
-    with pytest.raises(FakeTensorDeviceMismatchError):
+    with pytest.raises(RuntimeError, match=r"two (different )?devices"):
         _ = torch.zeros(3, device=CUDA) + torch.zeros(3)
     assert (HOST + 1).tolist() == [1, 2, 3], "the host computes"
     assert not cuda.waits

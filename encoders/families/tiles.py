@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchvision.transforms.v2 import functional as tvf
+from transformers.utils.import_utils import is_torchvision_greater_or_equal
 
 from encoders.adapter import (
     Embeddings,
@@ -38,8 +39,11 @@ from encoders.sampling import DEFAULT_FPS, check_wanted, part_of, source_metadat
 from epd.errors import MediaLimitError, UnsupportedModelError
 from epd.types import MediaKind
 
+# Pillow's number of a filter: torchvision's name. As in transformers, an older torchvision takes bicubic for
+# Lanczos, which it lacks.
+_HAS_LANCZOS = is_torchvision_greater_or_equal("0.27")
 _INTERPOLATION = {
-    1: tvf.InterpolationMode.LANCZOS,
+    1: tvf.InterpolationMode.LANCZOS if _HAS_LANCZOS else tvf.InterpolationMode.BICUBIC,
     2: tvf.InterpolationMode.BILINEAR,
     3: tvf.InterpolationMode.BICUBIC,
 }
