@@ -38,7 +38,7 @@ from stages.grammar.formats import format_of, grammar_text
 _TEMPERATURE = 1.5
 _MAX_TOKENS = 2500
 _IN_FLIGHT = 24
-_KV_TOKENS = 3072
+_KV_TOKENS = 1280
 _STEPS, _WARM_STEPS, _REPEATS = 100, 30, 15
 # Documents long enough for every step, of the kinds that schemas have most.
 _LONG: dict[str, Schema] = {
