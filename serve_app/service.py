@@ -183,6 +183,22 @@ AnswerItem = TokenDelta | StageSpan | AnswerEnd
 
 
 @dataclass(frozen=True, slots=True)
+class Estimate:
+    """What the answer to a request would use, before anything is encoded.
+
+    usage: of the prompt, with no token of an answer
+    retention: share of the visual tokens that would be kept
+    max_tokens: of each answer
+    token_ids: of the prompt, visual tokens included
+    """
+
+    usage: Usage
+    retention: float
+    max_tokens: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelCard:
     """A model that can be named in a request. created_s: Unix time in seconds. max_model_len: tokens."""
 
@@ -358,8 +374,36 @@ class MediaService(Protocol):
         ...
 
 
+class PromptService(Protocol):
+    """Looks at prompts without answering them."""
+
+    async def estimate(self, request: AnswerRequest) -> Estimate:
+        """Returns what an answer would use.
+
+        Raises EPDError as its answer would before the first item; RequestBudgetError if it cannot fit.
+        """
+        ...
+
+    async def tokens(self, text: str, *, with_special: bool) -> tuple[int, ...]:
+        """Returns the tokens of a text. with_special: with those that the tokenizer adds around a text."""
+        ...
+
+    async def text(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of tokens. Raises RequestError for one outside the vocabulary."""
+        ...
+
+    async def names(self, token_ids: Sequence[int]) -> tuple[str, ...]:
+        """Returns tokens as the vocabulary writes them."""
+        ...
+
+
 class AnswerService(Protocol):
     """Answers requests, many at a time, from one event loop."""
+
+    @property
+    def prompts(self) -> PromptService:
+        """Returns what looks at prompts without answering them."""
+        ...
 
     @property
     def models(self) -> Sequence[ModelCard]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from epd.errors import RequestError
+from epd.errors import RequestBudgetError, RequestError
 from epd.sampling_params import MAX_INT64, SamplingParams
 
 # Estimate for an answer whose length the request leaves open.
@@ -28,11 +28,11 @@ def held_to_context(
 
     context_tokens: of the model, None where it has no end.
     checkpoint_tokens: longest answer of a request that names none; without either, all the room.
-    Raises RequestError for a prompt that leaves no room, or min_tokens that do not fit into it.
+    Raises RequestBudgetError for a prompt that leaves no room, RequestError for min_tokens that do not fit.
     """
     room = MAX_INT64 if context_tokens is None else context_tokens - num_prompt_tokens
     if room < 1:
-        raise RequestError(
+        raise RequestBudgetError(
             f"the prompt has {num_prompt_tokens} tokens; allowed: fewer than {context_tokens}; ask for less"
         )
     if params.min_tokens > room:

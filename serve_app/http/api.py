@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from http import HTTPStatus
@@ -26,6 +26,8 @@ from serve_app.http.http_guard import (
     install_error_handlers,
 )
 from serve_app.http.page import page_routes
+from serve_app.http.prompt_request import DetokenizeRequest, TokenizeRequest
+from serve_app.http.prompt_routes import prompt_routes
 from serve_app.http.protocol import (
     ChatCompletion,
     DecisionReport,
@@ -43,7 +45,7 @@ from serve_app.http.request_parsing import describe
 from serve_app.http.server_state import ApiSettings, ServerState
 from serve_app.observability import metrics
 from serve_app.observability.record import record_of
-from serve_app.service import AnswerService, MediaService, ModelCard, RoleSwitch
+from serve_app.service import AnswerService, MediaService, RoleSwitch
 
 __all__ = ["ApiSettings", "create_api"]
 
@@ -67,6 +69,7 @@ def create_api(service: AnswerService, media: MediaService, settings: ApiSetting
     app.add_middleware(RequestEdge, on_finished=server.finish, host_check=hosts, chat=chat)
     app.include_router(_open)
     app.include_router(_guarded, dependencies=[Depends(keys)])
+    app.include_router(prompt_routes, responses=_ERRORS, dependencies=[Depends(keys)])
     app.include_router(page_routes())
     return app
 
@@ -80,14 +83,15 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 class _App(FastAPI):
-    """Adds the body of chat requests, which the route reads itself, to the OpenAPI schema."""
+    """Adds the bodies that routes read themselves to the OpenAPI schema."""
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
             schema = super().openapi()
-            request = ChatRequest.model_json_schema(ref_template=_SCHEMA_REF)
             components = schema.setdefault("components", {}).setdefault("schemas", {})
-            components |= request.pop("$defs", {}) | {"ChatRequest": request}
+            for kind in (ChatRequest, TokenizeRequest, DetokenizeRequest):
+                body = kind.model_json_schema(ref_template=_SCHEMA_REF)
+                components |= body.pop("$defs", {}) | {kind.__name__: body}
             self.openapi_schema = schema
         return self.openapi_schema
 
@@ -121,12 +125,12 @@ async def chat_completions(request: Request) -> Response:
 
 @_guarded.get("/models")
 async def list_models(request: Request) -> ModelList:
-    return ModelList(data=_entries(_server(request).service.models))
+    return ModelList(data=_entries(_server(request)))
 
 
 @_guarded.get("/models/{name:path}")
 async def get_model(request: Request, name: str) -> ModelEntry:
-    entries = _entries(_server(request).service.models)
+    entries = _entries(_server(request))
     for entry in entries:
         if entry.id == name:
             return entry
@@ -134,9 +138,17 @@ async def get_model(request: Request, name: str) -> ModelEntry:
     raise ModelNotFoundError(f"received the model {name[:100]!r}; allowed: {allowed}; use one")
 
 
-def _entries(models: Sequence[ModelCard]) -> list[ModelEntry]:
+def _entries(server: ServerState) -> list[ModelEntry]:
+    limits = server.settings.limits.record()
     return [
-        ModelEntry(id=card.name, created=card.created_s, max_model_len=card.max_model_len) for card in models
+        ModelEntry(
+            id=card.name,
+            created=card.created_s,
+            root=card.name,
+            max_model_len=card.max_model_len,
+            limits=limits,
+        )
+        for card in server.service.models
     ]
 
 

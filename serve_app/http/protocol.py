@@ -151,11 +151,16 @@ class ChatChunk(BaseModel):
 
 
 class ModelEntry(BaseModel):
+    """A model. limits: the ceilings of one request, see docs/api.md."""
+
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "epd"
+    root: str
+    parent: None = None
     max_model_len: int | None = None
+    limits: dict[str, int | None]
 
 
 class ModelList(BaseModel):

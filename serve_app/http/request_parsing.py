@@ -87,15 +87,15 @@ def check_supported(chat: ChatRequest) -> None:
         raise RequestError("received top_logprobs without logprobs; allowed: with logprobs true; set it")
 
 
-def model_card(chat: ChatRequest, models: Sequence[ModelCard]) -> ModelCard:
+def model_named(name: str | None, models: Sequence[ModelCard]) -> ModelCard:
     """Returns the requested model, or the default. Raises ModelNotFoundError."""
-    if chat.model is None:
+    if name is None:
         return models[0]
     cards = {card.name: card for card in models}
-    if chat.model not in cards:
+    if name not in cards:
         allowed = ", ".join(cards)
-        raise ModelNotFoundError(f"received the model {chat.model[:100]!r}; allowed: {allowed}; use one")
-    return cards[chat.model]
+        raise ModelNotFoundError(f"received the model {name[:100]!r}; allowed: {allowed}; use one")
+    return cards[name]
 
 
 def sampling_params(chat: ChatRequest, defaults: SamplingParams) -> SamplingParams:

@@ -26,7 +26,7 @@ from serve_app.http.request_parsing import (
     check_supported,
     conversation,
     describe,
-    model_card,
+    model_named,
     reduction_policy,
     sampling_params,
     video_sampling,
@@ -39,6 +39,7 @@ from serve_app.service import (
     AnswerItem,
     AnswerRequest,
     AnswerService,
+    Estimate,
     MediaReference,
     MediaService,
     MediaSource,
@@ -139,23 +140,31 @@ class ServerState:
 
     async def read(self, request: Request) -> ParsedRequest:
         """Reads and checks the body of a chat request. Raises EPDError."""
-        record = record_of(request)
+        chat, num_bytes = await self.read_chat(request)
+        return await self.checked(request, chat, num_bytes)
+
+    async def read_chat(self, request: Request) -> tuple[ChatRequest, int]:
+        """Reads a chat request. Returns its JSON and the bytes of its body. Raises EPDError."""
         body = await self.bodies.read(request, self.settings.max_body_bytes)
         check_json_size(body, self.settings.limits)
         try:
-            chat = ChatRequest.model_validate_json(body)
+            return ChatRequest.model_validate_json(body), len(body)
         except ValidationError as error:
             raise describe(error) from None  # pydantic's message contains the input, which must not be logged
+
+    async def checked(self, request: Request, chat: ChatRequest, num_bytes: int) -> ParsedRequest:
+        """Checks a chat request that was read. num_bytes: of its body. Raises EPDError."""
+        record = record_of(request)
         check_supported(chat)
         if chat.priority is not None and chat.priority < 0:
             check_admin(request, f"a priority of {chat.priority}", "0 and above")
-        model = model_card(chat, self.service.models)
+        model = model_named(chat.model, self.service.models)
         parsed = ParsedRequest(chat, *conversation(chat.messages, tools_message(chat)))
         cost = budget_of(
             chat,
             parsed.messages,
             parsed.references,
-            num_bytes=len(body),
+            num_bytes=num_bytes,
             context_tokens=model.max_model_len,
         )
         cost.check(self.settings.limits)
@@ -181,6 +190,15 @@ class ServerState:
                         for item in items:
                             record.note(item)
                         yield items if shows_spans else _without_spans(items)
+
+    async def estimate(self, parsed: ParsedRequest, record: RequestRecord) -> Estimate:
+        """Returns what the answer would use. Its media are held until then. Raises EPDError."""
+        options = self._options(parsed.chat, parsed.grammar)
+        with self._admitted():
+            async with self.media.sources(record.request_id, parsed.references) as media:
+                self.bodies.release(record)
+                request = self._request(record, parsed.messages, options, media)
+                return await self.service.prompts.estimate(request)
 
     def _options(self, chat: ChatRequest, grammar: str) -> _Options:
         """Returns the options of a request. Raises RequestError for inconsistent ones."""

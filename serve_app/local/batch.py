@@ -32,7 +32,7 @@ from serve_app.http.request_parsing import (
     check_supported,
     conversation,
     describe,
-    model_card,
+    model_named,
     reduction_policy,
     sampling_params,
     video_sampling,
@@ -185,7 +185,7 @@ class _Work:
         try:
             chat = ChatRequest.model_validate_json(json.dumps(line.body))
             check_supported(chat)
-            model = model_card(chat, [self._card]).name
+            model = model_named(chat.model, [self._card]).name
             messages, references = conversation(chat.messages, tools_message(chat))
             budget_of(chat, messages, references).check(_LIMITS)
             video_sampling(chat)

@@ -44,6 +44,7 @@ from serve_app.orchestration.isolation import Isolation
 from serve_app.orchestration.live_answer import LiveAnswer
 from serve_app.orchestration.loss_counter import LossCounter
 from serve_app.orchestration.placement import PlacementLimits, RequestPlacer
+from serve_app.orchestration.prompts import Prompts
 from serve_app.orchestration.recovery import Recovery
 from serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
 from serve_app.orchestration.retention import LoadRetention
@@ -140,6 +141,7 @@ class Orchestrator:
         self._tasks = Tasks()
         self._loops = Loops(self._counters)
         self._threads = ThreadPoolExecutor(self.config.num_planning_threads, thread_name_prefix="planning")
+        self.prompts = Prompts(planner, self.retention, self._plan, self._threads)
 
     @property
     def models(self) -> Sequence[ModelCard]:

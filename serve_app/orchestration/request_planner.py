@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from encoders.identity import prompt_identity, salted
 from encoders.reduction import reduce_prompt
 from epd.control.recent import Recent
 from epd.control.request_budget import RequestLimits, check_num_pixels, check_visual_tokens
-from epd.errors import MediaError
+from epd.errors import MediaError, RequestError
 from epd.kv.kv_identity import TokenIdentity
 from epd.sampling_params import SamplingParams
 from epd.types import Usage
@@ -195,6 +195,28 @@ class RequestPlanner:
             plan_s=time.perf_counter() - start,
             priority=request.priority,
         )
+
+    def tokens_of(self, text: str, with_special: bool) -> tuple[int, ...]:
+        """Returns the tokens of a text. with_special: with those that the tokenizer adds around it."""
+        with self._adapters.borrowed() as adapter:
+            return tuple(adapter.tokenizer(text, add_special_tokens=with_special)["input_ids"])
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of tokens. Raises RequestError for one outside the vocabulary."""
+        with self._adapters.borrowed() as adapter:
+            self._check_ids(adapter, token_ids)
+            return str(adapter.tokenizer.decode(list(token_ids)))
+
+    def names_of(self, token_ids: Sequence[int]) -> tuple[str, ...]:
+        """Returns tokens as the vocabulary writes them."""
+        with self._adapters.borrowed() as adapter:
+            return tuple(adapter.tokenizer.convert_ids_to_tokens(list(token_ids)))
+
+    def _check_ids(self, adapter: Adapter, token_ids: Sequence[int]) -> None:
+        num_tokens = len(adapter.tokenizer)
+        wrong = next((each for each in token_ids if not 0 <= each < num_tokens), None)
+        if wrong is not None:
+            raise RequestError(f"received the token {wrong}; allowed: 0 to {num_tokens - 1}; correct it")
 
     def check_images(self, request: AnswerRequest) -> None:
         """Raises RequestBudgetError for too many pixels in total. To be called before images are decoded."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from epd.control.elasticity import Decision, ReplicaAdvice, RequestWork
@@ -18,6 +18,7 @@ from serve_app.service import (
     AnswerEnd,
     AnswerItem,
     AnswerRequest,
+    Estimate,
     HeldItem,
     ModelCard,
     RoleSwitch,
@@ -43,6 +44,22 @@ SWITCH = RoleSwitch(
 
 def _no_file(held: HeldItem) -> FetchedFile:
     raise AssertionError(f"no worker has {held}")
+
+
+class FakePrompts:
+    """Gives every request the same estimate, and every letter its number as a token."""
+
+    async def estimate(self, request: AnswerRequest) -> Estimate:
+        return Estimate(replace(USAGE, completion_tokens=0), 0.5, request.sampling.max_tokens or 99, (1, 2))
+
+    async def tokens(self, text: str, *, with_special: bool) -> tuple[int, ...]:
+        return (*([0] if with_special else []), *map(ord, text))
+
+    async def text(self, token_ids: Sequence[int]) -> str:
+        return "".join(chr(each % 128) for each in token_ids)
+
+    async def names(self, token_ids: Sequence[int]) -> tuple[str, ...]:
+        return tuple(chr(each % 128) for each in token_ids)
 
 
 @dataclass
@@ -71,6 +88,7 @@ class FakeService:
     switch_error: EPDError | None = None
     switched: list[tuple[str, frozenset[Stage]]] = field(default_factory=list)
     _kept: list[AsyncGenerator[Sequence[AnswerItem], None]] = field(default_factory=list)
+    prompts: FakePrompts = field(default_factory=FakePrompts)
     models: tuple[ModelCard, ...] = (ModelCard("shapes-vl", 1_700_000_000, 4096), ModelCard("other/vl", 1))
 
     def answer(self, request: AnswerRequest) -> AsyncGenerator[Sequence[AnswerItem], None]:

@@ -40,7 +40,8 @@ DRAWN = settings(
 )
 OPERATIONS = {
     "POST /v1/chat/completions", "GET /v1/models", "GET /v1/models/{name}", "GET /v1/epd/status",
-    "POST /v1/epd/roles", "GET /v1/epd/load",
+    "POST /v1/epd/roles", "GET /v1/epd/load", "POST /v1/epd/estimate",
+    "POST /tokenize", "POST /detokenize",
     "GET /health", "GET /metrics", "GET /ping", "POST /ping", "GET /version",
 }  # fmt: skip
 CHAT = "POST /v1/chat/completions"

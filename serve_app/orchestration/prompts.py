@@ -1,0 +1,54 @@
+"""Lays out prompts without answering them: what they would use, and texts as tokens and back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
+
+from serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
+from serve_app.orchestration.retention import LoadRetention
+from serve_app.service import AnswerRequest, Estimate
+
+
+class Prompts:
+    """Implements PromptService. Nothing is encoded, and no worker of a stage hears of it."""
+
+    def __init__(
+        self,
+        planner: RequestPlanner,
+        retention: LoadRetention,
+        plan: Callable[[AnswerRequest], Awaitable[AnswerPlan]],
+        threads: Executor,
+    ) -> None:
+        """Stands on an orchestrator's parts. plan: as for an answer. threads: run the tokenizer."""
+        self._planner = planner
+        self._retention = retention
+        self._plan = plan
+        self._threads = threads
+
+    async def estimate(self, request: AnswerRequest) -> Estimate:
+        """See `PromptService`."""
+        request = self._retention.reduced(request)
+        plan = await self._plan(request)
+        return Estimate(
+            plan.usage(0),
+            plan.retention,
+            plan.sampling.max_tokens or 0,
+            tuple(plan.prompt.token_ids.tolist()),
+        )
+
+    async def tokens(self, text: str, *, with_special: bool) -> tuple[int, ...]:
+        """See `PromptService`."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._planner.tokens_of, text, with_special)
+
+    async def text(self, token_ids: Sequence[int]) -> str:
+        """See `PromptService`."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._planner.text_of, token_ids)
+
+    async def names(self, token_ids: Sequence[int]) -> tuple[str, ...]:
+        """See `PromptService`."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._planner.names_of, token_ids)
