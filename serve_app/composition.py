@@ -13,7 +13,6 @@ from fastapi import FastAPI
 from epd.control.admission import Others
 from epd.control.elasticity import ControllerConfig
 from epd.errors import UnavailableError
-from epd.sampling_params import SamplingParams
 from serve_app.app_args import AppArgs
 from serve_app.fleet import Fleet
 from serve_app.http.api import ApiSettings, create_api
@@ -157,14 +156,14 @@ def _orchestrator_config(args: AppArgs) -> OrchestratorConfig:
 def _api_settings(args: AppArgs, planner: RequestPlanner) -> ApiSettings:
     """Returns the settings of the HTTP server.
 
-    planner: supplies the checkpoint's default repetition penalty and the model's limits
+    planner: supplies the checkpoint's own sampling and the model's limits
     """
     return ApiSettings(
         api_key=args.api_key.get_secret_value() if args.api_key else None,
         admin_api_key=args.admin_api_key.get_secret_value() if args.admin_api_key else None,
         max_requests=args.max_requests,
         limits=planner.limits,
-        default_params=SamplingParams(repetition_penalty=planner.settings.repetition_penalty),
+        default_params=planner.settings.sampling,
         default_deadline_s=args.slo_ttft_s,
         default_reduction=args.reduction_policy,
         allowed_hosts=args.allowed_hosts,

@@ -17,6 +17,7 @@ from transformers import AutoProcessor, GenerationConfig
 import video
 from encoders import FrameSampling, MediaPlan, load_adapter
 from epd.errors import InfeasibleError, RequestError
+from epd.sampling_params import SamplingParams
 from stages.colocated import ColocatedPipeline
 from stages.engine.generation import GenerationSettings
 from stages.engine.setup import BLOCK_SIZE
@@ -169,7 +170,19 @@ def test_the_settings_of_the_checkpoint_count(subject: Subject, media: dict[str,
     silent = GenerationSettings.of(GenerationConfig(), tokenizer_eos_id=7)
 
     assert told.usage.completion_tokens == 1
-    assert (silent.eos_ids, silent.max_tokens, silent.repetition_penalty) == (frozenset([7]), None, 1.0)
+    assert (silent.eos_ids, silent.max_tokens, silent.sampling) == (frozenset([7]), None, SamplingParams())
+
+
+def test_a_server_draws_as_the_checkpoint_says() -> None:
+    """As in vLLM, whose temperature is 1 where a checkpoint that samples names none."""
+    values: dict[str, Any] = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}
+
+    def sampling(**values: Any) -> SamplingParams:
+        return GenerationSettings.of(GenerationConfig(**values), tokenizer_eos_id=7).sampling
+
+    assert sampling(do_sample=True, **values) == SamplingParams(**values)
+    assert sampling(do_sample=True) == SamplingParams(temperature=1.0)
+    assert sampling(do_sample=False, repetition_penalty=1.05) == SamplingParams(repetition_penalty=1.05)
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])

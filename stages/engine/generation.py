@@ -27,13 +27,13 @@ class GenerationSettings:
 
     eos_ids: the tokens that end an answer.
     max_tokens: of an answer, where the request says nothing; None: what the context has room for.
-    repetition_penalty: see `SamplingParams`.
+    sampling: of a server's answers, where the request says nothing; without max_tokens.
     context_tokens: of the model.
     """
 
     eos_ids: frozenset[int]
     max_tokens: int | None = None
-    repetition_penalty: float = 1.0
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     context_tokens: int | None = None
 
     @classmethod
@@ -46,14 +46,14 @@ class GenerationSettings:
         return cls(
             eos_ids=frozenset([ids] if isinstance(ids, int) else ids or ()),
             max_tokens=config.max_new_tokens,
-            repetition_penalty=config.repetition_penalty or 1.0,
+            sampling=_own_sampling(config),
             context_tokens=context_tokens,
         )
 
     @property
     def defaults(self) -> SamplingParams:
         """Returns greedy defaults, as the checkpoint has them; `completed` settles max_tokens."""
-        return SamplingParams(repetition_penalty=self.repetition_penalty)
+        return SamplingParams(repetition_penalty=self.sampling.repetition_penalty)
 
     def completed(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """Completes params: see `held_to_context`."""
@@ -63,6 +63,16 @@ class GenerationSettings:
         """Estimates the tokens of all answers to a request with these params."""
         asked = self.max_tokens if params.max_tokens is None else params.max_tokens
         return expected_tokens(self.completed(params, num_prompt_tokens), asked)
+
+
+def _own_sampling(config: Any) -> SamplingParams:
+    """Reads a transformers GenerationConfig as vLLM does, but stays greedy where it does not sample."""
+    own: dict[str, Any] = {"repetition_penalty": config.repetition_penalty or 1.0}
+    if config.do_sample:
+        own["temperature"] = 1.0
+        names = ("temperature", "top_p", "top_k", "min_p")
+        own |= {name: value for name in names if (value := getattr(config, name, None)) is not None}
+    return SamplingParams(**own)
 
 
 def generation_settings(path: Path, adapter: Adapter) -> GenerationSettings:

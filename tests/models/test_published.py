@@ -17,6 +17,7 @@ from encoders.checkpoint import check_unquantised
 from encoders.names import WeightSet, is_wanted, name_in_model
 from encoders.registry import ADAPTERS, load_adapter
 from epd.errors import UnsupportedModelError
+from epd.sampling_params import SamplingParams
 from serve_app.worker.worker_stages import embedding_layout
 from stages.attention.support import check_attention
 from stages.engine.generation import generation_settings
@@ -53,6 +54,7 @@ GENERATION: Mapping[str, Mapping[str, Any]] = {
     "llava_onevision": {"bos_token_id": 151643, "eos_token_id": 151645, "pad_token_id": 151643},
     "smolvlm": {"bos_token_id": 1, "eos_token_id": 49279, "pad_token_id": 2},
 }
+SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 ENDS = {"qwen2_5_vl": {151645, 151643}, "qwen3_vl": {151645, 151643}, "smolvlm": {49279}}
 
 
@@ -146,7 +148,8 @@ def test_generation_is_as_the_checkpoint_says(checkpoint: Checkpoint) -> None:
     adapter: Any = SimpleNamespace(tokenizer=SimpleNamespace(eos_token_id=7))
     settings = generation_settings(checkpoint.folder, adapter)
     assert settings.eos_ids == ENDS.get(family, {151645})
-    assert settings.repetition_penalty == GENERATION[family].get("repetition_penalty", 1.0)
+    own = {name: value for name, value in GENERATION[family].items() if name in SAMPLED}
+    assert settings.sampling == SamplingParams(**own)
     assert settings.context_tokens == checkpoint.published.context_tokens
 
 
