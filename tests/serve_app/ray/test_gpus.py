@@ -111,7 +111,10 @@ class Probe:
 def seen(share, num_replicas, env_vars):
     options = {"num_cpus": 0, "num_gpus": share, "runtime_env": {"env_vars": env_vars}}
     handle = serve.run(
-        Probe.options(num_replicas=num_replicas, ray_actor_options=options).bind(), route_prefix=None
+        Probe.options(
+            num_replicas=num_replicas, ray_actor_options=options, graceful_shutdown_wait_loop_s=0.1
+        ).bind(),
+        route_prefix=None,
     )
     found = {}
     while len(found) < num_replicas:

@@ -100,6 +100,7 @@ def test_both_workers_hold_and_send_survivors_alone(engines: Engines, long: Prom
         for group in long.groups:
             deployment.prefill.add_embeddings("r", group)
         while not (result := deployment.prefill.step()).prefilled:
+            deployment.decode["d0"].step()  # reads what it is offered
             assert not sent
         deployment.take(result)
         prefill = deployment.prefill.engine
