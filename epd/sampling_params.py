@@ -15,6 +15,8 @@ MAX_CHOICES = 128
 MAX_STOP_STRINGS = 64
 MAX_INT64 = 2**63 - 1
 MAX_GRAMMAR_CHARS = 2**20
+MAX_BIASES = 1024
+MAX_BIAS = 100.0  # as OpenAI and vLLM have it: one such token is the only one, or never comes
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ class SamplingParams:
     min_tokens: below this length only max_tokens ends the answer.
     logprobs: how many of the most likely tokens to report with each token; 0 is the chosen one alone.
     n: independent answers to the same prompt.
+    logit_bias: token ids, each once, and what is added to their logits before all else.
     grammar: that the answer follows, as `stages.grammar` writes it; empty for any answer.
     """
 
@@ -98,6 +101,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     n: int = 1
+    logit_bias: tuple[tuple[int, float], ...] = ()
     grammar: str = ""
 
     def __post_init__(self) -> None:
@@ -113,6 +117,7 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {reprlib.repr(getattr(self, name))}")
         self._check_stops()
+        self._check_biases()
         self._check_grammar()
 
     def _check_grammar(self) -> None:
@@ -134,6 +139,18 @@ class SamplingParams:
         ids = self.stop_token_ids
         if not isinstance(ids, tuple) or not all(type(i) is int and 0 <= i <= MAX_INT64 for i in ids):
             raise RequestError(f"stop_token_ids must be token ids of at least 0, got {reprlib.repr(ids)}")
+
+    def _check_biases(self) -> None:
+        given = self.logit_bias
+        if not isinstance(given, tuple) or len(given) > MAX_BIASES:
+            raise RequestError(f"logit_bias may hold at most {MAX_BIASES} tokens, got {reprlib.repr(given)}")
+        if not all(type(i) is int and 0 <= i <= MAX_INT64 and abs(bias) <= MAX_BIAS for i, bias in given):
+            raise RequestError(
+                f"logit_bias must give token ids of at least 0 numbers from {-MAX_BIAS:g} to {MAX_BIAS:g}, "
+                f"got {reprlib.repr(given)}"
+            )
+        if len({token_id for token_id, _ in given}) < len(given):
+            raise RequestError(f"logit_bias must name each token once, got {reprlib.repr(given)}")
 
     def with_options(self, said: Mapping[str, Any]) -> SamplingParams:
         """Returns these params, as defaults, with the options a request names. Raises RequestError."""

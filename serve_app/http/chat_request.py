@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from epd.reduction import LEAST_RETENTION, METHODS
-from epd.sampling_params import MAX_CHOICES, MAX_INT64, MAX_LOGPROBS, MAX_STOP_STRINGS
+from epd.sampling_params import MAX_BIAS, MAX_BIASES, MAX_CHOICES, MAX_INT64, MAX_LOGPROBS, MAX_STOP_STRINGS
 from serve_app.http.request_fields import schema_of_other_fields
 
 MAX_SALT_CHARS = 1024
@@ -23,6 +23,14 @@ Count = Annotated[int, Field(ge=1, le=MAX_INT64)]
 # Lists whose validation stops at the first wrong element: with at least one element, and with any number.
 Filled = Annotated[list[_T], Field(min_length=1, fail_fast=True)]
 Listed = Annotated[list[_T], Field(fail_fast=True)]
+# Token ids without leading zeros, so that each has one spelling.
+Biases = Annotated[
+    dict[
+        Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")],
+        Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)],
+    ],
+    Field(max_length=MAX_BIASES),
+]
 
 
 class _Received(BaseModel):
@@ -276,6 +284,7 @@ class ChatRequest(_Received):
     ignore_eos: bool | None = None
     stop_token_ids: Listed[Annotated[int, Field(ge=0, le=MAX_INT64)]] | None = None
     include_stop_str_in_output: bool | None = None
+    logit_bias: Biases | None = Field(default=None, description="By token id.")
     mm_processor_kwargs: ProcessorOptions | None = None
     media_io_kwargs: MediaLoading | None = None
     priority: Int64 | None = Field(

@@ -51,7 +51,6 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "guided_whitespace_pattern": (),
     "kv_transfer_params": (),
     "length_penalty": (1.0,),
-    "logit_bias": ({},),
     "logits_processors": ([],),
     "logprob_token_ids": (),
     "moderation": (),

@@ -103,6 +103,8 @@ def sampling_params(chat: ChatRequest, defaults: SamplingParams) -> SamplingPara
     said: dict[str, Any] = {name: getattr(chat, name) for name in _SAME_NAME}
     said["max_tokens"] = chat.max_completion_tokens or chat.max_tokens
     said["stop_token_ids"] = None if chat.stop_token_ids is None else tuple(chat.stop_token_ids)
+    if chat.logit_bias is not None:
+        said["logit_bias"] = tuple((int(each), bias) for each, bias in chat.logit_bias.items())
     if chat.stop is not None:
         said["stop"] = (chat.stop,) if isinstance(chat.stop, str) else tuple(chat.stop)
     if chat.logprobs:

@@ -177,6 +177,7 @@ class RequestPlanner:
     ) -> AnswerPlan:
         start = time.perf_counter()
         plans = self._media_plans(request, images)
+        self._check_ids(adapter, [token_id for token_id, _ in request.sampling.logit_bias])
         whole = adapter.plan_chat(plans, request.messages)
         prompt = reduce_prompt(whole, request.reduction)
         sampling = self.settings.completed(request.sampling, len(prompt))

@@ -103,18 +103,19 @@ def _sample_chunk(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledTo
     asked = [i for i, row in enumerate(rows) if row.state.params.logprobs is not None]
     kinds = _kinds(rows)
     arrays = [*_penalties(rows, logits.shape[1]), _banned(rows, logits.shape[1]), np.array(asked, np.int64)]
-    arrays += [*allowed_tokens(rows, logits.shape[1])]
+    arrays += [*allowed_tokens(rows, logits.shape[1]), *_biases(rows, logits.shape[1])]
     arrays += [array for kind in kinds for array in _drawing(rows, kind)]
     moved = arrays_to_device(arrays, logits.device)
-    penalised, changes, banned, asked_rows, held_rows, allowed, *drawing = moved
+    penalised, changes, banned, asked_rows, held_rows, allowed, biased, biases, *drawing = moved
     groups = [
         _Group([rows[i].state.params for i in kind], *drawing[3 * number : 3 * number + 3])
         for number, kind in enumerate(kinds)
     ]
     raw = logits.float()
     logprobs = _Logprobs.of(raw.index_select(0, asked_rows), asked_rows) if asked else None
-    scores = _changed(raw, penalised, changes, banned, in_place=raw is not logits)
-    scores = ruled_out(scores, held_rows, allowed)
+    raw = _biased(raw, biased, biases, in_place=raw is not logits)
+    is_own = raw is not logits
+    scores = ruled_out(_changed(raw, penalised, changes, banned, in_place=is_own), held_rows, allowed)
     has_greedy = sum(map(len, kinds)) < len(rows)
     ids, values = _chosen(scores, groups, logprobs, has_greedy=has_greedy)
     return _tokens(rows, asked, ids, values)
@@ -166,6 +167,26 @@ def _banned(rows: Sequence[SamplingRow], num_tokens: int) -> NDArray[np.int64]:
         if token_id < num_tokens
     ]
     return np.array(places, np.int64)
+
+
+def _biases(rows: Sequence[SamplingRow], num_tokens: int) -> list[NDArray[Any]]:
+    """Returns the places, among all R * V, of tokens with a bias: int64 [N]; and the biases, float32 [N]."""
+    given = [
+        (i * num_tokens + token_id, bias)
+        for i, row in enumerate(rows)
+        for token_id, bias in row.state.params.logit_bias
+        if token_id < num_tokens
+    ]
+    places, biases = zip(*given, strict=True) if given else ((), ())
+    return [np.array(places, np.int64), np.array(biases, np.float32)]
+
+
+def _biased(scores: Tensor, places: Tensor, biases: Tensor, *, in_place: bool) -> Tensor:
+    """Adds biases to scores [R, V], before all else, as vLLM does. in_place: see `_changed`."""
+    if not len(places):
+        return scores
+    flat = (scores if in_place else scores.clone()).view(-1)
+    return flat.index_add_(0, places, biases).view_as(scores)
 
 
 def _changed(scores: Tensor, penalised: Tensor, changes: Tensor, banned: Tensor, *, in_place: bool) -> Tensor:

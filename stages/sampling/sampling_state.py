@@ -95,7 +95,8 @@ class SamplingState:
         self.num_generated = 0
         ending_ids = params.ending_ids(eos_ids) if ending_ids is None else ending_ids
         self.ending_ids = ending_ids if params.min_tokens else frozenset()
-        is_likeliest = params.is_greedy and not params.has_penalties and matcher is None
+        is_changed = params.has_penalties or bool(params.logit_bias) or matcher is not None
+        is_likeliest = params.is_greedy and not is_changed
         self.is_plain = is_likeliest and params.logprobs is None and not self.ending_ids
         seen = prompt_ids if params.repetition_penalty != 1 else prompt_ids[:0]
         self._counts = TokenCounts(seen) if params.has_penalties else None

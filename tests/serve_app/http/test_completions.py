@@ -145,14 +145,16 @@ def test_options_reach_the_service(front: Front) -> None:
         "include_stop_str_in_output": True, "n": 2,
     }  # fmt: skip
     response = front.ask(
-        **said, max_completion_tokens=9, max_tokens=8, stop=["x", "y"], stop_token_ids=[3], logprobs=True
-    )
+        **said, max_completion_tokens=9, max_tokens=8, stop=["x", "y"], stop_token_ids=[3], logprobs=True,
+        logit_bias={"7": 2, "9": -100},
+    )  # fmt: skip
     assert response.status_code == 200, response.text
     assert front.service.requests[0].sampling == SamplingParams(
         **said,
         max_tokens=9,
         stop=("x", "y"),
         stop_token_ids=(3,),
+        logit_bias=((7, 2.0), (9, -100.0)),
         logprobs=0,  # type: ignore[arg-type]
     )
     front.ask(max_tokens=8, stop="z", temperature=0, user="me", metadata={"a": "b"})

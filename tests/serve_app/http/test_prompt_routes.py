@@ -116,6 +116,16 @@ def test_hostile_prompts_are_refused(app: RealApp, path: str, body: JSON, words:
     assert words in response.json()["error"]["message"]
 
 
+def test_a_bias_chooses_the_token(app: RealApp) -> None:
+    (wanted,) = app.http.post("/tokenize", json={"prompt": "circle"}).json()["tokens"]
+    body: JSON = {"messages": [{"role": "user", "content": "what?"}], "max_tokens": 3, "temperature": 1}
+    answer = app.http.post("/v1/chat/completions", json=body | {"logit_bias": {str(wanted): 100}}).json()
+    assert answer["choices"][0]["message"]["content"] == "circle" * 3
+    refused = app.http.post("/v1/chat/completions", json=body | {"logit_bias": {"1000000": 1}})
+    assert refused.status_code == 400
+    assert "received the token 1000000; allowed: 0 to" in refused.json()["error"]["message"]
+
+
 def test_an_unknown_model_is_not_found(app: RealApp) -> None:
     for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
         assert app.http.post(path, json=body | {"model": "gpt"}).status_code == 404

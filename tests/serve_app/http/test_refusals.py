@@ -156,7 +156,8 @@ def test_what_does_not_fit_is_named(front: Front, body: JSON, place: str) -> Non
     ("more", "words"),
     [
         ({"tools": [{"type": "function"}]}, "tools[0]: Field required"),
-        ({"logit_bias": {"5": 1}}, "received logit_bias"),
+        ({"logit_bias": {"05": 1}}, "logit_bias.05"),
+        ({"logit_bias": {"5": 101}}, "less than or equal to 100"),
         ({"modalities": ["text", "audio"]}, "received modalities"),
         ({"stream_options": {"include_usage": True}}, "stream_options without stream"),
         ({"top_logprobs": 2}, "top_logprobs without logprobs"),

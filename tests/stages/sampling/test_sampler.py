@@ -245,10 +245,12 @@ def test_greedy_with_repetition_penalty_is_that_of_the_reference(
 
 def chosen_logprobs(logits: Sequence[float], params: SamplingParams, output: tuple[int, ...]) -> list[float]:
     """Log-probabilities that the sampler draws by, relative to the first."""
-    sequence = SamplingState(params, 0, np.array([1]), output)
-    places, changes = map(torch.from_numpy, sampler._penalties([SamplingRow(sequence)], len(logits)))
+    rows = [SamplingRow(SamplingState(params, 0, np.array([1]), output))]
+    places, changes = map(torch.from_numpy, sampler._penalties(rows, len(logits)))
     none = torch.empty(0, dtype=torch.int64)
-    scores = sampler._changed(torch.tensor([logits]), places, changes, none, in_place=False)
+    biased = map(torch.from_numpy, sampler._biases(rows, len(logits)))
+    scores = sampler._biased(torch.tensor([logits]), *biased, in_place=True)
+    scores = sampler._changed(scores, places, changes, none, in_place=False)
     return (scores - scores[:, :1])[0].tolist()
 
 
@@ -277,6 +279,28 @@ def test_extreme_penalties_leave_a_choice(penalty: float) -> None:
         (token,) = sample(logits, [SamplingRow(SamplingState(params, 3, np.arange(4)))])
         # The largest of all, or, of those that all but vanish, any that was not negative.
         assert token.token_id in ((1, 3) if penalty < 1 else (0, 1, 3))
+
+
+def test_biases_are_added_before_penalties() -> None:
+    logits = [0.0, 4.0, 4.0, 4.0]
+    bias = ((1, -100.0), (3, 2.0), (10**9, 5.0))
+    params = SamplingParams(repetition_penalty=2.0, logit_bias=bias)
+    assert chosen_logprobs(logits, SamplingParams(logit_bias=bias), ()) == [0.0, -96.0, 4.0, 6.0]
+    assert chosen_logprobs(logits, params, (3,)) == [0.0, -96.0, 4.0, 3.0]
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.5, top_k=5)])
+def test_biased_tokens_are_those_of_biased_logits(params: SamplingParams) -> None:
+    """Rows without a bias beside them, and the logits of the model, stay as they are."""
+    logits = random_logits(7, rows=8)
+    before, biased = logits.clone(), logits.clone()
+    bias = ((3, 2.5), (9, -1.5), (11, 100.0))
+    for token_id, each in bias:
+        biased[::2, token_id] += each
+    held = replace(params, logit_bias=bias)
+    rows = [SamplingRow(state(params if seed % 2 else held, seed)) for seed in range(8)]
+    assert sample(logits, rows) == sample(biased, rows_of(params, range(8)))
+    assert torch.equal(logits, before)
 
 
 def test_an_answer_does_not_end_before_min_tokens() -> None:
