@@ -6,6 +6,7 @@ The plain twins are written for few operations, each of which costs a CPU micros
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -43,15 +44,20 @@ class RmsNorm:
         return torch.div(rows, length.hypot_(self.root)).mul_(self.scaled).to(rows.dtype)
 
 
+def _kernels() -> ModuleType:
+    from stages.kernels import layer_fusions  # Triton is needed on a GPU alone
+
+    return layer_fusions
+
+
 def add_rms_norm(residual: Tensor, added: Tensor | None, norm: RmsNorm) -> Tensor:
     """Adds to `residual` in place, and returns its norm.
 
     residual, added: [T, C]; with None nothing is added.
     """
     if uses_kernels(residual):
-        from stages.kernels.layer_fusions import add_rms_norm_fused
-
-        return add_rms_norm_fused(residual, added, norm.weight, norm.eps)
+        normed: Tensor = _kernels().add_rms_norm_fused(residual, added, norm.weight, norm.eps)
+        return normed
     if added is not None:
         residual.add_(added)
     return norm(residual)
@@ -76,12 +82,10 @@ def norm_rotate_write(
     split = qkv.view(qkv.shape[0], -1, dim)
     queries, keys, values = split.split_with_sizes([num_heads, num_kv_heads, num_kv_heads], dim=1)
     if uses_kernels(qkv):
-        from stages.kernels.layer_fusions import norm_rotate_write_fused
-
         weights = None if norms is None else (norms[0].weight, norms[1].weight)
         eps = 0.0 if norms is None else norms[0].eps
         cos, sin = rotations.cos, rotations.sin
-        norm_rotate_write_fused(
+        _kernels().norm_rotate_write_fused(
             split, (num_heads, num_kv_heads), weights, eps, cos, sin, caches, slot_mapping
         )
         return queries, keys, values
@@ -103,8 +107,7 @@ def rotate(rows: Tensor, rotations: Rotations) -> None:
 def silu_mul(gate_up: Tensor) -> Tensor:
     """Returns silu(gate) * up, [T, I], of gate and up side by side, [T, 2 I]."""
     if uses_kernels(gate_up):
-        from stages.kernels.layer_fusions import silu_mul_fused
-
-        return silu_mul_fused(gate_up)
+        product: Tensor = _kernels().silu_mul_fused(gate_up)
+        return product
     gate, up = gate_up.chunk(2, dim=-1)
     return silu(gate).mul_(up)

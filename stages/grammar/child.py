@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
 from stages.grammar.formats import AnswerFormat, grammar_text
 from stages.grammar.limits import MAX_BUILD_S, MAX_MASK_S, MAX_MEMORY_BYTES, parser_limits
 
@@ -58,7 +60,6 @@ def _reply(asked: dict[str, Any], tokens: Any) -> dict[str, str]:
 
 def _error_of(grammar: str, tokens: Any, start_s: float) -> str:
     """Returns why a grammar is refused; empty if it is not. start_s: CPU time at which its work began."""
-    from llguidance import LLMatcher  # only where a grammar is used
 
     matcher = LLMatcher(tokens, grammar, log_level=0, limits=parser_limits())
     if time.process_time() - start_s > MAX_BUILD_S:
@@ -97,7 +98,6 @@ class _Bytes:
 
 
 def _byte_tokens() -> Any:
-    from llguidance import LLTokenizer, TokenizerWrapper  # only where a grammar is used
 
     return LLTokenizer(TokenizerWrapper(_Bytes()))
 

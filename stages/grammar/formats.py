@@ -9,6 +9,9 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import any_to_lark
+
 from epd.errors import RequestError
 from stages.grammar.limits import MAX_CHOICES, MAX_DEPTH, MAX_FORMAT_BYTES
 
@@ -66,8 +69,6 @@ def grammar_text(wanted: AnswerFormat) -> str:
 
     What it costs is bounded by nothing but the format: see `stages.grammar.checker`.
     """
-    from llguidance import LLMatcher  # only where a grammar is used
-    from llguidance.gbnf_to_lark import any_to_lark
 
     if wanted.kind == "json_schema":
         return LLMatcher.grammar_from_json_schema(wanted.text, overrides=_json_options(wanted.whitespace))

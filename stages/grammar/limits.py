@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from llguidance import LLParserLimits
+
 # Of a format as JSON: bytes, and how deep its lists and objects lie in each other.
 MAX_FORMAT_BYTES = 1 << 17
 MAX_DEPTH = 60
@@ -28,6 +30,4 @@ _PARSER: dict[str, Any] = {
 
 def parser_limits() -> Any:
     """Returns the limits as llguidance takes them."""
-    from llguidance import LLParserLimits  # only where a grammar is used
-
     return LLParserLimits(**_PARSER)

@@ -18,6 +18,8 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
+from llguidance import LLMatcher
+from llguidance.hf import from_tokenizer
 from numpy.typing import NDArray
 
 from epd.errors import RequestError
@@ -61,7 +63,6 @@ class GrammarBuilder:
 
     @cached_property
     def _tokens(self) -> Any:
-        from llguidance.hf import from_tokenizer  # only where a grammar is used
 
         if not self._eos_ids:
             raise RequestError(
@@ -72,7 +73,6 @@ class GrammarBuilder:
 
     def _built(self, grammar: str) -> BuiltGrammar:
         """Builds in the thread. Raises RequestError."""
-        from llguidance import LLMatcher  # only where a grammar is used
 
         matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=parser_limits())
         matcher.compute_bitmask()  # the first step of every copy
