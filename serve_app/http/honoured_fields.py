@@ -37,10 +37,10 @@ HONOURED: Mapping[str, str] = {
     "min_p": "as vLLM's",
     "repetition_penalty": "as vLLM's",
     "min_tokens": "as vLLM's",
-    "logit_bias": "at most 1,024 tokens, from -100 to 100, added before penalties",
     "ignore_eos": "as vLLM's",
     "stop_token_ids": "as vLLM's",
     "include_stop_str_in_output": "as vLLM's",
+    "logit_bias": "at most 1,024 tokens, from -100 to 100, added before penalties",
     "mm_processor_kwargs": "`fps` or `num_frames` of videos",
     "media_io_kwargs": (
         "`video`: `fps` or `num_frames`, as `mm_processor_kwargs`; the same in both or in one"

@@ -137,7 +137,7 @@ def test_what_is_wrong_with_one_medium_or_line_stays_there(
         "text": "UnsupportedMediaError",
         "an image as a video": "UnsupportedMediaError",
         "reserved": "RequestError",
-        "too long": "RequestError",
+        "too long": "RequestBudgetError",
         "a bug in its pass": "InternalError",
         "no number": "RequestError",
         "fps and frames": "RequestError",

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from epd.control.admission import AdmissionQueue
@@ -70,6 +69,12 @@ class ScriptedFleet:
             yield event
 
 
+class Prompt(tuple[int, ...]):
+    """Tokens of a prompt, all of which are kept."""
+
+    num_dropped = 0
+
+
 class Bench:
     """A placement over a scripted fleet."""
 
@@ -89,7 +94,7 @@ class Bench:
         params, identity = SamplingParams(max_tokens=4), token_identity([1, 2, 3])
         plan = SimpleNamespace(
             visual_tokens=(),
-            prompt=np.zeros(3),
+            prompt=Prompt(range(3)),
             identity=identity,
             sampling=params,
             groups=(),

@@ -286,7 +286,7 @@ def test_biases_are_added_before_penalties() -> None:
     bias = ((1, -100.0), (3, 2.0), (10**9, 5.0))
     params = SamplingParams(repetition_penalty=2.0, logit_bias=bias)
     assert chosen_logprobs(logits, SamplingParams(logit_bias=bias), ()) == [0.0, -96.0, 4.0, 6.0]
-    assert chosen_logprobs(logits, params, (3,)) == [0.0, -96.0, 4.0, 3.0]
+    assert chosen_logprobs(logits, params, (3,)) == [0.0, -192.0, 4.0, 3.0]  # the prompt holds token 1
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.5, top_k=5)])
