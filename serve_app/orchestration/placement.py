@@ -148,6 +148,8 @@ class RequestPlacer:
         return False  # the loss is counted before another worker is put at risk
 
     async def _take_step(self, attempt: Attempt, step: Step, round_: _Round) -> bool:
+        if step != "release" and not self._is_allowed(attempt, step):
+            return False
         match step:
             case "reserve":
                 round_.seen = self._seen(attempt)
@@ -163,6 +165,12 @@ class RequestPlacer:
             case "release":
                 await self._abort(attempt, attempt.decode_worker)
         return True
+
+    def _is_allowed(self, attempt: Attempt, step: Step) -> bool:
+        """Checks again what was checked when the worker was chosen: others were asked questions since."""
+        stage: Stage = "decode" if step == "reserve" else "prefill"
+        worker = attempt.decode_worker if step == "reserve" else attempt.prefill_worker
+        return bool(self._isolation.allowed(attempt, stage, [worker]))
 
     # Leaving a lost decode worker
 

@@ -34,19 +34,25 @@ ROLES: Mapping[str, Stage] = {"p": "prefill", "d": "decode"}
 
 @dataclass
 class ScriptedFleet:
-    """Workers with room for so many requests; what they are asked is kept. They report nothing at all."""
+    """Workers with room for so many requests; what they are asked is kept. They report nothing at all.
+
+    gates: workers that answer once these are set
+    """
 
     room: dict[str, int]
     asked: list[tuple[str, type]] = field(default_factory=list)
     held: dict[str, set[str]] = field(default_factory=dict)
+    gates: dict[str, asyncio.Event] = field(default_factory=dict)
 
     @property
     def workers(self) -> Mapping[str, WorkerInfo]:
         return {name: WorkerInfo(name, frozenset({ROLES[name[0]]})) for name in self.room}
 
     async def send(self, _stage: Stage, target: str, message: Message[Any], _bulk: Any = None) -> Any:
-        await asyncio.sleep(0)
         self.asked.append((target, type(message)))
+        await asyncio.sleep(0)
+        if target in self.gates:
+            await self.gates[target].wait()
         held = self.held.setdefault(target, set())
         if isinstance(message, Abort):
             held.difference_update(message.request_ids)
@@ -86,7 +92,8 @@ class Bench:
         clock = asyncio.get_running_loop().time
         dispatcher = EncodeDispatcher(self.fleet, self.router, max_backlog_patches=1)
         losses = LossCounter(LossLedger(), self.fleet, dispatcher, {}, clock, max_losses=5)
-        isolation = Isolation(dispatcher, Router(), {}, clock)
+        self.attempts: dict[str, Attempt] = {}
+        isolation = Isolation(dispatcher, Router(), self.attempts, clock)
         self.placement = RequestPlacer(self.fleet, self.router, self.queue, limits, losses, isolation, clock)
         self._clock = clock
 
@@ -102,10 +109,15 @@ class Bench:
         )
         request = SimpleNamespace(request_id=name, priority=priority)
         answer: Any = SimpleNamespace(request=request, plan=plan, queued=StageTimings())
-        return Attempt(0, answer, self.router)
+        attempt = Attempt(0, answer, self.router)
+        self.attempts[attempt.id] = attempt
+        return attempt
 
-    async def place(self, name: str, *, seconds: float = 5.0, priority: int = 0) -> Attempt:
+    async def place(
+        self, name: str, *, seconds: float = 5.0, priority: int = 0, isolated_at: Stage | None = None
+    ) -> Attempt:
         attempt = self.attempt(name, priority)
+        attempt.isolated_at = frozenset({isolated_at} if isolated_at else ())
         await self.placement.place(attempt, self._clock() + seconds, is_new=True)
         return attempt
 
@@ -119,6 +131,28 @@ def test_a_busy_worker_refuses_and_the_next_best_takes_it() -> None:
         asked = [name for name, kind in bench.fleet.asked if kind is Prefill]
         assert asked == ["p0", "p1"]
         assert len(bench.queue) == 0
+
+    asyncio.run(run())
+
+
+def test_a_suspect_is_not_joined_by_those_that_had_chosen_its_worker_before() -> None:
+    """Another request has chosen a prefill worker, and waits for room at its decode worker."""
+
+    async def run() -> None:
+        bench = Bench({"p0": 9, "d0": 9, "d1": 9})
+        gate = bench.fleet.gates["d0"] = asyncio.Event()
+        placing = asyncio.create_task(bench.place("other"))
+        while not bench.fleet.asked:
+            await asyncio.sleep(0)
+        assert bench.fleet.asked == [("d0", Reserve)]
+        suspect = await bench.place("suspect", isolated_at="prefill")
+        gate.set()
+        await asyncio.sleep(0.05)
+        assert bench.fleet.held == {"p0": {suspect.id}, "d0": set(), "d1": {suspect.id}}
+        suspect.num_tokens = 1  # it got further: others may come
+        bench.placement.wake()
+        other = await placing
+        assert bench.fleet.held["p0"] == {suspect.id, other.id}
 
     asyncio.run(run())
 
