@@ -1,4 +1,7 @@
-"""`epd serve` as a process: what it refuses, that it answers, and that it leaves nothing behind."""
+"""`epd serve` as a process: what it refuses, that it answers, and that it leaves nothing behind.
+
+One server on Ray answers the README's examples as they are written, and then drains.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ import pytest
 from openai import OpenAI
 
 from epd.shapes import make_scene
+from tests import ROOT
 from tests.hostile_packages import write_hostile_packages
 from tests.serve_app.server import wait_until
 from video.demo_video import write_demo_video
@@ -28,6 +33,7 @@ from video.demo_video import write_demo_video
 MARK = "EPD_TEST_MARK"
 READY_S, END_S = 200.0, 60.0
 START = "from epd.cli.program import main; main()"
+SCENE, README = make_scene(3, 30.0), ROOT / "README.md"
 WITHOUT_RAY = f"import sys; sys.modules['ray'] = None; {START}"  # any import of it raises ImportError
 
 
@@ -67,8 +73,8 @@ def test_a_port_that_is_taken_is_told_at_once() -> None:
 
 def test_it_serves_from_one_process_without_ray(tmp_path: Path) -> None:
     """What a laptop user meets first: a question about a video, then Ctrl-C."""
-    scene, clip, spool = make_scene(3, 30.0), tmp_path / "clip.mp4", tmp_path / "tmp"
-    write_demo_video(clip, scene, fps=8, height=180, width=320)
+    clip, spool = tmp_path / "clip.mp4", tmp_path / "tmp"
+    write_demo_video(clip, SCENE, fps=8, height=180, width=320)
     spool.mkdir()
     mark, question = secrets.token_hex(8), "Which shape appears first?"
     options = ("--local", "--topology", "1e1p1d", "--allowed-media-path", str(tmp_path), "--verbose")
@@ -93,7 +99,7 @@ def test_it_serves_from_one_process_without_ray(tmp_path: Path) -> None:
     answer = json.loads(done.stdout)
     assert reply.usage is not None
     assert reply.choices[0].message.content == answer["answer"]
-    assert reply.choices[0].message.content == min(scene.objects, key=lambda item: item.start_s).shape
+    assert reply.choices[0].message.content == min(SCENE.objects, key=lambda item: item.start_s).shape
     assert reply.usage.prompt_tokens == answer["usage"]["prompt_tokens"]
     assert reply.usage.completion_tokens == answer["usage"]["completion_tokens"]
 
@@ -105,26 +111,77 @@ def test_a_cluster_is_not_for_one_process() -> None:
     assert "received --local and --address 10.0.0.5:6379; allowed: one of them" in done.stderr
 
 
-def test_it_answers_and_drains(tmp_path: Path) -> None:
-    mark = secrets.token_hex(8)
-    with running(mark, tmp_path, "--topology", "1epd", "--limits", "max_media=7") as (process, url):
-        assert "bytes of text, 7 media, 65,536 frames" in (tmp_path / "output").read_text()
-        client = httpx.Client(base_url=url, trust_env=False, timeout=60)
-        body = {
-            "messages": [{"role": "user", "content": "What is it?"}],
-            "stream": True,
-            "max_tokens": 400,
-            "ignore_eos": True,
-        }
-        with client, client.stream("POST", "/v1/chat/completions", json=body) as response:
-            lines = response.iter_lines()
-            assert next(lines).startswith("data: ")
-            process.send_signal(signal.SIGTERM)
-            rest = [line for line in lines if line.startswith("data: ")]
-        assert rest[-1] == "data: [DONE]"
-        assert '"finish_reason":"length"' in rest[-2].replace(" ", "")
-        assert process.wait(END_S) == 0
-    wait_until(lambda: processes_with(mark) == [])
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """`epd serve` on Ray. folder: of the README's video. output: a file of what the command printed."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    folder: Path
+    output: Path
+    mark: str
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    folder, home, mark = (
+        tmp_path_factory.mktemp("readme"),
+        tmp_path_factory.mktemp("serve"),
+        secrets.token_hex(8),
+    )
+    write_demo_video(folder / "clip.mp4", SCENE, fps=8, height=180, width=320)
+    options = ("--topology", "1epd", "--limits", "max_media=7", "--allowed-media-path", str(folder))
+    with running(mark, home, *options) as (process, url):
+        yield Serving(process, url, folder, home / "output", mark)
+
+
+def example(name: str) -> str:
+    """The block of code behind the comment `<!-- name -->` of the README."""
+    match = re.search(rf"<!-- {name} -->\n```\w+\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    assert match, f"the README has no example {name}"
+    return match[1]
+
+
+def run_example(serving: Serving, program: list[str], name: str) -> str:
+    """What an example prints in the folder of its reader, beside the video."""
+    script = example(name).replace("http://127.0.0.1:8000", serving.url)
+    done = subprocess.run(
+        [*program, script], cwd=serving.folder, env={**os.environ, "NO_PROXY": "127.0.0.1"},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_readmes_curl(serving: Serving) -> None:
+    answer = json.loads(run_example(serving, ["bash", "-c"], "curl"))
+    content = answer["choices"][0]["message"]["content"]
+    assert content == min(SCENE.objects, key=lambda item: item.start_s).shape
+
+
+def test_the_readmes_client(serving: Serving) -> None:
+    assert run_example(serving, [sys.executable, "-c"], "openai") == str(len(SCENE.objects))
+
+
+def test_it_answers_and_drains(serving: Serving) -> None:
+    """The last test of this server."""
+    assert "bytes of text, 7 media, 65,536 frames" in serving.output.read_text()
+    client = httpx.Client(base_url=serving.url, trust_env=False, timeout=60)
+    body = {
+        "messages": [{"role": "user", "content": "What is it?"}],
+        "stream": True,
+        "max_tokens": 400,
+        "ignore_eos": True,
+    }
+    with client, client.stream("POST", "/v1/chat/completions", json=body) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        serving.process.send_signal(signal.SIGTERM)
+        rest = [line for line in lines if line.startswith("data: ")]
+    assert rest[-1] == "data: [DONE]"
+    assert '"finish_reason":"length"' in rest[-2].replace(" ", "")
+    assert serving.process.wait(END_S) == 0
+    wait_until(lambda: processes_with(serving.mark) == [])
 
 
 @contextmanager
