@@ -92,6 +92,30 @@ KEEP_ALL = ReductionPolicy()
 
 
 @dataclass(frozen=True, slots=True)
+class VisualBudget:
+    """Sets what the visual tokens of a prompt are held to, beside the model's context.
+
+    max_tokens: visual tokens that are kept, None for what the context has room for.
+    keeps_retention: whether the share of them was asked for; then only frames are chosen.
+    retention_min: the least share that may be chosen.
+    Raises RequestError for a budget below 1.
+    """
+
+    max_tokens: int | None = None
+    keeps_retention: bool = False
+    retention_min: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise RequestError(
+                f"received max_visual_tokens={self.max_tokens}; allowed: at least 1; raise it or leave it out"
+            )
+
+
+NO_BUDGET = VisualBudget()
+
+
+@dataclass(frozen=True, slots=True)
 class Window:
     """Covers units [start, stop) of an item: `num_tokens` visual tokens, of which `num_kept` are kept.
 

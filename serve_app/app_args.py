@@ -149,6 +149,12 @@ class AppArgs(BaseModel):
     reduction: str = Field(
         default=DEFAULT_METHOD, description=f"How the kept tokens are chosen: {', '.join(METHODS)}."
     )
+    max_visual_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Visual tokens of a request at most; frames and retention are chosen for it. By default "
+        "what the model's context has room for.",
+    )
     retention_min: float | None = Field(
         default=None,
         ge=LEAST_RETENTION,

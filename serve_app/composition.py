@@ -166,6 +166,7 @@ def _api_settings(args: AppArgs, planner: RequestPlanner) -> ApiSettings:
         default_params=planner.settings.sampling,
         default_deadline_s=args.slo_ttft_s,
         default_reduction=args.reduction_policy,
+        max_visual_tokens=args.max_visual_tokens,
         allowed_hosts=args.allowed_hosts,
         trace_dir=args.trace_dir,
         max_traces=args.max_traces,

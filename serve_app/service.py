@@ -21,7 +21,7 @@ from encoders import FrameSampling
 from encoders.prompt.chat import ChatMessage, media_kinds
 from epd.control.elasticity import Decision, ReplicaAdvice, RequestWork
 from epd.control.retention import LevelChange
-from epd.reduction import KEEP_ALL, ReductionPolicy
+from epd.reduction import KEEP_ALL, NO_BUDGET, ReductionPolicy, VisualBudget
 from epd.sampling_params import SamplingParams
 from epd.topology import Stage
 from epd.types import MediaKind, StageTimings, Usage
@@ -80,6 +80,7 @@ class AnswerRequest:
     frame_sampling: which frames of each video are used.
     priority: the lower, the sooner, as in vLLM; above 0 is batch work that no user waits for.
     reduction: which visual tokens are kept.
+    budget: what the visual tokens are held to, by fewer frames or a smaller share of them.
     retention_min: the least share of them that may be kept, None for any.
     arrival_s, deadline_s: Unix time in seconds; a service that finds that the first token cannot meet the
     deadline raises OverloadedError.
@@ -95,6 +96,7 @@ class AnswerRequest:
     frame_sampling: FrameSampling = field(default_factory=FrameSampling)
     priority: int = 0
     reduction: ReductionPolicy = KEEP_ALL
+    budget: VisualBudget = NO_BUDGET
     retention_min: float | None = None
     arrival_s: float = 0.0
     deadline_s: float | None = None

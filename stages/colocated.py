@@ -13,7 +13,7 @@ import logging
 import math
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -26,7 +26,8 @@ import torch
 from encoders import FrameSampling, MediaPlan, check_question
 from encoders.prompt.chat import one_turn
 from epd.errors import InfeasibleError
-from epd.reduction import KEEP_ALL, ReductionPolicy
+from epd.kv.answer_length import TYPICAL_TOKENS
+from epd.reduction import KEEP_ALL, NO_BUDGET, ReductionPolicy, VisualBudget
 from epd.sampling_params import SamplingParams
 from epd.types import Answer, Int64Array, StageTimings
 from stages.engine.generation import GenerateRequest, StepResult, TokenOutput
@@ -116,11 +117,16 @@ class ColocatedPipeline(Pipeline):
         start_s: float = 0.0,
         end_s: float | None = None,
         reduction: ReductionPolicy = KEEP_ALL,
+        budget: VisualBudget = NO_BUDGET,
         max_tokens: int | None = None,
         on_text: OnText | None = None,
         progress: Progress | None = None,
+        on_choice: Callable[[str], None] | None = None,
     ) -> Answer:
-        """Answers one question about media, or about none. Options as in `prefill_media` and `answer`."""
+        """Answers one question about media, or about none. Options as in `prefill_media` and `answer`.
+
+        on_choice: called with what was chosen where not all frames and tokens have room.
+        """
         start = perf_counter()
         sampling = self._sampling(question, max_tokens)
         context = self.prefill_media(
@@ -130,7 +136,11 @@ class ColocatedPipeline(Pipeline):
             start_s=start_s,
             end_s=end_s,
             reduction=reduction,
+            budget=budget,
+            question=question,
+            num_answer_tokens=self._expected_tokens(sampling),
             progress=progress,
+            on_choice=on_choice,
         )
         return self._answer(context, question, sampling, on_text, start, context.timings)
 
@@ -152,6 +162,11 @@ class ColocatedPipeline(Pipeline):
         sampling = self._sampling(question, max_tokens)
         return self._answer(context, question, sampling, on_text, start, StageTimings())
 
+    def _expected_tokens(self, sampling: SamplingParams) -> int:
+        """Estimates an answer, to leave room for it."""
+        asked = self.settings.max_tokens if sampling.max_tokens is None else sampling.max_tokens
+        return min(asked or TYPICAL_TOKENS, TYPICAL_TOKENS)
+
     def _sampling(self, question: str, max_tokens: int | None) -> SamplingParams:
         """Completes params as the checkpoint wants them. Raises RequestError for an invalid request."""
         check_question(question)
@@ -167,18 +182,34 @@ class ColocatedPipeline(Pipeline):
         start_s: float = 0.0,
         end_s: float | None = None,
         reduction: ReductionPolicy = KEEP_ALL,
+        budget: VisualBudget = NO_BUDGET,
+        question: str = "",
+        num_answer_tokens: int = TYPICAL_TOKENS,
         progress: Progress | None = None,
+        on_choice: Callable[[str], None] | None = None,
     ) -> MediaContext:
         """Decodes, encodes and prefills images and videos, in the order given, before any question is known.
 
         fps, num_frames: which frames of each video, one of the two or neither: then as the processor has it.
         start_s, end_s: only of this part of each, by default of all of it.
-        reduction: which of their tokens are kept, by default all.
+        reduction: which of their tokens are kept, by default all; where frames or retention are not asked
+            for, as many as `budget` and context have room for beside a question and its answer.
+        question: the longest that is to come, if it is known.
+        on_choice: called with what was chosen where not all have room.
         Raises MediaError, RequestError, InfeasibleError when the media do not fit into the KV cache.
         """
-        job = MediaJob(sources=media, frame_sampling=FrameSampling(fps, num_frames, start_s, end_s))
+        job = MediaJob(
+            sources=media,
+            frame_sampling=FrameSampling(fps, num_frames, start_s, end_s),
+            question=question,
+            reduction=reduction,
+            budget=budget,
+            num_answer_tokens=num_answer_tokens,
+        )
         with self._encoded(job) as groups:
-            return self._prefilled(job, groups, reduction, job.timings, progress)
+            if on_choice and job.choice:
+                on_choice(job.choice)
+            return self._prefilled(job, groups, job.reduction, job.timings, progress)
 
     def encode_media(
         self, media: Sequence[str | Path], *, fps: float | None = None, num_frames: int | None = None
@@ -199,7 +230,9 @@ class ColocatedPipeline(Pipeline):
     @contextmanager
     def _encoded(self, job: MediaJob) -> Iterator[Iterator[EncodedGroup]]:
         """Plans the media; encodes their groups, in order, as they are asked for in the block."""
-        driver = GroupDriver[MediaJob](self.adapter, self.encoder, self.group_tokens)
+        driver = GroupDriver[MediaJob](
+            self.adapter, self.encoder, self.group_tokens, context_tokens=self.settings.context_tokens
+        )
         with busy(job.timings, "total_s"), closing(driver.run([job])) as items:
             _unfailed(next(items))
             yield (item for each in items if isinstance(item := _unfailed(each), tuple))

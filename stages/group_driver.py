@@ -18,13 +18,19 @@ from typing import Generic, TypeVar
 
 import video
 from encoders import Adapter, FrameSampling, MediaPlan
+from encoders.adapter import PromptPlan
 from encoders.batch import FrameEncoder
-from epd.errors import EPDError, UnsupportedMediaError
+from encoders.prompt.chat import ChatMessage, one_turn
+from epd.errors import EPDError, RequestError, UnsupportedMediaError
+from epd.kv.answer_length import TYPICAL_TOKENS
+from epd.reduction import KEEP_ALL, ReductionPolicy, VisualBudget
 from epd.transfer.bounded_queue import BusyClock
 from epd.types import MediaKind, StageTimings
+from stages.frame_budget import PromptRoom, plan_within
 from stages.media import (
     DecodedGroup,
     EncodedGroup,
+    FoundVideo,
     PlannedMedia,
     decode_groups,
     encode_group,
@@ -42,6 +48,12 @@ class MediaJob:
 
     sources: files, in order.
     kinds: what each of them must be; None for anything.
+    messages: the first conversation about the media; by default the media and `question`.
+    question: the first one, where it is known before the media are planned.
+    reduction: which of the visual tokens are kept; once planned, as many as have room.
+    budget: what they are held to; None takes frames as they are asked for, whether they have room or not.
+    num_answer_tokens: room that is left to an answer where not all frames have room.
+    choice: what was chosen, for people; empty where all is as it was asked for.
     media: their plans, once there are any.
     num_substituted_frames: those decoded so far that show a neighbour.
     timings: seconds that each stage has spent on them.
@@ -51,6 +63,12 @@ class MediaJob:
     sources: Sequence[str | Path]
     frame_sampling: FrameSampling
     kinds: Sequence[MediaKind] | None = None
+    messages: Sequence[ChatMessage] = ()
+    question: str = ""
+    reduction: ReductionPolicy = KEEP_ALL
+    budget: VisualBudget | None = None
+    num_answer_tokens: int = TYPICAL_TOKENS
+    choice: str = ""
     media: tuple[PlannedMedia, ...] = ()
     num_substituted_frames: int = 0
     timings: StageTimings = field(default_factory=StageTimings)
@@ -88,13 +106,28 @@ class GroupDriver(Generic[JobT]):
     encode_clock: of the encode stage.
     """
 
-    def __init__(self, adapter: Adapter, encoder: FrameEncoder, group_tokens: int) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        encoder: FrameEncoder,
+        group_tokens: int,
+        *,
+        context_tokens: int | None = None,
+        layout_adapter: Adapter | None = None,
+    ) -> None:
+        """Starts without media.
+
+        context_tokens: of the model, for jobs with a budget.
+        layout_adapter: of the planning thread, if others use the tokenizer of `adapter` meanwhile.
+        """
         self.num_decoded = 0
         self.num_encoded = 0
         self.encode_clock = BusyClock()
         self._adapter = adapter
         self._encoder = encoder
         self._group_tokens = group_tokens
+        self._context_tokens = context_tokens
+        self._layout_adapter = layout_adapter or adapter
 
     def run(self, jobs: Iterable[JobT]) -> Generator[JobT | EncodedGroup | FailedJob[JobT], None, None]:
         """Runs all stages, one group at a time. To stop early, close the generator."""
@@ -109,21 +142,47 @@ class GroupDriver(Generic[JobT]):
         for job in jobs:
             try:
                 with busy(job.timings, "probe_s"):
-                    job.media = tuple(self._plan(job))
+                    job.media = self._plan(job)
             except _BREAKS as error:
                 yield _failed(job, error)
             else:
                 yield job
 
-    def _plan(self, job: MediaJob) -> Iterator[PlannedMedia]:
-        kinds = job.kinds or (None,) * len(job.sources)
-        for source, kind in zip(job.sources, kinds, strict=True):
-            facts = video.look(source)
-            if kind not in (None, facts.kind):
-                raise UnsupportedMediaError(
-                    f"'{source}' is a {facts.kind}; allowed here: {kind}s; name it as {facts.kind}"
-                )
-            yield plan_known(self._adapter, source, facts, job.frame_sampling)
+    def _plan(self, job: MediaJob) -> tuple[PlannedMedia, ...]:
+        if job.budget is None:
+            return tuple(
+                plan_known(self._adapter, source, facts, job.frame_sampling) for source, facts in _looked(job)
+            )
+        known = [self._known(job, source, facts) for source, facts in _looked(job)]
+        made = plan_within(
+            [each.plan if isinstance(each, PlannedMedia) else each.plan_of(self._adapter) for each in known],
+            job.frame_sampling,
+            job.reduction,
+            job.budget,
+            PromptRoom(self._context_tokens, job.num_answer_tokens),
+            lambda plans: self._laid_out(job, plans),
+        )
+        job.reduction, job.choice = made.reduction, made.line
+        return tuple(
+            each if isinstance(each, PlannedMedia) else PlannedMedia(each.source, plan)
+            for each, plan in zip(known, made.plans, strict=True)
+        )
+
+    def _known(self, job: MediaJob, source: str | Path, facts: video.MediaFacts) -> PlannedMedia | FoundVideo:
+        """Plans an image; a video is planned when the number of its frames is known."""
+        if facts.kind == "video":
+            return FoundVideo(source, facts)
+        return plan_known(self._adapter, source, facts, job.frame_sampling)
+
+    def _laid_out(self, job: MediaJob, plans: Sequence[MediaPlan]) -> PromptPlan:
+        """Lays out the first prompt about the media; one that cannot be asked fails later, by itself."""
+        adapter = self._layout_adapter
+        try:
+            kinds = [plan.kind for plan in plans]
+            messages = job.messages or (one_turn(kinds, job.question) if job.question else ())
+            return adapter.plan_chat(plans, messages) if messages else adapter.plan_prefix(plans)
+        except RequestError:
+            return adapter.plan_prefix(plans, job.messages)
 
     def decoded(
         self, items: Iterable[JobT | FailedJob[JobT]]
@@ -165,6 +224,18 @@ class GroupDriver(Generic[JobT]):
             return _failed(job, error)
         finally:
             self.encode_clock.stop()
+
+
+def _looked(job: MediaJob) -> Iterator[tuple[str | Path, video.MediaFacts]]:
+    """Looks at each source, in order. Raises MediaError, UnsupportedMediaError for the wrong kind."""
+    kinds = job.kinds or (None,) * len(job.sources)
+    for source, kind in zip(job.sources, kinds, strict=True):
+        facts = video.look(source)
+        if kind not in (None, facts.kind):
+            raise UnsupportedMediaError(
+                f"'{source}' is a {facts.kind}; allowed here: {kind}s; name it as {facts.kind}"
+            )
+        yield source, facts
 
 
 def _failed(job: JobT, error: Exception) -> FailedJob[JobT]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -34,6 +34,18 @@ class PlannedMedia:
         """Returns an image's part that the group shows, uint8 [N, h, w, 3]."""
         assert self.image is not None
         return self.image[group.start : group.stop]
+
+
+@dataclass(frozen=True, slots=True)
+class FoundVideo:
+    """Holds a video that was inspected, before its frames are chosen."""
+
+    source: str | Path
+    facts: video.MediaFacts
+
+    def plan_of(self, adapter: Adapter) -> Callable[[FrameSampling], MediaPlan]:
+        """Returns what plans it. That raises MediaLimitError, which names the source, and RequestError."""
+        return lambda frame_sampling: plan_known(adapter, self.source, self.facts, frame_sampling).plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,26 @@ def write_video(
     return path
 
 
+def write_long_video(path: Path, seconds: int, *, height: int = 64, width: int = 96) -> Path:
+    """A video at 1 fps of any length: 20 seconds are drawn and encoded, and their packets repeated."""
+    part = path.with_suffix(".part.mp4")
+    frames = draw_frames(20, height, width, seed=3)
+    encode_h264(part, frames, fps=Fraction(1), height=height, width=width, crf=45)
+    with av.open(str(part)) as source, av.open(str(path), "w", format="mp4") as target:
+        stream = source.streams.video[0]
+        copied = target.add_stream_from_template(stream)
+        packets = [packet for packet in source.demux(stream) if packet.dts is not None]
+        second = round(1 / packets[0].time_base)
+        times = [(packet.pts, packet.dts) for packet in packets]
+        for number in range(seconds):
+            (pts, dts), packet = times[number % 20], packets[number % 20]
+            packet.stream = copied
+            packet.pts, packet.dts = (each + number // 20 * 20 * second for each in (pts, dts))
+            target.mux(packet)
+    part.unlink()
+    return path
+
+
 def write_damaged_video(path: Path) -> Path:
     """`write_video` with two packets zeroed: of 8 frames spread over it, one cannot be decoded."""
     data = bytearray(write_video(path).read_bytes())

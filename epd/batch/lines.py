@@ -27,7 +27,7 @@ LineId = str | int
 CHAT_URL = "/v1/chat/completions"
 _SHORT_KEYS = (
     "id", "video", "images", "question", "answer", "fps", "num_frames", "start_s", "end_s", "max_tokens",
-    "retention", "reduction",
+    "retention", "reduction", "max_visual_tokens",
 )  # fmt: skip
 _OPENAI_KEYS = ("custom_id", "method", "url", "body")
 _URL_PREFIXES = ("http://", "https://", "data:", "file:")
@@ -36,7 +36,7 @@ _TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
 _SAMPLING_PLACES = (("epd",), ("mm_processor_kwargs",), ("media_io_kwargs", "video"))
 _RATES = ("fps", "num_frames")
 _PART = ("start_s", "end_s")
-_REDUCTION = ("retention", "reduction")
+_REDUCTION = ("retention", "reduction", "max_visual_tokens")
 
 
 class LineError(RequestError):
@@ -55,6 +55,7 @@ class LineDefaults:
     folder: where the short form's relative paths begin.
     retention, reduction: share of the visual tokens that is kept, and the method; None leaves them to the
         backend.
+    max_visual_tokens: that frames and retention are chosen for.
     """
 
     folder: Path
@@ -63,6 +64,7 @@ class LineDefaults:
     max_tokens: int | None = None
     retention: float | None = None
     reduction: str | None = None
+    max_visual_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

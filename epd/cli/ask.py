@@ -16,11 +16,13 @@ from epd.cli.options import (
     Frames,
     IsJson,
     MaxTokens,
+    MaxVisualTokens,
     Model,
     Reduction,
     Retention,
     SkipStatic,
     reduction_policy,
+    visual_budget,
 )
 from epd.types import Answer, Usage
 
@@ -46,6 +48,7 @@ def ask(
     end: _End = None,
     retention: Retention = None,
     reduction: Reduction = None,
+    max_visual_tokens: MaxVisualTokens = None,
     skip_static: SkipStatic = None,
     max_tokens: MaxTokens = None,
     device: Device = "auto",
@@ -59,7 +62,7 @@ def ask(
     """
     from epd.cli.pipelines import open_pipeline  # torch
 
-    policy = reduction_policy(reduction, retention)
+    policy, budget = reduction_policy(reduction, retention), visual_budget(max_visual_tokens, retention)
     pipeline = open_pipeline(paths, question, model, skip_static, device=device, dtype=dtype)
     with console.progress_bar("frames") as show:
         answer = pipeline.ask(
@@ -70,9 +73,11 @@ def ask(
             start_s=start,
             end_s=end,
             reduction=policy,
+            budget=budget,
             max_tokens=max_tokens,
             on_text=None if as_json else console.stream_text,
             progress=show,
+            on_choice=_show_choice,
         )
     if as_json:
         skipped = {} if skip_static is None else {"num_units_skipped": pipeline.num_units_skipped}
@@ -81,6 +86,10 @@ def ask(
     console.stream_text("\n")
     console.stderr_console().print(console.stage_table({"seconds": answer.timings}))
     print(_cost_line(answer, pipeline.num_units_skipped), file=sys.stderr)
+
+
+def _show_choice(line: str) -> None:
+    print(f"chose {line}", file=sys.stderr)
 
 
 def _record(answer: Answer) -> dict[str, object]:

@@ -31,6 +31,7 @@ from epd.cli.options import (
     Frames,
     IsJson,
     MaxTokens,
+    MaxVisualTokens,
     Model,
     NumKVTokens,
     Plot,
@@ -38,6 +39,7 @@ from epd.cli.options import (
     Retention,
     SkipStatic,
     reduction_policy,
+    visual_budget,
 )
 from epd.errors import RequestError
 from epd.models import embedded_model_path
@@ -104,6 +106,7 @@ def batch(
     max_tokens: MaxTokens = None,
     retention: Retention = None,
     reduction: Reduction = None,
+    max_visual_tokens: MaxVisualTokens = None,
     topology: _Topology = None,
     url: _Url = None,
     address: Address = None,
@@ -134,10 +137,13 @@ def batch(
     )
     _check_options(fps, frames, max_tokens)
     reduction_policy(reduction, retention)
+    visual_budget(max_visual_tokens, retention)
     utilisation = Utilisation()
     with ExitStack() as stack:
         lines = stack.enter_context(_lines_file(source, questions))
-        defaults = LineDefaults(lines.parent.absolute(), fps, frames, max_tokens, retention, reduction)
+        defaults = LineDefaults(
+            lines.parent.absolute(), fps, frames, max_tokens, retention, reduction, max_visual_tokens
+        )
         summary = run_batch(
             BatchPlan(lines, out, defaults),
             lambda index: _backend(target, index),

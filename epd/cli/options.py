@@ -11,7 +11,7 @@ import typer
 
 from epd.devices import DTYPE_NAMES, check_device, check_dtype
 from epd.errors import RequestError, check_file
-from epd.reduction import DEFAULT_METHOD, METHODS, ReductionPolicy, check_tolerance
+from epd.reduction import DEFAULT_METHOD, METHODS, ReductionPolicy, VisualBudget, check_tolerance
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -62,6 +62,11 @@ def reduction_policy(method: str | None, retention: float | None) -> ReductionPo
     return ReductionPolicy(method or DEFAULT_METHOD, 1.0 if retention is None else retention)
 
 
+def visual_budget(max_tokens: int | None, retention: float | None) -> VisualBudget:
+    """Returns the budget of the two options. Raises RequestError."""
+    return VisualBudget(max_tokens, retention is not None, retention or 0.0)
+
+
 # What is asked
 Model = Annotated[
     Path | None,
@@ -106,6 +111,15 @@ Retention = Annotated[
 Reduction = Annotated[
     str | None,
     typer.Option("--reduction", metavar="METHOD", help=f"How they are chosen: {', '.join(METHODS)}."),
+]
+MaxVisualTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-visual-tokens",
+        metavar="N",
+        help="Visual tokens at most; frames and retention are chosen for it. By default what the context has "
+        "room for.",
+    ),
 ]
 SkipStatic = Annotated[
     float | None,

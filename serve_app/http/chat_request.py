@@ -244,6 +244,10 @@ class EpdOptions(_Received):
     retention_min: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None, description="Least share of the visual tokens that is kept when load calls for fewer."
     )
+    max_visual_tokens: Count | None = Field(
+        default=None,
+        description="Visual tokens that frames and retention are chosen for, within the server's own limit.",
+    )
     deadline_s: Annotated[float, Field(gt=0)] | None = None
     events: bool = False
 

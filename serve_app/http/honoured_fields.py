@@ -51,6 +51,6 @@ HONOURED: Mapping[str, str] = {
     ),
     "epd": (
         "`fps`, `num_frames`, `start_s`, `end_s` of videos, `retention`, `reduction`, "
-        "`retention_min`, `deadline_s`, `events`"
+        "`retention_min`, `max_visual_tokens`, `deadline_s`, `events`"
     ),
 }

@@ -15,7 +15,7 @@ from encoders.prompt.chat import ChatMessage, ContentPart, check_chat
 from encoders.prompt.tool_history import ToolCall
 from encoders.sampling import check_sampling
 from epd.errors import ModelNotFoundError, RequestError
-from epd.reduction import ReductionPolicy
+from epd.reduction import ReductionPolicy, VisualBudget
 from epd.sampling_params import SamplingParams
 from epd.types import MediaKind
 from serve_app.http.chat_request import (
@@ -139,6 +139,15 @@ def reduction_policy(chat: ChatRequest, default: ReductionPolicy) -> ReductionPo
     return ReductionPolicy(
         method=default.method if ours.reduction is None else ours.reduction,
         retention=default.retention if ours.retention is None else ours.retention,
+    )
+
+
+def visual_budget(chat: ChatRequest, most: int | None) -> VisualBudget:
+    """Returns what the visual tokens are held to. most: of this server, None for any number."""
+    ours = chat.epd or EpdOptions()
+    given = [each for each in (ours.max_visual_tokens, most) if each is not None]
+    return VisualBudget(
+        min(given, default=None), ours.retention is not None, ours.retention or ours.retention_min or 0.0
     )
 
 

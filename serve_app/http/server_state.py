@@ -15,7 +15,7 @@ from encoders import FrameSampling
 from encoders.prompt.chat import ChatMessage
 from epd.control.request_budget import RequestLimits, check_json_size
 from epd.errors import OverloadedError
-from epd.reduction import KEEP_ALL, ReductionPolicy
+from epd.reduction import KEEP_ALL, ReductionPolicy, VisualBudget
 from epd.sampling_params import SamplingParams
 from serve_app.http.answer_format import answer_format
 from serve_app.http.body_reader import BodyLimits, BodyReader
@@ -30,6 +30,7 @@ from serve_app.http.request_parsing import (
     reduction_policy,
     sampling_params,
     video_sampling,
+    visual_budget,
 )
 from serve_app.http.tools import tools_message
 from serve_app.observability.metrics import ServerMetrics
@@ -61,6 +62,7 @@ class ApiSettings:
     max_requests: requests answered at once
     limits: of what one request may ask for
     default_params, default_reduction: for requests without their own
+    max_visual_tokens: of each request, None for what the model's context has room for
     default_deadline_s: of the first token, from arrival
     keep_alive_s: seconds of silence in a stream before a comment is sent
     allowed_hosts: names that clients may use for the server, see `HostCheck`
@@ -78,6 +80,7 @@ class ApiSettings:
     default_params: SamplingParams = field(default_factory=SamplingParams)
     default_deadline_s: float | None = None
     default_reduction: ReductionPolicy = KEEP_ALL
+    max_visual_tokens: int | None = None
     keep_alive_s: float = 15.0
     allowed_hosts: frozenset[str] | None = None
     trace_dir: Path | None = None
@@ -92,6 +95,7 @@ class _Options:
     sampling: SamplingParams
     frame_sampling: FrameSampling
     reduction: ReductionPolicy
+    budget: VisualBudget
     ours: EpdOptions
     cache_salt: str
 
@@ -207,6 +211,7 @@ class ServerState:
             replace(sampling_params(chat, self.settings.default_params), grammar=grammar),
             video_sampling(chat),
             reduction_policy(chat, self.settings.default_reduction),
+            visual_budget(chat, self.settings.max_visual_tokens),
             chat.epd or EpdOptions(),
             chat.cache_salt or "",
         )
@@ -228,6 +233,7 @@ class ServerState:
             sampling=options.sampling,
             frame_sampling=options.frame_sampling,
             reduction=options.reduction,
+            budget=options.budget,
             retention_min=options.ours.retention or options.ours.retention_min,
             arrival_s=record.arrival_s,
             deadline_s=None if patience_s is None else record.arrival_s + patience_s,

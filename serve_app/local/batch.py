@@ -36,6 +36,7 @@ from serve_app.http.request_parsing import (
     reduction_policy,
     sampling_params,
     video_sampling,
+    visual_budget,
 )
 from serve_app.http.responses import CompletionBuilder
 from serve_app.http.tools import offers_tools, tools_message
@@ -178,6 +179,7 @@ class _Work:
             messages=asked.messages,
             requests=self._requests(asked, task.lines),
             reduction=reduction_policy(asked.chat, KEEP_ALL),
+            budget=visual_budget(asked.chat, None),
         )
 
     def _read(self, line: BatchLine) -> _Asked | None:
@@ -190,6 +192,7 @@ class _Work:
             budget_of(chat, messages, references).check(_LIMITS)
             video_sampling(chat)
             reduction_policy(chat, KEEP_ALL)
+            visual_budget(chat, None)
             sampling_params(chat, self._settings.defaults)
             wanted = answer_format(chat)
             grammar = "" if wanted is None else self._grammars.grammar_of(wanted)

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,17 @@ from encoders import Adapter, FrameSampling, MediaPlan, load_adapter
 from encoders.adapter import PromptPlan
 from encoders.groups import DEFAULT_GROUP_TOKENS, MediaGroup, plan_groups
 from encoders.identity import prompt_identity, salted
-from encoders.reduction import reduce_prompt
 from epd.control.recent import Recent
-from epd.control.request_budget import RequestLimits, check_num_pixels, check_visual_tokens
+from epd.control.request_budget import RequestLimits, check_num_pixels
 from epd.errors import MediaError, RequestError
+from epd.kv.answer_length import TYPICAL_TOKENS
 from epd.kv.kv_identity import TokenIdentity
 from epd.sampling_params import SamplingParams
 from epd.types import Usage
 from serve_app.service import AnswerRequest, MediaSource, ModelCard
 from serve_app.token_text import TokenTexts
 from stages.engine.generation import GenerateRequest, generation_settings
+from stages.frame_budget import PromptRoom, plan_within
 from stages.media import plan_video
 from stages.weight_files import weights_revision
 
@@ -176,10 +178,9 @@ class RequestPlanner:
         self, adapter: Adapter, request: AnswerRequest, images: Mapping[int, MediaPlan]
     ) -> AnswerPlan:
         start = time.perf_counter()
-        plans = self._media_plans(request, images)
+        self.check_images(request)
         self._check_ids(adapter, [token_id for token_id, _ in request.sampling.logit_bias])
-        whole = adapter.plan_chat(plans, request.messages)
-        prompt = reduce_prompt(whole, request.reduction)
+        plans, prompt = self._within_budget(adapter, request, images)
         sampling = self.settings.completed(request.sampling, len(prompt))
         hashes = tuple(salted(source.mm_hash, request.cache_salt) for source in request.media)
         groups = plan_groups(plans, hashes, model=self._revision, group_tokens=self._group_tokens)
@@ -223,22 +224,25 @@ class RequestPlanner:
         """Raises RequestBudgetError for too many pixels in total. To be called before images are decoded."""
         check_num_pixels(sum(map(_image_pixels, request.media)), self.limits)
 
-    def _media_plans(self, request: AnswerRequest, images: Mapping[int, MediaPlan]) -> tuple[MediaPlan, ...]:
-        """Plans the media. What can never fit is refused before it is listed or put in a prompt."""
-        self.check_images(request)
-        plans: list[MediaPlan] = []
-        num_frames_left = self.limits.max_frames
-        for place, source in enumerate(request.media):
-            if source.kind == "image":
-                plans.append(images[place])
-                continue
-            frame_sampling = replace(request.frame_sampling, max_frames=num_frames_left)
-            plans.append(self._video_plan(source, frame_sampling))
-            num_frames_left -= plans[-1].num_frames
-        if self.card.max_model_len is not None:
-            num_tokens = sum(plan.num_tokens for plan in plans)
-            check_visual_tokens(num_tokens, request.reduction.retention, self.card.max_model_len)
-        return tuple(plans)
+    def _within_budget(
+        self, adapter: Adapter, request: AnswerRequest, images: Mapping[int, MediaPlan]
+    ) -> tuple[tuple[MediaPlan, ...], PromptPlan]:
+        """Plans the media and the prompt. What can never fit is refused before it is listed or laid out."""
+        most = (
+            self.settings.max_tokens if request.sampling.max_tokens is None else request.sampling.max_tokens
+        )
+        made = plan_within(
+            [
+                images[place] if source.kind == "image" else partial(self._video_plan, source)
+                for place, source in enumerate(request.media)
+            ],
+            replace(request.frame_sampling, max_frames=self.limits.max_frames),
+            request.reduction,
+            request.budget,
+            PromptRoom(self.card.max_model_len, min(most or TYPICAL_TOKENS, TYPICAL_TOKENS)),
+            lambda plans: adapter.plan_chat(plans, request.messages),
+        )
+        return made.plans, made.prompt
 
     def _video_plan(self, source: MediaSource, frame_sampling: FrameSampling) -> MediaPlan:
         """Plans a video. Raises MediaError, RequestError."""

@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,6 +34,8 @@ class BatchPipeline(Pipeline):
         super().__init__(*args, **options)
         self._driver: GroupDriver[BatchJob] | None = None
         self._language: LanguageStage | None = None
+        # A fast tokenizer serves one thread at a time: media are planned while questions are.
+        self._layout_adapter = deepcopy(self.adapter)
         self._pool_busy_s = 0.0
         self._num_skipped_before = 0
 
@@ -54,7 +57,13 @@ class BatchPipeline(Pipeline):
         """
         self._pool_busy_s = shared_pool().busy_s
         self._num_skipped_before = self.encoder.num_skipped
-        driver = self._driver = GroupDriver(self.adapter, self.encoder, self.group_tokens)
+        driver = self._driver = GroupDriver(
+            self.adapter,
+            self.encoder,
+            self.group_tokens,
+            context_tokens=self.settings.context_tokens,
+            layout_adapter=self._layout_adapter,
+        )
         media = MediaThreads(driver, jobs)
         language = self._language = LanguageStage(
             self.engine, self.adapter, self.settings, media.embeddings, sink

@@ -8,7 +8,6 @@ from typing import Protocol
 
 from encoders.prompt.chat import ChatMessage
 from epd.errors import EPDError
-from epd.reduction import KEEP_ALL, ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.types import Usage
 from stages.engine.generation import TokenOutput
@@ -36,16 +35,13 @@ class BatchJob(MediaJob):
     """Holds media and the conversations that begin with them.
 
     name: unique.
-    messages: a conversation that begins as all of them do, up to the last of the media.
+    messages: one of them; all begin as it does, up to the last of the media.
     requests: taken one by one, by one thread.
-    reduction: which of the visual tokens are kept.
     is_done: set by the last stage when nothing is left to report.
     """
 
     name: str
-    messages: Sequence[ChatMessage]
     requests: Iterator[TextRequest]
-    reduction: ReductionPolicy = KEEP_ALL
     is_done: bool = False
 
 

@@ -35,6 +35,8 @@ def drawn(seed: int, media: dict[str, Path]) -> JSON:
         ours["start_s"] = draw.uniform(0, 2)
     if draw.random() < 0.5:
         ours["retention"] = draw.choice([0.3, 0.5, 0.8])
+    elif draw.random() < 0.5:
+        ours["max_visual_tokens"] = draw.choice([25, 40])
     return {"messages": [{"role": "user", "content": parts}], "max_tokens": 1, "epd": ours}
 
 
