@@ -52,12 +52,34 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class VideoFacts:
-    """Describes a video for planning. fps: mean frames per second; height, width: pixels, upright."""
+    """Describes a video for planning.
+
+    fps: mean frames per second
+    height, width: pixels, upright
+    is_frame_list: whether its frames were sampled before: all of them are used, see `ListedTimes`
+    """
 
     num_frames: int
     fps: float
     height: int
     width: int
+    is_frame_list: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ListedTimes:
+    """Says when the frames of a list were on screen, as `transformers` and vLLM describe a sampled video.
+
+    fps: of the video that the frames come from, per second
+    frames_indices: of each frame in that video; None if they are all its frames, in order
+    total_num_frames: of that video; None if there are no more than those listed
+    duration_s: of that video, None for its frames at its rate
+    """
+
+    fps: float = 1.0
+    frames_indices: tuple[int, ...] | None = None
+    total_num_frames: int | None = None
+    duration_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +88,7 @@ class FrameSampling:
 
     start_s, end_s: only of the part [start_s, end_s) of the video, None for its end.
     max_frames: a video of which more are wanted is refused before they are listed; None for any number.
+    listed: of lists of frames, of which `num_frames` are the first ones and no other field counts.
     """
 
     fps: float | None = None
@@ -73,6 +96,7 @@ class FrameSampling:
     start_s: float = 0.0
     end_s: float | None = None
     max_frames: int | None = None
+    listed: ListedTimes | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import transformers
 
-from encoders.adapter import FrameSampling, VideoFacts
+from encoders.adapter import FrameSampling, ListedTimes, VideoFacts
 from epd.control.request_budget import check_num_frames
 from epd.errors import RequestError
 
@@ -19,6 +19,86 @@ DEFAULT_FPS = 2.0
 MAX_FPS = 1e9
 # Of a frame: the rounding of times in seconds, so that a part that begins with a frame has that frame.
 _ROUNDING = 1e-6
+# Of listed frames: the times of any video that is decoded here lie within.
+MAX_LISTED_FPS = 1e6
+MAX_LISTED_S = 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedFrames:
+    """The frames of a video that the model sees.
+
+    times_s: at which they are decoded, the middle of each one's time on screen
+    indices: as transformers' processors number them; divided by `fps`, their times in the prompt
+    num_source_frames: of the part of the video that they are spread over
+    duration_s: of the whole video
+    """
+
+    times_s: tuple[float, ...]
+    indices: tuple[int, ...]
+    fps: float
+    num_source_frames: int
+    duration_s: float
+
+    @property
+    def sampled_fps(self) -> float:
+        """Returns how many of them there are in a second of the video."""
+        return len(self.indices) / self.num_source_frames * self.fps
+
+
+def select_frames(
+    video: VideoFacts, frame_sampling: FrameSampling, rule: Callable[[VideoFacts], Sequence[int]]
+) -> SelectedFrames:
+    """Returns the wanted frames. rule: gives indices of the frames of a part. Raises RequestError."""
+    if video.is_frame_list:
+        return _listed(video, frame_sampling)
+    first, part = part_of(video, frame_sampling)
+    indices = tuple(first + index for index in rule(part))
+    return SelectedFrames(
+        tuple((index + 0.5) / video.fps for index in indices),
+        indices,
+        video.fps,
+        part.num_frames,
+        video.num_frames / video.fps,
+    )
+
+
+def _listed(video: VideoFacts, frame_sampling: FrameSampling) -> SelectedFrames:
+    """Takes the frames of a list as they are, at the times that the client names."""
+    times = frame_sampling.listed or ListedTimes()
+    number = min(frame_sampling.num_frames or video.num_frames, video.num_frames)
+    check_wanted(frame_sampling, number)
+    indices = tuple(range(number)) if times.frames_indices is None else times.frames_indices
+    total = number if times.total_num_frames is None else times.total_num_frames
+    _check_listed(times, indices, number, total)
+    return SelectedFrames(
+        tuple((place + 0.5) / video.fps for place in range(number)),
+        indices,
+        times.fps,
+        total,
+        total / times.fps if times.duration_s is None else times.duration_s,
+    )
+
+
+def _check_listed(times: ListedTimes, indices: Sequence[int], number: int, total: int) -> None:
+    if len(indices) != number:
+        raise RequestError(
+            f"received {len(indices)} frames_indices for {number} frames; allowed: as many; send {number}"
+        )
+    if total < number:
+        raise RequestError(
+            f"received total_num_frames {total} for {number} frames; allowed: as many or more; raise it"
+        )
+    if not 0 < times.fps <= MAX_LISTED_FPS:
+        raise RequestError(
+            f"received fps {times.fps} of a list; allowed: above 0, at most {MAX_LISTED_FPS:g}; change it"
+        )
+    last_s = max(total / times.fps, max(indices) / times.fps, times.duration_s or 0.0)
+    if not (last_s <= MAX_LISTED_S and min(indices) >= 0):
+        raise RequestError(
+            f"received frames of a video of {last_s:g} s, the first at index {min(indices)}; allowed: "
+            f"indices from 0 on, {MAX_LISTED_S:g} s; change fps, frames_indices, total_num_frames or duration"
+        )
 
 
 def part_of(video: VideoFacts, frame_sampling: FrameSampling) -> tuple[int, VideoFacts]:

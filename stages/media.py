@@ -84,7 +84,7 @@ def plan_known(
 
 def plan_video(adapter: Adapter, facts: video.MediaFacts, frame_sampling: FrameSampling) -> MediaPlan:
     """Plans a video that was inspected. Raises MediaLimitError, RequestError."""
-    known = VideoFacts(facts.num_frames, facts.fps, facts.height, facts.width)
+    known = VideoFacts(facts.num_frames, facts.fps, facts.height, facts.width, facts.is_frame_list)
     return adapter.plan_video(known, frame_sampling)
 
 

@@ -16,7 +16,7 @@ from video.decoding.stream import GroupStream, decode, stream
 from video.reading import MediaReader, OwnReader
 from video.reference import reference_decode
 from video.sampling import sample_times
-from video.sources.data_uri import read_data_uri
+from video.sources.data_uri import num_listed_frames, read_data_uri
 from video.sources.download import Download
 from video.sources.fetch import fetch
 from video.sources.local_files import FileIdentity, OpenFile, allowed_file, open_allowed, open_file
@@ -47,6 +47,7 @@ __all__ = [
     "load_image",
     "look",
     "media_kind",
+    "num_listed_frames",
     "open_allowed",
     "open_file",
     "probe",

@@ -28,7 +28,7 @@ from encoders.patches import patch_spec, patchify, resize_image
 from encoders.prompt.chat import ChatMessage
 from encoders.prompt.mrope import LAYOUTS, PositionLayout, VisualSpan, mrope_positions
 from encoders.prompt.prompt import Expansion, lay_out
-from encoders.sampling import part_of, sample_indices
+from encoders.sampling import sample_indices, select_frames
 from epd.errors import MediaLimitError, ModelError
 
 
@@ -87,25 +87,26 @@ class QwenVLAdapter(BaseAdapter):
         return MediaPlan("image", size, grid, spec.frames_per_unit, spec.tokens_per_unit(grid))
 
     def plan_video(self, video: VideoFacts, frame_sampling: FrameSampling) -> MediaPlan:
-        first, part = part_of(video, frame_sampling)
-        chosen = sample_indices(self.checkpoint.processor.video_processor, part, frame_sampling)
-        indices = tuple(first + index for index in chosen)
+        processor = self.checkpoint.processor.video_processor
+        frames = select_frames(
+            video, frame_sampling, lambda part: sample_indices(processor, part, frame_sampling)
+        )
         try:
-            size = self.video_size(len(indices), video.height, video.width)
+            size = self.video_size(len(frames.indices), video.height, video.width)
         except ValueError as error:
             raise _limit_error("a video", video.height, video.width, error) from error
         spec = self.video_spec
-        grid = spec.grid(len(indices), *size)
+        grid = spec.grid(len(frames.indices), *size)
         return MediaPlan(
             kind="video",
             size=size,
             grid=grid,
             frames_per_unit=spec.frames_per_unit,
             tokens_per_unit=spec.tokens_per_unit(grid),
-            times_s=tuple((index + 0.5) / video.fps for index in indices),
-            frame_indices=indices,
-            source_fps=video.fps,
-            unit_span_s=spec.frames_per_unit / (len(indices) / part.num_frames * video.fps),
+            times_s=frames.times_s,
+            frame_indices=frames.indices,
+            source_fps=frames.fps,
+            unit_span_s=spec.frames_per_unit / frames.sampled_fps,
         )
 
     def plan_chat(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage]) -> PromptPlan:

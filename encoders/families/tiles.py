@@ -35,7 +35,7 @@ from encoders.families.base import BaseAdapter
 from encoders.patches import PatchSpec, patchify
 from encoders.prompt.chat import ChatMessage
 from encoders.prompt.text_layout import ItemText, Markers, plan_text_prompt
-from encoders.sampling import DEFAULT_FPS, check_wanted, part_of, source_metadata
+from encoders.sampling import DEFAULT_FPS, check_wanted, select_frames, source_metadata
 from epd.errors import MediaLimitError, UnsupportedModelError
 from epd.types import MediaKind
 
@@ -197,22 +197,23 @@ class TileAdapter(BaseAdapter):
         )
 
     def plan_video(self, video: VideoFacts, frame_sampling: FrameSampling) -> TilePlan:
-        first, part = part_of(video, frame_sampling)
-        chosen = self.frame_indices(self.checkpoint.processor.video_processor, part, frame_sampling)
-        indices = tuple(first + index for index in chosen)
+        processor = self.checkpoint.processor.video_processor
+        frames = select_frames(
+            video, frame_sampling, lambda part: self.frame_indices(processor, part, frame_sampling)
+        )
         patches = self.patches_per_side
         return TilePlan(
             kind="video",
             size=self.video_size(video.height, video.width),
-            grid=Grid(len(indices), patches, patches),
+            grid=Grid(len(frames.indices), patches, patches),
             frames_per_unit=1,
             tokens_per_unit=self.tokens_per_frame,
-            times_s=tuple((index + 0.5) / video.fps for index in indices),
-            frame_indices=indices,
-            source_fps=video.fps,
-            unit_span_s=part.num_frames / (len(indices) * video.fps),
+            times_s=frames.times_s,
+            frame_indices=frames.indices,
+            source_fps=frames.fps,
+            unit_span_s=1 / frames.sampled_fps,
             source_size=(video.height, video.width),
-            source_duration_s=video.num_frames / video.fps,
+            source_duration_s=frames.duration_s,
         )
 
     def plan_chat(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage]) -> PromptPlan:

@@ -20,6 +20,7 @@ MAX_TOOLS = 128
 _T = TypeVar("_T")
 Int64 = Annotated[int, Field(ge=-MAX_INT64 - 1, le=MAX_INT64)]
 Count = Annotated[int, Field(ge=1, le=MAX_INT64)]
+Count0 = Annotated[int, Field(ge=0, le=MAX_INT64)]
 # Lists whose validation stops at the first wrong element: with at least one element, and with any number.
 Filled = Annotated[list[_T], Field(min_length=1, fail_fast=True)]
 Listed = Annotated[list[_T], Field(fail_fast=True)]
@@ -203,6 +204,18 @@ class ProcessorOptions(_Received):
     num_frames: Count | None = None
 
 
+class VideoLoading(ProcessorOptions):
+    """vLLM's `media_io_kwargs` of videos: which frames are read, and when those of a list were on screen."""
+
+    frames_indices: Listed[Count0] | None = Field(
+        default=None, description="Of a list of frames: each one's index in the video they come from."
+    )
+    total_num_frames: Count | None = Field(default=None, description="Of that video.")
+    duration: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="Of that video, seconds."
+    )
+
+
 class ImageLoading(_Received):
     image_mode: Literal["RGB"] | None = None
 
@@ -211,9 +224,7 @@ class MediaLoading(_Received):
     """vLLM's `media_io_kwargs`, by kind of medium."""
 
     image: ImageLoading | None = None
-    video: ProcessorOptions | None = Field(
-        default=None, description="Which frames are read: `fps` or `num_frames`."
-    )
+    video: VideoLoading | None = None
 
 
 class EpdOptions(_Received):
@@ -303,5 +314,8 @@ class ChatRequest(_Received):
 
     def frame_options(self) -> tuple[EpdOptions | ProcessorOptions, ...]:
         """Returns what was received about frames of videos, from the three places that take it."""
-        loading = self.media_io_kwargs.video if self.media_io_kwargs else None
-        return tuple(each for each in (self.epd, self.mm_processor_kwargs, loading) if each)
+        return tuple(each for each in (self.epd, self.mm_processor_kwargs, self.video_loading()) if each)
+
+    def video_loading(self) -> VideoLoading:
+        """Returns what was received about how videos are read."""
+        return (self.media_io_kwargs and self.media_io_kwargs.video) or VideoLoading()

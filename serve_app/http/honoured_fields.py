@@ -43,7 +43,8 @@ HONOURED: Mapping[str, str] = {
     "logit_bias": "at most 1,024 tokens, from -100 to 100, added before penalties",
     "mm_processor_kwargs": "`fps` or `num_frames` of videos",
     "media_io_kwargs": (
-        "`video`: `fps` or `num_frames`, as `mm_processor_kwargs`; the same in both or in one"
+        "`video`: `fps` or `num_frames`, as `mm_processor_kwargs`; the same in both or in one; with a list "
+        "of frames `frames_indices`, `total_num_frames` and `duration`, see below"
     ),
     "priority": "the lower, the sooner, as vLLM's; below 0 with the admin key",
     "cache_salt": (

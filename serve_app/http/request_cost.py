@@ -8,6 +8,7 @@ from encoders.prompt.chat import ChatMessage
 from epd.control.request_budget import RequestBudget
 from serve_app.http.chat_request import ChatRequest
 from serve_app.service import MediaReference
+from video import num_listed_frames
 
 
 def budget_of(
@@ -31,7 +32,7 @@ def budget_of(
         num_media=len(references),
         num_json_bytes=max(0, num_bytes - sum(len(one.url) for one in references)),
         num_text_bytes=sum(map(_num_bytes, messages)),
-        num_frames=_num_frames(chat) * sum(one.kind == "video" for one in references),
+        num_frames=sum(_num_frames(chat, one.url) for one in references if one.kind == "video"),
         num_answer_tokens=_num_answer_tokens(chat, context_tokens),
         num_stop_strings=len(stops),
         num_stop_chars=sum(map(len, stops)),
@@ -45,9 +46,10 @@ def _num_bytes(message: ChatMessage) -> int:
     return sum(len(text.encode()) for text in texts)
 
 
-def _num_frames(chat: ChatRequest) -> int:
-    """Returns the number of frames requested per video; 0 if not given."""
-    return max((options.num_frames or 0 for options in chat.frame_options()), default=0)
+def _num_frames(chat: ChatRequest, url: str) -> int:
+    """Returns the number of frames requested of a video, of a list those sent; 0 if not given."""
+    asked = max((options.num_frames or 0 for options in chat.frame_options()), default=0)
+    return num_listed_frames(url) or asked
 
 
 def _num_answer_tokens(chat: ChatRequest, context_tokens: int | None) -> int:

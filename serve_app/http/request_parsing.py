@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from encoders import FrameSampling
+from encoders import FrameSampling, ListedTimes
 from encoders.prompt.chat import ChatMessage, ContentPart, check_chat
 from encoders.prompt.tool_history import ToolCall
 from encoders.sampling import check_sampling
@@ -33,6 +33,7 @@ from serve_app.http.chat_request import (
 )
 from serve_app.http.request_fields import check_other_fields
 from serve_app.service import MediaReference, ModelCard
+from video import num_listed_frames
 
 _Part = TextPart | RefusalPart | ImagePart | VideoPart
 
@@ -41,6 +42,8 @@ _SAME_NAME = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "seed", "ignore_eos", "min_tokens", "include_stop_str_in_output", "n",
 )  # fmt: skip
+# Fields of media_io_kwargs.video that say when the frames of a list were on screen.
+_LISTED = ("frames_indices", "total_num_frames", "duration")
 _MAX_SHOWN_ERRORS = 3
 _MAX_SHOWN_NAME = 60  # characters of a field that a client may have made up
 _MAX_SHOWN_MESSAGE = 200  # of a message that may quote it
@@ -112,25 +115,54 @@ def sampling_params(chat: ChatRequest, defaults: SamplingParams) -> SamplingPara
     return defaults.with_options({name: value for name, value in said.items() if value is not None})
 
 
-def video_sampling(chat: ChatRequest) -> FrameSampling:
-    """Returns which frames of each video are used.
+def video_sampling(chat: ChatRequest, references: Sequence[MediaReference]) -> FrameSampling:
+    """Returns which frames of each video are used. references: the request's media.
 
-    Raises RequestError if places, or a rate and a number, disagree, and for an empty part of a video.
+    Raises RequestError if places, or a rate and a number, disagree, for an empty part of a video, and for
+    fields that only videos, or only lists of frames, have.
     """
     given = chat.frame_options()
     rates = {options.fps for options in given} - {None}
     numbers = {options.num_frames for options in given} - {None}
-    if len(rates) + len(numbers) > 1:
+    urls = [each.url for each in references if each.kind == "video"]
+    lists = [url for url in urls if num_listed_frames(url)]
+    listed = _listed_times(chat, next(iter(rates), None), has_lists=bool(lists))
+    has_lists_alone = bool(lists) and len(lists) == len(urls)
+    if max(len(rates), len(numbers)) > 1 or (rates and numbers and not has_lists_alone):
         raise RequestError(
             f"received fps {sorted(map(str, rates))} and num_frames {sorted(map(str, numbers))}; "
             "allowed: one of the two, once; leave out the rest"
         )
     ours = chat.epd or EpdOptions()
     sampling = FrameSampling(
-        next(iter(rates), None), next(iter(numbers), None), ours.start_s or 0.0, ours.end_s
+        None if has_lists_alone else next(iter(rates), None),
+        next(iter(numbers), None),
+        ours.start_s or 0.0,
+        ours.end_s,
+        listed=listed,
     )
     check_sampling(sampling)
     return sampling
+
+
+def _listed_times(chat: ChatRequest, rate: float | None, *, has_lists: bool) -> ListedTimes | None:
+    """Returns when listed frames were on screen; None without any. Raises RequestError."""
+    ours, loading = chat.epd or EpdOptions(), chat.video_loading()
+    if not has_lists:
+        named = [name for name in _LISTED if getattr(loading, name) is not None]
+        if named:
+            raise RequestError(
+                f"received media_io_kwargs.video.{named[0]} without a list of frames; allowed: with a "
+                "video_url data:video/jpeg;base64,F1,F2,...; leave it out"
+            )
+        return None
+    if ours.start_s or ours.end_s is not None:
+        raise RequestError(
+            "received start_s or end_s with a list of frames; allowed: frames of the wanted part alone; "
+            "leave both out"
+        )
+    indices = None if loading.frames_indices is None else tuple(loading.frames_indices)
+    return ListedTimes(1.0 if rate is None else rate, indices, loading.total_num_frames, loading.duration)
 
 
 def reduction_policy(chat: ChatRequest, default: ReductionPolicy) -> ReductionPolicy:

@@ -181,7 +181,7 @@ class ServerState:
         self, parsed: ParsedRequest, record: RequestRecord
     ) -> AsyncGenerator[Sequence[AnswerItem], None]:
         """Yields the answer; ending or closing it frees all resources of the request. Raises EPDError."""
-        options = self._options(parsed.chat, parsed.grammar)
+        options = self._options(parsed)
         shows_spans = record.is_stream and options.ours.events
         request = partial(self._request, record, parsed.messages, options)
         record.num_media = len(parsed.references)
@@ -197,19 +197,20 @@ class ServerState:
 
     async def estimate(self, parsed: ParsedRequest, record: RequestRecord) -> Estimate:
         """Returns what the answer would use. Its media are held until then. Raises EPDError."""
-        options = self._options(parsed.chat, parsed.grammar)
+        options = self._options(parsed)
         with self._admitted():
             async with self.media.sources(record.request_id, parsed.references) as media:
                 self.bodies.release(record)
                 request = self._request(record, parsed.messages, options, media)
                 return await self.service.prompts.estimate(request)
 
-    def _options(self, chat: ChatRequest, grammar: str) -> _Options:
+    def _options(self, parsed: ParsedRequest) -> _Options:
         """Returns the options of a request. Raises RequestError for inconsistent ones."""
+        chat = parsed.chat
         return _Options(
             chat.priority or 0,
-            replace(sampling_params(chat, self.settings.default_params), grammar=grammar),
-            video_sampling(chat),
+            replace(sampling_params(chat, self.settings.default_params), grammar=parsed.grammar),
+            video_sampling(chat, parsed.references),
             reduction_policy(chat, self.settings.default_reduction),
             visual_budget(chat, self.settings.max_visual_tokens),
             chat.epd or EpdOptions(),

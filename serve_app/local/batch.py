@@ -175,7 +175,7 @@ class _Work:
             name=_name(task),
             sources=sources,
             kinds=kinds,
-            frame_sampling=video_sampling(asked.chat),
+            frame_sampling=video_sampling(asked.chat, asked.references),
             messages=asked.messages,
             requests=self._requests(asked, task.lines),
             reduction=reduction_policy(asked.chat, KEEP_ALL),
@@ -190,7 +190,7 @@ class _Work:
             model = model_named(chat.model, [self._card]).name
             messages, references = conversation(chat.messages, tools_message(chat))
             budget_of(chat, messages, references).check(_LIMITS)
-            video_sampling(chat)
+            video_sampling(chat, references)
             reduction_policy(chat, KEEP_ALL)
             visual_budget(chat, None)
             sampling_params(chat, self._settings.defaults)

@@ -296,6 +296,7 @@ def _facts(header: Mapping[str, Any]) -> MediaFacts:
     try:
         kind: MediaKind = "image" if header["kind"] == "image" else "video"
         height, width, num_frames = (int(header[name]) for name in ("height", "width", "num_frames"))
-        return MediaFacts(kind, height, width, num_frames, float(header["fps"]))
+        is_list = bool(header["is_frame_list"])
+        return MediaFacts(kind, height, width, num_frames, float(header["fps"]), is_list)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise nonsense() from error

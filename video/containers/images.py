@@ -13,6 +13,8 @@ from video.sources.source import Media, Reader, Source, as_media, open_video
 
 IMAGE_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF", "AVIF", "PPM")
 MAX_IMAGE_PIXELS = 80_000_000
+_ORIENTATION = 0x0112  # the tag of EXIF
+_TURNED = frozenset({5, 6, 7, 8})  # its values that exchange height and width
 
 
 def load_image(source: Source | Media, *, max_pixels: int = MAX_IMAGE_PIXELS) -> UInt8Array:
@@ -57,6 +59,19 @@ def image_size(source: Source | Media) -> tuple[int, int] | None:
             return image.height, image.width
     except UnsupportedMediaError:
         return None
+
+
+def upright_size(source: Source | Media) -> tuple[int, int]:
+    """Returns (height, width) of an image as `load_image` turns it. Raises as `load_image`."""
+    media = as_media(source)
+    with closing(media.reader()) as file, _identify(media, file) as image:
+        try:
+            is_turned = image.getexif().get(_ORIENTATION) in _TURNED
+        except (OSError, SyntaxError, ValueError, EOFError, IndexError) as error:
+            raise CorruptMediaError(
+                f"{media.name} cannot be read ({error}); allowed: complete images; copy it again"
+            ) from error
+        return (image.width, image.height) if is_turned else (image.height, image.width)
 
 
 def _identify(media: Media, file: Reader) -> Image.Image:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from epd.errors import UnsupportedMediaError
+from epd.errors import MediaLimitError, UnsupportedMediaError
 from epd.types import MediaKind
-from video.containers.images import image_size
+from video.containers.images import image_size, upright_size
 from video.containers.limits import DEFAULT_LIMITS, Limits
 from video.containers.mp4_claims import check_claims
 from video.containers.probe import probe_open
+from video.sources.frame_list import LIST_FPS, FrameList, is_frame_list
 from video.sources.source import Media, Source, as_media, open_video
 
 
@@ -19,6 +20,7 @@ class MediaFacts:
 
     height, width: pixels; of a video upright, of an image as stored.
     num_frames, fps: best known; 0 for an image.
+    is_frame_list: whether the frames were sampled by the client, so that the request says when they were.
     """
 
     kind: MediaKind
@@ -26,6 +28,7 @@ class MediaFacts:
     width: int
     num_frames: int = 0
     fps: float = 0.0
+    is_frame_list: bool = False
 
 
 def look(source: Source | Media, *, limits: Limits = DEFAULT_LIMITS) -> MediaFacts:
@@ -35,6 +38,8 @@ def look(source: Source | Media, *, limits: Limits = DEFAULT_LIMITS) -> MediaFac
     CorruptMediaError or MediaLimitError.
     """
     media = as_media(source)
+    if is_frame_list(media):
+        return _look_at_list(media, limits)
     size = image_size(media)
     if size is not None:
         return MediaFacts("image", *size)
@@ -47,3 +52,21 @@ def look(source: Source | Media, *, limits: Limits = DEFAULT_LIMITS) -> MediaFac
             f"({info.num_frames} frames at {info.fps} per second); write it into a new container first"
         )
     return MediaFacts("video", info.height, info.width, info.num_frames, info.fps)
+
+
+def _look_at_list(media: Media, limits: Limits) -> MediaFacts:
+    """Reads the header of every frame: all must have one size. Decodes none."""
+    frames = FrameList(media)
+    height, width = upright_size(frames.frame(0))
+    if height * width > limits.max_pixels:
+        raise MediaLimitError(
+            f"{media.name} has frames of {width} x {height} pixels; allowed {limits.max_pixels}; scale them"
+        )
+    for index in range(1, len(frames)):
+        other = upright_size(frames.frame(index))
+        if other != (height, width):
+            raise UnsupportedMediaError(
+                f"{media.name}: frame {index} has {other[1]} x {other[0]} pixels, frame 0 has "
+                f"{width} x {height}; allowed: one size; scale them"
+            )
+    return MediaFacts("video", height, width, len(frames), LIST_FPS, is_frame_list=True)

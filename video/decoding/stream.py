@@ -6,16 +6,19 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
+from typing import Protocol
 
 import numpy as np
 
 from epd.errors import RequestError
 from epd.types import FrameGroup, Frames
 from video.containers.limits import DEFAULT_LIMITS, Limits
+from video.decoding.frame_list_run import FrameListRun
 from video.decoding.groups import cut_groups
 from video.decoding.pixels import ResizeMode, Size
 from video.decoding.pool import DecodePool, shared_pool
 from video.decoding.run import AheadBound, DecodeRun, RunOptions
+from video.sources.frame_list import is_frame_list
 from video.sources.source import Media, Source, as_media
 
 GROUP_SIZE = 16
@@ -56,10 +59,27 @@ def decode(
     return group.frames
 
 
+class Run(Protocol):
+    """Decodes the frames of one request: of a container, or of a list of images."""
+
+    @property
+    def frame_size(self) -> Size:
+        """Returns (height, width) of the result."""
+        ...
+
+    def next_group(self) -> FrameGroup | None:
+        """Returns the next group in order, waiting for it; None after the last. Raises what went wrong."""
+        ...
+
+    def close(self) -> None:
+        """Stops decoding; calling it again does nothing."""
+        ...
+
+
 class GroupStream(Iterator[FrameGroup]):
     """Groups of frames in order, decoded ahead of the consumer; closing it stops the decoding."""
 
-    def __init__(self, run: DecodeRun) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
 
     def __next__(self) -> FrameGroup:
@@ -132,7 +152,7 @@ def _start(
     limits: Limits,
     pool: DecodePool | None,
     group_period_s: float = GROUP_PERIOD_S,
-) -> DecodeRun:
+) -> Run:
     pool = pool or shared_pool()
     options = RunOptions(
         size=_check_size(size),
@@ -144,7 +164,10 @@ def _start(
         group_period_s=group_period_s,
         limits=limits,
     )
-    return DecodeRun(as_media(source), times, options, pool)
+    media = as_media(source)
+    if is_frame_list(media):
+        return FrameListRun(media, times, options)
+    return DecodeRun(media, times, options, pool)
 
 
 def _check_times(times_s: Sequence[float]) -> list[float]:
