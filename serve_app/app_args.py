@@ -14,6 +14,7 @@ from epd.control.retention import RetentionConfig, levels_down_to
 from epd.devices import check_device, check_dtype
 from epd.encode.sharding import Sharding
 from epd.errors import ModelNotFoundError, RequestError
+from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT, MOST_DRAFTS, DraftConfig, DraftMethod
 from epd.kv.scheduling import SchedulerConfig
 from epd.machine import usable_cpus
 from epd.models import embedded_model_path
@@ -47,6 +48,8 @@ STAGE_FIELDS = (
     "max_chunk_tokens",
     "max_num_seqs",
     "decode_max_num_seqs",
+    "draft",
+    "max_draft",
 )
 MEDIA_FIELDS = ("num_video_threads", "allowed_media_path", "allowed_media_hosts", "hang_s", "drain_s")
 
@@ -198,6 +201,17 @@ class AppArgs(BaseModel):
     decode_max_num_seqs: int | None = Field(
         default=None, ge=1, description="The same for workers that only decode; by default max_num_seqs."
     )
+    draft: DraftMethod = Field(
+        default=DEFAULT_DRAFT,
+        description="What proposes the next tokens, for one pass to check: none, prompt-lookup (repetition), "
+        "recycling (what followed before) or auto (what pays for a request). Answers stay the same.",
+    )
+    max_draft: int = Field(
+        default=DEFAULT_MAX_DRAFT,
+        ge=1,
+        le=MOST_DRAFTS,
+        description="Tokens drafted at most for one request in one pass.",
+    )
     sharding: Sharding = Field(
         default="groups",
         description="Where one request's groups are encoded: groups (on all encoders), request (on one) or "
@@ -233,6 +247,10 @@ class AppArgs(BaseModel):
     def reduction_policy(self) -> ReductionPolicy:
         """Returns the default reduction. Raises RequestError for an unknown method."""
         return ReductionPolicy(self.reduction, self.retention)
+
+    @property
+    def drafting(self) -> DraftConfig:
+        return DraftConfig(self.draft, self.max_draft)
 
     @property
     def load_retention(self) -> RetentionConfig | None:

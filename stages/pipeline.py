@@ -11,6 +11,7 @@ import torch
 from encoders import Adapter, load_adapter
 from encoders.batch import FrameEncoder
 from encoders.groups import DEFAULT_GROUP_TOKENS
+from epd.kv.drafting import NO_DRAFTS, DraftConfig
 from epd.kv.scheduling import SchedulerConfig
 from epd.machine import usable_cpus
 from stages.engine.generation import GenerationSettings, generation_settings
@@ -35,11 +36,12 @@ class Pipeline:
         group_tokens: int = DEFAULT_GROUP_TOKENS,
         num_kv_tokens: int | None = None,
         skip_static: float | None = None,
+        drafting: DraftConfig = NO_DRAFTS,
     ) -> None:
         """Takes ownership of the model: its attention function becomes ours. Options as in `load`."""
         self.adapter = adapter
         self.settings = settings
-        self.engine = build_engine(model, adapter, settings, num_kv_tokens=num_kv_tokens)
+        self.engine = build_engine(model, adapter, settings, num_kv_tokens=num_kv_tokens, drafting=drafting)
         self.encoder = FrameEncoder(adapter, adapter.vision_tower(model), skip_static)
         self.group_tokens = group_tokens
 
@@ -54,6 +56,7 @@ class Pipeline:
         num_kv_tokens: int | None = None,
         gpu_memory_utilization: float = DEFAULT_UTILIZATION,
         skip_static: float | None = None,
+        drafting: DraftConfig = NO_DRAFTS,
         on_progress: OnBytes | None = None,
     ) -> Self:
         """Loads the folder `model_path`, in Hugging Face layout.
@@ -66,6 +69,7 @@ class Pipeline:
         gpu_memory_utilization: the share of a GPU's memory that may be used.
         skip_static: a unit of frames is not encoded if none of its preprocessed values differs by more than
         this from the unit before; by default all are encoded.
+        drafting: who proposes tokens, for one pass to check.
         on_progress: called with the bytes of weights that have been read, and with all of them.
         Raises RequestError, ModelNotFoundError, UnsupportedModelError, ModelError, and InfeasibleError for
         weights that the memory has no room for.
@@ -96,6 +100,7 @@ class Pipeline:
             group_tokens=group_tokens,
             num_kv_tokens=num_kv_tokens,
             skip_static=skip_static,
+            drafting=drafting,
         )
 
 

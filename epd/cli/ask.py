@@ -11,19 +11,23 @@ import typer
 from epd import console
 from epd.cli.options import (
     Device,
+    Draft,
     Dtype,
     Fps,
     Frames,
     IsJson,
+    MaxDraft,
     MaxTokens,
     MaxVisualTokens,
     Model,
     Reduction,
     Retention,
     SkipStatic,
+    draft_config,
     reduction_policy,
     visual_budget,
 )
+from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT
 from epd.types import Answer, Usage
 
 _Paths = Annotated[
@@ -53,6 +57,8 @@ def ask(
     max_tokens: MaxTokens = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    draft: Draft = DEFAULT_DRAFT,
+    max_draft: MaxDraft = DEFAULT_MAX_DRAFT,
     as_json: IsJson = False,
 ) -> None:
     """Answer a question about videos and images.
@@ -63,7 +69,10 @@ def ask(
     from epd.cli.pipelines import open_pipeline  # torch
 
     policy, budget = reduction_policy(reduction, retention), visual_budget(max_visual_tokens, retention)
-    pipeline = open_pipeline(paths, question, model, skip_static, device=device, dtype=dtype)
+    drafting = draft_config(draft, max_draft)
+    pipeline = open_pipeline(
+        paths, question, model, skip_static, device=device, dtype=dtype, drafting=drafting
+    )
     with console.progress_bar("frames") as show:
         answer = pipeline.ask(
             paths,

@@ -26,10 +26,12 @@ from epd.cli.options import (
     Address,
     ApiKey,
     Device,
+    Draft,
     Dtype,
     Fps,
     Frames,
     IsJson,
+    MaxDraft,
     MaxTokens,
     MaxVisualTokens,
     Model,
@@ -38,10 +40,12 @@ from epd.cli.options import (
     Reduction,
     Retention,
     SkipStatic,
+    draft_config,
     reduction_policy,
     visual_budget,
 )
 from epd.errors import RequestError
+from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT, NO_DRAFTS, DraftConfig
 from epd.models import embedded_model_path
 
 _Source = Annotated[
@@ -79,6 +83,7 @@ class _Target:
     skip_static: float | None
     device: str
     dtype: str
+    drafting: DraftConfig
 
     def __post_init__(self) -> None:
         given = {"--topology": self.topology, "--url": self.url, "--address": self.address}
@@ -94,6 +99,11 @@ class _Target:
                     f"received {name} {value} for a running server, which has its own value; give it to "
                     "epd serve"
                 )
+        if self.drafting != NO_DRAFTS:
+            raise RequestError(
+                f"received --draft {self.drafting.method} for a running server, which has its own value; "
+                "give it to epd serve"
+            )
 
 
 def batch(
@@ -115,6 +125,8 @@ def batch(
     skip_static: SkipStatic = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    draft: Draft = DEFAULT_DRAFT,
+    max_draft: MaxDraft = DEFAULT_MAX_DRAFT,
     plot: Plot = None,
     as_json: IsJson = False,
 ) -> None:
@@ -134,6 +146,7 @@ def batch(
         skip_static,
         device,
         dtype,
+        draft_config(draft, max_draft),
     )
     _check_options(fps, frames, max_tokens)
     reduction_policy(reduction, retention)
@@ -199,6 +212,7 @@ def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
                 target.skip_static,
                 target.device,
                 target.dtype,
+                target.drafting,
             )
         )
         with opened as backend:
@@ -213,6 +227,7 @@ def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
                 target.skip_static,
                 device=target.device,
                 dtype=target.dtype,
+                drafting=target.drafting,
                 on_progress=show,
             )
         yield loaded

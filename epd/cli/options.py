@@ -11,6 +11,7 @@ import typer
 
 from epd.devices import DTYPE_NAMES, check_device, check_dtype
 from epd.errors import RequestError, check_file
+from epd.kv.drafting import DRAFT_METHODS, MOST_DRAFTS, DraftConfig, as_draft_method
 from epd.reduction import DEFAULT_METHOD, METHODS, ReductionPolicy, VisualBudget, check_tolerance
 
 if TYPE_CHECKING:
@@ -65,6 +66,11 @@ def reduction_policy(method: str | None, retention: float | None) -> ReductionPo
 def visual_budget(max_tokens: int | None, retention: float | None) -> VisualBudget:
     """Returns the budget of the two options. Raises RequestError."""
     return VisualBudget(max_tokens, retention is not None, retention or 0.0)
+
+
+def draft_config(method: str, max_draft: int) -> DraftConfig:
+    """The drafts of the two options. Raises RequestError for what is not allowed."""
+    return DraftConfig(as_draft_method(method), max_draft)
 
 
 # What is asked
@@ -135,6 +141,19 @@ MaxTokens = Annotated[
     typer.Option(
         "--max-tokens", metavar="N", help="Longest answer, in tokens; by default the model's limit."
     ),
+]
+Draft = Annotated[
+    str,
+    typer.Option(
+        "--draft",
+        metavar="NAME",
+        help=f"What proposes the next tokens, for one pass to check: {', '.join(DRAFT_METHODS)}. "
+        "Answers stay the same.",
+    ),
+]
+MaxDraft = Annotated[
+    int,
+    typer.Option("--max-draft", metavar="N", help=f"Tokens drafted at most in one pass, 1 to {MOST_DRAFTS}."),
 ]
 NumKVTokens = Annotated[
     int | None,

@@ -8,6 +8,7 @@ from pathlib import Path
 import video
 from encoders import check_question
 from epd import console
+from epd.kv.drafting import NO_DRAFTS, DraftConfig
 from epd.models import embedded_model_path
 from stages.colocated import ColocatedPipeline
 from stages.evaluation import evaluate as run_evaluation
@@ -25,12 +26,14 @@ def open_pipeline(
     *,
     device: str = "auto",
     dtype: str = "auto",
+    drafting: DraftConfig = NO_DRAFTS,
 ) -> ColocatedPipeline:
     """Checks the input, then loads a model. Raises EPDError."""
     check_question(question)
     for path in paths:
         video.media_kind(path)
-    return load_pipeline(model, placement_of(device, dtype, model), skip_static=skip_static)
+    placement = placement_of(device, dtype, model)
+    return load_pipeline(model, placement, skip_static=skip_static, drafting=drafting)
 
 
 def placement_of(device: str, dtype: str, model: Path | None) -> Placement:
@@ -43,6 +46,7 @@ def load_pipeline(
     placement: Placement,
     num_threads: int | None = None,
     skip_static: float | None = None,
+    drafting: DraftConfig = NO_DRAFTS,
 ) -> ColocatedPipeline:
     """Loads a model. Raises EPDError."""
     with console.loading_bar() as show:
@@ -51,5 +55,6 @@ def load_pipeline(
             placement=placement,
             num_threads=num_threads,
             skip_static=skip_static,
+            drafting=drafting,
             on_progress=show,
         )

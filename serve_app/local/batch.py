@@ -22,6 +22,7 @@ from epd.batch.media_names import local_path
 from epd.batch.tasks import Answered, BackendCounts, Failed, MediaTask, Outcome
 from epd.control.request_budget import RequestLimits
 from epd.errors import EPDError
+from epd.kv.drafting import NO_DRAFTS, DraftConfig
 from epd.reduction import KEEP_ALL
 from epd.transfer.bounded_queue import BoundedQueue
 from epd.types import StageTimings
@@ -90,6 +91,7 @@ class LocalBackend:
         *,
         device: str = "auto",
         dtype: str = "auto",
+        drafting: DraftConfig = NO_DRAFTS,
         on_progress: OnBytes | None = None,
     ) -> LocalBackend:
         """Loads a model. Options as in `Placement.resolve` and `BatchPipeline.load`. Raises EPDError."""
@@ -98,6 +100,7 @@ class LocalBackend:
             num_kv_tokens=num_kv_tokens,
             skip_static=skip_static,
             placement=Placement.resolve(device, dtype, model),
+            drafting=drafting,
             on_progress=on_progress,
         )
         return cls(pipeline, ModelCard(model.name, int(time.time())))

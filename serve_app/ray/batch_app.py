@@ -15,6 +15,7 @@ from ray.serve.exceptions import RayServeException
 
 from epd.batch.http_backend import HttpBackend
 from epd.errors import UnavailableError
+from epd.kv.drafting import NO_DRAFTS, DraftConfig
 from serve_app.app_args import AppArgs
 from serve_app.http.address import HttpAddress
 from serve_app.ray.cluster import RaySettings, ray_cluster
@@ -32,6 +33,7 @@ def started_backend(
     skip_static: float | None = None,
     device: str = "auto",
     dtype: str = "auto",
+    drafting: DraftConfig = NO_DRAFTS,
 ) -> Iterator[HttpBackend]:
     """Starts a private application on this machine, protected by a key, with its own workers.
 
@@ -48,6 +50,8 @@ def started_backend(
         skip_static=skip_static,
         device=device,
         dtype=dtype,
+        draft=drafting.method,
+        max_draft=drafting.max_draft,
     )
     http = HttpAddress("127.0.0.1", _free_port())
     with served_app(args.resolved(), http, RaySettings()), HttpBackend.open(http.url, key) as backend:

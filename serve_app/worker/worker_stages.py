@@ -18,6 +18,7 @@ from encoders import Adapter, load_adapter
 from encoders.names import WeightSet
 from epd.encode.encoder_cache import EncoderCacheManager
 from epd.errors import InfeasibleError
+from epd.kv.drafting import NO_DRAFTS, DraftConfig
 from epd.kv.scheduling import SchedulerConfig
 from epd.topology import Stage, role_letters
 from epd.transfer.connectors import EncoderConnector, KVConnector
@@ -51,7 +52,7 @@ class WorkerSettings:
     device, dtype: see `Placement.resolve`; each worker resolves them in its own process
     num_kv_tokens: room for keys and values, None as in `ColocatedPipeline.load`
     gpu_memory_utilization: the share of a GPU's memory that a worker may use, if num_kv_tokens is not set
-    max_draft: see `LanguageEngine`
+    drafting: of the workers that decode
     num_embeddings: room for embeddings, at an encoder and at its receivers; None for DEFAULT_EMBEDDINGS, or
     EMBEDDING_SHARE of a GPU if num_kv_tokens is not set either
     max_batch_patches: that an encoder batches
@@ -70,7 +71,7 @@ class WorkerSettings:
     block_size: int = BLOCK_SIZE
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     enable_prefix_caching: bool = True
-    max_draft: int = 0
+    drafting: DraftConfig = NO_DRAFTS
     num_embeddings: int | None = None
     embeddings_per_block: int = 16
     max_batch_patches: int = 4096
@@ -274,7 +275,7 @@ class StageBuilder:
             pools,
             config=scheduler,
             enable_prefix_caching=settings.enable_prefix_caching,
-            max_draft=settings.max_draft,
+            drafting=settings.drafting,
         )
         return engine, connector
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from epd.errors import RequestError
-from epd.kv.drafting import DraftGain
+from epd.kv.drafting import Drafting
 from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
 from epd.kv.scheduled_request import ScheduledRequest
 from epd.kv.scheduler_output import Chunk, SchedulerOutput
@@ -44,9 +44,9 @@ class LanguageEngine:
         config: SchedulerConfig,
         *,
         enable_prefix_caching: bool = True,
-        max_draft: int = 0,
+        drafting: Drafting | None = None,
     ) -> None:
-        """Takes max_draft: most tokens to guess ahead for each decode, while that pays; 0 for none."""
+        """Takes drafting: proposes tokens of decodes, to be checked in one pass; None to propose none."""
         self.counts = EngineCounts()
         spec = KVCacheSpec(tuple(pool.num_blocks for pool in runner.pools.groups), runner.pools.block_size)
         self.kv = KVCacheManager(spec, enable_prefix_caching=enable_prefix_caching)
@@ -57,7 +57,7 @@ class LanguageEngine:
         self._eos_ids = eos_ids
         self._sequences: dict[str, TokenSequence] = {}
         self._moves = BlockMoves(self.kv, runner.pools)
-        self._draft_gain = DraftGain(max_draft) if max_draft else None
+        self._drafting = drafting
         self._fault_counts = FaultCounts()
         self.grammars = GrammarBuilder(tokenizer, eos_ids)
 
@@ -83,7 +83,10 @@ class LanguageEngine:
         matcher = self.grammars.matcher(
             request.sampling.grammar if request.extent is not Extent.MEDIA else ""
         )
-        return TokenSequence(request, index, self._tokenizer, ends, visual, self._longest(request), matcher)
+        drafts = self._drafting.for_sequence() if self._drafting else None
+        return TokenSequence(
+            request, index, self._tokenizer, ends, visual, self._longest(request), matcher, drafts
+        )
 
     def _longest(self, request: GenerateRequest) -> int:
         """Returns the limit of prompt and answer in the empty cache.
@@ -213,8 +216,9 @@ class LanguageEngine:
             only_decodes = all(chunk.request.is_decoding for chunk in output.chunks)
             self._compute(output.chunks, result)
             self._count(output, result)
-            if self._draft_gain and only_decodes:
-                self._draft_gain.record_step(output.num_tokens, perf_counter() - start)
+            if self._drafting and only_decodes:
+                num_seqs = len(output.chunks)
+                self._drafting.record_pass(num_seqs, output.num_tokens - num_seqs, perf_counter() - start)
         if result.faults:
             self.check_integrity()
         return result
@@ -238,14 +242,13 @@ class LanguageEngine:
         return chunk.request.request_id in self._sequences
 
     def _draft(self, result: StepResult) -> None:
-        """Guesses the next tokens of the decodes, as many as have paid so far."""
-        if self._draft_gain is None:
+        """Guesses the next tokens of the decodes."""
+        if self._drafting is None:
             return
         decoding = [self._sequences[each.request_id] for each in self.scheduler.running if each.is_decoding]
-        num_drafts = self._draft_gain.num_drafts(len(decoding)) if decoding else 0
         for sequence in decoding:
             try:
-                sequence.draft(num_drafts)
+                sequence.draft(len(decoding))
             except Exception as error:  # noqa: BLE001 - costs its request alone
                 self._fail(sequence.scheduled, error, result)
 
@@ -345,12 +348,12 @@ class LanguageEngine:
         """Takes the sampled token, and those after it for which the draft before was right."""
         drafts = sequence.drafts[: chunk.num_drafts]
         num_right = next((i for i, draft in enumerate(drafts) if draft != tokens[i].token_id), len(drafts))
+        sequence.learn(drafts, tokens)
         num_kept = 0
         while sequence.finish_reason is None and num_kept <= num_right:
             result.outputs.append(sequence.push(tokens[num_kept]))
             num_kept += 1
-        if self._draft_gain and drafts:
-            self._draft_gain.record_draft(len(drafts), num_right)
+        self.counts.num_drafts += bool(drafts)
         self.counts.num_drafted_tokens += len(drafts)
         self.counts.num_accepted_tokens += num_kept - 1
         self.scheduler.advance(chunk.request, chunk.stop - chunk.num_drafts + num_kept - 1)

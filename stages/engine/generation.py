@@ -167,12 +167,17 @@ class Admission:
 
 @dataclass(slots=True)
 class EngineCounts:
-    """Counts an engine's work. num_cached_tokens: of prompts, that did not have to be computed."""
+    """Counts an engine's work.
+
+    num_cached_tokens: of prompts, that did not have to be computed.
+    num_drafts: runs of drafted tokens that a pass has checked for a sequence.
+    """
 
     num_steps: int = 0
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
+    num_drafts: int = 0
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
 

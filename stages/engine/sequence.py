@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from epd.kv.drafting import PromptLookup
+from epd.kv.drafting import RequestDrafts
 from epd.kv.kv_cache import KVCacheManager
 from epd.kv.scheduled_request import PrunedRange, ScheduledRequest
 from epd.types import Int32Array, Int64Array
@@ -37,11 +37,12 @@ class TokenSequence:
         visual: VisualInputs,
         capacity: int,
         matcher: TokenMatcher | None = None,
+        source: RequestDrafts | None = None,
     ) -> None:
         """Starts an answer.
 
         ends: of the request. capacity: most tokens of prompt and answer in the KV cache.
-        matcher: of the grammar that it follows, if any.
+        matcher: of the grammar that it follows, if any. source: of its drafts, if any.
         """
         self.request = request
         self.index = index
@@ -67,7 +68,7 @@ class TokenSequence:
         )
         self.tokens = TokenRows(request.prompt)
         self.drafts: tuple[int, ...] = ()
-        self._lookup = PromptLookup()
+        self._source = source
         self.sampling = SamplingState(
             request.sampling,
             request.seed + index,
@@ -99,15 +100,22 @@ class TokenSequence:
         """Returns prompt and answer so far, int64 [num_tokens]."""
         return self.tokens.ids[: self.scheduled.num_tokens]
 
-    def draft(self, max_draft: int) -> None:
-        """Guesses at most this many tokens that may follow, to be computed along with the last one."""
+    def draft(self, num_sequences: int) -> None:
+        """Guesses tokens that may follow, to be computed along with the last one in a pass of so many."""
+        if self._source is None:
+            return
         num_tokens = self.scheduled.num_tokens
         room = self.scheduled.max_total_tokens - num_tokens - 1
-        drafts = self._lookup.propose(self.known_ids, min(max_draft, room))
+        drafts = self._source.propose(self.known_ids, room, num_sequences)
         self.tokens.reserve(num_tokens + len(drafts))
         self.tokens.ids[num_tokens : num_tokens + len(drafts)] = drafts
         self.drafts = tuple(drafts)
         self.scheduled.num_drafts = len(drafts)
+
+    def learn(self, drafts: Sequence[int], sampled: Sequence[SampledToken]) -> None:
+        """Lets later drafts learn what was sampled after the known tokens, and after each of the drafts."""
+        if self._source is not None:
+            self._source.learn(self.known_ids, drafts, [token.token_id for token in sampled])
 
     def segment(self, start: int, stop: int, num_logits: int, kv: KVCacheManager) -> Segment:
         """Returns tokens [start, stop) for the model to compute, or the whole window of which they stay."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from encoders import Adapter
 from encoders.device import device_of
+from epd.kv.drafting import NO_DRAFTS, DraftConfig, Drafting
 from epd.kv.scheduling import SchedulerConfig
 from epd.machine import memory_limit_bytes
 from stages.engine.engine import LanguageEngine
@@ -29,7 +30,7 @@ def build_engine(
     num_kv_tokens: int | None = None,
     block_size: int = BLOCK_SIZE,
     enable_prefix_caching: bool = False,
-    max_draft: int = 0,
+    drafting: DraftConfig = NO_DRAFTS,
     by_modules: bool = False,
 ) -> LanguageEngine:
     """Builds an engine over these pools, by default over its own, where the model is: see `kv_shape`.
@@ -44,8 +45,13 @@ def build_engine(
         settings.eos_ids,
         config or SchedulerConfig(),
         enable_prefix_caching=enable_prefix_caching,
-        max_draft=max_draft,
+        drafting=None if drafting.method == "none" else Drafting(drafting, _num_token_ids(model)),
     )
+
+
+def _num_token_ids(model: Any) -> int:
+    """Returns how many tokens the model has logits for."""
+    return int(model.get_output_embeddings().weight.shape[0])
 
 
 def kv_shape(

@@ -1,15 +1,14 @@
-"""Drafts: those that repeat what came before, and as many as pay."""
+"""Sources of drafts: repetitions in a sequence, and successors that requests share."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.kv.drafting import DraftGain, PromptLookup
+from epd.kv.draft_sources import PromptLookup, Recycling, SuccessorTable
+from epd.types import Int64Array
 
 tokens = st.lists(st.integers(0, 3), max_size=30)
 
@@ -73,78 +72,6 @@ def test_only_n_grams_that_fit_into_a_key_are_allowed() -> None:
         PromptLookup(max_ngram=4)
 
 
-def run_steps(
-    gain: DraftGain,
-    num_steps: int,
-    seconds: Callable[[int], float],
-    num_held: Callable[[int], int],
-    num_sequences: int = 4,
-) -> list[int]:
-    """How many tokens were drafted in each step. seconds: of a step with so many tokens.
-
-    num_held: how many tokens would hold in the draft of a step, however long.
-    """
-    drafted: list[int] = []
-    for step in range(num_steps):
-        num_drafts = gain.num_drafts(num_sequences)
-        gain.record_step(num_sequences * (1 + num_drafts), seconds(num_sequences * (1 + num_drafts)))
-        for _ in range(num_sequences if num_drafts else 0):
-            gain.record_draft(num_drafts, min(num_held(step), num_drafts))
-        drafted.append(num_drafts)
-    return drafted
-
-
-def always(num_held: int) -> Callable[[int], int]:
-    return lambda _step: num_held
-
-
-def memory_bound(num_tokens: int) -> float:
-    """Weights take 10 ms to read whatever is computed; a token adds 0.1 ms."""
-    return 10e-3 + 0.1e-3 * num_tokens
-
-
-def compute_bound(num_tokens: int) -> float:
-    return 1e-3 * num_tokens
-
-
-def test_drafts_that_hold_are_made_long_where_tokens_are_cheap() -> None:
-    assert set(run_steps(DraftGain(8), 200, memory_bound, always(8))[20:]) == {8}
-
-
-def test_no_more_is_drafted_than_holds() -> None:
-    drafted = run_steps(DraftGain(8, probe_interval=50), 400, memory_bound, always(3))
-    assert drafted.count(3) > 370
-    assert 1 <= drafted[100:].count(8) <= 6
-
-
-def test_where_each_token_costs_as_much_as_the_first_nothing_is_drafted() -> None:
-    drafted = run_steps(DraftGain(8, probe_interval=64), 640, compute_bound, always(2))
-    assert drafted[20:].count(0) > 600
-    assert 8 <= drafted[20:].count(8) <= 10
-
-
-def test_drafts_that_never_hold_are_only_probed() -> None:
-    drafted = run_steps(DraftGain(8, probe_interval=64), 640, memory_bound, always(0))
-    assert set(drafted) == {0, 8}
-    assert 9 <= drafted.count(8) <= 14
-
-
-def test_belief_follows_when_the_text_changes() -> None:
-    gain = DraftGain(8)
-    drafted = run_steps(gain, 2000, memory_bound, lambda step: 6 if 600 <= step < 1200 else 0)
-    assert drafted[500:600].count(0) > 90
-    assert min(drafted[900:1200]) >= 6
-    assert drafted[1700:].count(0) > 280
-
-
-def test_belief_follows_when_the_load_changes() -> None:
-    """The device was idle next to the weights' traffic; then others fill it."""
-    gain = DraftGain(8)
-    drafted = run_steps(gain, 1000, memory_bound, always(2)) + run_steps(gain, 1000, compute_bound, always(2))
-    assert drafted[500:1000].count(2) > 480
-    assert drafted[1800:].count(0) > 180
-
-
 def test_work_per_token_does_not_grow_with_the_sequence() -> None:
     """Only n-grams that end in new tokens are taken up."""
     lookup = PromptLookup()
@@ -155,35 +82,67 @@ def test_work_per_token_does_not_grow_with_the_sequence() -> None:
     assert list(follows.values()) == [50]
 
 
-def test_more_sequences_make_drafts_pay_less() -> None:
-    """One sequence leaves the device idle; with many, each drafted token takes the place of a certain one."""
-
-    def seconds(num_tokens: int) -> float:
-        return 1e-3 + 0.5e-3 * num_tokens
-
-    alone = run_steps(DraftGain(8), 400, seconds, lambda step: step % 3, num_sequences=1)
-    many = run_steps(DraftGain(8), 400, seconds, lambda step: step % 3, num_sequences=32)
-    assert alone[100:].count(0) == 0
-    assert many[100:].count(0) > 280
+def ids(*token_ids: int) -> Int64Array:
+    return np.array(token_ids, dtype=np.int64)
 
 
-def test_nothing_is_drafted_on_one_measure_of_cost_alone() -> None:
-    """Before steps of different sizes have been seen, nobody knows what a token costs."""
-    gain = DraftGain(4, num_first_drafts=1)
-    gain.record_draft(4, 4)
-    for _ in range(10):
-        gain.record_step(3, 0.01)
-        assert gain.num_drafts(3) == 0
+def chain(table: SuccessorTable, known: Int64Array, max_draft: int) -> list[int]:
+    return Recycling(table).propose(known, max_draft)
 
 
-def test_a_probe_waits_until_there_is_something_to_draft() -> None:
-    gain = DraftGain(4, probe_interval=16)
-    assert [gain.num_drafts(1) for _ in range(4)] == [0, 4, 4, 4]
-    gain.record_draft(4, 0)
-    assert gain.num_drafts(1) == 0
+def test_recycling_follows_what_came_last() -> None:
+    table = SuccessorTable(10)
+    Recycling(table).learn(ids(9, 1), [2, 3], [2, 3, 4])
+    assert chain(table, ids(9, 1), 5) == [2, 3, 4]
+    Recycling(table).learn(ids(9, 1), [], [7])
+    assert chain(table, ids(9, 1), 5) == [7]
 
 
-@pytest.mark.parametrize(("num_drafted", "num_accepted"), [(2, 3), (9, 0), (2, -1)])
-def test_drafts_that_cannot_have_been_are_errors(num_drafted: int, num_accepted: int) -> None:
-    with pytest.raises(ValueError, match="cannot have held"):
-        DraftGain(8).record_draft(num_drafted, num_accepted)
+def test_recycling_learns_from_rejected_drafts_too() -> None:
+    """What the model sampled after the wrong draft 5 is known when 5 comes up."""
+    table = SuccessorTable(10)
+    Recycling(table).learn(ids(0, 1), [5, 6], [2, 8, 9])
+    assert chain(table, ids(0, 5), 1) == [8]
+    assert chain(table, ids(5, 6), 1) == [9]
+
+
+def test_the_token_before_tells_successors_apart() -> None:
+    table = SuccessorTable(10)
+    Recycling(table).learn(ids(1, 3), [], [4])
+    Recycling(table).learn(ids(2, 3), [], [5])
+    assert chain(table, ids(1, 3), 1) == [4]
+    assert chain(table, ids(2, 3), 1) == [5]
+    assert chain(table, ids(8, 3), 1) == [5], "after another token, the latest"
+
+
+def test_requests_share_a_table() -> None:
+    table = SuccessorTable(10)
+    first, second = Recycling(table), Recycling(table)
+    first.learn(ids(1, 2), [], [3])
+    assert second.propose(ids(1, 2), 1) == [3]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 12), min_size=1, max_size=3),
+            st.lists(st.integers(0, 12), max_size=3),
+            st.lists(st.integers(0, 12), min_size=4, max_size=4),
+        ),
+        max_size=8,
+    ),
+    st.integers(0, 6),
+)
+def test_a_table_keeps_its_size_and_drafts_no_unknown_token(
+    passes: list[tuple[list[int], list[int], list[int]]], max_draft: int
+) -> None:
+    """Ids from 8 on have no row, as an id that the model has no logits for."""
+    table = SuccessorTable(8)
+    size, seen = table._rows.nbytes, set[int]()
+    for known, drafts, sampled in passes:
+        Recycling(table).learn(ids(*known), drafts, sampled[: len(drafts) + 1])
+        seen |= set(sampled)
+        proposed = chain(table, ids(*known), max_draft)
+        assert len(proposed) <= max_draft
+        assert set(proposed) <= seen
+    assert table._rows.nbytes == size == 8 * 8 * 4

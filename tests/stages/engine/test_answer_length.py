@@ -10,6 +10,7 @@ import pytest
 from encoders import PromptPlan
 from epd.errors import EPDError, RequestError
 from epd.kv.answer_length import TYPICAL_TOKENS, expected_tokens, held_to_context
+from epd.kv.drafting import DraftConfig
 from epd.kv.kv_identity import token_identity
 from epd.sampling_params import SamplingParams
 from stages.engine.generation import GenerateRequest, GenerationSettings
@@ -67,7 +68,7 @@ def test_an_answer_that_outgrows_its_first_room_goes_on_the_same(a_family: Subje
     long.engine.add(request)
     while long.engine.has_work():
         long.step()
-    drafting = Drive(a_family.engine(max_draft=4), seed=0)
+    drafting = Drive(a_family.engine(drafting=DraftConfig("prompt-lookup", 4)), seed=0)
     drafting.engine.add(request)
     while drafting.engine.has_work():
         drafting.step()

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 
 from epd.errors import InfeasibleError, RequestError
-from epd.kv.drafting import DraftGain
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from stages.decoder.decoder import FusedDecoder, ModulesDecoder
-from stages.engine.engine import LanguageEngine
 from stages.engine.generation import Extent
 from tests.stages.conftest import Subject
 from tests.stages.prompts import Drive
@@ -120,44 +118,6 @@ def test_seeded_sampling_does_not_depend_on_the_batch(a_family: Subject, count: 
     together = Drive(a_family.engine(), seed=count).run(a_family.mix(count), sampling=sampling, seed=7)
     for name, tokens in together.items():
         assert tokens == alone[f"r{int(name[1:]) % 5}"]
-
-
-def check_drafting(subject: Subject, sampling: SamplingParams) -> LanguageEngine:
-    """The same requests with drafts tried all the time, and without."""
-    prompts = subject.mix(5)
-    plain = Drive(subject.engine(), seed=0).run(prompts, sampling=sampling, seed=7)
-    engine = subject.engine(max_draft=5)
-    engine._draft_gain = EagerGain(5)
-    assert Drive(engine, seed=0).run(prompts, sampling=sampling, seed=7) == plain
-    return engine
-
-
-class EagerGain(DraftGain):
-    """Drafts whether it pays or not."""
-
-    def num_drafts(self, num_sequences: int) -> int:  # noqa: ARG002 # as the class has it
-        return self.max_draft
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        SamplingParams(max_tokens=60),
-        SamplingParams(max_tokens=60, temperature=0.3, min_p=0.2),
-        SamplingParams(max_tokens=60, repetition_penalty=1.2, stop=("the",), logprobs=1),
-    ],
-    ids=["greedy", "sampled", "with penalties"],
-)
-def test_drafting_changes_no_token(a_family: Subject, sampling: SamplingParams) -> None:
-    engine = check_drafting(a_family, sampling)
-    assert engine.counts.num_drafted_tokens > 0
-
-
-def test_drafts_that_hold_save_steps(a_family: Subject) -> None:
-    """Small random models repeat themselves when they go on for long: what drafting is for."""
-    engine = check_drafting(a_family, SamplingParams(max_tokens=150))
-    assert engine.counts.num_accepted_tokens > 0
-    assert engine.counts.num_steps < engine.counts.num_generated_tokens
 
 
 def test_media_that_come_late_do_not_hold_others_up(a_family: Subject) -> None:

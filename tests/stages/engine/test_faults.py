@@ -11,6 +11,7 @@ import torch
 
 import stages.engine.chunk_sampling
 from epd.errors import InternalError
+from epd.kv.drafting import DraftConfig
 from epd.sampling_params import SamplingParams
 from stages.engine.engine import LanguageEngine
 from stages.engine.faults import MAX_FAULTS_IN_A_ROW, RequestFault, run_apart
@@ -123,7 +124,7 @@ def test_an_exception_costs_its_request_alone(
     subject: Subject, monkeypatch: pytest.MonkeyPatch, place: str, moment: int
 ) -> None:
     prompts = subject.mix(6)
-    engine = subject.engine(max_draft=2, enable_prefix_caching=True)
+    engine = subject.engine(drafting=DraftConfig("prompt-lookup", 2), enable_prefix_caching=True)
     drive = FaultyDrive(engine, seed=moment)
     request = type(prompts[CULPRIT]).request
 

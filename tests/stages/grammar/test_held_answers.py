@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from epd.errors import RequestError
+from epd.kv.drafting import DraftConfig
 from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from stages.engine.generation import GenerationSettings
@@ -102,7 +103,7 @@ def test_batches_chunks_drafts_and_preemption_change_no_token(
     }
     assert answers(shapes, sampling) == alone
     assert answers(shapes, sampling, config=SchedulerConfig(max_chunk_tokens=5)) == alone
-    assert answers(shapes, sampling, max_draft=6) == alone
+    assert answers(shapes, sampling, drafting=DraftConfig("prompt-lookup", 6)) == alone
     engine = shapes.engine(num_kv_tokens=512)
     assert Drive(engine, seed=4).run(shapes.mix(8), sampling=sampling, seed=3) == alone
     assert engine.scheduler.num_preempted > 0
