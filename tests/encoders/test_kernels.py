@@ -1,10 +1,10 @@
-"""The Triton kernel against its plain torch twin: interpreted anywhere, compiled where there is a GPU."""
+"""The Triton kernel against its plain torch twin where there is a GPU.
+
+`tests/stages/test_interpreted.py` interprets it anywhere.
+"""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,26 +23,6 @@ CASES = [
 ]
 LARGE_CASES = [(8, 448, 448, 14, 2, 2), (4, 480, 640, 16, 2, 2), (3, 384, 384, 384, 1, 1)]
 HAS_GPU = torch.cuda.is_available() or any(Path("/dev").glob("nvidia[0-9]*"))
-SCRIPT = """
-import sys
-from tests.encoders.test_kernels import CASES, compare
-for case in CASES:
-    compare(case, "cpu")
-print(f"compared {len(CASES)} cases")
-"""
-
-
-PLAIN = """
-import torch, encoders, encoders.kernels
-from encoders.patches import PatchSpec, patchify
-frames = torch.zeros(2, 8, 16, 3, dtype=torch.uint8)
-print(patchify(frames, PatchSpec(4, 2, 2, (1.0, 1.0, 1.0), (1.0, 1.0, 1.0), 3)).shape)
-"""
-
-
-def python(script: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", script]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
 def compare(case: tuple[int, ...], device: str, dtype: torch.dtype = torch.float32) -> None:
@@ -57,20 +37,6 @@ def compare(case: tuple[int, ...], device: str, dtype: torch.dtype = torch.float
     )
     theirs = patchify_plain(frames, PatchSpec(side, merge, unit, MEAN, STD, 3))
     assert torch.equal(ours.cpu(), theirs.to(dtype)), f"the kernel differs from its twin for {case}"
-
-
-def test_the_interpreted_kernel_equals_its_twin() -> None:
-    """In a process of its own: the kernel is interpreted only if told so before it is first imported."""
-    run = python(SCRIPT, os.environ | {"TRITON_INTERPRET": "1"})
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == f"compared {len(CASES)} cases\n"
-
-
-def test_preprocessing_on_a_cpu_needs_no_triton() -> None:
-    """With an import of Triton failing, as where it is not installed."""
-    run = python(f"import sys; sys.modules['triton'] = None\n{PLAIN}", dict(os.environ))
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == "torch.Size([8, 96])\n"
 
 
 @pytest.mark.gpu

@@ -1,10 +1,10 @@
-"""The Triton kernels against their plain torch twins: interpreted anywhere, compiled where there is a GPU."""
+"""The Triton kernels against their plain torch twins where there is a GPU.
+
+`tests/stages/test_interpreted.py` interprets them anywhere.
+"""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -54,23 +54,6 @@ LARGE_PASSES = [
 ]
 MEAN, STD = (122.77, 116.75, 104.09), (68.5, 66.63, 70.32)
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-SCRIPT = """
-from tests.stages.attention.test_kernels import PASSES, compare_attention, compare_moves
-for one in PASSES:
-    compare_attention(one, "cpu")
-compare_moves("cpu")
-print(f"compared {len(PASSES)} passes")
-"""
-PLAIN = """
-from tests.stages.attention.test_attention import check, make_case
-check(make_case([(1, 40), (3, 3)]))
-print("attended")
-"""
-
-
-def python(script: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", script]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
 
 
 def in_float32(case: Case) -> Case:
@@ -115,20 +98,6 @@ def compare_moves(device: str, dtype: torch.dtype = torch.float32) -> None:
         for slot, row in zip(slots.tolist(), rows, strict=True):
             twin[slot // 4, 1, plane, slot % 4] = row
     assert torch.equal(ours, twin)
-
-
-def test_the_interpreted_kernels_equal_their_twins() -> None:
-    """In a process of its own: kernels are interpreted only if told so before they are first imported."""
-    run = python(SCRIPT, os.environ | {"TRITON_INTERPRET": "1"})
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == f"compared {len(PASSES)} passes\n"
-
-
-def test_attention_on_a_cpu_needs_no_triton() -> None:
-    """With an import of Triton failing, as where it is not installed."""
-    run = python(f"import sys; sys.modules['triton'] = None\n{PLAIN}", dict(os.environ))
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == "attended\n"
 
 
 @pytest.mark.parametrize("one", PASSES)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,17 +11,12 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, apply_rotary_
 
 from stages.decoder.operations import RmsNorm, add_rms_norm, norm_rotate_write, rotate, silu_mul
 from stages.decoder.rotary import Rotations
-from tests import ROOT
 
 HAS_GPU = torch.cuda.is_available() or any(Path("/dev").glob("nvidia[0-9]*"))
 on_gpu = pytest.mark.skipif(not HAS_GPU, reason="no GPU in this machine")
 # (query heads, KV heads, channels of a head, whether they are normed); width, gates
 SHAPES = [((4, 2, 16), True, 64, 80), ((7, 1, 40), False, 48, 1030), ((2, 2, 24), True, 100, 17)]
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 4e-2}
-SCRIPT = """
-from tests.stages.decoder.test_fusions import compare_all
-print(f"compared {compare_all('cpu')} kernels")
-"""
 
 
 def rotations_of(angles: Tensor, dtype: torch.dtype) -> Rotations:
@@ -100,16 +92,6 @@ def compare_gate(size: int, dtype: torch.dtype, device: str) -> None:
 
     gate_up = drawn(5, 2 * size, dtype=dtype)
     assert close(silu_mul_fused(gate_up.to(device)), silu_mul(gate_up.float()))
-
-
-def test_the_interpreted_kernels_equal_their_twins() -> None:
-    """In a process of its own: kernels are interpreted only if told so before they are first imported."""
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == f"compared {9 * len(SHAPES)} kernels\n"
 
 
 @on_gpu
