@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # Tests that measure time: nothing else runs beside them.
-ALONE  := tests/bench/test_bench.py tests/serve_app/http/test_hostile.py tests/serve_app/http/test_slow_clients.py
+ALONE  := tests/bench/test_bench.py tests/serve_app/http/test_hostile.py
 # Processes of tests that run at once: one of them has all tests of Ray, which wait much of their time.
 TEST_PROCESSES ?= 2
 export OMP_WAIT_POLICY ?= passive

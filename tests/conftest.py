@@ -34,7 +34,6 @@ settings.load_profile("same")
 
 # Start Ray, or look at what Ray leaves in the folders of the machine: never two of them at once.
 RAY_FILES = (
-    "tests/serve_app/http/test_slow_clients.py",
     "tests/serve_app/ray/",
     "tests/cli/test_serve_command.py",
 )
