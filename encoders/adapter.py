@@ -88,6 +88,7 @@ class FrameSampling:
 
     start_s, end_s: only of the part [start_s, end_s) of the video, None for its end.
     max_frames: a video of which more are wanted is refused before they are listed; None for any number.
+    takes_all: every frame of the part, whatever the processor would take
     listed: of lists of frames, of which `num_frames` are the first ones and no other field counts.
     """
 
@@ -96,6 +97,7 @@ class FrameSampling:
     start_s: float = 0.0
     end_s: float | None = None
     max_frames: int | None = None
+    takes_all: bool = False
     listed: ListedTimes | None = None
 
 

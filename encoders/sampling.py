@@ -53,7 +53,10 @@ def select_frames(
     if video.is_frame_list:
         return _listed(video, frame_sampling)
     first, part = part_of(video, frame_sampling)
-    indices = tuple(first + index for index in rule(part))
+    if frame_sampling.takes_all:
+        check_wanted(frame_sampling, part.num_frames)
+    chosen = range(part.num_frames) if frame_sampling.takes_all else rule(part)
+    indices = tuple(first + index for index in chosen)
     return SelectedFrames(
         tuple((index + 0.5) / video.fps for index in indices),
         indices,

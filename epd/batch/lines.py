@@ -206,6 +206,7 @@ def _with_defaults(body: JSON, defaults: LineDefaults) -> JSON:
         body = {**body, "max_tokens": defaults.max_tokens}
     places = [place for names in _SAMPLING_PLACES if isinstance(place := _at(body, names), dict)]
     has_rate = any(place.get(name) for place in places for name in _RATES)
+    has_rate = has_rate or any(place.get("do_sample_frames") is False for place in places)
     ours = body["epd"] if isinstance(body.get("epd"), dict) else {}
     added = {
         name: value

@@ -202,6 +202,9 @@ class ProcessorOptions(_Received):
 
     fps: Annotated[float, Field(gt=0)] | None = None
     num_frames: Count | None = None
+    do_sample_frames: bool | None = Field(
+        default=None, description="False takes every frame of a video; of a list of frames always false."
+    )
 
 
 class VideoLoading(ProcessorOptions):
@@ -315,6 +318,15 @@ class ChatRequest(_Received):
     def frame_options(self) -> tuple[EpdOptions | ProcessorOptions, ...]:
         """Returns what was received about frames of videos, from the three places that take it."""
         return tuple(each for each in (self.epd, self.mm_processor_kwargs, self.video_loading()) if each)
+
+    def samples_frames(self) -> bool | None:
+        """Returns whether frames are chosen from videos, None if it was not said. False outweighs true."""
+        said = [
+            options.do_sample_frames
+            for options in (self.mm_processor_kwargs, self.video_loading())
+            if options
+        ]
+        return False if False in said else True if True in said else None
 
     def video_loading(self) -> VideoLoading:
         """Returns what was received about how videos are read."""

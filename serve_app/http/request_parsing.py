@@ -133,6 +133,8 @@ def video_sampling(chat: ChatRequest, references: Sequence[MediaReference]) -> F
             f"received fps {sorted(map(str, rates))} and num_frames {sorted(map(str, numbers))}; "
             "allowed: one of the two, once; leave out the rest"
         )
+    has_choice = bool(rates or numbers) and not has_lists_alone
+    _check_sampled(chat, has_choice=has_choice, has_lists=bool(lists))
     ours = chat.epd or EpdOptions()
     sampling = FrameSampling(
         None if has_lists_alone else next(iter(rates), None),
@@ -140,9 +142,24 @@ def video_sampling(chat: ChatRequest, references: Sequence[MediaReference]) -> F
         ours.start_s or 0.0,
         ours.end_s,
         listed=listed,
+        takes_all=chat.samples_frames() is False,
     )
     check_sampling(sampling)
     return sampling
+
+
+def _check_sampled(chat: ChatRequest, *, has_choice: bool, has_lists: bool) -> None:
+    """Raises RequestError where do_sample_frames contradicts others. has_choice: of frames of videos."""
+    if chat.samples_frames() is False and has_choice:
+        raise RequestError(
+            "received do_sample_frames false with fps or num_frames; allowed: every frame, or a choice; "
+            "leave one out"
+        )
+    if chat.samples_frames() and has_lists:
+        raise RequestError(
+            "received do_sample_frames true with a list of frames; allowed: false, all of a list are used; "
+            "leave it out"
+        )
 
 
 def _listed_times(chat: ChatRequest, rate: float | None, *, has_lists: bool) -> ListedTimes | None:

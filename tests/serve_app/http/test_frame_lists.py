@@ -15,6 +15,7 @@ from PIL import Image
 from transformers import AutoProcessor
 from transformers.video_utils import VideoMetadata
 
+import video
 from encoders.sampling import MAX_LISTED_S
 from epd.types import UInt8Array
 from tests.media import draw_frames
@@ -92,6 +93,27 @@ def reference_inputs(path: Path, frames: Sequence[UInt8Array], times: JSON) -> A
         do_sample_frames=False,
         return_tensors="pt",
     )
+
+
+def test_every_frame_has_the_tokens_of_generate(served: tuple[Path, RealApp], media: dict[str, Path]) -> None:
+    path, app = served
+    info = video.probe(media["video"])
+    times_s = [(index + 0.5) / info.fps for index in range(info.num_frames)]
+    frames = list(video.reference_decode(media["video"], times_s).data)
+    inputs = reference_inputs(path, frames, {"fps": info.fps})
+    part = video_part(data_url(media["video"], "video/mp4"))
+    body = body_of(part, max_tokens=MAX_TOKENS, mm_processor_kwargs={"do_sample_frames": False})
+
+    found = app.http.post("/v1/chat/completions", json=body).json()
+
+    assert found["epd"]["frames"] == info.num_frames == 40
+    assert (
+        app.http.post("/v1/epd/estimate", json=body).json()["prompt_tokens"] == inputs["input_ids"].shape[1]
+    )
+    assert found["usage"]["prompt_tokens"] == inputs["input_ids"].shape[1]
+    tokenizer = AutoProcessor.from_pretrained(path, local_files_only=True).tokenizer
+    expected = tokenizer.decode(generated(load_reference(path), inputs), skip_special_tokens=True)
+    assert found["choices"][0]["message"]["content"] == expected
 
 
 @pytest.mark.parametrize("times", TIMES, ids=["none", "rate", "indices", "part of a video"])
@@ -184,6 +206,25 @@ def test_a_part_of_a_list_is_refused(app: RealApp) -> None:
     response = app.http.post("/v1/chat/completions", json=body)
     assert response.status_code == 400
     assert "start_s or end_s with a list of frames" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("is_list", "more", "words"),
+    [
+        (False, {"fps": 1.0, "do_sample_frames": False}, "do_sample_frames false with fps or num_frames"),
+        (False, {"do_sample_frames": 0}, "mm_processor_kwargs.do_sample_frames"),
+        (True, {"do_sample_frames": True}, "do_sample_frames true with a list of frames"),
+        (True, {"fps": 1.0, "do_sample_frames": False}, ""),
+        (False, {"fps": 1.0, "do_sample_frames": True}, ""),
+    ],
+)
+def test_sampling_or_not(app: RealApp, media: dict[str, Path], is_list: bool, more: JSON, words: str) -> None:
+    part = listed(drawn()) if is_list else video_part(data_url(media["video"], "video/mp4"))
+    response = app.http.post(
+        "/v1/chat/completions", json=body_of(part, max_tokens=1, mm_processor_kwargs=more)
+    )
+    assert response.status_code == (400 if words else 200), response.text
+    assert words in response.text
 
 
 def test_a_list_is_no_image(app: RealApp) -> None:
