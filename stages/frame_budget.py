@@ -44,20 +44,22 @@ _ROUNDING = 2
 class BudgetedMedia:
     """Holds planned media, their prompt, and how much of them it keeps.
 
-    num_wanted: frames that would have been taken without a budget.
     prompt: as laid out, reduced.
+    num_wanted: frames that would have been taken without a budget, an image as one.
+    asked_retention: the share that would have been kept.
     """
 
     plans: tuple[MediaPlan, ...]
     reduction: ReductionPolicy
     prompt: PromptPlan
     num_wanted: int
+    asked_retention: float
 
     @property
     def line(self) -> str:
         """Returns what was chosen, for people; empty where everything was kept as it was asked for."""
         usage = self.prompt.usage(0)
-        if usage.num_frames == self.num_wanted and not self.reduction.is_on:
+        if (usage.num_frames, self.reduction.retention) == (self.num_wanted, self.asked_retention):
             return ""
         return (
             f"{usage.num_frames} of {self.num_wanted} frames at retention {self.reduction.retention:g}: "
@@ -129,7 +131,7 @@ class _Planning:
             return self._made(whole)
         if self._fits(whole, self._context - 1):
             return self._made(whole)
-        can_thin = not any(plan.is_joined_whole for plan in self._default)
+        can_thin = any(not plan.is_joined_whole for plan in self._default)
         levels = allowed_levels(self._budget, whole.retention, can_thin=can_thin)
         choice = self._choice(whole.num_frames, levels, may_choose_frames=may_choose_frames)
         if choice is None:
@@ -195,7 +197,8 @@ class _Planning:
             check_visual_tokens(num_tokens, choice.retention, self._room.context_tokens)
         reduction = replace(self._reduction, retention=choice.retention)
         prompt = reduce_prompt(self._lay_out(plans), reduction)
-        made = BudgetedMedia(plans, reduction, prompt, sum(self._wanted))
+        num_wanted = sum(plan.num_frames for plan in self._default)
+        made = BudgetedMedia(plans, reduction, prompt, num_wanted, self._reduction.retention)
         self._last = choice, made
         return made
 

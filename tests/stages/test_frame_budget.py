@@ -69,6 +69,32 @@ def test_what_has_room_is_planned_as_without_a_budget(adapter: Adapter) -> None:
     assert (made.reduction, made.line) == (KEEP_ALL, "")
 
 
+def test_what_has_room_only_just_is_planned_as_it_was(adapter: Adapter) -> None:
+    plan_of = video_of(adapter, 60)
+    num_tokens = len(planned(adapter, plan_of).prompt)
+    assert planned(adapter, plan_of, context=num_tokens + 1).line == ""
+    assert planned(adapter, plan_of, context=num_tokens).plans[0].num_frames < 60
+
+
+def test_the_line_is_of_what_was_chosen_not_of_what_was_asked_for(adapter: Adapter) -> None:
+    image = adapter.plan_image(90, 160)
+    quarter = ReductionPolicy(retention=0.25)
+    assert planned(adapter, image, video_of(adapter, 60), reduction=quarter).line == ""
+    few = planned(adapter, image, video_of(adapter, 60), budget=VisualBudget(300))
+    assert few.line.startswith(f"{1 + few.plans[1].num_frames} of 61 frames at retention 1: ")
+
+
+def test_what_cannot_be_thinned_keeps_its_tokens(tmp_path: Path) -> None:
+    adapter = load_adapter(BUILDERS["llava_onevision"](tmp_path / "model"))
+    image, video = adapter.plan_image(90, 160), video_of(adapter, 3600)
+    assert image.is_joined_whole
+    made = planned(adapter, image, video, budget=VisualBudget(image.num_tokens + 60))
+    assert made.prompt.media[0].num_tokens == image.num_tokens
+    assert made.reduction.is_on, "the video is thinned"
+    with pytest.raises(RequestBudgetError, match="raise max_visual_tokens"):
+        planned(adapter, image, budget=VisualBudget(image.num_tokens - 1))
+
+
 def test_frames_and_retention_that_were_asked_for_are_kept(adapter: Adapter) -> None:
     plan_of = video_of(adapter, 3600)
     sampling = FrameSampling(num_frames=40)
@@ -120,5 +146,3 @@ def test_every_family_fits_its_longest_video(
     for seconds in SECONDS:
         made = planned(adapter, video_of(adapter, seconds), context=512)
         assert len(made.prompt) < 512
-        if made.plans[0].is_joined_whole:
-            assert not made.reduction.is_on, "only its frames become fewer"
