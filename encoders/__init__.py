@@ -1,21 +1,24 @@
 """Turns frames into embeddings: one adapter per model family behind one protocol."""
 
-from encoders.adapter import (
-    Adapter,
-    Embeddings,
-    FrameSampling,
-    Grid,
-    ListedTimes,
-    MediaItem,
-    MediaPlan,
-    PromptPlan,
-    VideoFacts,
-    concatenated,
-    place,
-)
-from encoders.prompt.chat import ChatMessage, ContentPart, check_question
-from encoders.prompt.mrope import PositionLayout
-from encoders.registry import ADAPTERS, load_adapter
+from epd.machine import collector_paused
+
+with collector_paused():  # torch and transformers
+    from encoders.adapter import (
+        Adapter,
+        Embeddings,
+        FrameSampling,
+        Grid,
+        ListedTimes,
+        MediaItem,
+        MediaPlan,
+        PromptPlan,
+        VideoFacts,
+        concatenated,
+        place,
+    )
+    from encoders.prompt.chat import ChatMessage, ContentPart, check_question
+    from encoders.prompt.mrope import PositionLayout
+    from encoders.registry import ADAPTERS, load_adapter
 
 __all__ = [
     "ADAPTERS",

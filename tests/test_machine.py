@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import gc
 import os
 from pathlib import Path
 
 import pytest
 
-from epd.machine import available_memory_bytes, cpu_quota, memory_limit_bytes, usable_cpus
+from epd.machine import available_memory_bytes, collector_paused, cpu_quota, memory_limit_bytes, usable_cpus
 from tests import ROOT
 
 GIB = 1 << 30
@@ -121,3 +122,15 @@ def test_nothing_else_asks_for_cpus_or_memory_past_the_control_groups() -> None:
 
 def _constant(node: ast.AST) -> str:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_the_collector_is_afterwards_as_it_was(is_enabled: bool) -> None:
+    was_enabled = gc.isenabled()
+    try:
+        (gc.enable if is_enabled else gc.disable)()
+        with collector_paused():
+            assert not gc.isenabled()
+        assert gc.isenabled() is is_enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
