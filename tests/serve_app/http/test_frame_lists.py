@@ -16,6 +16,7 @@ from transformers import AutoProcessor
 from transformers.video_utils import VideoMetadata
 
 import video
+from encoders import FrameSampling, ListedTimes, VideoFacts, load_adapter
 from encoders.sampling import MAX_LISTED_S
 from epd.types import UInt8Array
 from tests.media import draw_frames
@@ -135,6 +136,21 @@ def test_listed_frames_have_the_tokens_of_generate(served: tuple[Path, RealApp],
     expected = generated(load_reference(path), inputs)
     assert found["usage"]["completion_tokens"] == len(expected)
     assert found["choices"][0]["message"]["content"] == tokenizer.decode(expected, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("times", TIMES, ids=["none", "rate", "indices", "part of a video"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "shapes-vl"])
+def test_positions_have_the_seconds_of_the_processor(
+    checkpoints: dict[str, Path], name: str, times: JSON
+) -> None:
+    inputs = reference_inputs(checkpoints[name], drawn(), times)
+    indices = times.get("frames_indices")
+    listed = ListedTimes(
+        times.get("fps", 1.0), None if indices is None else tuple(indices), times.get("total_num_frames")
+    )
+    facts = VideoFacts(5, 1.0, 84, 112, is_frame_list=True)
+    plan = load_adapter(checkpoints[name]).plan_video(facts, FrameSampling(listed=listed))
+    assert plan.unit_span_s == pytest.approx(float(inputs["second_per_grid_ts"][0]))
 
 
 def test_jpegs_a_single_frame_and_a_video_beside_them(app: RealApp, media: dict[str, Path]) -> None:
