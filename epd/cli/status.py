@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -55,6 +56,7 @@ def status(
     (endpoint,) = parse_endpoints([url], api_key=api_key)
     now = _get(endpoint, "/v1/epd/status")
     recent = _get(endpoint, "/v1/epd/load")["requests"]
+    drafted = _drafted(get(endpoint, "/metrics", _ADVICE, bad_answer=RequestError).text)
     found, reason = None, "give --profile and an objective to see what epd plan would choose"
     if profile is not None:
         num_workers = sum("v" not in worker["roles"] for worker in now["workers"])
@@ -62,9 +64,12 @@ def status(
     summary = _summary(recent)
     if as_json:
         plan = found.record() if found else None
-        console.print_json({"status": now, "load": summary, "plan": plan, "no_plan": reason})
+        console.print_json(
+            {"status": now, "load": summary, "drafts": drafted, "plan": plan, "no_plan": reason}
+        )
         return
     _print_workers(now)
+    print(*_draft_lines(drafted), sep="", end="")
     _print_changes(now)
     print(_traffic_line(summary))
     print(f"plan: run {found.topology}; {found.verdict}" if found else f"plan: {reason}")
@@ -148,6 +153,22 @@ def _print_workers(now: dict[str, Any]) -> None:
             print(f"{worker['name']} has {_memory(worker['memory'])}")
         if worker["transports"]:
             print(f"{worker['name']} sends by {_ways(worker['transports'])}")
+
+
+def _drafted(metrics: str) -> dict[str, float]:
+    """Returns what was drafted, from the text that Prometheus scrapes: see `SERVICE_COUNTERS`."""
+    found = re.findall(r"^epd_spec_decode_num_(\w+)_total(?:{[^}]*})? (\S+)$", metrics, re.MULTILINE)
+    return {name: float(value) for name, value in found}
+
+
+def _draft_lines(drafted: Mapping[str, float]) -> list[str]:
+    """Returns a line about drafts; none if there are none."""
+    num_drafts = drafted.get("drafts", 0)
+    if not num_drafts:
+        return []
+    tokens, accepted = drafted["draft_tokens"], drafted["accepted_tokens"]
+    per_pass = f"{accepted / num_drafts:.2f} in each pass that checked a draft"
+    return [f"drafts: {accepted:g} of {tokens:g} drafted tokens accepted, {per_pass}\n"]
 
 
 def _memory(memory: Mapping[str, Any]) -> str:

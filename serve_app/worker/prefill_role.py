@@ -25,6 +25,7 @@ from serve_app.role_messages import RemainingWork
 from serve_app.service import StageSpan
 from serve_app.worker.media_feed import MediaFeeds, group_end
 from serve_app.worker.worker_roles import Clock, ReportBuffer, Rounds
+from serve_app.worker.worker_stages import drafting_counters
 from stages.engine.faults import RequestFault
 from stages.engine.generation import GenerateRequest, StepResult
 from stages.prefill import PrefillStage
@@ -229,6 +230,7 @@ class PrefillRole:
                 "prefix_cached_tokens": engine.counts.num_cached_tokens,
                 "generated_tokens": engine.counts.num_generated_tokens,
                 "preemptions": engine.scheduler.num_preempted,
+                **drafting_counters(engine.counts),
                 "encoder_cache_hits": cache.counts.hits,
                 "encoder_cache_misses": cache.counts.misses,
             },

@@ -29,6 +29,7 @@ from serve_app.messages import (
 )
 from serve_app.role_messages import RemainingWork
 from serve_app.service import StageSpan
+from serve_app.worker.worker_stages import drafting_counters
 from stages.decode import DecodeStage
 from stages.encode.encoder import EncodeJob, EncodeStage
 from stages.engine.generation import TokenOutput
@@ -281,6 +282,7 @@ class DecodeRole:
             counters={
                 "generated_tokens": engine.counts.num_generated_tokens,
                 "preemptions": engine.scheduler.num_preempted,
+                **drafting_counters(engine.counts),
             },
             stages={
                 "decode": self._rounds.sample(len(engine.scheduler.running) + len(engine.scheduler.waiting))

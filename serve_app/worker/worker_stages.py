@@ -29,7 +29,7 @@ from stages.encode.embedding_receiver import EmbeddingReceiver
 from stages.encode.encoder import EncodeStage
 from stages.encode.encoder_pool import EmbeddingLayout, EncoderPool, EncoderPoolShape
 from stages.engine.engine import LanguageEngine
-from stages.engine.generation import generation_settings
+from stages.engine.generation import EngineCounts, generation_settings
 from stages.engine.kv_pool import KVPools, KVPoolsShape
 from stages.engine.setup import BLOCK_SIZE, build_engine, kv_shape
 from stages.memory_sizing import (
@@ -321,3 +321,12 @@ def embedding_layout(config: Any, dtype: torch.dtype) -> EmbeddingLayout:
     """Returns the layout of one visual token from an encoder of this transformers configuration."""
     deepstack = getattr(config.vision_config, "deepstack_visual_indexes", None) or ()
     return EmbeddingLayout(config.get_text_config().hidden_size, dtype, len(deepstack))
+
+
+def drafting_counters(counts: EngineCounts) -> dict[str, int]:
+    """Returns what was drafted and accepted, under the names of vLLM's metrics."""
+    return {
+        "spec_decode_num_drafts": counts.num_drafts,
+        "spec_decode_num_draft_tokens": counts.num_drafted_tokens,
+        "spec_decode_num_accepted_tokens": counts.num_accepted_tokens,
+    }

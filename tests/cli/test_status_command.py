@@ -48,6 +48,18 @@ def test_a_table_of_workers_and_what_was_decided(front: Front) -> None:
     assert "plan: give --profile and an objective" in shown.stdout
 
 
+def test_what_was_drafted(run_front: Callable[..., Front]) -> None:
+    service = FakeService()
+    names = {"num_drafts": 8, "num_draft_tokens": 40, "num_accepted_tokens": 20}
+    service.counters |= {f"spec_decode_{name}": float(number) for name, number in names.items()}
+    front = run_front(service)
+    line = "\ndrafts: 20 of 40 drafted tokens accepted, 2.50 in each pass that checked a draft\n"
+    assert line in status(front).stdout
+    record = json.loads(status(front, "--json").stdout)
+    assert record["drafts"] == {"drafts": 8, "draft_tokens": 40, "accepted_tokens": 20}
+    assert "drafts:" not in status(run_front(FakeService())).stdout
+
+
 def test_one_record_for_machines(front: Front) -> None:
     record = json.loads(status(front, "--json").stdout)
     assert record["status"]["topology"] == "2e1p1d"

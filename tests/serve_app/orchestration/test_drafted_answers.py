@@ -1,0 +1,42 @@
+"""Drafts on workers of any topology: the same answers, and counters of what was drafted."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from epd.cli.options import draft_config
+from epd.sampling_params import SamplingParams
+from tests.serve_app.deployments import Question, deployed
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
+
+SAMPLINGS = (
+    SamplingParams(max_tokens=48),
+    SamplingParams(max_tokens=48, temperature=0.5, seed=11, repetition_penalty=1.1, min_tokens=4),
+)
+
+
+@pytest.mark.parametrize("method", ["prompt-lookup", "recycling", "auto"])
+@pytest.mark.parametrize("topology", ["1epd", "1e1p1d"])
+def test_the_answers_are_the_same(
+    checkpoints: dict[str, Path], still_video: Path, topology: str, method: str
+) -> None:
+    questions = [Question((still_video,), "What is shown?", sampling) for sampling in SAMPLINGS]
+
+    async def run(name: str) -> tuple[list[tuple[int, ...]], dict[str, float]]:
+        settings = {"drafting": draft_config(name, 4)}
+        async with deployed(checkpoints["qwen2_5_vl"], topology, settings=settings) as deployment:
+            answers = await deployment.ask_all(questions)
+            await deployment.settle()
+            return [answer.tokens for answer in answers], dict((await deployment.service.status()).counters)
+
+    plain, without = asyncio.run(run("none"))
+    drafted, counters = asyncio.run(run(method))
+    assert drafted == plain
+    assert without["spec_decode_num_drafts"] == 0
+    num_drafted = counters["spec_decode_num_draft_tokens"]
+    assert num_drafted >= counters["spec_decode_num_accepted_tokens"] >= 0
+    assert num_drafted >= counters["spec_decode_num_drafts"] > 0 or method != "recycling"
