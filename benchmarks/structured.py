@@ -41,7 +41,7 @@ _IN_FLIGHT = 24
 _KV_TOKENS = 1280
 _STEPS, _WARM_STEPS, _REPEATS = 100, 30, 15
 # Documents long enough for every step, of the kinds that schemas have most.
-_LONG: dict[str, Schema] = {
+LONG_DOCUMENTS: dict[str, Schema] = {
     "records": {
         "type": "array",
         "minItems": 60,
@@ -151,7 +151,7 @@ def step_rows() -> list[Row]:
     """Milliseconds of a step, held to each schema and not."""
     pipeline = ColocatedPipeline.load(embedded_model_path(), num_kv_tokens=2**14)
     rows = []
-    for name, schema in _LONG.items():
+    for name, schema in LONG_DOCUMENTS.items():
         grammar = grammar_text(format_of("json_schema", schema, None))
         _step_s(pipeline, grammar)
         free, held = [], []
