@@ -165,11 +165,18 @@ class ChosenDrafts:
                 found.append((gain, name, length))
         return [(name, length) for _, name, length in sorted(found, reverse=True)]
 
-    def learn(self, token_ids: Int64Array, drafts: Sequence[int], sampled: Sequence[int]) -> None:
+    def learn(
+        self,
+        token_ids: Int64Array,
+        drafts: Sequence[int],
+        sampled: Sequence[int],
+        num_held: int | None = None,
+    ) -> None:
         """Learns from a pass: what was sampled after token_ids, and after each draft as if it had held."""
         if drafts and self._drafting:
             pairs = zip(drafts, sampled, strict=False)
-            num_held = next((i for i, (draft, token) in enumerate(pairs) if draft != token), len(drafts))
+            if num_held is None:
+                num_held = next((i for i, (draft, token) in enumerate(pairs) if draft != token), len(drafts))
             self._record(self._drafting, len(drafts), num_held)
         for name, guess in self._compared.items():
             self._record(name, 1, int(guess == sampled[0]))

@@ -29,8 +29,17 @@ class DraftSource(Protocol):
         """Returns at most max_draft tokens that may follow token_ids, int64 [T], the whole sequence."""
         ...
 
-    def learn(self, token_ids: Int64Array, drafts: Sequence[int], sampled: Sequence[int]) -> None:
-        """Learns from a pass: what was sampled after token_ids, and after each draft as if it had held."""
+    def learn(
+        self,
+        token_ids: Int64Array,
+        drafts: Sequence[int],
+        sampled: Sequence[int],
+        num_held: int | None = None,
+    ) -> None:
+        """Learns from a pass: what was sampled after token_ids, and after each draft as if it had held.
+
+        num_held: drafts that gave tokens of the answer, which may have ended; None for all that agree.
+        """
         ...
 
 
@@ -62,7 +71,13 @@ class PromptLookup:
                 return _copied(token_ids, start, max_draft)
         return []
 
-    def learn(self, token_ids: Int64Array, drafts: Sequence[int], sampled: Sequence[int]) -> None:
+    def learn(
+        self,
+        token_ids: Int64Array,
+        drafts: Sequence[int],
+        sampled: Sequence[int],
+        num_held: int | None = None,
+    ) -> None:
         """Learns nothing: the sequence itself has all that is looked up."""
 
     def _index(self, token_ids: Int64Array) -> None:
@@ -146,7 +161,13 @@ class Recycling:
             before, last = last, successor
         return drafts
 
-    def learn(self, token_ids: Int64Array, drafts: Sequence[int], sampled: Sequence[int]) -> None:
+    def learn(
+        self,
+        token_ids: Int64Array,
+        drafts: Sequence[int],
+        sampled: Sequence[int],
+        num_held: int | None = None,  # noqa: ARG002
+    ) -> None:
         """Records what was sampled after each token that the pass computed."""
         before, last = _last_two(token_ids)
         for index, successor in enumerate(sampled):

@@ -61,7 +61,13 @@ class RequestDrafts(Protocol):
         """
         ...
 
-    def learn(self, token_ids: Int64Array, drafts: Sequence[int], sampled: Sequence[int]) -> None:
+    def learn(
+        self,
+        token_ids: Int64Array,
+        drafts: Sequence[int],
+        sampled: Sequence[int],
+        num_held: int | None = None,
+    ) -> None:
         """Learns from a pass: what was sampled after token_ids, and after each draft as if it had held."""
         ...
 
@@ -77,9 +83,15 @@ class AllDrafts:
         """Returns what the source proposes."""
         return self._source.propose(token_ids, min(self._max_draft, room))
 
-    def learn(self, token_ids: Int64Array, drafts: Sequence[int], sampled: Sequence[int]) -> None:
+    def learn(
+        self,
+        token_ids: Int64Array,
+        drafts: Sequence[int],
+        sampled: Sequence[int],
+        num_held: int | None = None,
+    ) -> None:
         """Passes on what a pass has shown."""
-        self._source.learn(token_ids, drafts, sampled)
+        self._source.learn(token_ids, drafts, sampled, num_held)
 
 
 class Drafting:

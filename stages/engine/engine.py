@@ -348,11 +348,11 @@ class LanguageEngine:
         """Takes the sampled token, and those after it for which the draft before was right."""
         drafts = sequence.drafts[: chunk.num_drafts]
         num_right = next((i for i, draft in enumerate(drafts) if draft != tokens[i].token_id), len(drafts))
-        sequence.learn(drafts, tokens)
-        num_kept = 0
+        known, num_kept = sequence.known_ids, 0
         while sequence.finish_reason is None and num_kept <= num_right:
             result.outputs.append(sequence.push(tokens[num_kept]))
             num_kept += 1
+        sequence.learn(known, drafts, tokens, num_kept - 1)
         self.counts.num_drafts += bool(drafts)
         self.counts.num_drafted_tokens += len(drafts)
         self.counts.num_accepted_tokens += num_kept - 1

@@ -112,10 +112,15 @@ class TokenSequence:
         self.drafts = tuple(drafts)
         self.scheduled.num_drafts = len(drafts)
 
-    def learn(self, drafts: Sequence[int], sampled: Sequence[SampledToken]) -> None:
-        """Lets later drafts learn what was sampled after the known tokens, and after each of the drafts."""
+    def learn(
+        self, known: Int64Array, drafts: Sequence[int], sampled: Sequence[SampledToken], num_held: int
+    ) -> None:
+        """Lets later drafts learn what was sampled after the known tokens, and after each of the drafts.
+
+        num_held: drafts that gave tokens of the answer, which may have ended before the others.
+        """
         if self._source is not None:
-            self._source.learn(self.known_ids, drafts, [token.token_id for token in sampled])
+            self._source.learn(known, drafts, [token.token_id for token in sampled], num_held)
 
     def segment(self, start: int, stop: int, num_logits: int, kv: KVCacheManager) -> Segment:
         """Returns tokens [start, stop) for the model to compute, or the whole window of which they stay."""

@@ -26,7 +26,13 @@ class Fixed:
     def propose(self, token_ids: Int64Array, max_draft: int) -> list[int]:  # noqa: ARG002 # the protocol's
         return list(range(1, max_draft + 1)) if self.proposes else []
 
-    def learn(self, token_ids: Int64Array, drafts: Sequence[int], sampled: Sequence[int]) -> None:  # noqa: ARG002
+    def learn(
+        self,
+        token_ids: Int64Array,  # noqa: ARG002
+        drafts: Sequence[int],  # noqa: ARG002
+        sampled: Sequence[int],  # noqa: ARG002
+        num_held: int | None = None,  # noqa: ARG002
+    ) -> None:
         self.num_learnt += 1
 
 
@@ -191,3 +197,17 @@ def test_nothing_is_drafted_and_no_memory_taken_by_default() -> None:
 def test_what_is_not_allowed_is_refused(method: str, max_draft: int, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         draft_config(method, max_draft)
+
+
+def test_drafts_behind_the_end_of_an_answer_have_not_held() -> None:
+    """They agree with what was sampled, and gave the answer no token."""
+    requests, statistics = chosen(1)
+    run_passes(requests, statistics, 40, lambda num_tokens: 1.0 + 0.01 * num_tokens, lambda _: 99)
+    drafts = requests[0].propose(KNOWN, 99, 1)
+    before = statistics.shared_rate("fixed").held
+    requests[0].learn(KNOWN, drafts, [*drafts, 99], 1)
+    memory = statistics.shared_rate("fixed").memory
+    assert len(drafts) > 2
+    assert statistics.shared_rate("fixed").held == pytest.approx(
+        (before * memory + 1) * memory
+    )  # one did, one not

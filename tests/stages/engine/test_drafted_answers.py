@@ -128,7 +128,13 @@ class WrongDrafts:
     def propose(self, token_ids: Int64Array, room: int, num_sequences: int) -> list[int]:  # noqa: ARG002
         return [self._rng.randrange(200) for _ in range(min(room, self._rng.randrange(32)))]
 
-    def learn(self, token_ids: Int64Array, drafts: Sequence[int], sampled: Sequence[int]) -> None:  # noqa: ARG002
+    def learn(
+        self,
+        token_ids: Int64Array,  # noqa: ARG002
+        drafts: Sequence[int],
+        sampled: Sequence[int],
+        num_held: int | None = None,  # noqa: ARG002
+    ) -> None:
         assert len(sampled) == len(drafts) + 1
 
 
