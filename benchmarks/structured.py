@@ -36,9 +36,9 @@ from stages.engine.generation import GenerateRequest
 from stages.grammar.formats import format_of, grammar_text
 
 _TEMPERATURE = 1.5
-_MAX_TOKENS = 2500
+_MAX_TOKENS = 3900
 _IN_FLIGHT = 24
-_KV_TOKENS = 1280
+_KV_TOKENS = 4096
 _STEPS, _WARM_STEPS, _REPEATS = 100, 30, 15
 # Documents long enough for every step, of the kinds that schemas have most.
 LONG_DOCUMENTS: dict[str, Schema] = {
