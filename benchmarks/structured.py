@@ -111,7 +111,7 @@ async def _documents(url: str, count: int, seed: int) -> Counter[str]:
     schemas = [drawn_schema(rng) for _ in range(count)]
     found: Counter[str] = Counter()
     turns = asyncio.Semaphore(_IN_FLIGHT)
-    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=300) as client:
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=1200) as client:
 
         async def ask(number: int, schema: Schema) -> None:
             async with turns:
