@@ -118,7 +118,12 @@ class _Planning:
         self._budget = budget
         self._room = room
         self._lay_out = lay_out
-        self._has_own_frames = frame_sampling.fps is not None or frame_sampling.num_frames is not None
+        self._has_own_frames = (
+            frame_sampling.fps is not None
+            or frame_sampling.num_frames is not None
+            or frame_sampling.listed is not None
+            or frame_sampling.takes_all
+        )
         self._fitting: dict[FrameChoice, bool] = {}
         self._last: tuple[FrameChoice, BudgetedMedia] | None = None
         self._default = self._default_plans()

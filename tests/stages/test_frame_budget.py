@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from encoders import Adapter, FrameSampling, MediaPlan, VideoFacts, load_adapter
+from encoders.adapter import ListedTimes
 from epd.errors import RequestBudgetError
 from epd.reduction import KEEP_ALL, NO_BUDGET, ReductionPolicy, VisualBudget
 from stages.frame_budget import BudgetedMedia, PlanOf, PromptRoom, plan_within
@@ -114,6 +115,9 @@ def test_asking_for_more_than_the_context_is_refused(adapter: Adapter) -> None:
     plan_of = video_of(adapter, 3600)
     with pytest.raises(RequestBudgetError, match=r"ask for fewer frames or media$"):
         planned(adapter, plan_of, sampling=FrameSampling(num_frames=3000), context=4096)
+    for every in (FrameSampling(takes_all=True), FrameSampling(listed=ListedTimes())):
+        with pytest.raises(RequestBudgetError, match="ask for fewer frames"):
+            planned(adapter, plan_of, sampling=every, context=4096)
     with pytest.raises(RequestBudgetError, match=r"received a budget of 50 .* raise max_visual_tokens"):
         planned(adapter, plan_of, sampling=FrameSampling(num_frames=400), budget=VisualBudget(50, True))
     with pytest.raises(RequestBudgetError, match=r"received a budget of 2 .* 3 at least"):
