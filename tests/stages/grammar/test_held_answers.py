@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from tests.stages.grammar.formats import SHAPE, WORDS, regex
 from tests.stages.prompts import Drive
 from tests.stages.test_moving import run_moving
 from tests.stages.test_split_stages import Deployment
+from tests.tiny_models import load_reference
 
 EOS_IDS = frozenset([467, 468])
 GRAMMARS = (SHAPE, WORDS, regex("(yes|no){3,9}"))
@@ -47,6 +49,12 @@ def shapes(subjects: Callable[[str], Subject]) -> Subject:
     return replace(subjects("shapes-vl"), settings=GenerationSettings(EOS_IDS))
 
 
+@pytest.fixture(scope="module")
+def reference(checkpoints: dict[str, Path]) -> Any:
+    """The same model with the attention of transformers: an engine on other modules replaces it."""
+    return load_reference(checkpoints["shapes-vl"])
+
+
 class _Masked(LogitsProcessor):  # type: ignore[misc]
     """Rules out by the same library, one call for each token."""
 
@@ -64,12 +72,12 @@ class _Masked(LogitsProcessor):  # type: ignore[misc]
 
 
 @torch.inference_mode()
-def generated(subject: Subject, grammar: str) -> tuple[int, ...]:
+def generated(subject: Subject, reference: Any, grammar: str) -> tuple[int, ...]:
     """What transformers answers to the prompt without media."""
     plan = subject.prompts[0].plan
     matcher = GrammarBuilder(subject.adapter.tokenizer, EOS_IDS).matcher(grammar)
     assert matcher is not None
-    sequences = subject.model.generate(
+    sequences = reference.generate(
         input_ids=torch.from_numpy(plan.token_ids)[None],
         attention_mask=torch.ones(1, len(plan), dtype=torch.int64),
         max_new_tokens=GREEDY.max_tokens,
@@ -81,8 +89,10 @@ def generated(subject: Subject, grammar: str) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("grammar", GRAMMARS)
-def test_tokens_equal_those_of_generate_under_the_same_masks(shapes: Subject, grammar: str) -> None:
-    expected = generated(shapes, grammar)
+def test_tokens_equal_those_of_generate_under_the_same_masks(
+    shapes: Subject, reference: Any, grammar: str
+) -> None:
+    expected = generated(shapes, reference, grammar)
     sampling = replace(GREEDY, grammar=grammar)
     tokens = Drive(shapes.engine(), seed=0).run({"r": shapes.prompts[0]}, sampling=sampling)
     assert tokens == {"r": expected}
@@ -137,7 +147,7 @@ def test_the_least_length_yields_where_the_grammar_allows_only_the_end(shapes: S
     assert "".join(each.text for each in outputs) == "yes"
 
 
-def test_a_grammar_that_cannot_be_built_ends_its_request_alone(shapes: Subject) -> None:
+def test_a_grammar_that_cannot_be_built_ends_its_request_alone(shapes: Subject, reference: Any) -> None:
     engine = shapes.engine()
     drive = Drive(engine, seed=0)
     hostile = [f"bad{number}" for number in range(20)]  # more than a worker forgives of its own bugs
@@ -152,7 +162,7 @@ def test_a_grammar_that_cannot_be_built_ends_its_request_alone(shapes: Subject) 
             drive.outputs.setdefault((output.request_id, 0), []).append(output)
     assert sorted(each.request_id for each in faults) == sorted(hostile)
     assert all(isinstance(each.error, RequestError) for each in faults)
-    assert drive.tokens("good") == generated(shapes, WORDS)
+    assert drive.tokens("good") == generated(shapes, reference, WORDS)
 
 
 def test_the_prompt_is_computed_while_the_grammar_is_built(
