@@ -23,7 +23,7 @@ from serve_app.network.members import Place, Purpose
 from serve_app.ray.autoscaling import advice_stats
 from serve_app.ray.board import RayBoard
 from serve_app.ray.cluster import LINK_HOST
-from serve_app.ray.gpus import limit_memory, worker_device
+from serve_app.ray.gpus import worker_device
 
 if TYPE_CHECKING:
     from ray.serve.context import ReplicaContext
@@ -59,7 +59,12 @@ class Stage(_Worker):
     """Runs one stage worker. The board gives it its name and roles."""
 
     async def __init__(self, args: AppArgs) -> None:  # type: ignore[misc] # Serve awaits it
-        from serve_app.ray.replica_parts import WorkerServer, WorkerServerConfig, worker_settings
+        from serve_app.ray.replica_parts import (
+            WorkerServer,
+            WorkerServerConfig,
+            limit_memory,
+            worker_settings,
+        )
 
         _quiet()
         device = worker_device(args.device)

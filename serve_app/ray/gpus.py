@@ -1,12 +1,11 @@
 """Divides the GPUs of a cluster among stage workers, and finds the one that Ray gave to a worker.
 
 deployer   gpus_per_worker, or what fits the cluster  -->  num_gpus of every replica of Stage
-worker     num_gpus below 1: the GPU is shared, and torch may take no more than that share of its memory
+worker     num_gpus below 1: the GPU is shared, and torch takes no more than that share: memory_limit.py
 """
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 
@@ -15,8 +14,6 @@ import ray
 from epd.errors import InfeasibleError
 from epd.types import ceil_div
 from serve_app.app_args import AppArgs
-
-logger = logging.getLogger(__name__)
 
 # With it Ray shows every GPU to every worker, so that those of one machine can open each other's pools.
 _SHOWS_ALL = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
@@ -27,11 +24,11 @@ def gpus_per_worker(args: AppArgs, num_gpus: float) -> float:
     if args.gpus_per_worker is not None:
         return args.gpus_per_worker
     if args.device == "auto":
-        return _share(args.num_stage_workers, num_gpus)
+        return largest_share(args.num_stage_workers, num_gpus)
     return 1.0 if args.device.startswith("cuda") else 0.0
 
 
-def _share(num_workers: int, num_gpus: float) -> float:
+def largest_share(num_workers: int, num_gpus: float) -> float:
     """Returns the largest share of a GPU, 1 at most, with which all workers fit; 0 without GPUs."""
     return 100 // ceil_div(num_workers, int(num_gpus)) / 100 if num_gpus >= 1 else 0.0
 
@@ -52,7 +49,7 @@ def with_gpus(args: AppArgs) -> AppArgs:
     num_gpus, num_workers = cluster_gpus(), args.num_stage_workers
     wanted = gpus_per_worker(args, num_gpus)
     if num_fitting(wanted, num_gpus) < num_workers:
-        share = _share(num_workers, num_gpus)
+        share = largest_share(num_workers, num_gpus)
         advice = f"set gpus_per_worker to {share:g}, so that workers share, " if share else ""
         raise InfeasibleError(
             f"received {num_workers} stage workers of {wanted:g} GPUs each; the cluster has {num_gpus:g} "
@@ -70,7 +67,7 @@ def num_fitting(wanted: float, num_gpus: float) -> float:
 
 def worker_device(device: str) -> str:
     """Returns the device of this worker, as `Placement.resolve` takes it. device: of the arguments."""
-    if device == "auto" and not _assigned():
+    if device == "auto" and not assigned_gpus():
         return "cpu"  # GPUs that it may see are those of others
     if device in ("auto", "cuda") and os.environ.get(_SHOWS_ALL, "") not in ("", "0"):
         ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
@@ -78,22 +75,7 @@ def worker_device(device: str) -> str:
     return device
 
 
-def limit_memory(device: str, num_workers: int = 1) -> None:
-    """Keeps this worker to its share of a GPU that it has with others.
-
-    device: of this worker. num_workers: that share one GPU where the device was given and Ray gave out none.
-    """
-    import torch
-
-    if device == "cpu" or not torch.cuda.is_available():
-        return
-    share = _assigned() or _share(num_workers, 1)
-    if 0 < share < 1:
-        torch.cuda.set_per_process_memory_fraction(share, None if device == "auto" else torch.device(device))
-        logger.info("torch takes at most %.0f %% of the memory of the GPU", 100 * share)
-
-
-def _assigned() -> float:
+def assigned_gpus() -> float:
     """Returns the GPUs that Ray gave to this worker."""
     context = ray.get_runtime_context()
     resources: Mapping[str, float] = context.get_assigned_resources()  # type: ignore[no-untyped-call]

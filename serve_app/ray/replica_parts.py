@@ -8,6 +8,7 @@ from serve_app.media.media_worker import MediaWorker
 from serve_app.network.media_server import MediaServer
 from serve_app.network.remote_fleet import RemoteFleet
 from serve_app.network.worker_server import WorkerServer, WorkerServerConfig
+from serve_app.ray.memory_limit import limit_memory
 
 __all__ = [
     "MediaProcesses",
@@ -17,6 +18,7 @@ __all__ = [
     "WorkerServer",
     "WorkerServerConfig",
     "create_app",
+    "limit_memory",
     "log_requests",
     "media_settings",
     "share_lead",

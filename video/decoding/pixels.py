@@ -75,15 +75,9 @@ def exact_resize(pixels: UInt8Array, size: Size | None) -> UInt8Array:
     """Resizes by torchvision's antialiased bicubic on uint8; `size` is (height, width), None keeps it."""
     if size is None or pixels.shape[:2] == tuple(size):
         return pixels
-    import torch  # only what resizes pays seconds and hundreds of megabytes for it
-    from torchvision.transforms import InterpolationMode, v2
+    from video.decoding.resizing import resize  # torch: seconds and hundreds of megabytes
 
-    if not pixels.flags.writeable:  # torch warns of memory it may not write; it only reads here
-        pixels = pixels.copy()
-    image = torch.from_numpy(pixels).permute(2, 0, 1).unsqueeze(0)  # uint8 [1, 3, H, W], channels last
-    resized = v2.functional.resize(image, list(size), interpolation=InterpolationMode.BICUBIC, antialias=True)
-    result: UInt8Array = resized[0].permute(1, 2, 0).numpy()
-    return result
+    return resize(pixels, size)
 
 
 def _stored_size(size: Size, matrix: DisplayMatrix | None) -> Size:

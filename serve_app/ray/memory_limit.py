@@ -1,0 +1,24 @@
+"""Keeps a worker to its share of a GPU. Imports torch: replicas import it when they start."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from serve_app.ray.gpus import assigned_gpus, largest_share
+
+logger = logging.getLogger(__name__)
+
+
+def limit_memory(device: str, num_workers: int = 1) -> None:
+    """Keeps this worker to its share of a GPU that it has with others.
+
+    device: of this worker. num_workers: that share one GPU where the device was given and Ray gave out none.
+    """
+    if device == "cpu" or not torch.cuda.is_available():
+        return
+    share = assigned_gpus() or largest_share(num_workers, 1)
+    if 0 < share < 1:
+        torch.cuda.set_per_process_memory_fraction(share, None if device == "auto" else torch.device(device))
+        logger.info("torch takes at most %.0f %% of the memory of the GPU", 100 * share)
