@@ -6,14 +6,17 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.context import SpawnContext
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 
 from epd.transfer.connectors import KVTicket, TransferOutcome
 from tests.stages.connectors.shared_memory import MessageQueue, SharedMemoryConnector, SharedPoolFile
 from tests.stages.handover_workers import DecodeWorker, PrefillWorker, pools_shape
 
-SPAWN: SpawnContext = multiprocessing.get_context("spawn")
+# One process imports torch and what workers need, and each worker is a copy of it. Whoever sets the list last
+# sets it for all tests of this process: it has the modules of both.
+WORKERS: ForkServerContext = multiprocessing.get_context("forkserver")
+WORKERS.set_forkserver_preload([__name__, "tests.serve_app.network.test_two_processes"])
 Queues = dict[str, MessageQueue]
 Files = dict[str, SharedPoolFile]
 PROMPTS = {"a": list(range(1, 40)), "b": [5, 4, 3, 2, 1], "c": list(range(1, 30))}
@@ -23,7 +26,7 @@ DEADLINE_S = 60.0
 @contextmanager
 def shared_workers() -> Iterator[tuple[Queues, Files]]:
     """Queues and pools of a prefill and a decode worker."""
-    queues: Queues = {name: SPAWN.Queue() for name in ("p", "d")}
+    queues: Queues = {name: WORKERS.Queue() for name in ("p", "d")}
     with (
         SharedPoolFile.create(pools_shape(40, 4)) as theirs,
         SharedPoolFile.create(pools_shape(60, 2)) as ours,
@@ -77,7 +80,7 @@ def prefill_a_part(queues: Queues, files: Files, tickets: list[KVTicket]) -> Non
 
 
 def started(target: Callable[..., None], *args: object) -> BaseProcess:
-    process = SPAWN.Process(target=target, args=args, daemon=True)
+    process = WORKERS.Process(target=target, args=args, daemon=True)
     process.start()
     return process
 
@@ -127,7 +130,7 @@ def test_nothing_is_kept_of_a_process_that_was_killed_and_another_takes_over() -
         assert sorted(decode.reception.fail_sender("p")) == ["a", "b"]
         assert [decode.cache.num_free_blocks(group) for group in (0, 1)] == [60, 60]
         with SharedPoolFile.create(pools_shape(40, 4)) as successor:
-            files["p"], queues["p"] = successor, SPAWN.Queue()
+            files["p"], queues["p"] = successor, WORKERS.Queue()
             prefill = new_prefill(queues, files)
             (ticket,) = reserve(decode, "a")
             prefill.start("a", PROMPTS["a"])
