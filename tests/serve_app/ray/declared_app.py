@@ -96,6 +96,7 @@ class DeclaredApp:
     url: str
     args: JSON
     front_config: JSON = field(default_factory=dict)
+    import_path: str = "serve_app.app:build_app"
 
     def deploy(self, num_replicas: Mapping[str, int | JSON] | None = None, **args: Any) -> None:
         """Declares the application, as `serve deploy` does with a file. Returns at once.
@@ -111,7 +112,7 @@ class DeclaredApp:
         application = {
             "name": "epd",
             "route_prefix": "/",
-            "import_path": "serve_app.app:build_app",
+            "import_path": self.import_path,
             "args": self.args | args,
             "deployments": [{"name": name, **each} for name, each in fields.items()],
         }
@@ -199,6 +200,7 @@ def declared_app(
     num_replicas: Mapping[str, int | JSON] | None = None,
     *,
     front_port: int | None = None,
+    import_path: str = "serve_app.app:build_app",
     **args: Any,
 ) -> Iterator[DeclaredApp]:
     """The application, alone. It may leave no file of a pool behind.
@@ -207,7 +209,7 @@ def declared_app(
     """
     before = orphans()
     plain = {name: _plain(value) for name, value in args.items()}
-    app = DeclaredApp(session.url, plain)
+    app = DeclaredApp(session.url, plain, import_path=import_path)
     if front_port is not None:
         app = DeclaredApp(f"http://127.0.0.1:{front_port}", plain, {"host": "127.0.0.1", "port": front_port})
     app.deploy(num_replicas)
