@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from epd.errors import InfeasibleError, ModelError, RequestError, UnavailableError
+from epd.kv.drafting import DraftConfig, DraftMethod
 from epd.sampling_params import SamplingParams
 from epd.topology import Stage
 from serve_app.fleet import WorkerLostError
@@ -145,11 +146,18 @@ async def decoding(deployment: Deployment, questions: list[Question]) -> asyncio
     return asking
 
 
+@pytest.mark.parametrize("method", ["none", "recycling"])
 def test_answers_move_with_their_keys_and_values(
-    checkpoints: dict[str, Path], long_questions: list[Question], long_expected: list[tuple[int, ...]]
+    method: DraftMethod,
+    checkpoints: dict[str, Path],
+    long_questions: list[Question],
+    long_expected: list[tuple[int, ...]],
 ) -> None:
+    """Also while tokens are drafted for them, of which some hold and some do not."""
+
     async def run() -> None:
-        async with deployed(checkpoints["qwen2_5_vl"], "1e1p2d") as deployment:
+        drafting = {"drafting": DraftConfig(method, 4)}
+        async with deployed(checkpoints["qwen2_5_vl"], "1e1p2d", settings=drafting) as deployment:
             asking = await decoding(deployment, long_questions)
             switch = await deployment.service.switch_roles("d0", roles("p"))
             assert not asking.done()
@@ -159,6 +167,8 @@ def test_answers_move_with_their_keys_and_values(
             assert [answer.tokens for answer in answers] == long_expected
             assert sum(answer.end.num_retries for answer in answers if answer.end) == 0
             await deployment.settle()
+            counters = (await deployment.service.status()).counters
+            assert (counters["spec_decode_num_drafts"] > 0) is (method != "none")
 
     asyncio.run(run())
 

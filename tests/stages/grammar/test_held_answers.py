@@ -113,7 +113,8 @@ def test_batches_chunks_drafts_and_preemption_change_no_token(
     }
     assert answers(shapes, sampling) == alone
     assert answers(shapes, sampling, config=SchedulerConfig(max_chunk_tokens=5)) == alone
-    assert answers(shapes, sampling, drafting=DraftConfig("prompt-lookup", 6)) == alone
+    for method in (DraftConfig("prompt-lookup", 6), DraftConfig("recycling", 3), DraftConfig("auto", 4)):
+        assert answers(shapes, sampling, drafting=method) == alone
     engine = shapes.engine(num_kv_tokens=512)
     assert Drive(engine, seed=4).run(shapes.mix(8), sampling=sampling, seed=3) == alone
     assert engine.scheduler.num_preempted > 0
