@@ -7,6 +7,7 @@ import numpy as np
 from epd.planning.goodput import Demand, goodput
 from epd.planning.search import Planner, SearchResult
 from epd.planning.space import Settings, Space, topologies
+from epd.profiles.profile import Profile
 from epd.published.paper import images, paper_deployment, paper_profile
 from epd.published.tables import TABLE_5, Row
 from epd.simulate.requests import JobMaker
@@ -21,12 +22,12 @@ OBJECTIVES = SLO(ttft_s=3.9, tpot_s=0.06)
 _WHOLE = 2**17
 
 
-def paper_demand() -> Demand:
-    """Returns requests of six 4K images, and their objectives."""
+def paper_demand(profile: Profile | None = None) -> Demand:
+    """Returns requests of six 4K images, and their objectives. profile: of the costs of reading images."""
     workload = Workload(
         "six images", poisson_arrivals(1.0), TraceShapes((images(6),) * _NUM_REQUESTS), _NUM_REQUESTS
     )
-    jobs = list(JobMaker(paper_profile(), "frames").jobs(workload.requests(0)))
+    jobs = list(JobMaker(profile or paper_profile(), "frames").jobs(workload.requests(0)))
     return Demand.of(jobs, OBJECTIVES)
 
 
