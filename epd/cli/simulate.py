@@ -46,7 +46,7 @@ _Scenario = Annotated[
     typer.Option(
         metavar="NAME",
         help="Published figures: epd-table1 to epd-table6, epd-table8, epd-table5-study, epd-fig6, "
-        "epd-weights, epd-overlap or vllm-blog.",
+        "epd-weights, epd-encoder-calls, epd-overlap or vllm-blog.",
     ),
 ]
 _Topology = Annotated[

@@ -21,7 +21,7 @@ import numpy as np
 from epd.encode.sharding import Sharding
 from epd.planning.goodput import goodput, simulate_at
 from epd.planning.search import Planner, Scored
-from epd.planning.space import Settings, topologies
+from epd.planning.space import Settings, Space, topologies
 from epd.profiles.cost import StageCost
 from epd.profiles.profile import Profile
 from epd.published.paper import FOUR_K, Cell, cells_4, cells_6, paper_deployment, paper_profile
@@ -36,7 +36,6 @@ CALL_S = 0.3
 _IMAGES_PER_REQUEST = 6  # of table 5
 _ENCODE_BATCHES, _PREFILL_BATCHES, _DECODE_BATCHES = (1, 2), (1, 2), (1, 128)
 _SHARDINGS: tuple[Sharding, ...] = ("groups", "request")
-_NUM_RANDOM = 10
 
 
 def call_profile(call_s: float = CALL_S) -> Profile:
@@ -57,7 +56,7 @@ def encode_patches(batch: int, sharding: Sharding, images_per_request: int) -> i
     return batch * image * (images_per_request if sharding == "request" else 1)
 
 
-def _cells() -> Iterator[Cell]:
+def cells() -> Iterator[Cell]:
     """Yields the cells of tables 4 and 6, with batches of one as they have them."""
     for cell in (*cells_4(), *cells_6()):
         deployment = cell.experiment.deployment
@@ -73,12 +72,12 @@ def cell_rows(profile: Profile, cell: Cell) -> Iterator[Row]:
         yield replace(row, system=f"table {cell.table[-1]}, {row.system}", is_fitted=is_fitted)
 
 
-def best_plan(profile: Profile) -> Scored:
-    """Returns the best of the paper's space, batches of one or two images or requests in a call included."""
+def best_plan(profile: Profile, space: Space) -> Scored:
+    """Returns the best of a space, batches of one or two images or requests in a call included."""
     found = []
-    for sharding in _SHARDINGS:
+    for sharding in space.shardings:
         patches = tuple(encode_patches(each, sharding, _IMAGES_PER_REQUEST) for each in _ENCODE_BATCHES)
-        space = replace(paper_space(), encode_patches=patches, shardings=(sharding,))
+        space = replace(space, encode_patches=patches, shardings=(sharding,))
         planner = Planner(profile, paper_demand(profile), space, paper_deployment("6e1p1d"))
         found.append(planner.search().winner)
     return max(found, key=lambda each: each.goodput)
@@ -92,20 +91,24 @@ def deployment_of(topology: str, encode: int, prefill: int, decode: int, shardin
     return Settings(patches, prefill, decode, whole, sharding).deployment(base.topology, base)
 
 
-def random_goodputs(profile: Profile, seed: int = 0) -> list[float]:
-    """Returns goodputs of ten configurations, drawn from all with equal chances."""
+def random_goodputs(profile: Profile, seed: int = 0, num: int = 10) -> list[float]:
+    """Returns goodputs of some configurations, drawn from all with equal chances."""
     rng = np.random.default_rng(seed)
     layouts = [str(each) for each in topologies(8) if len(each.groups) == 3]
     choices = list(product(layouts, _ENCODE_BATCHES, _PREFILL_BATCHES, _DECODE_BATCHES, _SHARDINGS))
-    drawn = [choices[int(index)] for index in rng.integers(len(choices), size=_NUM_RANDOM)]
+    drawn = [choices[int(index)] for index in rng.integers(len(choices), size=num)]
     return [goodput(profile, deployment_of(*each), paper_demand(profile)) for each in drawn]
 
 
-def table_5_rows(profile: Profile) -> Iterator[Row]:
-    best, rate = best_plan(profile), TABLE_5["optimum"]
-    settings = best.candidate.settings
+def batches(settings: Settings) -> str:
+    """Returns the batches of encode, prefill and decode as the paper writes them."""
     batch = settings.encode_patches // encode_patches(1, settings.sharding, _IMAGES_PER_REQUEST)
-    case = f"{best.candidate.topology}, batch {batch}/{settings.language_seqs}/{settings.decode_seqs}"
+    return f"{batch}/{settings.language_seqs}/{settings.decode_seqs}"
+
+
+def table_5_rows(profile: Profile) -> Iterator[Row]:
+    best, rate = best_plan(profile, paper_space()), TABLE_5["optimum"]
+    case = f"{best.candidate.topology}, batch {batches(best.candidate.settings)}"
     mean = float(np.mean(random_goodputs(profile)))
     yield Row("table 5, optimum", case, "goodput 1/s", best.goodput, rate)
     yield Row("table 5, mean of 10 random", "6 images", "goodput 1/s", mean, TABLE_5["mean of 10 random"])
@@ -121,4 +124,4 @@ def table_5_rows(profile: Profile) -> Iterator[Row]:
 def encoder_calls() -> list[Row]:
     """Returns the rows of tables 4, 6 and 5 under this assumption."""
     profile = call_profile()
-    return [*(row for cell in _cells() for row in cell_rows(profile, cell)), *table_5_rows(profile)]
+    return [*(row for cell in cells() for row in cell_rows(profile, cell)), *table_5_rows(profile)]

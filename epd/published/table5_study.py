@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 
 from epd.planning.goodput import Demand, goodput, simulate_at
 from epd.profiles.profile import Profile
+from epd.published.encoder_calls import CALL_S, call_profile, deployment_of
 from epd.published.paper import Experiment, images, paper_deployment, paper_profile
 from epd.published.table5 import paper_demand
 from epd.published.tables import TABLE_4, TABLE_5, TABLE_5_AT_OPTIMUM, Row
 from epd.simulate.deployment import Deployment
 
 _TABLE_4_RATE, _NUM_REQUESTS = 0.25, 100
+_HAND_OVER_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ def slower(profile: Profile, *, encode: float = 1.0, prefill: float = 1.0, decod
 
 
 def assumptions() -> Iterator[Assumption]:
-    """Yields what is known first, then one change at a time, the last of all stages under load."""
+    """Yields what is known first, then one change at a time, then those that explain more."""
     profile, deployment, demand = paper_profile(), paper_deployment("6e1p1d"), paper_demand()
     as_it_is = Assumption("as in table 5", profile, deployment, demand)
     yield as_it_is
@@ -68,6 +70,17 @@ def assumptions() -> Iterator[Assumption]:
     loaded = slower(profile, encode=1.5, prefill=1.5, decode=1.5)
     name = "under load all stages take 1.5 times as long"
     yield replace(as_it_is, name=name, profile=loaded, profile_alone=profile)
+    yield from _with_calls(as_it_is)
+
+
+def _with_calls(as_it_is: Assumption) -> Iterator[Assumption]:
+    """Yields a cost of encoder calls instead of reading images, in batches of two, and slow hand-overs."""
+    profile, deployment = call_profile(), deployment_of("6e1p1d", 2, 1, 128, "groups")
+    calls = replace(as_it_is, profile=profile, deployment=deployment, demand=paper_demand(profile))
+    yield replace(calls, name=f"a call of the encoder costs {CALL_S} s, reading nothing")
+    transfer = replace(profile.transfer, cost=replace(profile.transfer.cost, fixed_s=_HAND_OVER_S))
+    name = f"the same, and a hand-over takes {_HAND_OVER_S} s"
+    yield replace(calls, name=name, profile=replace(profile, transfer=transfer))
 
 
 def study() -> list[Row]:
