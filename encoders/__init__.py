@@ -16,12 +16,14 @@ with collector_paused():  # torch and transformers
         concatenated,
         place,
     )
+    from encoders.pixels import OWN_LIMITS, PixelLimits
     from encoders.prompt.chat import ChatMessage, ContentPart, check_question
     from encoders.prompt.mrope import PositionLayout
     from encoders.registry import ADAPTERS, load_adapter
 
 __all__ = [
     "ADAPTERS",
+    "OWN_LIMITS",
     "Adapter",
     "ChatMessage",
     "ContentPart",
@@ -31,6 +33,7 @@ __all__ = [
     "ListedTimes",
     "MediaItem",
     "MediaPlan",
+    "PixelLimits",
     "PositionLayout",
     "PromptPlan",
     "VideoFacts",

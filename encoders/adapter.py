@@ -14,7 +14,7 @@ model, T prompt tokens.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from encoders.device import CPU
+from encoders.pixels import OWN_LIMITS, PixelLimits
 from encoders.prompt.chat import ChatMessage
 from epd.errors import ModelError
 from epd.reduction import ReductionPolicy, Window, num_survivors
@@ -351,11 +352,20 @@ class Adapter(Protocol):
         """Returns the checkpoint's `PreTrainedTokenizer`."""
         ...
 
-    def plan_image(self, height: int, width: int) -> MediaPlan:
+    def check_pixels(self, media: Collection[tuple[MediaKind, PixelLimits]], most: int | None) -> None:
+        """Raises RequestError for limits that are too high, or that change nothing for any of the media.
+
+        media: all of a request. most: pixels that may be asked for above the processor's own limit.
+        """
+        ...
+
+    def plan_image(self, height: int, width: int, pixels: PixelLimits = OWN_LIMITS) -> MediaPlan:
         """Plans an image of `height` x `width` pixels. Raises MediaLimitError for an impossible shape."""
         ...
 
-    def plan_video(self, video: VideoFacts, frame_sampling: FrameSampling) -> MediaPlan:
+    def plan_video(
+        self, video: VideoFacts, frame_sampling: FrameSampling, pixels: PixelLimits = OWN_LIMITS
+    ) -> MediaPlan:
         """Plans a video. Raises RequestError for an invalid sampling, MediaLimitError as above."""
         ...
 

@@ -17,7 +17,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from encoders import FrameSampling
+from encoders import OWN_LIMITS, FrameSampling, PixelLimits
 from encoders.prompt.chat import ChatMessage, media_kinds
 from epd.control.elasticity import Decision, ReplicaAdvice, RequestWork
 from epd.control.retention import LevelChange
@@ -35,11 +35,16 @@ StageName = Literal["probe", "decode_video", "preprocess", "encode", "transfer",
 
 @dataclass(frozen=True, slots=True)
 class MediaReference:
-    """A medium as a request names it. label: its name in responses, which never show local paths."""
+    """A medium as a request names it.
+
+    label: its name in responses, which never show local paths
+    pixels: what it is resized within
+    """
 
     kind: MediaKind
     url: str = field(repr=False)
     label: str
+    pixels: PixelLimits = OWN_LIMITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,7 @@ class MediaSource:
     mm_hash: `epd.types.content_hash` of its bytes
     label: its name in messages, which never show local paths
     held: its name among the media that are kept for requests
+    pixels: what it is resized within
     """
 
     facts: MediaFacts
@@ -64,6 +70,7 @@ class MediaSource:
     num_bytes: int
     label: str
     held: HeldItem
+    pixels: PixelLimits = OWN_LIMITS
 
     @property
     def kind(self) -> MediaKind:

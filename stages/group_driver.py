@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 import video
-from encoders import Adapter, FrameSampling, MediaPlan
+from encoders import OWN_LIMITS, Adapter, FrameSampling, MediaPlan, PixelLimits
 from encoders.adapter import PromptPlan
 from encoders.batch import FrameEncoder
 from encoders.prompt.chat import ChatMessage, one_turn
@@ -48,6 +48,7 @@ class MediaJob:
 
     sources: files, in order.
     kinds: what each of them must be; None for anything.
+    pixels: what each of them is resized within; empty for the processor's own limits.
     messages: the first conversation about the media; by default the media and `question`.
     question: the first one, where it is known before the media are planned.
     reduction: which of the visual tokens are kept; once planned, as many as have room.
@@ -63,6 +64,7 @@ class MediaJob:
     sources: Sequence[str | Path]
     frame_sampling: FrameSampling
     kinds: Sequence[MediaKind] | None = None
+    pixels: Sequence[PixelLimits] = ()
     messages: Sequence[ChatMessage] = ()
     question: str = ""
     reduction: ReductionPolicy = KEEP_ALL
@@ -151,9 +153,10 @@ class GroupDriver(Generic[JobT]):
     def _plan(self, job: MediaJob) -> tuple[PlannedMedia, ...]:
         if job.budget is None:
             return tuple(
-                plan_known(self._adapter, source, facts, job.frame_sampling) for source, facts in _looked(job)
+                plan_known(self._adapter, source, facts, job.frame_sampling, pixels)
+                for source, facts, pixels in _looked(job)
             )
-        known = [self._known(job, source, facts) for source, facts in _looked(job)]
+        known = [self._known(job, *each) for each in _looked(job)]
         made = plan_within(
             [each.plan if isinstance(each, PlannedMedia) else each.plan_of(self._adapter) for each in known],
             job.frame_sampling,
@@ -168,11 +171,13 @@ class GroupDriver(Generic[JobT]):
             for each, plan in zip(known, made.plans, strict=True)
         )
 
-    def _known(self, job: MediaJob, source: str | Path, facts: video.MediaFacts) -> PlannedMedia | FoundVideo:
+    def _known(
+        self, job: MediaJob, source: str | Path, facts: video.MediaFacts, pixels: PixelLimits
+    ) -> PlannedMedia | FoundVideo:
         """Plans an image; a video is planned when the number of its frames is known."""
         if facts.kind == "video":
-            return FoundVideo(source, facts)
-        return plan_known(self._adapter, source, facts, job.frame_sampling)
+            return FoundVideo(source, facts, pixels)
+        return plan_known(self._adapter, source, facts, job.frame_sampling, pixels)
 
     def _laid_out(self, job: MediaJob, plans: Sequence[MediaPlan]) -> PromptPlan:
         """Lays out the first prompt about the media; one that cannot be asked fails later, by itself."""
@@ -226,16 +231,17 @@ class GroupDriver(Generic[JobT]):
             self.encode_clock.stop()
 
 
-def _looked(job: MediaJob) -> Iterator[tuple[str | Path, video.MediaFacts]]:
+def _looked(job: MediaJob) -> Iterator[tuple[str | Path, video.MediaFacts, PixelLimits]]:
     """Looks at each source, in order. Raises MediaError, UnsupportedMediaError for the wrong kind."""
     kinds = job.kinds or (None,) * len(job.sources)
-    for source, kind in zip(job.sources, kinds, strict=True):
+    limits = job.pixels or (OWN_LIMITS,) * len(job.sources)
+    for source, kind, pixels in zip(job.sources, kinds, limits, strict=True):
         facts = video.look(source)
         if kind not in (None, facts.kind):
             raise UnsupportedMediaError(
                 f"'{source}' is a {facts.kind}; allowed here: {kind}s; name it as {facts.kind}"
             )
-        yield source, facts
+        yield source, facts, pixels
 
 
 def _failed(job: JobT, error: Exception) -> FailedJob[JobT]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import video
-from encoders import Adapter, Embeddings, FrameSampling, MediaPlan, VideoFacts
+from encoders import OWN_LIMITS, Adapter, Embeddings, FrameSampling, MediaPlan, PixelLimits, VideoFacts
 from encoders.batch import FrameEncoder
 from encoders.groups import MediaGroup, plan_groups
 from epd.errors import MediaLimitError
@@ -42,10 +42,11 @@ class FoundVideo:
 
     source: str | Path
     facts: video.MediaFacts
+    pixels: PixelLimits = OWN_LIMITS
 
     def plan_of(self, adapter: Adapter) -> Callable[[FrameSampling], MediaPlan]:
         """Returns what plans it. That raises MediaLimitError, which names the source, and RequestError."""
-        return lambda frame_sampling: plan_known(adapter, self.source, self.facts, frame_sampling).plan
+        return lambda sampling: plan_known(adapter, self.source, self.facts, sampling, self.pixels).plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,34 +65,47 @@ class DecodedGroup:
 EncodedGroup = tuple[MediaGroup, Embeddings]
 
 
-def plan_media(adapter: Adapter, source: str | Path, frame_sampling: FrameSampling) -> PlannedMedia:
+def plan_media(
+    adapter: Adapter, source: str | Path, frame_sampling: FrameSampling, pixels: PixelLimits = OWN_LIMITS
+) -> PlannedMedia:
     """Inspects and plans one source. Raises MediaError, and RequestError for a useless frame_sampling."""
-    return plan_known(adapter, source, video.look(source), frame_sampling)
+    return plan_known(adapter, source, video.look(source), frame_sampling, pixels)
 
 
 def plan_known(
-    adapter: Adapter, source: str | Path, facts: video.MediaFacts, frame_sampling: FrameSampling
+    adapter: Adapter,
+    source: str | Path,
+    facts: video.MediaFacts,
+    frame_sampling: FrameSampling,
+    pixels: PixelLimits = OWN_LIMITS,
 ) -> PlannedMedia:
     """Plans a source that was inspected. Raises as `plan_media`."""
-    pixels = video.load_image(source) if facts.kind == "image" else None
+    image = video.load_image(source) if facts.kind == "image" else None
     try:
-        if pixels is not None:
-            return plan_pixels(adapter, source, pixels)
-        return PlannedMedia(source, plan_video(adapter, facts, frame_sampling))
+        if image is not None:
+            return plan_pixels(adapter, source, image, pixels)
+        return PlannedMedia(source, plan_video(adapter, facts, frame_sampling, pixels))
     except MediaLimitError as error:
         raise MediaLimitError(f"'{source}': {error}") from error
 
 
-def plan_video(adapter: Adapter, facts: video.MediaFacts, frame_sampling: FrameSampling) -> MediaPlan:
+def plan_video(
+    adapter: Adapter,
+    facts: video.MediaFacts,
+    frame_sampling: FrameSampling,
+    pixels: PixelLimits = OWN_LIMITS,
+) -> MediaPlan:
     """Plans a video that was inspected. Raises MediaLimitError, RequestError."""
     known = VideoFacts(facts.num_frames, facts.fps, facts.height, facts.width, facts.is_frame_list)
-    return adapter.plan_video(known, frame_sampling)
+    return adapter.plan_video(known, frame_sampling, pixels)
 
 
-def plan_pixels(adapter: Adapter, source: str | Path, pixels: UInt8Array) -> PlannedMedia:
+def plan_pixels(
+    adapter: Adapter, source: str | Path, image: UInt8Array, pixels: PixelLimits = OWN_LIMITS
+) -> PlannedMedia:
     """Plans a decoded image, uint8 [H, W, 3], and resizes it to its planned size. Raises MediaLimitError."""
-    plan = adapter.plan_image(pixels.shape[0], pixels.shape[1])
-    return PlannedMedia(source, plan, adapter.resize(torch.from_numpy(pixels), plan))
+    plan = adapter.plan_image(image.shape[0], image.shape[1], pixels)
+    return PlannedMedia(source, plan, adapter.resize(torch.from_numpy(image), plan))
 
 
 def decode_groups(

@@ -31,9 +31,16 @@ class Subject:
 
 
 def processor_inputs(
-    processor: Any, media: Sequence[Path], question: str, sampling: FrameSampling = DEFAULT_SAMPLING
+    processor: Any,
+    media: Sequence[Path],
+    question: str,
+    sampling: FrameSampling = DEFAULT_SAMPLING,
+    **more: Any,
 ) -> Any:
-    """What the processor makes of the media: it samples, resizes, normalises and lays out by itself."""
+    """What the processor makes of the media: it samples, resizes, normalises and lays out by itself.
+
+    more: further arguments of its call.
+    """
     kinds = [video.media_kind(path) for path in media]
     content = [*({"type": kind} for kind in kinds), {"type": "text", "text": question}]
     text = processor.apply_chat_template(
@@ -42,6 +49,7 @@ def processor_inputs(
     images = [video.load_image(path) for path, kind in zip(media, kinds, strict=True) if kind == "image"]
     clips = [_all_frames(path) for path, kind in zip(media, kinds, strict=True) if kind == "video"]
     options: dict[str, Any] = {"images": images} if images else {}
+    options |= more
     if clips:
         options |= {
             "videos": [frames for frames, _ in clips],

@@ -42,7 +42,7 @@ TESTS = {
     "tool_choice": "test_tools.py",
     "parallel_tool_calls": "test_tools.py",
     "media_io_kwargs": "test_frame_lists.py",
-    "mm_processor_kwargs": "test_frame_lists.py",
+    "mm_processor_kwargs": "test_media_size.py",
     "modalities": "test_refusals.py",
     "priority": "test_admin.py",
     "cache_salt": "test_cache_salt.py",

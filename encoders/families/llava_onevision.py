@@ -23,6 +23,7 @@ from transformers.image_utils import ChannelDimension
 from encoders.adapter import Embeddings, FrameSampling, MediaPlan, VideoFacts
 from encoders.checkpoint import Checkpoint
 from encoders.families.tiles import TileAdapter, TilePlan, cut_tiles, tile_spec
+from encoders.pixels import OWN_LIMITS, PixelLimits
 from encoders.prompt.text_layout import ItemText, Markers
 from epd.errors import UnsupportedModelError
 from epd.types import MediaKind
@@ -91,12 +92,14 @@ class LlavaOnevisionAdapter(TileAdapter):
         pinpoints: list[list[int]] = self.checkpoint.processor.image_processor.image_grid_pinpoints
         return pinpoints
 
-    def plan_image(self, height: int, width: int) -> LlavaPlan:
-        plan = super().plan_image(height, width)
+    def plan_image(self, height: int, width: int, pixels: PixelLimits = OWN_LIMITS) -> LlavaPlan:
+        plan = super().plan_image(height, width, pixels)
         return _llava_plan(plan, self.patches_per_side**2 + self._picture(plan).num_tokens)
 
-    def plan_video(self, video: VideoFacts, frame_sampling: FrameSampling) -> LlavaPlan:
-        plan = super().plan_video(video, frame_sampling)
+    def plan_video(
+        self, video: VideoFacts, frame_sampling: FrameSampling, pixels: PixelLimits = OWN_LIMITS
+    ) -> LlavaPlan:
+        plan = super().plan_video(video, frame_sampling, pixels)
         return _llava_plan(plan, plan.num_units * self._pooled_side**2 + 1)
 
     def _picture(self, plan: TilePlan) -> _Canvas:

@@ -20,20 +20,22 @@ from epd.types import PlaceholderRange
 class Qwen2_5VLAdapter(QwenVLAdapter):
     """Adapts `model_type` qwen2_5_vl."""
 
-    def video_size(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
+    def video_size(
+        self, num_frames: int, height: int, width: int, limits: tuple[int, int]
+    ) -> tuple[int, int]:
         size = smart_resize(
             height,
             width,
             factor=self.video_spec.factor,
-            min_pixels=self.checkpoint.processor.video_processor.size["shortest_edge"],
-            max_pixels=self._max_pixels(num_frames),
+            min_pixels=limits[0],
+            max_pixels=self._max_pixels(num_frames, limits),
         )
         return int(size[0]), int(size[1])
 
-    def _max_pixels(self, num_frames: int) -> int:
-        """Returns a frame's limit: the processor's cap, or an even share of a video's budget if set."""
+    def _max_pixels(self, num_frames: int, limits: tuple[int, int]) -> int:
+        """Returns a frame's limit: the cap of `limits`, or an even share of a video's budget if set."""
         processor = self.checkpoint.processor.video_processor
-        cap, floor = int(processor.size["longest_edge"]), int(processor.size["shortest_edge"] * 1.05)
+        cap, floor = limits[1], int(limits[0] * 1.05)
         if not getattr(processor, "cap_pixels_per_frame", None):
             return cap
         budget = int(processor.max_video_tokens * self.video_spec.factor**2 * 0.9)

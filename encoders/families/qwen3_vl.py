@@ -24,7 +24,11 @@ from epd.types import Int64Array, PlaceholderRange
 class Qwen3VLAdapter(QwenVLAdapter):
     """Adapts `model_type` qwen3_vl and qwen3_vl_moe, which differ in the language model alone."""
 
-    def video_size(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
+    video_takes_size_alone = True
+
+    def video_size(
+        self, num_frames: int, height: int, width: int, limits: tuple[int, int]
+    ) -> tuple[int, int]:
         unit = self.video_spec.frames_per_unit
         size = smart_resize(
             num_frames=max(num_frames, unit),
@@ -32,15 +36,15 @@ class Qwen3VLAdapter(QwenVLAdapter):
             width=width,
             temporal_factor=unit,
             factor=self.video_spec.factor,
-            min_pixels=self.checkpoint.processor.video_processor.size["shortest_edge"],
-            max_pixels=self._max_pixels(num_frames),
+            min_pixels=limits[0],
+            max_pixels=self._max_pixels(num_frames, limits),
         )
         return int(size[0]), int(size[1])
 
-    def _max_pixels(self, num_frames: int) -> int:
-        """Returns the limit of all frames together: the processor's budget, if set with a cap per frame."""
+    def _max_pixels(self, num_frames: int, limits: tuple[int, int]) -> int:
+        """Returns the limit of all frames together: the most of `limits`, if set with a cap per frame."""
         processor = self.checkpoint.processor.video_processor
-        budget, floor = int(processor.size["longest_edge"]), int(processor.size["shortest_edge"] * 1.05)
+        budget, floor = limits[1], int(limits[0] * 1.05)
         if not getattr(processor, "cap_pixels_per_frame", None):
             return budget
         frame_cap = int(processor.max_video_tokens) * self.video_spec.factor**2

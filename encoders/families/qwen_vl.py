@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -25,15 +25,22 @@ from encoders.device import CPU, to_device
 from encoders.families.base import BaseAdapter
 from encoders.families.qwen_tower import prepare_tower
 from encoders.patches import patch_spec, patchify, resize_image
+from encoders.pixels import OWN_LIMITS, PixelLimits, check_ceiling, refuse
 from encoders.prompt.chat import ChatMessage
 from encoders.prompt.mrope import LAYOUTS, PositionLayout, VisualSpan, mrope_positions
 from encoders.prompt.prompt import Expansion, lay_out
 from encoders.sampling import sample_indices, select_frames
 from epd.errors import MediaLimitError, ModelError
+from epd.types import MediaKind
 
 
 class QwenVLAdapter(BaseAdapter):
-    """Implements `Adapter`; a family defines the size of frames, the expansion of a pad, and the spans."""
+    """Implements `Adapter`; a family defines the size of frames, the expansion of a pad, and the spans.
+
+    video_takes_size_alone: whether the processor of videos knows no min_pixels and max_pixels.
+    """
+
+    video_takes_size_alone = False
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         """Raises ModelError for an unknown layout of positions."""
@@ -43,9 +50,12 @@ class QwenVLAdapter(BaseAdapter):
         self.video_spec = patch_spec(checkpoint.processor.video_processor)
 
     @abstractmethod
-    def video_size(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
+    def video_size(
+        self, num_frames: int, height: int, width: int, limits: tuple[int, int]
+    ) -> tuple[int, int]:
         """Returns (height, width) of each of `num_frames` decoded frames, pixels.
 
+        limits: least and most pixels, as the processor's `size` has them.
         Raises ValueError for an impossible shape.
         """
 
@@ -61,38 +71,56 @@ class QwenVLAdapter(BaseAdapter):
     def tower_inputs(self, grids: tuple[Grid, ...], device: torch.device) -> dict[str, Tensor]:
         """Returns what a tower on `device` takes of the grids besides the patches."""
 
-    def image_size(self, height: int, width: int) -> tuple[int, int]:
-        """Returns (height, width) that an image is resized to, pixels.
+    def image_size(self, height: int, width: int, limits: tuple[int, int]) -> tuple[int, int]:
+        """Returns (height, width) that an image is resized to, pixels. limits: as for `video_size`.
 
         Raises ValueError for an impossible shape.
         """
-        limits = self.checkpoint.processor.image_processor.size
+        least, most = limits
         return _pixels(
-            smart_resize(
-                height,
-                width,
-                factor=self.image_spec.factor,
-                min_pixels=limits["shortest_edge"],
-                max_pixels=limits["longest_edge"],
-            )
+            smart_resize(height, width, factor=self.image_spec.factor, min_pixels=least, max_pixels=most)
         )
 
-    def plan_image(self, height: int, width: int) -> MediaPlan:
+    def _own_limits(self, kind: MediaKind) -> tuple[int, int]:
+        processor = self.checkpoint.processor
+        size = (processor.image_processor if kind == "image" else processor.video_processor).size
+        return int(size["shortest_edge"]), int(size["longest_edge"])
+
+    def _limits(self, kind: MediaKind, pixels: PixelLimits) -> tuple[int, int]:
+        """Returns the least and the most pixels of an item, as the processor takes them from `pixels`."""
+        if kind == "video" and self.video_takes_size_alone:
+            pixels = PixelLimits(size=pixels.size)
+        return pixels.within(self._own_limits(kind))
+
+    def check_pixels(self, media: Collection[tuple[MediaKind, PixelLimits]], most: int | None) -> None:
+        has_image = any(kind == "image" for kind, _ in media)
+        for kind, pixels in media:
+            pixels.check()
+            for name, value in pixels.named.items():
+                if kind == "image" or ".size." in name or not self.video_takes_size_alone:
+                    check_ceiling(name, value, max(self._own_limits(kind)[1], most or 0))
+                elif not has_image:
+                    raise refuse(name, "with images; of videos only size, the pixels of all frames together")
+
+    def plan_image(self, height: int, width: int, pixels: PixelLimits = OWN_LIMITS) -> MediaPlan:
         try:
-            size = self.image_size(height, width)
+            size = self.image_size(height, width, self._limits("image", pixels))
         except ValueError as error:
             raise _limit_error("an image", height, width, error) from error
         spec = self.image_spec
         grid = spec.grid(1, *size)
         return MediaPlan("image", size, grid, spec.frames_per_unit, spec.tokens_per_unit(grid))
 
-    def plan_video(self, video: VideoFacts, frame_sampling: FrameSampling) -> MediaPlan:
+    def plan_video(
+        self, video: VideoFacts, frame_sampling: FrameSampling, pixels: PixelLimits = OWN_LIMITS
+    ) -> MediaPlan:
         processor = self.checkpoint.processor.video_processor
         frames = select_frames(
             video, frame_sampling, lambda part: sample_indices(processor, part, frame_sampling)
         )
         try:
-            size = self.video_size(len(frames.indices), video.height, video.width)
+            limits = self._limits("video", pixels)
+            size = self.video_size(len(frames.indices), video.height, video.width, limits)
         except ValueError as error:
             raise _limit_error("a video", video.height, video.width, error) from error
         spec = self.video_spec

@@ -11,7 +11,7 @@ Shapes: N tiles or frames, S x S pixels, V tokens of a tile, C channels of the l
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from encoders.checkpoint import Checkpoint
 from encoders.device import CPU, constants, to_device
 from encoders.families.base import BaseAdapter
 from encoders.patches import PatchSpec, patchify
+from encoders.pixels import OWN_LIMITS, PixelLimits, refuse
 from encoders.prompt.chat import ChatMessage
 from encoders.prompt.text_layout import ItemText, Markers, plan_text_prompt
 from encoders.sampling import DEFAULT_FPS, check_wanted, select_frames, source_metadata
@@ -180,7 +181,11 @@ class TileAdapter(BaseAdapter):
     def chat_template(self, media: Sequence[MediaPlan]) -> str:  # noqa: ARG002 # for a family's use
         return self.checkpoint.chat_template
 
-    def plan_image(self, height: int, width: int) -> TilePlan:
+    def check_pixels(self, media: Collection[tuple[MediaKind, PixelLimits]], most: int | None) -> None:  # noqa: ARG002
+        for name in (name for _, pixels in media for name in pixels.named):
+            raise refuse(name, "none, this model family has tiles of one size and no limits of pixels")
+
+    def plan_image(self, height: int, width: int, pixels: PixelLimits = OWN_LIMITS) -> TilePlan:  # noqa: ARG002
         if min(height, width) < 1:
             raise MediaLimitError(f"an image of {width}x{height} pixels shows nothing; send a larger one")
         side, patches = self.image_spec.side, self.patches_per_side
@@ -196,7 +201,12 @@ class TileAdapter(BaseAdapter):
             source_size=(height, width),
         )
 
-    def plan_video(self, video: VideoFacts, frame_sampling: FrameSampling) -> TilePlan:
+    def plan_video(
+        self,
+        video: VideoFacts,
+        frame_sampling: FrameSampling,
+        pixels: PixelLimits = OWN_LIMITS,  # noqa: ARG002
+    ) -> TilePlan:
         processor = self.checkpoint.processor.video_processor
         frames = select_frames(
             video, frame_sampling, lambda part: self.frame_indices(processor, part, frame_sampling)

@@ -34,7 +34,9 @@ class RequestLimits:
     max_json_bytes: of its JSON beside the URLs of media
     max_messages, max_parts, max_media: of the conversation, parts and media of all messages together
     max_frames: sampled from all its videos
-    max_image_pixels: of all its images, before they are resized
+    max_image_pixels: of all its images, before they are resized or as they are enlarged
+    max_resize_pixels: that it may ask for by min_pixels, max_pixels and size, above the model's own limit;
+        None for that limit
     max_answer_tokens: max_tokens times n, None for the limit of the model's context
     max_stop_strings, max_stop_chars, max_stop_token_ids: characters of all stop strings together
     """
@@ -47,6 +49,7 @@ class RequestLimits:
     max_media: int = 64
     max_frames: int = 1 << 16
     max_image_pixels: int = 1 << 28
+    max_resize_pixels: int | None = None
     max_answer_tokens: int | None = None
     max_stop_strings: int = MAX_STOP_STRINGS
     max_stop_chars: int = 4096

@@ -197,8 +197,8 @@ class StructuredOutputs(_Received):
     whitespace_pattern: str | None = None
 
 
-class ProcessorOptions(_Received):
-    """vLLM's `mm_processor_kwargs`, as far as they select the frames of a video."""
+class FrameOptions(_Received):
+    """The options of vLLM that select the frames of a video."""
 
     fps: Annotated[float, Field(gt=0)] | None = None
     num_frames: Count | None = None
@@ -207,7 +207,22 @@ class ProcessorOptions(_Received):
     )
 
 
-class VideoLoading(ProcessorOptions):
+class PixelSize(_Received):
+    """The limits of a transformers processor, both in pixels, not edges."""
+
+    shortest_edge: Count
+    longest_edge: Count
+
+
+class ProcessorOptions(FrameOptions):
+    """vLLM's `mm_processor_kwargs`: frames of videos, and how many pixels images and frames have."""
+
+    min_pixels: Count | None = None
+    max_pixels: Count | None = None
+    size: PixelSize | None = Field(default=None, description="Both limits at once; the two above come after.")
+
+
+class VideoLoading(FrameOptions):
     """vLLM's `media_io_kwargs` of videos: which frames are read, and when those of a list were on screen."""
 
     frames_indices: Listed[Count0] | None = Field(
@@ -315,7 +330,7 @@ class ChatRequest(_Received):
 
     epd: EpdOptions | None = None
 
-    def frame_options(self) -> tuple[EpdOptions | ProcessorOptions, ...]:
+    def frame_options(self) -> tuple[EpdOptions | FrameOptions, ...]:
         """Returns what was received about frames of videos, from the three places that take it."""
         return tuple(each for each in (self.epd, self.mm_processor_kwargs, self.video_loading()) if each)
 

@@ -41,7 +41,10 @@ HONOURED: Mapping[str, str] = {
     "stop_token_ids": "as vLLM's",
     "include_stop_str_in_output": "as vLLM's",
     "logit_bias": "at most 1,024 tokens, from -100 to 100, added before penalties",
-    "mm_processor_kwargs": "`fps` or `num_frames` of videos, or `do_sample_frames` false: every frame",
+    "mm_processor_kwargs": (
+        "`fps` or `num_frames` of videos, or `do_sample_frames` false: every frame; `min_pixels`, "
+        "`max_pixels` or `size` of images and frames, see below"
+    ),
     "media_io_kwargs": (
         "`video`: `fps` or `num_frames`, as `mm_processor_kwargs`; the same in both or in one; with a list "
         "of frames `frames_indices`, `total_num_frames` and `duration`, see below"

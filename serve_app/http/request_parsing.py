@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from encoders import FrameSampling, ListedTimes
+from encoders import OWN_LIMITS, FrameSampling, ListedTimes, PixelLimits
 from encoders.prompt.chat import ChatMessage, ContentPart, check_chat
 from encoders.prompt.tool_history import ToolCall
 from encoders.sampling import check_sampling
@@ -182,6 +182,15 @@ def _listed_times(chat: ChatRequest, rate: float | None, *, has_lists: bool) -> 
     return ListedTimes(1.0 if rate is None else rate, indices, loading.total_num_frames, loading.duration)
 
 
+def pixel_limits(chat: ChatRequest) -> PixelLimits:
+    """Returns how many pixels images and frames are to have."""
+    said = chat.mm_processor_kwargs
+    if said is None:
+        return OWN_LIMITS
+    size = None if said.size is None else (said.size.shortest_edge, said.size.longest_edge)
+    return PixelLimits(said.min_pixels, said.max_pixels, size)
+
+
 def reduction_policy(chat: ChatRequest, default: ReductionPolicy) -> ReductionPolicy:
     """Returns which visual tokens are kept. Raises RequestError as ReductionPolicy does."""
     ours = chat.epd or EpdOptions()
@@ -201,12 +210,15 @@ def visual_budget(chat: ChatRequest, most: int | None) -> VisualBudget:
 
 
 def conversation(
-    messages: Sequence[Message], tools: tuple[ChatMessage, ...] = ()
+    messages: Sequence[Message], tools: tuple[ChatMessage, ...] = (), pixels: PixelLimits = OWN_LIMITS
 ) -> tuple[tuple[ChatMessage, ...], tuple[MediaReference, ...]]:
-    """Returns the messages and their media, in order. tools: come first. Raises RequestError."""
+    """Returns the messages and their media, in order. tools: come first. Raises RequestError.
+
+    pixels: what the media are resized within
+    """
     chat = (*tools, *map(_message, messages))
     check_chat(chat)
-    return chat, tuple(_references(messages))
+    return chat, tuple(_references(messages, pixels))
 
 
 def _message(message: Message) -> ChatMessage:
@@ -247,7 +259,7 @@ def _kind(part: ImagePart | VideoPart) -> MediaKind:
     return "image" if isinstance(part, ImagePart) else "video"
 
 
-def _references(messages: Sequence[Message]) -> Iterator[MediaReference]:
+def _references(messages: Sequence[Message], pixels: PixelLimits) -> Iterator[MediaReference]:
     parts = (
         part
         for message in messages
@@ -258,4 +270,4 @@ def _references(messages: Sequence[Message]) -> Iterator[MediaReference]:
     for number, part in enumerate(media, start=1):
         kind = _kind(part)
         url = part.image_url.url if isinstance(part, ImagePart) else part.video_url.url
-        yield MediaReference(kind, url, f"{kind}, number {number} of the media")
+        yield MediaReference(kind, url, f"{kind}, number {number} of the media", pixels)

@@ -27,6 +27,7 @@ from serve_app.http.request_parsing import (
     conversation,
     describe,
     model_named,
+    pixel_limits,
     reduction_policy,
     sampling_params,
     video_sampling,
@@ -163,7 +164,8 @@ class ServerState:
         if chat.priority is not None and chat.priority < 0:
             check_admin(request, f"a priority of {chat.priority}", "0 and above")
         model = model_named(chat.model, self.service.models)
-        parsed = ParsedRequest(chat, *conversation(chat.messages, tools_message(chat)))
+        said = conversation(chat.messages, tools_message(chat), pixel_limits(chat))
+        parsed = ParsedRequest(chat, *said)
         cost = budget_of(
             chat,
             parsed.messages,

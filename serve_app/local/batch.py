@@ -34,6 +34,7 @@ from serve_app.http.request_parsing import (
     conversation,
     describe,
     model_named,
+    pixel_limits,
     reduction_policy,
     sampling_params,
     video_sampling,
@@ -131,6 +132,7 @@ class _Work:
     def __init__(
         self, pipeline: BatchPipeline, card: ModelCard, folder: Path, tasks: Iterator[MediaTask]
     ) -> None:
+        self._adapter = pipeline.adapter
         self._settings = pipeline.settings
         self._texts = TokenTexts(pipeline.adapter.tokenizer)
         self._card = card
@@ -178,6 +180,7 @@ class _Work:
             name=_name(task),
             sources=sources,
             kinds=kinds,
+            pixels=[reference.pixels for reference in asked.references],
             frame_sampling=video_sampling(asked.chat, asked.references),
             messages=asked.messages,
             requests=self._requests(asked, task.lines),
@@ -191,9 +194,12 @@ class _Work:
             chat = ChatRequest.model_validate_json(json.dumps(line.body))
             check_supported(chat)
             model = model_named(chat.model, [self._card]).name
-            messages, references = conversation(chat.messages, tools_message(chat))
+            messages, references = conversation(chat.messages, tools_message(chat), pixel_limits(chat))
             budget_of(chat, messages, references).check(_LIMITS)
             video_sampling(chat, references)
+            self._adapter.check_pixels(
+                [(each.kind, each.pixels) for each in references], _LIMITS.max_resize_pixels
+            )
             reduction_policy(chat, KEEP_ALL)
             visual_budget(chat, None)
             sampling_params(chat, self._settings.defaults)

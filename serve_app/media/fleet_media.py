@@ -150,7 +150,9 @@ class FleetMedia:
         media = []
         for number, (item, reference) in enumerate(zip(items, references, strict=True)):
             held = HeldItem(hold.name, number)
-            source = MediaSource(item.facts, item.mm_hash, item.num_bytes, reference.label, held)
+            source = MediaSource(
+                item.facts, item.mm_hash, item.num_bytes, reference.label, held, reference.pixels
+            )
             medium = _Medium(key, source, None if _is_data(reference) else reference)
             medium.places[hold.worker] = (hold, held)
             self._had.set(item.mm_hash, hold.worker)

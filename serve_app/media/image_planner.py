@@ -56,7 +56,7 @@ class ImagePlanner:
         with file.open() as opened:
             pixels = self._reader.load_image(opened, file.label)
         try:
-            return plan_pixels(self._adapter.result(), file.path, pixels)
+            return plan_pixels(self._adapter.result(), file.path, pixels, file.pixels)
         except MediaError as error:
             raise type(error)(f"{file.label}: {error}") from error
 

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import video
+from encoders import OWN_LIMITS, PixelLimits
 from epd.control.recent import Recent
 from epd.errors import (
     CancelledError,
@@ -42,13 +43,19 @@ _REQUEST_SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class FetchedFile:
-    """A medium as a local file. label: its name in messages. identity: of the file that was checked."""
+    """A medium as a local file.
+
+    label: its name in messages
+    identity: of the file that was checked
+    pixels: what it is resized within
+    """
 
     path: Path
     label: str
     mm_hash: str
     facts: video.MediaFacts
     identity: FileIdentity
+    pixels: PixelLimits = OWN_LIMITS
 
     def open(self) -> video.OpenFile:
         """Opens the exact file that was checked. Raises MediaError."""
@@ -262,7 +269,7 @@ class MediaSpool:
             facts = self._reader.look(file, reference.label)
             self._facts.set(mm_hash, facts)
         _check_kind(facts.kind, reference)
-        return FetchedFile(path, reference.label, mm_hash, facts, file.identity)
+        return FetchedFile(path, reference.label, mm_hash, facts, file.identity, reference.pixels)
 
 
 def _scheme(url: str) -> str:

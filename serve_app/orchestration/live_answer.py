@@ -203,6 +203,6 @@ class LiveAnswer:
 
 def fingerprint(request: AnswerRequest) -> str:
     """Returns a hash that is equal for requests with the same question, media and options."""
-    media = [source.mm_hash for source in request.media]
+    media = [(source.mm_hash, source.pixels) for source in request.media]
     asked = (request.model, request.messages, media, request.sampling, request.frame_sampling)
     return hashlib.sha256(repr(asked).encode("utf-8", "surrogatepass")).hexdigest()

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from encoders import Adapter, FrameSampling, MediaPlan, load_adapter
+from encoders import Adapter, FrameSampling, MediaPlan, PixelLimits, load_adapter
 from encoders.adapter import PromptPlan
 from encoders.groups import DEFAULT_GROUP_TOKENS, MediaGroup, plan_groups
 from encoders.identity import prompt_identity, salted
@@ -37,8 +37,8 @@ _MAX_KNOWN_PLANS = 256
 _MAX_SHORT_CHARS = 2000
 _MAX_SHORT_MESSAGES = 16
 _MAX_SHORT_VISUAL_TOKENS = 1024
-# Content and frame sampling; the model is fixed for a planner.
-_PlanKey = tuple[str, FrameSampling]
+# Content, frame sampling and size; the model is fixed for a planner.
+_PlanKey = tuple[str, FrameSampling, PixelLimits]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class RequestPlanner:
             return False
         num_tokens, frame_sampling = 0, replace(request.frame_sampling, max_frames=self.limits.max_frames)
         for place, source in enumerate(request.media):
-            plan = images.get(place) or self._plans.get((source.mm_hash, frame_sampling))
+            plan = images.get(place) or self._plans.get((source.mm_hash, frame_sampling, source.pixels))
             if plan is None:
                 return False
             num_tokens += plan.num_tokens
@@ -221,7 +221,12 @@ class RequestPlanner:
             raise RequestError(f"received the token {wrong}; allowed: 0 to {num_tokens - 1}; correct it")
 
     def check_images(self, request: AnswerRequest) -> None:
-        """Raises RequestBudgetError for too many pixels in total. To be called before images are decoded."""
+        """Raises RequestError for limits of pixels that cannot be, RequestBudgetError for too many in total.
+
+        To be called before images are decoded.
+        """
+        wanted = [(source.kind, source.pixels) for source in request.media]
+        self.adapter.check_pixels(wanted, self.limits.max_resize_pixels)
         check_num_pixels(sum(map(_image_pixels, request.media)), self.limits)
 
     def _within_budget(
@@ -246,19 +251,22 @@ class RequestPlanner:
 
     def _video_plan(self, source: MediaSource, frame_sampling: FrameSampling) -> MediaPlan:
         """Plans a video. Raises MediaError, RequestError."""
-        plan = self._plans.get((source.mm_hash, frame_sampling))
+        key = (source.mm_hash, frame_sampling, source.pixels)
+        plan = self._plans.get(key)
         if plan is None:
             try:
-                plan = plan_video(self.adapter, source.facts, frame_sampling)
+                plan = plan_video(self.adapter, source.facts, frame_sampling, source.pixels)
             except MediaError as error:
                 raise type(error)(f"{source.label}: {error}") from error
-            self._plans.set((source.mm_hash, frame_sampling), plan)
+            self._plans.set(key, plan)
         return plan
 
 
 def _image_pixels(source: MediaSource) -> int:
-    """Returns the number of pixels; 0 for a video."""
-    return source.facts.height * source.facts.width if source.kind == "image" else 0
+    """Returns the number of pixels, at least those that it is enlarged to; 0 for a video."""
+    if source.kind == "video":
+        return 0
+    return max(source.facts.height * source.facts.width, source.pixels.least)
 
 
 def _limits_of(context_tokens: int | None, tokenizer: Any, limits: RequestLimits) -> RequestLimits:

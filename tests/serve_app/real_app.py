@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,8 @@ def real_app(
     children = MediaChildren(ChildLimits(max_children=3), decodes_video=True)
 
     async def serve() -> None:
-        fleet = {"processes": MediaProcesses(children, children), "media": media or media_settings()}
+        settings_here = media or replace(media_settings(), model=path)
+        fleet = {"processes": MediaProcesses(children, children), "media": settings_here}
         deployment = Deployment(path, topology, fleet, **options)
         try:
             await deployment.service.start()

@@ -137,7 +137,7 @@ def test_a_bug_shows_an_id_and_nothing_else(
         ({**QUESTION, "stream": 1}, "stream"),
         ({**QUESTION, "epd": {"fsp": 1}}, "epd.fsp"),
         ({**QUESTION, "epd": {"start_s": -1}}, "epd.start_s"),
-        ({**QUESTION, "mm_processor_kwargs": {"min_pixels": 1}}, "mm_processor_kwargs.min_pixels"),
+        ({**QUESTION, "mm_processor_kwargs": {"min_pixels": 0}}, "mm_processor_kwargs.min_pixels"),
         ({**QUESTION, "media_io_kwargs": {"video": {"num_frames": -1}}}, "media_io_kwargs.video.num_frames"),
         ({**QUESTION, "media_io_kwargs": {"video": {"max_frames": 9}}}, "media_io_kwargs.video.max_frames"),
         ({**QUESTION, "media_io_kwargs": {"audio": {"sr": 9}}}, "media_io_kwargs.audio"),

@@ -338,7 +338,7 @@ def unplanned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Images keep their size."""
     monkeypatch.setattr(
         "serve_app.media.image_planner.plan_pixels",
-        lambda _, path, pixels: PlannedMedia(path, PLAN, torch.from_numpy(pixels)[None]),
+        lambda _, path, image, __: PlannedMedia(path, PLAN, torch.from_numpy(image)[None]),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from encoders import Adapter, FrameSampling, PromptPlan
+from encoders import Adapter, FrameSampling, PixelLimits, PromptPlan
 from epd.control.request_budget import RequestLimits
 from epd.errors import RequestBudgetError, RequestError
 from epd.models import embedded_model_path
@@ -20,7 +20,7 @@ from epd.sampling_params import SamplingParams
 from serve_app.orchestration.orchestrator import Orchestrator
 from serve_app.orchestration.request_planner import RequestPlanner
 from tests.serve_app.deployments import Question
-from tests.serve_app.media_fleet import MediaFleet, reference_to
+from tests.serve_app.media_fleet import MediaFleet, reference_to, unheld
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
@@ -58,6 +58,15 @@ def test_images_of_too_many_pixels_are_not_decoded(
     with pytest.raises(RequestBudgetError, match=r"allowed 9,000 \(max_image_pixels\)"):
         asyncio.run(ask())
     fleet.close()
+
+
+def test_small_images_count_as_large_as_they_are_asked_for(media: dict[str, Path]) -> None:
+    planner = RequestPlanner(embedded_model_path(), limits=RequestLimits(max_image_pixels=20_000))
+    sources = unheld((media["wide_image"],) * 2)
+    planner.check_images(Question((media["wide_image"],) * 2).request(sources))
+    large = tuple(replace(each, pixels=PixelLimits(min_pixels=12_000)) for each in sources)
+    with pytest.raises(RequestBudgetError, match=r"received images of 24,000 pixels in all; allowed 20,000"):
+        planner.check_images(Question((media["wide_image"],) * 2).request(large))
 
 
 def test_media_beyond_the_context_are_refused_before_the_prompt_is_laid_out(

@@ -1,0 +1,74 @@
+"""Says how many pixels images and frames of videos are resized to.
+
+Of a request's limits, `min_pixels` and `max_pixels` come before `size`, and that before the processor's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from epd.errors import RequestError
+
+_FIELD = "mm_processor_kwargs"
+
+
+@dataclass(frozen=True, slots=True)
+class PixelLimits:
+    """Limits the pixels of an image or frame, as the arguments of a transformers processor do.
+
+    size: the least and the most pixels, which stand for the processor's own
+    """
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    size: tuple[int, int] | None = None
+
+    @property
+    def named(self) -> Mapping[str, int]:
+        """Returns what is set, by the name that the field of a request has."""
+        least, most = self.size or (None, None)
+        values = {
+            "min_pixels": self.min_pixels,
+            "max_pixels": self.max_pixels,
+            "size.shortest_edge": least,
+            "size.longest_edge": most,
+        }
+        return {f"{_FIELD}.{name}": value for name, value in values.items() if value is not None}
+
+    @property
+    def least(self) -> int:
+        """Returns the pixels that each image is enlarged to, 0 if nothing is said."""
+        return self.min_pixels or (self.size[0] if self.size else 0)
+
+    def check(self) -> None:
+        """Raises RequestError for limits between which nothing lies."""
+        most = self.max_pixels or (self.size[1] if self.size else None)
+        if most is not None and self.least > most:
+            received = ", ".join(f"{name} {value:,}" for name, value in self.named.items())
+            raise RequestError(
+                f"received {received}; allowed: at least as many pixels at most; raise the larger limit or "
+                "lower the other"
+            )
+
+    def within(self, own: tuple[int, int]) -> tuple[int, int]:
+        """Returns the least and the most pixels. own: those of the processor."""
+        least, most = self.size or own
+        return self.min_pixels or least, self.max_pixels or most
+
+
+OWN_LIMITS = PixelLimits()
+
+
+def refuse(name: str, allowed: str) -> RequestError:
+    """Returns the error for a field that changes nothing for the media of a request."""
+    return RequestError(f"received {name}; allowed: {allowed}; leave it out")
+
+
+def check_ceiling(name: str, received: int, allowed: int) -> None:
+    """Raises RequestError for a limit of pixels above the server's ceiling."""
+    if received > allowed:
+        raise RequestError(
+            f"received {name} {received:,}; allowed: at most {allowed:,} pixels, the model's own limit or "
+            "the server's max_resize_pixels, if that is larger; lower it"
+        )
