@@ -45,8 +45,8 @@ _Scenario = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Published figures: epd-table1 to epd-table6, epd-table8, epd-table5-study, epd-fig6, "
-        "epd-weights, epd-encoder-calls, epd-overlap or vllm-blog.",
+        help="Published figures: epd-table1 to epd-table6, epd-table8, epd-table5-study, epd-fig5, "
+        "epd-fig6, epd-weights, epd-encoder-calls, epd-overlap or vllm-blog.",
     ),
 ]
 _Topology = Annotated[

@@ -19,13 +19,13 @@ from epd.published.paper import FOUR_K, Experiment, PaperFit, images, paper_depl
 from epd.published.tables import FIGURE_6, TABLE_9_TTFT, Row
 from epd.simulate.deployment import Deployment
 
-_RATES = {"minicpm-v-2.6": 0.25, "internvl2-8b": 0.08, "internvl2-26b": 0.08}
+RATES = {"minicpm-v-2.6": 0.25, "internvl2-8b": 0.08, "internvl2-26b": 0.08}
 _CONTEXT_TOKENS = SchedulerConfig(max_num_batched_tokens=49_152, max_num_seqs=1, max_chunk_tokens=49_152)
-_LAYOUTS = {
+LAYOUTS = {
     "EPD": replace(paper_deployment("5e2p1d"), language=_CONTEXT_TOKENS),
     "DistServe": replace(paper_deployment("7ep1d", "local"), language=_CONTEXT_TOKENS),
 }
-_NUM_REQUESTS = 100
+NUM_REQUESTS = 100
 _MINICPM = "minicpm-v-2.6"
 
 
@@ -63,11 +63,11 @@ def ttft_cuts(model: str) -> dict[int, float]:
     profile = figure_profile(model)
 
     def mean_s(deployment: Deployment, count: int) -> float:
-        shapes = [images(count)] * _NUM_REQUESTS
-        return Experiment(deployment, _RATES[model], shapes).means(profile)["TTFT mean s"]
+        shapes = [images(count)] * NUM_REQUESTS
+        return Experiment(deployment, RATES[model], shapes).means(profile)["TTFT mean s"]
 
     return {
-        count: 100 * (1 - mean_s(_LAYOUTS["EPD"], count) / mean_s(_LAYOUTS["DistServe"], count))
+        count: 100 * (1 - mean_s(LAYOUTS["EPD"], count) / mean_s(LAYOUTS["DistServe"], count))
         for count in TABLE_9_TTFT[model]
     }
 

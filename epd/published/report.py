@@ -17,7 +17,7 @@ def print_rows(rows: Sequence[Row], console: Console) -> None:
         table.add_column(name, justify="right")
     table.add_column("fitted")
     for row in rows:
-        figures = (f"{row.simulated:.3g}", f"{row.published:.3g}", f"{row.error:+.1%}")
+        figures = (f"{row.simulated:.3g}", row.published_text, f"{row.error:+.1%}")
         table.add_row(row.system, row.case, row.metric, *figures, "yes" if row.is_fitted else "")
     console.print(table)
     if any(not row.is_fitted for row in rows):

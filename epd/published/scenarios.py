@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from epd.errors import RequestError
 from epd.published.encoder_calls import encoder_calls
+from epd.published.figure5 import figure_5
 from epd.published.figure6 import figure_6
 from epd.published.memory import table_2, table_3, table_8, weights_by_role
 from epd.published.paper import overlap_rows, table_1, table_4, table_6
@@ -23,6 +24,7 @@ SCENARIOS: Mapping[str, Callable[[], Sequence[Row]]] = {
     "epd-table5-study": study,
     "epd-table6": table_6,
     "epd-table8": table_8,
+    "epd-fig5": figure_5,
     "epd-fig6": figure_6,
     "epd-weights": weights_by_role,
     "epd-encoder-calls": encoder_calls,
