@@ -142,6 +142,7 @@ class TokenDelta:
     token_ids: of this piece
     logprobs: one for each token id if requested, else empty
     finish_reason: set on the last piece
+    num_prompt_tokens: of the request
     """
 
     index: int
@@ -149,6 +150,7 @@ class TokenDelta:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
+    num_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

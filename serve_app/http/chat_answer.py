@@ -30,7 +30,9 @@ class ChatAnswer(Response):
         self._num_choices = chat.n or 1
         self._has_logprobs = bool(chat.logprobs)
         self._reads_tools = offers_tools(chat)
-        self._includes_usage = bool(chat.stream_options and chat.stream_options.include_usage)
+        options = chat.stream_options
+        self._includes_usage = bool(options and options.include_usage)
+        self._counts_on = self._includes_usage and bool(options and options.continuous_usage_stats)
         self._keep_alive_s = server.settings.keep_alive_s
         self._items = server.items(parsed, record)
 
@@ -87,6 +89,7 @@ class ChatAnswer(Response):
         builder = ChunkBuilder(
             self._record,
             includes_usage=self._includes_usage,
+            counts_on=self._counts_on,
             has_logprobs=self._has_logprobs,
             reads_tools=self._reads_tools,
         )

@@ -163,7 +163,9 @@ class ToolChoice(_Received):
 class StreamOptions(_Received):
     include_usage: bool | None = None
     include_obfuscation: bool | None = Field(default=None, description="Changes nothing.")
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = Field(
+        default=None, description="Tokens so far in every event, where include_usage is true."
+    )
 
 
 class JsonSchema(_Received):

@@ -12,7 +12,7 @@ HONOURED: Mapping[str, str] = {
         "user's media stand where their parts do"
     ),
     "stream": "server-sent events, with a comment while nothing comes",
-    "stream_options": "`include_usage`: tokens in the last event",
+    "stream_options": "`include_usage`: tokens in the last event; `continuous_usage_stats`: in every event",
     "max_completion_tokens": (
         "longest answer, tokens; without it the checkpoint's `max_new_tokens`, else up to the "
         "context's end (below)"

@@ -111,11 +111,18 @@ class ChunkBuilder:
     """
 
     def __init__(
-        self, record: RequestRecord, *, includes_usage: bool, has_logprobs: bool, reads_tools: bool = False
+        self,
+        record: RequestRecord,
+        *,
+        includes_usage: bool,
+        has_logprobs: bool,
+        reads_tools: bool = False,
+        counts_on: bool = False,
     ) -> None:
-        """Takes reads_tools: whether the answer may call functions."""
+        """Takes reads_tools: whether the answer may call functions; counts_on: usage in every chunk."""
         self._record = record
         self._reads_tools = reads_tools
+        self._so_far: UsageReport | None = _usage(0, 0) if counts_on else None
         self._readers: dict[int, ToolCallReader] = {}
         self._includes_usage = includes_usage
         self._has_logprobs = has_logprobs
@@ -135,7 +142,7 @@ class ChunkBuilder:
         """Returns whether a piece is one chunk with a text alone."""
         has_more = delta.finish_reason or self._has_logprobs or delta.index not in self._begun
         has_more = has_more or self._reads_tools
-        return bool(delta.text) and not has_more
+        return bool(delta.text) and not has_more and self._so_far is None
 
     def _frame(self, index: int) -> tuple[bytes, bytes]:
         """Returns what comes before and after the text in the events of a choice."""
@@ -146,6 +153,9 @@ class ChunkBuilder:
 
     def chunks(self, item: AnswerItem) -> Iterator[ChatChunk]:
         if isinstance(item, TokenDelta):
+            if self._so_far:
+                num_completed = self._so_far.completion_tokens + len(item.token_ids)
+                self._so_far = _usage(item.num_prompt_tokens, num_completed)
             yield from self._pieces(item)
         elif isinstance(item, StageSpan):
             yield self._chunk([], epd=EpdEvents(events=[span_report(item, self._record)]))
@@ -157,7 +167,7 @@ class ChunkBuilder:
         end = checked_end(self._end)
         report = epd_report(self._record, end)
         if self._held:
-            yield self._held.model_copy(update={"epd": report})
+            yield self._held.model_copy(update={"epd": report} | self._usage_so_far())
         if self._includes_usage:
             yield self._chunk([]).model_copy(update={"usage": usage_report(end)})
 
@@ -171,7 +181,7 @@ class ChunkBuilder:
             logprobs = None
         if delta.finish_reason:
             if self._held:
-                yield self._held
+                yield self._held.model_copy(update=self._usage_so_far())
             called = delta.index in self._readers and self._readers[delta.index].num_calls
             reason = "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
             self._held = self._choice_chunk(delta.index, Delta(), None, reason)
@@ -205,8 +215,11 @@ class ChunkBuilder:
             model=self._record.model,
             choices=choices,
         )
-        update = {"usage": None} if self._includes_usage else {}
-        return chunk.model_copy(update=update | ({"epd": epd} if epd else {}))
+        return chunk.model_copy(update=self._usage_so_far() | ({"epd": epd} if epd else {}))
+
+    def _usage_so_far(self) -> dict[str, UsageReport | None]:
+        """Returns a chunk's field of usage, where one was requested."""
+        return {"usage": self._so_far} if self._includes_usage else {}
 
 
 def checked_end(end: AnswerEnd | None) -> AnswerEnd:
@@ -221,12 +234,15 @@ def event(chunk: ChatChunk | ErrorReply) -> bytes:
 
 
 def usage_report(end: AnswerEnd) -> UsageReport:
-    usage = end.usage
+    return _usage(end.usage.prompt_tokens, end.usage.completion_tokens, end.cached_tokens)
+
+
+def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> UsageReport:
     return UsageReport(
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        total_tokens=usage.prompt_tokens + usage.completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=end.cached_tokens),
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
     )
 
 

@@ -66,6 +66,7 @@ class LiveAnswer:
         self._clock = clock
         self._texts = texts
         self._choices = [_Choice() for _ in range(plan.sampling.n)]
+        self._num_prompt_tokens = plan.usage(0).prompt_tokens
         self._items: list[AnswerItem] = []  # not yet consumed
         self._error: Exception | None = None
         self._consumer: asyncio.Future[None] | None = None  # while it waits
@@ -145,6 +146,7 @@ class LiveAnswer:
                 tuple([output.token.token_id for output in outputs]),
                 tuple([self._texts.logprob(output.token) for output in outputs]) if wants_logprobs else (),
                 choice.finish_reason,
+                self._num_prompt_tokens,
             )
         )
 

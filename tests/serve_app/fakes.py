@@ -133,7 +133,7 @@ class FakeService:
                 for rank in range(request.sampling.logprobs)
             )
             logprobs = (TokenLogprob(number, word, word.encode(), -0.25, others),)
-        return TokenDelta(choice, word, (number,), logprobs, "stop" if last else None)
+        return TokenDelta(choice, word, (number,), logprobs, "stop" if last else None, USAGE.prompt_tokens)
 
     async def switch_roles(self, worker: str, roles: frozenset[Stage]) -> RoleSwitch:
         if self.switch_error is not None:

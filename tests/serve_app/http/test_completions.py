@@ -77,6 +77,17 @@ def test_usage_is_sent_only_if_asked_for(front: Front) -> None:
     assert with_usage[-1]["usage"]["prompt_tokens"] == USAGE.prompt_tokens
 
 
+def test_usage_so_far_is_in_every_event(front: Front) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = events(front, n=2, stream_options=options)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks[:-1]]
+    assert counts == sorted(counts)
+    assert counts[-1] == 2 * len(WORDS)
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {USAGE.prompt_tokens}
+    without = events(front, stream_options=options | {"include_usage": False})
+    assert all("usage" not in chunk for chunk in without)
+
+
 def test_the_report_tells_frames_tokens_and_seconds(front: Front) -> None:
     response = front.ask()
     report = response.json()["epd"]

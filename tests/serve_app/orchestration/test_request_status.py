@@ -10,7 +10,7 @@ import pytest
 
 from epd.control.routing import Router
 from epd.errors import MediaError
-from epd.types import RequestStatus
+from epd.types import RequestStatus, Usage
 from serve_app.orchestration.attempt import Attempt, Ending
 from serve_app.orchestration.live_answer import LiveAnswer
 from stages.engine.generation import TokenOutput
@@ -21,7 +21,10 @@ class _Answer(LiveAnswer):
 
     def __init__(self) -> None:
         request: Any = SimpleNamespace(request_id="q", wants_spans=False)
-        plan: Any = SimpleNamespace(plan_s=0.0, prompt=(1, 2), sampling=SimpleNamespace(n=2, logprobs=None))
+        sampling = SimpleNamespace(n=2, logprobs=None)
+        plan: Any = SimpleNamespace(
+            plan_s=0.0, prompt=(1, 2), sampling=sampling, usage=lambda _: Usage(0, 0, 2, 0)
+        )
         super().__init__(request, plan, Any, lambda: 1.0, Any)  # type: ignore[arg-type]
 
     def push(self, choice: int, index: int, finish_reason: Any = None) -> None:
