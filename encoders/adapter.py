@@ -128,6 +128,11 @@ class MediaPlan:
         return self.grid.t
 
     @property
+    def resized(self) -> tuple[int, int]:
+        """Returns (height, width) of a frame, or of an image before it is cut into units, pixels."""
+        return self.size
+
+    @property
     def num_frames(self) -> int:
         """Counts the frames to decode: those wanted of a video, one for an image."""
         return len(self.times_s) if self.kind == "video" else 1

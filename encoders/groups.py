@@ -67,7 +67,7 @@ def plan_groups(
         for index, (start, stop) in enumerate(cuts):
             part = plan.part(start, stop)
             tiles = (0, 0) if plan.kind == "video" else (start, stop)
-            key = GroupKey(mm_hash, part.times_s, tiles, plan.size, model, reduction)
+            key = GroupKey(mm_hash, part.times_s, tiles, plan.resized, model, reduction)
             spec = GroupSpec(key, part.num_units * plan.tokens_per_unit, part.grid.num_patches)
             groups.append(MediaGroup(item, index, start, part, spec))
     return groups

@@ -45,7 +45,7 @@ def prompt_identity(prompt: PromptPlan, mm_hashes: Sequence[str], cache_salt: st
 
 def _units(item: MediaItem, mm_hash: str, reduction: str) -> Iterator[tuple[PlaceholderRange, bytes]]:
     plan = item.plan
-    facts = (mm_hash, plan.kind, plan.size, plan.grid.h, plan.grid.w, plan.unit_span_s)
+    facts = (mm_hash, plan.kind, plan.resized, plan.grid.h, plan.grid.w, plan.unit_span_s)
     for index, place in enumerate(item.units):
         shown = (_shown(plan, *item.unit_run(index)), reduction, item.windows[index : index + 1])
         digest = hashlib.blake2b(repr((facts, shown)).encode(), digest_size=DIGEST_BYTES).digest()

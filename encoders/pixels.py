@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from epd.errors import RequestError
 
 _FIELD = "mm_processor_kwargs"
+# The most pixels of an image in low detail: OpenAI's square of 512 x 512.
+LOW_DETAIL_PIXELS = 512 * 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +20,13 @@ class PixelLimits:
     """Limits the pixels of an image or frame, as the arguments of a transformers processor do.
 
     size: the least and the most pixels, which stand for the processor's own
+    is_low_detail: whether an image has at most LOW_DETAIL_PIXELS, or is one tile
     """
 
     min_pixels: int | None = None
     max_pixels: int | None = None
     size: tuple[int, int] | None = None
+    is_low_detail: bool = False
 
     @property
     def named(self) -> Mapping[str, int]:
@@ -43,9 +47,11 @@ class PixelLimits:
 
     def check(self) -> None:
         """Raises RequestError for limits between which nothing lies."""
-        most = self.max_pixels or (self.size[1] if self.size else None)
-        if most is not None and self.least > most:
-            received = ", ".join(f"{name} {value:,}" for name, value in self.named.items())
+        _, most = self.within((self.least, self.least))
+        if self.least > most:
+            shown = [f"{name} {value:,}" for name, value in self.named.items()]
+            low = [f"detail low, {LOW_DETAIL_PIXELS:,} pixels"] if self.is_low_detail else []
+            received = ", ".join(shown + low)
             raise RequestError(
                 f"received {received}; allowed: at least as many pixels at most; raise the larger limit or "
                 "lower the other"
@@ -54,7 +60,8 @@ class PixelLimits:
     def within(self, own: tuple[int, int]) -> tuple[int, int]:
         """Returns the least and the most pixels. own: those of the processor."""
         least, most = self.size or own
-        return self.min_pixels or least, self.max_pixels or most
+        least, most = self.min_pixels or least, self.max_pixels or most
+        return least, min(most, LOW_DETAIL_PIXELS) if self.is_low_detail else most
 
 
 OWN_LIMITS = PixelLimits()

@@ -36,9 +36,8 @@ class InternVLAdapter(TileAdapter):
         )
         return rows, columns
 
-    def tiles(self, image: Tensor) -> Tensor:
+    def tiles(self, image: Tensor, rows: int, columns: int) -> Tensor:
         side = self.image_spec.side
-        rows, columns = self.canvas(image.shape[1], image.shape[2])
         tiles = cut_tiles(self.image_spec.resize(image, rows * side, columns * side), side)
         if len(tiles) == 1:
             return tiles

@@ -65,6 +65,8 @@ class _Canvas:
 class LlavaOnevisionAdapter(TileAdapter):
     """Adapts `model_type` llava_onevision. Every image is tiled, as the processor does for a flat list."""
 
+    has_low_detail = False
+
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
         config, processor = checkpoint.config, checkpoint.processor
@@ -112,10 +114,9 @@ class LlavaOnevisionAdapter(TileAdapter):
             height, width = int(height // ratio), int(width // ratio)
         return _Canvas(rows, columns, height, width)
 
-    def tiles(self, image: Tensor) -> Tensor:
+    def tiles(self, image: Tensor, rows: int, columns: int) -> Tensor:
         """Cuts the overview, then the tiles of the image resized into its canvas, centred on black."""
         spec, side = self.image_spec, self.image_spec.side
-        rows, columns = self.canvas(image.shape[1], image.shape[2])
         target = (rows * side, columns * side)
         height, width = get_patch_output_size(image[0], target, input_data_format=ChannelDimension.LAST)
         top, left = (target[0] - height) // 2, (target[1] - width) // 2

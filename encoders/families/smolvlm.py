@@ -98,13 +98,10 @@ class SmolVLMAdapter(TileAdapter):
             width += width % 2
         return max(height, 1), max(width, 1)
 
-    def tiles(self, image: Tensor) -> Tensor:
+    def tiles(self, image: Tensor, rows: int, columns: int) -> Tensor:
         spec, side = self.image_spec, self.image_spec.side
-        processor = self.checkpoint.processor.image_processor
-        image = spec.resize(image, *self._resized(image.shape[1], image.shape[2], processor.size))
-        if not processor.do_image_splitting:
-            return spec.resize(image, side, side)
-        rows, columns = self._tiled(image.shape[1], image.shape[2])
+        size = self.checkpoint.processor.image_processor.size
+        image = spec.resize(image, *self._resized(image.shape[1], image.shape[2], size))
         canvas = spec.resize(image, rows * side, columns * side)
         if rows * columns == 1:
             return canvas

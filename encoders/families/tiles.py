@@ -64,6 +64,10 @@ class TilePlan(MediaPlan):
     source_size: tuple[int, int] = (0, 0)
     source_duration_s: float = 0.0
 
+    @property
+    def resized(self) -> tuple[int, int]:
+        return self.rows * self.size[0], self.columns * self.size[1]
+
 
 @dataclass(frozen=True, slots=True)
 class TileSpec:
@@ -129,6 +133,7 @@ class TileAdapter(BaseAdapter):
     """Implements `Adapter`; a family defines an image's tiles, the text between tiles, and the tower's call.
 
     tokens_per_tile: embeddings that one tile of an image gives. tokens_per_frame: the same of a video.
+    has_low_detail: whether the processor can leave an image whole, as its only tile.
     """
 
     markers: Markers
@@ -137,6 +142,7 @@ class TileAdapter(BaseAdapter):
     patches_per_side: int
     tokens_per_tile: int
     tokens_per_frame: int
+    has_low_detail = True
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -150,8 +156,8 @@ class TileAdapter(BaseAdapter):
         return rows * columns + (rows * columns > 1)
 
     @abstractmethod
-    def tiles(self, image: Tensor) -> Tensor:
-        """Cuts an image, uint8 [1, H, W, 3], into tiles uint8 [N, S, S, 3]."""
+    def tiles(self, image: Tensor, rows: int, columns: int) -> Tensor:
+        """Cuts an image, uint8 [1, H, W, 3], into tiles uint8 [N, S, S, 3]. rows, columns: see `canvas`."""
 
     @abstractmethod
     def item_text(self, plan: TilePlan) -> ItemText:
@@ -184,12 +190,14 @@ class TileAdapter(BaseAdapter):
     def check_pixels(self, media: Collection[tuple[MediaKind, PixelLimits]], most: int | None) -> None:  # noqa: ARG002
         for name in (name for _, pixels in media for name in pixels.named):
             raise refuse(name, "none, this model family has tiles of one size and no limits of pixels")
+        if not self.has_low_detail and any(pixels.is_low_detail for _, pixels in media):
+            raise refuse("detail low", "auto and high, this model family always cuts images into tiles")
 
-    def plan_image(self, height: int, width: int, pixels: PixelLimits = OWN_LIMITS) -> TilePlan:  # noqa: ARG002
+    def plan_image(self, height: int, width: int, pixels: PixelLimits = OWN_LIMITS) -> TilePlan:
         if min(height, width) < 1:
             raise MediaLimitError(f"an image of {width}x{height} pixels shows nothing; send a larger one")
         side, patches = self.image_spec.side, self.patches_per_side
-        rows, columns = self.canvas(height, width)
+        rows, columns = (1, 1) if pixels.is_low_detail else self.canvas(height, width)
         return TilePlan(
             kind="image",
             size=(side, side),
@@ -232,7 +240,8 @@ class TileAdapter(BaseAdapter):
         return plan_text_prompt(self.checkpoint, template, self.markers, media, texts, messages)
 
     def resize(self, image: Tensor, plan: MediaPlan) -> Tensor:
-        tiles = self.tiles(image[None])
+        assert isinstance(plan, TilePlan)
+        tiles = self.tiles(image[None], plan.rows, plan.columns)
         if len(tiles) != plan.num_units:
             raise ValueError(f"an image of {tuple(image.shape)} has {len(tiles)} tiles, not {plan.num_units}")
         return tiles

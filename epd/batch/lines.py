@@ -257,10 +257,15 @@ def _url_of(part: Any) -> str | None:
 
 
 def _without_urls(messages: list[Any]) -> list[Any]:
-    """Returns the same messages with a mark in the place of each medium."""
+    """Returns the same messages with all but the URL of each medium."""
     return [
-        {**message, "content": [part["type"] if _url_of(part) is not None else part for part in content]}
+        {**message, "content": [part if _url_of(part) is None else _without_url(part) for part in content]}
         if isinstance(message, dict) and isinstance(content := message.get("content"), list)
         else message
         for message in messages
     ]
+
+
+def _without_url(part: JSON) -> JSON:
+    kind = part["type"]
+    return {**part, kind: {name: value for name, value in part[kind].items() if name != "url"}}

@@ -26,7 +26,7 @@ class GroupKey:
     mm_hash: of the bytes of the image or video
     times_s: of the group's frames; empty for an image
     units: [start, stop) of an image's tiles; (0, 0) for a video, which its times identify
-    size: (height, width) of the frames that are encoded, pixels
+    size: (height, width) of the frames that are encoded, or of the image that is cut into tiles, pixels
     model: name and revision of the weights
     reduction: how tokens were dropped or merged, "" for not at all
     """

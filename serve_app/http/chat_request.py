@@ -50,23 +50,32 @@ class RefusalPart(_Received):
     refusal: str
 
 
-class MediaUrl(_Received):
+class ImageUrl(_Received):
     """A medium's URL: http(s), data: with base64, or file: within the folder that the server allows."""
 
     url: str
     detail: Literal["auto", "low", "high", "original"] | None = Field(
-        default=None, description="Changes nothing: images are resized as the model's processor does."
+        default=None, description="low: at most 512 x 512 pixels, or one tile; others change nothing."
+    )
+
+
+class VideoUrl(_Received):
+    """A video's URL, as an image's, or frames of one as data:video/jpeg;base64,F1,F2,..."""
+
+    url: str
+    detail: Literal["auto", "high", "original"] | None = Field(
+        default=None, description="Changes nothing; low is for images."
     )
 
 
 class ImagePart(_Received):
     type: Literal["image_url"]
-    image_url: MediaUrl
+    image_url: ImageUrl
 
 
 class VideoPart(_Received):
     type: Literal["video_url"]
-    video_url: MediaUrl
+    video_url: VideoUrl
 
 
 UserPart = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -269,5 +270,6 @@ def _references(messages: Sequence[Message], pixels: PixelLimits) -> Iterator[Me
     media = (part for part in parts if not isinstance(part, TextPart))
     for number, part in enumerate(media, start=1):
         kind = _kind(part)
-        url = part.image_url.url if isinstance(part, ImagePart) else part.video_url.url
-        yield MediaReference(kind, url, f"{kind}, number {number} of the media", pixels)
+        source = part.image_url if isinstance(part, ImagePart) else part.video_url
+        limits = replace(pixels, is_low_detail=source.detail == "low")
+        yield MediaReference(kind, source.url, f"{kind}, number {number} of the media", limits)

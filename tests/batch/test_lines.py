@@ -98,6 +98,15 @@ def test_a_line_that_reads_other_frames_shares_no_prefix() -> None:
     assert shared_prefix(few) != shared_prefix(many)
 
 
+def test_an_image_in_another_detail_shares_no_prefix() -> None:
+    parts = [
+        {"type": "image_url", "image_url": {"url": "file:///data/a.png", "detail": detail}}
+        for detail in ("low", "high", "high")
+    ]
+    low, high, same = (shared_prefix(parsed(openai(part)).body) for part in parts)
+    assert low != high == same
+
+
 def test_a_line_that_keeps_another_share_shares_no_prefix() -> None:
     plain, same, other = parsed(short()), parsed(short(retention=0.5)), parsed(short(retention=0.25))
     assert shared_prefix(plain.body) != shared_prefix(same.body) != shared_prefix(other.body)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoProcessor
 
+import video
 from encoders import FrameSampling
+from encoders.pixels import LOW_DETAIL_PIXELS
+from epd.models import embedded_model_path
+from tests.encoders.families import Family, Picture
 from tests.encoders.tiny_tiles import BUILDERS
+from tests.media import write_image
 from tests.reference import MAX_TOKENS, generated, processor_inputs
 from tests.serve_app.conftest import JSON, data_url, image_part, video_part
 from tests.serve_app.real_app import RealApp, real_app
@@ -147,3 +155,75 @@ def test_a_family_of_tiles_refuses_it_by_name(tmp_path: Path, media: dict[str, P
                 assert "allowed: none, this model family has tiles of one size" in message
                 assert message.startswith("received mm_processor_kwargs.")
         assert app.http.post("/v1/chat/completions", json=body_of(max_tokens=1)).status_code == 200
+
+
+def detailed(path: Path, detail: str | int | None) -> JSON:
+    part = image_part(data_url(path, "image/png"))
+    part["image_url"]["detail"] = detail
+    return part
+
+
+@pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
+@pytest.mark.parametrize("name", ["internvl", "smolvlm"])
+def test_low_detail_is_one_tile(tmp_path: Path, media: dict[str, Path], name: str) -> None:
+    """In turn with high detail: the tile of one is not found in place of the other's first."""
+    path = BUILDERS[name](tmp_path / name)
+    alone = Family.load(name, path)
+    image = Picture(torch.from_numpy(video.load_image(media["wide_image"])))
+    pixels = image.pixels.permute(2, 0, 1)
+    images = [[pixels]] if name == "smolvlm" else [pixels]
+    option = {"internvl": "crop_to_patches", "smolvlm": "do_image_splitting"}[name]
+    with real_app(path, "1e1p1d") as app:
+        for detail in ("high", "low", "auto", "low", None, "original"):
+            whole = {option: False} if detail == "low" else {}
+            inputs = alone.processor(
+                text=[alone._text([image], TEXT)], images=images, return_tensors="pt", **whole
+            )
+            body = body_of(detailed(media["wide_image"], detail), max_tokens=MAX_TOKENS)
+            found = app.http.post("/v1/chat/completions", json=body).json()
+            answer = alone.processor.tokenizer.decode(
+                generated(alone.model, inputs), skip_special_tokens=True
+            )
+            assert found["choices"][0]["message"]["content"] == answer, detail
+            estimate = app.http.post("/v1/epd/estimate", json=body).json()
+            num_tokens = inputs["input_ids"].shape[1]
+            assert found["usage"]["prompt_tokens"] == estimate["prompt_tokens"] == num_tokens
+        app.wait_until_empty()
+
+
+def test_each_image_has_its_detail(tmp_path: Path) -> None:
+    path = shutil.copytree(embedded_model_path(), tmp_path / "model")
+    config = json.loads((path / "processor_config.json").read_text())
+    config["image_processor"]["size"]["longest_edge"] = 400_000
+    (path / "processor_config.json").write_text(json.dumps(config))
+    processor = AutoProcessor.from_pretrained(path, local_files_only=True).image_processor
+    image = write_image(tmp_path / "large.png", height=640, width=800)
+    num_high, num_low = (
+        processor.get_number_of_image_patches(640, 800, {"max_pixels": most}) // 4
+        for most in (400_000, LOW_DETAIL_PIXELS)
+    )
+    with real_app(path, "1epd") as app:
+        for details in (("low", "high"), ("low",), ("auto",), ("high", "low", None)):
+            body = body_of(*(detailed(image, each) for each in details), max_tokens=1)
+            expected = sum(num_low if each == "low" else num_high for each in details)
+            for route in ("/v1/epd/estimate", "/v1/chat/completions"):
+                found = app.http.post(route, json=body).json()
+                assert found.get("epd", found)["visual_tokens"] == expected
+    assert num_low < num_high
+
+
+def test_other_details_are_refused(app: RealApp, media: dict[str, Path]) -> None:
+    for wrong in ("medium", "", "LOW", 1):
+        message = refusal(app, body_of(detailed(media["image"], wrong)))
+        assert "image_url.detail" in message
+    part = part_of(media["video"])
+    part["video_url"]["detail"] = "low"
+    assert "video_url.detail: Input should be 'auto', 'high' or 'original'" in refusal(app, body_of(part))
+
+
+def test_a_family_without_low_detail_refuses_it(tmp_path: Path, media: dict[str, Path]) -> None:
+    with real_app(BUILDERS["llava_onevision"](tmp_path / "model"), "1epd") as app:
+        message = refusal(app, body_of(detailed(media["image"], "low")))
+        assert message.startswith(
+            "received detail low; allowed: auto and high, this model family always cuts"
+        )
