@@ -81,7 +81,8 @@ class MediaSource:
 class AnswerRequest:
     """A checked request.
 
-    messages: the conversation; each part that is a medium is a placeholder.
+    messages: the conversation; each part that is a medium is a placeholder. None with `prompt`.
+    prompt: tokens that the answer continues, instead of messages; None for a conversation.
     media: the sources of those parts, in order.
     sampling: which token comes next.
     frame_sampling: which frames of each video are used.
@@ -109,8 +110,11 @@ class AnswerRequest:
     deadline_s: float | None = None
     wants_spans: bool = False
     cache_salt: str = ""
+    prompt: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        if (self.prompt is None) != bool(self.messages):
+            raise ValueError("a request has messages, or the tokens of a prompt: one of the two")
         kinds = tuple(source.kind for source in self.media)
         if kinds != media_kinds(self.messages):
             raise ValueError(

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from encoders import Adapter, PromptPlan
+from encoders import Adapter
 from encoders.batch import FrameEncoder
+from encoders.prompt.raw_prompt import plan_tokens
 from epd.kv.kv_identity import token_identity
 from epd.kv.scheduling import SchedulerConfig
 from epd.profiles.memory import WorkerMemory
@@ -198,9 +198,6 @@ def run_prefill(model: Any, adapter: Adapter, settings: GenerationSettings, num_
 
 def text_request(name: str, adapter: Adapter, num_tokens: int, max_tokens: int) -> GenerateRequest:
     """Creates a prompt of arbitrary text, whose answer has no early end."""
-    token_ids = np.arange(num_tokens, dtype=np.int64) % 97 + 3
-    num_rows = len(adapter.plan_prompt((), "?").positions)
-    positions = np.tile(np.arange(num_tokens, dtype=np.int64), (num_rows, 1))
-    prompt = PromptPlan(token_ids, positions, num_tokens, ())
+    token_ids = [number % 97 + 3 for number in range(num_tokens)]
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return GenerateRequest(name, prompt, token_identity(token_ids.tolist()), sampling)
+    return GenerateRequest(name, plan_tokens(adapter, token_ids), token_identity(token_ids), sampling)

@@ -1,24 +1,27 @@
-"""Writes the table of request fields in docs/api.md: `python -m tests.request_fields_page`."""
+"""Writes the tables of request fields in docs/api.md: `python -m tests.request_fields_page`."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from openai.types.chat.completion_create_params import CompletionCreateParamsBase
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
+from openai.types.completion_create_params import CompletionCreateParamsBase
+from pydantic import BaseModel
 
 from serve_app.http.chat_request import ChatRequest
+from serve_app.http.completion_request import COMPLETION_FIELDS, COMPLETION_HONOURED, CompletionRequest
 from serve_app.http.honoured_fields import HONOURED
-from serve_app.http.request_fields import NO_EFFECT, REFUSED
+from serve_app.http.request_fields import CHAT_FIELDS, OtherFields
 from tests import ROOT
 
 PAGE = ROOT / "docs" / "api.md"
-BEGIN = "<!-- fields: `python -m tests.request_fields_page` -->\n"
-END = "<!-- end of fields -->\n"
 _HEAD = "| field | OpenAI | vLLM | here | test |\n|---|---|---|---|---|\n"
 
-OPENAI = frozenset(CompletionCreateParamsBase.__annotations__) | {"stream"}
+OPENAI = frozenset(ChatParams.__annotations__) | {"stream"}
 # Fields of vLLM's ChatCompletionRequest, as of November 2026.
-VLLM = {
+VLLM = frozenset({
     "messages", "model", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs", "max_tokens",
     "max_completion_tokens", "n", "presence_penalty", "response_format", "seed", "stop", "stream",
     "stream_options", "temperature", "top_p", "tools", "tool_choice", "reasoning_effort",
@@ -32,7 +35,20 @@ VLLM = {
     "session_id", "return_tokens_as_token_ids", "return_token_ids", "routed_experts_prompt_start",
     "return_token_offsets", "return_prompt_text", "return_mm_kwargs", "cache_salt", "kv_transfer_params",
     "ec_transfer_params", "vllm_xargs", "repetition_detection", "stream_interval",
-}  # fmt: skip
+})  # fmt: skip
+# Of its CompletionRequest.
+_VLLM_COMPLETIONS = frozenset({
+    "model", "prompt", "echo", "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "n",
+    "presence_penalty", "seed", "stop", "stream", "stream_options", "suffix", "temperature", "top_p", "user",
+    "use_beam_search", "top_k", "min_p", "repetition_penalty", "watermarking", "length_penalty",
+    "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens",
+    "spaces_between_special_tokens", "truncate_prompt_tokens", "truncation_side", "allowed_token_ids",
+    "prompt_logprobs", "logprob_token_ids", "bad_words", "prompt_embeds", "add_special_tokens",
+    "response_format", "structured_outputs", "priority", "request_id", "session_id",
+    "return_tokens_as_token_ids", "return_token_ids", "routed_experts_prompt_start",
+    "return_token_offsets", "return_mm_kwargs", "cache_salt", "kv_transfer_params", "ec_transfer_params",
+    "vllm_xargs", "repetition_detection", "thinking_token_budget", "stream_interval",
+})  # fmt: skip
 # Where a field that is done has its test: a file of tests/serve_app/http.
 _TEST = "test_completions.py"
 TESTS = {
@@ -50,28 +66,87 @@ TESTS = {
 _OTHER_FIELDS = "test_request_fields.py"
 
 
-def table() -> str:
-    """The table: fields that are done, in the order of a request, then those with no effect or refused."""
-    rows = [_row(name, HONOURED[name], TESTS.get(name, _TEST)) for name in ChatRequest.model_fields]
-    rows += [_row(name, f"no effect: {reason}", _OTHER_FIELDS) for name, reason in NO_EFFECT.items()]
-    rows += [_row(name, _refused(values), _OTHER_FIELDS) for name, values in REFUSED.items()]
-    return _HEAD + "".join(rows)
+@dataclass(frozen=True)
+class Route:
+    """A table of the page. mark: its name there. honoured, others, tests: what it shows.
+
+    openai, vllm: names of their fields
+    same: whose words a field has that is not in `honoured`
+    """
+
+    mark: str
+    model: type[BaseModel]
+    honoured: Mapping[str, str]
+    others: OtherFields
+    openai: frozenset[str]
+    vllm: frozenset[str]
+    test: str
+    other_test: str
+    tests: Mapping[str, str] = field(default_factory=dict)
+    same: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def begin(self) -> str:
+        return f"<!-- {self.mark}: `python -m tests.request_fields_page` -->\n"
+
+    @property
+    def end(self) -> str:
+        return f"<!-- end of {self.mark} -->\n"
+
+    def table(self) -> str:
+        """The fields that are done, in the order of a request, then those with no effect or refused."""
+        rows = [
+            self._row(name, self._done(name), self.tests.get(name, self.test))
+            for name in self.model.model_fields
+        ]
+        rows += [
+            self._row(name, f"no effect: {reason}", self.other_test)
+            for name, reason in self.others.no_effect.items()
+        ]
+        rows += [
+            self._row(name, _refused(values, self.others.advice.get(name, "")), self.other_test)
+            for name, values in self.others.refused.items()
+        ]
+        return _HEAD + "".join(rows)
+
+    def _done(self, name: str) -> str:
+        return self.honoured.get(name) or self.same[name]
+
+    def _row(self, name: str, here: str, test: str) -> str:
+        openai, vllm = ("yes" if name in fields else "" for fields in (self.openai, self.vllm))
+        return f"| `{name}` | {openai} | {vllm} | {here} | `{test}` |\n"
+
+    def put_into(self, text: str) -> str:
+        before, _, rest = text.partition(self.begin)
+        return before + self.begin + "\n" + self.table() + "\n" + self.end + rest.partition(self.end)[2]
 
 
-def _row(name: str, here: str, test: str) -> str:
-    openai, vllm = ("yes" if name in fields else "" for fields in (OPENAI, VLLM))
-    return f"| `{name}` | {openai} | {vllm} | {here} | `{test}` |\n"
+CHAT = Route("fields", ChatRequest, HONOURED, CHAT_FIELDS, OPENAI, VLLM, _TEST, _OTHER_FIELDS, TESTS)
+COMPLETIONS = Route(
+    "fields of completions",
+    CompletionRequest,
+    COMPLETION_HONOURED,
+    COMPLETION_FIELDS,
+    frozenset(CompletionCreateParamsBase.__annotations__) | {"stream"},
+    _VLLM_COMPLETIONS,
+    "test_text_completions.py",
+    "test_text_completions.py",
+    same=HONOURED,
+)
+ROUTES = (CHAT, COMPLETIONS)
 
 
-def _refused(values: tuple[object, ...]) -> str:
-    return "refused, except " + " or ".join(f"`{json.dumps(value)}`" for value in (None, *values))
+def _refused(values: tuple[object, ...], advice: str) -> str:
+    allowed = " or ".join(f"`{json.dumps(value)}`" for value in (None, *values))
+    return f"refused, except {allowed}" + (f": {advice}" if advice else "")
 
 
-def with_table(text: str) -> str:
-    """Returns the page with the present table."""
-    before, _, rest = text.partition(BEGIN)
-    return before + BEGIN + "\n" + table() + "\n" + END + rest.partition(END)[2]
+def with_tables(text: str) -> str:
+    """Returns the page with the present tables."""
+    for route in ROUTES:
+        text = route.put_into(text)
+    return text
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

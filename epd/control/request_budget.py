@@ -33,6 +33,7 @@ class RequestLimits:
     max_json_values: members and elements of its JSON
     max_json_bytes: of its JSON beside the URLs of media
     max_messages, max_parts, max_media: of the conversation, parts and media of all messages together
+    max_prompts: of a completion, each counted n times
     max_frames: sampled from all its videos
     max_image_pixels: of all its images, before they are resized or as they are enlarged
     max_resize_pixels: that it may ask for by min_pixels, max_pixels and size, above the model's own limit;
@@ -45,6 +46,7 @@ class RequestLimits:
     max_json_values: int = 1 << 18
     max_json_bytes: int = 1 << 24
     max_messages: int = 1024
+    max_prompts: int = 1024
     max_parts: int = 4096
     max_media: int = 64
     max_frames: int = 1 << 16
@@ -112,6 +114,7 @@ class _Ceiling(NamedTuple):
 
 _CEILINGS = (
     _Ceiling("num_messages", "max_messages", "messages", "send fewer"),
+    _Ceiling("num_prompts", "max_prompts", "prompts times n", "send fewer or lower n"),
     _Ceiling("num_parts", "max_parts", "parts of messages", "send fewer"),
     _Ceiling("num_media", "max_media", "media", "send fewer"),
     _Ceiling("num_json_bytes", "max_json_bytes", "bytes of JSON beside media", "shorten the request"),
@@ -128,6 +131,7 @@ _CEILINGS = (
 class RequestBudget:
     """Measures a request as far as its JSON shows.
 
+    num_prompts: of a completion, times n
     num_json_bytes: beside the URLs of media
     num_text_bytes: of all messages, in UTF-8
     num_frames: asked for by number, of all its videos
@@ -135,6 +139,7 @@ class RequestBudget:
     """
 
     num_messages: int = 0
+    num_prompts: int = 0
     num_parts: int = 0
     num_media: int = 0
     num_json_bytes: int = 0

@@ -15,9 +15,11 @@ from pydantic import ValidationError
 
 from epd import __version__
 from epd.errors import ModelNotFoundError
-from serve_app.http.chat_answer import ChatAnswer
+from serve_app.http.chat_answer import chat_answer
 from serve_app.http.chat_request import ChatRequest
 from serve_app.http.chat_route import chat_route
+from serve_app.http.completion_request import CompletionRequest
+from serve_app.http.completion_routes import completion_routes, completions
 from serve_app.http.host_check import HostCheck
 from serve_app.http.http_guard import (
     KeyCheck,
@@ -65,11 +67,13 @@ def create_api(service: AnswerService, media: MediaService, settings: ApiSetting
     hosts = HostCheck(server.settings.allowed_hosts, has_key=server.settings.api_key is not None)
     keys = KeyCheck(server.settings.api_key, server.settings.admin_api_key)
     install_error_handlers(app)
-    chat = chat_route(app, keys, chat_completions)
-    app.add_middleware(RequestEdge, on_finished=server.finish, host_check=hosts, chat=chat)
+    endpoints = {"/v1/chat/completions": chat_completions, "/v1/completions": completions}
+    answers = {path: chat_route(app, keys, endpoint) for path, endpoint in endpoints.items()}
+    app.add_middleware(RequestEdge, on_finished=server.finish, host_check=hosts, answers=answers)
     app.include_router(_open)
     app.include_router(_guarded, dependencies=[Depends(keys)])
-    app.include_router(prompt_routes, responses=_ERRORS, dependencies=[Depends(keys)])
+    for routes in (prompt_routes, completion_routes):
+        app.include_router(routes, responses=_ERRORS, dependencies=[Depends(keys)])
     app.include_router(page_routes())
     return app
 
@@ -89,7 +93,7 @@ class _App(FastAPI):
         if self.openapi_schema is None:
             schema = super().openapi()
             components = schema.setdefault("components", {}).setdefault("schemas", {})
-            for kind in (ChatRequest, TokenizeRequest, DetokenizeRequest):
+            for kind in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest):
                 body = kind.model_json_schema(ref_template=_SCHEMA_REF)
                 components |= body.pop("$defs", {}) | {kind.__name__: body}
             self.openapi_schema = schema
@@ -120,7 +124,7 @@ def _server(request: Request) -> ServerState:
 async def chat_completions(request: Request) -> Response:
     """Answers a conversation about images and videos, at once or as a stream of server-sent events."""
     server = _server(request)
-    return ChatAnswer(server, await server.read(request), record_of(request))
+    return chat_answer(server, await server.read(request), record_of(request))
 
 
 @_guarded.get("/models")

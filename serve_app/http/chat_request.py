@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from epd.reduction import LEAST_RETENTION, METHODS
 from epd.sampling_params import MAX_BIAS, MAX_BIASES, MAX_CHOICES, MAX_INT64, MAX_LOGPROBS, MAX_STOP_STRINGS
-from serve_app.http.request_fields import schema_of_other_fields
+from serve_app.http.request_fields import CHAT_FIELDS
 
 MAX_SALT_CHARS = 1024
 MAX_TOOLS = 128
@@ -295,7 +295,7 @@ class EpdOptions(_Received):
 class ChatRequest(_Received):
     """A chat completion. Omitted fields take the server's defaults; temperature 0 is greedy."""
 
-    model_config = ConfigDict(extra="allow", json_schema_extra=schema_of_other_fields)
+    model_config = ConfigDict(extra="allow", json_schema_extra=CHAT_FIELDS.add_to)
 
     model: str | None = None
     messages: Filled[Message]

@@ -1,4 +1,4 @@
-"""Answers chat requests below the framework's routing, which costs more than a short request itself.
+"""Answers requests to the model below the framework's routing, which costs more than a short request itself.
 
 edge --POST /v1/chat/completions--> error handlers --> key --> endpoint
   '----everything else------------> the framework's routes, and of them the same endpoint

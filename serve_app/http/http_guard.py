@@ -6,7 +6,7 @@ import hmac
 import logging
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 
 from fastapi import FastAPI, Request
@@ -29,7 +29,7 @@ from epd.errors import (
 )
 from serve_app.http.host_check import HostCheck
 from serve_app.http.protocol import ErrorBody, ErrorReply
-from serve_app.observability.record import CLIENT_GONE, RequestRecord, record_of
+from serve_app.observability.record import CLIENT_GONE, RequestRecord, new_request_id, record_of
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,8 @@ _ERROR_TYPES = {
     HTTPStatus.NOT_FOUND: "not_found_error",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
 }
-ANSWER_ROUTE = ("POST", "/v1/chat/completions")
+# Routes that answer, by POST, and how the ids of their requests begin.
+ANSWER_ROUTES = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
 # After these errors the rest of the body is not read.
 _CLOSING = (RequestLimitError, RequestTimeoutError)
 
@@ -52,11 +53,11 @@ class RequestEdge:
         app: ASGIApp,
         on_finished: Callable[[RequestRecord], None],
         host_check: HostCheck,
-        chat: ASGIApp | None = None,
+        answers: Mapping[str, ASGIApp] | None = None,
     ) -> None:
-        """Guards app. chat: answers `ANSWER_ROUTE`; by default the app does."""
+        """Guards app. answers: the apps of `ANSWER_ROUTES`, by path; by default the app itself."""
         self._app = app
-        self._chat = chat or app
+        self._answers = answers or {}
         self._on_finished = on_finished
         self._host_check = host_check
 
@@ -64,8 +65,10 @@ class RequestEdge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        is_answer = scope["method"] == "POST" and scope["path"] in ANSWER_ROUTES
         record = RequestRecord(
-            is_answer=(scope["method"], scope["path"]) == ANSWER_ROUTE,
+            request_id=new_request_id(ANSWER_ROUTES.get(scope["path"], "chatcmpl-")),
+            is_answer=is_answer,
             traceparent=Headers(scope=scope).get("traceparent", ""),
         )
         scope.setdefault("state", {})["record"] = record
@@ -90,7 +93,7 @@ class RequestEdge:
             self._on_finished(record)
 
     def _app_for(self, scope: Scope, record: RequestRecord) -> ASGIApp:
-        app = self._chat if record.is_answer else self._app
+        app = self._answers.get(scope["path"], self._app) if record.is_answer else self._app
         return app if self._host_check.allows(scope) else _foreign_host_response()
 
 

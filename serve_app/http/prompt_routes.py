@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ValidationError
 
-from epd.control.request_budget import check_json_size
 from epd.errors import RequestBudgetError, RequestError
 from serve_app.http.chat_request import ChatRequest
 from serve_app.http.prompt_request import (
@@ -17,31 +13,32 @@ from serve_app.http.prompt_request import (
     TokenizeReply,
     TokenizeRequest,
 )
-from serve_app.http.request_parsing import describe, model_named
+from serve_app.http.request_parsing import model_named
 from serve_app.http.server_state import ServerState
 from serve_app.observability.record import record_of
 from serve_app.service import Estimate, ModelCard
 
 prompt_routes = APIRouter()
-_T = TypeVar("_T", bound=BaseModel)
+# What a route says of its streams: their events have no schema.
+EVENT_STREAM: dict[int | str, dict[str, object]] = {200: {"content": {"text/event-stream": {}}}}
 
 
-def _body_of(model: str) -> dict[str, object]:
+def body_of(model: str) -> dict[str, object]:
     schema = {"$ref": f"#/components/schemas/{model}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def _server(request: Request) -> ServerState:
+def server_of(request: Request) -> ServerState:
     server = request.app.state.server
     assert isinstance(server, ServerState)
     return server
 
 
-@prompt_routes.post("/v1/epd/estimate", openapi_extra=_body_of("ChatRequest"))
+@prompt_routes.post("/v1/epd/estimate", openapi_extra=body_of("ChatRequest"))
 async def estimate(request: Request) -> EstimateReply:
     """Returns what the answer to a chat request would use. Media are fetched, nothing is encoded."""
-    server = _server(request)
-    chat, num_bytes = await server.read_chat(request)
+    server = server_of(request)
+    chat, num_bytes = await server.read_json(request, ChatRequest)
     card = model_named(chat.model, server.service.models)
     try:
         found = await server.estimate(await server.checked(request, chat, num_bytes), record_of(request))
@@ -65,11 +62,11 @@ def _reply(card: ModelCard, found: Estimate) -> EstimateReply:
     )
 
 
-@prompt_routes.post("/tokenize", openapi_extra=_body_of("TokenizeRequest"))
+@prompt_routes.post("/tokenize", openapi_extra=body_of("TokenizeRequest"))
 async def tokenize(request: Request) -> TokenizeReply:
     """Returns the tokens of a text, or of a conversation as its answer would read it."""
-    server = _server(request)
-    wanted, num_bytes = await _read(server, request, TokenizeRequest)
+    server = server_of(request)
+    wanted, num_bytes = await server.read_json(request, TokenizeRequest)
     card = model_named(wanted.model, server.service.models)
     if (wanted.prompt is None) == (wanted.messages is None):
         raise RequestError("received prompt and messages, or neither; allowed: one of the two; send one")
@@ -105,22 +102,13 @@ async def _tokens_of_chat(
     return (await server.estimate(parsed, record_of(request))).token_ids
 
 
-@prompt_routes.post("/detokenize", openapi_extra=_body_of("DetokenizeRequest"))
+@prompt_routes.post("/detokenize", openapi_extra=body_of("DetokenizeRequest"))
 async def detokenize(request: Request) -> DetokenizeReply:
     """Returns the text of tokens."""
-    server = _server(request)
-    wanted, _ = await _read(server, request, DetokenizeRequest)
+    server = server_of(request)
+    wanted, _ = await server.read_json(request, DetokenizeRequest)
     model_named(wanted.model, server.service.models)
     return DetokenizeReply(prompt=await server.service.prompts.text(wanted.tokens))
-
-
-async def _read(server: ServerState, request: Request, kind: type[_T]) -> tuple[_T, int]:
-    body = await server.bodies.read(request, server.settings.max_body_bytes)
-    check_json_size(body, server.settings.limits)
-    try:
-        return kind.model_validate_json(body), len(body)
-    except ValidationError as error:
-        raise describe(error) from None
 
 
 def _check_text(num_bytes: int, server: ServerState) -> None:

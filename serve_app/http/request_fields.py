@@ -7,6 +7,7 @@ for nothing, as clients' defaults do. Unknown names are refused too: most are mi
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
@@ -81,41 +82,56 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
 _MAX_SHOWN_CHARS = 60
 
 
-def check_other_fields(received: Mapping[str, Any], known: Collection[str]) -> None:
-    """Checks the fields that are not in the model of a request. known: names of those that are.
+@dataclass(frozen=True, slots=True)
+class OtherFields:
+    """Lists the fields of one route that are not in the model of its request.
 
-    Raises RequestError for the first that is unknown or asks for something not implemented here.
+    no_effect: accepted with any value, and why
+    refused: except for null and these values
+    advice: what to do instead of a refused one; by default to leave it out
     """
-    for name, value in received.items():
-        if name in REFUSED:
-            _check_neutral(name, value)
-        elif name not in NO_EFFECT:
-            raise RequestError(
-                f"received the field {_shown(name)}; allowed: those of docs/api.md; {_hint(name, known)}"
-            )
+
+    no_effect: Mapping[str, str]
+    refused: Mapping[str, tuple[Any, ...]]
+    advice: Mapping[str, str] = field(default_factory=dict)
+
+    def check(self, received: Mapping[str, Any], known: Collection[str]) -> None:
+        """Checks received fields. known: names of those in the model of the request.
+
+        Raises RequestError for the first that is unknown or asks for something not implemented here.
+        """
+        for name, value in received.items():
+            if name in self.refused:
+                self._check_neutral(name, value)
+            elif name not in self.no_effect:
+                hint = self._hint(name, known)
+                raise RequestError(
+                    f"received the field {_shown(name)}; allowed: those of docs/api.md; {hint}"
+                )
+
+    def _check_neutral(self, name: str, value: object) -> None:
+        neutral = (None, *self.refused[name])
+        if value not in neutral:
+            allowed = " or ".join("null" if one is None else repr(one) for one in neutral)
+            advice = self.advice.get(name, "leave it out")
+            raise RequestError(f"received {name}; allowed: {allowed}, this server does not do more; {advice}")
+
+    def _hint(self, name: str, known: Collection[str]) -> str:
+        close = get_close_matches(name[:_MAX_SHOWN_CHARS], [*known, *self.no_effect, *self.refused], 1)
+        return f"did you mean {close[0]}?" if close else "leave it out"
+
+    def add_to(self, schema: dict[str, Any]) -> None:
+        """Adds these fields to the JSON schema of a request."""
+        properties = schema["properties"]
+        for name, reason in self.no_effect.items():
+            properties[name] = {"description": f"Changes nothing: {reason}."}
+        for name, values in self.refused.items():
+            properties[name] = {"enum": [None, *values], "description": "Another value is refused."}
+        schema["additionalProperties"] = False
 
 
-def _check_neutral(name: str, value: object) -> None:
-    neutral = (None, *REFUSED[name])
-    if value not in neutral:
-        allowed = " or ".join("null" if one is None else repr(one) for one in neutral)
-        raise RequestError(f"received {name}; allowed: {allowed}, this server does not do more; leave it out")
-
-
-def _hint(name: str, known: Collection[str]) -> str:
-    close = get_close_matches(name[:_MAX_SHOWN_CHARS], [*known, *NO_EFFECT, *REFUSED], 1)
-    return f"did you mean {close[0]}?" if close else "leave it out"
+CHAT_FIELDS = OtherFields(NO_EFFECT, REFUSED)
 
 
 def _shown(name: str) -> str:
     return repr(name) if len(name) <= _MAX_SHOWN_CHARS else f"{name[:_MAX_SHOWN_CHARS]!r}..."
-
-
-def schema_of_other_fields(schema: dict[str, Any]) -> None:
-    """Adds these fields to the JSON schema of a chat request."""
-    properties = schema["properties"]
-    for name, reason in NO_EFFECT.items():
-        properties[name] = {"description": f"Changes nothing: {reason}."}
-    for name, values in REFUSED.items():
-        properties[name] = {"enum": [None, *values], "description": "Another value is refused."}
-    schema["additionalProperties"] = False

@@ -32,7 +32,7 @@ from serve_app.http.chat_request import (
     UserMessage,
     VideoPart,
 )
-from serve_app.http.request_fields import check_other_fields
+from serve_app.http.request_fields import CHAT_FIELDS
 from serve_app.service import MediaReference, ModelCard
 from video import num_listed_frames
 
@@ -80,7 +80,7 @@ def _place(location: tuple[int | str, ...]) -> str:
 
 def check_supported(chat: ChatRequest) -> None:
     """Raises RequestError for features of OpenAI's interface that this server lacks."""
-    check_other_fields(chat.model_extra or {}, ChatRequest.model_fields)
+    CHAT_FIELDS.check(chat.model_extra or {}, ChatRequest.model_fields)
     if set(chat.modalities or ["text"]) != {"text"}:
         raise RequestError(
             f"received modalities {reprlib.repr(chat.modalities)}; allowed: text; leave it out"

@@ -39,18 +39,18 @@ def logprobs_of(tokens: Sequence[TokenLogprob]) -> ChoiceLogprobs:
 
 def _logprob(token: TokenLogprob) -> ContentLogprob:
     alternatives = [
-        TopLogprob(token=one.text, logprob=_finite(one.logprob), bytes=list(one.data) or None)
+        TopLogprob(token=one.text, logprob=finite(one.logprob), bytes=list(one.data) or None)
         for one in token.alternatives
     ]
     return ContentLogprob(
         token=token.text,
-        logprob=_finite(token.logprob),
+        logprob=finite(token.logprob),
         bytes=list(token.data) or None,
         top_logprobs=alternatives,
     )
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     """Clips a log probability, as JSON has no infinity: an impossible token gets the least clients expect."""
     return max(logprob, MIN_LOGPROB)
 
@@ -90,6 +90,10 @@ class CompletionBuilder:
             epd=epd_report(self._record, end),
         )
 
+    def body(self) -> str:
+        """Returns the JSON of the completion. Raises EPDError as `build`."""
+        return self.build().model_dump_json()
+
     def _choice(self, index: int) -> Choice:
         text, reason = "".join(self._texts[index]), self._reasons[index]
         is_read = self._reads_tools
@@ -122,7 +126,7 @@ class ChunkBuilder:
         """Takes reads_tools: whether the answer may call functions; counts_on: usage in every chunk."""
         self._record = record
         self._reads_tools = reads_tools
-        self._so_far: UsageReport | None = _usage(0, 0) if counts_on else None
+        self._so_far: UsageReport | None = usage_of(0, 0) if counts_on else None
         self._readers: dict[int, ToolCallReader] = {}
         self._includes_usage = includes_usage
         self._has_logprobs = has_logprobs
@@ -155,7 +159,7 @@ class ChunkBuilder:
         if isinstance(item, TokenDelta):
             if self._so_far:
                 num_completed = self._so_far.completion_tokens + len(item.token_ids)
-                self._so_far = _usage(item.num_prompt_tokens, num_completed)
+                self._so_far = usage_of(item.num_prompt_tokens, num_completed)
             yield from self._pieces(item)
         elif isinstance(item, StageSpan):
             yield self._chunk([], epd=EpdEvents(events=[span_report(item, self._record)]))
@@ -170,6 +174,13 @@ class ChunkBuilder:
             yield self._held.model_copy(update={"epd": report} | self._usage_so_far())
         if self._includes_usage:
             yield self._chunk([]).model_copy(update={"usage": usage_report(end)})
+
+    def last_events(self) -> bytes:
+        """Returns the events of the last chunks, and the end of the stream. Raises EPDError as they do."""
+        return b"".join(map(event, self.last_chunks())) + DONE
+
+    def error_event(self, error: ErrorReply) -> bytes:
+        return event(error)
 
     def _pieces(self, delta: TokenDelta) -> Iterator[ChatChunk]:
         if delta.index not in self._begun:
@@ -234,10 +245,10 @@ def event(chunk: ChatChunk | ErrorReply) -> bytes:
 
 
 def usage_report(end: AnswerEnd) -> UsageReport:
-    return _usage(end.usage.prompt_tokens, end.usage.completion_tokens, end.cached_tokens)
+    return usage_of(end.usage.prompt_tokens, end.usage.completion_tokens, end.cached_tokens)
 
 
-def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> UsageReport:
+def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> UsageReport:
     return UsageReport(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,

@@ -7,9 +7,10 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from fastapi import Request
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from encoders import FrameSampling
 from encoders.prompt.chat import ChatMessage
@@ -33,6 +34,7 @@ from serve_app.http.request_parsing import (
     video_sampling,
     visual_budget,
 )
+from serve_app.http.several_answers import answer_all
 from serve_app.http.tools import tools_message
 from serve_app.observability.metrics import ServerMetrics
 from serve_app.observability.record import RequestRecord, record_of
@@ -45,11 +47,13 @@ from serve_app.service import (
     MediaReference,
     MediaService,
     MediaSource,
+    ModelCard,
     StageSpan,
 )
 from stages.grammar.checker import GrammarChecker
 
 _RETRY_AFTER_S = 1.0
+_T = TypeVar("_T", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,25 +149,21 @@ class ServerState:
 
     async def read(self, request: Request) -> ParsedRequest:
         """Reads and checks the body of a chat request. Raises EPDError."""
-        chat, num_bytes = await self.read_chat(request)
+        chat, num_bytes = await self.read_json(request, ChatRequest)
         return await self.checked(request, chat, num_bytes)
 
-    async def read_chat(self, request: Request) -> tuple[ChatRequest, int]:
-        """Reads a chat request. Returns its JSON and the bytes of its body. Raises EPDError."""
+    async def read_json(self, request: Request, kind: type[_T]) -> tuple[_T, int]:
+        """Reads a body. Returns its JSON and the bytes of it. Raises EPDError."""
         body = await self.bodies.read(request, self.settings.max_body_bytes)
         check_json_size(body, self.settings.limits)
         try:
-            return ChatRequest.model_validate_json(body), len(body)
+            return kind.model_validate_json(body), len(body)
         except ValidationError as error:
             raise describe(error) from None  # pydantic's message contains the input, which must not be logged
 
     async def checked(self, request: Request, chat: ChatRequest, num_bytes: int) -> ParsedRequest:
         """Checks a chat request that was read. num_bytes: of its body. Raises EPDError."""
-        record = record_of(request)
-        check_supported(chat)
-        if chat.priority is not None and chat.priority < 0:
-            check_admin(request, f"a priority of {chat.priority}", "0 and above")
-        model = model_named(chat.model, self.service.models)
+        model = self.check_options(request, chat)
         said = conversation(chat.messages, tools_message(chat), pixel_limits(chat))
         parsed = ParsedRequest(chat, *said)
         cost = budget_of(
@@ -174,9 +174,21 @@ class ServerState:
             context_tokens=model.max_model_len,
         )
         cost.check(self.settings.limits)
+        return await self.accepted(request, parsed, model)
+
+    def check_options(self, request: Request, chat: ChatRequest) -> ModelCard:
+        """Checks everything but the amounts of a request. Returns its model. Raises EPDError."""
+        check_supported(chat)
+        if chat.priority is not None and chat.priority < 0:
+            check_admin(request, f"a priority of {chat.priority}", "0 and above")
+        return model_named(chat.model, self.service.models)
+
+    async def accepted(self, request: Request, parsed: ParsedRequest, model: ModelCard) -> ParsedRequest:
+        """Returns a checked request with the grammar of its format, and notes it. Raises RequestError."""
+        record = record_of(request)
         record.model = model.name
-        record.is_stream = bool(chat.stream)
-        wanted = answer_format(chat)
+        record.is_stream = bool(parsed.chat.stream)
+        wanted = answer_format(parsed.chat)
         return parsed if wanted is None else replace(parsed, grammar=await self.grammars.checked(wanted))
 
     async def items(
@@ -196,6 +208,24 @@ class ServerState:
                         for item in items:
                             record.note(item)
                         yield items if shows_spans else _without_spans(items)
+
+    async def items_of_prompts(
+        self, parsed: ParsedRequest, prompts: Sequence[tuple[int, ...]], record: RequestRecord
+    ) -> AsyncGenerator[Sequence[AnswerItem], None]:
+        """Yields the answers to prompts of tokens as `answer_all` does. parsed: their options."""
+        options = self._options(parsed)
+        first = self._request(record, (), options, (), prompts[0])
+        requests = [
+            replace(first, request_id=f"{record.request_id}-{number}", prompt=prompt)
+            for number, prompt in enumerate(prompts)
+        ]
+        with self._admitted():
+            self.bodies.release(record)
+            async with aclosing(answer_all(self.service, requests)) as answers:
+                async for items in answers:
+                    for item in items:
+                        record.note(item)
+                    yield _without_spans(items)
 
     async def estimate(self, parsed: ParsedRequest, record: RequestRecord) -> Estimate:
         """Returns what the answer would use. Its media are held until then. Raises EPDError."""
@@ -225,6 +255,7 @@ class ServerState:
         messages: tuple[ChatMessage, ...],
         options: _Options,
         media: tuple[MediaSource, ...],
+        prompt: tuple[int, ...] | None = None,
     ) -> AnswerRequest:
         patience_s = options.ours.deadline_s or self.settings.default_deadline_s
         return AnswerRequest(
@@ -242,6 +273,7 @@ class ServerState:
             deadline_s=None if patience_s is None else record.arrival_s + patience_s,
             cache_salt=options.cache_salt,
             wants_spans=(options.ours.events and record.is_stream) or self.tracing.is_on,
+            prompt=prompt,
         )
 
     @contextmanager

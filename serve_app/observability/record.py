@@ -117,17 +117,22 @@ class RequestTrace:
     spans: tuple[StageSpan, ...]
 
 
+def new_request_id(prefix: str = "chatcmpl-") -> str:
+    """Returns an id that no other request has. prefix: as OpenAI's ids of the kind of answer begin."""
+    return f"{prefix}{uuid.uuid4().hex}"
+
+
 @dataclass(slots=True)
 class RequestRecord:
     """Collects one request. Times are seconds of `perf_counter`, except arrival_s, which is Unix time.
 
     status: HTTP status, None before the response
-    is_answer: whether it is a chat request, and not one for a page or a status
+    is_answer: whether it wants an answer of the model, and not a page or a status
     held_bytes: bytes of its body, taken from the budget of `BodyReader`
     error: the class of the error that ended it, or another reason
     """
 
-    request_id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
+    request_id: str = field(default_factory=new_request_id)
     arrival_s: float = field(default_factory=time)
     start: float = field(default_factory=perf_counter)
     is_answer: bool = False

@@ -206,5 +206,6 @@ class LiveAnswer:
 def fingerprint(request: AnswerRequest) -> str:
     """Returns a hash that is equal for requests with the same question, media and options."""
     media = [(source.mm_hash, source.pixels) for source in request.media]
-    asked = (request.model, request.messages, media, request.sampling, request.frame_sampling)
+    options = (request.sampling, request.frame_sampling)
+    asked = (request.model, request.messages, request.prompt, media, *options)
     return hashlib.sha256(repr(asked).encode("utf-8", "surrogatepass")).hexdigest()

@@ -16,6 +16,7 @@ from encoders import Adapter, FrameSampling, MediaPlan, PixelLimits, load_adapte
 from encoders.adapter import PromptPlan
 from encoders.groups import DEFAULT_GROUP_TOKENS, MediaGroup, plan_groups
 from encoders.identity import prompt_identity, salted
+from encoders.prompt.raw_prompt import plan_tokens
 from epd.control.recent import Recent
 from epd.control.request_budget import RequestLimits, check_num_pixels
 from epd.errors import MediaError, RequestError
@@ -164,7 +165,8 @@ class RequestPlanner:
         """Returns whether a request has a short text, and few visual tokens of media that are planned."""
         if len(request.messages) > _MAX_SHORT_MESSAGES or any(each.tool_calls for each in request.messages):
             return False
-        if sum(len(part.text) for each in request.messages for part in each.parts) > _MAX_SHORT_CHARS:
+        num_chars = sum(len(part.text) for each in request.messages for part in each.parts)
+        if num_chars + len(request.prompt or ()) > _MAX_SHORT_CHARS:
             return False
         num_tokens, frame_sampling = 0, replace(request.frame_sampling, max_frames=self.limits.max_frames)
         for place, source in enumerate(request.media):
@@ -179,7 +181,8 @@ class RequestPlanner:
     ) -> AnswerPlan:
         start = time.perf_counter()
         self.check_images(request)
-        self._check_ids(adapter, [token_id for token_id, _ in request.sampling.logit_bias])
+        biased = [token_id for token_id, _ in request.sampling.logit_bias]
+        self._check_ids(adapter, [*(request.prompt or ()), *biased])
         plans, prompt = self._within_budget(adapter, request, images)
         sampling = self.settings.completed(request.sampling, len(prompt))
         hashes = tuple(salted(source.mm_hash, request.cache_salt) for source in request.media)
@@ -245,7 +248,7 @@ class RequestPlanner:
             request.reduction,
             request.budget,
             PromptRoom(self.card.max_model_len, min(most or TYPICAL_TOKENS, TYPICAL_TOKENS)),
-            lambda plans: adapter.plan_chat(plans, request.messages),
+            lambda plans: _laid_out(adapter, plans, request),
         )
         return made.plans, made.prompt
 
@@ -260,6 +263,12 @@ class RequestPlanner:
                 raise type(error)(f"{source.label}: {error}") from error
             self._plans.set(key, plan)
         return plan
+
+
+def _laid_out(adapter: Adapter, plans: Sequence[MediaPlan], request: AnswerRequest) -> PromptPlan:
+    if request.prompt is None:
+        return adapter.plan_chat(plans, request.messages)
+    return plan_tokens(adapter, request.prompt)
 
 
 def _image_pixels(source: MediaSource) -> int:

@@ -39,7 +39,8 @@ DRAWN = settings(
     suppress_health_check=list(HealthCheck),
 )
 OPERATIONS = {
-    "POST /v1/chat/completions", "GET /v1/models", "GET /v1/models/{name}", "GET /v1/epd/status",
+    "POST /v1/chat/completions", "POST /v1/completions",
+    "GET /v1/models", "GET /v1/models/{name}", "GET /v1/epd/status",
     "POST /v1/epd/roles", "GET /v1/epd/load", "POST /v1/epd/estimate",
     "POST /tokenize", "POST /detokenize",
     "GET /health", "GET /metrics", "GET /ping", "POST /ping", "GET /version",

@@ -13,7 +13,7 @@ from encoders.prompt.tool_history import ToolCall
 from serve_app.http.chat_request import ChatRequest
 from serve_app.http.honoured_fields import HONOURED
 from serve_app.http.request_fields import NO_EFFECT, REFUSED
-from tests.request_fields_page import OPENAI, PAGE, TESTS, VLLM, with_table
+from tests.request_fields_page import OPENAI, PAGE, TESTS, VLLM, with_tables
 from tests.serve_app.conftest import JSON, QUESTION, Front
 
 # What SERVING.md found taken and ignored, with a value that asks for something.
@@ -87,7 +87,7 @@ def test_each_field_has_one_meaning() -> None:
 
 def test_the_documents_say_of_every_field_what_happens() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert text == with_table(text), "run python -m tests.request_fields_page"
+    assert text == with_tables(text), "run python -m tests.request_fields_page"
 
 
 def test_every_field_that_is_done_is_documented_and_tested() -> None:
