@@ -17,7 +17,7 @@ with collector_paused():  # torch and transformers
         place,
     )
     from encoders.pixels import OWN_LIMITS, PixelLimits
-    from encoders.prompt.chat import ChatMessage, ContentPart, check_question
+    from encoders.prompt.chat import ChatMessage, ContentPart
     from encoders.prompt.mrope import PositionLayout
     from encoders.registry import ADAPTERS, load_adapter
 
@@ -37,7 +37,6 @@ __all__ = [
     "PositionLayout",
     "PromptPlan",
     "VideoFacts",
-    "check_question",
     "concatenated",
     "load_adapter",
     "place",

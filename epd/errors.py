@@ -193,6 +193,12 @@ def http_status(error: EPDError) -> int:
     return _outcome(error)[1]
 
 
+def check_question(question: str) -> None:
+    """Raises RequestError for an empty question."""
+    if not question.strip():
+        raise RequestError("the question is empty; ask something about the media")
+
+
 def check_file(path: Path) -> None:
     """Raises RequestError if no file can be written there: a folder, or one in no folder."""
     if path.is_dir() or not path.parent.is_dir():

@@ -23,9 +23,9 @@ from typing import Any, Protocol
 
 import torch
 
-from encoders import FrameSampling, MediaPlan, check_question
+from encoders import FrameSampling, MediaPlan
 from encoders.prompt.chat import one_turn
-from epd.errors import InfeasibleError
+from epd.errors import InfeasibleError, check_question
 from epd.kv.answer_length import TYPICAL_TOKENS
 from epd.reduction import KEEP_ALL, NO_BUDGET, ReductionPolicy, VisualBudget
 from epd.sampling_params import SamplingParams

@@ -24,7 +24,7 @@ from encoders.prompt.tool_history import (
     knows_tools,
     response_as_text,
 )
-from epd.errors import RequestError
+from epd.errors import RequestError, check_question
 from epd.types import MediaKind
 
 _ANY_QUESTION = "?"
@@ -108,12 +108,6 @@ def opening(kinds: Sequence[MediaKind], messages: Sequence[ChatMessage] = ()) ->
     stop = 1 + max(place for place, part in enumerate(last.parts) if part.kind != "text")
     parts = (*last.parts[:stop], ContentPart("text", _ANY_QUESTION))
     return (*messages[: with_media[-1]], replace(last, parts=parts))
-
-
-def check_question(question: str) -> None:
-    """Raises RequestError for an empty question."""
-    if not question.strip():
-        raise RequestError("the question is empty; ask something about the media")
 
 
 def media_kinds(messages: Sequence[ChatMessage]) -> tuple[MediaKind, ...]:

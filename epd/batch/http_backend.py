@@ -22,7 +22,7 @@ import httpx
 
 from epd.batch.lines import JSON, BatchLine
 from epd.batch.tasks import Answered, BackendCounts, Failed, MediaTask, Outcome
-from epd.bench.endpoint import Endpoint, get, parse_endpoints
+from epd.client.endpoint import Endpoint, get, parse_endpoints
 from epd.errors import UnavailableError
 from epd.transfer.bounded_queue import BoundedQueue, QueueClosed
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol
 
-from epd.bench.body import Body, chat_body
+from epd.bench.body import chat_body
 from epd.bench.client import ChatClient
-from epd.bench.endpoint import Endpoint
 from epd.bench.generator import Prepared, run_load
 from epd.bench.media import MediaLibrary, media_keys
+from epd.client.body import Body
+from epd.client.endpoint import Endpoint
 from epd.errors import RequestError
 from epd.workload.metrics import SLO, ClientRecord, Ratio, RunReport, ratios, report_of
 from epd.workload.requests import PlannedRequest, Workload

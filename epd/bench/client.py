@@ -12,8 +12,9 @@ from typing import Any, Self
 
 import httpx
 
-from epd.bench.body import Body
-from epd.bench.endpoint import Endpoint
+from epd.client.body import Body
+from epd.client.endpoint import Endpoint
+from epd.client.events import SSEParser
 
 _DETAIL_CHARS = 200
 # Below what servers keep idle connections for (uvicorn: 5 s), so that none is used that is being closed.
@@ -35,27 +36,6 @@ class AnswerError(Exception):
         super().__init__(kind, detail)
         self.kind = kind
         self.detail = " ".join(detail.split())[:_DETAIL_CHARS]
-
-
-class SSEParser:
-    """Parses the data of every complete server-sent event (HTML standard, 9.2), from bytes cut anywhere."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-        self._data: list[bytes] = []
-
-    def feed(self, piece: bytes) -> list[str]:
-        """Returns the data of the events that end within this piece, in order; ignores other fields."""
-        *lines, self._rest = (self._rest + piece).split(b"\n")
-        events = []
-        for line in lines:
-            line = line.removesuffix(b"\r")
-            if line.startswith(b"data:"):
-                self._data.append(line[5:].removeprefix(b" "))
-            elif not line and self._data:
-                events.append(b"\n".join(self._data).decode("utf-8", "replace"))
-                self._data = []
-        return events
 
 
 @dataclass(slots=True)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from epd.bench.body import Body
 from epd.bench.client import ChatReply
+from epd.client.body import Body
 from epd.workload.metrics import ClientRecord
 
 # Time for the first request's task to exist before it is due.

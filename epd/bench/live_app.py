@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from epd.bench.bench import BenchPlan, run_bench
-from epd.bench.endpoint import Endpoint, find_model
 from epd.bench.media import MediaLibrary
+from epd.client.endpoint import Endpoint, find_model
 from epd.errors import UnavailableError
 from epd.profiles.app_costs import Figures, median
 from epd.profiles.speed import SpeedSampler

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 from PIL import Image
 
-from epd.bench.body import MediaPart
+from epd.client.body import MediaPart
 from epd.errors import RequestError
 from epd.machine import usable_cpus
 from epd.shapes import SceneRenderer, make_scene

@@ -10,9 +10,11 @@ import typer
 
 from epd import console
 from epd.cli.options import (
+    ApiKey,
     Device,
     Draft,
     Dtype,
+    End,
     Fps,
     Frames,
     IsJson,
@@ -20,36 +22,32 @@ from epd.cli.options import (
     MaxTokens,
     MaxVisualTokens,
     Model,
+    Paths,
     Reduction,
     Retention,
     SkipStatic,
+    Start,
+    Url,
+    check_server_options,
     draft_config,
     reduction_policy,
     visual_budget,
 )
+from epd.errors import check_question
 from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT
 from epd.types import Answer, Usage
 
-_Paths = Annotated[
-    list[str], typer.Argument(metavar="PATH", help="Videos and images, in the order the model sees them.")
-]
 _Question = Annotated[str, typer.Argument(metavar="QUESTION", help="What to ask, in quotes.")]
-_Start = Annotated[
-    float, typer.Option("--start", metavar="S", help="Start of the part to sample from each video, seconds.")
-]
-_End = Annotated[
-    float | None, typer.Option("--end", metavar="S", help="End of that part; by default the video's end.")
-]
 
 
 def ask(
-    paths: _Paths,
+    paths: Paths,
     question: _Question,
     model: Model = None,
     fps: Fps = None,
     frames: Frames = None,
-    start: _Start = 0.0,
-    end: _End = None,
+    start: Start = 0.0,
+    end: End = None,
     retention: Retention = None,
     reduction: Reduction = None,
     max_visual_tokens: MaxVisualTokens = None,
@@ -59,17 +57,29 @@ def ask(
     dtype: Dtype = "auto",
     draft: Draft = DEFAULT_DRAFT,
     max_draft: MaxDraft = DEFAULT_MAX_DRAFT,
+    url: Url = None,
+    api_key: ApiKey = None,
     as_json: IsJson = False,
 ) -> None:
     """Answer a question about videos and images.
 
     Streams the answer to stdout, then prints to stderr what each stage took. With --json, prints one object
-    with answer, ttft_s, timings and usage.
+    with answer, ttft_s, timings and usage. With --url, a running server answers: files are sent to it, and
+    it fetches URLs itself.
     """
-    from epd.cli.pipelines import open_pipeline  # torch
-
     policy, budget = reduction_policy(reduction, retention), visual_budget(max_visual_tokens, retention)
     drafting = draft_config(draft, max_draft)
+    if url is not None:
+        check_server_options(skip_static, device, dtype, drafting)
+        from epd.cli.conversations import api_options, conversation_with  # PyAV
+
+        check_question(question)
+        options = api_options(fps, frames, start, end, retention, reduction, max_visual_tokens, max_tokens)
+        conversation = conversation_with(url, api_key, model, paths, options)
+        show_answer(conversation.ask(question, None if as_json else console.stream_text), as_json=as_json)
+        return
+    from epd.cli.pipelines import open_pipeline  # torch
+
     pipeline = open_pipeline(
         paths, question, model, skip_static, device=device, dtype=dtype, drafting=drafting
     )
@@ -88,13 +98,18 @@ def ask(
             progress=show,
             on_choice=_show_choice,
         )
+    show_answer(answer, None if skip_static is None else pipeline.num_units_skipped, as_json=as_json)
+
+
+def show_answer(answer: Answer, num_units_skipped: int | None = None, *, as_json: bool = False) -> None:
+    """Prints what an answer cost, after its text; or with it, as JSON."""
     if as_json:
-        skipped = {} if skip_static is None else {"num_units_skipped": pipeline.num_units_skipped}
+        skipped = {} if num_units_skipped is None else {"num_units_skipped": num_units_skipped}
         console.print_json(_record(answer) | skipped)
         return
     console.stream_text("\n")
     console.stderr_console().print(console.stage_table({"seconds": answer.timings}))
-    print(_cost_line(answer, pipeline.num_units_skipped), file=sys.stderr)
+    print(cost_line(answer, num_units_skipped or 0), file=sys.stderr)
 
 
 def _show_choice(line: str) -> None:
@@ -111,7 +126,8 @@ def _record(answer: Answer) -> dict[str, object]:
     }
 
 
-def _cost_line(answer: Answer, num_units_skipped: int) -> str:
+def cost_line(answer: Answer, num_units_skipped: int = 0) -> str:
+    """Returns a line for people: what was looked at, and when the first token came."""
     usage = answer.usage
     is_whole = usage.visual_tokens == usage.visual_tokens_before
     visual = (

@@ -40,12 +40,14 @@ from epd.cli.options import (
     Reduction,
     Retention,
     SkipStatic,
+    Url,
+    check_server_options,
     draft_config,
     reduction_policy,
     visual_budget,
 )
 from epd.errors import RequestError
-from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT, NO_DRAFTS, DraftConfig
+from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT, DraftConfig
 from epd.models import embedded_model_path
 
 _Source = Annotated[
@@ -63,10 +65,6 @@ _Topology = Annotated[
     typer.Option(
         metavar="T", help="Start workers as epd serve does; by default one process does all the work."
     ),
-]
-_Url = Annotated[
-    str | None,
-    typer.Option(metavar="URL", help="Use a running server of the OpenAI chat API; without /v1."),
 ]
 
 
@@ -90,20 +88,8 @@ class _Target:
         names = [name for name, value in given.items() if value is not None]
         if len(names) > 1:
             raise RequestError(f"received {' and '.join(names)}; allowed: one of them; leave out the rest")
-        if (self.url, self.address) == (None, None):
-            return
-        own = {"--skip-static": self.skip_static, "--device": self.device, "--dtype": self.dtype}
-        for name, value in own.items():
-            if value not in (None, "auto"):
-                raise RequestError(
-                    f"received {name} {value} for a running server, which has its own value; give it to "
-                    "epd serve"
-                )
-        if self.drafting != NO_DRAFTS:
-            raise RequestError(
-                f"received --draft {self.drafting.method} for a running server, which has its own value; "
-                "give it to epd serve"
-            )
+        if (self.url, self.address) != (None, None):
+            check_server_options(self.skip_static, self.device, self.dtype, self.drafting)
 
 
 def batch(
@@ -118,7 +104,7 @@ def batch(
     reduction: Reduction = None,
     max_visual_tokens: MaxVisualTokens = None,
     topology: _Topology = None,
-    url: _Url = None,
+    url: Url = None,
     address: Address = None,
     api_key: ApiKey = None,
     num_kv_tokens: NumKVTokens = None,

@@ -15,7 +15,6 @@ import typer
 
 from epd import console
 from epd.bench.bench import BenchPlan, BenchResult, run_bench
-from epd.bench.endpoint import find_model, parse_endpoints
 from epd.bench.media import ImageFormat, MediaLibrary
 from epd.bench.plots import plot_result
 from epd.bench.report import dump_json, print_result, result_record
@@ -31,6 +30,7 @@ from epd.cli.options import (
     Trace,
     Workload,
 )
+from epd.client.endpoint import find_model, parse_endpoints
 from epd.errors import RequestError
 from epd.workload.arrivals import ArrivalKind
 from epd.workload.config import WorkloadConfig, load_workload

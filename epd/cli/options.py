@@ -110,6 +110,15 @@ Frames = Annotated[
     int | None,
     typer.Option("--frames", metavar="N", help="Frames to sample from each video, evenly; or use --fps."),
 ]
+Paths = Annotated[
+    list[str], typer.Argument(metavar="PATH", help="Videos and images, in the order the model sees them.")
+]
+Start = Annotated[
+    float, typer.Option("--start", metavar="S", help="Start of the part to sample from each video, seconds.")
+]
+End = Annotated[
+    float | None, typer.Option("--end", metavar="S", help="End of that part; by default the video's end.")
+]
 Retention = Annotated[
     float | None,
     typer.Option("--retention", metavar="R", help="Share of visual tokens kept, 0.05 to 1; by default 1."),
@@ -164,6 +173,10 @@ NumThreads = Annotated[
     typer.Option(
         "--num-threads", metavar="N", min=1, help="Threads of torch; by default OMP_NUM_THREADS or all cores."
     ),
+]
+Url = Annotated[
+    str | None,
+    typer.Option("--url", metavar="URL", help="Use a running server of the OpenAI chat API; without /v1."),
 ]
 ApiKey = Annotated[
     str | None,
@@ -292,3 +305,13 @@ def _parameter(name: str, field: FieldInfo, argument: str | None, variable: str 
         default=default,
         annotation=Annotated[kind, info],
     )
+
+
+def check_server_options(skip_static: float | None, device: str, dtype: str, drafting: DraftConfig) -> None:
+    """Raises RequestError for options that a running server has its own values of."""
+    own = {"--skip-static": skip_static, "--device": device, "--dtype": dtype, "--draft": drafting.method}
+    for name, value in own.items():
+        if value not in (None, "auto" if name != "--draft" else "none"):
+            raise RequestError(
+                f"received {name} {value} for a running server, which has its own value; give it to epd serve"
+            )

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import video
-from encoders import check_question
 from epd import console
+from epd.errors import check_question
 from epd.kv.drafting import NO_DRAFTS, DraftConfig
 from epd.models import embedded_model_path
 from stages.colocated import ColocatedPipeline

@@ -22,6 +22,7 @@ _ABOUT = "Answers questions about images and long videos with vision-language mo
 _GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "Answer questions": {
         "ask": ("epd.cli.ask:ask", "Answer a question about videos and images."),
+        "chat": ("epd.cli.chat:chat", "Answer questions about videos and images in a dialogue."),
         "serve": ("epd.cli.serve:serve", "Serve a model with an OpenAI-compatible API."),
         "batch": ("epd.cli.batch:batch", "Answer a file of questions about videos and images."),
     },
@@ -96,7 +97,7 @@ class _Program(TyperGroup):
             raise typer.Exit(exit_code(error)) from error
 
 
-app = typer.Typer(cls=_Program, name="epd", help=_ABOUT, **_STYLE)
+app = typer.Typer(cls=_Program, name="epd", help=_ABOUT, **{**_STYLE, "add_completion": True})
 
 
 @app.callback(help=_ABOUT)

@@ -13,8 +13,8 @@ import typer
 from rich.table import Table
 
 from epd import console
-from epd.bench.endpoint import Endpoint, get, parse_endpoints
 from epd.cli.options import ApiKey, IsJson, SloTpot, SloTtft
+from epd.client.endpoint import Endpoint, get, parse_endpoints
 from epd.errors import InfeasibleError, RequestError
 from epd.planning.plan import Plan, make_plan
 from epd.planning.space import Space

@@ -14,7 +14,7 @@ from ray.serve.config import ProxyLocation
 from ray.serve.exceptions import RayServeException
 
 from epd import errors
-from epd.bench.endpoint import Endpoint, get
+from epd.client.endpoint import Endpoint, get
 from epd.errors import EPDError, UnavailableError
 from serve_app.app import application
 from serve_app.app_args import AppArgs

@@ -12,12 +12,12 @@ import pytest
 from typer.testing import CliRunner
 
 from epd.bench.bench import BenchPlan, BenchResult, run_bench
-from epd.bench.body import Body
 from epd.bench.client import ChatReply
-from epd.bench.endpoint import Endpoint
 from epd.bench.generator import Prepared, run_load
 from epd.bench.media import MediaLibrary
 from epd.cli.program import app
+from epd.client.body import Body
+from epd.client.endpoint import Endpoint
 from epd.errors import RequestError
 from epd.workload.arrivals import Arrivals, ClosedArrivals, ConstantArrivals, TraceArrivals
 from epd.workload.distributions import SizeDistribution

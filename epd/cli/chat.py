@@ -1,0 +1,129 @@
+"""The command `epd chat`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from epd import console
+from epd.cli.ask import cost_line
+from epd.cli.options import (
+    ApiKey,
+    Device,
+    Draft,
+    Dtype,
+    End,
+    Fps,
+    Frames,
+    MaxDraft,
+    MaxTokens,
+    MaxVisualTokens,
+    Model,
+    Paths,
+    Reduction,
+    Retention,
+    Start,
+    Url,
+    check_server_options,
+    draft_config,
+    reduction_policy,
+    visual_budget,
+)
+from epd.client.conversation import Conversation
+from epd.errors import RequestError
+from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT, DraftConfig
+
+_QUIT = "/quit"
+
+
+def chat(
+    paths: Paths,
+    model: Model = None,
+    fps: Fps = None,
+    frames: Frames = None,
+    start: Start = 0.0,
+    end: End = None,
+    retention: Retention = None,
+    reduction: Reduction = None,
+    max_visual_tokens: MaxVisualTokens = None,
+    max_tokens: MaxTokens = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    draft: Draft = DEFAULT_DRAFT,
+    max_draft: MaxDraft = DEFAULT_MAX_DRAFT,
+    url: Url = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Answer questions about videos and images in a dialogue.
+
+    Reads a question from each line of stdin; /quit or the end of the input ends it, Ctrl-C ends an answer.
+    Later questions know the former ones, and find the media in the caches. Without --url a model is loaded
+    into this process.
+    """
+    reduction_policy(reduction, retention)
+    visual_budget(max_visual_tokens, retention)
+    drafting = draft_config(draft, max_draft)
+    from epd.cli.conversations import api_options  # PyAV
+
+    options = api_options(fps, frames, start, end, retention, reduction, max_visual_tokens, max_tokens)
+    if url is not None:
+        check_server_options(None, device, dtype, drafting)
+    with _opened(paths, model, url, api_key, options, device, dtype, drafting) as conversation:
+        for question in _questions(is_terminal=sys.stdin.isatty()):
+            _answer(conversation, question, is_terminal=sys.stdin.isatty())
+
+
+@contextmanager
+def _opened(
+    paths: list[str],
+    model: Path | None,
+    url: str | None,
+    api_key: str | None,
+    options: dict[str, object],
+    device: str,
+    dtype: str,
+    drafting: DraftConfig,
+) -> Iterator[Conversation]:
+    from epd.cli.conversations import conversation_with
+
+    if url is not None:
+        yield conversation_with(url, api_key, model, paths, options)
+        return
+    from epd.cli.server_here import server_here  # torch
+
+    with server_here(paths, model, device, dtype, drafting) as (own_url, own_key, media):
+        yield conversation_with(own_url, own_key, None, media, options)
+
+
+def _questions(*, is_terminal: bool) -> Iterator[str]:
+    """Yields what is asked, line by line."""
+    while True:
+        try:
+            line = input("> ") if is_terminal else sys.stdin.readline()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        if not is_terminal and not line:
+            return
+        question = line.strip()
+        if question == _QUIT:
+            return
+        if question:
+            yield question
+
+
+def _answer(conversation: Conversation, question: str, *, is_terminal: bool) -> None:
+    """Answers one question. On a terminal, what it refuses does not end the dialogue."""
+    try:
+        answer = conversation.ask(question, console.stream_text)
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+    except RequestError as error:
+        if not is_terminal:
+            raise
+        print("error:", error, file=sys.stderr)
+    else:
+        console.stream_text("\n")
+        print(cost_line(answer), file=sys.stderr)

@@ -1,0 +1,1 @@
+"""Asks servers of the OpenAI chat API."""

@@ -1,0 +1,205 @@
+"""Asks a server of the OpenAI chat API about media, turn by turn: `epd ask --url`, `epd chat`."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+
+from epd.client.body import Body, MediaPart, body_of, media_part
+from epd.client.endpoint import Endpoint
+from epd.client.events import SSEParser
+from epd.errors import RequestError, UnavailableError
+from epd.types import Answer, MediaKind, StageTimings, Usage
+
+# Files of one question, before they are written as text, which takes a third more: servers limit bodies,
+# ours to 128 MiB.
+MAX_FILE_BYTES = 90 << 20
+_CONNECT_S, _READ_S = 30.0, 3600.0
+_BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+_HEADERS = {
+    "Accept": "text/event-stream",
+    "Accept-Encoding": "identity",
+    "Content-Type": "application/json",
+}
+JSON = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Medium:
+    """Names a medium of a conversation. url: of any scheme that the server takes; or the path of a file."""
+
+    kind: MediaKind
+    name: str
+
+    @property
+    def is_url(self) -> bool:
+        return "://" in self.name or self.name.startswith("data:")
+
+
+class Conversation:
+    """Holds the turns of a dialogue with one server. The media come with the first question, before it."""
+
+    def __init__(
+        self, endpoint: Endpoint, model: str, media: Sequence[Medium], options: Mapping[str, Any]
+    ) -> None:
+        """Reads the files. Raises RequestError for files that cannot be read or are too large together.
+
+        options: fields of every request, as the API names them
+        """
+        self._endpoint = endpoint
+        self._fixed = {"model": model, "stream": True, "stream_options": {"include_usage": True}, **options}
+        self._files = _read([Path(each.name) for each in media if not each.is_url], media)
+        files = iter(self._files)
+        self._media = [_url_part(each) if each.is_url else media_part(next(files)) for each in media]
+        self._turns: list[JSON] = []
+
+    def ask(self, question: str, on_text: Callable[[str], None] | None = None) -> Answer:
+        """Asks the next question; turns that were answered are kept for later ones.
+
+        on_text: gets pieces of the answer as they come
+        Raises RequestError for what the server refuses, UnavailableError where it does not answer to the end.
+        """
+        content: str | list[JSON] = question
+        if not self._turns and self._media:
+            content = [*self._media, {"type": "text", "text": question}]
+        asked: JSON = {"role": "user", "content": content}
+        body = body_of(self._fixed | {"messages": [*self._turns, asked]}, self._files)
+        reply = _Reply(time.perf_counter(), on_text or (lambda _: None))
+        for event in self._events(body):
+            reply.take(event)
+        if not reply.finish_reason:
+            raise UnavailableError(f"{self._endpoint.shown_url} ended before the answer did; ask again")
+        self._turns += [asked, {"role": "assistant", "content": reply.text}]
+        return reply.answer()
+
+    def _events(self, body: Body) -> Iterator[JSON]:
+        shown = self._endpoint.shown_url
+        headers = {**self._endpoint.headers, **_HEADERS, "Content-Length": str(body.num_bytes)}
+        timeout = httpx.Timeout(_READ_S, connect=_CONNECT_S)
+        try:
+            with httpx.stream(
+                "POST",
+                f"{self._endpoint.url}/v1/chat/completions",
+                content=iter(body.pieces),
+                headers=headers,
+                timeout=timeout,
+                trust_env=False,
+            ) as answer:
+                if answer.status_code != HTTPStatus.OK:
+                    raise _refusal(shown, answer.status_code, answer.read())
+                parser = SSEParser()
+                for piece in answer.iter_raw():
+                    for data in parser.feed(piece):
+                        if data == "[DONE]":
+                            return
+                        yield _event(shown, data)
+        except httpx.HTTPError as error:
+            raise UnavailableError(
+                f"{shown} gave {type(error).__name__}; start the server there, or change --url"
+            ) from None
+
+
+@dataclass(slots=True)
+class _Reply:
+    """Collects an answer. sent_s: on the clock of `time.perf_counter`."""
+
+    sent_s: float
+    on_text: Callable[[str], None]
+    text: str = ""
+    ttft_s: float = 0.0
+    finish_reason: str = ""
+    usage: JSON = field(default_factory=dict)
+    report: JSON = field(default_factory=dict)
+
+    def take(self, event: JSON) -> None:
+        self.usage = event.get("usage") or self.usage
+        self.report = event.get("epd") or self.report
+        for choice in event.get("choices") or ():
+            if piece := (choice.get("delta") or {}).get("content"):
+                self.ttft_s = self.ttft_s or time.perf_counter() - self.sent_s
+                self.text += piece
+                self.on_text(piece)
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+
+    def answer(self) -> Answer:
+        """Returns the answer; what only our own server reports is 0 from others."""
+        report, usage = self.report, self.usage
+        seconds = {f"{name}_s": value for name, value in (report.get("stages_s") or {}).items()}
+        seconds["total_s"] = report.get("total_s") or time.perf_counter() - self.sent_s
+        known = {each.name for each in fields(StageTimings)}
+        reason: Literal["stop", "length"] = "length" if self.finish_reason == "length" else "stop"
+        return Answer(
+            self.text,
+            (),
+            reason,
+            self.ttft_s or time.perf_counter() - self.sent_s,
+            StageTimings(**{name: float(value) for name, value in seconds.items() if name in known}),
+            Usage(
+                num_frames=report.get("frames", 0),
+                visual_tokens=report.get("visual_tokens", 0),
+                prompt_tokens=usage.get("prompt_tokens", 0),
+                completion_tokens=usage.get("completion_tokens", 0),
+                visual_tokens_before=report.get("visual_tokens_before_reduction", 0),
+                num_substituted_frames=report.get("substituted_frames", 0),
+            ),
+        )
+
+
+def _url_part(medium: Medium) -> JSON:
+    kind = f"{medium.kind}_url"
+    return {"type": kind, kind: {"url": medium.name}}
+
+
+def _read(paths: Sequence[Path], media: Sequence[Medium]) -> list[MediaPart]:
+    """Returns the files as they are sent. Raises RequestError."""
+    try:
+        num_bytes = sum(path.stat().st_size for path in paths)
+        if num_bytes > MAX_FILE_BYTES:
+            raise RequestError(
+                f"received files of {num_bytes:,} bytes; allowed {MAX_FILE_BYTES:,} in one question to a "
+                "server; give a URL that the server can read, as http://, https:// or file://"
+            )
+        kinds = [each.kind for each in media if not each.is_url]
+        return [
+            MediaPart(f"{kind}/{path.suffix[1:].lower() or 'x'}", base64.b64encode(path.read_bytes()))
+            for path, kind in zip(paths, kinds, strict=True)
+        ]
+    except OSError as error:
+        raise RequestError(f"cannot read '{error.filename}': {error.strerror}") from error
+
+
+def _event(shown: str, data: str) -> JSON:
+    try:
+        event = json.loads(data)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict):
+        raise UnavailableError(f"{shown} sent an event that is no JSON object; is it a server of this API?")
+    if error := event.get("error"):
+        raise UnavailableError(f"{shown} ended the answer: {_message(error)}")
+    return event
+
+
+def _refusal(shown: str, status: int, body: bytes) -> RequestError | UnavailableError:
+    """Returns the error for an answer that is none."""
+    try:
+        error = json.loads(body).get("error")
+    except (ValueError, AttributeError):
+        error = None
+    said = f"{shown} gave status {status}" + (f": {_message(error)}" if error else "")
+    if status == HTTPStatus.UNAUTHORIZED:
+        return RequestError(f"{said}; give its --api-key")
+    is_ours = status < HTTPStatus.INTERNAL_SERVER_ERROR and status not in _BUSY
+    return RequestError(said) if is_ours else UnavailableError(said)
+
+
+def _message(error: Any) -> str:
+    return str(error.get("message", error) if isinstance(error, dict) else error)

@@ -1,0 +1,232 @@
+"""`epd ask --url` and `epd chat`: with the application in one process, and with servers that fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner, Result
+
+from epd.cli.program import app
+from epd.cli.server_here import server_here
+from epd.client import conversation
+from epd.errors import RequestError
+from epd.kv.drafting import DraftConfig
+from tests.media import write_image, write_video
+
+QUESTION = "What is shown?"
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    url: str
+    key: str
+    clip: Path
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return ("--url", self.url, "--api-key", self.key)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    clip = write_video(tmp_path_factory.mktemp("clips") / "clip.mp4")
+    with server_here([str(clip)], None, "auto", "auto", DraftConfig()) as (url, key, _):
+        yield Server(url, key, clip)
+
+
+def run(*arguments: str | Path, stdin: str = "") -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
+
+
+def asked(server: Server, *arguments: str | Path) -> dict[str, Any]:
+    result = run("ask", *arguments, "--json", *server.options)
+    assert result.exit_code == 0, result.output
+    record: dict[str, Any] = json.loads(result.stdout)
+    return record
+
+
+def test_a_server_answers_as_the_pipeline_in_the_process(server: Server, tmp_path: Path) -> None:
+    image = write_image(tmp_path / "image.png")
+    for arguments in ((server.clip, QUESTION, "--frames", 4), (image, server.clip, "Which colours?")):
+        here = run("ask", *map(str, arguments), "--json")
+        assert here.exit_code == 0, here.output
+        expected, found = json.loads(here.stdout), asked(server, *map(str, arguments))
+        assert (found["answer"], found["usage"]) == (expected["answer"], expected["usage"])
+        assert found["timings"].keys() == expected["timings"].keys()
+        assert found["ttft_s"] > 0
+        assert found["timings"]["total_s"] > found["timings"]["prefill_s"] > 0
+
+
+def test_options_reach_the_server(server: Server) -> None:
+    whole = asked(server, server.clip, QUESTION, "--frames", "8", "--max-tokens", "1")["usage"]
+    assert (whole["num_frames"], whole["completion_tokens"]) == (8, 1)
+    half = asked(
+        server, server.clip, QUESTION, "--frames", "8", "--retention", "0.5", "--reduction", "uniform"
+    )
+    assert half["usage"]["visual_tokens"] <= whole["visual_tokens"] // 2 + 8
+    assert half["usage"]["visual_tokens_before"] == whole["visual_tokens"]
+    part = asked(server, server.clip, QUESTION, "--fps", "2", "--start", "1", "--end", "3")["usage"]
+    assert part["num_frames"] == 4
+    fewer = asked(server, server.clip, QUESTION, "--max-visual-tokens", "20")["usage"]
+    assert 0 < fewer["visual_tokens"] <= 20
+
+
+def test_the_answer_is_streamed_and_its_cost_follows(server: Server) -> None:
+    result = run("ask", server.clip, QUESTION, *server.options)
+    assert result.exit_code == 0
+    assert result.stdout.strip() == asked(server, server.clip, QUESTION)["answer"]
+    assert "first token after" in result.stderr
+    assert "encode" in result.stderr
+
+
+def test_a_dialogue_knows_its_former_turns(server: Server) -> None:
+    """Each answer is the API's own to the same messages; a line of white space asks nothing."""
+    questions = ("What is shown?", "And which colour?", "How many?")
+    shown = run("chat", server.clip, *server.options, stdin="\n\n".join(questions) + "\n/quit\nnever asked\n")
+    assert shown.exit_code == 0, shown.output
+    messages: list[dict[str, Any]] = []
+    headers = {"Authorization": f"Bearer {server.key}"}
+    for number, question in enumerate(questions):
+        video = {"type": "video_url", "video_url": {"url": server.clip.as_uri()}}
+        content = [*([] if number else [video]), {"type": "text", "text": question}]
+        messages.append({"role": "user", "content": content})
+        reply = httpx.post(
+            f"{server.url}/v1/chat/completions", json={"messages": messages}, headers=headers, timeout=60
+        ).json()
+        messages.append(reply["choices"][0]["message"])
+    expected = [each["content"] for each in messages if each["role"] == "assistant"]
+    assert shown.stdout.split("\n") == [*expected, ""]
+    costs = [line for line in shown.stderr.splitlines() if line.startswith("first token after")]
+    prompts = [int(line.split(" prompt tokens")[0].rpartition(" ")[2]) for line in costs]
+    assert prompts == sorted(set(prompts))
+    assert len(prompts) == 3
+
+
+def test_a_dialogue_without_a_server(server: Server) -> None:
+    shown = run("chat", server.clip, "--frames", "4", stdin="What is shown?\n")
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.strip() == asked(server, server.clip, "What is shown?", "--frames", "4")["answer"]
+
+
+def test_a_server_of_a_command_is_for_that_command_alone(server: Server, tmp_path: Path) -> None:
+    assert httpx.get(f"{server.url}/v1/models").status_code == 401
+    other = write_video(tmp_path / "other.mp4")
+    shown = run("ask", other.as_uri(), QUESTION, *server.options)
+    assert shown.exit_code == 2
+    assert "status 400" in shown.stderr
+    with (
+        pytest.raises(RequestError, match="allowed: files; download it"),
+        server_here(["https://example.com/clip.mp4"], None, "auto", "auto", DraftConfig()),
+    ):
+        pass
+
+
+def line_of(result: Result, exit_code: int) -> str:
+    assert result.exit_code == exit_code, result.output
+    (line,) = result.stderr.splitlines()
+    assert result.stdout == ""
+    return line
+
+
+def test_what_cannot_be_asked_is_one_line(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = ("ask", server.clip, QUESTION)
+    assert "status 401" in line_of(run(*ask, "--url", server.url), 2)
+    assert "--api-key" in line_of(run(*ask, "--url", server.url, "--model", "m", "--api-key", "no"), 2)
+    assert "ConnectError" in line_of(run(*ask, "--url", "http://127.0.0.1:9"), 2)
+    for option in (("--device", "cpu"), ("--dtype", "float32"), ("--skip-static", "0"), ("--draft", "auto")):
+        assert f"received {option[0]}" in line_of(run(*ask, *server.options, *option), 2)
+    assert "the question is empty" in line_of(run("ask", server.clip, " ", *server.options), 2)
+    assert "status 404" in line_of(run(*ask, *server.options, "--model", "another"), 2)
+    assert "status 400" in line_of(run(*ask, *server.options, "--frames", "1000000000"), 2)
+    monkeypatch.setattr(conversation, "MAX_FILE_BYTES", 10)
+    assert "allowed 10 in one question" in line_of(run(*ask, *server.options), 2)
+
+
+@contextmanager
+def replying(reply: bytes) -> Iterator[str]:
+    """A server that sends the same bytes to whoever asks, and hangs up."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with connection:
+                    head = b""
+                    while b"\r\n\r\n" not in head:
+                        head += connection.recv(1 << 16)
+                    connection.sendall(reply)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join(5)
+
+
+def event(**fields: Any) -> bytes:
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+BEGUN = event(choices=[{"delta": {"content": "a circ"}}])
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        (HEAD + BEGUN, "ended before the answer did"),
+        (
+            HEAD + BEGUN + event(error={"message": "the worker is lost"}),
+            "ended the answer: the worker is lost",
+        ),
+        (HEAD + b"data: 17\n\n", "an event that is no JSON object"),
+        (b"HTTP/1.1 503 Busy\r\ncontent-length: 4\r\nconnection: close\r\n\r\nbusy", "gave status 503"),
+        (b"no HTTP at all\r\n\r\n", "RemoteProtocolError"),
+    ],
+)
+def test_an_answer_that_is_cut_short_is_said_to_be(reply: bytes, words: str) -> None:
+    with replying(reply) as url:
+        result = run("ask", "--url", url, "--model", "m", "http://127.0.0.1/a.png", QUESTION)
+    assert result.exit_code == 3, result.output
+    assert words in result.stderr.splitlines()[-1]
+
+
+def test_an_ordinary_server_of_the_api_is_enough() -> None:
+    """It reports nothing of stages and frames."""
+    usage = event(choices=[], usage={"prompt_tokens": 7, "completion_tokens": 2})
+    ended = event(choices=[{"delta": {"content": "le"}, "finish_reason": "stop"}])
+    with replying(HEAD + BEGUN + ended + usage + b"data: [DONE]\n\n") as url:
+        result = run("ask", "--url", url, "--model", "m", "http://127.0.0.1/a.png", QUESTION, "--json")
+    record = json.loads(result.stdout)
+    assert record["answer"] == "a circle"
+    assert (record["usage"]["prompt_tokens"], record["usage"]["completion_tokens"]) == (7, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "number", "expected"), [("epd st", 1, "status"), ("epd ask --max-v", 2, "--max-visual-tokens")]
+)
+def test_a_shell_completes_commands_and_options(words: str, number: int, expected: str) -> None:
+    code = (
+        "import sys; sys.argv[0] = 'epd'\nfrom epd.cli.program import main\n"
+        "try:\n main()\nfinally:\n assert not {'torch', 'av', 'ray'} & sys.modules.keys()"
+    )
+    variables = {"_EPD_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(number)}
+    completed = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | variables, capture_output=True, text=True, check=False
+    )
+    assert completed.stdout.split() == [expected], completed.stderr
