@@ -46,7 +46,7 @@ _Scenario = Annotated[
     typer.Option(
         metavar="NAME",
         help="Published figures: epd-table1 to epd-table6, epd-table8, epd-table5-study, epd-fig5, "
-        "epd-fig6, epd-weights, epd-encoder-calls, epd-overlap or vllm-blog.",
+        "epd-fig6, epd-fig6-study, epd-weights, epd-encoder-calls, epd-overlap or vllm-blog.",
     ),
 ]
 _Topology = Annotated[

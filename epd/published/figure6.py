@@ -17,7 +17,6 @@ from epd.profiles.cost import StageCost
 from epd.profiles.profile import Profile
 from epd.published.paper import FOUR_K, Experiment, PaperFit, images, paper_deployment, paper_profile
 from epd.published.tables import FIGURE_6, TABLE_9_TTFT, Row
-from epd.simulate.deployment import Deployment
 
 RATES = {"minicpm-v-2.6": 0.25, "internvl2-8b": 0.08, "internvl2-26b": 0.08}
 _CONTEXT_TOKENS = SchedulerConfig(max_num_batched_tokens=49_152, max_num_seqs=1, max_chunk_tokens=49_152)
@@ -58,25 +57,32 @@ def figure_profile(model: str) -> Profile:
     )
 
 
-def ttft_cuts(model: str) -> dict[int, float]:
-    """Returns the cut of the mean TTFT in percent, by images in a request."""
+def colocated_profile(model: str, factor: float) -> Profile:
+    """Returns the costs of workers that take so many times as long to encode and to prefill."""
     profile = figure_profile(model)
-
-    def mean_s(deployment: Deployment, count: int) -> float:
-        shapes = [images(count)] * NUM_REQUESTS
-        return Experiment(deployment, RATES[model], shapes).means(profile)["TTFT mean s"]
-
-    return {
-        count: 100 * (1 - mean_s(LAYOUTS["EPD"], count) / mean_s(LAYOUTS["DistServe"], count))
-        for count in TABLE_9_TTFT[model]
-    }
+    return replace(profile, encode=profile.encode.times(factor), prefill=profile.prefill.times(factor))
 
 
-def figure_6() -> list[Row]:
+def ttft_cut(model: str, count: int, colocated_factor: float = 1.0) -> float:
+    """Returns the cut of the mean TTFT in percent.
+
+    count: images in a request
+    colocated_factor: how many times as long DistServe's workers take to encode and prefill
+    """
+    profile, shapes = figure_profile(model), [images(count)] * NUM_REQUESTS
+
+    def mean_s(system: str, costs: Profile) -> float:
+        return Experiment(LAYOUTS[system], RATES[model], shapes).means(costs)["TTFT mean s"]
+
+    colocated = colocated_profile(model, colocated_factor)
+    return 100 * (1 - mean_s("EPD", profile) / mean_s("DistServe", colocated))
+
+
+def figure_6(colocated_factor: float = 1.0) -> list[Row]:
     """Returns the largest cut of each model, as the paper states it."""
     rows = []
     for model, published in FIGURE_6.items():
-        cuts = ttft_cuts(model)
+        cuts = {count: ttft_cut(model, count, colocated_factor) for count in TABLE_9_TTFT[model]}
         count = max(cuts, key=lambda each: cuts[each])
         rows.append(
             Row("EPD against DistServe", f"{model}, {count} images", "TTFT cut %", cuts[count], published)
