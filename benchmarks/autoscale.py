@@ -149,11 +149,16 @@ async def _ask(http: Any, video: Path, at_s: float) -> Asked:
         "POST", "/v1/chat/completions", json=body | {"epd": {"num_frames": 4}}
     ) as response:
         async for line in response.aiter_lines():
-            if ttft_s is None and line.startswith("data: ") and '"content":"' in line.replace(" ", ""):
-                ttft_s = time.monotonic() - sent_s
             if line == "data: [DONE]":
                 return Asked(at_s, ttft_s)
+            if ttft_s is None and line.startswith("data: ") and _has_text(json.loads(line[6:])):
+                ttft_s = time.monotonic() - sent_s
     return Asked(at_s, None)
+
+
+def _has_text(chunk: Row) -> bool:
+    """Returns whether tokens have come: the first chunk of an answer names its role alone."""
+    return any(choice["delta"].get("content") for choice in chunk.get("choices", ()))
 
 
 def run_once(encoders: str, folder: Path, seed: int) -> Run:
