@@ -30,7 +30,6 @@ from encoders import FrameSampling
 from encoders.prompt.chat import ChatMessage, ContentPart
 from epd.sampling_params import SamplingParams
 from epd.types import StageTimings, Usage, content_hash
-from serve_app import messages as worker_messages
 from serve_app.http.api import ApiSettings, create_api
 from serve_app.messages import Admitted, Prefill, WorkerReport
 from serve_app.orchestration.live_answer import LiveAnswer
@@ -116,6 +115,10 @@ def _given(item: Any) -> Any:
     return (item,) if IN_BATCHES else item
 
 
+try:
+    from serve_app import media_messages as worker_messages
+except ImportError:  # another checkout
+    from serve_app import messages as worker_messages  # type: ignore[no-redef]
 _FETCH: Any = getattr(worker_messages, "FetchMedia", ())
 
 
