@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.epd_pays import SCALE, Pace, earlier_rows, goodput, merged
+from benchmarks.epd_pays import SCALE, Pace, earlier_rows, goodput, goodput_rows, merged
 from epd.profiles.files import load_profile
 from epd.simulate.clock import seconds_of
 from epd.simulate.language import PassCost
@@ -85,3 +85,20 @@ def test_a_case_is_as_it_was_measured_last_and_other_conditions_do_not_mix(tmp_p
     assert earlier_rows(path, {"slow": 8.0}) == []
     found = merged(earlier_rows(path, {"slow": 4.0}), [row("3epd", 20.0, 0.9), row("3epd", 10.0, 1.0)])
     assert found == [row("3epd", 10.0, 1.0), row("3epd", 20.0, 0.9), row("1e1p1d", 10.0, 0.5)]
+
+
+def test_topologies_are_compared_with_as_many_merged_workers() -> None:
+    def row(topology: str, rate: float, attained: float, tpot_ms: float) -> dict[str, Any]:
+        figures = {"rate": rate, "attained": attained, "tpot_p99_ms": tpot_ms}
+        return {"requests": "a small image", "topology": topology, **figures}
+
+    found = goodput_rows(
+        [
+            row("3epd", 4.0, 1.0, 30.0), row("3epd", 8.0, 0.4, 90.0),
+            row("1e1p1d", 4.0, 1.0, 10.0), row("1e1p1d", 6.0, 1.0, 11.0),
+            row("4epd", 8.0, 1.0, 45.0),
+            row("2e1p1d", 8.0, 1.0, 15.0),
+        ]
+    )  # fmt: skip
+    ratios = {each["topology"]: (each["over_merged"], each["merged_tpot_p99_over"]) for each in found}
+    assert ratios == {"3epd": (1.0, 1.0), "1e1p1d": (1.29, 3.0), "4epd": (1.0, 1.0), "2e1p1d": (1.0, 3.0)}
