@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsBase
+from openai.types.responses.response_create_params import ResponseCreateParamsBase
 from pydantic import BaseModel
 
 from serve_app.http.chat_request import ChatRequest
 from serve_app.http.completion_request import COMPLETION_FIELDS, COMPLETION_HONOURED, CompletionRequest
 from serve_app.http.honoured_fields import HONOURED
 from serve_app.http.request_fields import CHAT_FIELDS, OtherFields
+from serve_app.http.response_request import RESPONSE_FIELDS, RESPONSE_HONOURED, ResponseRequest
 from tests import ROOT
 
 PAGE = ROOT / "docs" / "api.md"
@@ -48,6 +50,16 @@ _VLLM_COMPLETIONS = frozenset({
     "return_tokens_as_token_ids", "return_token_ids", "routed_experts_prompt_start",
     "return_token_offsets", "return_mm_kwargs", "cache_salt", "kv_transfer_params", "ec_transfer_params",
     "vllm_xargs", "repetition_detection", "thinking_token_budget", "stream_interval",
+})  # fmt: skip
+# Of its ResponsesRequest.
+_VLLM_RESPONSES = frozenset({
+    "background", "include", "input", "instructions", "max_output_tokens", "max_tool_calls", "metadata",
+    "model", "logit_bias", "parallel_tool_calls", "previous_response_id", "prompt", "reasoning",
+    "service_tier", "store", "stream", "temperature", "text", "tool_choice", "tools", "top_logprobs",
+    "top_p", "top_k", "truncation", "user", "skip_special_tokens", "include_stop_str_in_output",
+    "prompt_cache_key", "request_id", "mm_processor_kwargs", "priority", "cache_salt",
+    "enable_response_messages", "previous_input_messages", "previous_response", "structured_outputs",
+    "repetition_penalty", "seed", "stop", "ignore_eos", "vllm_xargs",
 })  # fmt: skip
 # Where a field that is done has its test: a file of tests/serve_app/http.
 _TEST = "test_completions.py"
@@ -133,7 +145,18 @@ COMPLETIONS = Route(
     "test_text_completions.py",
     same=HONOURED,
 )
-ROUTES = (CHAT, COMPLETIONS)
+RESPONSES = Route(
+    "fields of responses",
+    ResponseRequest,
+    RESPONSE_HONOURED,
+    RESPONSE_FIELDS,
+    frozenset(ResponseCreateParamsBase.__annotations__) | {"stream"},
+    _VLLM_RESPONSES,
+    "test_responses.py",
+    "test_responses.py",
+    same=HONOURED,
+)
+ROUTES = (CHAT, COMPLETIONS, RESPONSES)
 
 
 def _refused(values: tuple[object, ...], advice: str) -> str:

@@ -44,6 +44,8 @@ from serve_app.http.protocol import (
     Version,
 )
 from serve_app.http.request_parsing import describe
+from serve_app.http.response_request import ResponseRequest
+from serve_app.http.response_routes import response_routes, responses
 from serve_app.http.server_state import ApiSettings, ServerState
 from serve_app.observability import metrics
 from serve_app.observability.record import record_of
@@ -67,12 +69,16 @@ def create_api(service: AnswerService, media: MediaService, settings: ApiSetting
     hosts = HostCheck(server.settings.allowed_hosts, has_key=server.settings.api_key is not None)
     keys = KeyCheck(server.settings.api_key, server.settings.admin_api_key)
     install_error_handlers(app)
-    endpoints = {"/v1/chat/completions": chat_completions, "/v1/completions": completions}
+    endpoints = {
+        "/v1/chat/completions": chat_completions,
+        "/v1/completions": completions,
+        "/v1/responses": responses,
+    }
     answers = {path: chat_route(app, keys, endpoint) for path, endpoint in endpoints.items()}
     app.add_middleware(RequestEdge, on_finished=server.finish, host_check=hosts, answers=answers)
     app.include_router(_open)
     app.include_router(_guarded, dependencies=[Depends(keys)])
-    for routes in (prompt_routes, completion_routes):
+    for routes in (prompt_routes, completion_routes, response_routes):
         app.include_router(routes, responses=_ERRORS, dependencies=[Depends(keys)])
     app.include_router(page_routes())
     return app
@@ -93,7 +99,7 @@ class _App(FastAPI):
         if self.openapi_schema is None:
             schema = super().openapi()
             components = schema.setdefault("components", {}).setdefault("schemas", {})
-            for kind in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest):
+            for kind in (ChatRequest, CompletionRequest, ResponseRequest, TokenizeRequest, DetokenizeRequest):
                 body = kind.model_json_schema(ref_template=_SCHEMA_REF)
                 components |= body.pop("$defs", {}) | {kind.__name__: body}
             self.openapi_schema = schema

@@ -40,7 +40,11 @@ _ERROR_TYPES = {
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
 }
 # Routes that answer, by POST, and how the ids of their requests begin.
-ANSWER_ROUTES = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
+ANSWER_ROUTES = {
+    "/v1/chat/completions": "chatcmpl-",
+    "/v1/completions": "cmpl-",
+    "/v1/responses": "resp_",
+}
 # After these errors the rest of the body is not read.
 _CLOSING = (RequestLimitError, RequestTimeoutError)
 

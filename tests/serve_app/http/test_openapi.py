@@ -39,7 +39,7 @@ DRAWN = settings(
     suppress_health_check=list(HealthCheck),
 )
 OPERATIONS = {
-    "POST /v1/chat/completions", "POST /v1/completions",
+    "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses",
     "GET /v1/models", "GET /v1/models/{name}", "GET /v1/epd/status",
     "POST /v1/epd/roles", "GET /v1/epd/load", "POST /v1/epd/estimate",
     "POST /tokenize", "POST /detokenize",

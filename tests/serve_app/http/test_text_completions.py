@@ -19,6 +19,7 @@ from serve_app.http.several_answers import NUM_AT_ONCE
 from tests.request_fields_page import COMPLETIONS
 from tests.serve_app.conftest import ADMIN, JSON, Front
 from tests.serve_app.fakes import USAGE, WORDS, FakePrompts, FakeService
+from tests.serve_app.server import wait_until
 
 PATH = "/v1/completions"
 TEXT = "".join(WORDS)
@@ -190,8 +191,8 @@ def test_a_key_and_a_host_are_checked_as_of_chats(run_front: Callable[..., Front
     assert front.http.post(PATH, json=body, headers=right).status_code == 200
     foreign = front.http.post(PATH, json=body, headers={**right, "host": "evil.example"})
     assert foreign.json()["error"]["code"] == "host_forbidden"
-    counted = front.http.get("/metrics").text
-    assert 'epd_requests_total{status="200",stream="false"} 1.0' in counted
+    counted = 'epd_requests_total{status="200",stream="false"} 1.0'
+    wait_until(lambda: counted in front.http.get("/metrics").text)
 
 
 HOSTILE: dict[str, tuple[Any, str]] = {
