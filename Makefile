@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Installed modules are compiled when they are first imported, a third of them, and then kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-together test-topologies explore soak structured kernels check lint types fix wheel bench gpu gpu-dry clean
+.PHONY: help demo test test-together test-topologies explore soak structured clients kernels check lint types fix wheel bench gpu gpu-dry clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -45,6 +45,9 @@ soak: $(STAMP) ## 200 streams while workers of every role are killed and stopped
 
 structured: $(STAMP) ## 1,000 drawn schemas at temperature 1.5 in 1e1p1d, every document validated; the cost of a step
 	$(BIN)/python -m benchmarks.structured
+
+clients: $(STAMP) ## 1,000 requests by each of 8 clients and load generators of others, in environments of their own (CLIENTS="--requests 20 --local")
+	$(BIN)/python -m benchmarks.clients $(CLIENTS)
 
 kernels: $(STAMP) ## compile every GPU kernel for sm_80 and sm_90, here; fails where one spills or does not fit
 	$(BIN)/python -m tests.stages.kernels_ahead
