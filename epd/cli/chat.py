@@ -119,7 +119,8 @@ def _answer(conversation: Conversation, question: str, *, is_terminal: bool) -> 
     try:
         answer = conversation.ask(question, console.stream_text)
     except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
+        console.stream_text("\n")
+        print("stopped", file=sys.stderr)
     except RequestError as error:
         if not is_terminal:
             raise

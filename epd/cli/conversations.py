@@ -9,7 +9,8 @@ from typing import Any
 
 import video
 from epd.client.conversation import Conversation, Medium
-from epd.client.endpoint import find_model, parse_endpoints
+from epd.client.endpoint import Endpoint, ServedModel, parse_endpoints, served_model
+from epd.errors import RequestError
 from epd.types import MediaKind
 
 
@@ -24,7 +25,22 @@ def conversation_with(
     """
     (endpoint,) = parse_endpoints([url], api_key=api_key)
     media = [Medium(_kind(path), path) for path in paths]
-    return Conversation(endpoint, str(model or find_model(endpoint)), media, options)
+    has_files = any(not each.is_url for each in media)
+    served = _served(endpoint, model, has_files=has_files)
+    return Conversation(endpoint, served.name, media, options, max_body_bytes=served.max_body_bytes)
+
+
+def _served(endpoint: Endpoint, model: Path | None, *, has_files: bool) -> ServedModel:
+    """Asks the server for what the command does not know: a model's name, and how much may be sent."""
+    if model is None:
+        return served_model(endpoint)
+    named = ServedModel(str(model))
+    if not has_files:
+        return named
+    try:
+        return served_model(endpoint, named.name)
+    except RequestError:  # not every server lists its models
+        return named
 
 
 def _kind(path: str) -> MediaKind:

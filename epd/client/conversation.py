@@ -19,9 +19,10 @@ from epd.client.events import SSEParser
 from epd.errors import RequestError, UnavailableError
 from epd.types import Answer, MediaKind, StageTimings, Usage
 
-# Files of one question, before they are written as text, which takes a third more: servers limit bodies,
-# ours to 128 MiB.
+# Files of one question, before they are written as text, which takes a third more; for servers that do not
+# say how large a body may be.
 MAX_FILE_BYTES = 90 << 20
+_BESIDE_FILES_BYTES = 64 << 10  # of a body, for what is asked
 _CONNECT_S, _READ_S = 30.0, 3600.0
 _BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 _HEADERS = {
@@ -48,15 +49,22 @@ class Conversation:
     """Holds the turns of a dialogue with one server. The media come with the first question, before it."""
 
     def __init__(
-        self, endpoint: Endpoint, model: str, media: Sequence[Medium], options: Mapping[str, Any]
+        self,
+        endpoint: Endpoint,
+        model: str,
+        media: Sequence[Medium],
+        options: Mapping[str, Any],
+        *,
+        max_body_bytes: int | None = None,
     ) -> None:
         """Reads the files. Raises RequestError for files that cannot be read or are too large together.
 
         options: fields of every request, as the API names them
+        max_body_bytes: of one request, None where the server does not say
         """
         self._endpoint = endpoint
         self._fixed = {"model": model, "stream": True, "stream_options": {"include_usage": True}, **options}
-        self._files = _read([Path(each.name) for each in media if not each.is_url], media)
+        self._files = _read([each for each in media if not each.is_url], max_body_bytes)
         files = iter(self._files)
         self._media = [_url_part(each) if each.is_url else media_part(next(files)) for each in media]
         self._turns: list[JSON] = []
@@ -158,22 +166,30 @@ def _url_part(medium: Medium) -> JSON:
     return {"type": kind, kind: {"url": medium.name}}
 
 
-def _read(paths: Sequence[Path], media: Sequence[Medium]) -> list[MediaPart]:
+def _max_file_bytes(max_body_bytes: int | None) -> int:
+    """Returns how large the files of a question may be, whose base64 has 4 bytes for 3."""
+    return MAX_FILE_BYTES if max_body_bytes is None else max(0, max_body_bytes - _BESIDE_FILES_BYTES) // 4 * 3
+
+
+def _read(files: Sequence[Medium], max_body_bytes: int | None) -> list[MediaPart]:
     """Returns the files as they are sent. Raises RequestError."""
+    allowed = _max_file_bytes(max_body_bytes)
     try:
-        num_bytes = sum(path.stat().st_size for path in paths)
-        if num_bytes > MAX_FILE_BYTES:
+        num_bytes = sum(Path(file.name).stat().st_size for file in files)
+        if num_bytes > allowed:
             raise RequestError(
-                f"received files of {num_bytes:,} bytes; allowed {MAX_FILE_BYTES:,} in one question to a "
+                f"received files of {num_bytes:,} bytes; allowed {allowed:,} in one question to this "
                 "server; give a URL that the server can read, as http://, https:// or file://"
             )
-        kinds = [each.kind for each in media if not each.is_url]
-        return [
-            MediaPart(f"{kind}/{path.suffix[1:].lower() or 'x'}", base64.b64encode(path.read_bytes()))
-            for path, kind in zip(paths, kinds, strict=True)
-        ]
+        return [_file_part(file) for file in files]
     except OSError as error:
         raise RequestError(f"cannot read '{error.filename}': {error.strerror}") from error
+
+
+def _file_part(file: Medium) -> MediaPart:
+    path = Path(file.name)
+    mime = f"{file.kind}/{path.suffix[1:].lower() or 'x'}"
+    return MediaPart(mime, base64.b64encode(path.read_bytes()))
 
 
 def _event(shown: str, data: str) -> JSON:

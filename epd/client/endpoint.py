@@ -13,6 +13,7 @@ import httpx
 from epd.errors import EPDError, RequestError, UnavailableError
 
 _TIMEOUT_S = 30.0
+_LAST_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,10 @@ class Endpoint:
 def parse_endpoints(texts: Sequence[str], *, model: str = "", api_key: str | None = None) -> list[Endpoint]:
     """Returns endpoints from URLs or NAME=URL; without a name it is the host and port.
 
-    Raises RequestError for an invalid http URL, and for a name that is used twice.
+    Raises RequestError for an invalid http URL, a key that no header can hold, and a name that is used twice.
     """
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        raise RequestError("the API key has characters that HTTP cannot send; give it in printable ASCII")
     endpoints = [_parse(text, model, api_key) for text in texts]
     names = [endpoint.name for endpoint in endpoints]
     if len(set(names)) < len(names):
@@ -49,11 +52,19 @@ def parse_endpoints(texts: Sequence[str], *, model: str = "", api_key: str | Non
 
 def _parse(text: str, model: str, api_key: str | None) -> Endpoint:
     match = re.fullmatch(r"(?:(?P<name>[^=/:]+)=)?(?P<url>https?://\S+)", text.strip())
-    host = urlsplit(match["url"]).netloc.rpartition("@")[2] if match else ""
-    if match is None or not host:
+    if match is None or not _is_address(match["url"]):
         raise RequestError(f"{text!r} is not an endpoint; write http://HOST:PORT or NAME=http://HOST:PORT")
     url = match["url"].rstrip("/").removesuffix("/v1").rstrip("/")
-    return Endpoint(match["name"] or host, url, model, api_key)
+    return Endpoint(match["name"] or urlsplit(url).netloc.rpartition("@")[2], url, model, api_key)
+
+
+def _is_address(url: str) -> bool:
+    """Returns whether the client can send to a URL: it has a host, and a port that exists."""
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL:
+        return False
+    return bool(parsed.host) and (parsed.port is None or 0 < parsed.port <= _LAST_PORT)
 
 
 def get(
@@ -66,7 +77,7 @@ def get(
 ) -> httpx.Response:
     """Requests a path from a server; the reply has the status 200.
 
-    advice: end of the message of an error.
+    advice: end of the message of an error, but for a key that the server does not know.
     no_answer, bad_answer: the errors to raise when nothing answers, and for any other status.
     """
     shown = f"{endpoint.shown_url}{path}"
@@ -76,16 +87,37 @@ def get(
         )
     except httpx.HTTPError as error:
         raise no_answer(f"{shown} gave {type(error).__name__}; {advice}") from None
+    if answer.status_code == HTTPStatus.UNAUTHORIZED:
+        advice = "give its --api-key"
     if answer.status_code != HTTPStatus.OK:
         raise bad_answer(f"{shown} gave status {answer.status_code}; {advice}")
     return answer
 
 
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """Names a model of a server. max_body_bytes: of one request; None where the server does not say."""
+
+    name: str
+    max_body_bytes: int | None = None
+
+
 def find_model(endpoint: Endpoint) -> str:
     """Returns the first model that a server lists. Raises RequestError without an answer or a model."""
+    return served_model(endpoint).name
+
+
+def served_model(endpoint: Endpoint, name: str = "") -> ServedModel:
+    """Returns a model that a server lists, and what the server says of it; the first one without a name.
+
+    Raises RequestError without an answer or a model.
+    """
     advice = "start an OpenAI-compatible server there, or name the model with --model"
     answer = get(endpoint, "/v1/models", advice, no_answer=RequestError, bad_answer=RequestError)
     try:
-        return str(answer.json()["data"][0]["id"])
-    except (ValueError, LookupError, TypeError):
+        entries = answer.json()["data"]
+        entry = next((each for each in entries if each["id"] == name), entries[0])
+        limit = (entry.get("limits") or {}).get("max_body_bytes")
+        return ServedModel(name or str(entry["id"]), limit if type(limit) is int else None)
+    except (ValueError, LookupError, TypeError, AttributeError):
         raise RequestError(f"{endpoint.shown_url}/v1/models gave no list of models; {advice}") from None

@@ -149,7 +149,7 @@ async def get_model(request: Request, name: str) -> ModelEntry:
 
 
 def _entries(server: ServerState) -> list[ModelEntry]:
-    limits = server.settings.limits.record()
+    limits = server.settings.limits.record() | {"max_body_bytes": server.settings.max_body_bytes}
     return [
         ModelEntry(
             id=card.name,

@@ -173,10 +173,23 @@ def test_endpoints_have_names_and_no_v1() -> None:
     assert (other.name, other.shown_url) == ("host", "https://host/api")
 
 
-@pytest.mark.parametrize("texts", [["ftp://x"], ["x"], ["a=http://"], ["a=http://x", "a=http://y"]])
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ["ftp://x"], ["x"], ["a=http://"], ["a=http://x", "a=http://y"],
+        ["http://[::1"], ["http://x:port"], ["http://x:99999"], ["http://@"],
+    ],
+)  # fmt: skip
 def test_what_is_no_endpoint_is_refused(texts: list[str]) -> None:
     with pytest.raises(RequestError):
         parse_endpoints(texts)
+
+
+@pytest.mark.parametrize("key", ["k\u00e9y", "two\nlines"])
+def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(key: str) -> None:
+    with pytest.raises(RequestError, match="printable ASCII") as refused:
+        parse_endpoints(["http://x"], api_key=key)
+    assert key not in str(refused.value)
 
 
 def test_the_model_is_asked_for(server: FakeServer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,11 +19,13 @@ import httpx
 import pytest
 from typer.testing import CliRunner, Result
 
+from epd.cli.conversations import conversation_with
 from epd.cli.program import app
 from epd.cli.server_here import server_here
 from epd.client import conversation
 from epd.errors import RequestError
 from epd.kv.drafting import DraftConfig
+from tests.bench.fake_server import FakeServer, Manner
 from tests.media import write_image, write_video
 
 QUESTION = "What is shown?"
@@ -114,6 +117,50 @@ def test_a_dialogue_knows_its_former_turns(server: Server) -> None:
     assert len(prompts) == 3
 
 
+def test_later_turns_find_the_media_in_the_caches(server: Server) -> None:
+    talk = conversation_with(
+        server.url, server.key, None, [str(server.clip)], {"epd": {"start_s": 0.5, "num_frames": 6}}
+    )
+    first, second = talk.ask("What is shown?"), talk.ask("And which colour?")
+    assert first.timings.encode_s > 0
+    assert second.timings.encode_s == 0
+    assert second.usage.num_frames == 6
+
+
+def test_an_interrupt_ends_an_answer_and_not_the_dialogue() -> None:
+    code = (
+        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from epd.cli.program import main\nmain()"
+    )
+    command = [sys.executable, "-c", code, "chat", "http://127.0.0.1/a.png", "--max-tokens", "2", "--url"]
+    with FakeServer(Manner(gap_s=60.0)) as fake, begun([*command, fake.url]) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write("one\n")
+        process.stdin.flush()
+        assert process.stdout.read(5) == "word "
+        fake.behave(gap_s=0.0)
+        process.send_signal(signal.SIGINT)
+        shown, said = process.communicate("two\nthree\n", timeout=60)
+    assert process.returncode == 0, said
+    assert shown == "\nword word \nword word \n"
+    assert said.splitlines()[0] == "stopped"
+    questions = [[turn["content"] for turn in body["messages"]] for body in fake.bodies]
+    assert [len(turns) for turns in questions] == [1, 1, 3]
+    assert [turns[-1][-1]["text"] for turns in questions[:2]] == ["one", "two"]
+    assert questions[2] == [*questions[1], "word word ", "three"]
+
+
+@contextmanager
+def begun(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 def test_a_dialogue_without_a_server(server: Server) -> None:
     shown = run("chat", server.clip, "--frames", "4", stdin="What is shown?\n")
     assert shown.exit_code == 0, shown.output
@@ -140,9 +187,9 @@ def line_of(result: Result, exit_code: int) -> str:
     return line
 
 
-def test_what_cannot_be_asked_is_one_line(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_asked_is_one_line(server: Server) -> None:
     ask = ("ask", server.clip, QUESTION)
-    assert "status 401" in line_of(run(*ask, "--url", server.url), 2)
+    assert line_of(run(*ask, "--url", server.url), 2).endswith("gave status 401; give its --api-key")
     assert "--api-key" in line_of(run(*ask, "--url", server.url, "--model", "m", "--api-key", "no"), 2)
     assert "ConnectError" in line_of(run(*ask, "--url", "http://127.0.0.1:9"), 2)
     for option in (("--device", "cpu"), ("--dtype", "float32"), ("--skip-static", "0"), ("--draft", "auto")):
@@ -150,8 +197,44 @@ def test_what_cannot_be_asked_is_one_line(server: Server, monkeypatch: pytest.Mo
     assert "the question is empty" in line_of(run("ask", server.clip, " ", *server.options), 2)
     assert "status 404" in line_of(run(*ask, *server.options, "--model", "another"), 2)
     assert "status 400" in line_of(run(*ask, *server.options, "--frames", "1000000000"), 2)
+    for url in ("127.0.0.1:9", "http://127.0.0.1:port", "http://[::1"):
+        assert "write http://HOST:PORT" in line_of(run(*ask, "--url", url), 2)
+
+
+def test_files_are_held_to_the_limit_of_the_server(server: Server, tmp_path: Path) -> None:
+    """Before any is read or sent. 64 KiB of a body are for the question, and base64 has 4 bytes for 3."""
+    large = tmp_path / "large.mp4"
+    large.write_bytes(server.clip.read_bytes())
+    os.truncate(large, 101 << 20)
+    allowed = ((128 << 20) - (64 << 10)) // 4 * 3
+    words = f"received files of {101 << 20:,} bytes; allowed {allowed:,} in one question"
+    for model in ((), ("--model", "shapes-vl")):
+        assert words in line_of(run("ask", large, QUESTION, *server.options, *model), 2)
+
+
+@pytest.mark.parametrize(
+    ("limits", "allowed"),
+    [
+        ({"max_body_bytes": (64 << 10) + 8}, 6), ({"max_body_bytes": 1}, 0),
+        (None, 10), ({}, 10), ({"max_body_bytes": "9"}, 10),
+    ],
+)  # fmt: skip
+def test_a_server_need_not_say_its_limit(
+    server: Server, limits: dict[str, Any] | None, allowed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(conversation, "MAX_FILE_BYTES", 10)
-    assert "allowed 10 in one question" in line_of(run(*ask, *server.options), 2)
+    models = json.dumps({"data": [{"id": "other", "limits": limits}]}).encode()
+    with replying(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + models) as url:
+        line = line_of(run("ask", server.clip, QUESTION, "--url", url), 2)
+    assert f"allowed {allowed} in one question" in line
+
+
+def test_a_named_model_need_not_be_listed(server: Server) -> None:
+    """The reply is the same to both requests: the file is sent although no model is listed."""
+    with replying(b"HTTP/1.1 404 Gone\r\nconnection: close\r\n\r\n") as url:
+        line = line_of(run("ask", server.clip, QUESTION, "--url", url, "--model", "m"), 2)
+        assert line == f"error: {url} gave status 404"
+        assert f"{url}/v1/models gave" in line_of(run("ask", server.clip, QUESTION, "--url", url), 2)
 
 
 @contextmanager

@@ -140,4 +140,5 @@ def test_models_have_their_limits(app: RealApp) -> None:
     model = app.http.get("/v1/models").json()["data"][0]
     assert (model["root"], model["parent"]) == (model["id"], None)
     assert model["limits"]["max_media"] == 64
+    assert model["limits"]["max_body_bytes"] == 128 << 20
     assert model["limits"].keys() >= {"max_frames", "max_image_pixels", "max_text_bytes"}
