@@ -273,5 +273,6 @@ def clear_questions(
 
 
 async def _ask_alone(path: Path, questions: Sequence[Question], settings: dict[str, Any]) -> list[Answered]:
-    async with deployed(path, "1epd", settings=settings, max_waiting=len(questions)) as deployment:
+    options: dict[str, Any] = {"max_waiting": len(questions), "max_wait_s": 3600.0}  # all at once
+    async with deployed(path, "1epd", settings=settings, **options) as deployment:
         return await deployment.ask_all(questions)
