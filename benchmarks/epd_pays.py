@@ -88,12 +88,12 @@ TRAFFICS: Mapping[str, Traffic] = {
     "texts, each sixth a video": Traffic(0, 64, num_tokens=60, seconds=16.0, num_frames=64, one_in=6),
 }
 RATES: Mapping[str, Sequence[float]] = {
-    "two large images": (3.0, 5.0, 7.0),
+    "two large images": (3.0, 5.0, 7.0, 10.0, 13.0),
     "a small image": (10.0, 20.0, 30.0),
     "texts, each sixth a video": (3.0, 5.0, 7.0),
 }
 # The first of as many workers is what others are compared with.
-TOPOLOGIES = ("3epd", "1e1p1d", "1ep2d", "1e2pd", "4epd", "2e1p1d")
+TOPOLOGIES = ("3epd", "1e1p1d", "1ep2d", "1e2pd")
 
 
 class Pace:
