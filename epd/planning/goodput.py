@@ -116,13 +116,17 @@ def _largest_batch(profile: Profile, deployment: Deployment, demand: Demand) -> 
     return batch_size
 
 
-def rate_bound(profile: Profile, deployment: Deployment, demand: Demand) -> float:
+def rate_bound(
+    profile: Profile, deployment: Deployment, demand: Demand, work: MeanWork | None = None
+) -> float:
     """Returns the requests per second that no schedule can exceed: the first role whose workers are all busy.
 
     Merged roles may do any of their stages, so every set of stages must fit the workers that do any of it.
     Where workers share the cores of a machine, those bind too.
+
+    work: of a request, where it is known; by default `mean_work`
     """
-    work = mean_work(profile, deployment, demand)
+    work = work or mean_work(profile, deployment, demand)
     groups = deployment.topology.groups
     stages: tuple[Stage, ...] = ("encode", "prefill", "decode")
     bound = float("inf")

@@ -7,11 +7,11 @@ simulation. No skipped candidate can therefore be the answer, to the search's re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 
 from epd.errors import InfeasibleError
-from epd.planning.goodput import MAX_LOAD, Demand, goodput, rate_bound, unloaded
+from epd.planning.goodput import MAX_LOAD, Demand, MeanWork, goodput, mean_work, rate_bound, unloaded
 from epd.planning.space import Settings, Space, is_colocated, reduced, resized
 from epd.profiles.profile import Profile
 from epd.simulate.deployment import Deployment
@@ -80,6 +80,7 @@ class Planner:
         self.space = space
         self._base = replace(base, largest_group_patches=_largest_group(demand))
         self._demands = {share: self._reduced(share) for share in space.retentions}
+        self._works: dict[Hashable, MeanWork] = {}
 
     def _reduced(self, retention: float) -> Demand:
         return replace(self.demand, jobs=reduced(self.demand.jobs, retention))
@@ -112,8 +113,18 @@ class Planner:
         deployment = settings.deployment(topology, self._base)
         if self._refusal(deployment) is not None:
             return None
-        demand = self._demands[settings.retention]
-        return Candidate(topology, settings, deployment, rate_bound(self.profile, deployment, demand))
+        demand, work = self._demands[settings.retention], self._work(deployment, settings)
+        return Candidate(topology, settings, deployment, rate_bound(self.profile, deployment, demand, work))
+
+    def _work(self, deployment: Deployment, settings: Settings) -> MeanWork:
+        """Returns the work of a request, the same for all candidates that differ in nothing it depends on."""
+        letters = tuple(group.letters for group in deployment.topology.groups)
+        slots = (deployment.language.max_num_seqs, deployment.decode.max_num_seqs)
+        key = (letters, settings.degrees, slots, settings.retention)
+        if key not in self._works:
+            demand = self._demands[settings.retention]
+            self._works[key] = mean_work(self.profile, deployment, demand)
+        return self._works[key]
 
     def _refusal(self, deployment: Deployment) -> InfeasibleError | None:
         """Returns the error of the first worker that does not fit its device, None if all do."""
