@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from epd import console
+from epd.cli.conversations import api_options, conversation_with
 from epd.cli.options import (
     ApiKey,
     Device,
@@ -71,8 +72,6 @@ def ask(
     drafting = draft_config(draft, max_draft)
     if url is not None:
         check_server_options(skip_static, device, dtype, drafting)
-        from epd.cli.conversations import api_options, conversation_with  # PyAV
-
         check_question(question)
         options = api_options(fps, frames, start, end, retention, reduction, max_visual_tokens, max_tokens)
         conversation = conversation_with(url, api_key, model, paths, options)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from epd import console
 from epd.cli.ask import cost_line
+from epd.cli.conversations import api_options, conversation_with
 from epd.cli.options import (
     ApiKey,
     Device,
@@ -65,8 +66,6 @@ def chat(
     reduction_policy(reduction, retention)
     visual_budget(max_visual_tokens, retention)
     drafting = draft_config(draft, max_draft)
-    from epd.cli.conversations import api_options  # PyAV
-
     options = api_options(fps, frames, start, end, retention, reduction, max_visual_tokens, max_tokens)
     if url is not None:
         check_server_options(None, device, dtype, drafting)
@@ -86,8 +85,6 @@ def _opened(
     dtype: str,
     drafting: DraftConfig,
 ) -> Iterator[Conversation]:
-    from epd.cli.conversations import conversation_with
-
     if url is not None:
         yield conversation_with(url, api_key, model, paths, options)
         return
