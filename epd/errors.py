@@ -71,6 +71,10 @@ class AdminRightError(InputError):
     """Refuses an action that needs the admin key: to overtake others, to change roles."""
 
 
+class NotFoundError(InputError):
+    """Reports an id that names nothing of the client's, or a feature that the server is started without."""
+
+
 class MediaError(InputError):
     """Reports a video or image that cannot be used."""
 
@@ -171,6 +175,7 @@ _OUTCOMES: dict[type[EPDError], tuple[int, int]] = {
     PoisonedRequestError: (2, 422),
     AuthenticationError: (2, 401),
     AdminRightError: (2, 403),
+    NotFoundError: (2, 404),
     ModelNotFoundError: (2, 404),
     InfeasibleError: (3, 422),
     OverloadedError: (3, 429),

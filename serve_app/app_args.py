@@ -31,6 +31,9 @@ KEY_VARIABLES = {"api_key": "EPD_API_KEY", "admin_api_key": "EPD_ADMIN_API_KEY"}
 ENVIRONMENT = {**KEY_VARIABLES, "otlp_endpoint": "OTEL_EXPORTER_OTLP_ENDPOINT"}
 
 
+# Of one file: what a connection may send in one request.
+MAX_UPLOAD_BYTES = 128 << 20
+
 # What the workers of each kind are started with.
 STAGE_FIELDS = (
     "topology",
@@ -182,6 +185,22 @@ class AppArgs(BaseModel):
     otlp_endpoint: str | None = Field(
         default=None, description="Base URL of a collector of OpenTelemetry traces."
     )
+    files_dir: Path | None = Field(
+        default=None,
+        description="Folder for files of clients and batches (/v1/files); by default none are kept.",
+    )
+    max_file_bytes: int = Field(
+        default=MAX_UPLOAD_BYTES,
+        ge=1,
+        le=MAX_UPLOAD_BYTES,
+        description="Bytes of one file in files_dir that a client uploads.",
+    )
+    max_files_bytes: int = Field(
+        default=16 << 30, ge=1, description="Bytes of all files in files_dir; more uploads get 413."
+    )
+    max_files: int = Field(
+        default=10_000, ge=1, le=1_000_000, description="Files in files_dir; more uploads get 429."
+    )
     max_batch_patches: int = Field(
         default=4096, ge=1, description="Patches that an encoder batches together."
     )
@@ -305,8 +324,8 @@ class AppArgs(BaseModel):
                 "received the same admin_api_key and api_key; allowed: different keys; change one of them"
             )
         _ = self.reduction_policy, self.load_retention
-        folders = {"allowed_media_path": self.allowed_media_path, "trace_dir": self.trace_dir}
-        paths = {name: folder and folder.resolve() for name, folder in folders.items()}
+        names = ("allowed_media_path", "trace_dir", "files_dir")
+        paths = {name: (folder := getattr(self, name)) and folder.resolve() for name in names}
         return self.model_copy(update={"model": self.model_path.resolve(), **paths})
 
     @property

@@ -14,6 +14,7 @@ from epd.control.admission import Others
 from epd.control.elasticity import ControllerConfig
 from epd.errors import UnavailableError
 from serve_app.app_args import AppArgs
+from serve_app.files.settings import FileSettings
 from serve_app.fleet import Fleet
 from serve_app.http.api import ApiSettings, create_api
 from serve_app.media.media_worker import MediaSettings
@@ -172,6 +173,18 @@ def _api_settings(args: AppArgs, planner: RequestPlanner) -> ApiSettings:
         trace_dir=args.trace_dir,
         max_traces=args.max_traces,
         otlp_endpoint=args.otlp_endpoint,
+        files=_file_settings(args),
+    )
+
+
+def _file_settings(args: AppArgs) -> FileSettings | None:
+    if args.files_dir is None:
+        return None
+    return FileSettings(
+        args.files_dir,
+        max_file_bytes=args.max_file_bytes,
+        max_folder_bytes=args.max_files_bytes,
+        max_files=args.max_files,
     )
 
 

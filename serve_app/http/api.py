@@ -20,6 +20,7 @@ from serve_app.http.chat_request import ChatRequest
 from serve_app.http.chat_route import chat_route
 from serve_app.http.completion_request import CompletionRequest
 from serve_app.http.completion_routes import completion_routes, completions
+from serve_app.http.file_routes import file_routes
 from serve_app.http.host_check import HostCheck
 from serve_app.http.http_guard import (
     KeyCheck,
@@ -78,7 +79,7 @@ def create_api(service: AnswerService, media: MediaService, settings: ApiSetting
     app.add_middleware(RequestEdge, on_finished=server.finish, host_check=hosts, answers=answers)
     app.include_router(_open)
     app.include_router(_guarded, dependencies=[Depends(keys)])
-    for routes in (prompt_routes, completion_routes, response_routes):
+    for routes in (prompt_routes, completion_routes, response_routes, file_routes):
         app.include_router(routes, responses=_ERRORS, dependencies=[Depends(keys)])
     app.include_router(page_routes())
     return app

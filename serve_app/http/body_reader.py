@@ -64,10 +64,30 @@ class BodyReader:
                 with self._reading(timeout):
                     return await self._read(request.stream(), record_of(request), max_bytes, timeout)
         except TimeoutError:
-            raise RequestTimeoutError(
-                "the body came too slowly or stayed unfinished for too long; allowed: "
-                f"{self.limits.grace_s:g} s and {self.limits.min_bytes_per_s / 1000:g} KB/s; send it whole"
-            ) from None
+            raise self._too_slow() from None
+
+    async def chunks(self, request: Request) -> AsyncIterator[bytes]:
+        """Yields a body of any type and size, which the caller limits. Raises RequestTimeoutError."""
+        stream = aiter(request.stream())
+        clock = asyncio.get_running_loop().time
+        end_s = clock() + self.limits.grace_s
+        while True:
+            try:
+                chunk = await asyncio.wait_for(anext(stream, None), end_s - clock())
+            except TimeoutError:
+                raise self._too_slow() from None
+            if chunk is None:
+                return
+            received_s = clock()
+            yield chunk
+            # What the caller took to write it is not the client's time.
+            end_s += clock() - received_s + len(chunk) / self.limits.min_bytes_per_s
+
+    def _too_slow(self) -> RequestTimeoutError:
+        return RequestTimeoutError(
+            "the body came too slowly or stayed unfinished for too long; allowed: "
+            f"{self.limits.grace_s:g} s and {self.limits.min_bytes_per_s / 1000:g} KB/s; send it whole"
+        )
 
     async def _read(
         self, chunks: AsyncIterator[bytes], record: RequestRecord, max_bytes: int, timeout: asyncio.Timeout

@@ -124,7 +124,7 @@ class KeyCheck:
 
     async def __call__(self, request: Request) -> None:
         """Checks the key of a request. Raises AuthenticationError."""
-        sent = _bearer(request)
+        sent = sent_key(request)
         request.state.is_admin = _is_key(sent, self._admin_api_key)
         if self._api_key is None or request.state.is_admin:
             return
@@ -135,7 +135,7 @@ class KeyCheck:
             )
 
 
-def _bearer(request: Request) -> bytes | None:
+def sent_key(request: Request) -> bytes | None:
     """Returns the key that was sent, if any."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip().encode("latin-1") if scheme.lower() == "bearer" else None

@@ -18,6 +18,8 @@ from epd.control.request_budget import RequestLimits, check_json_size
 from epd.errors import OverloadedError
 from epd.reduction import KEEP_ALL, ReductionPolicy, VisualBudget
 from epd.sampling_params import SamplingParams
+from serve_app.files.file_store import FileStore
+from serve_app.files.settings import FileSettings
 from serve_app.http.answer_format import answer_format
 from serve_app.http.body_reader import BodyLimits, BodyReader
 from serve_app.http.chat_request import ChatRequest, EpdOptions
@@ -73,6 +75,7 @@ class ApiSettings:
     allowed_hosts: names that clients may use for the server, see `HostCheck`
     trace_dir: folder for a Chrome trace of each request, of which the latest `max_traces` are kept
     otlp_endpoint: base URL of a collector that gets OpenTelemetry traces
+    files: where files of clients and batches are kept; None keeps none
     front: the label of this server's metrics; empty where it is the only one at its address
     """
 
@@ -91,6 +94,7 @@ class ApiSettings:
     trace_dir: Path | None = None
     max_traces: int = 256
     otlp_endpoint: str | None = None
+    files: FileSettings | None = None
     front: str = ""
 
 
@@ -130,6 +134,7 @@ class ServerState:
         self.tracing = tracing_of(settings.trace_dir, settings.max_traces, settings.otlp_endpoint)
         self.bodies = BodyReader(settings.bodies)
         self.grammars = GrammarChecker()
+        self.files = None if settings.files is None else FileStore(settings.files)
         self.num_requests = 0
         watch = self.metrics.watch
         watch(

@@ -42,6 +42,8 @@ OPERATIONS = {
     "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses",
     "GET /v1/models", "GET /v1/models/{name}", "GET /v1/epd/status",
     "POST /v1/epd/roles", "GET /v1/epd/load", "POST /v1/epd/estimate",
+    "POST /v1/files", "GET /v1/files", "GET /v1/files/{file_id}", "GET /v1/files/{file_id}/content",
+    "DELETE /v1/files/{file_id}",
     "POST /tokenize", "POST /detokenize",
     "GET /health", "GET /metrics", "GET /ping", "POST /ping", "GET /version",
 }  # fmt: skip

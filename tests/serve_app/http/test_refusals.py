@@ -27,7 +27,7 @@ STATUS = {
     "EPDError": 500, "InputError": 400, "RequestError": 400, "RequestLimitError": 413,
     "RequestTimeoutError": 408,
     "RequestBudgetError": 400,
-    "AuthenticationError": 401, "AdminRightError": 403,
+    "AuthenticationError": 401, "AdminRightError": 403, "NotFoundError": 404,
     "MediaError": 400, "MediaNotFoundError": 400, "MediaForbiddenError": 400, "MediaLimitError": 400,
     "UnsupportedMediaError": 400, "CorruptMediaError": 400, "ModelError": 400, "ModelNotFoundError": 404,
     "UnsupportedModelError": 400, "InfeasibleError": 422, "OverloadedError": 429, "UnavailableError": 503,

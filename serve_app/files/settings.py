@@ -1,0 +1,90 @@
+"""Defines the limits of files and batches, and the ids they go by."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import BaseModel
+
+from epd.errors import NotFoundError, RequestError
+
+Kind = Literal["file", "batch"]
+_PREFIXES: dict[Kind, str] = {"file": "file-", "batch": "batch_"}
+_ID = re.compile(r"(file-|batch_)[0-9a-f]{24}")
+_ID_BYTES = 12
+MAX_LISTED = 100
+
+
+@dataclass(frozen=True, slots=True)
+class FileSettings:
+    """Says where files and batches are kept, and how many.
+
+    folder: created if needed; all servers that use it share its files and batches
+    max_file_bytes: of one upload
+    max_folder_bytes: of everything in the folder; results of batches are written beyond it
+    max_files, max_batches: kept at once
+    max_lines, max_line_bytes: of the input of one batch, and of one of its lines
+    num_in_flight: lines of batches that a server answers at once
+    """
+
+    folder: Path
+    max_file_bytes: int = 128 << 20
+    max_folder_bytes: int = 16 << 30
+    max_files: int = 10_000
+    max_batches: int = 1000
+    max_lines: int = 50_000
+    max_line_bytes: int = 16 << 20
+    num_in_flight: int = 4
+
+
+def new_id(kind: Kind) -> str:
+    return _PREFIXES[kind] + secrets.token_hex(_ID_BYTES)
+
+
+def check_id(kind: Kind, name: str) -> str:
+    """Returns an id that a client sent, safe as the name of a file. Raises NotFoundError for any other."""
+    if _ID.fullmatch(name) is None or not name.startswith(_PREFIXES[kind]):
+        raise not_found(kind, name)
+    return name
+
+
+def not_found(kind: Kind, name: str) -> NotFoundError:
+    return NotFoundError(
+        f"received the {kind} {name[:100]!r}; allowed: ids of {kind} objects of the same key; list them"
+    )
+
+
+class _Listed(BaseModel):
+    id: str
+    created_at: int
+
+
+_T = TypeVar("_T", bound=BaseModel)
+
+
+def page_of(
+    records: Sequence[_T], limit: int, after: str | None, *, newest_first: bool = True
+) -> tuple[list[_T], bool]:
+    """Returns a page of records with an id and a time, and whether there are more. Raises RequestError.
+
+    limit: of the page, 1 to 100; `MAX_LISTED` at most are returned
+    after: the id that the page before ended with
+    """
+    if limit < 1:
+        raise RequestError(f"received a limit of {limit}; allowed: 1 to {MAX_LISTED}; ask for a page")
+    keys = [_Listed.model_validate(record, from_attributes=True) for record in records]
+    order = sorted(range(len(keys)), key=lambda place: (keys[place].created_at, keys[place].id))
+    order = order[::-1] if newest_first else order
+    start = 0
+    if after is not None:
+        places = [rank for rank, place in enumerate(order) if keys[place].id == after]
+        if not places:
+            raise RequestError(f"received after={after[:100]!r}; allowed: the last id of a page; list again")
+        start = places[0] + 1
+    stop = start + min(limit, MAX_LISTED)
+    return [records[place] for place in order[start:stop]], stop < len(order)

@@ -1,0 +1,176 @@
+"""Writes the file of a multipart form to disk, piece by piece as it arrives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import BinaryIO
+
+from epd.errors import RequestError, RequestLimitError
+from serve_app.files.file_store import FileStore
+from serve_app.files.records import FileObject
+
+PURPOSES = ("batch",)
+_PIECE_BYTES = 1 << 20
+_ROOM_BYTES = 16 << 20
+_MAX_FIELD_BYTES = 4096
+_MAX_HEADER_BYTES = 4096
+_MAX_PARTS = 16
+_MAX_NAME = 200
+
+
+class UploadForm:
+    """Takes a form's bytes in any pieces, and writes its `file` to a path. Fields are kept in memory."""
+
+    def __init__(self, content_type: str, path: Path, max_bytes: int) -> None:
+        """Takes the Content-Type header. max_bytes: of the file. Raises RequestError for another type."""
+        # Only servers that keep files need the parser.
+        from python_multipart.multipart import MultipartParser, parse_options_header
+
+        kind, options = parse_options_header(content_type.encode("latin-1"))
+        boundary = options.get(b"boundary")
+        if kind != b"multipart/form-data" or not boundary:
+            raise RequestError(
+                f"received the content type {content_type[:50]!r}; allowed: multipart/form-data with a "
+                "boundary; send the fields file and purpose as a form"
+            )
+        self._options_of = parse_options_header
+        self._max_bytes = max_bytes
+        self._file: BinaryIO | None = None
+        self._path = path
+        self._fields: dict[str, bytearray] = {}
+        self._header, self._value = bytearray(), bytearray()
+        self._disposition = b""
+        self._part = ""
+        self._num_parts = 0
+        self.num_bytes = 0
+        self.filename = ""
+        self.has_file = self.is_complete = False
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._begin,
+                "on_header_field": self._add_header,
+                "on_header_value": self._add_value,
+                "on_header_end": self._end_header,
+                "on_headers_finished": self._open,
+                "on_part_data": self._add_data,
+                "on_end": self._end,
+            },
+        )
+
+    def write(self, data: bytes) -> None:
+        """Takes the next bytes. Raises RequestError for what is no form, RequestLimitError, OSError."""
+        from python_multipart.exceptions import MultipartParseError
+
+        try:
+            self._parser.write(data)
+        except MultipartParseError:
+            raise RequestError(
+                "the body is not the form that its header says; allowed: multipart/form-data; send it again"
+            ) from None
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def check(self) -> None:
+        """Checks a form that has ended. Raises RequestError."""
+        if not self.is_complete:
+            raise RequestError("received a form without its end; allowed: a whole one; send it again")
+        purpose = self._fields.get("purpose", bytearray()).decode("utf-8", "replace")
+        if purpose not in PURPOSES:
+            raise RequestError(f"received the purpose {purpose[:50]!r}; allowed: 'batch'; set purpose to it")
+        if not self.has_file:
+            raise RequestError("received a form without a file; allowed: one field 'file'; send one")
+        if not self.num_bytes:
+            raise RequestError("received an empty file; allowed: a request on each line; send lines")
+
+    def _begin(self) -> None:
+        self._num_parts += 1
+        if self._num_parts > _MAX_PARTS:
+            raise RequestLimitError(f"the form has more than {_MAX_PARTS} fields; send file and purpose")
+        self._disposition, self._part = b"", ""
+        self._header.clear()
+        self._value.clear()
+
+    def _add_header(self, data: bytes, start: int, stop: int) -> None:
+        self._add_to(self._header, data[start:stop], _MAX_HEADER_BYTES)
+
+    def _add_value(self, data: bytes, start: int, stop: int) -> None:
+        self._add_to(self._value, data[start:stop], _MAX_HEADER_BYTES)
+
+    def _end_header(self) -> None:
+        if bytes(self._header).lower() == b"content-disposition":
+            self._disposition = bytes(self._value)
+        self._header.clear()
+        self._value.clear()
+
+    def _open(self) -> None:
+        _, options = self._options_of(self._disposition)
+        self._part = options.get(b"name", b"").decode("utf-8", "replace")
+        if self._part != "file":
+            self._fields.setdefault(self._part, bytearray())
+            return
+        if self.has_file:
+            raise RequestError("received several files; allowed: one; upload each by itself")
+        name = options.get(b"filename", b"file.jsonl").decode("utf-8", "replace")
+        self.filename, self.has_file = name[:_MAX_NAME], True
+        self._file = self._path.open("xb")
+
+    def _add_data(self, data: bytes, start: int, stop: int) -> None:
+        if self._part != "file" or self._file is None:
+            self._add_to(self._fields[self._part], data[start:stop], _MAX_FIELD_BYTES)
+            return
+        self.num_bytes += stop - start
+        if self.num_bytes > self._max_bytes:
+            raise RequestLimitError(
+                f"the file has more than {self._max_bytes} bytes; allowed that many; split it, or start the "
+                "server with a larger --max-file-bytes"
+            )
+        self._file.write(data[start:stop])
+
+    def _end(self) -> None:
+        self.is_complete = True
+
+    def _add_to(self, whole: bytearray, data: bytes, max_bytes: int) -> None:
+        whole += data
+        if len(whole) > max_bytes:
+            raise RequestLimitError(f"a field of the form has more than {max_bytes} bytes; allowed that many")
+
+
+async def kept_upload(
+    store: FileStore, owner: str, content_type: str, chunks: AsyncIterator[bytes]
+) -> FileObject:
+    """Returns the file that a form brings. Nothing of it stays if that fails. Raises EPDError, OSError.
+
+    owner: whose it is
+    chunks: of the body
+    """
+    part = await asyncio.to_thread(store.new_part)
+    form = UploadForm(content_type, part, store.settings.max_file_bytes)
+    try:
+        await _write_all(store, form, chunks)
+        form.check()
+        return await asyncio.to_thread(store.keep, part, owner, form.filename)
+    finally:
+        form.close()
+        part.unlink(missing_ok=True)
+
+
+async def _write_all(store: FileStore, form: UploadForm, chunks: AsyncIterator[bytes]) -> None:
+    """Writes in pieces, so that a thread is needed once for many chunks."""
+    waiting, since_check = bytearray(), 0
+    async for chunk in chunks:
+        waiting += chunk
+        if len(waiting) < _PIECE_BYTES:
+            continue
+        await asyncio.to_thread(form.write, bytes(waiting))
+        since_check += len(waiting)
+        waiting.clear()
+        if since_check > _ROOM_BYTES:
+            since_check = 0
+            await asyncio.to_thread(store.check_room)
+    await asyncio.to_thread(form.write, bytes(waiting))
+    form.close()
