@@ -51,7 +51,7 @@ def _check(chat: ChatRequest) -> None:
             f"received {len(names)} tools of {len(set(names))} names; allowed: one of each name"
         )
     choice = chat.tool_choice
-    if choice not in (None, "none", "auto") and not names:
+    if choice not in (None, "none") and not names:
         raise RequestError(
             "received tool_choice without tools; allowed: with tools; add them or leave it out"
         )

@@ -182,7 +182,7 @@ class RequestPlanner:
         start = time.perf_counter()
         self.check_images(request)
         biased = [token_id for token_id, _ in request.sampling.logit_bias]
-        self._check_ids(adapter, [*(request.prompt or ()), *biased])
+        self._check_ids(adapter, [*(request.prompt or ()), *biased, *request.sampling.stop_token_ids])
         plans, prompt = self._within_budget(adapter, request, images)
         sampling = self.settings.completed(request.sampling, len(prompt))
         hashes = tuple(salted(source.mm_hash, request.cache_salt) for source in request.media)

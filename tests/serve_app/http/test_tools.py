@@ -129,6 +129,7 @@ def test_a_call_that_is_left_to_the_model_is_not(front: Front) -> None:
     [
         ({"tools": [NOW, NOW]}, "2 tools of 1 names"),
         ({"tool_choice": "required"}, "tool_choice without tools"),
+        ({"tool_choice": "auto"}, "tool_choice without tools"),
         ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "allowed: now"),
         ({"tools": [NOW] * 129}, "tools"),
         (
