@@ -2,8 +2,8 @@
 
 One profile serves all tables. Six of its numbers are fitted, to the seven rows of FITTED_ROWS and no others;
 the rest is computed (`epd.profiles.analytic`). A video frame is one tile, so that tables 4 and 1 share the
-cost of a tile; the constant part of table 4 is reading 12 megapixel images, in parallel on the host, which
-table 1 does not have.
+cost of a tile; the constant part of table 4 is taken for reading 12 megapixel images, in parallel on the
+host, which table 1 does not have (`epd.published.encoder_calls` takes it for something else).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from epd.published.memory import (
     table_8,
     weights_by_role,
 )
-from epd.published.tables import Row
+from epd.published.tables import TABLE_2, TABLE_8, Row
 
 # One cause each: a table that repeats 19 where three tiles fit 85 times into the context; and a merged worker
 # of the largest model, which holds more than the larger of its two turns.
@@ -74,6 +74,19 @@ def test_the_gains_of_the_abstract() -> None:
     assert batch["EPD E", case] / batch["DistServe E+P", case] == 22
     images = {(row.system, row.case): row.simulated for row in table_2()}
     assert images["EPD", "minicpm-v-2.6, 4032x3024"] / images["DistServe", "minicpm-v-2.6, 4032x3024"] == 7
+
+
+def test_two_published_entries_exclude_each_other() -> None:
+    """DistServe with the 26B model: more tiles fit in small images than do not fit in large ones."""
+    model = PAPER_MODELS["internvl2-26b"]
+    fits = {size: TABLE_2[model.name][size]["DistServe"] for size in model.tiles}
+    small, large = "787x444", "4032x3024"
+    assert fits[small] * model.tiles[small] == 33
+    assert (fits[large] + 1) * model.tiles[large] == 26
+    assert model.num_tokens(fits[small], model.tiles[small]) > model.num_tokens(2, model.tiles[large])
+    # Table 8, where five images leave 67 % to keys and values: 80 % are left by three.
+    taken = (100 - TABLE_8[model.name]["DistServe"][5]) / 5
+    assert int(20 / taken) == 3
 
 
 def test_most_counts_from_none() -> None:
