@@ -167,7 +167,10 @@ def test_items_become_the_messages_of_a_chat(front: Front, media: dict[str, Path
     assert front.ask({"messages": messages}).status_code == 200
     ours, chat = front.service.requests
     assert ours.messages == chat.messages
-    assert [each.mm_hash for each in ours.media] == [each.mm_hash for each in chat.media]
+    assert [(each.mm_hash, each.pixels) for each in ours.media] == [
+        (each.mm_hash, each.pixels) for each in chat.media
+    ]
+    assert ours.media[0].pixels.is_low_detail
     assert front.service.files_seen[0] == front.service.files_seen[1]
 
 
@@ -254,7 +257,16 @@ def test_an_empty_answer_has_a_message(run_front: Callable[..., Front]) -> None:
         front = run_front(FakeService(words=("",)))
         reply = ask(front, tools=tools).json()
         assert [part["text"] for part in reply["output"][0]["content"]] == [""]
-        assert comparable(events(front, tools=tools)[-1]["response"]) == comparable(reply)
+        found = events(front, tools=tools)
+        assert comparable(found[-1]["response"]) == comparable(reply)
+        assert not any("delta" in each for each in found)
+
+
+def test_the_beginning_of_a_call_that_never_comes_is_text(run_front: Callable[..., Front]) -> None:
+    front = run_front(FakeService(words=("Look <tool", "_c")))
+    assert ask(front, tools=TOOLS).json()["output"][0]["content"][0]["text"] == "Look <tool_c"
+    deltas = [each["delta"] for each in events(front, tools=TOOLS) if "delta" in each]
+    assert "".join(deltas) == "Look <tool_c"
 
 
 def test_logprobs(front: Front) -> None:

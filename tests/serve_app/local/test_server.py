@@ -45,10 +45,15 @@ def test_it_has_the_api_of_the_application_on_ray(address: HttpAddress) -> None:
         answer = client.post("/v1/chat/completions", json=QUESTION).json()
         assert answer["choices"][0]["finish_reason"] in {"stop", "length"}
         assert answer["model"] == "mine"
+        response = client.post("/v1/responses", json={"input": QUESTION["messages"]}).json()
+        assert response["output"][0]["content"][0]["text"] == answer["choices"][0]["message"]["content"]
+        token_ids = client.post("/tokenize", json=QUESTION).json()["tokens"]
+        completion = client.post("/v1/completions", json={"prompt": token_ids, "max_tokens": None}).json()
+        assert completion["choices"][0]["text"] == answer["choices"][0]["message"]["content"]
         status = client.get("/v1/epd/status").json()
         assert status["topology"] == "2e1pd"
         assert sorted(worker["name"] for worker in status["workers"]) == ["e0", "e1", "pd0", "v0"]
-        assert 'epd_requests_total{status="200",stream="false"} 1.0' in client.get("/metrics").text
+        assert 'epd_requests_total{status="200",stream="false"} 3.0' in client.get("/metrics").text
         assert client.get("/health").json() == {"status": "ok"}
         assert client.get("/health", headers={"x": "y" * (65 << 10)}).status_code == 431, (
             "sockets are guarded"

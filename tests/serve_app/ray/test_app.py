@@ -175,6 +175,21 @@ def test_a_second_question_about_a_video_computes_only_the_question(app: App, tm
     assert second["ttft_s"] < first["ttft_s"]
 
 
+def test_other_ways_in_give_the_answer_of_the_chat(app: App) -> None:
+    question: Any = [{"role": "user", "content": "What is it?"}]
+    chat = app.openai.chat.completions.create(model="tiny", messages=question, max_tokens=8, temperature=0)
+    response = app.openai.responses.create(
+        model="tiny", input=question, max_output_tokens=8, temperature=0, stream=True
+    )
+    (text,) = (event.text for event in response if event.type == "response.output_text.done")
+    token_ids = app.http.post("/tokenize", content=json.dumps({"messages": question})).json()["tokens"]
+    completion = app.openai.completions.create(
+        model="tiny", prompt=[token_ids, token_ids], max_tokens=8, temperature=0
+    )
+    assert [text, *(each.text for each in completion.choices)] == [chat.choices[0].message.content] * 3
+    wait_until(app.is_empty, 10)
+
+
 def test_a_client_that_leaves_frees_everything(app: App, media: dict[str, Path]) -> None:
     create: Any = app.openai.chat.completions.create
     more = {"ignore_eos": True, "max_tokens": 2000, "extra_body": {}}
