@@ -39,12 +39,14 @@ class MediaReference:
 
     label: its name in responses, which never show local paths
     pixels: what it is resized within
+    uuid: the client's name for it, empty for none
     """
 
     kind: MediaKind
     url: str = field(repr=False)
     label: str
     pixels: PixelLimits = OWN_LIMITS
+    uuid: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)

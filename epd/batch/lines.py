@@ -268,4 +268,5 @@ def _without_urls(messages: list[Any]) -> list[Any]:
 
 def _without_url(part: JSON) -> JSON:
     kind = part["type"]
-    return {**part, kind: {name: value for name, value in part[kind].items() if name != "url"}}
+    rest = {name: value for name, value in part[kind].items() if name != "url"}
+    return {**{name: value for name, value in part.items() if name != "uuid"}, kind: rest}

@@ -109,6 +109,14 @@ class BodyReader:
             self.budget.take(more)
             record.held_bytes += more
 
+    def hold(self, record: RequestRecord, num_bytes: int, max_bytes: int) -> None:
+        """Holds a body with media that were sent before as if they had come with it.
+
+        num_bytes: of both. Raises RequestLimitError, OverloadedError.
+        """
+        _check_size(num_bytes, max_bytes)
+        self._hold(record, num_bytes)
+
     def release(self, record: RequestRecord) -> None:
         """Releases a body that is no longer needed."""
         self.budget.give_back(record.held_bytes)

@@ -16,11 +16,13 @@ from serve_app.http.request_fields import CHAT_FIELDS
 
 MAX_SALT_CHARS = 1024
 MAX_TOOLS = 128
+MAX_UUID_CHARS = 256
 
 _T = TypeVar("_T")
 Int64 = Annotated[int, Field(ge=-MAX_INT64 - 1, le=MAX_INT64)]
 Count = Annotated[int, Field(ge=1, le=MAX_INT64)]
 Count0 = Annotated[int, Field(ge=0, le=MAX_INT64)]
+MediaUuid = Annotated[str, Field(min_length=1, max_length=MAX_UUID_CHARS)]
 # Lists whose validation stops at the first wrong element: with at least one element, and with any number.
 Filled = Annotated[list[_T], Field(min_length=1, fail_fast=True)]
 Listed = Annotated[list[_T], Field(fail_fast=True)]
@@ -69,13 +71,19 @@ class VideoUrl(_Received):
 
 
 class ImagePart(_Received):
+    """An image. uuid: a name for it; with one that was sent before, `image_url` may be null."""
+
     type: Literal["image_url"]
-    image_url: ImageUrl
+    image_url: ImageUrl | None = None
+    uuid: MediaUuid | None = None
 
 
 class VideoPart(_Received):
+    """A video. uuid: as of an image."""
+
     type: Literal["video_url"]
-    video_url: VideoUrl
+    video_url: VideoUrl | None = None
+    uuid: MediaUuid | None = None
 
 
 UserPart = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]

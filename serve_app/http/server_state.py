@@ -24,6 +24,7 @@ from serve_app.http.answer_format import answer_format
 from serve_app.http.body_reader import BodyLimits, BodyReader
 from serve_app.http.chat_request import ChatRequest, EpdOptions
 from serve_app.http.http_guard import check_admin
+from serve_app.http.named_media import NamedMedia, namespace_of
 from serve_app.http.request_cost import budget_of
 from serve_app.http.request_parsing import (
     check_supported,
@@ -71,6 +72,7 @@ class ApiSettings:
     default_params, default_reduction: for requests without their own
     max_visual_tokens: of each request, None for what the model's context has room for
     default_deadline_s: of the first token, from arrival
+    max_named_media, max_named_bytes: media with a uuid that are kept to be asked about again
     keep_alive_s: seconds of silence in a stream before a comment is sent
     allowed_hosts: names that clients may use for the server, see `HostCheck`
     trace_dir: folder for a Chrome trace of each request, of which the latest `max_traces` are kept
@@ -89,6 +91,8 @@ class ApiSettings:
     default_deadline_s: float | None = None
     default_reduction: ReductionPolicy = KEEP_ALL
     max_visual_tokens: int | None = None
+    max_named_media: int = 4096
+    max_named_bytes: int = 256 << 20
     keep_alive_s: float = 15.0
     allowed_hosts: frozenset[str] | None = None
     trace_dir: Path | None = None
@@ -114,12 +118,14 @@ class ParsedRequest:
     """A checked chat request: its JSON, its conversation, and the media that the messages refer to.
 
     grammar: that the answer follows, empty for any answer
+    namespace: of the names that the client gives to media
     """
 
     chat: ChatRequest
     messages: tuple[ChatMessage, ...]
     references: tuple[MediaReference, ...]
     grammar: str = ""
+    namespace: bytes = b""
 
 
 class ServerState:
@@ -135,6 +141,7 @@ class ServerState:
         self.bodies = BodyReader(settings.bodies)
         self.grammars = GrammarChecker()
         self.files = None if settings.files is None else FileStore(settings.files)
+        self.named_media = NamedMedia(settings.max_named_media, settings.max_named_bytes)
         self.num_requests = 0
         watch = self.metrics.watch
         watch(
@@ -144,6 +151,11 @@ class ServerState:
             "spooled_media_bytes",
             "Bytes of media files of requests in flight.",
             lambda: media.num_spooled_bytes,
+        )
+        watch(
+            "named_media_bytes",
+            "Bytes of media that are kept by the uuid of a client.",
+            lambda: self.named_media.num_bytes,
         )
         watch("media_downloads", "Media downloads in flight.", lambda: media.num_downloads)
         watch("dropped_traces", "Traces dropped since the start.", lambda: self.tracing.num_dropped)
@@ -169,8 +181,15 @@ class ServerState:
     async def checked(self, request: Request, chat: ChatRequest, num_bytes: int) -> ParsedRequest:
         """Checks a chat request that was read. num_bytes: of its body. Raises EPDError."""
         model = self.check_options(request, chat)
-        said = conversation(chat.messages, tools_message(chat), pixel_limits(chat))
-        parsed = ParsedRequest(chat, *said)
+        messages, references = conversation(chat.messages, tools_message(chat), pixel_limits(chat))
+        namespace = namespace_of(request.headers.get("authorization", ""), chat.cache_salt or "")
+        found = self.named_media.found(namespace, references)
+        parsed = ParsedRequest(chat, messages, found, namespace=namespace)
+        if found != references:
+            num_bytes += sum(
+                len(each.url) for each, sent in zip(found, references, strict=True) if not sent.url
+            )
+            self.bodies.hold(record_of(request), num_bytes, self.settings.max_body_bytes)
         cost = budget_of(
             chat,
             parsed.messages,
@@ -206,6 +225,7 @@ class ServerState:
         record.num_media = len(parsed.references)
         with self._admitted():
             async with self.media.sources(record.request_id, parsed.references) as media:
+                self.named_media.keep(parsed.namespace, parsed.references)
                 del parsed  # it holds whole media as text, and the answer may take minutes
                 self.bodies.release(record)
                 async with aclosing(self.service.answer(request(media))) as answer:
@@ -237,6 +257,7 @@ class ServerState:
         options = self._options(parsed)
         with self._admitted():
             async with self.media.sources(record.request_id, parsed.references) as media:
+                self.named_media.keep(parsed.namespace, parsed.references)
                 self.bodies.release(record)
                 request = self._request(record, parsed.messages, options, media)
                 return await self.service.prompts.estimate(request)

@@ -21,7 +21,7 @@ from epd.batch.lines import BatchLine
 from epd.batch.media_names import local_path
 from epd.batch.tasks import Answered, BackendCounts, Failed, MediaTask, Outcome
 from epd.control.request_budget import RequestLimits
-from epd.errors import EPDError
+from epd.errors import EPDError, RequestError
 from epd.kv.drafting import NO_DRAFTS, DraftConfig
 from epd.reduction import KEEP_ALL
 from epd.transfer.bounded_queue import BoundedQueue
@@ -195,6 +195,7 @@ class _Work:
             check_supported(chat)
             model = model_named(chat.model, [self._card]).name
             messages, references = conversation(chat.messages, tools_message(chat), pixel_limits(chat))
+            _check_sent(references)
             budget_of(chat, messages, references).check(_LIMITS)
             video_sampling(chat, references)
             self._adapter.check_pixels(
@@ -265,6 +266,15 @@ class _Work:
     def _put(self, outcome: Outcome | _End) -> None:
         """Passes an outcome on, waiting while the queue is full. Raises QueueClosed if nothing reads it."""
         self._outcomes.put(outcome, 1)
+
+
+def _check_sent(references: tuple[MediaReference, ...]) -> None:
+    """Raises RequestError for a medium without its URL: nothing is kept from one line to another."""
+    for each in references:
+        if each.uuid and not each.url:
+            raise RequestError(
+                f"{each.label}: received a uuid without a URL; allowed in a batch: with it; send the URL"
+            )
 
 
 def _name(task: MediaTask) -> str:

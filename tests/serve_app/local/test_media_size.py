@@ -53,3 +53,17 @@ def test_lines_get_media_of_their_size(
     refused = read(tmp_path / "out.errors.jsonl")
     assert refused.keys() == {"too many"}
     assert "max_pixels 1,000,000,000; allowed: at most" in str(refused["too many"])
+
+
+def test_a_line_names_no_medium_that_another_sent(
+    tmp_path: Path, media: dict[str, Path], backend: LocalBackend
+) -> None:
+    def line(name: str, **part: Any) -> dict[str, Any]:
+        parts = [{"type": "image_url", "uuid": "a", **part}, {"type": "text", "text": TEXT}]
+        body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 1}
+        return {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+    run(tmp_path, backend, [line("sent", image_url={"url": media["image"].as_uri()}), line("named")])
+    assert read(tmp_path / "out.jsonl").keys() == {"sent"}
+    (refused,) = read(tmp_path / "out.errors.jsonl").values()
+    assert "received a uuid without a URL; allowed in a batch: with it" in str(refused)

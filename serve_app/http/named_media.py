@@ -1,0 +1,93 @@
+"""Keeps media by the names that clients give them (vLLM's `uuid`), so that they need not be sent again.
+
+A name belongs to the clients of one API key and one cache salt. What is kept is the URL as it was sent: the
+whole medium of a `data:` URL, while media at other addresses are read again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from epd.errors import RequestError
+from epd.types import MediaKind
+from serve_app.service import MediaReference
+
+_MAX_SHOWN_CHARS = 60
+# Of the whole room, for one medium.
+_SHARE = 4
+
+_Key = tuple[bytes, MediaKind, str]
+
+
+def namespace_of(authorization: str, cache_salt: str) -> bytes:
+    """Returns the space of names of a client. authorization: its header, empty for none."""
+    parts = (authorization.encode("utf-8", "surrogatepass"), cache_salt.encode("utf-8", "surrogatepass"))
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest()
+
+
+class NamedMedia:
+    """Keeps URLs by name, those named last, up to a number and a size. Thread-safe."""
+
+    def __init__(self, max_media: int, max_bytes: int) -> None:
+        self._max_media = max_media
+        self._max_bytes = max_bytes
+        self._urls: OrderedDict[_Key, str] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the bytes of the URLs and their names, at most."""
+        return self._num_bytes
+
+    def __len__(self) -> int:
+        return len(self._urls)
+
+    def found(self, namespace: bytes, references: Sequence[MediaReference]) -> tuple[MediaReference, ...]:
+        """Returns the references with the URLs of those that came as a name alone.
+
+        Raises RequestError for a name that is not known, or not any more.
+        """
+        return tuple(
+            each if each.url or not each.uuid else self._found(namespace, each) for each in references
+        )
+
+    def _found(self, namespace: bytes, reference: MediaReference) -> MediaReference:
+        key = (namespace, reference.kind, reference.uuid)
+        with self._lock:
+            url = self._urls.get(key)
+            if url is None:
+                name = reference.uuid[:_MAX_SHOWN_CHARS]
+                raise RequestError(
+                    f"{reference.label}: received the uuid {name!r} without {reference.kind}_url; allowed: "
+                    "one sent before with its URL, by the same key and cache_salt, while this server keeps "
+                    "it; send it again with its URL"
+                )
+            self._urls.move_to_end(key)
+        return replace(reference, url=url)
+
+    def keep(self, namespace: bytes, references: Sequence[MediaReference]) -> None:
+        """Keeps the media that have names; one too large for its share is not kept."""
+        for each in references:
+            if each.uuid and _num_bytes(each.uuid, each.url) <= self._max_bytes // _SHARE:
+                with self._lock:
+                    self._set((namespace, each.kind, each.uuid), each.url)
+
+    def _set(self, key: _Key, url: str) -> None:
+        before = self._urls.pop(key, None)
+        if before is not None:
+            self._num_bytes -= _num_bytes(key[2], before)
+        self._urls[key] = url
+        self._num_bytes += _num_bytes(key[2], url)
+        while len(self._urls) > self._max_media or self._num_bytes > self._max_bytes:
+            (_, _, uuid), oldest = self._urls.popitem(last=False)
+            self._num_bytes -= _num_bytes(uuid, oldest)
+
+
+def _num_bytes(uuid: str, url: str) -> int:
+    """Returns the bytes of both texts in memory: one of each character, four unless all are ASCII."""
+    return sum(len(text) * (1 if text.isascii() else 4) for text in (uuid, url))
