@@ -218,7 +218,10 @@ class _Planning:
         )
 
     def _with_frames(self, num_frames: int) -> FrameSampling:
-        return replace(self._frame_sampling, fps=None, num_frames=num_frames)
+        listed = self._frame_sampling.listed
+        if listed is not None and listed.frames_indices is not None:
+            listed = replace(listed, frames_indices=listed.frames_indices[:num_frames])
+        return replace(self._frame_sampling, fps=None, num_frames=num_frames, listed=listed)
 
     def _default_plans(self) -> tuple[MediaPlan, ...]:
         """Plans the media by the request's sampling, or else the model's; `max_frames` is of all videos."""

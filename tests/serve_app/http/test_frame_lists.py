@@ -176,6 +176,19 @@ def test_a_number_takes_the_first_frames(app: RealApp) -> None:
     assert whole == first
 
 
+@pytest.mark.parametrize("most", [10, 25, 10_000])
+def test_a_list_with_indices_is_held_to_a_budget(app: RealApp, most: int) -> None:
+    """Its frames stay, so fewer of their tokens do; or the error is about the budget."""
+    times: JSON = {"frames_indices": [0, 2, 4, 6, 9], "total_num_frames": 12}
+    body = body_of(
+        listed(drawn()), max_tokens=1, media_io_kwargs={"video": times}, epd={"max_visual_tokens": most}
+    )
+    answer = app.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["epd"]["frames"] == 5
+    assert answer.json()["epd"]["visual_tokens"] <= most
+
+
 GOOD = encoded(next(draw_frames(1, 84, 112, seed=0)))
 OTHER_SIZE = encoded(next(draw_frames(1, 56, 112, seed=0)))
 CUT = base64.b64encode(base64.b64decode(GOOD)[:60]).decode()
