@@ -11,6 +11,8 @@ import pytest
 
 from encoders import load_adapter
 from tests.serve_app.conftest import JSON, data_url, image_part, video_part
+from tests.serve_app.http.test_frame_lists import drawn as drawn_frames
+from tests.serve_app.http.test_frame_lists import listed
 from tests.serve_app.real_app import RealApp, real_app
 
 
@@ -37,7 +39,39 @@ def drawn(seed: int, media: dict[str, Path]) -> JSON:
         ours["retention"] = draw.choice([0.3, 0.5, 0.8])
     elif draw.random() < 0.5:
         ours["max_visual_tokens"] = draw.choice([25, 40])
-    return {"messages": [{"role": "user", "content": parts}], "max_tokens": 1, "epd": ours}
+    body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 1, "epd": ours}
+    return resized(with_list(body, draw), draw)
+
+
+def with_list(body: JSON, draw: random.Random) -> JSON:
+    """The question, at times about frames that the client has extracted too, from any part of a video."""
+    if draw.random() > 0.4:
+        return body
+    count = draw.randint(1, 7)
+    body["messages"][0]["content"].insert(0, listed(drawn_frames(count), draw.choice(["PNG", "JPEG"])))
+    for name in ("start_s", "num_frames"):
+        body["epd"].pop(name, None)
+    body["epd"].setdefault("fps", draw.uniform(0.5, 4))
+    times: JSON = {"total_num_frames": 60} if draw.random() < 0.5 else {}
+    if draw.random() < 0.5:
+        times |= {"frames_indices": sorted(draw.sample(range(60), count)), "total_num_frames": 60}
+    return body | {"media_io_kwargs": {"video": times}}
+
+
+def resized(body: JSON, draw: random.Random) -> JSON:
+    """The question, at times about media of other sizes."""
+    for part in body["messages"][0]["content"]:
+        if part["type"] == "image_url":
+            part["image_url"]["detail"] = draw.choice([None, "auto", "low", "high"])
+    least, most = sorted(draw.randint(1, 13_000) for _ in range(2))
+    asked: list[JSON] = [
+        {},
+        {"max_pixels": most},
+        {"min_pixels": least},
+        {"min_pixels": least, "max_pixels": most},
+        {"size": {"shortest_edge": least, "longest_edge": most}},
+    ]
+    return body | {"mm_processor_kwargs": draw.choice(asked)}
 
 
 @pytest.mark.parametrize("seed", range(200 if "EPD_SOAK" in os.environ else 8))
@@ -96,7 +130,8 @@ def test_a_text_becomes_tokens_and_a_text_again(app: RealApp, checkpoints: dict[
 
 def test_a_conversation_has_the_tokens_of_its_answer(app: RealApp, media: dict[str, Path]) -> None:
     body = drawn(3, media)
-    messages = {"messages": body["messages"], "epd": body["epd"]}
+    names = ("messages", "epd", "mm_processor_kwargs", "media_io_kwargs")
+    messages = {name: body[name] for name in names if name in body}
     found = app.http.post("/tokenize", json=messages).json()
     usage = app.http.post("/v1/chat/completions", json=body).json()["usage"]
     assert found["count"] == len(found["tokens"]) == usage["prompt_tokens"]

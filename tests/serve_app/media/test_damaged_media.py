@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import random
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from serve_app.http.api import create_api
 from serve_app.media.media_processes import MediaProcesses
 from tests.serve_app.conftest import JSON, image_part, media_settings, video_part
 from tests.serve_app.deployments import Deployment, deployed
+from tests.serve_app.hostile import png
 from tests.video.corpus import Variant, corpus
 from tests.video.recipes import GOP15, Recipe, make
 from video import ChildLimits, FetchPolicy, MediaChildren
@@ -58,8 +60,69 @@ async def ask(http: httpx.AsyncClient, part: JSON) -> httpx.Response:
     return await asyncio.wait_for(http.post("/v1/chat/completions", json=body), HANG_S)
 
 
+def as_base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
 def as_data(data: bytes) -> str:
-    return f"data:;base64,{base64.b64encode(data).decode()}"
+    return f"data:;base64,{as_base64(data)}"
+
+
+def frame_lists(image: bytes) -> dict[str, list[str]]:
+    """Lists of frames, of which at least one is none: each frame in base64, or what stands in its place."""
+    good, rest = as_base64(image), random.Random(5)
+    noise = bytes(rest.randrange(256) for _ in range(200))
+    wide = as_base64(png(96, 8))
+    damaged = {
+        "cut": as_base64(image[: len(image) // 2]),
+        "cut in its head": as_base64(image[:20]),
+        "its last byte gone": as_base64(image[:-1]),
+        "noise": as_base64(noise),
+        "noise in its middle": as_base64(image[:100] + noise + image[300:]),
+        "one bit": as_base64(image[:60] + bytes([image[60] ^ 1]) + image[61:]),
+        "empty": "",
+        "a text": as_base64(b"no image"),
+        "no base64": "*" * 40,
+        "not all of base64": good[:-3],
+        "other alphabet": good.replace("+", "-").replace("/", "_"),
+        "a line break": good[:40] + "\n" + good[40:],
+        "a URL": "https://example.org/a.png",
+        "a whole data URL": "data:image/png;base64",
+        "of another size": wide,
+        "of a claimed size": as_base64(png(64, 48, claimed=(30_000, 30_000))),
+        "of one pixel": as_base64(png(1, 1)),
+        "a video": as_base64(b"\0\0\0\x18ftypmp42" + bytes(64)),
+    }
+    lists = {name: [good, frame, good] for name, frame in damaged.items()}
+    return {**lists, "the first alone": [damaged["cut"]], "all empty": ["", "", ""], "none": [""]}
+
+
+def test_every_damaged_list_of_frames_is_answered_or_refused(
+    children: MediaChildren, tmp_path: Path, media: dict[str, Path]
+) -> None:
+    image = media["image"].read_bytes()
+    lists = frame_lists(image)
+    good = [as_base64(image)] * 3
+
+    async def run() -> dict[str, httpx.Response]:
+        async with asked(children, tmp_path) as (deployment, http):
+            replies = {}
+            for name, frames in {**lists, "sound": good}.items():
+                part = video_part("data:video/jpeg;base64," + ",".join(frames))
+                replies[name] = await ask(http, part)
+            status = await deployment.service.status()
+            assert status.counters.get("workers_lost", 0) == 0
+            return replies
+
+    replies = asyncio.run(run())
+    for name, reply in replies.items():
+        assert reply.status_code == 200 or reply.status_code in REFUSALS, (name, reply.text)
+        assert not any(word in reply.text for word in (str(tmp_path), "/proc", "epd-media")), name
+        if reply.status_code != 200 and name not in ("all empty", "none"):
+            assert "frame" in reply.json()["error"]["message"], (name, reply.text)
+    assert replies.pop("sound").status_code == 200
+    assert len(replies) >= 20
+    assert sum(reply.status_code != 200 for reply in replies.values()) >= 15
 
 
 def test_every_damaged_file_is_answered_or_refused(
