@@ -97,9 +97,16 @@ def openai_client(url: str) -> dict[str, Ask]:
     def completed(case: Case) -> str:
         return client.completions.create(model=MODEL, prompt=case.question, temperature=0).choices[0].text
 
+    def responded(case: Case) -> str:
+        image = {"type": "input_image", "image_url": case.image, "detail": "auto"}
+        parts = [image, {"type": "input_text", "text": case.question}]
+        given: Any = [{"role": "user", "content": parts}]
+        return client.responses.create(model=MODEL, input=given, temperature=0).output_text
+
     return {
         "text": lambda case: str(_message(chat(case, "text")).content),
         "prompt": completed,
+        "image by responses": responded,
         "image": lambda case: str(_message(chat(case, "image")).content),
         "video": lambda case: str(_message(chat(case, "video")).content),
         "image streamed": lambda case: _joined(chat(case, "image", stream=True)),
