@@ -187,7 +187,7 @@ class AppArgs(BaseModel):
     )
     files_dir: Path | None = Field(
         default=None,
-        description="Folder for files of clients and batches (/v1/files); by default none are kept.",
+        description="Folder for files of clients and batches (/v1/files, /v1/batches); none by default.",
     )
     max_file_bytes: int = Field(
         default=MAX_UPLOAD_BYTES,
@@ -200,6 +200,18 @@ class AppArgs(BaseModel):
     )
     max_files: int = Field(
         default=10_000, ge=1, le=1_000_000, description="Files in files_dir; more uploads get 429."
+    )
+    max_batches: int = Field(
+        default=1000,
+        ge=1,
+        le=100_000,
+        description="Batches in files_dir; beyond it the one that ended first is forgotten.",
+    )
+    max_batch_lines: int = Field(
+        default=50_000, ge=1, le=10_000_000, description="Lines of a batch; one with more fails."
+    )
+    batch_concurrency: int = Field(
+        default=4, ge=1, le=256, description="Lines of batches that a front answers at once."
     )
     max_batch_patches: int = Field(
         default=4096, ge=1, description="Patches that an encoder batches together."

@@ -185,6 +185,9 @@ def _file_settings(args: AppArgs) -> FileSettings | None:
         max_file_bytes=args.max_file_bytes,
         max_folder_bytes=args.max_files_bytes,
         max_files=args.max_files,
+        max_batches=args.max_batches,
+        max_lines=args.max_batch_lines,
+        num_in_flight=args.batch_concurrency,
     )
 
 

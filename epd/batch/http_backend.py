@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from epd.batch.lines import JSON, BatchLine
+from epd.batch.lines import CHAT_URL, JSON, BatchLine
 from epd.batch.tasks import Answered, BackendCounts, Failed, MediaTask, Outcome
 from epd.client.endpoint import Endpoint, get, parse_endpoints
 from epd.errors import UnavailableError
@@ -49,8 +49,19 @@ _STAGES = {
 class HttpBackend:
     """Implements `Backend` over HTTP. Stages are as the server reports them; empty if it is not ours."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        path: str = CHAT_URL,
+        transport: httpx.AsyncBaseTransport | None = None,
+        max_requests: int = MAX_REQUESTS,
+    ) -> None:
+        """Takes the server. path: that is asked. transport: if not TCP. max_requests: in flight."""
         self._endpoint = endpoint
+        self.path = path
+        self.transport = transport
+        self.max_requests = max_requests
         self._busy_s: dict[str, float] = {}
         self._num_cold = 0
 
@@ -139,10 +150,11 @@ class _HttpRun:
         self._backend = backend
         self._tasks = tasks
         self._outcomes = outcomes
-        self._slots = asyncio.Semaphore(MAX_REQUESTS)
+        self._slots = asyncio.Semaphore(backend.max_requests)
         self._num_answered = 0
-        self._url = f"{backend.endpoint.url}/v1/chat/completions"
+        self._url = f"{backend.endpoint.url}{backend.path}"
         self._http = httpx.AsyncClient(
+            transport=backend.transport,
             trust_env=False,
             headers=backend.endpoint.headers,
             timeout=httpx.Timeout(_TIMEOUT_S, connect=_CONNECT_S, pool=None),
@@ -160,7 +172,8 @@ class _HttpRun:
 
     async def _answer_all(self, task: MediaTask) -> None:
         """Asks the first question alone, then the others as fast as slots become free."""
-        await self._answer(next(task.lines))
+        async with self._slots:
+            await self._answer(next(task.lines))
         async with asyncio.TaskGroup() as group:
             for line in task.lines:
                 await self._slots.acquire()
@@ -233,6 +246,7 @@ def _read(line: BatchLine, answer: httpx.Response) -> Outcome:
 def _is_completion(record: Any) -> bool:
     try:
         choice = record["choices"][0]
-        return isinstance(choice["message"], dict) and "finish_reason" in choice
+        has_text = isinstance(choice["message"], dict) if "message" in choice else "text" in choice
+        return has_text and "finish_reason" in choice
     except (LookupError, TypeError):
         return False

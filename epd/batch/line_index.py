@@ -81,7 +81,7 @@ class LineIndex:
         self._database = sqlite3.connect("", check_same_thread=False, isolation_level=None)
         self._database.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;")
         self._database.executescript(MEDIA_SCHEMA + _SCHEMA)
-        self.media = MediaNames(self._database)
+        self.media = MediaNames(self._database, looks_at_files=not defaults.is_from_client)
         try:
             self._file = source.open("rb")
         except OSError as error:

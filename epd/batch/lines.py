@@ -56,6 +56,9 @@ class LineDefaults:
     retention, reduction: share of the visual tokens that is kept, and the method; None leaves them to the
         backend.
     max_visual_tokens: that frames and retention are chosen for.
+    url: the only one that OpenAI's form may have.
+    least_priority: of every request; None leaves priorities as they are.
+    is_from_client: of a server: of OpenAI's form alone, and no file that lines name is looked at.
     """
 
     folder: Path
@@ -65,6 +68,9 @@ class LineDefaults:
     retention: float | None = None
     reduction: str | None = None
     max_visual_tokens: int | None = None
+    url: str = CHAT_URL
+    least_priority: int | None = None
+    is_from_client: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +112,19 @@ def id_key(line_id: LineId) -> str:
 
 def parse_line(text: bytes, number: int, defaults: LineDefaults) -> BatchLine:
     """Parses one line. Raises LineError for an unknown form or a request that makes no sense."""
+    form: Form = "openai" if defaults.is_from_client else "short"
     try:
         record = json.loads(text)
     except ValueError as error:
-        raise LineError(f"this line is not JSON: {error}; give one object on each line") from None
+        raise LineError(f"this line is not JSON: {error}; give one object on each line", form=form) from None
     if not isinstance(record, dict):
-        raise LineError(f"this line is a JSON {type(record).__name__}; give an object")
+        raise LineError(f"this line is a JSON {type(record).__name__}; give an object", form=form)
     if "custom_id" in record:
         return _parse_openai(record, number, defaults)
+    if defaults.is_from_client:
+        raise LineError(
+            f"this line has no custom_id; the fields are {', '.join(_OPENAI_KEYS)}", form="openai"
+        )
     return _parse_short(record, number, defaults)
 
 
@@ -175,17 +186,24 @@ def _parse_openai(record: JSON, number: int, defaults: LineDefaults) -> BatchLin
     line_id = _checked_id(record["custom_id"], "custom_id", "openai")
     try:
         _check_keys(record, _OPENAI_KEYS)
-        if (record.get("method"), record.get("url")) != ("POST", CHAT_URL):
+        if (record.get("method"), record.get("url")) != ("POST", defaults.url):
             raise RequestError(
-                f"received {record.get('method')!r} {record.get('url')!r}; allowed: 'POST' {CHAT_URL!r}"
+                f"received {record.get('method')!r} {record.get('url')!r}; allowed: 'POST' {defaults.url!r}"
             )
         body = record.get("body")
         if not isinstance(body, dict):
             raise RequestError(f"body is {body!r}; allowed: an object, the body of a chat request")
         body = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
-        return BatchLine(number, line_id, "openai", _with_defaults(body, defaults))
+        return BatchLine(number, line_id, "openai", _with_defaults(_ranked(body, defaults), defaults))
     except RequestError as error:
         raise LineError(str(error), line_id, "openai") from None
+
+
+def _ranked(body: JSON, defaults: LineDefaults) -> JSON:
+    """Returns the body with a priority that is not below the least."""
+    least, own = defaults.least_priority, body.get("priority") or 0
+    is_below = least is not None and isinstance(own, int) and own < least
+    return {**body, "priority": least} if is_below else body
 
 
 def _checked_id(value: Any, name: str, form: Form) -> LineId:

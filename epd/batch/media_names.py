@@ -37,8 +37,9 @@ class KnownMedium:
 class MediaNames:
     """Numbers media. A file is looked at once; its bytes are read only if another has its size."""
 
-    def __init__(self, database: sqlite3.Connection) -> None:
+    def __init__(self, database: sqlite3.Connection, *, looks_at_files: bool = True) -> None:
         self._database = database
+        self._looks_at_files = looks_at_files
         self._known: OrderedDict[str, KnownMedium] = OrderedDict()
 
     def find(self, url: str) -> KnownMedium:
@@ -52,7 +53,7 @@ class MediaNames:
         return found
 
     def _look_up(self, label: str, url: str) -> KnownMedium:
-        path = local_path(url)
+        path = local_path(url) if self._looks_at_files else None
         if path is None:
             num_bytes = len(url) * 3 // 4 if url.startswith("data:") else 0
             return self._insert(label, num_bytes, None)

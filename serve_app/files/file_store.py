@@ -36,7 +36,7 @@ class FileStore:
             ) from error
         self._remove_abandoned()
 
-    def list(self, owner: str, purpose: str | None = None) -> list[FileObject]:
+    def owned_by(self, owner: str, purpose: str | None = None) -> list[FileObject]:
         """Returns an owner's files, in any order."""
         found = (read_record(path, StoredFile) for path in self._folder.glob("file-*.json"))
         mine = [each.file for each in found if each is not None and each.owner == owner]

@@ -15,6 +15,9 @@ from pydantic import ValidationError
 
 from epd import __version__
 from epd.errors import ModelNotFoundError
+from serve_app.files.batch_records import BatchRequest
+from serve_app.files.batch_runner import BatchRunner
+from serve_app.http.batch_routes import batch_routes
 from serve_app.http.chat_answer import chat_answer
 from serve_app.http.chat_request import ChatRequest
 from serve_app.http.chat_route import chat_route
@@ -56,6 +59,14 @@ __all__ = ["ApiSettings", "create_api"]
 
 _ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorReply}, "5XX": {"model": ErrorReply}}
 _MAX_ROLES_BYTES = 4096
+_BODIES = (
+    ChatRequest,
+    CompletionRequest,
+    ResponseRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    BatchRequest,
+)
 _SCHEMA_REF = "#/components/schemas/{model}"
 
 
@@ -79,7 +90,7 @@ def create_api(service: AnswerService, media: MediaService, settings: ApiSetting
     app.add_middleware(RequestEdge, on_finished=server.finish, host_check=hosts, answers=answers)
     app.include_router(_open)
     app.include_router(_guarded, dependencies=[Depends(keys)])
-    for routes in (prompt_routes, completion_routes, response_routes, file_routes):
+    for routes in (prompt_routes, completion_routes, response_routes, file_routes, batch_routes):
         app.include_router(routes, responses=_ERRORS, dependencies=[Depends(keys)])
     app.include_router(page_routes())
     return app
@@ -87,10 +98,16 @@ def create_api(service: AnswerService, media: MediaService, settings: ApiSetting
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    server = app.state.server
+    runner = None if server.batches is None else BatchRunner(server.batches, app, server.settings.api_key)
     try:
+        if runner is not None:
+            runner.start()
         yield
     finally:
-        app.state.server.close()
+        if runner is not None:
+            await runner.close()
+        server.close()
 
 
 class _App(FastAPI):
@@ -100,7 +117,7 @@ class _App(FastAPI):
         if self.openapi_schema is None:
             schema = super().openapi()
             components = schema.setdefault("components", {}).setdefault("schemas", {})
-            for kind in (ChatRequest, CompletionRequest, ResponseRequest, TokenizeRequest, DetokenizeRequest):
+            for kind in _BODIES:
                 body = kind.model_json_schema(ref_template=_SCHEMA_REF)
                 components |= body.pop("$defs", {}) | {kind.__name__: body}
             self.openapi_schema = schema

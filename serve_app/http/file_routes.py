@@ -63,7 +63,7 @@ def list_files(
     order: str = "desc",
 ) -> FileList:
     """Returns the files of the key, the newest first."""
-    files = store_of(request).list(owner_of(request), purpose)
+    files = store_of(request).owned_by(owner_of(request), purpose)
     page, has_more = page_of(files, limit, after, newest_first=order != "asc")
     ends = (page[0].id, page[-1].id) if page else (None, None)
     return FileList(data=page, first_id=ends[0], last_id=ends[1], has_more=has_more)

@@ -18,6 +18,7 @@ from epd.control.request_budget import RequestLimits, check_json_size
 from epd.errors import OverloadedError
 from epd.reduction import KEEP_ALL, ReductionPolicy, VisualBudget
 from epd.sampling_params import SamplingParams
+from serve_app.files.batch_store import BatchStore
 from serve_app.files.file_store import FileStore
 from serve_app.files.settings import FileSettings
 from serve_app.http.answer_format import answer_format
@@ -142,6 +143,7 @@ class ServerState:
         self.grammars = GrammarChecker()
         self.files = None if settings.files is None else FileStore(settings.files)
         self.named_media = NamedMedia(settings.max_named_media, settings.max_named_bytes)
+        self.batches = None if self.files is None else BatchStore(self.files)
         self.num_requests = 0
         watch = self.metrics.watch
         watch(

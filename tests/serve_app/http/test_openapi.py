@@ -43,7 +43,8 @@ OPERATIONS = {
     "GET /v1/models", "GET /v1/models/{name}", "GET /v1/epd/status",
     "POST /v1/epd/roles", "GET /v1/epd/load", "POST /v1/epd/estimate",
     "POST /v1/files", "GET /v1/files", "GET /v1/files/{file_id}", "GET /v1/files/{file_id}/content",
-    "DELETE /v1/files/{file_id}",
+    "DELETE /v1/files/{file_id}", "POST /v1/batches", "GET /v1/batches", "GET /v1/batches/{batch_id}",
+    "POST /v1/batches/{batch_id}/cancel",
     "POST /tokenize", "POST /detokenize",
     "GET /health", "GET /metrics", "GET /ping", "POST /ping", "GET /version",
 }  # fmt: skip

@@ -1,0 +1,181 @@
+"""Batches over HTTP: what the official client sees, and what a line can and cannot do."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types import Batch
+
+from epd.errors import OverloadedError
+from serve_app.files.settings import FileSettings
+from tests.serve_app.conftest import QUESTION, Front
+from tests.serve_app.fakes import FakeService
+from tests.serve_app.server import wait_until
+
+RunFront = Callable[..., Front]
+CHAT = "/v1/chat/completions"
+FINAL = {"completed", "failed", "cancelled", "expired"}
+
+
+def line(name: str, url: str = CHAT, **more: Any) -> dict[str, Any]:
+    return {"custom_id": name, "method": "POST", "url": url, "body": {**QUESTION, **more}}
+
+
+def text_of(lines: list[Any]) -> bytes:
+    return b"\n".join(each if isinstance(each, bytes) else json.dumps(each).encode() for each in lines)
+
+
+def asked(client: openai.OpenAI, lines: list[Any], **more: Any) -> Batch:
+    file = client.files.create(file=("in.jsonl", text_of(lines)), purpose="batch")
+    options: Any = {"endpoint": CHAT, "completion_window": "24h", **more}
+    return client.batches.create(input_file_id=file.id, **options)
+
+
+def ended(client: openai.OpenAI, batch: Batch) -> Batch:
+    wait_until(lambda: client.batches.retrieve(batch.id).status in FINAL)
+    return client.batches.retrieve(batch.id)
+
+
+def records(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    text = client.files.content(file_id).text if file_id else ""
+    return [json.loads(each) for each in text.splitlines()]
+
+
+def test_the_official_client_gets_a_batch_with_three_bad_lines(run_front: RunFront, tmp_path: Path) -> None:
+    front = run_front(files=FileSettings(tmp_path / "kept"), api_key="none")
+    client = front.openai
+    good = [line(f"good {number}", priority=-5 if number == 7 else None) for number in range(47)]
+    bad = [line("temperature", temperature="hot"), line("other", url="/v1/embeddings"), b"{no json"]
+    batch = asked(client, [*good[:20], *bad, *good[20:]], metadata={"of": "me"})
+    assert (batch.status, batch.metadata, batch.object) == ("validating", {"of": "me"}, "batch")
+    done = ended(client, batch)
+    assert (done.status, done.errors) == ("completed", None)
+    counts = done.request_counts
+    assert counts is not None
+    assert (counts.total, counts.completed, counts.failed) == (50, 47, 3)
+    answers = records(client, done.output_file_id)
+    assert sorted(each["custom_id"] for each in answers) == sorted(each["custom_id"] for each in good)
+    for each in answers:
+        assert each["response"]["status_code"] == 200
+        assert each["response"]["body"]["object"] == "chat.completion"
+        assert each["error"] is None
+    errors = {each["custom_id"]: each for each in records(client, done.error_file_id)}
+    assert set(errors) == {"temperature", "other", None}
+    assert {each["response"]["status_code"] for each in errors.values()} == {400}
+    assert {request.priority for request in front.service.requests} == {1}, "others come first"
+    assert [each.id for each in client.batches.list()] == [batch.id]
+    results = [each for each in client.files.list() if each.purpose == "batch_output"]
+    assert {each.id for each in results} == {done.output_file_id, done.error_file_id}
+
+
+def test_prompts_are_continued_in_batches_too(run_front: RunFront, tmp_path: Path) -> None:
+    client = run_front(files=FileSettings(tmp_path / "kept")).openai
+    url = "/v1/completions"
+    asking = {"custom_id": "a", "method": "POST", "url": url, "body": {"model": "shapes-vl", "prompt": "so"}}
+    done = ended(client, asked(client, [asking, line("b")], endpoint=url))
+    (answer,), (error,) = records(client, done.output_file_id), records(client, done.error_file_id)
+    assert (answer["custom_id"], answer["response"]["body"]["object"]) == ("a", "text_completion")
+    assert error["custom_id"] == "b"
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ([line("a"), line("b"), line("a")], '"a"'),
+        ([b" "], "no lines"),
+        ([line(str(number)) for number in range(9)], "more than 8 lines"),
+        ([line("a", user="x" * 3000)], "more than 2000 bytes"),
+    ],
+)
+def test_files_that_cannot_be_a_batch_fail_it(
+    run_front: RunFront, tmp_path: Path, lines: list[Any], says: str
+) -> None:
+    front = run_front(files=FileSettings(tmp_path / "kept", max_lines=8, max_line_bytes=2000))
+    done = ended(front.openai, asked(front.openai, lines))
+    assert done.status == "failed"
+    assert done.errors is not None
+    assert done.errors.data is not None
+    message = str(done.errors.data[0].message)
+    assert says in message
+    assert str(tmp_path) not in message
+    assert not front.service.requests
+
+
+def test_a_cancelled_batch_keeps_what_was_answered(run_front: RunFront, tmp_path: Path) -> None:
+    front = run_front(FakeService(word_s=0.05), files=FileSettings(tmp_path / "kept", num_in_flight=2))
+    client = front.openai
+    batch = asked(client, [line(str(number)) for number in range(500)])
+    wait_until(lambda: len(front.service.requests) > 6)
+    assert client.batches.cancel(batch.id).status == "cancelling"
+    done = ended(client, batch)
+    assert done.status == "cancelled"
+    assert done.cancelled_at is not None
+    answers = records(client, done.output_file_id)
+    assert 0 < len(answers) < 100
+    with pytest.raises(openai.BadRequestError, match="cancelled"):
+        client.batches.cancel(batch.id)
+
+
+def test_no_more_lines_are_in_flight_than_allowed(run_front: RunFront, tmp_path: Path) -> None:
+    front = run_front(FakeService(word_s=0.02), files=FileSettings(tmp_path / "kept", num_in_flight=3))
+    batch = asked(front.openai, [line(str(number)) for number in range(24)])
+    most, end_s = 0, time.monotonic() + 20
+    while front.openai.batches.retrieve(batch.id).status not in FINAL and time.monotonic() < end_s:
+        most = max(most, front.service.num_open - front.service.num_closed)
+    assert most == 3
+    assert len(front.service.requests) == 24
+
+
+def test_one_server_at_a_time_drives_a_batch(run_front: RunFront, tmp_path: Path) -> None:
+    kept = FileSettings(tmp_path / "kept", num_in_flight=2)
+    first = FakeService(word_s=0.02)
+    other = FakeService()
+    with_first = run_front(first, files=kept)
+    batch = asked(with_first.openai, [line(str(number)) for number in range(30)])
+    wait_until(lambda: first.num_closed > 8)
+    with_other = run_front(other, files=kept)
+    done = ended(with_other.openai, batch)
+    answers = records(with_other.openai, done.output_file_id)
+    assert Counter(each["custom_id"] for each in answers) == Counter(str(number) for number in range(30))
+    assert not other.requests
+
+
+def test_lines_wait_while_the_server_is_busy(run_front: RunFront, tmp_path: Path) -> None:
+    service = FakeService(error=OverloadedError("busy"))
+    front = run_front(service, files=FileSettings(tmp_path / "kept"))
+    batch = asked(front.openai, [line("a")])
+    wait_until(lambda: len(service.requests) > 1)
+    service.error = None
+    done = ended(front.openai, batch)
+    assert [each["custom_id"] for each in records(front.openai, done.output_file_id)] == ["a"]
+
+
+def test_batches_belong_to_the_key_that_made_them(run_front: RunFront, tmp_path: Path) -> None:
+    kept = FileSettings(tmp_path / "kept")
+    front = run_front(files=kept, api_key="none", admin_api_key="two")
+    batch = asked(front.openai, [line("a")])
+    other = {"authorization": "Bearer two"}
+    assert front.http.get(f"/v1/batches/{batch.id}", headers=other).status_code == 404
+    assert front.http.post(f"/v1/batches/{batch.id}/cancel", headers=other).status_code == 404
+    body = {"input_file_id": batch.input_file_id, "endpoint": CHAT, "completion_window": "24h"}
+    assert front.http.post("/v1/batches", headers=other, json=body).status_code == 404
+    assert front.http.get("/v1/batches", headers=other).json()["data"] == []
+    assert front.http.get("/v1/batches/..%2f..", headers=other).status_code == 404
+    assert ended(front.openai, batch).status == "completed"
+
+
+def test_batches_that_ended_make_room_for_others(run_front: RunFront, tmp_path: Path) -> None:
+    client = run_front(files=FileSettings(tmp_path / "kept", max_batches=1)).openai
+    first = ended(client, asked(client, [line("a")]))
+    second = asked(client, [line("b")])
+    with pytest.raises(openai.NotFoundError):
+        client.batches.retrieve(first.id)
+    assert client.files.retrieve(str(first.output_file_id)).purpose == "batch_output"
+    assert ended(client, second).status == "completed"
