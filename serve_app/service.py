@@ -166,6 +166,7 @@ class StageSpan:
     worker: a name as in ServiceStatus
     item, group: indices of the medium and of its group; None for work without media
     start_s, stop_s: Unix time in seconds
+    frame_times_s: of a video that was planned: middle of each frame's time on screen, seconds
     """
 
     stage: StageName
@@ -174,6 +175,7 @@ class StageSpan:
     stop_s: float
     item: int | None = None
     group: int | None = None
+    frame_times_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

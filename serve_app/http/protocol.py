@@ -38,7 +38,10 @@ class UsageReport(BaseModel):
 
 
 class SpanReport(BaseModel):
-    """Completed work on a request; seconds count from its arrival."""
+    """Completed work on a request; seconds count from its arrival.
+
+    frame_times_s: of a video that was planned, stage `probe`: the time in it of each frame that is looked at
+    """
 
     stage: str
     worker: str
@@ -46,6 +49,7 @@ class SpanReport(BaseModel):
     stop_s: float
     item: int | None = None
     group: int | None = None
+    frame_times_s: list[float] | None = None
 
 
 class EpdReport(BaseModel):

@@ -280,4 +280,5 @@ def span_report(span: StageSpan, record: RequestRecord) -> SpanReport:
         stop_s=span.stop_s - record.arrival_s,
         item=span.item,
         group=span.group,
+        frame_times_s=list(span.frame_times_s) or None,
     )

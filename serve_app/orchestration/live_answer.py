@@ -70,6 +70,7 @@ class LiveAnswer:
         self._items: list[AnswerItem] = []  # not yet consumed
         self._error: Exception | None = None
         self._consumer: asyncio.Future[None] | None = None  # while it waits
+        self._report_frames()
 
     async def items(self) -> AsyncIterator[Sequence[AnswerItem]]:
         """Yields everything in order, up to AnswerEnd: what has come since, together.
@@ -166,9 +167,23 @@ class LiveAnswer:
             self.queued.prefill_s += done.queued_s
         self._report(done.span)
 
-    def note_span(self, stage: StageName, worker: str, start_s: float, **place: int) -> None:
-        """Records a piece of work that ends now. place: item and group."""
-        self._report(StageSpan(stage, worker, start_s, self._clock(), **place))
+    def note_span(
+        self, stage: StageName, worker: str, start_s: float, item: int | None = None, group: int | None = None
+    ) -> None:
+        """Records a piece of work that ends now."""
+        self._report(StageSpan(stage, worker, start_s, self._clock(), item, group))
+
+    def _report_frames(self) -> None:
+        """Says which frames of each video the plan looks at, to whom asks for spans."""
+        if not self.request.wants_spans:
+            return
+        planned_s = self._start_s - self.plan.plan_s
+        for item, media in enumerate(self.plan.media):
+            if media.times_s:
+                times_s = media.times_s
+                self._report(
+                    StageSpan("probe", "media", planned_s, self._start_s, item, frame_times_s=times_s)
+                )
 
     def _report(self, span: StageSpan) -> None:
         if self.request.wants_spans:

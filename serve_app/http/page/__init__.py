@@ -1,4 +1,4 @@
-"""Contains the page at `/`: four files, served as they are, with no build step and nothing external."""
+"""Contains the page at `/`: five files, served as they are, with no build step and nothing external."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ _FILES = {
     "/page/style.css": "style.css",
     "/page/app.js": "app.js",
     "/page/timeline.js": "timeline.js",
+    "/page/frames.js": "frames.js",
 }
 _HEADERS = {
     "Content-Security-Policy": (

@@ -1,4 +1,5 @@
 // Asks questions over the server's own OpenAI-compatible interface and shows what comes back.
+import { Frames } from "/page/frames.js";
 import { Timeline } from "/page/timeline.js";
 
 const STATUS_EVERY_MS = 1000;
@@ -7,6 +8,8 @@ const STAGES = { v: ["decode_video", "decode video"], e: ["encode", "encode"], p
 const $ = (id) => document.getElementById(id);
 const media = []; // {file, url, item}, in the order they are sent
 const timeline = new Timeline($("timeline"));
+const frames = new Frames($("looked-at"));
+let asked = []; // the media of the question that is being answered
 let running = null; // the AbortController of the answer that is being read
 
 function element(tag, properties = {}, ...children) {
@@ -126,7 +129,7 @@ async function* eventsOf(body) {
 
 function show(chunk) {
   if (chunk.error) throw new Error(chunk.error.message);
-  if (chunk.epd?.events) timeline.add(chunk.epd.events);
+  if (chunk.epd?.events) showSpans(chunk.epd.events);
   const text = chunk.choices[0]?.delta.content;
   if (text) {
     $("answer").textContent += text;
@@ -134,6 +137,13 @@ function show(chunk) {
   }
   if (chunk.epd && !chunk.epd.events) showReport(chunk.epd);
   if (chunk.usage) addFact("tokens of prompt / answer", `${chunk.usage.prompt_tokens} / ${chunk.usage.completion_tokens}`);
+}
+
+function showSpans(spans) {
+  timeline.add(spans);
+  for (const { item, frame_times_s: times } of spans) {
+    if (times?.length) frames.show(asked[item].file.name, asked[item].url, times);
+  }
 }
 
 // The answer that is shown moves down to the earlier ones.
@@ -152,6 +162,8 @@ function begin(question) {
   $("answer").textContent = "";
   $("answer").classList.add("busy");
   $("facts").replaceChildren();
+  frames.clear();
+  asked = [...media];
   $("error").hidden = true;
   $("ask").disabled = true;
   $("stop").hidden = false;

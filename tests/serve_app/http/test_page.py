@@ -5,15 +5,19 @@ from __future__ import annotations
 import base64
 import os
 import shutil
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import av
+import numpy as np
 import pytest
 from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
 
 from encoders import FrameSampling
 from epd.errors import OverloadedError
+from serve_app.service import AnswerItem, AnswerRequest, StageSpan
 from tests.serve_app.conftest import Front
 from tests.serve_app.fakes import WORDS, FakeService
 
@@ -32,6 +36,42 @@ _DROP = """([base64, name, type]) => {
     const event = new DragEvent(kind, {dataTransfer, bubbles: true, cancelable: true});
     document.getElementById("drop").dispatchEvent(event);
   }
+}"""
+_HAS_RING = """() => {
+  const focused = document.activeElement;
+  return getComputedStyle(focused.id === "files" ? focused.parentElement : focused).outlineStyle !== "none";
+}"""
+# Of every element with text of its own: its contrast to what is behind it, by WCAG 2.1 (1.4.3).
+_CONTRASTS = """() => {
+  const context = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+  const rgba = (color) => {
+    context.clearRect(0, 0, 1, 1);
+    context.fillStyle = color;
+    context.fillRect(0, 0, 1, 1);
+    return [...context.getImageData(0, 0, 1, 1).data];
+  };
+  const luminance = (color) => {
+    const [red, green, blue] = rgba(color).slice(0, 3).map((value) => {
+      const share = value / 255;
+      return share <= 0.03928 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4;
+    });
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+  };
+  const behind = (element) => {
+    for (let each = element; each; each = each.parentElement) {
+      const color = getComputedStyle(each).backgroundColor;
+      if (rgba(color)[3] > 128) return color;
+    }
+    return "white";
+  };
+  const hasText = ({childNodes}) => [...childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+  return [...document.body.querySelectorAll("*")]
+    .filter((each) => hasText(each) && each.checkVisibility() && !each.closest("svg") && !each.disabled)
+    .map((each) => {
+      const pair = [luminance(getComputedStyle(each).color), luminance(behind(each))];
+      const contrast = (Math.max(...pair) + 0.05) / (Math.min(...pair) + 0.05);
+      return {text: each.textContent.trim().slice(0, 40), contrast};
+    });
 }"""
 
 
@@ -128,6 +168,84 @@ def test_the_timeline_shows_groups_by_stage_and_worker(
     ]  # fmt: skip
     expect(page.locator("#timeline line.token")).to_have_count(len(WORDS))
     assert "group 1 of item 0" in page.locator("#timeline rect.encode title").all_text_contents()[2]
+
+
+class LookingService(FakeService):
+    """Which says what it looked at in the first medium."""
+
+    times_s: tuple[float, ...] = (0.25, 1.75, 3.5)
+
+    async def _items(self, request: AnswerRequest) -> AsyncGenerator[AnswerItem, None]:
+        now_s = time.time()
+        yield StageSpan("probe", "media", now_s, now_s, 0, frame_times_s=self.times_s)
+        async for item in super()._items(request):
+            yield item
+
+
+def test_frames_that_were_looked_at_are_drawn(
+    run_front: Callable[..., Front], open_page: Callable[[Front], Page], tmp_path: Path
+) -> None:
+    """From the user's own file, which holds what its time says: dark first, then light."""
+    page = open_page(run_front(LookingService()))
+    drop(page, vp9_video(tmp_path / "clip.webm"), "video/webm")
+    ask(page, "What?")
+    expect(page.locator("#looked-at li")).to_have_count(3)
+    assert page.locator("#looked-at li").all_text_contents() == ["0.25 s", "1.75 s", "3.50 s"]
+    expect(page.locator("#looked-at")).to_contain_text("clip.webm: 3 frames")
+    lights = page.locator("#looked-at canvas").evaluate_all(
+        "all => all.map((one) => one.getContext('2d').getImageData(32, 32, 1, 1).data[0])"
+    )
+    assert lights == sorted(lights)
+    assert lights[2] - lights[0] > 100
+    ask(page, "And now?")
+    expect(page.locator("#looked-at li")).to_have_count(3)
+
+
+def vp9_video(path: Path) -> Path:
+    """Four seconds that grow lighter, in a codec that every build of Chromium can play."""
+    with av.open(str(path), "w") as container:
+        stream: Any = container.add_stream("libvpx-vp9", rate=4, width=64, height=48, pix_fmt="yuv420p")
+        for number in range(16):
+            frame = av.VideoFrame.from_ndarray(np.full((48, 64, 3), 16 * number, np.uint8), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return path
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_a_phone_and_can_be_read(
+    scheme: Any, run_front: Callable[..., Front], open_page: Callable[[Front], Page], media: dict[str, Path]
+) -> None:
+    page = open_page(run_front(LookingService()))
+    page.emulate_media(color_scheme=scheme)
+    page.set_viewport_size({"width": 360, "height": 740})
+    drop(page, media["video"], "video/mp4")
+    ask(page, "What?")
+    expect(page.locator("#answer")).to_have_text(TEXT)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    contrasts = page.evaluate(_CONTRASTS)
+    assert len(contrasts) > 15
+    assert [each for each in contrasts if each["contrast"] < 4.5] == []
+
+
+def test_the_keyboard_is_enough(front: Front, open_page: Callable[[Front], Page]) -> None:
+    """Every control is reached in the order of the page, and shows that it is; Enter asks."""
+    page = open_page(front)
+    page.locator("summary").focus()
+    page.keyboard.press("Enter")
+    reached = []
+    page.get_by_role("heading", name="epd").click()  # from the top of the page on
+    for _ in range(9):
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
+        assert page.evaluate(_HAS_RING), reached
+    assert reached == [
+        "files", "question", "SUMMARY", "model", "fps", "frames", "max-tokens", "temperature", "key",
+    ]  # fmt: skip
+    page.locator("#question").focus()
+    page.keyboard.type("What?")
+    page.keyboard.press("Enter")
+    expect(page.locator("#answer")).to_have_text(TEXT)
 
 
 def test_earlier_answers_stay(front: Front, open_page: Callable[[Front], Page]) -> None:
@@ -238,7 +356,7 @@ def test_the_page_comes_with_its_rules(front: Front) -> None:
     response = front.http.get("/")
     assert response.headers["content-type"].startswith("text/html")
     assert "default-src 'self'" in response.headers["content-security-policy"]
-    for asset in ("style.css", "app.js", "timeline.js"):
+    for asset in ("style.css", "app.js", "timeline.js", "frames.js"):
         assert front.http.get(f"/page/{asset}").status_code == 200
         assert "//" not in front.http.get(f"/page/{asset}").text.replace("// ", "").replace(
             "http://www.w3.org", ""
