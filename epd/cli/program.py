@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from epd.errors import EPDError, exit_code
+from epd.errors import EPDError, RequestError, exit_code
 
 _ABOUT = "Answers questions about images and long videos with vision-language models."
 # Group: command: (module and object, the first line of its help).
@@ -43,6 +44,16 @@ _GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
 }
 _COMMANDS = {name: entry for group in _GROUPS.values() for name, entry in group.items()}
+_COMPLETE = "_EPD_COMPLETE"  # set by the scripts that shells have for completion
+_LOCAL = "[serve], or with [local] where Ray is not needed"
+# Packages that only an extra of the distribution brings: that extra.
+_EXTRAS = {
+    "fastapi": _LOCAL,
+    "starlette": _LOCAL,
+    "uvicorn": _LOCAL,
+    "prometheus_client": _LOCAL,
+    "ray": "[serve]",
+}
 _STYLE: dict[str, Any] = {
     "no_args_is_help": True,
     "add_completion": False,
@@ -91,10 +102,26 @@ class _Program(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with _extras_named():
+                return super().invoke(ctx)
         except EPDError as error:
             print("error:", " ".join(str(error).split()), file=sys.stderr)
             raise typer.Exit(exit_code(error)) from error
+
+
+@contextmanager
+def _extras_named() -> Iterator[None]:
+    """Raises RequestError where the block needs a package that an extra brings, and that is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRAS:
+            raise
+        raise RequestError(
+            f"this command needs the package {package}, which is not installed; "
+            f"install epd-vlm with {_EXTRAS[package]}"
+        ) from error
 
 
 app = typer.Typer(cls=_Program, name="epd", help=_ABOUT, **{**_STYLE, "add_completion": True})
@@ -108,4 +135,6 @@ def _program() -> None:
 
 def main() -> None:
     """Entry point of the program."""
+    if _COMPLETE in os.environ:
+        os.environ["COLUMNS"] = "1000"  # a help text that is wrapped becomes several completions in fish
     app()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -301,15 +302,24 @@ def test_an_ordinary_server_of_the_api_is_enough() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "number", "expected"), [("epd st", 1, "status"), ("epd ask --max-v", 2, "--max-visual-tokens")]
+    ("words", "expected"), [("epd st", "status"), ("epd ask --max-v", "--max-visual-tokens")]
 )
-def test_a_shell_completes_commands_and_options(words: str, number: int, expected: str) -> None:
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_commands_and_options(shell: str, words: str, expected: str) -> None:
+    """By the variables that the shell's script sets; nothing heavy is imported for it."""
     code = (
         "import sys; sys.argv[0] = 'epd'\nfrom epd.cli.program import main\n"
         "try:\n main()\nfinally:\n assert not {'torch', 'ray'} & sys.modules.keys()"
     )
-    variables = {"_EPD_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(number)}
+    variables = {
+        "_EPD_COMPLETE": f"complete_{shell}",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+        "_TYPER_COMPLETE_ARGS": words,
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    }
     completed = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | variables, capture_output=True, text=True, check=False
     )
-    assert completed.stdout.split() == [expected], completed.stderr
+    assert completed.stdout.count("\n") == 1
+    assert re.findall(r"^[\w-]+|(?<=\(\(\")[\w-]+", completed.stdout)[-1] == expected, completed.stderr

@@ -66,3 +66,26 @@ def test_each_argument_of_the_application_is_an_option_of_serve(name: str) -> No
     assert option.help == field.description
     shown = CliRunner().invoke(app, ["config", "show"]).stdout
     assert name == "limits" or f"\n{name} " in f"\n{shown}"
+
+
+WITHOUT = """
+import sys
+package, *sys.argv[1:] = sys.argv[1:]
+sys.modules[package] = None  # its import fails as if it were not installed
+from epd.cli.program import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "words", "advice"),
+    [
+        ("fastapi", "chat clip.mp4", "install epd-vlm with [serve], or with [local] where Ray is not needed"),
+        ("ray", "serve --topology 1epd", "install epd-vlm with [serve]"),
+    ],
+)
+def test_a_command_without_its_extra_says_which_to_install(package: str, words: str, advice: str) -> None:
+    command = [sys.executable, "-c", WITHOUT, package, *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    expected = f"error: this command needs the package {package}, which is not installed; {advice}"
+    assert (done.returncode, done.stderr.splitlines()) == (2, [expected])
