@@ -34,6 +34,7 @@ from tests.hostile_packages import PACKAGES, write_hostile_packages
 
 _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 _NAME = _PROJECT["name"]
+_QUESTION = "Which shape appears first?"
 _README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 # Imports each module and prints those that do not come from the folder given, and those that fail.
@@ -89,8 +90,9 @@ def _without_ours() -> dict[str, str]:
 
 def _run(*command: str, cwd: Path) -> str:
     done = subprocess.run(
-        command, cwd=cwd, env=_without_ours(), capture_output=True, text=True, timeout=600, check=False
-    )
+        command, cwd=cwd, env=_without_ours(), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=600, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -230,16 +232,40 @@ def _serving(installed: Installed, command: str, folder: Path) -> Iterator[int]:
             process.kill()
 
 
-@pytest.mark.timeout(900)  # seven starts of a program that imports torch, on a machine that may be busy
+# As a shell does when TAB is pressed after these words.
+_COMPLETE = """
+export HOME=$PWD
+epd --install-completion >&2
+source .bash_completions/epd.sh
+COMP_WORDS=(epd ch) COMP_CWORD=1
+_epd_completion epd
+echo "${COMPREPLY[@]}"
+COMP_WORDS=(epd chat clip.mp4 --ret) COMP_CWORD=3
+_epd_completion epd
+echo "${COMPREPLY[@]}"
+"""
+
+
+def test_the_completion_that_is_installed_completes(installed: Installed, tmp_path: Path) -> None:
+    assert "`epd --install-completion`" in _README
+    assert installed.shell(_COMPLETE, tmp_path).split() == ["chat", "--retention"]
+
+
+@pytest.mark.timeout(900)  # eight starts of a program that imports torch, on a machine that may be busy
 def test_readmes_commands_run_from_the_wheel(installed: Installed, tmp_path: Path) -> None:
     """In README's order, in a folder that is empty at first. The evaluation is of 2 questions, not 60."""
     first, serve, batch, eval_ = map(_block, ("epd demo-video", "--local", "epd batch", "epd eval"))
     assert {line for block in (first, serve, batch, eval_) for line in block.splitlines()} >= _commands()
-    answers = installed.shell(first, tmp_path)
+    chat = "epd chat clip.mp4"
+    assert chat in first
+    answers = installed.shell(first.replace(chat, f"printf '{_QUESTION}\\n/quit\\n' | {chat}"), tmp_path)
     assert '"answer"' in answers
+    assert answers.splitlines()[-1] == answers.splitlines()[2]
     with _serving(installed, serve.strip(), tmp_path) as port:
         reply = json.loads(installed.shell(_block("curl -s").replace(":8000", f":{port}"), tmp_path))
         assert reply["choices"][0]["message"]["content"] in answers.split()
+        ask = f'epd ask --url http://127.0.0.1:{port} clip.mp4 "{_QUESTION}"'
+        assert installed.shell(ask, tmp_path).strip() == reply["choices"][0]["message"]["content"]
         client = tmp_path / "client.py"
         client.write_text(_block("from openai").replace(":8000", f":{port}"))
         assert installed.shell(f"python {client.name}", tmp_path).isdigit()
