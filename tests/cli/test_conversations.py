@@ -250,9 +250,10 @@ def replying(reply: bytes) -> Iterator[str]:
                 except OSError:
                     return
                 with connection:
-                    head = b""
-                    while b"\r\n\r\n" not in head:
-                        head += connection.recv(1 << 16)
+                    with connection.makefile("rb") as received:  # all of it, or the end resets what was sent
+                        lines = iter(received.readline, b"\r\n")
+                        head = dict(line.lower().split(b":", 1) for line in lines if b":" in line)
+                        received.read(int(head.get(b"content-length", 0)))
                     connection.sendall(reply)
 
         thread = threading.Thread(target=serve, daemon=True)
