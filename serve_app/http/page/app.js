@@ -76,7 +76,7 @@ async function requestBody(question) {
     stream_options: { include_usage: true },
     max_completion_tokens: numberIn("max-tokens"),
     temperature: numberIn("temperature"),
-    epd: { events: true, fps: numberIn("fps"), num_frames: numberIn("frames") },
+    epd: { events: true, fps: numberIn("fps"), num_frames: numberIn("frames"), retention: numberIn("retention") },
   });
 }
 

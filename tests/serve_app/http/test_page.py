@@ -325,11 +325,13 @@ def test_options_are_sent(front: Front, open_page: Callable[[Front], Page]) -> N
     page.get_by_label("Frames per second").fill("0.5")
     page.get_by_label("Longest answer, tokens").fill("7")
     page.get_by_label("Temperature").fill("0.3")
+    page.get_by_label("Share of visual tokens kept").fill("0.25")
     ask(page, "What?")
     expect(page.locator("#answer")).to_have_text(TEXT)
     request = front.service.requests[0]
     assert (request.model, request.frame_sampling) == ("other/vl", FrameSampling(fps=0.5))
     assert (request.sampling.max_tokens, request.sampling.temperature) == (7, 0.3)
+    assert request.reduction.retention == 0.25
 
 
 def test_what_is_no_medium_is_not_sent(
