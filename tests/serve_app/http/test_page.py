@@ -235,12 +235,13 @@ def test_the_keyboard_is_enough(front: Front, open_page: Callable[[Front], Page]
     page.keyboard.press("Enter")
     reached = []
     page.get_by_role("heading", name="epd").click()  # from the top of the page on
-    for _ in range(9):
+    for _ in range(10):
         page.keyboard.press("Tab")
         reached.append(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
         assert page.evaluate(_HAS_RING), reached
     assert reached == [
-        "files", "question", "SUMMARY", "model", "fps", "frames", "max-tokens", "temperature", "key",
+        "files", "question", "SUMMARY", "model", "fps", "frames", "retention", "max-tokens", "temperature",
+        "key",
     ]  # fmt: skip
     page.locator("#question").focus()
     page.keyboard.type("What?")
