@@ -245,6 +245,19 @@ def test_tests_lie_in_rooms_of_the_same_name() -> None:
         assert is_room, f"tests/{folder} is named like no room of epd and no folder of a package"
 
 
+def test_few_imports_lie_inside_functions() -> None:
+    """They keep torch, Ray and Triton out of what does not need them. More would hide what a module uses."""
+    assert len(list(inner_imports())) <= 18, list(inner_imports())
+
+
+def inner_imports() -> Iterator[str]:
+    for file in our_files():
+        for function in ast.walk(ast.parse((ROOT / file).read_text())):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                found = [each for each in ast.walk(function) if isinstance(each, ast.Import | ast.ImportFrom)]
+                yield from (f"{file}:{each.lineno}" for each in found)
+
+
 def test_every_package_is_looked_at() -> None:
     assert {file.parts[0] for file in our_files()} == set(ALLOWED) == set(ROOMS)
 

@@ -7,6 +7,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import BinaryIO
 
+from python_multipart.exceptions import MultipartParseError
+from python_multipart.multipart import MultipartParser, parse_options_header
+
 from epd.errors import RequestError, RequestLimitError
 from serve_app.files.file_store import FileStore
 from serve_app.files.records import FileObject
@@ -25,9 +28,6 @@ class UploadForm:
 
     def __init__(self, content_type: str, path: Path, max_bytes: int) -> None:
         """Takes the Content-Type header. max_bytes: of the file. Raises RequestError for another type."""
-        # Only servers that keep files need the parser.
-        from python_multipart.multipart import MultipartParser, parse_options_header
-
         kind, options = parse_options_header(content_type.encode("latin-1"))
         boundary = options.get(b"boundary")
         if kind != b"multipart/form-data" or not boundary:
@@ -35,7 +35,6 @@ class UploadForm:
                 f"received the content type {content_type[:50]!r}; allowed: multipart/form-data with a "
                 "boundary; send the fields file and purpose as a form"
             )
-        self._options_of = parse_options_header
         self._max_bytes = max_bytes
         self._file: BinaryIO | None = None
         self._path = path
@@ -62,8 +61,6 @@ class UploadForm:
 
     def write(self, data: bytes) -> None:
         """Takes the next bytes. Raises RequestError for what is no form, RequestLimitError, OSError."""
-        from python_multipart.exceptions import MultipartParseError
-
         try:
             self._parser.write(data)
         except MultipartParseError:
@@ -108,7 +105,7 @@ class UploadForm:
         self._value.clear()
 
     def _open(self) -> None:
-        _, options = self._options_of(self._disposition)
+        _, options = parse_options_header(self._disposition)
         self._part = options.get(b"name", b"").decode("utf-8", "replace")
         if self._part != "file":
             self._fields.setdefault(self._part, bytearray())

@@ -21,6 +21,7 @@ from transformers import AttentionInterface
 
 from encoders.kernels.dispatch import uses_kernels
 from epd.types import Int32Array, Int64Array
+from stages import kernels
 from stages.attention.device import DevicePlan
 from stages.attention.host import HostPlan
 from stages.attention.pieces import is_one_piece
@@ -110,9 +111,7 @@ def write_kv(
     Blocks may lie apart in memory, the tokens of a block may not.
     """
     if uses_kernels(keys):
-        from stages.kernels.kv_slots import write_slots
-
-        write_slots(keys, values, key_cache, value_cache, slot_mapping)
+        kernels.write_slots(keys, values, key_cache, value_cache, slot_mapping)
         return
     if is_one_piece(key_cache):
         key_cache.view(-1, *keys.shape[1:]).index_copy_(0, slot_mapping, keys)

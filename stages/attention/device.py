@@ -12,6 +12,7 @@ from torch import Tensor
 
 from encoders.device import arrays_to_device
 from encoders.kernels.dispatch import uses_kernels
+from stages import kernels
 from stages.kernels.paged_plain import attend_plain
 from stages.kernels.tiles import PagedSegments, TileSet
 from stages.kernels.tiling import MOST_SHORT
@@ -67,11 +68,9 @@ class DevicePlan:
         self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float
     ) -> Tensor:
         """Attends by Triton's kernels, compiled on a GPU, interpreted elsewhere if that is asked for."""
-        from stages.kernels.paged_attention import attend_tiles  # Triton is needed, and there, on a GPU alone
-
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for tiles in self.tile_sets:
-            attend_tiles(
+            kernels.attend_tiles(
                 query,
                 key_cache,
                 value_cache,

@@ -6,13 +6,13 @@ The plain twins are written for few operations, each of which costs a CPU micros
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
 from encoders.kernels.dispatch import uses_kernels
+from stages import kernels
 from stages.attention.attention import write_kv
 from stages.decoder.rotary import Rotations
 
@@ -44,19 +44,13 @@ class RmsNorm:
         return torch.div(rows, length.hypot_(self.root)).mul_(self.scaled).to(rows.dtype)
 
 
-def _kernels() -> ModuleType:
-    from stages.kernels import layer_fusions  # Triton is needed on a GPU alone
-
-    return layer_fusions
-
-
 def add_rms_norm(residual: Tensor, added: Tensor | None, norm: RmsNorm) -> Tensor:
     """Adds to `residual` in place, and returns its norm.
 
     residual, added: [T, C]; with None nothing is added.
     """
     if uses_kernels(residual):
-        normed: Tensor = _kernels().add_rms_norm_fused(residual, added, norm.weight, norm.eps)
+        normed: Tensor = kernels.add_rms_norm_fused(residual, added, norm.weight, norm.eps)
         return normed
     if added is not None:
         residual.add_(added)
@@ -85,7 +79,7 @@ def norm_rotate_write(
         weights = None if norms is None else (norms[0].weight, norms[1].weight)
         eps = 0.0 if norms is None else norms[0].eps
         cos, sin = rotations.cos, rotations.sin
-        _kernels().norm_rotate_write_fused(
+        kernels.norm_rotate_write_fused(
             split, (num_heads, num_kv_heads), weights, eps, cos, sin, caches, slot_mapping
         )
         return queries, keys, values
@@ -107,7 +101,7 @@ def rotate(rows: Tensor, rotations: Rotations) -> None:
 def silu_mul(gate_up: Tensor) -> Tensor:
     """Returns silu(gate) * up, [T, I], of gate and up side by side, [T, 2 I]."""
     if uses_kernels(gate_up):
-        product: Tensor = _kernels().silu_mul_fused(gate_up)
+        product: Tensor = kernels.silu_mul_fused(gate_up)
         return product
     gate, up = gate_up.chunk(2, dim=-1)
     return silu(gate).mul_(up)
