@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,12 @@ class RealApp:
             core.check_integrity()
 
 
+@cache
+def children() -> MediaChildren:
+    """Those of all applications of this process: they import torch. They end with the process."""
+    return MediaChildren(ChildLimits(max_children=3), decodes_video=True)
+
+
 @contextmanager
 def real_app(
     path: Path,
@@ -67,11 +74,9 @@ def real_app(
     found: list[tuple[Deployment, BaseException | None]] = []
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
 
-    children = MediaChildren(ChildLimits(max_children=3), decodes_video=True)
-
     async def serve() -> None:
         settings_here = media or replace(media_settings(), model=path)
-        fleet = {"processes": MediaProcesses(children, children), "media": settings_here}
+        fleet = {"processes": MediaProcesses(children(), children()), "media": settings_here}
         deployment = Deployment(path, topology, fleet, **options)
         try:
             await deployment.service.start()
@@ -107,4 +112,3 @@ def real_app(
         stop.set()
         thread.join(START_S)
         listener.close()
-        children.close()

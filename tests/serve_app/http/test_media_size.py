@@ -91,13 +91,13 @@ def test_one_medium_in_several_sizes(served: Served, media: dict[str, Path], nam
     has_size_alone = names == ("video",) and served.model.config.model_type == "qwen3_vl"
     sizes = [asked for asked in SIZES if not (has_size_alone and {"min_pixels", "max_pixels"} & asked.keys())]
     numbers = set()
-    for asked in [*sizes, *sizes]:
+    truths = [served.truth(paths, asked) for asked in sizes]
+    for asked, (num_tokens, answer) in zip(sizes * 2, truths * 2, strict=True):
         body = body_of(
             *map(part_of, paths),
             max_tokens=MAX_TOKENS,
             mm_processor_kwargs={**asked, "num_frames": SAMPLING.num_frames},
         )
-        num_tokens, answer = served.truth(paths, asked)
         estimate = served.app.http.post("/v1/epd/estimate", json=body).json()
         found = served.app.http.post("/v1/chat/completions", json=body)
         assert found.status_code == 200, found.text
