@@ -31,6 +31,7 @@ from serve_app.http.http_guard import (
     check_admin,
     install_error_handlers,
 )
+from serve_app.http.invocation_routes import invocation_routes, invocations
 from serve_app.http.page import page_routes
 from serve_app.http.prompt_request import DetokenizeRequest, TokenizeRequest
 from serve_app.http.prompt_routes import prompt_routes
@@ -85,12 +86,20 @@ def create_api(service: AnswerService, media: MediaService, settings: ApiSetting
         "/v1/chat/completions": chat_completions,
         "/v1/completions": completions,
         "/v1/responses": responses,
+        "/invocations": invocations,
     }
     answers = {path: chat_route(app, keys, endpoint) for path, endpoint in endpoints.items()}
     app.add_middleware(RequestEdge, on_finished=server.finish, host_check=hosts, answers=answers)
     app.include_router(_open)
     app.include_router(_guarded, dependencies=[Depends(keys)])
-    for routes in (prompt_routes, completion_routes, response_routes, file_routes, batch_routes):
+    for routes in (
+        prompt_routes,
+        completion_routes,
+        response_routes,
+        invocation_routes,
+        file_routes,
+        batch_routes,
+    ):
         app.include_router(routes, responses=_ERRORS, dependencies=[Depends(keys)])
     app.include_router(page_routes())
     return app

@@ -26,6 +26,13 @@ def chat_answer(server: ServerState, parsed: ParsedRequest, record: RequestRecor
     includes_usage, counts_on = wanted_usage(chat)
     form = AnswerForm(
         whole=partial(CompletionBuilder, record, chat.n or 1, **options),
-        events=partial(ChunkBuilder, record, includes_usage=includes_usage, counts_on=counts_on, **options),
+        events=partial(
+            ChunkBuilder,
+            record,
+            chat.n or 1,
+            includes_usage=includes_usage,
+            counts_on=counts_on,
+            **options,
+        ),
     )
     return AnswerResponse(form, server.items(parsed, record), record, server.settings.keep_alive_s)

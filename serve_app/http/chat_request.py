@@ -53,9 +53,12 @@ class RefusalPart(_Received):
 
 
 class ImageUrl(_Received):
-    """A medium's URL: http(s), data: with base64, or file: within the folder that the server allows."""
+    """A medium's URL: http(s), data: with base64, or file: within the folder that the server allows.
 
-    url: str
+    url: left out with the uuid of a medium that was sent before
+    """
+
+    url: str | None = None
     detail: Literal["auto", "low", "high", "original"] | None = Field(
         default=None, description="low: at most 512 x 512 pixels, or one tile; others change nothing."
     )
@@ -64,14 +67,14 @@ class ImageUrl(_Received):
 class VideoUrl(_Received):
     """A video's URL, as an image's, or frames of one as data:video/jpeg;base64,F1,F2,..."""
 
-    url: str
+    url: str | None = None
     detail: Literal["auto", "high", "original"] | None = Field(
         default=None, description="Changes nothing; low is for images."
     )
 
 
 class ImagePart(_Received):
-    """An image. uuid: a name for it; with one that was sent before, `image_url` may be null."""
+    """An image. uuid: a name for it; with one that was sent before, `image_url` may be null or empty."""
 
     type: Literal["image_url"]
     image_url: ImageUrl | None = None

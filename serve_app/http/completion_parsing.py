@@ -35,9 +35,10 @@ class ParsedCompletion:
         return len(self.prompts) * (self.parsed.chat.n or 1)
 
 
-async def read_completion(server: ServerState, request: Request) -> ParsedCompletion:
-    """Reads and checks the body of a completion request. Raises EPDError."""
-    wanted, num_bytes = await server.read_json(request, CompletionRequest)
+async def checked_completion(
+    server: ServerState, request: Request, wanted: CompletionRequest, num_bytes: int
+) -> ParsedCompletion:
+    """Checks a completion request that was read. num_bytes: of its body. Raises EPDError."""
     _check_supported(wanted)
     options = wanted.options()
     model = server.check_options(request, options)

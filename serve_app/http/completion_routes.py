@@ -11,7 +11,8 @@ from epd.types import StageTimings, Usage
 from serve_app.http.answer_response import AnswerForm, AnswerResponse
 from serve_app.http.chat_answer import wanted_usage
 from serve_app.http.completion_answer import Completion, CompletionChunks, CompletionWhole
-from serve_app.http.completion_parsing import ParsedCompletion, read_completion
+from serve_app.http.completion_parsing import ParsedCompletion, checked_completion
+from serve_app.http.completion_request import CompletionRequest
 from serve_app.http.prompt_routes import EVENT_STREAM, body_of, server_of
 from serve_app.http.server_state import ServerState
 from serve_app.observability.record import RequestRecord, record_of
@@ -28,8 +29,15 @@ completion_routes = APIRouter()
 )
 async def completions(request: Request) -> Response:
     """Continues one or several prompts, at once or as a stream of server-sent events."""
-    server, record = server_of(request), record_of(request)
-    asked = await read_completion(server, request)
+    server = server_of(request)
+    wanted, num_bytes = await server.read_json(request, CompletionRequest)
+    return completion_answer(
+        server, await checked_completion(server, request, wanted, num_bytes), record_of(request)
+    )
+
+
+def completion_answer(server: ServerState, asked: ParsedCompletion, record: RequestRecord) -> AnswerResponse:
+    """Returns the response that continues the prompts: a completion or a stream of chunks."""
     chat = asked.parsed.chat
     echoed = [text for text in asked.echoed for _ in range(chat.n or 1)]
     has_logprobs = bool(chat.logprobs)

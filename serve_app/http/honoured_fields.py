@@ -11,7 +11,10 @@ HONOURED: Mapping[str, str] = {
         "the conversation: roles system (or developer), user, assistant, tool and function; a "
         "user's media stand where their parts do"
     ),
-    "stream": "server-sent events, with a comment while nothing comes",
+    "stream": (
+        "server-sent events, with a comment while nothing comes; the reason of an end comes with the "
+        "last text, as vLLM's"
+    ),
     "stream_options": "`include_usage`: tokens in the last event; `continuous_usage_stats`: in every event",
     "max_completion_tokens": (
         "longest answer, tokens; without it the checkpoint's `max_new_tokens`, else up to the "

@@ -44,6 +44,7 @@ ANSWER_ROUTES = {
     "/v1/chat/completions": "chatcmpl-",
     "/v1/completions": "cmpl-",
     "/v1/responses": "resp_",
+    "/invocations": "invoc-",
 }
 # After these errors the rest of the body is not read.
 _CLOSING = (RequestLimitError, RequestTimeoutError)

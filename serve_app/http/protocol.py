@@ -31,10 +31,13 @@ class PromptTokensDetails(BaseModel):
 
 
 class UsageReport(BaseModel):
+    """The tokens of a request. cache_read_input_tokens: the cached ones again, under vLLM's name."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    cache_read_input_tokens: int
 
 
 class SpanReport(BaseModel):
@@ -95,6 +98,9 @@ class ReplyMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
     tool_calls: list[CallReport] | None = None
 
 
@@ -112,6 +118,8 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[Choice]
     usage: UsageReport
+    service_tier: None = None
+    system_fingerprint: None = None
     epd: EpdReport
 
 

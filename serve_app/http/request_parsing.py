@@ -272,11 +272,11 @@ def _references(messages: Sequence[Message], pixels: PixelLimits) -> Iterator[Me
         kind = _kind(part)
         source = part.image_url if isinstance(part, ImagePart) else part.video_url
         label = f"{kind}, number {number} of the media"
-        url = source.url if source else ""
-        if not url and (source is None) == (part.uuid is None):
+        url = source.url if source else None
+        if url == "" or (url is None and part.uuid is None):
             raise RequestError(
                 f"{label}: received neither a URL nor a uuid; allowed: {kind}_url with a url, or null "
                 "with the uuid of one sent before; send one"
             )
         limits = replace(pixels, is_low_detail=bool(source and source.detail == "low"))
-        yield MediaReference(kind, url, label, limits, part.uuid or "")
+        yield MediaReference(kind, url or "", label, limits, part.uuid or "")

@@ -107,9 +107,10 @@ class CompletionBuilder:
 
 
 class ChunkBuilder:
-    """Turns items into chunks. The last chunk with a choice waits for the answer's end and has its report.
+    """Turns items into chunks. The last text of a choice comes with the reason of its end, as vLLM's does.
 
-    So the only chunks without a choice are those that were requested: usage, and the events of stages.
+    The last chunk with a choice waits for the answer's end and has its report, so that the only chunks
+    without a choice are those that were requested: usage, and the events of stages.
     `events` gives the same as bytes; a piece of text, of which a stream has thousands, is put into the event
     of an empty one instead of being validated and serialised.
     """
@@ -117,6 +118,7 @@ class ChunkBuilder:
     def __init__(
         self,
         record: RequestRecord,
+        num_choices: int,
         *,
         includes_usage: bool,
         has_logprobs: bool,
@@ -131,6 +133,7 @@ class ChunkBuilder:
         self._includes_usage = includes_usage
         self._has_logprobs = has_logprobs
         self._begun: set[int] = set()
+        self._num_open = num_choices
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         self._held: ChatChunk | None = None
         self._end: AnswerEnd | None = None
@@ -157,14 +160,22 @@ class ChunkBuilder:
 
     def chunks(self, item: AnswerItem) -> Iterator[ChatChunk]:
         if isinstance(item, TokenDelta):
-            if self._so_far:
-                num_completed = self._so_far.completion_tokens + len(item.token_ids)
-                self._so_far = usage_of(item.num_prompt_tokens, num_completed)
+            if item.index not in self._begun:
+                self._begun.add(item.index)
+                self._count(item, 0)
+                yield self._choice_chunk(item.index, Delta(role="assistant", content=""))
+            self._count(item, len(item.token_ids))
             yield from self._pieces(item)
         elif isinstance(item, StageSpan):
             yield self._chunk([], epd=EpdEvents(events=[span_report(item, self._record)]))
         else:
             self._end = item
+
+    def _count(self, delta: TokenDelta, num_tokens: int) -> None:
+        """Adds tokens of the answer to the usage so far, where it is in every chunk."""
+        if self._so_far:
+            num_completed = self._so_far.completion_tokens + num_tokens
+            self._so_far = usage_of(delta.num_prompt_tokens, num_completed)
 
     def last_chunks(self) -> Iterator[ChatChunk]:
         """Yields the last chunks. Raises EPDError if the answer stopped without its end."""
@@ -183,30 +194,31 @@ class ChunkBuilder:
         return event(error)
 
     def _pieces(self, delta: TokenDelta) -> Iterator[ChatChunk]:
-        if delta.index not in self._begun:
-            self._begun.add(delta.index)
-            yield self._choice_chunk(delta.index, Delta(role="assistant", content=""))
+        deltas = self._deltas(delta)
+        if not deltas and (delta.logprobs or delta.finish_reason):
+            deltas = [Delta(content="")]
         logprobs = logprobs_of(delta.logprobs) if self._has_logprobs else None
-        for part in self._deltas(delta):
-            yield self._choice_chunk(delta.index, part, logprobs)
+        for number, part in enumerate(deltas, start=1):
+            reason = self._reason(delta) if number == len(deltas) else None
+            chunk = self._choice_chunk(delta.index, part, logprobs, reason)
             logprobs = None
-        if delta.finish_reason:
-            if self._held:
-                yield self._held.model_copy(update=self._usage_so_far())
-            called = delta.index in self._readers and self._readers[delta.index].num_calls
-            reason = "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
-            self._held = self._choice_chunk(delta.index, Delta(), None, reason)
+            self._num_open -= reason is not None
+            if reason and not self._num_open:
+                self._held = chunk
+            else:
+                yield chunk
 
-    def _deltas(self, delta: TokenDelta) -> Iterator[Delta]:
-        """Yields the text of a piece, and the pieces of calls in it; at least one with logprobs."""
+    def _reason(self, delta: TokenDelta) -> Literal["stop", "length", "tool_calls"] | None:
+        called = delta.index in self._readers and self._readers[delta.index].num_calls
+        return "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
+
+    def _deltas(self, delta: TokenDelta) -> list[Delta]:
+        """Returns the text of a piece, or the pieces of calls and texts in it."""
         if not self._reads_tools:
-            if delta.text or delta.logprobs:
-                yield Delta(content=delta.text)
-            return
+            return [Delta(content=delta.text)] if delta.text else []
         reader = self._readers.setdefault(delta.index, ToolCallReader())
         pieces = reader.push(delta.text) + (reader.finish() if delta.finish_reason else [])
-        for piece in pieces or ([""] if delta.logprobs else []):
-            yield delta_of(piece, self._record.request_id, delta.index)
+        return [delta_of(piece, self._record.request_id, delta.index) for piece in pieces]
 
     def _choice_chunk(
         self,
@@ -254,6 +266,7 @@ def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0)
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
+        cache_read_input_tokens=cached_tokens,
     )
 
 

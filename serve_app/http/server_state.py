@@ -171,10 +171,15 @@ class ServerState:
         chat, num_bytes = await self.read_json(request, ChatRequest)
         return await self.checked(request, chat, num_bytes)
 
-    async def read_json(self, request: Request, kind: type[_T]) -> tuple[_T, int]:
-        """Reads a body. Returns its JSON and the bytes of it. Raises EPDError."""
+    async def read_body(self, request: Request) -> bytearray:
+        """Reads a body whose JSON has no more values than allowed. Raises EPDError."""
         body = await self.bodies.read(request, self.settings.max_body_bytes)
         check_json_size(body, self.settings.limits)
+        return body
+
+    async def read_json(self, request: Request, kind: type[_T]) -> tuple[_T, int]:
+        """Reads a body. Returns its JSON and the bytes of it. Raises EPDError."""
+        body = await self.read_body(request)
         try:
             return kind.model_validate_json(body), len(body)
         except ValidationError as error:

@@ -181,8 +181,8 @@ class RequestPlanner:
     ) -> AnswerPlan:
         start = time.perf_counter()
         self.check_images(request)
-        biased = [token_id for token_id, _ in request.sampling.logit_bias]
-        self._check_ids(adapter, [*(request.prompt or ()), *biased, *request.sampling.stop_token_ids])
+        self._check_ids(request.prompt or (), len(adapter.tokenizer))
+        self._check_options(request.sampling, len(adapter.tokenizer))
         plans, prompt = self._within_budget(adapter, request, images)
         sampling = self.settings.completed(request.sampling, len(prompt))
         hashes = tuple(salted(source.mm_hash, request.cache_salt) for source in request.media)
@@ -209,7 +209,7 @@ class RequestPlanner:
     def text_of(self, token_ids: Sequence[int]) -> str:
         """Returns the text of tokens. Raises RequestError for one outside the vocabulary."""
         with self._adapters.borrowed() as adapter:
-            self._check_ids(adapter, token_ids)
+            self._check_ids(token_ids, len(adapter.tokenizer))
             return str(adapter.tokenizer.decode(list(token_ids)))
 
     def names_of(self, token_ids: Sequence[int]) -> tuple[str, ...]:
@@ -217,11 +217,19 @@ class RequestPlanner:
         with self._adapters.borrowed() as adapter:
             return tuple(adapter.tokenizer.convert_ids_to_tokens(list(token_ids)))
 
-    def _check_ids(self, adapter: Adapter, token_ids: Sequence[int]) -> None:
-        num_tokens = len(adapter.tokenizer)
+    def _check_options(self, sampling: SamplingParams, num_tokens: int) -> None:
+        """Checks tokens that options name, of which those that pad the model's vocabulary are some."""
+        biased = [token_id for token_id, _ in sampling.logit_bias]
+        num_rows = max(num_tokens, self.settings.num_embeddings)
+        self._check_ids([*biased, *sampling.stop_token_ids], num_rows)
+
+    def _check_ids(self, token_ids: Sequence[int], num_tokens: int) -> None:
         wrong = next((each for each in token_ids if not 0 <= each < num_tokens), None)
         if wrong is not None:
-            raise RequestError(f"received the token {wrong}; allowed: 0 to {num_tokens - 1}; correct it")
+            raise RequestError(
+                f"received the token {wrong}; allowed: 0 to {num_tokens - 1}, of a vocabulary of "
+                f"{num_tokens}; correct it"
+            )
 
     def check_images(self, request: AnswerRequest) -> None:
         """Raises RequestError for limits of pixels that cannot be, RequestBudgetError for too many in total.

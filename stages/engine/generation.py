@@ -29,16 +29,22 @@ class GenerationSettings:
     max_tokens: of an answer, where the request says nothing; None: what the context has room for.
     sampling: of a server's answers, where the request says nothing; without max_tokens.
     context_tokens: of the model.
+    num_embeddings: rows of the model's vocabulary; the last of them may pad it and be no token's.
     """
 
     eos_ids: frozenset[int]
     max_tokens: int | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     context_tokens: int | None = None
+    num_embeddings: int = 0
 
     @classmethod
     def of(
-        cls, config: Any, tokenizer_eos_id: int | None, context_tokens: int | None = None
+        cls,
+        config: Any,
+        tokenizer_eos_id: int | None,
+        context_tokens: int | None = None,
+        num_embeddings: int = 0,
     ) -> GenerationSettings:
         """Reads a transformers GenerationConfig; without end tokens there, the tokenizer's own counts."""
         configured: int | Sequence[int] | None = config.eos_token_id
@@ -48,6 +54,7 @@ class GenerationSettings:
             max_tokens=config.max_new_tokens,
             sampling=_own_sampling(config),
             context_tokens=context_tokens,
+            num_embeddings=num_embeddings,
         )
 
     @property
@@ -82,7 +89,10 @@ def generation_settings(path: Path, adapter: Adapter) -> GenerationSettings:
     except OSError:
         config = transformers.GenerationConfig()
     model_config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-    return GenerationSettings.of(config, adapter.tokenizer.eos_token_id, context_tokens(model_config))
+    num_embeddings = getattr(model_config.get_text_config(), "vocab_size", None) or 0
+    return GenerationSettings.of(
+        config, adapter.tokenizer.eos_token_id, context_tokens(model_config), num_embeddings
+    )
 
 
 def context_tokens(config: Any) -> int | None:

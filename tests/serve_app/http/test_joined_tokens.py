@@ -76,9 +76,10 @@ def events_of(body: bytes) -> list[str]:
 
 
 def test_a_batch_is_one_message_of_whole_events() -> None:
-    first, second, _ = bodies_of([[delta("a")], [delta("b"), delta("c"), delta("d", "stop"), END]])
+    first, second, last = bodies_of([[delta("a")], [delta("b"), delta("c"), delta("d", "stop"), END]])
     assert events_of(first) == ["a"]
-    assert events_of(second) == ["b", "c", "d"]
+    assert events_of(second) == ["b", "c"]
+    assert events_of(last) == ["d"]
 
 
 def test_the_bytes_are_those_of_one_item_at_a_time() -> None:

@@ -135,7 +135,8 @@ def test_a_name_is_of_a_kind(app: RealApp, media: dict[str, Path]) -> None:
         ({"type": "image_url"}, "received neither a URL nor a uuid"),
         ({"type": "video_url", "video_url": None, "uuid": None}, "received neither a URL nor a uuid"),
         ({"type": "image_url", "image_url": {"url": ""}, "uuid": "x"}, "received neither a URL nor a uuid"),
-        (alone("image", "x", image_url={}), "content[0].image_url.url"),
+        (alone("image", "x", image_url={}), "received the uuid 'x' without image_url"),
+        ({"type": "image_url", "image_url": {}}, "received neither a URL nor a uuid"),
     ],
 )
 def test_what_names_nothing_is_refused(app: RealApp, part: JSON, words: str) -> None:

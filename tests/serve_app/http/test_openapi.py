@@ -45,7 +45,7 @@ OPERATIONS = {
     "POST /v1/files", "GET /v1/files", "GET /v1/files/{file_id}", "GET /v1/files/{file_id}/content",
     "DELETE /v1/files/{file_id}", "POST /v1/batches", "GET /v1/batches", "GET /v1/batches/{batch_id}",
     "POST /v1/batches/{batch_id}/cancel",
-    "POST /tokenize", "POST /detokenize",
+    "POST /tokenize", "POST /detokenize", "POST /invocations",
     "GET /health", "GET /metrics", "GET /ping", "POST /ping", "GET /version",
 }  # fmt: skip
 CHAT = "POST /v1/chat/completions"

@@ -40,7 +40,7 @@ def both_ways(
     """The events of each item, by `events` and by `chunks`."""
     record = RequestRecord(model=model)
     fast, plain = (
-        ChunkBuilder(record, includes_usage=includes_usage, has_logprobs=has_logprobs) for _ in range(2)
+        ChunkBuilder(record, 2, includes_usage=includes_usage, has_logprobs=has_logprobs) for _ in range(2)
     )
     return (
         [fast.events(item) for item in items],
@@ -66,3 +66,15 @@ def test_a_text_of_a_begun_choice_is_quoted_as_json_does(text: str) -> None:
     read = json.loads(fast[1].removeprefix(b"data: "))
     assert read["choices"][0]["delta"]["content"] == text
     assert "usage" in read
+
+
+def test_only_the_last_end_of_several_choices_waits_for_the_report() -> None:
+    builder = ChunkBuilder(RequestRecord(), 2, includes_usage=False, has_logprobs=False)
+    first = [chunk.choices[0] for chunk in builder.chunks(TokenDelta(1, "b", (1,), (), "stop"))]
+    assert [(one.delta.content, one.finish_reason) for one in first] == [("", None), ("b", "stop")]
+    second = [chunk.choices[0] for chunk in builder.chunks(TokenDelta(0, "a", (1,), (), "length"))]
+    assert [(one.delta.content, one.finish_reason) for one in second] == [("", None)]
+    list(builder.chunks(END))
+    (last,) = builder.last_chunks()
+    assert (last.choices[0].delta.content, last.choices[0].finish_reason) == ("a", "length")
+    assert last.epd

@@ -22,6 +22,7 @@ import openai
 import pytest
 from openai import OpenAI
 from openai.types.chat import ChatCompletion
+from transformers import AutoConfig
 
 from epd.models import embedded_model_path
 from tests import ROOT
@@ -109,7 +110,7 @@ def content(completion: ChatCompletion) -> str:
 
 
 def streamed(chunks: Any) -> tuple[str, list[str], list[Any]]:
-    """Returns the text, the reasons of ends and the deltas of a stream of one choice."""
+    """Returns the text, the reasons of ends and the deltas of a stream of one choice, which ends it."""
     choices = [chunk.choices[0] for chunk in chunks]
     deltas = [choice.delta for choice in choices]
     assert choices[-1].finish_reason
@@ -153,8 +154,9 @@ def test_a_medium_is_answered_and_talked_about(create: Client, media: dict[str, 
 def test_a_stream_about_a_medium_has_the_same_text(create: Client, media: dict[str, Path], name: str) -> None:
     asked = about(part_of(media[name]))
     completion = create(**asked, max_completion_tokens=10)
-    text, reasons, _ = streamed(create(**asked, max_completion_tokens=10, stream=True))
+    text, reasons, deltas = streamed(create(**asked, max_completion_tokens=10, stream=True))
     assert reasons == [completion.choices[0].finish_reason]
+    assert reasons == ["stop"] or deltas[-1].content
     assert text == content(completion)
 
 
@@ -190,6 +192,13 @@ def test_text_may_stand_before_an_image(create: Client, media: dict[str, Path], 
     parts = [{"type": "text", "text": "Describe this image."}, part_of(media[name])]
     messages = [TEXT["messages"][0], {"role": "user", "content": parts}]
     assert content(create(messages=messages, max_completion_tokens=10))
+
+
+def test_a_medium_that_was_sent_is_asked_about_by_its_uuid(create: Client, media: dict[str, Path]) -> None:
+    image = part_of(media["image"]) | {"uuid": "http://an.example/image.png"}
+    first = create(**about(image), max_completion_tokens=10)
+    again = create(**about(image | {"image_url": {}}), max_completion_tokens=10)
+    assert content(again) == content(first)
 
 
 def test_a_medium_that_was_never_sent_is_refused(create: Client) -> None:
@@ -234,11 +243,22 @@ def test_a_conversation_goes_on(create: Client) -> None:
     assert content(create(messages=turns, max_completion_tokens=5)) is not None
 
 
-def test_a_streamed_text_is_the_same(create: Client) -> None:
-    completion = create(**TEXT, max_completion_tokens=10)
-    text, reasons, _ = streamed(create(**TEXT, max_completion_tokens=10, stream=True))
+def test_a_streamed_text_is_the_same_and_its_end_comes_with_the_last_of_it(create: Client) -> None:
+    asked = {**TEXT, "max_completion_tokens": 10, "extra_body": {"min_tokens": 10}}
+    completion = create(**asked)
+    text, reasons, deltas = streamed(create(**asked, stream=True))
     assert text == content(completion)
-    assert reasons == [completion.choices[0].finish_reason]
+    assert reasons == [completion.choices[0].finish_reason] == ["length"]
+    assert deltas[-1].content
+
+
+def test_cached_tokens_are_counted(create: Client) -> None:
+    asked = {**TEXT, "max_completion_tokens": 5, "extra_body": {"cache_salt": "a cold cache"}}
+    assert create(**asked).usage.cache_read_input_tokens == 0
+    assert create(**asked).usage.cache_read_input_tokens > 0
+    *_, last = create(**asked, stream=True, stream_options={"include_usage": True})
+    assert last.usage.cache_read_input_tokens > 0
+    assert last.usage.cache_read_input_tokens == last.usage.prompt_tokens_details.cached_tokens
 
 
 def test_usage_is_streamed_where_it_is_asked_for(create: Client) -> None:
@@ -257,10 +277,13 @@ def test_usage_is_streamed_where_it_is_asked_for(create: Client) -> None:
 def test_usage_so_far_is_streamed_where_it_is_asked_for(create: Client) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     asked = {**TEXT, "max_completion_tokens": 10, "extra_body": {"ignore_eos": True}}
-    usages = [chunk.usage for chunk in create(**asked, stream=True, stream_options=options)]
-    counts = [usage.completion_tokens for usage in usages]
-    assert counts == sorted(counts)
-    assert counts[-1] == 10
+    chunks = list(create(**asked, stream=True, stream_options=options))
+    usages = [chunk.usage for chunk in chunks]
+    *counts, total = [usage.completion_tokens for usage in usages]
+    assert counts == sorted(set(counts))
+    assert counts[0] == 0
+    assert counts[-1] == total == 10
+    assert all(chunk.choices[0].delta.content is not None for chunk in chunks[:-1])
     assert {usage.prompt_tokens for usage in usages} == {usages[-1].prompt_tokens}
     assert all(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for usage in usages)
 
@@ -364,9 +387,11 @@ def test_a_schema_is_needed(create: Client) -> None:
 
 
 def vocabulary_size() -> int:
-    """Returns how many tokens there are; rows that pad the embeddings are none."""
+    """Returns how many rows the embeddings have: more than there are tokens."""
+    size: int = AutoConfig.from_pretrained(embedded_model_path()).get_text_config().vocab_size
     tokens = json.loads((embedded_model_path() / "tokenizer.json").read_text())
-    return 1 + max(token["id"] for token in tokens["added_tokens"])
+    assert size > 1 + max(token["id"] for token in tokens["added_tokens"])
+    return size
 
 
 def test_the_last_token_may_be_biased_and_stop(create: Client) -> None:
@@ -375,9 +400,18 @@ def test_the_last_token_may_be_biased_and_stop(create: Client) -> None:
     assert content(create(**TEXT, max_tokens=5, extra_body={"stop_token_ids": [last]})) is not None
 
 
+def test_a_token_that_pads_the_vocabulary_has_no_text(create: Client) -> None:
+    last = str(vocabulary_size() - 1)
+    completion = create(**TEXT, max_tokens=3, logit_bias={last: 100}, logprobs=True, top_logprobs=1)
+    assert content(completion) == ""
+    assert [token.token for token in completion.choices[0].logprobs.content] == [""] * 3
+    ended = create(**TEXT, max_tokens=3, logit_bias={last: 100}, extra_body={"stop_token_ids": [int(last)]})
+    assert (ended.choices[0].finish_reason, ended.usage.completion_tokens) == ("stop", 1)
+
+
 def test_tokens_outside_of_the_vocabulary_are_refused(create: Client) -> None:
     size = vocabulary_size()
-    words = str(size + 1), f"0 to {size - 1}"
+    words = str(size + 1), f"0 to {size - 1}", str(size)
     refused(create, *words, logit_bias={str(size + 1): 1.0})
     refused(create, *words, extra_body={"stop_token_ids": [size + 1]})
     refused(create, extra_body={"stop_token_ids": [-1]})
@@ -396,6 +430,24 @@ def test_a_body_is_an_object(app: RealApp, body: Any) -> None:
     reply = app.http.post("/v1/chat/completions", json=body)
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_invocations_answer_as_the_route_of_the_request(app: RealApp, create: Client) -> None:
+    asked = {**TEXT, "model": "tiny", "max_completion_tokens": 5, "temperature": 0.0, "logprobs": False}
+    reply = app.http.post("/invocations", json=asked).json()
+    completion = create(**asked)
+    assert completion.model_dump(exclude_unset=True).keys() == reply.keys()
+    assert completion.model_dump()["choices"] == reply["choices"]
+    body = {"model": "tiny", "prompt": "What is it?", "max_tokens": 5, "temperature": 0}
+    texts = [app.http.post(path, json=body).json() for path in ("/invocations", "/v1/completions")]
+    assert texts[0]["object"] == "text_completion"
+    assert texts[0]["choices"] == texts[1]["choices"]
+    neither = app.http.post("/invocations", json={"model": "tiny", "input": "What is it?"})
+    assert neither.status_code == 400
+    assert "neither messages nor a prompt" in neither.json()["error"]["message"]
+    wrong = app.http.post("/invocations", json={"messages": [], "n": 0}).json()["error"]["message"]
+    assert "messages" in wrong
+    assert "n: " in wrong
 
 
 def test_a_salt_is_not_empty(create: Client) -> None:
