@@ -2,7 +2,7 @@
 
 validating -> in_progress -> finalizing -> completed
      |             '-> cancelled, expired: with what has been answered
-     '-> failed: nothing was asked
+     '-> failed: with what was answered before the file was gone, if anything
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ class BatchRun:
             self._finish(status)
 
     def fail(self, code: str, message: str) -> None:
-        """Ends a batch of which nothing can be asked."""
+        """Ends a batch of which nothing more can be asked. What was answered before a restart is kept."""
         source = str(self._store.files.path_of(self._stored.batch.input_file_id))
         shown = message.replace(source, self._stored.batch.input_file_id)
         errors = BatchErrors(data=[BatchError(code=code, message=shown)])
-        self._set("failed", failed_at=int(time.time()), errors=errors)
+        self._set("failed", failed_at=int(time.time()), errors=errors, **self._results())
 
     def check(self) -> None:
         """Raises _Stopped if the batch is to end early."""
@@ -128,12 +128,12 @@ class BatchRun:
 
     def _finish(self, status: BatchStatus) -> None:
         """Makes the results files of the client's. Done again after a crash, it changes nothing more."""
-        found = {
-            name: self._adopt(path, name)
-            for name, path in (("output", self._out), ("error", errors_path(self._out)))
-        }
-        times = {f"{status}_at": int(time.time())}
-        self._set(status, output_file_id=found["output"], error_file_id=found["error"], **times)
+        self._set(status, **self._results(), **{f"{status}_at": int(time.time())})
+
+    def _results(self) -> dict[str, str | None]:
+        """Returns the ids of the files of results, which are the client's from now on."""
+        paths = {"output": self._out, "error": errors_path(self._out)}
+        return {f"{name}_file_id": self._adopt(path, name) for name, path in paths.items()}
 
     def _adopt(self, path: Path, name: str) -> str | None:
         """Returns the id of the file that results become; None without any."""

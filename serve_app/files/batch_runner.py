@@ -49,12 +49,12 @@ class BatchRunner:
     def _work(self, transport: AppTransport) -> None:
         while not self._stop.is_set():
             pause_s = LOOK_S
-            try:
-                for batch_id in self._store.unfinished():
+            for batch_id in self._store.unfinished():
+                try:
                     self._drive(batch_id, transport)
-            except (EPDError, OSError) as error:
-                logger.warning("batches wait: %s", error)
-                pause_s = _RETRY_S
+                except (EPDError, OSError) as error:
+                    logger.warning("batch_id=%s waits: %s", batch_id, error)
+                    pause_s = _RETRY_S
             self._stop.wait(pause_s)
 
     def _drive(self, batch_id: str, transport: AppTransport) -> None:

@@ -15,7 +15,8 @@ from openai.types import Batch
 
 from epd.errors import OverloadedError
 from serve_app.files.settings import FileSettings
-from tests.serve_app.conftest import QUESTION, Front
+from serve_app.http.api import ApiSettings
+from tests.serve_app.conftest import QUESTION, Front, running_front
 from tests.serve_app.fakes import FakeService
 from tests.serve_app.server import wait_until
 
@@ -121,6 +122,31 @@ def test_a_cancelled_batch_keeps_what_was_answered(run_front: RunFront, tmp_path
     assert 0 < len(answers) < 100
     with pytest.raises(openai.BadRequestError, match="cancelled"):
         client.batches.cancel(batch.id)
+
+
+def test_a_batch_whose_file_is_gone_keeps_what_was_answered(tmp_path: Path) -> None:
+    settings = ApiSettings(files=FileSettings(tmp_path / "kept", num_in_flight=2))
+    with running_front(FakeService(word_s=0.05), settings) as front:
+        batch = asked(front.openai, [line(str(number)) for number in range(500)])
+        wait_until(lambda: front.service.num_closed > 6)
+        front.openai.files.delete(batch.input_file_id)
+    with running_front(FakeService(), settings) as front:
+        done = ended(front.openai, batch)
+        assert done.status == "failed"
+        assert done.errors is not None
+        assert done.errors.data is not None
+        assert "upload it again" in str(done.errors.data[0].message)
+        assert not front.service.requests
+        assert 6 < len(records(front.openai, done.output_file_id)) < 100
+
+
+def test_a_batch_that_cannot_be_written_holds_up_no_other(run_front: RunFront, tmp_path: Path) -> None:
+    front = run_front(FakeService(word_s=0.05), files=FileSettings(tmp_path / "kept"))
+    batches = [asked(front.openai, [line(str(number)) for number in range(20)]) for _ in range(3)]
+    stuck, last = sorted(batches[1:], key=lambda each: (each.created_at, each.id))
+    (tmp_path / "kept" / "batches" / stuck.id / ".batch.json.part").mkdir()
+    assert {ended(front.openai, each).status for each in (batches[0], last)} == {"completed"}
+    assert front.openai.batches.retrieve(stuck.id).status not in FINAL
 
 
 def test_no_more_lines_are_in_flight_than_allowed(run_front: RunFront, tmp_path: Path) -> None:
