@@ -201,7 +201,7 @@ Trace = Annotated[
     typer.Option(
         "--trace",
         metavar="FILE",
-        help="CSV in the format of the Azure LMM trace, or an access log of epd serve.",
+        help="Azure's LMM trace (CSV), Mooncake's (JSON lines), a folder of ServeGen, or a log of epd serve.",
     ),
 ]
 RepeatRate = Annotated[

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from epd.errors import RequestError
-from epd.workload.requests import RequestShape, Resolution, VideoSpec
+from epd.workload.requests import RequestShape, VideoSpec
+from epd.workload.trace_media import TraceMedia
 
 MARK = "request_id="
 _TIME = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)[,.](\d{3,6})")
 _FIELD = re.compile(r"(\w+)=(\S+)")
-_LEAST_SIDE, _LARGEST_SIDE = 32, 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,29 +45,21 @@ class LogRow:
         """Whether its media are videos; a request with images beside videos counts as videos."""
         return self.num_frames > self.num_media
 
-
-@dataclass(frozen=True, slots=True)
-class ModelSight:
-    """How the model that wrote the log looks at media, to find sizes that give the same number of tokens.
-
-    token_side: pixels, of the square that becomes one visual token.
-    frames_per_token: how many frames of a video share a token.
-    frames_per_s: how many frames of a video are sampled per second.
-    """
-
-    token_side: int = 28
-    frames_per_token: int = 2
-    frames_per_s: float = 2.0
-
-    def size(self, num_tokens: float) -> Resolution:
-        """Returns a nearly square size that gives `num_tokens` tokens."""
-        wide = max(1, round(math.sqrt(num_tokens)))
-        high = max(1, round(num_tokens / wide))
-        return Resolution(self._pixels(wide), self._pixels(high))
-
-    def _pixels(self, num_tokens: int) -> int:
-        """Returns an even number of pixels that a `Resolution` allows."""
-        return min(_LARGEST_SIDE, max(_LEAST_SIDE, num_tokens * self.token_side)) // 2 * 2
+    def shape(self, media: TraceMedia) -> RequestShape:
+        """Returns a request of that size; longer texts and answers are cut."""
+        text, output = media.text_tokens(self.text_tokens), media.output_tokens(self.completion_tokens)
+        if not self.num_media:
+            return RequestShape(text, output)
+        sight = media.sight
+        if not self.has_videos:
+            return RequestShape(
+                text, output, (sight.size(self.visual_tokens / self.num_media),) * self.num_media
+            )
+        frames = self.num_frames / self.num_media
+        pictures = self.num_media * math.ceil(frames / sight.frames_per_token)
+        size = sight.size(self.visual_tokens / pictures)
+        video = VideoSpec(frames / sight.frames_per_s, media.video_fps, size)
+        return RequestShape(text, output, videos=(video,) * self.num_media)
 
 
 def parse_log(lines: Iterable[str], max_rows: int | None = None) -> list[LogRow]:
@@ -124,16 +116,3 @@ def _ended_s(head: str) -> float:
         raise ValueError(f"no time such as 2026-11-21 12:38:01,250 in {head.strip()[:40]!r}")
     moment = datetime.fromisoformat(found[1]).replace(tzinfo=UTC)
     return moment.timestamp() + float(f"0.{found[2]}")
-
-
-def log_shape(row: LogRow, sight: ModelSight, video_fps: int, max_text: int, max_output: int) -> RequestShape:
-    """Returns a request of that size; longer texts and answers are cut."""
-    text, output = min(row.text_tokens, max_text), min(row.completion_tokens, max_output)
-    if not row.num_media:
-        return RequestShape(text, output)
-    if not row.has_videos:
-        return RequestShape(text, output, (sight.size(row.visual_tokens / row.num_media),) * row.num_media)
-    frames = row.num_frames / row.num_media
-    pictures = row.num_media * math.ceil(frames / sight.frames_per_token)
-    video = VideoSpec(frames / sight.frames_per_s, video_fps, sight.size(row.visual_tokens / pictures))
-    return RequestShape(text, output, videos=(video,) * row.num_media)

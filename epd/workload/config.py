@@ -14,7 +14,6 @@ import yaml  # type: ignore[import-untyped]  # its stubs are another package
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from epd.errors import RequestError
-from epd.workload.access_log import ModelSight
 from epd.workload.arrivals import (
     ArrivalKind,
     Arrivals,
@@ -26,7 +25,8 @@ from epd.workload.arrivals import (
 )
 from epd.workload.distributions import SizeDistribution
 from epd.workload.requests import Mix, Resolution, ShapeClass, Workload
-from epd.workload.trace import TraceMedia, open_trace, trace_arrivals, trace_shapes
+from epd.workload.trace import open_trace, trace_arrivals, trace_shapes
+from epd.workload.trace_media import ModelSight, TraceMedia
 
 # A spread in its notation; files may give plain numbers.
 Size = Annotated[str, BeforeValidator(str)]
@@ -73,7 +73,7 @@ class WorkloadConfig(BaseModel):
     ramp_from: the rate at the start of a ramp that reaches `rate` after ramp_s (by default at the end of the
         run).
     tokens_per_image: what an image took of a trace's ContextTokens.
-    token_side, frames_per_s: of the model that wrote an access log, see `ModelSight`.
+    token_side, frames_per_s: of the model that a trace with tokens of media asked, see `ModelSight`.
 
     A trace takes sizes of media from the first part of the mix, and the token counts given there as caps.
     """

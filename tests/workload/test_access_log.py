@@ -12,9 +12,10 @@ import pytest
 from epd.cli.program import app
 from epd.errors import RequestError
 from epd.types import StageTimings, Usage
-from epd.workload.access_log import ModelSight, parse_log
+from epd.workload.access_log import parse_log
 from epd.workload.config import load_workload
 from epd.workload.requests import RequestShape, Resolution
+from epd.workload.trace_media import ModelSight
 from serve_app.composition import log_requests
 from serve_app.observability.record import RequestRecord
 from serve_app.service import AnswerEnd

@@ -16,8 +16,16 @@ from epd.errors import RequestError
 from epd.workload.arrivals import ArrivalKind, BurstyArrivals, RampArrivals, poisson_arrivals
 from epd.workload.config import PRESETS, load_workload
 from epd.workload.distributions import SizeDistribution
-from epd.workload.requests import Mix, PlannedRequest, Resolution, ShapeClass, VideoSpec, Workload
-from epd.workload.trace import parse_trace
+from epd.workload.requests import (
+    Mix,
+    PlannedRequest,
+    RequestShape,
+    Resolution,
+    ShapeClass,
+    VideoSpec,
+    Workload,
+)
+from epd.workload.trace import parse_mooncake, parse_trace
 
 TRACE = """TIMESTAMP,NumImages,ContextTokens,GeneratedTokens
 2024-10-15 00:00:10.5000000,2,700,112
@@ -279,6 +287,31 @@ def test_a_trace_file_is_a_workload(tmp_path: Path, end: str) -> None:
     assert [request.shape.output_tokens for request in requests] == [5, 112, 1]
     assert [len(request.shape.images) for request in requests] == [0, 2, 1]
     assert requests[1].shape.images == (Resolution(64, 64),) * 2
+
+
+def test_a_trace_of_mooncake_is_texts_alone(tmp_path: Path) -> None:
+    rows = [
+        {"timestamp": 3000, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47]},
+        {"timestamp": 500, "input_length": 12, "output_length": 0, "hash_ids": []},
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    requests = list(load_workload(None, {"trace": str(path)}).resolve().requests(0))
+    assert [(one.due_s, one.shape) for one in requests] == [
+        (0.0, RequestShape(12, 1)),
+        (2.5, RequestShape(6955, 52)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "line", ["{", '{"timestamp": 1}', '{"timestamp": 1, "input_length": "x", "output_length": 2}']
+)
+def test_a_damaged_trace_of_mooncake_is_named_by_line(line: str) -> None:
+    good = '{"timestamp": 1, "input_length": 2, "output_length": 3}'
+    with pytest.raises(RequestError, match="line 2 of the trace"):
+        parse_mooncake([good, line])
+    with pytest.raises(RequestError, match="line 1 of the trace has a negative number"):
+        parse_mooncake([good.replace("2", "-2")])
 
 
 def test_token_counts_that_are_given_cap_those_of_a_trace(tmp_path: Path) -> None:
