@@ -16,6 +16,8 @@ MAX_STOP_STRINGS = 64
 MAX_INT64 = 2**63 - 1
 MAX_GRAMMAR_CHARS = 2**20
 MAX_BIASES = 1024
+MAX_BAD_WORDS = 512
+MAX_BAD_WORD_CHARS = 2**13  # of all words together
 MAX_BIAS = 100.0  # as OpenAI and vLLM have it: one such token is the only one, or never comes
 
 
@@ -83,6 +85,8 @@ class SamplingParams:
     n: independent answers to the same prompt.
     logit_bias: token ids, each once, and what is added to their logits before all else.
     grammar: that the answer follows, as `stages.grammar` writes it; empty for any answer.
+    bad_words: that the answer does not contain, as the tokenizer writes them, with or without a space.
+    bad_token_ids: the tokens of these words, see `stages.sampling.bad_words`; None where not known yet.
     """
 
     max_tokens: int | None = None
@@ -103,6 +107,8 @@ class SamplingParams:
     n: int = 1
     logit_bias: tuple[tuple[int, float], ...] = ()
     grammar: str = ""
+    bad_words: tuple[str, ...] = ()
+    bad_token_ids: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in _RANGES.items():
@@ -118,6 +124,7 @@ class SamplingParams:
                 raise RequestError(f"{name} must be true or false, got {reprlib.repr(getattr(self, name))}")
         self._check_stops()
         self._check_biases()
+        self._check_bad_words()
         self._check_grammar()
 
     def _check_grammar(self) -> None:
@@ -151,6 +158,19 @@ class SamplingParams:
             )
         if len({token_id for token_id, _ in given}) < len(given):
             raise RequestError(f"logit_bias must name each token once, got {reprlib.repr(given)}")
+
+    def _check_bad_words(self) -> None:
+        words = self.bad_words
+        if not isinstance(words, tuple) or not all(isinstance(each, str) and each.strip() for each in words):
+            raise RequestError(
+                f"bad_words must be strings that are more than spaces, got {reprlib.repr(words)}"
+            )
+        num_chars = sum(map(len, words))
+        if len(words) > MAX_BAD_WORDS or num_chars > MAX_BAD_WORD_CHARS:
+            raise RequestError(
+                f"bad_words may hold at most {MAX_BAD_WORDS} words of {MAX_BAD_WORD_CHARS} characters "
+                f"together, got {len(words)} of {num_chars}"
+            )
 
     def with_options(self, said: Mapping[str, Any]) -> SamplingParams:
         """Returns these params, as defaults, with the options a request names. Raises RequestError."""

@@ -89,5 +89,5 @@ class MediaPrefix:
         prompt = reduce_prompt(self._adapter.plan_chat(self._plans, messages), self._reduction)
         prompt.check_begins_with(self.token_ids)
         identity = prompt_identity(prompt, self._mm_hashes)
-        sampling = self._settings.completed(sampling, len(prompt))
+        sampling = self._settings.completed(sampling, len(prompt), self._adapter.tokenizer)
         return GenerateRequest(request_id, prompt, identity, sampling, seed, parent=self.parent)

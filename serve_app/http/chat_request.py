@@ -11,7 +11,15 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from epd.reduction import LEAST_RETENTION, METHODS
-from epd.sampling_params import MAX_BIAS, MAX_BIASES, MAX_CHOICES, MAX_INT64, MAX_LOGPROBS, MAX_STOP_STRINGS
+from epd.sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_BIAS,
+    MAX_BIASES,
+    MAX_CHOICES,
+    MAX_INT64,
+    MAX_LOGPROBS,
+    MAX_STOP_STRINGS,
+)
 from serve_app.http.request_fields import CHAT_FIELDS
 
 MAX_SALT_CHARS = 1024
@@ -34,6 +42,7 @@ Biases = Annotated[
     ],
     Field(max_length=MAX_BIASES),
 ]
+BadWords = Annotated[list[str], Field(max_length=MAX_BAD_WORDS, fail_fast=True)]
 
 
 class _Received(BaseModel):
@@ -340,6 +349,7 @@ class ChatRequest(_Received):
     stop_token_ids: Listed[Annotated[int, Field(ge=0, le=MAX_INT64)]] | None = None
     include_stop_str_in_output: bool | None = None
     logit_bias: Biases | None = Field(default=None, description="By token id.")
+    bad_words: BadWords | None = Field(default=None, description="That answers do not contain.")
     mm_processor_kwargs: ProcessorOptions | None = None
     media_io_kwargs: MediaLoading | None = None
     priority: Int64 | None = Field(

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from epd.sampling_params import MAX_CHOICES, MAX_INT64, MAX_LOGPROBS, MAX_STOP_STRINGS
 from serve_app.http.chat_request import (
     MAX_SALT_CHARS,
+    BadWords,
     Biases,
     ChatRequest,
     Count0,
@@ -116,6 +117,7 @@ class CompletionRequest(BaseModel):
     stop_token_ids: Listed[Count0] | None = None
     include_stop_str_in_output: bool | None = None
     logit_bias: Biases | None = Field(default=None, description="By token id.")
+    bad_words: BadWords | None = Field(default=None, description="That answers do not contain.")
     add_special_tokens: bool | None = Field(
         default=None, description="Whether texts get those that the tokenizer adds; by default true."
     )

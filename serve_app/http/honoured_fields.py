@@ -44,6 +44,10 @@ HONOURED: Mapping[str, str] = {
     "stop_token_ids": "as vLLM's",
     "include_stop_str_in_output": "as vLLM's",
     "logit_bias": "at most 1,024 tokens, from -100 to 100, added before penalties",
+    "bad_words": (
+        "as vLLM's: these words, at most 512 of 8,192 characters, are not in the answer as the tokenizer "
+        "writes them, with or without a space before; see below"
+    ),
     "mm_processor_kwargs": (
         "`fps` or `num_frames` of videos, or `do_sample_frames` false: every frame; `min_pixels`, "
         "`max_pixels` or `size` of images and frames, see below"

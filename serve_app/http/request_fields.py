@@ -34,7 +34,6 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,),
     "allowed_token_ids": (),
     "audio": (),
-    "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
     "chat_template_kwargs": ({},),

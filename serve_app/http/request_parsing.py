@@ -109,6 +109,8 @@ def sampling_params(chat: ChatRequest, defaults: SamplingParams) -> SamplingPara
     said["stop_token_ids"] = None if chat.stop_token_ids is None else tuple(chat.stop_token_ids)
     if chat.logit_bias is not None:
         said["logit_bias"] = tuple((int(each), bias) for each, bias in chat.logit_bias.items())
+    if chat.bad_words is not None:
+        said["bad_words"] = tuple(chat.bad_words)
     if chat.stop is not None:
         said["stop"] = (chat.stop,) if isinstance(chat.stop, str) else tuple(chat.stop)
     if chat.logprobs:

@@ -11,6 +11,7 @@ from epd.sampling_params import MAX_INT64, MAX_LOGPROBS, MAX_STOP_STRINGS
 from serve_app.http.chat_request import (
     MAX_SALT_CHARS,
     MAX_TOOLS,
+    BadWords,
     Biases,
     Count,
     Count0,
@@ -32,7 +33,7 @@ _SHARED_NO_EFFECT = (
     "session_id", "user",
 )  # fmt: skip
 _SHARED_REFUSED = (
-    "allowed_token_ids", "bad_words", "chat_template", "chat_template_kwargs", "ec_transfer_params",
+    "allowed_token_ids", "chat_template", "chat_template_kwargs", "ec_transfer_params",
     "kv_transfer_params", "moderation", "request_id", "service_tier", "skip_special_tokens", "vllm_xargs",
 )  # fmt: skip
 _WHOLE = "send the whole conversation as input"
@@ -236,6 +237,7 @@ class ResponseRequest(BaseModel):
     stop_token_ids: Listed[Count0] | None = None
     include_stop_str_in_output: bool | None = None
     logit_bias: Biases | None = Field(default=None, description="By token id.")
+    bad_words: BadWords | None = Field(default=None, description="That answers do not contain.")
     mm_processor_kwargs: ProcessorOptions | None = None
     media_io_kwargs: MediaLoading | None = None
     priority: Int64 | None = Field(default=None, description="The lower, the sooner.")

@@ -37,6 +37,7 @@ _MAX_KNOWN_PLANS = 256
 # What is planned at once, in about a millisecond, instead of by a thread that must be woken for it.
 _MAX_SHORT_CHARS = 2000
 _MAX_SHORT_MESSAGES = 16
+_MAX_SHORT_WORDS = 16
 _MAX_SHORT_VISUAL_TOKENS = 1024
 # Content, frame sampling and size; the model is fixed for a planner.
 _PlanKey = tuple[str, FrameSampling, PixelLimits]
@@ -162,10 +163,13 @@ class RequestPlanner:
             return None if adapter is None else self._planned(adapter, request, images or {})
 
     def _is_short(self, request: AnswerRequest, images: Mapping[int, MediaPlan]) -> bool:
-        """Returns whether a request has a short text, and few visual tokens of media that are planned."""
+        """Returns whether a request has short texts, and few visual tokens of media that are planned."""
         if len(request.messages) > _MAX_SHORT_MESSAGES or any(each.tool_calls for each in request.messages):
             return False
+        if len(request.sampling.bad_words) > _MAX_SHORT_WORDS:
+            return False
         num_chars = sum(len(part.text) for each in request.messages for part in each.parts)
+        num_chars += sum(map(len, request.sampling.bad_words))
         if num_chars + len(request.prompt or ()) > _MAX_SHORT_CHARS:
             return False
         num_tokens, frame_sampling = 0, replace(request.frame_sampling, max_frames=self.limits.max_frames)
@@ -184,7 +188,7 @@ class RequestPlanner:
         self._check_ids(request.prompt or (), len(adapter.tokenizer))
         self._check_options(request.sampling, len(adapter.tokenizer))
         plans, prompt = self._within_budget(adapter, request, images)
-        sampling = self.settings.completed(request.sampling, len(prompt))
+        sampling = self.settings.completed(request.sampling, len(prompt), adapter.tokenizer)
         hashes = tuple(salted(source.mm_hash, request.cache_salt) for source in request.media)
         groups = plan_groups(plans, hashes, model=self._revision, group_tokens=self._group_tokens)
         seed = request.sampling.seed

@@ -16,6 +16,7 @@ from epd.kv.kv_identity import TokenIdentity
 from epd.sampling_params import SamplingParams
 from epd.transfer.handover import HandoverEnd
 from stages.engine.faults import RequestFault
+from stages.sampling.bad_words import with_bad_tokens
 from stages.sampling.sampler import SampledToken
 
 FinishReason = Literal["stop", "length"]
@@ -62,14 +63,17 @@ class GenerationSettings:
         """Returns greedy defaults, as the checkpoint has them; `completed` settles max_tokens."""
         return SamplingParams(repetition_penalty=self.sampling.repetition_penalty)
 
-    def completed(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """Completes params: see `held_to_context`."""
+    def completed(self, params: SamplingParams, num_prompt_tokens: int, tokenizer: Any) -> SamplingParams:
+        """Completes params: see `held_to_context` and `with_bad_tokens`. tokenizer: lent to the caller."""
+        return with_bad_tokens(self._held(params, num_prompt_tokens), tokenizer)
+
+    def _held(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         return held_to_context(params, num_prompt_tokens, self.context_tokens, self.max_tokens)
 
     def expected_tokens(self, params: SamplingParams, num_prompt_tokens: int) -> int:
         """Estimates the tokens of all answers to a request with these params."""
         asked = self.max_tokens if params.max_tokens is None else params.max_tokens
-        return expected_tokens(self.completed(params, num_prompt_tokens), asked)
+        return expected_tokens(self._held(params, num_prompt_tokens), asked)
 
 
 def _own_sampling(config: Any) -> SamplingParams:
@@ -130,6 +134,12 @@ class GenerateRequest:
     parent: str | None = None
     priority: int = 0
     num_dropped: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sampling.bad_words and self.sampling.bad_token_ids is None:
+            raise ValueError(
+                f"request '{self.request_id}' has bad words without tokens; complete its sampling"
+            )
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -18,6 +18,7 @@ from stages.grammar.matcher import TokenMatcher
 from stages.reduction.propagation import GoingOn
 from stages.reduction.pruning import WindowInputs, window_inputs
 from stages.reduction.question_views import QuestionView, view_of
+from stages.sampling.bad_words import bad_words_of
 from stages.sampling.detokenizer import AnswerEnds, TextStream
 from stages.sampling.sampler import SampledToken
 from stages.sampling.sampling_state import SamplingState
@@ -75,6 +76,7 @@ class TokenSequence:
             request.prompt.token_ids,
             ending_ids=ends.token_ids,
             matcher=matcher,
+            bad_words=bad_words_of(request.sampling.bad_token_ids or ()),
         )
         self.text = TextStream(tokenizer, request.sampling, ends)
         self.finish_reason: FinishReason | None = None

@@ -6,7 +6,7 @@ R rows of logits, G of them with a grammar, V tokens in the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -32,18 +32,24 @@ def allowed_tokens(rows: Sequence[SamplingRow], num_tokens: int) -> tuple[Int64A
 
 
 def _fill(row: SamplingRow, mask: NDArray[np.int32]) -> None:
-    """Fills one row's mask. What may not end yet ends all the same where its grammar allows nothing else."""
+    """Fills a mask. Where the grammar allows nothing else, the answer ends early, else has a bad word."""
     if row.state.matcher is None:
         return
     row.state.matcher.fill(mask, row.drafted)
-    if not row.banned_ids:
-        return
+    for unwanted in filter(None, (row.bad_ids | row.banned_ids, row.bad_ids)):
+        kept = _without(mask, unwanted)
+        if kept.any():
+            mask[:] = kept
+            return
+
+
+def _without(mask: NDArray[np.int32], token_ids: Iterable[int]) -> NDArray[np.int32]:
+    """Returns a mask in which these tokens are not allowed."""
     kept = mask.copy()
-    for token_id in row.banned_ids:
+    for token_id in token_ids:
         if token_id < len(kept) * _WORD_BITS:
             kept.view(np.uint32)[token_id // _WORD_BITS] &= ~np.uint32(1 << token_id % _WORD_BITS)
-    if kept.any():
-        mask[:] = kept
+    return kept
 
 
 def ruled_out(scores: Tensor, places: Tensor, bits: Tensor) -> Tensor:

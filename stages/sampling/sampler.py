@@ -1,8 +1,8 @@
 """Chooses the next token of many sequences at once, each as if it were alone.
 
 The order is that of transformers: repetition penalty, temperature, top_k, top_p, min_p; presence and
-frequency penalties come with the first, then what a grammar rules out. Then one number in [0, 1), a hash of
-(seed, index), is looked up in the cumulative distribution:
+frequency penalties come with the first, then what a grammar and bad words rule out. Then one number in
+[0, 1), a hash of (seed, index), is looked up in the cumulative distribution:
 
     weights     |  token 0  | 1 |     token 2      | 3 |     (tokens ruled out have none)
     number                            ^  -> token 2
@@ -158,12 +158,12 @@ def _penalties(rows: Sequence[SamplingRow], num_tokens: int) -> list[NDArray[Any
 
 
 def _banned(rows: Sequence[SamplingRow], num_tokens: int) -> NDArray[np.int64]:
-    """Returns the places, among all R * V, of tokens that would end an answer too early: int64 [B]."""
+    """Returns the places, among all R * V, of tokens that end an answer too early or a word: int64 [B]."""
     places = [
         i * num_tokens + token_id
         for i, row in enumerate(rows)
-        if row.state.ending_ids and row.state.matcher is None  # which is asked what else there is
-        for token_id in row.banned_ids
+        if (row.state.ending_ids or row.state.bad_words) and row.state.matcher is None
+        for token_id in row.banned_ids | row.bad_ids
         if token_id < num_tokens
     ]
     return np.array(places, np.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from epd.sampling_params import SamplingParams
 from epd.types import Int64Array
+from stages.sampling.bad_words import BadWords
 
 _SPARE_SLOTS = 64
 
@@ -69,9 +71,13 @@ class SamplingState:
     is_plain: the most likely token is taken as it is, and nothing is reported about the others.
     ending_ids: tokens that may not come before `min_tokens`.
     matcher: knows which tokens may follow; None where any may.
+    bad_words: that the answer may not contain; None without any.
     """
 
-    __slots__ = ("_counts", "ending_ids", "is_plain", "matcher", "num_generated", "params", "seed")
+    __slots__ = (
+        "_counts", "_last_ids", "bad_words", "ending_ids", "is_plain", "matcher", "num_generated", "params",
+        "seed",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -83,6 +89,7 @@ class SamplingState:
         eos_ids: frozenset[int] = frozenset(),
         ending_ids: frozenset[int] | None = None,
         matcher: Matcher | None = None,
+        bad_words: BadWords | None = None,
     ) -> None:
         """Creates a state. seed: as resolved for this sequence, whatever params say. prompt_ids: int64 [T].
 
@@ -96,20 +103,27 @@ class SamplingState:
         ending_ids = params.ending_ids(eos_ids) if ending_ids is None else ending_ids
         self.ending_ids = ending_ids if params.min_tokens else frozenset()
         is_changed = params.has_penalties or bool(params.logit_bias) or matcher is not None
-        is_likeliest = params.is_greedy and not is_changed
+        is_likeliest = params.is_greedy and not is_changed and bad_words is None
         self.is_plain = is_likeliest and params.logprobs is None and not self.ending_ids
         seen = prompt_ids if params.repetition_penalty != 1 else prompt_ids[:0]
         self._counts = TokenCounts(seen) if params.has_penalties else None
+        self.bad_words = bad_words
+        self._last_ids: deque[int] = deque(maxlen=bad_words.num_before if bad_words else 0)
         for token_id in output_ids:
             self.append(token_id)
 
     def append(self, token_id: int) -> None:
         """Records the next token of the sequence."""
         self.num_generated += 1
+        self._last_ids.append(token_id)
         if self.matcher is not None:
             self.matcher.append(token_id)
         if self._counts is not None:
             self._counts.append(token_id)
+
+    def completing_ids(self, drafted: tuple[int, ...]) -> frozenset[int]:
+        """Returns the tokens that complete a bad word, as if the drafted ones had been generated."""
+        return self.bad_words.completing((*self._last_ids, *drafted)) if self.bad_words else frozenset()
 
     def counts_with(self, drafted: tuple[int, ...]) -> TokenCounts:
         """Returns the tokens that penalties apply to, as if the drafted ones had been generated."""
@@ -137,3 +151,8 @@ class SamplingRow(NamedTuple):
     def banned_ids(self) -> frozenset[int]:
         """Lists the tokens that would end the answer too early."""
         return self.state.ending_ids if self.draw_index < self.state.params.min_tokens else frozenset()
+
+    @property
+    def bad_ids(self) -> frozenset[int]:
+        """Lists the tokens that would complete a bad word."""
+        return self.state.completing_ids(self.drafted)

@@ -157,7 +157,7 @@ def test_options_reach_the_service(front: Front) -> None:
     }  # fmt: skip
     response = front.ask(
         **said, max_completion_tokens=9, max_tokens=8, stop=["x", "y"], stop_token_ids=[3], logprobs=True,
-        logit_bias={"7": 2, "9": -100},
+        logit_bias={"7": 2, "9": -100}, bad_words=["red", "two"],
     )  # fmt: skip
     assert response.status_code == 200, response.text
     assert front.service.requests[0].sampling == SamplingParams(
@@ -166,9 +166,10 @@ def test_options_reach_the_service(front: Front) -> None:
         stop=("x", "y"),
         stop_token_ids=(3,),
         logit_bias=((7, 2.0), (9, -100.0)),
+        bad_words=("red", "two"),
         logprobs=0,  # type: ignore[arg-type]
     )
-    front.ask(max_tokens=8, stop="z", temperature=0, user="me", metadata={"a": "b"})
+    front.ask(max_tokens=8, stop="z", temperature=0, user="me", metadata={"a": "b"}, bad_words=[])
     assert front.service.requests[1].sampling == SamplingParams(max_tokens=8, stop=("z",), temperature=0)
 
 

@@ -166,6 +166,26 @@ def test_a_bias_chooses_the_token(app: RealApp) -> None:
     assert "received the token 1000000; allowed: 0 to" in refused.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_words_are_not_in_the_answer(app: RealApp, stream: bool) -> None:
+    body: JSON = {"messages": [{"role": "user", "content": "what?"}], "max_tokens": 8, "temperature": 0}
+    biased = tokens_of(app, "circle", " circle", "square", " square")
+    body |= {"logit_bias": {str(token_id): 50 for token_id in biased}}
+    found = []
+    for words in ([], [" circle"], ["circle", "square"], ["circle"] * 500):
+        reply = app.http.post("/v1/chat/completions", json=body | {"bad_words": words, "stream": stream})
+        assert reply.status_code == 200, reply.text
+        found.append([word for word in ("circle", "square") if word in reply.text])
+    assert found == [["circle", "square"], ["square"], [], ["square"]]
+
+
+def tokens_of(app: RealApp, *texts: str) -> list[int]:
+    """The tokens of texts, each of which is one."""
+    found = [app.http.post("/tokenize", json={"prompt": text}).json()["tokens"] for text in texts]
+    assert {len(token_ids) for token_ids in found} == {1}
+    return [token_id for (token_id,) in found]
+
+
 def test_an_unknown_model_is_not_found(app: RealApp) -> None:
     for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
         assert app.http.post(path, json=body | {"model": "gpt"}).status_code == 404

@@ -13,6 +13,7 @@ import pytest
 import epd
 from epd import errors
 from epd.errors import EPDError, OverloadedError, exit_code, http_status
+from epd.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS
 from serve_app.http.body_reader import BodyLimits
 from tests.serve_app.conftest import JSON, QUESTION, Front
 from tests.serve_app.fakes import FakeService
@@ -158,6 +159,9 @@ def test_what_does_not_fit_is_named(front: Front, body: JSON, place: str) -> Non
         ({"tools": [{"type": "function"}]}, "tools[0]: Field required"),
         ({"logit_bias": {"05": 1}}, "logit_bias.05"),
         ({"logit_bias": {"5": 101}}, "less than or equal to 100"),
+        ({"bad_words": ["red", " "]}, "more than spaces"),
+        ({"bad_words": ["red"] * (MAX_BAD_WORDS + 1)}, "bad_words"),
+        ({"bad_words": ["x" * (MAX_BAD_WORD_CHARS + 1)]}, f"{MAX_BAD_WORD_CHARS} characters"),
         ({"modalities": ["text", "audio"]}, "received modalities"),
         ({"stream_options": {"include_usage": True}}, "stream_options without stream"),
         ({"top_logprobs": 2}, "top_logprobs without logprobs"),

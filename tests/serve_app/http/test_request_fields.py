@@ -19,7 +19,7 @@ from tests.serve_app.conftest import JSON, QUESTION, Front
 # What SERVING.md found taken and ignored, with a value that asks for something.
 ONCE_IGNORED: JSON = {
     "guided_json": {"type": "object"}, "prompt_logprobs": 1, "echo": True,
-    "bad_words": ["red"], "allowed_token_ids": [5], "use_beam_search": True, "length_penalty": 0.5,
+    "allowed_token_ids": [5], "use_beam_search": True, "length_penalty": 0.5,
     "best_of": 4, "continue_final_message": True, "chat_template": "{{ messages }}",
     "chat_template_kwargs": {"enable_thinking": False},
     "reasoning_effort": "high", "truncate_prompt_tokens": 5, "skip_special_tokens": False,

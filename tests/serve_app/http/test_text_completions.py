@@ -68,7 +68,8 @@ def test_options_are_those_of_a_chat(front: Front) -> None:
         "temperature": 0.5, "top_p": 0.9, "presence_penalty": 0.1, "frequency_penalty": 0.2, "seed": 7,
         "stop": ["x"], "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2,
         "ignore_eos": True, "stop_token_ids": [9], "include_stop_str_in_output": True,
-        "logit_bias": {"5": -1.0}, "n": 2, "priority": 3, "cache_salt": "s", "max_tokens": 40,
+        "logit_bias": {"5": -1.0}, "bad_words": ["red", "two"], "n": 2, "priority": 3,
+        "cache_salt": "s", "max_tokens": 40,
     }  # fmt: skip
     assert ask(front, **options).status_code == 200
     assert front.ask(**options).status_code == 200

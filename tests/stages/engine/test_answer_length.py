@@ -129,7 +129,7 @@ def test_an_open_answer_is_planned_for_as_a_typical_one(asked: int | None, wante
 
 def test_settings_take_the_context_and_the_checkpoints_own_limit() -> None:
     settings = GenerationSettings(frozenset(), context_tokens=100)
-    assert settings.completed(SamplingParams(), 30).max_tokens == 70
+    assert settings.completed(SamplingParams(), 30, None).max_tokens == 70
     own = GenerationSettings(frozenset(), max_tokens=5, context_tokens=100)
-    assert own.completed(SamplingParams(), 30).max_tokens == 5
+    assert own.completed(SamplingParams(), 30, None).max_tokens == 5
     assert own.defaults.max_tokens is None
