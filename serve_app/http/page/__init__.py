@@ -1,4 +1,4 @@
-"""Contains the page at `/`: five files, served as they are, with no build step and nothing external."""
+"""Contains the page at `/`: six files, served as they are, with no build step and nothing external."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ _FILES = {
     "/": "index.html",
     "/page/style.css": "style.css",
     "/page/app.js": "app.js",
+    "/page/dialogue.js": "dialogue.js",
     "/page/timeline.js": "timeline.js",
     "/page/frames.js": "frames.js",
 }

@@ -1,4 +1,5 @@
 // Asks questions over the server's own OpenAI-compatible interface and shows what comes back.
+import { Dialogue, newName } from "/page/dialogue.js";
 import { Frames } from "/page/frames.js";
 import { Timeline } from "/page/timeline.js";
 
@@ -6,7 +7,8 @@ const STATUS_EVERY_MS = 1000;
 const STAGES = { v: ["decode_video", "decode video"], e: ["encode", "encode"], p: ["prefill", "prefill"], d: ["decode", "decode"] };
 
 const $ = (id) => document.getElementById(id);
-const media = []; // {file, url, item}, in the order they are sent
+const media = []; // {file, kind, url, uuid, isKept, item}, in the order they are sent; isKept: at the server
+const dialogue = new Dialogue();
 const timeline = new Timeline($("timeline"));
 const frames = new Frames($("looked-at"));
 let asked = []; // the media of the question that is being answered
@@ -31,7 +33,7 @@ function addFiles(files) {
     }
     const url = URL.createObjectURL(file);
     const shown = kind === "image" ? element("img", { src: url, alt: "" }) : element("video", { src: url, muted: true });
-    const entry = { file, kind, url };
+    const entry = { file, kind, url, uuid: newName(), isKept: false };
     const remove = element("button", { type: "button", textContent: "×", title: `remove ${file.name}` });
     remove.addEventListener("click", () => removeMedia(entry));
     entry.item = element("li", { title: file.name }, shown, remove, file.name);
@@ -41,22 +43,11 @@ function addFiles(files) {
 }
 
 function removeMedia(entry) {
+  if (running && asked.includes(entry)) return; // it is being asked about
+  if (dialogue.media.includes(entry)) startOver();
   media.splice(media.indexOf(entry), 1);
   URL.revokeObjectURL(entry.url);
   entry.item.remove();
-}
-
-function dataUrl(file) {
-  return new Promise((resolve, reject) => {
-    const reader = new FileReader();
-    reader.onload = () => resolve(reader.result);
-    reader.onerror = () => reject(reader.error);
-    reader.readAsDataURL(file);
-  });
-}
-
-async function mediaPart({ file, kind }) {
-  return { type: `${kind}_url`, [`${kind}_url`]: { url: await dataUrl(file) } };
 }
 
 // ---- asking ------------------------------------------------------------------------------------------------
@@ -66,39 +57,54 @@ function numberIn(id) {
   return Number.isFinite(value) ? value : undefined;
 }
 
-async function requestBody(question) {
-  // Media first: every further question about them finds their part of the prompt computed.
-  const content = [...(await Promise.all(media.map(mediaPart))), { type: "text", text: question }];
-  return JSON.stringify({
+async function send(turn) {
+  const body = JSON.stringify({
     model: $("model").value || undefined,
-    messages: [{ role: "user", content }],
+    messages: await dialogue.messages(turn),
     stream: true,
     stream_options: { include_usage: true },
     max_completion_tokens: numberIn("max-tokens"),
     temperature: numberIn("temperature"),
     epd: { events: true, fps: numberIn("fps"), num_frames: numberIn("frames"), retention: numberIn("retention") },
   });
+  timeline.start();
+  return fetch("/v1/chat/completions", {
+    method: "POST",
+    headers: { "Content-Type": "application/json", ...headers() },
+    body,
+    signal: running.signal,
+  });
 }
 
 async function ask(question) {
+  const turn = dialogue.turn(media, question);
   running = new AbortController();
+  asked = [...dialogue.media, ...turn.media];
   begin(question);
   try {
-    const body = await requestBody(question);
-    timeline.start();
-    const response = await fetch("/v1/chat/completions", {
-      method: "POST",
-      headers: { "Content-Type": "application/json", ...headers() },
-      body,
-      signal: running.signal,
-    });
+    let response = await send(turn);
+    if (response.status === 400 && asked.some((entry) => entry.isKept)) {
+      for (const entry of asked) entry.isKept = false; // the server may have forgotten them
+      response = await send(turn);
+    }
     if (!response.ok) throw new Error(await refusal(response));
+    for (const entry of asked) entry.isKept = true;
     for await (const chunk of eventsOf(response.body)) show(chunk);
+    dialogue.add(turn, $("answer").textContent);
   } catch (error) {
     showError(error.name === "AbortError" ? "Stopped." : error.message);
   } finally {
     end();
   }
+}
+
+// The next question knows nothing of the earlier ones.
+function startOver() {
+  if (running || !dialogue.turns.length) return;
+  begin("");
+  dialogue.clear();
+  end();
+  $("history").prepend(element("li", { className: "over", textContent: "started over" }));
 }
 
 async function refusal(response) {
@@ -163,7 +169,6 @@ function begin(question) {
   $("answer").classList.add("busy");
   $("facts").replaceChildren();
   frames.clear();
-  asked = [...media];
   $("error").hidden = true;
   $("ask").disabled = true;
   $("stop").hidden = false;
@@ -175,6 +180,7 @@ function end() {
   $("answer").classList.remove("busy");
   $("ask").disabled = false;
   $("stop").hidden = true;
+  $("over").hidden = !dialogue.turns.length;
 }
 
 function showError(message) {
@@ -279,5 +285,9 @@ $("question").addEventListener("keydown", (event) => {
   }
 });
 $("stop").addEventListener("click", () => running?.abort());
+$("over").addEventListener("click", () => {
+  startOver();
+  $("question").focus();
+});
 
 watchStatus();

@@ -170,6 +170,98 @@ def test_the_timeline_shows_groups_by_stage_and_worker(
     assert "group 1 of item 0" in page.locator("#timeline rect.encode title").all_text_contents()[2]
 
 
+def sent_bytes(page: Page) -> list[int]:
+    """The sizes of the questions to come."""
+    sizes: list[int] = []
+
+    def note(request: Any) -> None:
+        if request.url.endswith("/v1/chat/completions"):
+            sizes.append(len(request.post_data_buffer or b""))
+
+    page.on("request", note)
+    return sizes
+
+
+def asked(page: Page, question: str, *, answer: str = TEXT) -> None:
+    """Asks, and waits until it is answered."""
+    ask(page, question)
+    expect(page.locator("#asked")).to_have_text(question)
+    expect(page.locator("#answer")).to_have_text(answer)
+    expect(page.get_by_role("button", name="Ask")).to_be_enabled()
+
+
+def test_a_medium_is_sent_once(
+    front: Front, open_page: Callable[[Front], Page], media: dict[str, Path]
+) -> None:
+    page = open_page(front)
+    sizes = sent_bytes(page)
+    drop(page, media["video"], "video/mp4")
+    asked(page, "Which colour?")
+    drop(page, media["image"], "image/png")
+    asked(page, "And this?")
+    asked(page, "And both?")
+    of_video, of_image = (media[name].stat().st_size for name in ("video", "image"))
+    assert sizes[0] > of_video > 2000 > sizes[2]
+    assert of_image < sizes[1] < of_image * 4 / 3 + 2000
+    both = [media["video"].read_bytes(), media["image"].read_bytes()]
+    assert front.service.files_seen == [both[:1], both, both]
+
+
+def test_a_medium_that_the_server_has_forgotten_is_sent_again(
+    run_front: Callable[..., Front], open_page: Callable[[Front], Page], media: dict[str, Path]
+) -> None:
+    front = run_front(max_named_media=1)
+    page = open_page(front)
+    sizes = sent_bytes(page)
+    drop(page, media["video"], "video/mp4")
+    drop(page, media["image"], "image/png")
+    asked(page, "Which colour?")
+    asked(page, "And now?")
+    assert len(sizes) == 3
+    assert sizes[1] < 2000 < sizes[0] <= sizes[2]
+    assert front.service.files_seen[1] == front.service.files_seen[0]
+    expect(page.locator("#error")).to_be_hidden()
+
+
+def test_a_dialogue_is_sent_whole_until_it_starts_over(
+    front: Front, open_page: Callable[[Front], Page], media: dict[str, Path]
+) -> None:
+    page = open_page(front)
+    over = page.get_by_role("button", name="Start over")
+    drop(page, media["video"], "video/mp4")
+    expect(over).to_be_hidden()
+    asked(page, "First?")
+    asked(page, "Second?")
+    over.click()
+    expect(over).to_be_hidden()
+    expect(page.locator("#history")).to_contain_text("started over")
+    asked(page, "Third?")
+    page.get_by_title("remove video.mp4").click()
+    asked(page, "Fourth?")
+
+    def turns(number: int) -> list[tuple[str, list[str]]]:
+        messages = front.service.requests[number].messages
+        return [(each.role, [part.text or part.kind for part in each.parts]) for each in messages]
+
+    first = [("user", ["video", "First?"])]
+    assert turns(0) == first
+    assert turns(1) == [*first, ("assistant", [TEXT]), ("user", ["Second?"])]
+    assert turns(2) == [("user", ["video", "Third?"])]
+    assert turns(3) == [("user", ["Fourth?"])]
+
+
+def test_an_answer_that_broke_off_is_no_turn(
+    run_front: Callable[..., Front], open_page: Callable[[Front], Page]
+) -> None:
+    front = run_front(FakeService(error=OverloadedError("lost"), words_before_error=2))
+    page = open_page(front)
+    ask(page, "First?")
+    expect(page.locator("#error")).to_have_text("lost")
+    front.service.error = None
+    asked(page, "Second?")
+    assert len(front.service.requests[1].messages) == 1
+
+
 class LookingService(FakeService):
     """Which says what it looked at in the first medium."""
 
@@ -359,7 +451,7 @@ def test_the_page_comes_with_its_rules(front: Front) -> None:
     response = front.http.get("/")
     assert response.headers["content-type"].startswith("text/html")
     assert "default-src 'self'" in response.headers["content-security-policy"]
-    for asset in ("style.css", "app.js", "timeline.js", "frames.js"):
+    for asset in ("style.css", "app.js", "dialogue.js", "timeline.js", "frames.js"):
         assert front.http.get(f"/page/{asset}").status_code == 200
         assert "//" not in front.http.get(f"/page/{asset}").text.replace("// ", "").replace(
             "http://www.w3.org", ""
