@@ -45,6 +45,7 @@ from serve_app.http.protocol import (
     ModelEntry,
     ModelList,
     RolesRequest,
+    ServerLoad,
     StatusReport,
     Version,
 )
@@ -253,6 +254,11 @@ async def health(request: Request) -> Response:
 async def ping(request: Request) -> Response:
     """Returns the same as `/health`, under the name that hosts of containers ask for."""
     return await health(request)
+
+
+@_open.get("/load")
+async def server_load(request: Request) -> ServerLoad:
+    return ServerLoad(server_load=_server(request).num_requests)
 
 
 @_open.get("/version")

@@ -36,6 +36,12 @@ class CompletionChoice(BaseModel):
     finish_reason: Literal["stop", "length"] | None
 
 
+class WholeChoice(CompletionChoice):
+    """A choice of a completion that is not streamed. prompt_logprobs: vLLM's, never there."""
+
+    prompt_logprobs: None = None
+
+
 class Completion(BaseModel):
     """A completion, or one chunk of its stream. usage: of a stream in its last chunk, if requested."""
 
@@ -43,7 +49,7 @@ class Completion(BaseModel):
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
-    choices: list[CompletionChoice]
+    choices: Sequence[WholeChoice | CompletionChoice]
     usage: UsageReport | None = None
 
 
@@ -101,8 +107,8 @@ class CompletionWhole:
         choices = [self._choice(index) for index in range(len(self._texts))]
         return completion_of(self._record, choices).model_copy(update={"usage": usage}).model_dump_json()
 
-    def _choice(self, index: int) -> CompletionChoice:
-        return CompletionChoice(
+    def _choice(self, index: int) -> WholeChoice:
+        return WholeChoice(
             index=index,
             text="".join(self._texts[index]),
             logprobs=_TextOffsets().logprobs_of(self._logprobs[index]) if self._has_logprobs else None,
@@ -164,7 +170,7 @@ class CompletionChunks:
         return b"data: " + chunk.model_dump_json(exclude=without).encode() + b"\n\n"
 
 
-def completion_of(record: RequestRecord, choices: list[CompletionChoice]) -> Completion:
+def completion_of(record: RequestRecord, choices: Sequence[CompletionChoice]) -> Completion:
     """Returns a completion of these choices, without its usage."""
     return Completion(
         id=record.request_id, created=int(record.arrival_s), model=record.model, choices=choices

@@ -120,6 +120,7 @@ class ChatCompletion(BaseModel):
     usage: UsageReport
     service_tier: None = None
     system_fingerprint: None = None
+    prompt_logprobs: None = None
     epd: EpdReport
 
 
@@ -189,6 +190,12 @@ class ErrorBody(BaseModel):
 
 class ErrorReply(BaseModel):
     error: ErrorBody
+
+
+class ServerLoad(BaseModel):
+    """Counts the requests that are being answered, under vLLM's name."""
+
+    server_load: int
 
 
 class Version(BaseModel):

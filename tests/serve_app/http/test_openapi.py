@@ -46,7 +46,7 @@ OPERATIONS = {
     "DELETE /v1/files/{file_id}", "POST /v1/batches", "GET /v1/batches", "GET /v1/batches/{batch_id}",
     "POST /v1/batches/{batch_id}/cancel",
     "POST /tokenize", "POST /detokenize", "POST /invocations",
-    "GET /health", "GET /metrics", "GET /ping", "POST /ping", "GET /version",
+    "GET /health", "GET /load", "GET /metrics", "GET /ping", "POST /ping", "GET /version",
 }  # fmt: skip
 CHAT = "POST /v1/chat/completions"
 DRAWN_OF = [
