@@ -62,6 +62,9 @@ def test_what_may_take_longer_is_left_to_a_thread(
     turns = Question((), "hi").request()
     many = replace(turns, messages=turns.messages * (request_planner._MAX_SHORT_MESSAGES + 1))
     assert planner.plan_at_once(many) is None
+    for words, is_short in ((("red",) * 16, True), (("red",) * 17, False), (("x" * 2000,), False)):
+        asked = replace(turns, sampling=replace(turns.sampling, bad_words=words))
+        assert (planner.plan_at_once(asked) is not None) == is_short
 
 
 def test_no_adapter_is_opened_in_the_event_loop(
