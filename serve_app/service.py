@@ -19,6 +19,7 @@ from typing import Literal, Protocol
 
 from encoders import OWN_LIMITS, FrameSampling, PixelLimits
 from encoders.prompt.chat import ChatMessage, media_kinds
+from encoders.reduction import KeptCells
 from epd.control.elasticity import Decision, ReplicaAdvice, RequestWork
 from epd.control.retention import LevelChange
 from epd.reduction import KEEP_ALL, NO_BUDGET, ReductionPolicy, VisualBudget
@@ -167,6 +168,7 @@ class StageSpan:
     item, group: indices of the medium and of its group; None for work without media
     start_s, stop_s: Unix time in seconds
     frame_times_s: of a video that was planned: middle of each frame's time on screen, seconds
+    kept: tokens of a reduced video that were chosen since the item's last span
     """
 
     stage: StageName
@@ -176,6 +178,7 @@ class StageSpan:
     item: int | None = None
     group: int | None = None
     frame_times_s: tuple[float, ...] = ()
+    kept: tuple[KeptCells, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

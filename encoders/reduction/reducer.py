@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,33 @@ class Kept:
     window: int
     embeddings: Embeddings
     indices: Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class KeptCells:
+    """Says which tokens of a medium's units are kept.
+
+    units: [start, stop).
+    frames_per_unit: the last unit may have fewer.
+    grid: tokens of a unit, (height, width).
+    bits: one for each token, by unit, row and column, from the high end of each byte; 1 is kept.
+    """
+
+    units: tuple[int, int]
+    frames_per_unit: int
+    grid: tuple[int, int]
+    bits: bytes
+
+
+def kept_cells(item: MediaItem, kept: Sequence[Kept]) -> KeptCells:
+    """Returns which tokens are kept of consecutive windows, without those that show no part of a picture."""
+    start, stop = item.windows[kept[0].window].start, item.windows[kept[-1].window].stop
+    grid = _token_grid(item)
+    is_kept = np.zeros((stop - start) * grid[0] * grid[1], dtype=bool)
+    places = np.concatenate([each.indices for each in kept]) - start * grid[0] * grid[1]
+    is_kept[places[places < len(is_kept)]] = True
+    bits = np.packbits(is_kept).tobytes()
+    return KeptCells((start, stop), item.plan.frames_per_unit, grid, bits)
 
 
 class TokenReducer:

@@ -40,10 +40,27 @@ class UsageReport(BaseModel):
     cache_read_input_tokens: int
 
 
+class KeptReport(BaseModel):
+    """Which tokens of units [first_unit, first_unit + num_units) of a video are kept.
+
+    frames_per_unit: the last unit may have fewer
+    rows, columns: tokens of a unit, over the whole picture
+    bits: base64, one bit for each token, by unit, row and column, from the high end of each byte; 1 is kept
+    """
+
+    first_unit: int
+    num_units: int
+    frames_per_unit: int
+    rows: int
+    columns: int
+    bits: str
+
+
 class SpanReport(BaseModel):
     """Completed work on a request; seconds count from its arrival.
 
     frame_times_s: of a video that was planned, stage `probe`: the time in it of each frame that is looked at
+    kept: of a video of which fewer tokens are kept, stage `prefill`: what was chosen before the model
     """
 
     stage: str
@@ -53,6 +70,7 @@ class SpanReport(BaseModel):
     item: int | None = None
     group: int | None = None
     frame_times_s: list[float] | None = None
+    kept: list[KeptReport] | None = None
 
 
 class EpdReport(BaseModel):

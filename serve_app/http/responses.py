@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator, Sequence
 from json.encoder import encode_basestring  # json.dumps of one text, not in ASCII
 from typing import Literal
 
+from encoders.reduction import KeptCells
 from epd.errors import EPDError
 from serve_app.http.call_reports import delta_of, reply_of
 from serve_app.http.protocol import (
@@ -19,6 +21,7 @@ from serve_app.http.protocol import (
     EpdEvents,
     EpdReport,
     ErrorReply,
+    KeptReport,
     PromptTokensDetails,
     ReplyMessage,
     SpanReport,
@@ -294,4 +297,17 @@ def span_report(span: StageSpan, record: RequestRecord) -> SpanReport:
         item=span.item,
         group=span.group,
         frame_times_s=list(span.frame_times_s) or None,
+        kept=[_kept_report(each) for each in span.kept] or None,
+    )
+
+
+def _kept_report(kept: KeptCells) -> KeptReport:
+    (start, stop), (rows, columns) = kept.units, kept.grid
+    return KeptReport(
+        first_unit=start,
+        num_units=stop - start,
+        frames_per_unit=kept.frames_per_unit,
+        rows=rows,
+        columns=columns,
+        bits=base64.b64encode(kept.bits).decode(),
     )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from encoders import Adapter
 from encoders.groups import MediaGroup
+from encoders.reduction import KeptCells
 from epd.encode.encoder_cache import GroupKey
 from epd.transfer.connectors import Ticket
 from epd.transfer.reception import Grant
@@ -114,6 +115,11 @@ class MediaFeeds:
         if any(feed.groups[feed.numbers[index]].plan.is_joined_whole for index, _ in taken):
             self._release(feed, feed.num_taken)  # it may be larger than the cache, so none is kept for long
         return bool(taken)
+
+    def take_cells(self, request_id: str) -> list[tuple[int, KeptCells]]:
+        """Returns which tokens of the request's videos were kept since the last call, with their items."""
+        feed = self._feeds.get(request_id)
+        return feed.splicer.take_cells() if feed is not None else []
 
     def _grant(self, reports: ReportBuffer) -> None:
         for grant in self.receiver.grant():

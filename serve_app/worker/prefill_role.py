@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from encoders.groups import MediaGroup
+from encoders.reduction import KeptCells
 from epd.control.elasticity import StageSample
 from epd.control.routing import InFlight
 from epd.errors import InfeasibleError, UnavailableError
@@ -37,6 +38,7 @@ class _Progress:
 
     ends: of each group, the index after its last token
     submitted_s: Unix time
+    cells: (item, kept tokens of a video), not reported yet
     num_spanned: leading groups that were cached, or whose span has been reported
     queued_s: until it was admitted
     service_s: of the steps since the last span
@@ -45,6 +47,7 @@ class _Progress:
     message: Prefill
     ends: tuple[int, ...]
     submitted_s: float
+    cells: list[tuple[int, KeptCells]] = field(default_factory=list)
     is_admitted: bool = False
     num_spanned: int = 0
     queued_s: float = 0.0
@@ -149,6 +152,7 @@ class PrefillRole:
                 continue
             num_tokens = prompt.message.request.num_prompt_tokens
             num_computed = num_tokens if request_id in begun else self.stage.engine.num_computed(request_id)
+            prompt.cells += self.feeds.take_cells(request_id)
             self.feeds.advance(request_id, num_computed)
             self._report_spans(prompt, start_s, num_computed, reports)
             if num_computed >= num_tokens:
@@ -166,7 +170,9 @@ class PrefillRole:
         is_over = num_computed >= request.num_prompt_tokens
         places: list[tuple[int | None, int | None]] = [_place(prompt.message.groups, each) for each in done]
         for item, group in places or ([(None, None)] if is_over else []):
-            span = StageSpan("prefill", self._worker, start_s, now_s, item=item, group=group)
+            cells = tuple(kept for of, kept in prompt.cells if of == item)
+            prompt.cells = [each for each in prompt.cells if each[0] != item]
+            span = StageSpan("prefill", self._worker, start_s, now_s, item=item, group=group, kept=cells)
             reports.events.append(SpanDone(request.request_id, span, prompt.service_s, prompt.queued_s))
             prompt.service_s = prompt.queued_s = 0.0
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from encoders import Adapter, Embeddings, MediaItem, PromptPlan, concatenated
 from encoders.groups import MediaGroup
-from encoders.reduction import Kept, TokenReducer
+from encoders.reduction import Kept, KeptCells, TokenReducer, kept_cells
 from stages.visual_inputs import PlacedEmbeddings
 
 
@@ -23,6 +23,12 @@ class EmbeddingSplicer:
         self._parts: list[Embeddings] = []
         self._start = 0
         self._reducer: TokenReducer | None = None
+        self._cells: list[tuple[int, KeptCells]] = []
+
+    def take_cells(self) -> list[tuple[int, KeptCells]]:
+        """Returns (item, kept tokens) of videos whose tokens were chosen here since the last call."""
+        taken, self._cells = self._cells, []
+        return taken
 
     def push(self, group: MediaGroup, embeddings: Embeddings) -> PlacedEmbeddings | None:
         """Returns what the next group completes; None while more has to come."""
@@ -45,6 +51,8 @@ class EmbeddingSplicer:
             self._reducer = TokenReducer(reduction.policy, item)
         assert self._reducer is not None, "the first units of a reduced item must come first"
         kept = list(self._reducer.push(rows))
+        if kept and item.plan.kind == "video" and not item.windows[0].is_in_prefill:
+            self._cells.append((number, kept_cells(item, kept)))
         return _placed(item, kept, reduction.positions[number]) if kept else None
 
 

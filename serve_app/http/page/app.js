@@ -11,6 +11,7 @@ const media = []; // {file, kind, url, uuid, isKept, item}, in the order they ar
 const dialogue = new Dialogue();
 const timeline = new Timeline($("timeline"));
 const frames = new Frames($("looked-at"));
+const looked = new Map(); // by the number of a video that is asked about: {times, windows}
 let asked = []; // the media of the question that is being answered
 let running = null; // the AbortController of the answer that is being read
 
@@ -147,8 +148,24 @@ function show(chunk) {
 
 function showSpans(spans) {
   timeline.add(spans);
-  for (const { item, frame_times_s: times } of spans) {
-    if (times?.length) frames.show(asked[item].file.name, asked[item].url, times);
+  for (const { item, frame_times_s: times, kept } of spans) {
+    if (times?.length) {
+      frames.show(item, asked[item].file.name, asked[item].url, times);
+      looked.set(item, { times: times.join(), windows: [] });
+    }
+    if (kept) {
+      frames.keep(item, kept);
+      looked.get(item).windows.push(...kept);
+    }
+  }
+}
+
+// Of a video that is known to the server nothing is chosen again: what was kept then is kept now.
+function recallKept(retention) {
+  for (const [item, { times, windows }] of looked) {
+    const entry = asked[item];
+    if (windows.length) entry.seen = { times, retention, windows };
+    else if (entry.seen?.times === times && entry.seen.retention === retention) frames.keep(item, entry.seen.windows);
   }
 }
 
@@ -169,6 +186,7 @@ function begin(question) {
   $("answer").classList.add("busy");
   $("facts").replaceChildren();
   frames.clear();
+  looked.clear();
   $("error").hidden = true;
   $("ask").disabled = true;
   $("stop").hidden = false;
@@ -193,6 +211,7 @@ function addFact(name, value) {
 }
 
 function showReport(report) {
+  recallKept(report.retention);
   $("answer").dataset.ttft = `${report.ttft_s.toFixed(2)} s to the first token`;
   addFact("to the first token", `${report.ttft_s.toFixed(2)} s`);
   addFact("in all", `${report.total_s.toFixed(2)} s`);

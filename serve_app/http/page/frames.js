@@ -1,4 +1,5 @@
-// Shows which frames of the user's own videos were looked at: the server names their times, the page seeks them.
+// Shows which frames of the user's own videos were looked at, and which of their tokens the model was given.
+// The server names the frames' times, and the page seeks them in the file that it has.
 const MOST = 48; // frames that are drawn
 const HEIGHT = 72, SEEK_MS = 3000;
 
@@ -15,50 +16,97 @@ function seeked(video, seconds) {
   });
 }
 
-// At most as many as are drawn, evenly spread.
-function chosen(times) {
-  if (times.length <= MOST) return times;
-  return Array.from({ length: MOST }, (_, number) => times[Math.round((number * (times.length - 1)) / (MOST - 1))]);
+// The numbers of those that are drawn, evenly spread.
+function chosen(count) {
+  if (count <= MOST) return Array.from({ length: count }, (_, number) => number);
+  return Array.from({ length: MOST }, (_, number) => Math.round((number * (count - 1)) / (MOST - 1)));
+}
+
+// Which cells of a frame's unit are kept; undefined where the server has not said.
+function cellsOf(windows, frame) {
+  for (const { first_unit: first, num_units: units, frames_per_unit: frames, rows, columns, bits } of windows) {
+    const unit = Math.floor(frame / frames) - first;
+    if (unit < 0 || unit >= units) continue;
+    const bytes = Uint8Array.from(atob(bits), (letter) => letter.charCodeAt(0));
+    const isKept = (cell) => (bytes[(unit * rows * columns + cell) >> 3] >> (7 - ((unit * rows * columns + cell) & 7))) & 1;
+    return { rows, columns, kept: Array.from({ length: rows * columns }, (_, cell) => isKept(cell) === 1) };
+  }
+}
+
+// Shades what was dropped, over the picture of a frame.
+function shade(canvas, { rows, columns, kept }) {
+  const context = canvas.getContext("2d"), width = canvas.width / columns, height = canvas.height / rows;
+  context.clearRect(0, 0, canvas.width, canvas.height);
+  context.fillStyle = "#000b";
+  kept.forEach((isKept, cell) => {
+    if (!isKept) context.fillRect((cell % columns) * width, Math.floor(cell / columns) * height, width, height);
+  });
 }
 
 export class Frames {
   constructor(place) {
     this.place = place;
     this.turn = 0; // of the question; what is still being drawn for an earlier one ends
+    this.strips = new Map(); // by the number of the medium: {windows, shades}
   }
 
   clear() {
     this.turn += 1;
+    this.strips.clear();
     this.place.replaceChildren();
   }
 
   // times: middle of each frame's time on screen, seconds. url: of the video.
-  async show(name, url, times) {
-    const turn = this.turn, shown = chosen(times);
+  async show(item, name, url, times) {
+    const turn = this.turn, shown = chosen(times.length);
+    const strip = { windows: [], shades: new Map(), title: document.createElement("p") };
+    this.strips.set(item, strip);
     const many = shown.length < times.length ? `${shown.length} of ${times.length} frames` : `${times.length} frames`;
-    const strip = document.createElement("ol");
-    strip.setAttribute("aria-label", `frames of ${name}`);
-    const title = Object.assign(document.createElement("p"), { textContent: `${name}: ${many}`, className: "hint" });
-    this.place.append(title, strip);
+    const list = document.createElement("ol");
+    list.setAttribute("aria-label", `frames of ${name}`);
+    Object.assign(strip.title, { textContent: `${name}: ${many}`, className: "hint" });
+    this.place.append(strip.title, list);
     const video = Object.assign(document.createElement("video"), { src: url, muted: true, preload: "auto" });
     await new Promise((resolve) => {
       video.addEventListener("loadeddata", resolve, { once: true });
       video.addEventListener("error", resolve, { once: true });
     });
     if (!video.videoHeight) {
-      title.textContent += "; this browser cannot show the video";
+      strip.title.textContent += "; this browser cannot show the video";
       return;
     }
-    for (const seconds of shown) {
-      await seeked(video, seconds);
+    for (const frame of shown) {
+      await seeked(video, times[frame]);
       if (turn !== this.turn) return;
-      const canvas = document.createElement("canvas");
-      canvas.height = HEIGHT;
-      canvas.width = Math.max(1, Math.round((HEIGHT * video.videoWidth) / video.videoHeight));
-      canvas.getContext("2d").drawImage(video, 0, 0, canvas.width, canvas.height);
-      const item = document.createElement("li");
-      item.append(canvas, `${seconds.toFixed(2)} s`);
-      strip.append(item);
+      const picture = document.createElement("canvas");
+      picture.height = HEIGHT;
+      picture.width = Math.max(1, Math.round((HEIGHT * video.videoWidth) / video.videoHeight));
+      picture.getContext("2d").drawImage(video, 0, 0, picture.width, picture.height);
+      const dropped = picture.cloneNode();
+      dropped.className = "dropped";
+      dropped.hidden = true;
+      const both = document.createElement("div");
+      both.append(picture, dropped);
+      const row = document.createElement("li");
+      row.append(both, `${times[frame].toFixed(2)} s`);
+      list.append(row);
+      strip.shades.set(frame, dropped);
+      this.shadeFrame(strip, frame);
     }
+  }
+
+  // windows: runs of units of a medium, as the server reports them.
+  keep(item, windows) {
+    const strip = this.strips.get(item);
+    if (!strip) return;
+    if (!strip.windows.length) strip.title.textContent += "; what is shaded was dropped before the model";
+    strip.windows.push(...windows);
+    for (const frame of strip.shades.keys()) this.shadeFrame(strip, frame);
+  }
+
+  shadeFrame(strip, frame) {
+    const dropped = strip.shades.get(frame), cells = cellsOf(strip.windows, frame);
+    dropped.hidden = !cells;
+    if (cells) shade(dropped, cells);
   }
 }

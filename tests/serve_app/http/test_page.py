@@ -16,6 +16,7 @@ import pytest
 from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
 
 from encoders import FrameSampling
+from encoders.reduction import KeptCells
 from epd.errors import OverloadedError
 from serve_app.service import AnswerItem, AnswerRequest, StageSpan
 from tests.serve_app.conftest import Front
@@ -284,13 +285,60 @@ def test_frames_that_were_looked_at_are_drawn(
     expect(page.locator("#looked-at li")).to_have_count(3)
     assert page.locator("#looked-at li").all_text_contents() == ["0.25 s", "1.75 s", "3.50 s"]
     expect(page.locator("#looked-at")).to_contain_text("clip.webm: 3 frames")
-    lights = page.locator("#looked-at canvas").evaluate_all(
+    lights = page.locator("#looked-at canvas:not(.dropped)").evaluate_all(
         "all => all.map((one) => one.getContext('2d').getImageData(32, 32, 1, 1).data[0])"
     )
     assert lights == sorted(lights)
     assert lights[2] - lights[0] > 100
     ask(page, "And now?")
     expect(page.locator("#looked-at li")).to_have_count(3)
+
+
+class DroppingService(LookingService):
+    """Which keeps the left half of the first two frames, and the right half of the third."""
+
+    chooses = True
+
+    async def _items(self, request: AnswerRequest) -> AsyncGenerator[AnswerItem, None]:
+        num = 0
+        async for item in super()._items(request):
+            yield item
+            num += 1
+            if num == 1 and self.chooses:
+                kept = KeptCells((0, 2), 2, (2, 4), bytes([0b11001100, 0b00110011]))
+                yield StageSpan("prefill", "p0", 0, 0, 0, 0, kept=(kept,))
+
+
+_SHADED = """all => all.map((one) => {
+  const at = (x, y) => one.getContext("2d").getImageData(one.width * x, one.height * y, 1, 1).data[3] > 128;
+  return !one.hidden && [0.1, 0.4, 0.6, 0.9].map((x) => [0.2, 0.8].map((y) => at(x, y)).join()).join(" ");
+})"""
+
+
+def test_what_was_dropped_is_shaded(
+    run_front: Callable[..., Front], open_page: Callable[[Front], Page], tmp_path: Path
+) -> None:
+    """In the frames of each unit, and again for a further question, for which nothing is chosen."""
+    service = DroppingService()
+    page = open_page(run_front(service))
+    drop(page, vp9_video(tmp_path / "clip.webm"), "video/webm")
+    left, right = "false,false false,false true,true true,true", "true,true true,true false,false false,false"
+    shades = page.locator("#looked-at .dropped")
+
+    def check(expected: list[str | bool]) -> None:
+        expect(shades).to_have_count(3)
+        expect(page.get_by_role("button", name="Ask")).to_be_enabled()
+        assert shades.evaluate_all(_SHADED) == expected
+
+    asked(page, "What?")
+    check([left, left, right])
+    expect(page.locator("#looked-at")).to_contain_text("what is shaded was dropped")
+    service.chooses = False
+    asked(page, "And now?")
+    check([left, left, right])
+    service.times_s = (0.5, 1.0, 1.5)
+    asked(page, "And others?")
+    check([False, False, False])
 
 
 def vp9_video(path: Path) -> Path:
