@@ -36,8 +36,8 @@ from encoders.checkpoint import Checkpoint, open_checkpoint
 from encoders.groups import cut
 from encoders.names import is_wanted
 from epd.published.sharding import imbalance, plan_shards
+from stages.loading.weights import load_role, skeleton
 from stages.placement import CPU_FLOAT32
-from stages.weights import load_role, skeleton
 from tests.encoders.tiny_tiles import BUILDERS
 
 GROUP_TOKENS = 256

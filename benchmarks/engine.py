@@ -48,9 +48,9 @@ from epd.shapes import SceneRenderer, make_questions, make_scene
 from stages.engine.engine import LanguageEngine
 from stages.engine.generation import GenerateRequest, GenerationSettings
 from stages.engine.setup import build_engine
+from stages.loading.weights import load_role
 from stages.placement import CPU_FLOAT32
 from stages.visual_inputs import PlacedEmbeddings
-from stages.weights import load_role
 
 COUNTS = (1, 8, 32)
 MAX_TOKENS = (16, 128)  # of an answer, drawn evenly between

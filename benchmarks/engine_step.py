@@ -41,8 +41,8 @@ from stages.decoder.layers import GatedMlp, head_of, layers_of
 from stages.engine.engine import LanguageEngine
 from stages.engine.generation import GenerateRequest, GenerationSettings
 from stages.engine.setup import build_engine
+from stages.loading.weights import load_role
 from stages.placement import CPU_FLOAT32
-from stages.weights import load_role
 
 PATH = embedded_model_path()
 COUNTS = (1, 8, 32)

@@ -32,9 +32,9 @@ from benchmarks.reporting import Row, Section, run_sections, setting
 from encoders import FrameSampling
 from epd.shapes import make_scene
 from stages.colocated import ColocatedPipeline
+from stages.loading.weight_files import num_weight_bytes
+from stages.loading.weights import load_role
 from stages.placement import DTYPES, Placement
-from stages.weight_files import num_weight_bytes
-from stages.weights import load_role
 from tests.positions import trained_positions_in
 from tests.reference import processor_inputs
 from tests.tiny_models import load_reference

@@ -43,9 +43,9 @@ from stages.engine.engine import LanguageEngine
 from stages.engine.generation import GenerateRequest, generation_settings
 from stages.engine.kv_pool import KVPools
 from stages.engine.setup import build_engine
+from stages.loading.weights import load_role
 from stages.placement import Placement
 from stages.prefill import PrefillStage
-from stages.weights import load_role
 from video.demo_video import write_demo_video
 
 RETENTIONS = (0.5, 0.25, 0.2, 0.15, 0.1, 0.078)

@@ -55,9 +55,9 @@ from serve_app.ray.server import APP_NAME
 from serve_app.service import AnswerRequest, MediaReference, RoleSwitch, TokenDelta
 from serve_app.worker.worker_core import WorkerCore
 from serve_app.worker.worker_stages import WorkerSettings
+from stages.loading.weight_files import write_weights
+from stages.loading.weights import WholeModel, load_role
 from stages.placement import CPU_FLOAT32
-from stages.weight_files import write_weights
-from stages.weights import WholeModel, load_role
 from video import FetchPolicy
 
 MODEL = embedded_model_path()

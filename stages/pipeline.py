@@ -16,9 +16,9 @@ from epd.kv.scheduling import SchedulerConfig
 from epd.machine import usable_cpus
 from stages.engine.generation import GenerationSettings, generation_settings
 from stages.engine.setup import build_engine
+from stages.loading.weights import OnBytes, load_role
 from stages.memory_sizing import DEFAULT_UTILIZATION, LargestPasses, measured_kv_tokens
 from stages.placement import Placement
-from stages.weights import OnBytes, load_role
 
 # Patches that at most become one visual token, of the families here.
 _PATCHES_OF_TOKEN = 16

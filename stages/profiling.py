@@ -25,11 +25,11 @@ from stages.device_memory import total_bytes
 from stages.engine.generation import generation_settings
 from stages.engine.model_runner import kv_layout
 from stages.engine.setup import build_engine, default_kv_tokens
+from stages.loading.weights import OnBytes, load_role
 from stages.memory_sizing import text_request
 from stages.peak_memory import peak_bytes
 from stages.pipeline import use_threads
 from stages.placement import CPU_FLOAT32, Placement
-from stages.weights import OnBytes, load_role
 from video.demo_video import write_scene
 
 Points = Iterator[tuple[float, float, Action]]

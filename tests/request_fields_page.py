@@ -11,11 +11,15 @@ from openai.types.completion_create_params import CompletionCreateParamsBase
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 from pydantic import BaseModel
 
-from serve_app.http.chat_request import ChatRequest
-from serve_app.http.completion_request import COMPLETION_FIELDS, COMPLETION_HONOURED, CompletionRequest
-from serve_app.http.honoured_fields import HONOURED
-from serve_app.http.request_fields import CHAT_FIELDS, OtherFields
-from serve_app.http.response_request import RESPONSE_FIELDS, RESPONSE_HONOURED, ResponseRequest
+from serve_app.http.requests.chat_request import ChatRequest
+from serve_app.http.requests.completion_request import (
+    COMPLETION_FIELDS,
+    COMPLETION_HONOURED,
+    CompletionRequest,
+)
+from serve_app.http.requests.honoured_fields import HONOURED
+from serve_app.http.requests.request_fields import CHAT_FIELDS, OtherFields
+from serve_app.http.requests.response_request import RESPONSE_FIELDS, RESPONSE_HONOURED, ResponseRequest
 from tests import ROOT
 
 PAGE = ROOT / "docs" / "api.md"

@@ -81,8 +81,8 @@ ROOMS: dict[str, dict[str, str]] = {
         "kernels": "",
         "reduction": ".",
         "attention": "kernels reduction",
-        "decoder": ". attention kernels",
-        "weights.py": ". attention",
+        "decoder": "attention kernels loading",
+        "loading": ". attention",
         "sampling": "",
         "grammar": "",
         "connectors": ".",
@@ -91,11 +91,11 @@ ROOMS: dict[str, dict[str, str]] = {
         "prefill.py": ". engine",
         "decode.py": "engine sampling",
         "memory_sizing.py": ". engine",
-        "pipeline.py": ". engine memory_sizing.py weights.py",
+        "pipeline.py": ". engine loading memory_sizing.py",
         "media_prefix.py": ". encode engine",
         "batch": ". engine media_prefix.py pipeline.py",
         "colocated.py": ". engine media_prefix.py pipeline.py sampling",
-        "profiling.py": ". engine memory_sizing.py pipeline.py weights.py",
+        "profiling.py": ". engine loading memory_sizing.py pipeline.py",
         "evaluation.py": "colocated.py",
     },
     "serve_app": {
@@ -103,13 +103,24 @@ ROOMS: dict[str, dict[str, str]] = {
         "media": ".",
         "observability": ".",
         "files": "",
-        "http": ". files media observability",
+        "http": ".",
+        "http/guard": "http media observability",
+        "http/requests": ".",
+        "http/answers": ". http http/guard observability",
+        "http/server_state.py": ". files http/answers http/guard http/requests observability",
+        "http/routes": ". files http/answers http/guard http/requests http/server_state.py observability",
+        "http/http_server.py": "http/guard",
+        "http/api.py": (
+            ". files http http/guard http/requests http/routes http/server_state.py observability"
+        ),
         "worker": ".",
         "orchestration": ". media worker",
-        "composition.py": ". files http media network orchestration worker",
-        "local": ". composition.py http media observability worker",
+        "composition.py": ". files http/api.py media network orchestration worker",
+        "local": (
+            ". composition.py http http/answers http/http_server.py http/requests media observability worker"
+        ),
         "network": ". worker",
-        "ray": ". composition.py http media network",
+        "ray": ". composition.py http http/http_server.py media network",
         "app.py": ". http ray",
         "ray/server.py": ". app.py http ray",
         "ray/batch_app.py": ". http ray ray/server.py",
@@ -171,7 +182,10 @@ def violation(found: Import) -> bool:
 def room_of(file: Path) -> str:
     """The room of a module, as in "epd/kv"; "epd" are the modules at the root of epd."""
     package, *rest = file.parts
-    if "/".join(rest) in ROOMS[package]:
+    for length in range(len(rest), 1, -1):
+        if "/".join(rest[:length]) in ROOMS[package]:
+            return "/".join((package, *rest[:length]))
+    if file.as_posix() in {f"{package}/{name}" for name in ROOMS[package]}:
         return file.as_posix()
     return f"{package}/{rest[0]}" if len(rest) > 1 else package
 
@@ -234,8 +248,8 @@ def test_the_table_of_rooms_has_no_cycle_and_every_room() -> None:
 
 
 def test_http_and_orchestration_do_not_know_each_other() -> None:
-    both = {"serve_app/http", "serve_app/orchestration"}
-    assert not [rooms for rooms in allowed_arrows() | EXCEPTIONS.keys() if set(rooms) == both]
+    arrows = [" ".join(sorted(rooms)) for rooms in allowed_arrows() | EXCEPTIONS.keys()]
+    assert not [each for each in arrows if "serve_app/http" in each and "serve_app/orchestration" in each]
 
 
 def test_tests_lie_in_rooms_of_the_same_name() -> None:
@@ -301,7 +315,7 @@ def test_the_rule_itself(file: str, source: str, is_violation: bool) -> None:
         ("epd/control/elasticity/cluster.py", "from epd.control.routing import Router", None),
         ("epd/control/elasticity/cluster.py", "import epd.profiles", ("epd/control", "epd/profiles")),
         ("serve_app/ray/board.py", "import serve_app.app", ("serve_app/ray", "serve_app/app.py")),
-        ("serve_app/http/api.py", "from serve_app.orchestration.attempt import x",
+        ("serve_app/http/protocol.py", "from serve_app.orchestration.attempt import x",
          ("serve_app/http", "serve_app/orchestration")),
         ("encoders/names.py", "from encoders import Adapter", ("encoders", "encoders/__init__.py")),
         ("stages/colocated.py", "from epd.errors import EPDError", None),

@@ -13,8 +13,8 @@ import torch
 
 from encoders import Adapter, load_adapter
 from encoders.names import WeightSet
+from stages.loading.weights import load_role
 from stages.placement import Placement
-from stages.weights import load_role
 
 
 @dataclass(frozen=True, slots=True)

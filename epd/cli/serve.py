@@ -23,7 +23,7 @@ from epd.models import embedded_model_path
 from epd.planning.files import load_plan
 from serve_app.app_args import ENVIRONMENT, AppArgs
 from serve_app.http.address import HttpAddress
-from serve_app.http.host_check import names_for
+from serve_app.http.guard.host_check import names_for
 from serve_app.model_facts import limits_of
 
 _Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 accepts other machines.")]

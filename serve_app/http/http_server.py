@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import uvicorn
 from fastapi import FastAPI
 
-from serve_app.http.socket_guard import GuardedProtocol
+from serve_app.http.guard.socket_guard import GuardedProtocol
 
 
 class HttpServer(uvicorn.Server):

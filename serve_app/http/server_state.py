@@ -21,13 +21,14 @@ from epd.sampling_params import SamplingParams
 from serve_app.files.batch_store import BatchStore
 from serve_app.files.file_store import FileStore
 from serve_app.files.settings import FileSettings
-from serve_app.http.answer_format import answer_format
-from serve_app.http.body_reader import BodyLimits, BodyReader
-from serve_app.http.chat_request import ChatRequest, EpdOptions
-from serve_app.http.http_guard import check_admin
-from serve_app.http.named_media import NamedMedia, namespace_of
-from serve_app.http.request_cost import budget_of
-from serve_app.http.request_parsing import (
+from serve_app.http.answers.several_answers import answer_all
+from serve_app.http.guard.body_reader import BodyLimits, BodyReader
+from serve_app.http.guard.http_guard import check_admin
+from serve_app.http.requests.answer_format import answer_format
+from serve_app.http.requests.chat_request import ChatRequest, EpdOptions
+from serve_app.http.requests.named_media import NamedMedia, namespace_of
+from serve_app.http.requests.request_cost import budget_of
+from serve_app.http.requests.request_parsing import (
     check_supported,
     conversation,
     describe,
@@ -38,8 +39,7 @@ from serve_app.http.request_parsing import (
     video_sampling,
     visual_budget,
 )
-from serve_app.http.several_answers import answer_all
-from serve_app.http.tools import tools_message
+from serve_app.http.requests.tools import tools_message
 from serve_app.observability.metrics import ServerMetrics
 from serve_app.observability.record import RequestRecord, record_of
 from serve_app.observability.tracing import tracing_of

@@ -26,10 +26,11 @@ from epd.kv.drafting import NO_DRAFTS, DraftConfig
 from epd.reduction import KEEP_ALL
 from epd.transfer.bounded_queue import BoundedQueue
 from epd.types import StageTimings
-from serve_app.http.answer_format import answer_format
-from serve_app.http.chat_request import ChatRequest
-from serve_app.http.request_cost import budget_of
-from serve_app.http.request_parsing import (
+from serve_app.http.answers.responses import CompletionBuilder
+from serve_app.http.requests.answer_format import answer_format
+from serve_app.http.requests.chat_request import ChatRequest
+from serve_app.http.requests.request_cost import budget_of
+from serve_app.http.requests.request_parsing import (
     check_supported,
     conversation,
     describe,
@@ -40,16 +41,15 @@ from serve_app.http.request_parsing import (
     video_sampling,
     visual_budget,
 )
-from serve_app.http.responses import CompletionBuilder
-from serve_app.http.tools import offers_tools, tools_message
+from serve_app.http.requests.tools import offers_tools, tools_message
 from serve_app.observability.record import RequestRecord
 from serve_app.service import AnswerEnd, MediaReference, ModelCard, TokenDelta
 from serve_app.token_text import TokenTexts
 from stages.batch.batch import BatchPipeline
 from stages.batch.jobs import BatchAnswer, BatchJob, TextRequest
 from stages.grammar.checker import GrammarChecker
+from stages.loading.weights import OnBytes
 from stages.placement import Placement
-from stages.weights import OnBytes
 
 _MAX_OUTCOMES = 1024
 _TICK_S = 0.1

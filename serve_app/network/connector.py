@@ -31,8 +31,8 @@ from stages.connectors.mailbox import MailboxConnector, Message
 from stages.encode.encoder_pool import EncoderPool, EncoderPoolShape
 from stages.engine.kv_pool import KVPools, KVPoolsShape
 from stages.engine.pool_memory import pool_memory
+from stages.loading.weight_files import num_weight_bytes, write_weights
 from stages.placement import Placement
-from stages.weight_files import num_weight_bytes, write_weights
 
 logger = logging.getLogger(__name__)
 

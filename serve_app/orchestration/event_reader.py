@@ -30,12 +30,12 @@ from serve_app.orchestration.attempt import Attempt, Ending
 from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
 from serve_app.orchestration.evacuation import Evacuations
 from serve_app.orchestration.group_feed import GroupFeed
-from serve_app.orchestration.loss_counter import LossCounter
+from serve_app.orchestration.losses.loss_counter import LossCounter
+from serve_app.orchestration.losses.recovery import Recovery
+from serve_app.orchestration.losses.watchdog import Watchdog
 from serve_app.orchestration.placement import RequestPlacer
-from serve_app.orchestration.recovery import Recovery
 from serve_app.orchestration.retention import LoadRetention
 from serve_app.orchestration.shared_load import SharedLoad
-from serve_app.orchestration.watchdog import Watchdog
 from serve_app.task_group import Loops, Tasks
 from stages.engine.generation import TokenOutput
 

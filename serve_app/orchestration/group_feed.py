@@ -19,9 +19,9 @@ from serve_app.media.fleet_media import FleetMedia
 from serve_app.messages import EncodeGroup
 from serve_app.orchestration.attempt import Attempt
 from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
-from serve_app.orchestration.isolation import Isolation
 from serve_app.orchestration.item_frames import ItemFrames
-from serve_app.orchestration.loss_counter import LossCounter
+from serve_app.orchestration.losses.isolation import Isolation
+from serve_app.orchestration.losses.loss_counter import LossCounter
 from serve_app.task_group import Tasks
 from serve_app.worker.worker_roles import Clock
 

@@ -19,7 +19,7 @@ from serve_app.fleet import Bulk, Fleet, WorkerLostError, send_surely
 from serve_app.media.fleet_media import FleetMedia
 from serve_app.media_messages import CloseStream, DecodeOrder, NotHeldError, ReadFrames, ReadImage
 from serve_app.orchestration.attempt import Attempt
-from serve_app.orchestration.loss_counter import LossCounter
+from serve_app.orchestration.losses.loss_counter import LossCounter
 from serve_app.service import HeldItem
 
 _RETRY_S, _MAX_RETRY_S = 0.05, 1.0  # between attempts, doubled after each

@@ -40,17 +40,17 @@ from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
 from serve_app.orchestration.evacuation import EvacuationParts, Evacuations
 from serve_app.orchestration.event_reader import EventReader
 from serve_app.orchestration.group_feed import GroupFeed
-from serve_app.orchestration.isolation import Isolation
 from serve_app.orchestration.live_answer import LiveAnswer
-from serve_app.orchestration.loss_counter import LossCounter
+from serve_app.orchestration.losses.isolation import Isolation
+from serve_app.orchestration.losses.loss_counter import LossCounter
+from serve_app.orchestration.losses.recovery import Recovery
+from serve_app.orchestration.losses.watchdog import Watchdog
 from serve_app.orchestration.placement import PlacementLimits, RequestPlacer
 from serve_app.orchestration.prompts import Prompts
-from serve_app.orchestration.recovery import Recovery
 from serve_app.orchestration.request_planner import AnswerPlan, RequestPlanner
 from serve_app.orchestration.retention import LoadRetention
 from serve_app.orchestration.role_switch import RoleSwitcher, SwitchRequest
 from serve_app.orchestration.shared_load import SharedLoad
-from serve_app.orchestration.watchdog import Watchdog
 from serve_app.service import (
     AnswerItem,
     AnswerRequest,

@@ -19,8 +19,8 @@ from epd.transfer.connectors import KVTicket
 from serve_app.fleet import Fleet, WorkerLostError
 from serve_app.messages import Abort, Message, Prefill, Redirect, ReplyT, Reserve, endpoint
 from serve_app.orchestration.attempt import Attempt, Ending
-from serve_app.orchestration.isolation import Isolation
-from serve_app.orchestration.loss_counter import LossCounter
+from serve_app.orchestration.losses.isolation import Isolation
+from serve_app.orchestration.losses.loss_counter import LossCounter
 from serve_app.role_messages import Move, Pause, Resume
 from serve_app.worker_info import WorkerInfo
 

@@ -28,8 +28,8 @@ from serve_app.service import AnswerRequest, MediaSource, ModelCard
 from serve_app.token_text import TokenTexts
 from stages.engine.generation import GenerateRequest, generation_settings
 from stages.frame_budget import PromptRoom, plan_within
+from stages.loading.weight_files import weights_revision
 from stages.media import plan_video
-from stages.weight_files import weights_revision
 
 _MAX_SEED = 2**31
 # Number of video plans kept, by content: a second question about a video does not list its frames again.

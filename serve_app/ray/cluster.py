@@ -35,7 +35,7 @@ LOOPBACK = "127.0.0.1"
 # Environment variable for the address of a machine that links are made to; by default that of its Ray node.
 LINK_HOST = "EPD_LINK_HOST"
 # Serve's proxy calls it when it starts: it limits what one connection may use.
-_PROXY_CALLBACK = ("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "serve_app.http.socket_guard.install")
+_PROXY_CALLBACK = ("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "serve_app.http.guard.socket_guard.install")
 # For Ray's accounting only. Workers of this app request none, but others in the cluster may.
 _LEAST_CPUS = 8
 

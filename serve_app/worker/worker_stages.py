@@ -32,6 +32,7 @@ from stages.engine.engine import LanguageEngine
 from stages.engine.generation import EngineCounts, generation_settings
 from stages.engine.kv_pool import KVPools, KVPoolsShape
 from stages.engine.setup import BLOCK_SIZE, build_engine, kv_shape
+from stages.loading.weights import WholeModel, load_role
 from stages.memory_sizing import (
     DEFAULT_EMBEDDINGS,
     DEFAULT_UTILIZATION,
@@ -42,7 +43,6 @@ from stages.memory_sizing import (
 )
 from stages.placement import Placement
 from stages.prefill import PrefillStage
-from stages.weights import WholeModel, load_role
 
 
 @dataclass(frozen=True, slots=True)

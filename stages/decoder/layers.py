@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from stages.decoder.linear import Linear, LinearKind, linear, linear_kind
 from stages.decoder.operations import RmsNorm, silu_mul
-from stages.merged_weights import GATE_UP, QKV, merged
+from stages.loading.merged_weights import GATE_UP, QKV, merged
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from transformers import AutoConfig
 from encoders.names import WeightSet
 from serve_app.worker.worker_stages import embedding_layout
 from stages.engine.model_runner import kv_layout
+from stages.loading.weights import prune, skeleton
 from stages.memory_sizing import DEFAULT_UTILIZATION
-from stages.weights import prune, skeleton
 from tests import ROOT
 from tests.models.published import PUBLISHED, Published
 

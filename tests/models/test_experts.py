@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from encoders.names import ExpertPart, expert_part
 from epd.errors import ModelError
-from stages.expert_weights import in_layout
+from stages.loading.expert_weights import in_layout
+from stages.loading.weights import load_role
 from stages.placement import CPU_FLOAT32
-from stages.weights import load_role
 from tests.models.shrunk import build
 
 PREFIX = "model.language_model.layers.1.mlp.experts"

@@ -22,8 +22,8 @@ from serve_app.worker.worker_stages import embedding_layout
 from stages.attention.support import check_attention
 from stages.engine.generation import generation_settings
 from stages.engine.model_runner import kv_layout
+from stages.loading.weights import load_role, prune, skeleton
 from stages.placement import CPU_FLOAT32
-from stages.weights import load_role, prune, skeleton
 from tests.models.files import known_names, parts_in_files
 from tests.models.page import PAGE, page
 from tests.models.published import PUBLISHED, Config, Published

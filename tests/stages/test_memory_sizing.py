@@ -16,6 +16,7 @@ from serve_app.local.fleet import LocalTransport
 from serve_app.worker.worker_core import stages_of
 from serve_app.worker.worker_stages import StageBuilder, WorkerSettings
 from stages import memory_sizing
+from stages.loading.weights import load_role
 from stages.memory_sizing import (
     GPUMemory,
     LargestPasses,
@@ -27,7 +28,6 @@ from stages.memory_sizing import (
 )
 from stages.peak_memory import peak_bytes
 from stages.placement import CPU_FLOAT32, Placement
-from stages.weights import load_role
 from tests.encoders.families import Family
 from tests.tiny_models import load_reference
 

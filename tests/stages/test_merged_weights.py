@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from stages.decoder.layers import layers_of
-from stages.merged_weights import GATE_UP, QKV, MergedMemory, in_merged_order, merged, merged_part
+from stages.loading.merged_weights import GATE_UP, QKV, MergedMemory, in_merged_order, merged, merged_part
+from stages.loading.weight_files import write_weights
+from stages.loading.weights import WholeModel, load_role
 from stages.placement import CPU_FLOAT32
-from stages.weight_files import write_weights
-from stages.weights import WholeModel, load_role
 from tests.encoders.conftest import families, family
 from tests.encoders.families import Family
 from tests.stages.decoder.text_models import model_of

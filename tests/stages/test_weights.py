@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 import stages.device_memory
-import stages.weight_files
-import stages.weights
+import stages.loading.weight_files
+import stages.loading.weights
 from encoders.names import WeightSet, is_wanted
 from epd.errors import InfeasibleError, ModelError
+from stages.loading.weight_files import num_weight_bytes, weights_revision, write_weights
+from stages.loading.weights import WholeModel, load_role
 from stages.placement import CPU_FLOAT32, Placement
-from stages.weight_files import num_weight_bytes, weights_revision, write_weights
-from stages.weights import WholeModel, load_role
 from tests.encoders.families import Family, Picture
 from tests.tiny_models import load_reference
 
@@ -67,7 +67,7 @@ class OutsideFile(CountingFile):
 @pytest.fixture
 def tensors_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     CountingFile.read = []
-    monkeypatch.setattr(stages.weight_files, "safe_open", CountingFile)
+    monkeypatch.setattr(stages.loading.weight_files, "safe_open", CountingFile)
     return CountingFile.read
 
 
@@ -142,8 +142,8 @@ def test_what_is_loaded_equals_what_transformers_loads(family: Family, placement
 
 def test_all_of_a_model_is_on_its_device(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also what modules compute when they are made. The device is pretended: nothing is allocated."""
-    monkeypatch.setattr(stages.weight_files, "safe_open", OutsideFile)
-    monkeypatch.setattr(stages.weights, "check_room", lambda *_: None)
+    monkeypatch.setattr(stages.loading.weight_files, "safe_open", OutsideFile)
+    monkeypatch.setattr(stages.loading.weights, "check_room", lambda *_: None)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = load_role(family.path, "whole", Placement(torch.device("cuda:0"), torch.bfloat16)).model
     tensors = [*model.parameters(), *model.buffers()]

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from epd.errors import OverloadedError, UnavailableError
-from serve_app.http import http_guard
+from serve_app.http.guard import http_guard
 from serve_app.observability.record import RequestRecord
 from tests.serve_app.conftest import ADMIN, QUESTION, Front
 from tests.serve_app.fakes import FakeService

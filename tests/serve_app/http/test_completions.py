@@ -13,7 +13,7 @@ from encoders import FrameSampling
 from encoders.prompt.chat import media_kinds
 from epd.reduction import ReductionPolicy
 from epd.sampling_params import SamplingParams
-from serve_app.http.responses import logprobs_of
+from serve_app.http.answers.responses import logprobs_of
 from serve_app.service import TokenLogprob
 from tests.serve_app.conftest import JSON, QUESTION, Front
 from tests.serve_app.fakes import TIMINGS, USAGE, WORDS, FakeService

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from epd.control.routing import Router
-from serve_app.http.chat_request import ChatRequest
-from serve_app.http.request_parsing import conversation
+from serve_app.http.requests.chat_request import ChatRequest
+from serve_app.http.requests.request_parsing import conversation
 from serve_app.http.server_state import ApiSettings, ParsedRequest, ServerState
 from serve_app.media.fleet_media import FleetMedia
 from serve_app.observability.record import RequestRecord

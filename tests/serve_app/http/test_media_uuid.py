@@ -12,8 +12,8 @@ import pytest
 from epd.errors import RequestError
 from epd.types import MediaKind
 from serve_app.http.api import ApiSettings
-from serve_app.http.chat_request import MAX_UUID_CHARS
-from serve_app.http.named_media import NamedMedia, namespace_of
+from serve_app.http.requests.chat_request import MAX_UUID_CHARS
+from serve_app.http.requests.named_media import NamedMedia, namespace_of
 from serve_app.service import MediaReference
 from tests.serve_app.conftest import JSON, data_url, image_part, video_part
 from tests.serve_app.http.test_frame_lists import drawn, listed

@@ -10,9 +10,9 @@ import pytest
 
 from encoders.prompt.chat import ChatMessage, ContentPart
 from encoders.prompt.tool_history import ToolCall
-from serve_app.http.chat_request import ChatRequest
-from serve_app.http.honoured_fields import HONOURED
-from serve_app.http.request_fields import NO_EFFECT, REFUSED
+from serve_app.http.requests.chat_request import ChatRequest
+from serve_app.http.requests.honoured_fields import HONOURED
+from serve_app.http.requests.request_fields import NO_EFFECT, REFUSED
 from tests.request_fields_page import OPENAI, PAGE, TESTS, VLLM, with_tables
 from tests.serve_app.conftest import JSON, QUESTION, Front
 

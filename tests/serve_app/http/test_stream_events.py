@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.types import StageTimings, Usage
-from serve_app.http.responses import ChunkBuilder, event
+from serve_app.http.answers.responses import ChunkBuilder, event
 from serve_app.observability.record import RequestRecord
 from serve_app.service import AnswerEnd, AnswerItem, StageSpan, TokenDelta, TokenLogprob
 

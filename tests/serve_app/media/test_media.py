@@ -20,7 +20,7 @@ import pytest
 from epd.control.request_budget import RequestLimits
 from epd.errors import CancelledError, MediaLimitError, OverloadedError
 from epd.types import content_hash
-from serve_app.http.chat_request import ChatRequest
+from serve_app.http.requests.chat_request import ChatRequest
 from serve_app.http.server_state import ApiSettings
 from serve_app.media.spool_files import ByteBudget, RequestFolder
 from serve_app.service import MediaReference

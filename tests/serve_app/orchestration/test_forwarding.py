@@ -23,8 +23,8 @@ from serve_app.fleet import FleetEvent
 from serve_app.messages import Abort, Message, Prefill, Reserve
 from serve_app.orchestration.attempt import Attempt
 from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
-from serve_app.orchestration.isolation import Isolation
-from serve_app.orchestration.loss_counter import LossCounter
+from serve_app.orchestration.losses.isolation import Isolation
+from serve_app.orchestration.losses.loss_counter import LossCounter
 from serve_app.orchestration.placement import PlacementLimits, RequestPlacer
 from serve_app.worker_info import WorkerInfo
 from tests.serve_app.conftest import ADMIN, QUESTION, Front

@@ -16,9 +16,9 @@ from epd.sampling_params import SamplingParams
 from epd.transfer.connectors import Offer
 from epd.types import RequestStatus
 from serve_app.messages import WorkerLoad, WorkerReport
-from serve_app.orchestration import watchdog
 from serve_app.orchestration.attempt import Ending
-from serve_app.orchestration.watchdog import Watchdog
+from serve_app.orchestration.losses import watchdog
+from serve_app.orchestration.losses.watchdog import Watchdog
 from serve_app.worker import worker_thread
 from stages.connectors.in_process import InProcessConnector
 from tests.serve_app.deployments import Question, deployed, undisturbed

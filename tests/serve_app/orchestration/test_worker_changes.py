@@ -20,7 +20,7 @@ from epd.sampling_params import SamplingParams
 from epd.topology import Stage
 from serve_app.fleet import FleetEvent, WorkerBack, WorkerChanged, WorkerLost, WorkerLostError, state_after
 from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
-from serve_app.orchestration.loss_counter import LossCounter
+from serve_app.orchestration.losses.loss_counter import LossCounter
 from serve_app.role_messages import Offload, SetRoles
 from serve_app.worker_info import EVERY_STAGE, WorkerInfo
 from tests.serve_app.deployments import Deployment, Question, deployed, undisturbed, until_decoding

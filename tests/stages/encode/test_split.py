@@ -13,8 +13,8 @@ from epd.sampling_params import SamplingParams
 from stages.encode.splicing import EmbeddingSplicer
 from stages.engine.generation import GenerateRequest, GenerationSettings
 from stages.engine.setup import build_engine
+from stages.loading.weights import load_role
 from stages.placement import CPU_FLOAT32
-from stages.weights import load_role
 from tests.encoders.families import QUESTION, Family, Media, Picture
 from tests.positions import trained_positions_in
 from tests.stages.encode.sharded_encoding import ShardedEncoding

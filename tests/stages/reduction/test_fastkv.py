@@ -27,8 +27,8 @@ from epd.models import embedded_model_path
 from epd.reduction import ReductionPolicy
 from epd.sampling_params import SamplingParams
 from serve_app.app_args import AppArgs
-from serve_app.http.chat_request import ChatRequest
-from serve_app.http.request_parsing import reduction_policy
+from serve_app.http.requests.chat_request import ChatRequest
+from serve_app.http.requests.request_parsing import reduction_policy
 from stages.colocated import ColocatedPipeline, EncodedMedia, MediaContext
 from stages.decoder.decoder import FusedDecoder
 from stages.engine.model_runner import ModelRunner, Segment

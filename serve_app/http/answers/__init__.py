@@ -1,0 +1,1 @@
+"""Gives answers the forms of OpenAI's JSON, whole and as events."""

@@ -1,0 +1,210 @@
+"""Gives an answer the form of `/v1/responses`: items of output, and OpenAI's typed events while they grow.
+
+created, in_progress
+    output_item.added   content_part.added   output_text.delta ...   .done   content_part.done   .done
+    output_item.added   function_call_arguments.delta ...            .done                       .done
+completed, or incomplete where the answer was cut
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pydantic_core import to_json
+
+from serve_app.http.answers.call_reports import call_id
+from serve_app.http.answers.response_protocol import (
+    CachedTokens,
+    IncompleteDetails,
+    ItemStatus,
+    ReasoningTokens,
+    ResponseCall,
+    ResponseLogprob,
+    ResponseMessage,
+    ResponseReply,
+    ResponseText,
+    ResponseTopLogprob,
+    ResponseUsage,
+)
+from serve_app.http.answers.responses import checked_end, epd_report, finite
+from serve_app.http.answers.tool_calls import CallPiece, Piece, ToolCallReader
+from serve_app.http.protocol import ErrorReply
+from serve_app.observability.record import RequestRecord
+from serve_app.service import AnswerEnd, AnswerItem, FinishReason, TokenDelta, TokenLogprob
+
+Event = dict[str, Any]
+
+
+class ResponseBuilder:
+    """Gathers the items of an answer into a response, and says by events how it grows."""
+
+    def __init__(self, record: RequestRecord, begun: ResponseReply, *, reads_tools: bool) -> None:
+        """Takes begun: the response without output; reads_tools: whether the answer may call functions."""
+        self._record = record
+        self._begun = begun
+        self._reader = ToolCallReader() if reads_tools else None
+        self._items: list[ResponseMessage | ResponseCall] = []
+        self._is_open = self._has_begun = False
+        self._pieces: list[str] = []  # of the open item
+        self._logprobs: list[ResponseLogprob] = []
+        self._reason: FinishReason = "length"
+        self._end: AnswerEnd | None = None
+        self._num_events = 0
+
+    def add(self, item: AnswerItem) -> None:
+        """Takes an item without its events."""
+        for _ in self._taken(item):
+            pass
+
+    def body(self) -> str:
+        """Returns the JSON of the response. Raises EPDError if the answer stopped without its end."""
+        for _ in self._ended():
+            pass
+        return self._complete().model_dump_json()
+
+    def events(self, item: AnswerItem) -> bytes:
+        """Takes an item; returns its events."""
+        return b"".join(map(self._sent, self._taken(item)))
+
+    def last_events(self) -> bytes:
+        """Returns the events of the end. Raises EPDError if the answer stopped without one."""
+        data = b"".join(map(self._sent, self._ended()))
+        reply = self._complete()
+        return data + self._sent({"type": f"response.{reply.status}", "response": reply})
+
+    def error_event(self, error: ErrorReply) -> bytes:
+        """Returns an error as an event that the official client raises as an error."""
+        body = error.error
+        return self._sent({"type": "error", "code": body.code, "message": body.message, "error": body})
+
+    def _sent(self, event: Event) -> bytes:
+        data = to_json({**event, "sequence_number": self._num_events})
+        self._num_events += 1
+        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), data)
+
+    def _taken(self, item: AnswerItem) -> Iterator[Event]:
+        if isinstance(item, AnswerEnd):
+            self._end = item
+        if not isinstance(item, TokenDelta):
+            return
+        yield from self._start()
+        if self._reader is None:
+            if item.text or item.logprobs:
+                yield from self._text(item.text, item.logprobs)
+        else:
+            yield from self._read(self._reader.push(item.text))
+        self._reason = item.finish_reason or self._reason
+
+    def _start(self) -> Iterator[Event]:
+        if not self._has_begun:
+            self._has_begun = True
+            for kind in ("created", "in_progress"):
+                yield {"type": f"response.{kind}", "response": self._begun}
+
+    def _read(self, pieces: Sequence[Piece]) -> Iterator[Event]:
+        for piece in pieces:
+            yield from self._text(piece) if isinstance(piece, str) else self._call(piece)
+
+    def _ended(self) -> Iterator[Event]:
+        """Yields the events of what is left of the answer, closing its last item."""
+        checked_end(self._end)
+        yield from self._start()
+        if self._reader is not None:
+            yield from self._read(self._reader.finish())
+        if not self._items:
+            yield from self._text("")
+        yield from self._close("completed" if self._reason == "stop" else "incomplete")
+
+    # Items
+
+    def _open(self, item: ResponseMessage | ResponseCall) -> Iterator[Event]:
+        yield from self._close("completed")
+        self._items.append(item)
+        self._is_open, self._pieces, self._logprobs = True, [], []
+        yield {"type": "response.output_item.added", "output_index": len(self._items) - 1, "item": item}
+
+    def _name(self, prefix: str) -> str:
+        return f"{prefix}_{self._record.request_id.removeprefix('resp_')}_{len(self._items)}"
+
+    def _text(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[Event]:
+        if not self._is_open or not isinstance(self._items[-1], ResponseMessage):
+            yield from self._open(ResponseMessage(id=self._name("msg"), status="in_progress", content=[]))
+            yield self._of_text("content_part.added", part=ResponseText(text=""))
+        self._pieces.append(text)
+        reported = [_logprob(token) for token in logprobs]
+        self._logprobs += reported
+        if text or reported:
+            yield self._of_text("output_text.delta", delta=text, logprobs=reported)
+
+    def _call(self, piece: CallPiece) -> Iterator[Event]:
+        if piece.name is not None:
+            number = call_id(self._record.request_id, 0, piece.index)
+            call = ResponseCall(
+                id=self._name("fc"), status="in_progress", call_id=number, name=piece.name, arguments=""
+            )
+            yield from self._open(call)
+        self._pieces.append(piece.arguments)
+        if piece.arguments:
+            yield self._of_item("function_call_arguments.delta", delta=piece.arguments)
+
+    def _close(self, status: ItemStatus) -> Iterator[Event]:
+        if not self._is_open:
+            return
+        whole, item = "".join(self._pieces), self._items[-1]
+        self._is_open = False
+        done: ResponseMessage | ResponseCall
+        if isinstance(item, ResponseMessage):
+            part = ResponseText(text=whole, logprobs=self._logprobs)
+            yield self._of_text("output_text.done", text=whole, logprobs=self._logprobs)
+            yield self._of_text("content_part.done", part=part)
+            done = item.model_copy(update={"status": status, "content": [part]})
+        else:
+            yield self._of_item("function_call_arguments.done", arguments=whole, name=item.name)
+            done = item.model_copy(update={"status": status, "arguments": whole})
+        self._items[-1] = done
+        yield {"type": "response.output_item.done", "output_index": len(self._items) - 1, "item": done}
+
+    def _of_item(self, kind: str, **fields: object) -> Event:
+        place = {"item_id": self._items[-1].id, "output_index": len(self._items) - 1}
+        return {"type": f"response.{kind}", **place, **fields}
+
+    def _of_text(self, kind: str, **fields: object) -> Event:
+        return self._of_item(kind, content_index=0, **fields)
+
+    def _complete(self) -> ResponseReply:
+        end = checked_end(self._end)
+        is_cut = self._reason != "stop"
+        return self._begun.model_copy(
+            update={
+                "status": "incomplete" if is_cut else "completed",
+                "incomplete_details": IncompleteDetails() if is_cut else None,
+                "output": self._items,
+                "usage": _usage(end),
+                "epd": epd_report(self._record, end),
+            }
+        )
+
+
+def _logprob(token: TokenLogprob) -> ResponseLogprob:
+    alternatives = [
+        ResponseTopLogprob(token=one.text, logprob=finite(one.logprob), bytes=list(one.data))
+        for one in token.alternatives
+    ]
+    return ResponseLogprob(
+        token=token.text,
+        logprob=finite(token.logprob),
+        bytes=list(token.data),
+        top_logprobs=alternatives,
+    )
+
+
+def _usage(end: AnswerEnd) -> ResponseUsage:
+    usage = end.usage
+    return ResponseUsage(
+        input_tokens=usage.prompt_tokens,
+        input_tokens_details=CachedTokens(cached_tokens=end.cached_tokens),
+        output_tokens=usage.completion_tokens,
+        output_tokens_details=ReasoningTokens(),
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+    )

@@ -1,0 +1,1 @@
+"""Guards the HTTP app: who may ask, how large and how slowly."""

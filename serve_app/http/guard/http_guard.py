@@ -1,0 +1,217 @@
+"""Guards every route: request ids, the Host check, the key, and errors in OpenAI's format."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import math
+import re
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from epd.errors import (
+    AdminRightError,
+    AuthenticationError,
+    EPDError,
+    OverloadedError,
+    RequestLimitError,
+    RequestTimeoutError,
+    UnavailableError,
+    http_status,
+)
+from serve_app.http.guard.host_check import HostCheck
+from serve_app.http.protocol import ErrorBody, ErrorReply
+from serve_app.observability.record import CLIENT_GONE, RequestRecord, new_request_id, record_of
+
+logger = logging.getLogger(__name__)
+
+_ERROR_TYPES = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+}
+# Routes that answer, by POST, and how the ids of their requests begin.
+ANSWER_ROUTES = {
+    "/v1/chat/completions": "chatcmpl-",
+    "/v1/completions": "cmpl-",
+    "/v1/responses": "resp_",
+    "/invocations": "invoc-",
+}
+# After these errors the rest of the body is not read.
+_CLOSING = (RequestLimitError, RequestTimeoutError)
+
+
+class RequestEdge:
+    """Gives every HTTP request a record, every answer its request's id, and every bug an error response."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        on_finished: Callable[[RequestRecord], None],
+        host_check: HostCheck,
+        answers: Mapping[str, ASGIApp] | None = None,
+    ) -> None:
+        """Guards app. answers: the apps of `ANSWER_ROUTES`, by path; by default the app itself."""
+        self._app = app
+        self._answers = answers or {}
+        self._on_finished = on_finished
+        self._host_check = host_check
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        is_answer = scope["method"] == "POST" and scope["path"] in ANSWER_ROUTES
+        record = RequestRecord(
+            request_id=new_request_id(ANSWER_ROUTES.get(scope["path"], "chatcmpl-")),
+            is_answer=is_answer,
+            traceparent=Headers(scope=scope).get("traceparent", ""),
+        )
+        scope.setdefault("state", {})["record"] = record
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                record.status = record.status or message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = record.request_id
+            await send(message)
+
+        try:
+            await self._app_for(scope, record)(scope, receive, send_with_id)
+        except Exception:  # the edge of the process: a bug ends one request, not the server
+            logger.exception("request_id=%s ended by a bug", record.request_id)
+            record.status, record.error = HTTPStatus.INTERNAL_SERVER_ERROR.value, "bug"
+            if not started:
+                await bug_response(record)(scope, receive, send_with_id)
+        finally:
+            self._on_finished(record)
+
+    def _app_for(self, scope: Scope, record: RequestRecord) -> ASGIApp:
+        app = self._answers.get(scope["path"], self._app) if record.is_answer else self._app
+        return app if self._host_check.allows(scope) else _foreign_host_response()
+
+
+def _foreign_host_response() -> JSONResponse:
+    message = (
+        "received a Host header with a name that is not this server's; allowed: localhost, addresses and "
+        "the names it was started with; start it with --allowed-hosts NAME"
+    )
+    return JSONResponse(
+        _reply(HTTPStatus.FORBIDDEN, message, "host_forbidden").model_dump(), HTTPStatus.FORBIDDEN
+    )
+
+
+class KeyCheck:
+    """Checks `Authorization: Bearer KEY` in constant time, as a dependency of routes.
+
+    api_key: None allows every client
+    admin_api_key: a second valid key, with the rights that `check_admin` requires; None: no client has them
+    """
+
+    def __init__(self, api_key: str | None, admin_api_key: str | None = None) -> None:
+        self._api_key = api_key
+        self._admin_api_key = admin_api_key
+
+    async def __call__(self, request: Request) -> None:
+        """Checks the key of a request. Raises AuthenticationError."""
+        sent = sent_key(request)
+        request.state.is_admin = _is_key(sent, self._admin_api_key)
+        if self._api_key is None or request.state.is_admin:
+            return
+        if not _is_key(sent, self._api_key):
+            raise AuthenticationError(
+                "no key or not the right one; allowed: the server's API key; "
+                "set the header 'Authorization: Bearer KEY'"
+            )
+
+
+def sent_key(request: Request) -> bytes | None:
+    """Returns the key that was sent, if any."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip().encode("latin-1") if scheme.lower() == "bearer" else None
+
+
+def _is_key(sent: bytes | None, key: str | None) -> bool:
+    return sent is not None and key is not None and hmac.compare_digest(sent, key.encode())
+
+
+def check_admin(request: Request, received: str, allowed: str) -> None:
+    """Raises AdminRightError for a request without the admin key. received, allowed: for the message."""
+    if not request.state.is_admin:
+        raise AdminRightError(
+            f"received {received}; allowed: {allowed}, and this with the admin key; start the server with "
+            "--admin-api-key and set the header 'Authorization: Bearer KEY'"
+        )
+
+
+def error_reply(error: EPDError) -> ErrorReply:
+    code = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__.removesuffix("Error")).lower()
+    return _reply(http_status(error), str(error), code)
+
+
+def _reply(status: int, message: str, code: str | None = None) -> ErrorReply:
+    fallback = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+    kind = _ERROR_TYPES.get(HTTPStatus(status), fallback) if status in _KNOWN_STATUS else fallback
+    return ErrorReply(error=ErrorBody(message=message, type=kind, param=None, code=code))
+
+
+_KNOWN_STATUS = {status.value for status in HTTPStatus}
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Installs handlers that report all errors in OpenAI's format, with the status of `epd.errors`."""
+    app.add_exception_handler(EPDError, _on_epd_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+
+
+async def _on_epd_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, EPDError)
+    record_of(request).error = type(error).__name__
+    headers = {}
+    if isinstance(error, OverloadedError | UnavailableError):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    if isinstance(error, AuthenticationError):
+        headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, _CLOSING):
+        headers["Connection"] = "close"
+    return JSONResponse(error_reply(error).model_dump(), http_status(error), headers)
+
+
+async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    return JSONResponse(_reply(error.status_code, message).model_dump(), error.status_code, error.headers)
+
+
+async def _on_invalid(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    return JSONResponse(_reply(HTTPStatus.BAD_REQUEST, "invalid request").model_dump(), 400)
+
+
+async def _on_disconnect(request: Request, _: Exception) -> Response:
+    """Responds after the client left while sending its body: the response is never read."""
+    record_of(request).error = "disconnected"
+    return Response(status_code=CLIENT_GONE)
+
+
+def bug_response(record: RequestRecord) -> JSONResponse:
+    return JSONResponse(bug_reply(record).model_dump(), HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def bug_reply(record: RequestRecord) -> ErrorReply:
+    """Reports an error outside the tree of errors as a bug: the client gets an id, the log the rest."""
+    message = f"internal error; the server's log has details under {record.request_id}"
+    return _reply(HTTPStatus.INTERNAL_SERVER_ERROR, message, "internal")

@@ -1,0 +1,1 @@
+"""Defines the JSON of requests, and turns it into the types of the pipeline."""

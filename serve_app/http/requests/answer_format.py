@@ -1,0 +1,85 @@
+"""Finds the format that a chat request wants its answer in, in the fields of OpenAI and of vLLM."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from epd.errors import RequestError
+from serve_app.http.requests.chat_request import ChatRequest, ResponseFormat, StructuredOutputs
+from serve_app.http.requests.tools import offers_tools, required_calls
+from stages.grammar.formats import WHITESPACE, AnswerFormat, format_of
+
+_ANY_OBJECT = {"type": "object"}
+
+
+def answer_format(chat: ChatRequest) -> AnswerFormat | None:
+    """Returns the wanted format; None for any answer. Raises RequestError where fields disagree."""
+    calls = required_calls(chat)
+    ours = _of_structured_outputs(chat.structured_outputs) if chat.structured_outputs else None
+    theirs = _of_response_format(chat.response_format) if chat.response_format else None
+    if ours and theirs:
+        raise RequestError(
+            "received response_format and structured_outputs; allowed: one of them; leave one out"
+        )
+    if (ours or theirs) and offers_tools(chat):
+        raise RequestError(
+            "received tools with another format of the answer; allowed: one of them; set tool_choice to none"
+        )
+    return calls or ours or theirs
+
+
+def _of_response_format(wanted: ResponseFormat) -> AnswerFormat | None:
+    if (wanted.type == "json_schema") != (wanted.json_schema is not None):
+        raise RequestError(
+            f"received response_format of type {wanted.type} with{'' if wanted.json_schema else 'out'} "
+            "json_schema; allowed: a json_schema with the type json_schema alone; change the type"
+        )
+    if wanted.type == "text":
+        return None
+    return format_of("json_schema", wanted.json_schema.json_schema if wanted.json_schema else _ANY_OBJECT)
+
+
+def _of_structured_outputs(wanted: StructuredOutputs) -> AnswerFormat | None:
+    formats = {
+        "json": wanted.json_schema,
+        "json_object": wanted.json_object or None,
+        "regex": wanted.regex,
+        "choice": wanted.choice,
+        "grammar": wanted.grammar,
+    }
+    given = [name for name, value in formats.items() if value is not None]
+    if len(given) > 1:
+        raise RequestError(
+            f"received structured_outputs with {' and '.join(given)}; allowed: one of {', '.join(formats)}; "
+            "leave the others out"
+        )
+    if wanted.json_schema is not None:
+        return format_of("json_schema", _schema(wanted.json_schema), _whitespace(wanted))
+    if wanted.json_object:
+        return format_of("json_schema", _ANY_OBJECT, _whitespace(wanted))
+    if wanted.regex is not None:
+        return format_of("regex", wanted.regex)
+    if wanted.choice is not None:
+        return format_of("choice", wanted.choice)
+    return None if wanted.grammar is None else format_of("grammar", wanted.grammar)
+
+
+def _whitespace(wanted: StructuredOutputs) -> str | None:
+    if wanted.disable_any_whitespace:
+        return None
+    return WHITESPACE if wanted.whitespace_pattern is None else wanted.whitespace_pattern
+
+
+def _schema(received: dict[str, Any] | str) -> dict[str, Any]:
+    if not isinstance(received, str):
+        return received
+    try:
+        schema = json.loads(received)
+    except (ValueError, RecursionError):
+        schema = None
+    if not isinstance(schema, dict):
+        raise RequestError(
+            "received structured_outputs.json that is not JSON of an object; allowed: a schema; correct it"
+        )
+    return schema

@@ -1,0 +1,146 @@
+"""Defines the JSON of `/v1/completions`: a prompt that is continued as it is, without a chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from epd.sampling_params import MAX_CHOICES, MAX_INT64, MAX_LOGPROBS, MAX_STOP_STRINGS
+from serve_app.http.requests.chat_request import (
+    MAX_SALT_CHARS,
+    BadWords,
+    Biases,
+    ChatRequest,
+    Count0,
+    Filled,
+    Int64,
+    Listed,
+    ResponseFormat,
+    StreamOptions,
+    StructuredOutputs,
+    UserMessage,
+)
+from serve_app.http.requests.request_fields import NO_EFFECT, REFUSED, OtherFields
+
+DEFAULT_MAX_TOKENS = 16  # as OpenAI and vLLM have it
+
+_NOT_HERE = ("prompt_cache_key", "metadata", "safety_identifier", "store", "include_reasoning")
+_NOT_REFUSED_HERE = (
+    "add_generation_prompt", "add_special_tokens", "audio", "chat_template", "chat_template_kwargs",
+    "continue_final_message", "documents", "echo", "function_call", "functions", "moderation", "prediction",
+    "reasoning_effort", "return_prompt_text", "service_tier", "verbosity", "web_search_options",
+)  # fmt: skip
+COMPLETION_FIELDS = OtherFields(
+    no_effect={
+        name: reason
+        for name, reason in NO_EFFECT.items()
+        if name not in _NOT_HERE and not name.startswith("prompt_cache")
+    },
+    refused={
+        **{name: values for name, values in REFUSED.items() if name not in _NOT_REFUSED_HERE},
+        "prompt_embeds": (),
+        "suffix": ("",),
+    },
+)
+
+# What is not the same as of a chat request, in Markdown, by field.
+COMPLETION_HONOURED: Mapping[str, str] = {
+    "prompt": "a text, a list of texts, a list of token ids, or a list of such lists; see below",
+    "max_tokens": (
+        "longest answer, tokens; 16 by default, `null` as a chat's; 0 with `echo`: nothing is generated"
+    ),
+    "n": "independent answers to each prompt, at most 128",
+    "logprobs": "the number of likeliest tokens given with each token, at most 20; not with `echo`",
+    "echo": "the prompt stands before its answer",
+    "add_special_tokens": "whether texts get those that the tokenizer adds; by default they do",
+}
+
+_KINDS = (
+    "a string, a list of strings, a list of token ids, or a list of lists of token ids, none of them empty"
+)
+
+
+def _kind(prompt: object) -> str | None:
+    """Returns the tag of a prompt, by its first element; None for what is none."""
+    if isinstance(prompt, str):
+        return "str"
+    if not isinstance(prompt, list) or not prompt:
+        return None
+    kinds = {str: "list[str]", int: "list[int]", list: "list[list[int]]"}
+    return kinds.get(type(prompt[0]))
+
+
+_TokenIds = Filled[Annotated[int, Field(ge=0, le=MAX_INT64)]]
+Prompt = Annotated[
+    Annotated[str, Tag("str")]
+    | Annotated[Filled[str], Tag("list[str]")]
+    | Annotated[_TokenIds, Tag("list[int]")]
+    | Annotated[Filled[_TokenIds], Tag("list[list[int]]")],
+    Discriminator(
+        _kind, custom_error_type="prompt", custom_error_message=f"received something else; allowed: {_KINDS}"
+    ),
+]
+
+
+class CompletionRequest(BaseModel):
+    """A completion. Omitted fields take the server's defaults; temperature 0 is greedy."""
+
+    model_config = ConfigDict(
+        strict=True, extra="allow", allow_inf_nan=False, json_schema_extra=COMPLETION_FIELDS.add_to
+    )
+
+    model: str | None = None
+    prompt: Prompt
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count0 | None = Field(
+        default=DEFAULT_MAX_TOKENS, description="0 with echo generates nothing."
+    )
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    echo: bool | None = Field(default=None, description="Puts the prompt before its answer.")
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    seed: Int64 | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT64)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    min_tokens: Count0 | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Listed[Count0] | None = None
+    include_stop_str_in_output: bool | None = None
+    logit_bias: Biases | None = Field(default=None, description="By token id.")
+    bad_words: BadWords | None = Field(default=None, description="That answers do not contain.")
+    add_special_tokens: bool | None = Field(
+        default=None, description="Whether texts get those that the tokenizer adds; by default true."
+    )
+    priority: Int64 | None = Field(default=None, description="The lower, the sooner.")
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """Returns the prompts, each a text or token ids."""
+        received: Any = self.prompt
+        is_one = isinstance(received, str) or isinstance(received[0], int)
+        return [received] if is_one else received
+
+    def options(self) -> ChatRequest:
+        """Returns a chat request with the same options; its message stands for no prompt."""
+        given = {name: getattr(self, name) for name in _SAME_NAME if name in self.model_fields_set}
+        return ChatRequest(
+            messages=[UserMessage(role="user", content="any")],
+            max_tokens=self.max_tokens or None,
+            logprobs=None if self.logprobs is None else True,
+            top_logprobs=self.logprobs,
+            **given,
+        )
+
+
+_OWN = {"prompt", "echo", "logprobs", "max_tokens", "add_special_tokens"}
+_SAME_NAME = [name for name in CompletionRequest.model_fields if name not in _OWN]

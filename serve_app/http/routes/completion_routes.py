@@ -1,0 +1,73 @@
+"""Answers `/v1/completions`: prompts that are continued as they are."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
+
+from fastapi import APIRouter, Request, Response
+
+from epd.types import StageTimings, Usage
+from serve_app.http.answers.answer_response import AnswerForm, AnswerResponse
+from serve_app.http.answers.completion_answer import Completion, CompletionChunks, CompletionWhole
+from serve_app.http.requests.completion_request import CompletionRequest
+from serve_app.http.routes.chat_answer import wanted_usage
+from serve_app.http.routes.completion_parsing import ParsedCompletion, checked_completion
+from serve_app.http.routes.prompt_routes import EVENT_STREAM, body_of, server_of
+from serve_app.http.server_state import ServerState
+from serve_app.observability.record import RequestRecord, record_of
+from serve_app.service import AnswerEnd, AnswerItem, TokenDelta
+
+completion_routes = APIRouter()
+
+
+@completion_routes.post(
+    "/v1/completions",
+    response_model=Completion,
+    responses=EVENT_STREAM,
+    openapi_extra=body_of("CompletionRequest"),
+)
+async def completions(request: Request) -> Response:
+    """Continues one or several prompts, at once or as a stream of server-sent events."""
+    server = server_of(request)
+    wanted, num_bytes = await server.read_json(request, CompletionRequest)
+    return completion_answer(
+        server, await checked_completion(server, request, wanted, num_bytes), record_of(request)
+    )
+
+
+def completion_answer(server: ServerState, asked: ParsedCompletion, record: RequestRecord) -> AnswerResponse:
+    """Returns the response that continues the prompts: a completion or a stream of chunks."""
+    chat = asked.parsed.chat
+    echoed = [text for text in asked.echoed for _ in range(chat.n or 1)]
+    has_logprobs = bool(chat.logprobs)
+    includes_usage, counts_on = wanted_usage(chat)
+    form = AnswerForm(
+        whole=partial(CompletionWhole, record, echoed, has_logprobs=has_logprobs),
+        events=partial(
+            CompletionChunks,
+            record,
+            echoed,
+            has_logprobs=has_logprobs,
+            includes_usage=includes_usage,
+            counted_prompt=sum(map(len, asked.prompts)) if counts_on else None,
+        ),
+    )
+    return AnswerResponse(form, _items(server, asked, record), record, server.settings.keep_alive_s)
+
+
+def _items(
+    server: ServerState, asked: ParsedCompletion, record: RequestRecord
+) -> AsyncGenerator[Sequence[AnswerItem], None]:
+    if not asked.generates:
+        return _no_answers(asked, record)
+    return server.items_of_prompts(asked.parsed, asked.prompts, record)
+
+
+async def _no_answers(
+    asked: ParsedCompletion, record: RequestRecord
+) -> AsyncGenerator[Sequence[AnswerItem], None]:
+    """Yields an empty answer for each choice: nothing is asked of a worker."""
+    record.end = AnswerEnd(Usage(0, 0, sum(map(len, asked.prompts)), 0), StageTimings())
+    yield [TokenDelta(index, "", (), (), "length") for index in range(asked.num_choices)]
+    yield [record.end]

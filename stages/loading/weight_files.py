@@ -1,0 +1,194 @@
+"""Reads the tensors of a checkpoint one by one, and writes them, without ever holding all of them.
+
+A file is mapped while it is read, and what has been read of it counts as memory of this process until the
+mapping ends. So it is renewed every `_MAPPED_BYTES`; a tensor that is kept as it was read keeps its mapping.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from epd.errors import ModelError
+from stages.loading.merged_weights import in_merged_order
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_MAPPED_BYTES = 512 << 20
+# Bytes of a file, and places in it, that distinguish one set of weights from another.
+_SAMPLE_BYTES, _NUM_SAMPLES = 4096, 64
+# Types by their names in a file.
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Describes a tensor of a file."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_bytes_as(self.dtype)
+
+    def dtype_as(self, dtype: torch.dtype) -> torch.dtype:
+        """Returns the type that the tensor has in a model of this type: only floating-point ones change."""
+        return dtype if self.dtype.is_floating_point else self.dtype
+
+    def num_bytes_as(self, dtype: torch.dtype) -> int:
+        """Counts its bytes in a model of this type."""
+        return math.prod(self.shape) * self.dtype_as(dtype).itemsize
+
+
+def stored_tensors(path: Path) -> list[StoredTensor]:
+    """Lists the tensors of a model's folder, file by file; only headers are read.
+
+    Raises OSError, ValueError, SafetensorError.
+    """
+    if (path / _INDEX).is_file():
+        index: dict[str, str] = json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        files = [path / file for file in sorted(set(index.values()))]
+    else:
+        files = [path / _SINGLE]
+    return [tensor for file in files for tensor in tensors_in(file)]
+
+
+def tensors_in(file: Path) -> Iterator[StoredTensor]:
+    """Lists the tensors of one file."""
+    with safe_open(file, framework="pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118 - it cannot be iterated
+            stored = tensors.get_slice(name)
+            kind = stored.get_dtype()
+            if kind not in _DTYPES:
+                raise ValueError(f"'{file}' has tensors of the type {kind}; allowed: {', '.join(_DTYPES)}")
+            yield StoredTensor(file, name, tuple(stored.get_shape()), _DTYPES[kind])
+
+
+def read_tensors(stored: Iterable[StoredTensor]) -> Iterator[tuple[StoredTensor, Tensor]]:
+    """Reads tensors in this order, each when it is asked for. They are memory of the mapped file."""
+    for file, tensors in groupby(stored, lambda each: each.file):
+        for run in _runs(tensors):
+            with safe_open(file, framework="pt") as opened:
+                for each in run:
+                    yield each, opened.get_tensor(each.name)
+
+
+def mapped_tensors(stored: Iterable[StoredTensor]) -> Iterator[tuple[StoredTensor, Tensor]]:
+    """Maps files of `write_weights`, each once: what follows each other there does so in memory.
+
+    The tensors are memory of the file, which stays mapped as long as one of them is kept.
+    """
+    for file, tensors in groupby(stored, lambda each: each.file):
+        with file.open("rb") as stream:
+            num_index_bytes = int.from_bytes(stream.read(8), "little")
+            index = json.loads(stream.read(num_index_bytes))
+        memory = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)[
+            8 + num_index_bytes :
+        ]
+        for each in tensors:
+            start, stop = index[each.name]["data_offsets"]
+            yield each, memory[start:stop].view(each.dtype).view(each.shape)
+
+
+def _runs(stored: Iterable[StoredTensor]) -> Iterator[list[StoredTensor]]:
+    """Cuts into runs of at most `_MAPPED_BYTES`, or of one tensor."""
+    run: list[StoredTensor] = []
+    for each in stored:
+        if run and sum(one.num_bytes for one in run) + each.num_bytes > _MAPPED_BYTES:
+            yield run
+            run = []
+        run.append(each)
+    if run:
+        yield run
+
+
+def converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a tensor in the type that it has in a model of this type."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def write_weights(path: Path, dtype: torch.dtype, target: Path) -> None:
+    """Writes all tensors of the model at `path` to one file, floating-point ones in `dtype`.
+
+    Raises OSError, ModelError.
+    """
+    try:
+        stored = stored_tensors(path)
+        order = {name: place for place, name in enumerate(in_merged_order([each.name for each in stored]))}
+        # The widest types first, so that each tensor is aligned.
+        stored.sort(key=lambda each: (-each.dtype_as(dtype).itemsize, order[each.name]))
+        with target.open("wb") as file:
+            file.write(_header(stored, dtype))
+            for _, tensor in read_tensors(stored):
+                _write(file, converted(tensor, dtype))
+    except (ValueError, KeyError, SafetensorError) as error:
+        raise ModelError(f"the weights at '{path}' cannot be copied: {error}") from error
+
+
+def _header(stored: Sequence[StoredTensor], dtype: torch.dtype) -> bytes:
+    """Returns what a safetensors file begins with: the length of its index, and the index."""
+    entries, end = {}, 0
+    for each in stored:
+        start, end = end, end + each.num_bytes_as(dtype)
+        kind = _DTYPE_NAMES[each.dtype_as(dtype)]
+        entries[each.name] = {"dtype": kind, "shape": each.shape, "data_offsets": (start, end)}
+    index = json.dumps(entries).encode()
+    index += b" " * (-len(index) % 8)
+    return len(index).to_bytes(8, "little") + index
+
+
+def _write(file: BinaryIO, tensor: Tensor) -> None:
+    file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def num_weight_bytes(path: Path, dtype: torch.dtype) -> int:
+    """Counts the bytes of the tensors that `write_weights` writes; names take a few more."""
+    return sum(each.num_bytes_as(dtype) for each in stored_tensors(path))
+
+
+def weights_revision(path: Path) -> str:
+    """Names what a model folder holds: other weights, or another configuration, have another name.
+
+    Configuration and headers are hashed whole, the weights at `_NUM_SAMPLES` places of each file.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for config in sorted(path.glob("*.json")):
+        digest.update(config.read_bytes())
+    for file in sorted(path.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(str(size).encode())
+        with file.open("rb") as stream:
+            header = int.from_bytes(stream.read(8), "little")
+            digest.update(stream.read(header))
+            last = max(size - 8 - header - _SAMPLE_BYTES, 0)
+            for sample in range(_NUM_SAMPLES):
+                stream.seek(8 + header + last * sample // (_NUM_SAMPLES - 1))
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,252 @@
+"""Loads only what a stage needs of a checkpoint: read from the files by name, the rest never touched.
+
+skeleton: the whole model, its parameters without memory (buffers are computed as always)
+prune:    modules of other stages are taken out of it
+fill:     the tensors that are left are read, one by one, from the files that hold them
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers.initialization import no_init_weights
+
+from encoders.checkpoint import check_unquantised
+from encoders.names import WeightSet, expert_part, is_wanted, name_in_model
+from epd.errors import ModelError
+from stages.attention.support import check_attention
+from stages.device_memory import check_room
+from stages.loading.expert_weights import check_experts, in_layout, put_expert
+from stages.loading.merged_weights import MergedMemory, merged_part
+from stages.loading.weight_files import (
+    StoredTensor,
+    converted,
+    mapped_tensors,
+    read_tensors,
+    stored_tensors,
+    tensors_in,
+)
+from stages.placement import Placement
+
+logger = logging.getLogger(__name__)
+
+OnBytes = Callable[[int, int], None]
+# Making a skeleton changes how the whole process registers parameters: threads take turns.
+_LOADING = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """Holds a model for one role.
+
+    tensor_names: what was read, as the files name it. num_bytes: its size there.
+    """
+
+    model: nn.Module
+    tensor_names: tuple[str, ...]
+    num_bytes: int
+
+
+def load_role(
+    path: Path,
+    role: WeightSet,
+    placement: Placement,
+    weights: Path | None = None,
+    on_progress: OnBytes | None = None,
+) -> LoadedModel:
+    """Loads the part of the model at `path` for a worker of this role, in eval mode, with sdpa attention.
+
+    placement: where its weights go, and their type.
+    weights: what `write_weights` has made of it, to be mapped instead of being read.
+    on_progress: called with the bytes that have been read, and with all of them.
+    Raises ModelError when the files lack a tensor or cannot be read, UnsupportedModelError for attention that
+    nothing here computes, and for quantised weights, InfeasibleError for weights that the memory has no room
+    for, before any is read.
+    """
+    start_s = time.perf_counter()
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        check_unquantised(config)
+        check_attention(config)
+        with _LOADING:
+            model = skeleton(config, placement.dtype)
+            prune(model, role)
+            stored = stored_tensors(path) if weights is None else tensors_in(weights)
+            loaded = _fill(model, path, stored, placement, on_progress, is_copied=weights is None)
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(f"the weights at '{path}' do not load: {reason}") from error
+    model.eval()
+    seconds = time.perf_counter() - start_s
+    logger.info(
+        "loaded %.2f GB of %s weights, %s, in %.1f s", loaded.num_bytes / 1e9, role, placement, seconds
+    )
+    return loaded
+
+
+def skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
+    """Creates the model of a transformers configuration, with its parameters on the meta device.
+
+    Nothing is initialised: what has no memory has no values, and buffers are computed with their modules.
+    """
+    with _parameters_without_memory(), no_init_weights():
+        model: nn.Module = transformers.AutoModelForImageTextToText.from_config(
+            config, dtype=dtype, attn_implementation="sdpa"
+        )
+    return model
+
+
+def prune(model: nn.Module, role: WeightSet) -> None:
+    """Removes from a model what a worker of this role does not run."""
+    for prefix, parent in (("", model), ("model.", model.get_submodule("model"))):
+        for name in [name for name, _ in parent.named_children() if f"{prefix}{name}" != "model"]:
+            if not is_wanted(f"{prefix}{name}", role):
+                setattr(parent, name, None)
+        for name, _ in list(parent.named_parameters(recurse=False)):
+            if not is_wanted(f"{prefix}{name}", role):
+                setattr(parent, name, None)
+
+
+def _fill(
+    model: nn.Module,
+    path: Path,
+    stored: Iterable[StoredTensor],
+    placement: Placement,
+    on_progress: OnBytes | None,
+    *,
+    is_copied: bool,
+) -> LoadedModel:
+    """Reads the tensors that the model has a place for, and no others."""
+    known = model.state_dict(keep_vars=True)
+    places = {each: name for each in stored if (name := name_in_model(each.name, known)) is not None}
+    if is_copied:
+        check_room(path, _bytes_by_role(places, placement.dtype), placement)
+    num_bytes, num_read = sum(each.num_bytes for each in places), 0
+    check_experts(((each.name, name) for each, name in places.items()), known)
+    merged = MergedMemory(known)
+    for each, tensor in _read_merged_first(places) if is_copied else mapped_tensors(places):
+        placed = _placed(tensor, placement)
+        if is_copied:
+            placed = merged.place(places[each], placed)
+        _put(model, each.name, places[each], placed)
+        num_read += each.num_bytes
+        if on_progress is not None:
+            on_progress(num_read, num_bytes)
+    _tie(model)
+    _move_buffers(model, placement.device)
+    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if missing:
+        raise ValueError(f"{len(missing)} tensors are missing, such as {missing[0]}; get all of the files")
+    return LoadedModel(model, tuple(each.name for each in places), num_bytes)
+
+
+def _read_merged_first(places: Mapping[StoredTensor, str]) -> Iterator[tuple[StoredTensor, Tensor]]:
+    """Reads what is merged before the rest: of that nothing is kept as it was read, so no mapping stays."""
+    is_merged = {each: merged_part(name) is not None for each, name in places.items()}
+    yield from read_tensors(each for each in places if is_merged[each])
+    yield from read_tensors(each for each in places if not is_merged[each])
+
+
+def _bytes_by_role(places: Mapping[StoredTensor, str], dtype: torch.dtype) -> dict[str, int]:
+    """Counts the bytes of encoder and language model. places: names in the model."""
+    sizes = {"vision": 0, "language": 0}
+    for each, name in places.items():
+        sizes["vision" if is_wanted(name, "encode") else "language"] += each.num_bytes_as(dtype)
+    return sizes
+
+
+def _placed(tensor: Tensor, placement: Placement) -> Tensor:
+    """Brings a stored tensor to its device, and to its type there: what travels is as small as the files."""
+    return converted(tensor.to(placement.device), placement.dtype)
+
+
+class WholeModel:
+    """Maps a model's weights: whatever part of it is requested is there at once."""
+
+    def __init__(self, path: Path, placement: Placement, weights: Path) -> None:
+        """Maps weights as in `load_role`. Raises ModelError."""
+        self._model = load_role(path, "whole", placement, weights).model
+
+    def part(self, role: WeightSet) -> nn.Module:
+        """Returns what a worker of this role runs: other modules are left out, weights share memory."""
+        part = _shallow(self._model)
+        part.model = _shallow(part.get_submodule("model"))
+        prune(part, role)
+        return part
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    """Copies a module with the same children and parameters; removals from one leave the other intact."""
+    copy: nn.Module = module.__class__.__new__(module.__class__)
+    copy.__dict__ = dict(module.__dict__)
+    for held in ("_modules", "_parameters", "_buffers"):
+        copy.__dict__[held] = dict(module.__dict__[held])
+    return copy
+
+
+def _put(model: nn.Module, stored: str, name: str, tensor: Tensor) -> None:
+    """Puts a tensor in its place, or in its part of one. stored: its name in the files, name: the place's."""
+    part = expert_part(stored)
+    if part is None:
+        _assign(model, name, tensor)
+    else:
+        put_expert(model, name, part, tensor)
+
+
+def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Puts a tensor in the place of the parameter or buffer `name`. Raises ValueError if it does not fit."""
+    path, _, attribute = name.rpartition(".")
+    module = model.get_submodule(path)
+    place: Tensor = getattr(module, attribute)
+    tensor = in_layout(tensor, place.shape, name)
+    if isinstance(place, nn.Parameter):
+        module.register_parameter(attribute, nn.Parameter(tensor, requires_grad=False))
+    else:
+        setattr(module, attribute, tensor)
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Moves what modules have computed when they were made, such as the frequencies of rotary positions."""
+    for module in model.modules():
+        for held in (module._buffers, vars(module)):
+            for name, value in held.items():
+                if isinstance(value, Tensor):
+                    held[name] = value.to(device)
+
+
+def _tie(model: Any) -> None:
+    """Ties a head that is not stored to the embedding of tokens, where the checkpoint ties the two."""
+    head = getattr(model, "lm_head", None)
+    if head is not None and head.weight.is_meta and getattr(model.config, "tie_word_embeddings", False):
+        head.weight = model.get_input_embeddings().weight
+
+
+@contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """Creates modules with parameters on the meta device, and real buffers, while this is open.
+
+    It holds for the whole process: no other thread may make modules meanwhile.
+    """
+    register = nn.Module.register_parameter
+
+    def register_without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_without_memory  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
