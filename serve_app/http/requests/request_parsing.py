@@ -277,8 +277,8 @@ def _references(messages: Sequence[Message], pixels: PixelLimits) -> Iterator[Me
         url = source.url if source else None
         if url == "" or (url is None and part.uuid is None):
             raise RequestError(
-                f"{label}: received neither a URL nor a uuid; allowed: {kind}_url with a url, or null "
-                "with the uuid of one sent before; send one"
+                f"{label}: received neither a URL nor a uuid; allowed http, https, data, file as the url of "
+                f"{kind}_url, or null with the uuid of one sent before; send one"
             )
         limits = replace(pixels, is_low_detail=bool(source and source.detail == "low"))
         yield MediaReference(kind, url or "", label, limits, part.uuid or "")
