@@ -81,17 +81,17 @@ def real_app(
         try:
             await deployment.service.start()
             app = create_api(deployment.service, deployment.service.media, settings)
-            server = HttpServer(app, drain_s=2.0)
-            serving = asyncio.create_task(server.serve(sockets=[listener]))
-            while not server.started and not serving.done():
-                await asyncio.sleep(0.01)
-            found.append((deployment, None))
-            started.set()
-            while not stop.is_set() and not serving.done():
-                await asyncio.sleep(0.05)
-            server.should_exit = True
-            await serving
-            app.state.server.close()
+            async with app.router.lifespan_context(app):
+                server = HttpServer(app, drain_s=2.0)
+                serving = asyncio.create_task(server.serve(sockets=[listener]))
+                while not server.started and not serving.done():
+                    await asyncio.sleep(0.01)
+                found.append((deployment, None))
+                started.set()
+                while not stop.is_set() and not serving.done():
+                    await asyncio.sleep(0.05)
+                server.should_exit = True
+                await serving
         except BaseException as error:
             found.append((deployment, error))
             raise

@@ -1,17 +1,11 @@
-"""Whatever fits the OpenAPI schema, or does not, gets an answer of the shape it promises, and never 5xx.
-
-Chat requests go to the real orchestrator with its workers in threads, too: none is lost.
-"""
+"""Whatever fits the OpenAPI schema, or does not, gets an answer of the shape it promises, and never 5xx."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
-import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
@@ -20,13 +14,8 @@ from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
 
-from epd.control.request_budget import RequestLimits
-from epd.sampling_params import SamplingParams
-from serve_app.http.api import ApiSettings
 from tests.serve_app.conftest import QUESTION, Front, media_settings, running_front
-from tests.serve_app.deployments import Deployment
 from tests.serve_app.fakes import FakeService
-from tests.serve_app.server import Server, served, wait_until
 from video import FetchPolicy
 
 CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance]
@@ -91,44 +80,6 @@ def test_every_answer_is_as_promised(offline: Front, label: str, mode: Generatio
 
 def test_the_schema_names_every_operation(offline: Front) -> None:
     assert set(operations(offline.server.url)) == OPERATIONS
-
-
-@pytest.fixture(scope="module")
-def real(checkpoints: dict[str, Path]) -> Iterator[tuple[Server, Deployment]]:
-    """A front over real workers. Answers are short: what is drawn may ask for 2^63 tokens."""
-    policy = FetchPolicy(allowed_hosts=frozenset(), max_s=1.0)
-    deployment = Deployment(checkpoints["qwen2_5_vl"], "1e1p1d", {"media": media_settings(policy)})
-
-    settings = ApiSettings(
-        limits=RequestLimits(max_answer_tokens=128),
-        default_params=SamplingParams(max_tokens=8),
-    )
-    with served(deployment.service, settings, running=deployment.running()) as server:
-        yield server, deployment
-
-
-@pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
-@pytest.mark.parametrize(("label", "mode"), DRAWN_OF)
-def test_no_request_costs_a_worker(real: tuple[Server, Deployment], label: str, mode: GenerationMode) -> None:
-    server, deployment = real
-    operation = operations(server.url)[label]
-    seen = set()
-
-    @given(case=operation.as_strategy(generation_mode=mode))
-    @DRAWN
-    def ask(case: Case) -> None:
-        response = case.call(timeout=20)
-        case.validate_response(response, checks=CHECKS)
-        seen.add(response.status_code)
-
-    ask()
-    assert seen & ({400} if label == CHAT else {200, 403, 404}), seen
-    question = httpx.post(f"{server.url}/v1/chat/completions", json=QUESTION, timeout=20, trust_env=False)
-    assert question.status_code == 200, question.text
-    metrics = httpx.get(f"{server.url}/metrics", trust_env=False).text
-    lost = re.search(r"^epd_workers_lost_total (\S+)", metrics, re.MULTILINE)
-    assert lost is None or float(lost[1]) == 0, lost
-    wait_until(lambda: not deployment.leftovers())
 
 
 @given(
