@@ -2,7 +2,8 @@
 
     text of a grammar   built once by a thread, and kept        GrammarBuilder
     an answer           a copy, which takes each token          TokenMatcher
-    a step              bits of the tokens that may come next   fill(row, drafted)
+    a step              the only token that may come next       only_token(drafted)
+                        or bits of those that may               mask(drafted)
 
 What a matcher knows follows from the tokens of its answer alone: another worker that gets these continues in
 the same state.
@@ -10,17 +11,15 @@ the same state.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
-import numpy as np
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
-from numpy.typing import NDArray
 
 from epd.errors import RequestError
 from stages.grammar.limits import parser_limits
@@ -82,52 +81,75 @@ class GrammarBuilder:
 
 
 class TokenMatcher:
-    """Holds one answer's place in its grammar."""
+    """Holds one answer's place in its grammar.
 
-    __slots__ = ("_built", "_matcher", "_num_taken", "_pending")
+    Where a grammar leaves no choice for some tokens, such as the names in a JSON object, the library names
+    them all at once, and is not asked again before they have come.
+    """
+
+    __slots__ = ("_built", "_forced", "_matcher", "_num_taken", "_pending")
 
     def __init__(self, built: Future[BuiltGrammar]) -> None:
         self._built = built
         self._matcher: Any = None
         self._pending: list[int] = []
+        self._forced: deque[int] = deque()
         self._num_taken = 0
 
     @property
     def is_ready(self) -> bool:
-        """Returns whether the grammar is built, or cannot be: `fill` does not wait then."""
+        """Returns whether the grammar is built, or cannot be: `mask` does not wait then."""
         return self._built.done()
 
     def append(self, token_id: int) -> None:
         """Takes the next token of the answer, which is matched when the one after it is wanted."""
         self._pending.append(token_id)
+        if self._forced and self._forced.popleft() != token_id:
+            self._forced.clear()
 
-    def fill(self, bits: NDArray[np.int32], drafted: Sequence[int] = ()) -> None:
-        """Writes which tokens may follow the answer and `drafted`: token i is bit i % 32 of bits[i // 32].
+    def only_token(self, drafted: Sequence[int] = ()) -> int | None:
+        """Returns the one token that may follow the answer and `drafted`; None if there may be others.
 
-        bits: int32 [N], of at least as many tokens as the vocabulary has. All are set behind a drafted token
-        that may not come itself, since nothing behind it is used.
+        Raises RequestError for a grammar that cannot be built, or that has become too complex.
+        """
+        if not self._forced and not drafted:
+            self._forced.extend(self._current().compute_ff_tokens())
+        if len(drafted) >= len(self._forced):
+            return None
+        *before, token_id = islice(self._forced, len(drafted) + 1)
+        return token_id if before == list(drafted) else None
+
+    def mask(self, drafted: Sequence[int] = ()) -> bytes:
+        """Returns which tokens may follow the answer and `drafted`: token i is bit i % 8 of byte i // 8.
+
+        All bits are set behind a drafted token that may not come itself, since nothing behind it is used.
         Raises RequestError for a grammar that cannot be built, or that has become too complex.
         """
         matcher = self._current()
-        known = list(takewhile(lambda token_id: token_id < self._built.result().num_tokens, drafted))
-        num_valid = matcher.try_consume_tokens(known) if known else 0
+        num_valid = self._try(drafted) if drafted else 0
+        mask: bytes = matcher.compute_bitmask()
         if num_valid < len(drafted):
-            bits[:] = -1
-        else:
-            mask = np.frombuffer(matcher.compute_bitmask(), np.int32)
-            num_words = min(len(mask), len(bits))
-            bits[:num_words], bits[num_words:] = mask[:num_words], 0
+            mask = b"\xff" * len(mask)
         if matcher.is_error() or (num_valid and not matcher.rollback(num_valid)):
             raise _refused(matcher.get_error(), self._num_taken)
+        return mask
+
+    def _try(self, drafted: Sequence[int]) -> int:
+        """Takes the drafted tokens up to the first that may not come; returns how many these are."""
+        num_tokens = self._built.result().num_tokens
+        known = list(takewhile(lambda token_id: token_id < num_tokens, drafted))
+        num_valid: int = self._matcher.try_consume_tokens(known) if known else 0
+        return num_valid
 
     def _current(self) -> Any:
         """Returns the library's matcher behind all tokens taken so far."""
         if self._matcher is None:
             self._matcher = self._built.result().matcher.deep_copy()
-        pending, self._pending = self._pending, []
-        if pending and not self._matcher.consume_tokens(pending):
-            raise _refused(self._matcher.get_error(), self._num_taken)
-        self._num_taken += len(pending)
+        if self._pending:
+            if not self._matcher.consume_tokens(self._pending):
+                raise _refused(self._matcher.get_error(), self._num_taken)
+            self._num_taken += len(self._pending)
+            self._pending.clear()
         return self._matcher
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from epd.types import Int64Array, ceil_div
 from stages.sampling.sampling_state import SamplingRow
 
-_WORD_BITS = 32
+_WORD_BYTES = 4
 
 
 def allowed_tokens(rows: Sequence[SamplingRow], num_tokens: int) -> tuple[Int64Array, NDArray[np.uint8]]:
@@ -25,31 +25,32 @@ def allowed_tokens(rows: Sequence[SamplingRow], num_tokens: int) -> tuple[Int64A
     Raises RequestError for a grammar that cannot be followed.
     """
     places = [i for i, row in enumerate(rows) if row.state.matcher is not None]
-    bits = np.zeros((len(places), ceil_div(num_tokens, _WORD_BITS)), np.int32)
-    for i, mask in zip(places, bits, strict=True):
-        _fill(rows[i], mask)
-    return np.array(places, np.int64), bits.view(np.uint8)
+    num_bytes = _WORD_BYTES * ceil_div(num_tokens, 8 * _WORD_BYTES)
+    masks = bytearray().join([_mask(rows[i])[:num_bytes].ljust(num_bytes, b"\0") for i in places])
+    return np.array(places, np.int64), np.frombuffer(masks, np.uint8).reshape(len(places), num_bytes)
 
 
-def _fill(row: SamplingRow, mask: NDArray[np.int32]) -> None:
-    """Fills a mask. Where the grammar allows nothing else, the answer ends early, else has a bad word."""
-    if row.state.matcher is None:
-        return
-    row.state.matcher.fill(mask, row.drafted)
-    for unwanted in filter(None, (row.bad_ids | row.banned_ids, row.bad_ids)):
+def _mask(row: SamplingRow) -> bytes:
+    """Returns a mask. Where the grammar allows nothing else, the answer ends early, else has a bad word."""
+    assert row.state.matcher is not None
+    mask = row.state.matcher.mask(row.drafted)
+    bad, banned = row.bad_ids, row.banned_ids
+    if not bad and not banned:
+        return mask
+    for unwanted in filter(None, (bad | banned, bad)):
         kept = _without(mask, unwanted)
-        if kept.any():
-            mask[:] = kept
-            return
+        if any(kept):
+            return kept
+    return mask
 
 
-def _without(mask: NDArray[np.int32], token_ids: Iterable[int]) -> NDArray[np.int32]:
+def _without(mask: bytes, token_ids: Iterable[int]) -> bytes:
     """Returns a mask in which these tokens are not allowed."""
-    kept = mask.copy()
+    kept = bytearray(mask)
     for token_id in token_ids:
-        if token_id < len(kept) * _WORD_BITS:
-            kept.view(np.uint32)[token_id // _WORD_BITS] &= ~np.uint32(1 << token_id % _WORD_BITS)
-    return kept
+        if token_id < 8 * len(kept):
+            kept[token_id // 8] &= ~(1 << token_id % 8)
+    return bytes(kept)
 
 
 def ruled_out(scores: Tensor, places: Tensor, bits: Tensor) -> Tensor:
@@ -58,8 +59,8 @@ def ruled_out(scores: Tensor, places: Tensor, bits: Tensor) -> Tensor:
         return scores
     allowed = _unpacked(bits, scores.shape[1])
     if len(places) == len(scores):
-        return scores.masked_fill(~allowed, -torch.inf)
-    some = scores.index_select(0, places).masked_fill_(~allowed, -torch.inf)
+        return torch.where(allowed, scores, -torch.inf)
+    some = torch.where(allowed, scores.index_select(0, places), -torch.inf)
     return scores.index_copy(0, places, some)
 
 

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from encoders.device import all_to_host, arrays_to_device, to_host
+from encoders.device import all_to_host, arrays_to_device, to_device, to_host
 from epd.sampling_params import MAX_LOGPROBS, SamplingParams
 from stages.sampling.allowed import allowed_tokens, ruled_out
 from stages.sampling.candidates import candidates, knobs, token_weights
@@ -71,6 +71,21 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
         raise ValueError(f"{len(logits)} rows of logits need as many sampling rows, got {len(rows)}")
     if all(row.state.is_plain for row in rows):
         return [SampledToken(token_id) for token_id in _argmax(logits)]
+    only = [row.only_token for row in rows]
+    places = [i for i, token_id in enumerate(only) if token_id is None]
+    if len(places) == len(rows):
+        return _sample_rows(logits, rows)
+    chosen = iter(_sample_rows(_some_rows(logits, places), [rows[i] for i in places]) if places else ())
+    return [next(chosen) if token_id is None else SampledToken(token_id) for token_id in only]
+
+
+def _some_rows(logits: Tensor, places: Sequence[int]) -> Tensor:
+    index = torch.tensor(places, dtype=torch.int64)
+    return logits.index_select(0, to_device(index, logits.device))
+
+
+def _sample_rows(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+    """Samples rows of which each has a choice, or reports about its tokens."""
     step = max(1, _CPU_CHUNK // logits.shape[1]) if logits.device.type == "cpu" else len(rows)
     chunks = (slice(start, start + step) for start in range(0, len(rows), step))
     return [token for chunk in chunks for token in _sample_chunk(logits[chunk], rows[chunk])]

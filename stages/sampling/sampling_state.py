@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from epd.sampling_params import SamplingParams
 from epd.types import Int64Array
@@ -62,7 +61,9 @@ class Matcher(Protocol):
 
     def append(self, token_id: int, /) -> None: ...
 
-    def fill(self, bits: NDArray[np.int32], drafted: Sequence[int], /) -> None: ...
+    def only_token(self, drafted: Sequence[int], /) -> int | None: ...
+
+    def mask(self, drafted: Sequence[int], /) -> bytes: ...
 
 
 class SamplingState:
@@ -142,6 +143,16 @@ class SamplingRow(NamedTuple):
     def draw_index(self) -> int:
         """Counts the generated tokens before the one to choose: with the seed, it identifies the draw."""
         return self.state.num_generated + len(self.drafted)
+
+    @property
+    def only_token(self) -> int | None:
+        """Returns the token that its grammar leaves it, if that is one and nothing is reported about others.
+
+        Raises RequestError for a grammar that cannot be followed.
+        """
+        if self.state.matcher is None or self.state.params.logprobs is not None:
+            return None
+        return self.state.matcher.only_token(self.drafted)
 
     @property
     def counts(self) -> TokenCounts:

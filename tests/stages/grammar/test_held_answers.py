@@ -42,6 +42,9 @@ DRAWN = SamplingParams(
     grammar=SHAPE,
 )
 
+# Its rows without a choice are not sampled.
+UNREPORTED = replace(DRAWN, logprobs=None)
+
 
 @pytest.fixture(scope="module")
 def shapes(subjects: Callable[[str], Subject]) -> Subject:
@@ -65,9 +68,9 @@ class _Masked(LogitsProcessor):  # type: ignore[misc]
         for token_id in input_ids[0, self.num_taken :].tolist():
             self.matcher.append(token_id)
         self.num_taken = input_ids.shape[1]
-        bits = np.zeros(scores.shape[1] // 32, np.int32)
-        self.matcher.fill(bits)
-        allowed = torch.from_numpy(np.unpackbits(bits.view(np.uint8), bitorder="little").view(np.bool_))
+        bits = np.frombuffer(self.matcher.mask(), np.uint8)
+        unpacked = np.unpackbits(bits, count=scores.shape[1], bitorder="little")
+        allowed = torch.from_numpy(unpacked.view(np.bool_))
         return scores.masked_fill(~allowed, -torch.inf)
 
 
@@ -118,6 +121,13 @@ def test_batches_chunks_drafts_and_preemption_change_no_token(
     engine = shapes.engine(num_kv_tokens=512)
     assert Drive(engine, seed=4).run(shapes.mix(8), sampling=sampling, seed=3) == alone
     assert engine.scheduler.num_preempted > 0
+
+
+def test_rows_without_a_choice_have_the_tokens_of_masks(shapes: Subject) -> None:
+    reported = answers(shapes, DRAWN)
+    assert answers(shapes, UNREPORTED) == reported
+    drafting = DraftConfig("prompt-lookup", 6)
+    assert answers(shapes, UNREPORTED, drafting=drafting, num_kv_tokens=512) == reported
 
 
 def test_each_of_several_answers_follows_the_grammar(shapes: Subject) -> None:

@@ -30,9 +30,7 @@ def matcher_of(builder: GrammarBuilder, grammar: str) -> TokenMatcher:
 
 
 def bits_of(matcher: TokenMatcher, drafted: tuple[int, ...] = ()) -> NDArray[np.int32]:
-    bits = np.zeros(NUM_WORDS, np.int32)
-    matcher.fill(bits, drafted)
-    return bits
+    return np.frombuffer(matcher.mask(drafted), np.int32)
 
 
 def allowed(bits: NDArray[np.int32]) -> list[int]:
@@ -63,6 +61,41 @@ def test_any_walk_ends_in_the_language_and_drafts_change_nothing(
         plain.append(token_id)  # all at once, as at a worker that takes the answer over
     assert walked[-1] in allowed(bits_of(plain))
     assert {467, 468} <= set(allowed(bits_of(plain)))
+
+
+@pytest.mark.parametrize(("grammar", "least"), [(SHAPE, 10), (WORDS, 0), (regex("(ab|abc){1,5}d?"), 0)])
+@pytest.mark.parametrize("has_masks", [False, True])
+def test_an_only_token_is_all_that_the_mask_allows(
+    builder: GrammarBuilder, grammar: str, least: int, has_masks: bool
+) -> None:
+    rng = random.Random(5)
+    asked, twin = matcher_of(builder, grammar), matcher_of(builder, grammar)
+    num_only = 0
+    for _ in range(60):
+        now = allowed(bits_of(twin))
+        drafts: list[int] = []
+        while (only := asked.only_token(drafts)) is not None:
+            assert allowed(bits_of(twin, tuple(drafts))) == [only]
+            assert asked.only_token([*drafts, only ^ 1]) is None
+            drafts.append(only)
+            num_only += 1
+        if has_masks:  # of a row that reports about other tokens
+            assert allowed(bits_of(asked)) == now
+        token_id = rng.choice(now)
+        if token_id in (467, 468):
+            break
+        asked.append(token_id)
+        twin.append(token_id)
+    assert num_only >= least
+
+
+def test_a_token_beside_the_only_one_is_an_error_later(builder: GrammarBuilder) -> None:
+    matcher = matcher_of(builder, SHAPE)
+    only = matcher.only_token()
+    assert only is not None
+    matcher.append(only ^ 1)
+    with pytest.raises(RequestError, match="cannot be followed behind 0 tokens"):
+        matcher.mask()
 
 
 def test_behind_a_draft_that_may_not_come_everything_is_allowed(builder: GrammarBuilder) -> None:
