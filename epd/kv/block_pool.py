@@ -65,6 +65,11 @@ class BlockPool:
             raise ValueError(f"{count} blocks are needed, {self.num_free} are free; release some")
         taken: list[int] = []
         block = self.num_blocks if after is None else after + 1
+        if count == 1 and self._is_free[block]:  # the next block of a run: most often, so without slices
+            self._is_free[block], self._was_held[block] = 0, 1
+            self._references[block], self._num_written[block] = 1, 0
+            self.num_free -= 1
+            return [block]
         while len(taken) < count:
             if not self._is_free[block]:
                 block = self._start(count - len(taken))

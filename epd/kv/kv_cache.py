@@ -273,13 +273,13 @@ class KVCacheManager:
 
     def _make_room(self, needed: Sequence[int], purpose: str) -> None:
         """Evicts until `needed` blocks of each layer group are free; raises ValueError if that cannot be."""
-        if not self._has_room(needed):
+        lacking = max([num - pool.num_free for num, pool in zip(needed, self._pools, strict=True)])
+        if lacking > self._cache.num_idle:
             raise ValueError(
                 f"{purpose} needs {list(needed)} blocks, {self._all_free()} are free; free a request first"
             )
-        self._cache.evict(
-            max(0, *(num - pool.num_free for num, pool in zip(needed, self._pools, strict=True)))
-        )
+        if lacking > 0:
+            self._cache.evict(lacking)
 
     def _kept(self, request: RequestBlocks, num_tokens: int, layer_group: int | None) -> list[int]:
         """Returns for how many tokens each layer group keeps its blocks."""

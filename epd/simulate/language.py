@@ -68,13 +68,18 @@ class PassCost:
 
 @dataclass(slots=True)
 class _StepRun:
-    """Combines decode steps of the same requests. base, context: ticks and tokens of the first."""
+    """Combines decode steps of the same requests.
+
+    base, context: ticks and tokens of the first
+    num_allocated: steps whose blocks are taken
+    """
 
     requests: list[ScheduledRequest]
     num_steps: int
     base: int
     context: int
     per_context: int
+    num_allocated: int = 0
 
     def ticks(self, num_steps: int) -> int:
         pairs = len(self.requests) * (num_steps * (num_steps - 1) // 2)
@@ -326,12 +331,20 @@ class LanguageSide:
         if run is None:
             return None
         steps = run.steps_until(elapsed)
-        for request in run.requests:
-            self.kv.allocate(request.request_id, request.num_computed + steps)
+        self._allocate(run, steps)
         if steps == run.num_steps:
             return None
         run.num_steps = steps
         return run.ticks(steps)
+
+    def _allocate(self, run: _StepRun, num_steps: int) -> None:
+        """Takes the blocks of the first steps of a run."""
+        if num_steps <= run.num_allocated:
+            return
+        run.num_allocated, size = num_steps, self.kv.block_size
+        for request in run.requests:
+            if -request.num_computed % size < num_steps:  # beyond the block of the last token
+                self.kv.allocate(request.request_id, request.num_computed + num_steps)
 
     def end(self) -> PassResult:
         """Records the results of `start`."""
@@ -348,11 +361,14 @@ class LanguageSide:
     def _end_run(self, run: _StepRun) -> PassResult:
         result, steps = PassResult(), run.num_steps
         self._decoded.add(steps * len(run.requests), run.ticks(steps), steps)
+        self._allocate(run, steps)
         for request in run.requests:
-            self.kv.allocate(request.request_id, request.num_computed + steps)
             request.num_tokens += steps
-            self.scheduler.advance(request, request.num_computed + steps)
-            if not self._remaining(request):
+            if self.kv.enable_prefix_caching:
+                self.scheduler.advance(request, request.num_computed + steps)
+            else:  # nobody asks which slots of a block are written
+                request.num_ready = request.num_computed = request.num_computed + steps
+            if request.num_tokens == request.max_total_tokens:
                 self._finish(request, result)
         return result
 
