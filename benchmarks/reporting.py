@@ -81,9 +81,9 @@ def run_sections(
 ) -> None:
     """Runs the wanted sections, keeps earlier results of the others, writes results/<name>.{json,md}."""
     path = RESULTS / f"{name}.json"
+    found = {section: sections[section].run() for section in wanted}
     results: Row = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    for section in wanted:
-        results[section] = sections[section].run()
+    results |= found
     results = {"setting": here(), **{key: results[key] for key in sections if key in results}}
     print(json.dumps(results, indent=1))
     if save:

@@ -1,20 +1,20 @@
-"""A day of ServeGen's 35 production clients of images, in the simulator: every static layout and switching.
+"""A day of ServeGen's 35 production clients of images, simulated on static layouts and with switching.
 
     git clone https://github.com/alibaba/ServeGen
-    python -m benchmarks.servegen_day --data ServeGen/data/multimodal/mm-image [--quick]
+    python -m benchmarks.servegen_day --data ServeGen/data/multimodal/mm-image [--quick] [--whole-day]
 
-layouts   the first seconds of each ten minutes, one after the other, on every layout of the devices, merged
-          roles included; and with role switching from the best layouts whose stages are apart
-day       the whole day on the best layout of each kind, and with role switching
+layouts   the first seconds of each ten minutes, one after the other, on every layout that the planner knows;
+          and on layouts between whose kinds of workers roles can switch, merged ones too, as they are and
+          with switching
+day       with --whole-day: all requests of the day on the layouts of WHOLE_DAY
 
-Each worker is a device of the profile. Results go to benchmarks/results/servegen_day.{json,md}. The data are
-not in this repository.
+Each worker is a device of the profile. Results go to benchmarks/results/servegen_day.{json,md}; a section
+that was not asked for keeps its rows. The data are not in this repository.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 import time
 from dataclasses import replace
@@ -23,6 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.reporting import Row, Section, run_sections, setting
+from epd.control.elasticity import ControllerConfig, Roles
+from epd.control.elasticity.controller import PURE_ROLES
 from epd.planning.space import topologies
 from epd.profiles.files import load_profile
 from epd.simulate import Deployment, JobMaker, Simulation, SimulationResult
@@ -37,7 +39,10 @@ from epd.workload.trace_media import TraceMedia
 PROFILE = load_profile("qwen2.5-vl-7b@a100-80gb")
 OBJECTIVES = SLO(ttft_s=2.0, tpot_s=0.05)
 WINDOW_S, SLICE_S = 600.0, 6.0
-NUM_STARTS = 3
+# Switching begins at these: all stages apart; or all workers encode, and some prefill and the others decode.
+STARTS = ("1e2p1d", "2e1p1d", "1e1p2d", "3ep1ed", "2ep2ed")
+WHOLE_DAY = ("3ep1ed", "3ep1d")
+ROLES: tuple[Roles, ...] = (*PURE_ROLES, frozenset({"encode", "prefill"}), frozenset({"encode", "decode"}))
 
 
 def sliced(day: list[ClientRequest], slice_s: float) -> list[ClientRequest]:
@@ -53,7 +58,7 @@ def simulated(
     start_s = time.process_time()
     workload = Workload("day", trace_arrivals(requests), trace_shapes(requests, TraceMedia()))
     deployment = Deployment(parse_topology(layout), cpu_threads=64)
-    elasticity = Elasticity(max_tokens=1024) if switches else None
+    elasticity = Elasticity(ControllerConfig(roles=ROLES), max_tokens=1024) if switches else None
     jobs = JobMaker(PROFILE, "frames").jobs(workload.requests(0))
     result = Simulation(PROFILE, deployment, elasticity=elasticity).run(jobs)
     return result, time.process_time() - start_s
@@ -77,40 +82,27 @@ def row(requests: list[ClientRequest], layout: str, *, switches: bool = False) -
     return found
 
 
-def kind_of(layout: str) -> str:
-    """Returns which stages are merged, such as "ep d"."""
-    return " ".join("".join(letter for letter in part if letter.isalpha()) for part in _parts(layout))
-
-
-def _parts(layout: str) -> list[str]:
-    return [
-        f"{group.num_workers}{''.join(sorted(stage[0] for stage in group.roles))}"
-        for group in parse_topology(layout).groups
-    ]
-
-
 class Day:
-    """The runs of both sections. rows: of every layout that stays."""
+    """Runs the sections of the benchmark. Rows: the highest attainment first."""
 
     def __init__(self, data: Path, num_devices: int, *, is_quick: bool) -> None:
         self._requests = draw_day(data, 20_000 if is_quick else None)
         self._num_devices = num_devices
 
-    @functools.cached_property
-    def static(self) -> list[Row]:
-        sample = sliced(self._requests, SLICE_S)
-        rows = [row(sample, str(topology)) for topology in topologies(self._num_devices)]
-        return sorted(rows, key=lambda each: -each["attainment"])
-
     def layouts(self) -> list[Row]:
         sample = sliced(self._requests, SLICE_S)
-        apart = [each["layout"] for each in self.static if kind_of(each["layout"]) == "e p d"]
-        return [*(row(sample, layout, switches=True) for layout in apart[:NUM_STARTS]), *self.static]
+        static = [str(topology) for topology in topologies(self._num_devices)]
+        starts = [start for start in STARTS if parse_topology(start).num_workers == self._num_devices]
+        rows = [row(sample, layout) for layout in dict.fromkeys([*static, *starts])]
+        return _ranked([*rows, *(row(sample, start, switches=True) for start in starts)])
 
     def whole(self) -> list[Row]:
-        best = {kind_of(each["layout"]): each["layout"] for each in reversed(self.static)}
-        switched = row(self._requests, best["e p d"], switches=True)
-        return [switched, *(row(self._requests, layout) for layout in best.values())]
+        switched = [row(self._requests, layout, switches=True) for layout in WHOLE_DAY if layout in STARTS]
+        return _ranked([*switched, *(row(self._requests, layout) for layout in WHOLE_DAY)])
+
+
+def _ranked(rows: list[Row]) -> list[Row]:
+    return sorted(rows, key=lambda each: -each["attainment"])
 
 
 def main() -> None:
@@ -119,7 +111,8 @@ def main() -> None:
     )
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER", help="ServeGen's mm-image")
     parser.add_argument("--devices", type=int, default=4, metavar="N", help="devices of every layout")
-    parser.add_argument("--quick", action="store_true", help="20,000 requests; keeps no results")
+    parser.add_argument("--quick", action="store_true", help="the first 20,000 requests; keeps no results")
+    parser.add_argument("--whole-day", action="store_true", help="every request, 5 CPU minutes a layout")
     args = parser.parse_args()
     day = Day(args.data, args.devices, is_quick=args.quick)
     objectives = f"TTFT below {OBJECTIVES.ttft_s:g} s and TPOT below {OBJECTIVES.tpot_s:g} s"
@@ -128,7 +121,8 @@ def main() -> None:
         "day": Section(f"The whole day, {objectives}", day.whole),
     }
     here = lambda: setting(["numpy"], profile=PROFILE.name, devices=args.devices, simulated=True)  # noqa: E731
-    run_sections("servegen_day", "A day of ServeGen", sections, list(sections), here, save=not args.quick)
+    wanted = ["day" if args.whole_day else "layouts"]
+    run_sections("servegen_day", "A day of ServeGen", sections, wanted, here, save=not args.quick)
 
 
 if __name__ == "__main__":
