@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
@@ -26,7 +27,7 @@ from encoders.device import CPU
 from encoders.pixels import OWN_LIMITS, PixelLimits
 from encoders.prompt.chat import ChatMessage
 from epd.errors import ModelError
-from epd.reduction import ReductionPolicy, Window, num_survivors
+from epd.reduction import ReductionPolicy, TowerMerge, Window, num_survivors
 from epd.types import Int64Array, MediaKind, PlaceholderRange, Usage
 
 
@@ -349,6 +350,14 @@ class PatchRun:
     grid: Grid
 
 
+class TowerMerger(Protocol):
+    """Merges neighbours that look alike inside of a vision tower: `encoders.reduction.tower_merging`."""
+
+    def during(self, runs: Sequence[PatchRun]) -> AbstractContextManager[None]:
+        """Merges in the calls of the tower inside of the context, which are of these runs; one at a time."""
+        ...
+
+
 class Adapter(Protocol):
     """Adapts one model family. Holds no weights, so that planning needs no model."""
 
@@ -418,6 +427,10 @@ class Adapter(Protocol):
         Most families return them unchanged. An item that is joined whole can be joined only from all its
         units.
         """
+        ...
+
+    def tower_merger(self, tower: nn.Module, merge: TowerMerge) -> TowerMerger:
+        """Returns what merges neighbours inside of `tower`, see `encoders.batch.BatchEncoder`."""
         ...
 
     def prepare_decoder(self, decoder: nn.Module) -> None:

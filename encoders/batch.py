@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from encoders.adapter import Embeddings, MediaPlan, PatchRun
+from encoders.adapter import Embeddings, MediaPlan, PatchRun, TowerMerger
 from encoders.device import CPU, device_of
 from encoders.reduction.static_units import encode_moving
-from epd.reduction import check_tolerance
+from epd.reduction import TowerMerge, check_tolerance
 
 
 class BatchEncoder(Protocol):
@@ -26,6 +26,13 @@ class BatchEncoder(Protocol):
         """Encodes several runs of whole units, of equal grid height and width, in one call of the tower."""
         ...
 
+    def tower_merger(self, tower: nn.Module, merge: TowerMerge) -> TowerMerger:
+        """Returns what merges neighbours inside of the tower.
+
+        Raises UnsupportedModelError for a tower where it cannot, RequestError for a layer that it lacks.
+        """
+        ...
+
 
 class FrameEncoder:
     """Encodes frames with a family's tower, for every stage that encodes.
@@ -33,15 +40,23 @@ class FrameEncoder:
     num_skipped: units so far that were not encoded.
     skip_static: the tolerance within which a unit of a video looks like the one before it, and is not
     encoded; None to encode all. See `encoders.reduction.static_units`.
+    merge: how many tokens later layers of the tower compute; None for all.
     """
 
-    def __init__(self, family: BatchEncoder, tower: nn.Module, skip_static: float | None = None) -> None:
-        """Raises RequestError for an invalid tolerance."""
+    def __init__(
+        self,
+        family: BatchEncoder,
+        tower: nn.Module,
+        skip_static: float | None = None,
+        merge: TowerMerge | None = None,
+    ) -> None:
+        """Raises RequestError for an invalid tolerance, and what `BatchEncoder.tower_merger` raises."""
         check_tolerance(skip_static)
         self.num_skipped = 0
         self._family = family
         self._device = device_of(tower)
-        self._encode_batch = partial(family.encode_batch, tower)
+        self._tower = tower
+        self._merger = None if merge is None else family.tower_merger(tower, merge)
         self._skip_static = skip_static
 
     def patches(self, frames: Tensor, plan: MediaPlan) -> PatchRun:
@@ -53,3 +68,7 @@ class FrameEncoder:
         embeddings, num_skipped = encode_moving(self._encode_batch, runs, self._skip_static)
         self.num_skipped += num_skipped
         return embeddings
+
+    def _encode_batch(self, runs: Sequence[PatchRun]) -> list[Embeddings]:
+        with nullcontext() if self._merger is None else self._merger.during(runs):
+            return self._family.encode_batch(self._tower, runs)

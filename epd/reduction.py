@@ -30,6 +30,10 @@ _MERGED_SHARE = 0.76
 _MERGED_PER_READ = 3
 _DROPPING_LAYERS = tuple(layer / 32 for layer in (2, 6, 10, 14))
 LEAST_RETENTION = 0.05
+# Blocks of 3 x 3 leave a ninth, and the key set stays.
+LEAST_TOWER_SHARE = 0.2
+# "An early layer" of MustDrop.
+DEFAULT_MERGE_DEPTH = 0.25
 # Large enough to separate moving things from the background, small enough not to delay the first token.
 WINDOW_TOKENS = 256
 
@@ -171,6 +175,49 @@ def layer_counts(num_cached: int, num_wanted: float, num_layers: int) -> tuple[i
     num_last = num_survivors(num_cached, num_wanted)
     shares = [(num_last / num_cached) ** (before / len(prunes)) for before in prunes_before]
     return tuple(max(num_last, round(num_cached * share)) for share in shares)
+
+
+@dataclass(frozen=True, slots=True)
+class TowerMerge:
+    """Sets how many tokens of each unit the later layers of a vision tower compute.
+
+    share: of a unit's tokens, LEAST_TOWER_SHARE to 1; 1 merges none.
+    layer: layers that compute all tokens, before neighbours are merged; None for DEFAULT_MERGE_DEPTH of them.
+    Raises RequestError for a value out of range.
+    """
+
+    share: float
+    layer: int | None = None
+
+    def __post_init__(self) -> None:
+        if not LEAST_TOWER_SHARE <= self.share <= 1:
+            raise RequestError(
+                f"received a tower_share of {self.share:g}; allowed: {LEAST_TOWER_SHARE} to 1; 1 merges none"
+            )
+        if self.layer is not None and self.layer < 1:
+            raise RequestError(
+                f"received a tower_merge_layer of {self.layer}; allowed: at least 1; raise it or leave it out"
+            )
+
+    def layer_of(self, num_layers: int) -> int:
+        """Returns how many of a tower's layers compute all tokens. Raises RequestError if all would."""
+        layer = self.layer or max(1, round(DEFAULT_MERGE_DEPTH * num_layers))
+        if layer >= num_layers:
+            raise RequestError(
+                f"received a tower_merge_layer of {layer}; allowed: 1 to {num_layers - 1}, below the layers "
+                "of this model's tower; lower it"
+            )
+        return layer
+
+
+def tower_merge(share: float | None, layer: int | None) -> TowerMerge | None:
+    """Returns what two options ask for; None to merge none. Raises RequestError for bad values."""
+    if share is None and layer is not None:
+        raise RequestError(
+            f"received a tower_merge_layer of {layer} alone; allowed: with tower_share; give both"
+        )
+    merge = None if share is None else TowerMerge(share, layer)
+    return merge if merge is not None and merge.share < 1 else None
 
 
 def check_tolerance(tolerance: float | None) -> None:

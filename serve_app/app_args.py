@@ -18,7 +18,15 @@ from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT, MOST_DRAFTS, Draft
 from epd.kv.scheduling import SchedulerConfig
 from epd.machine import usable_cpus
 from epd.models import embedded_model_path
-from epd.reduction import DEFAULT_METHOD, LEAST_RETENTION, METHODS, ReductionPolicy
+from epd.reduction import (
+    DEFAULT_METHOD,
+    LEAST_RETENTION,
+    LEAST_TOWER_SHARE,
+    METHODS,
+    ReductionPolicy,
+    TowerMerge,
+    tower_merge,
+)
 from epd.topology import Stage, parse_topology
 
 _VIDEO: frozenset[Stage] = frozenset({"video"})
@@ -47,6 +55,8 @@ STAGE_FIELDS = (
     "drain_s",
     "max_batch_patches",
     "skip_static",
+    "tower_share",
+    "tower_merge_layer",
     "max_num_batched_tokens",
     "max_chunk_tokens",
     "max_num_seqs",
@@ -224,6 +234,19 @@ class AppArgs(BaseModel):
         "preprocessed value differs by more from the unit before; 0 requires equality. By default all are "
         "encoded.",
     )
+    tower_share: float | None = Field(
+        default=None,
+        ge=LEAST_TOWER_SHARE,
+        le=1,
+        description="Tokens of a picture that later layers of the vision tower compute, a share; neighbours "
+        "that look alike are merged. By default all.",
+    )
+    tower_merge_layer: int | None = Field(
+        default=None,
+        ge=1,
+        description="Layers of the tower before neighbours are merged; by default a quarter. Only with "
+        "tower_share.",
+    )
     max_num_batched_tokens: int = Field(default=2048, ge=1, description="Tokens computed in one step.")
     max_chunk_tokens: int = Field(
         default=2048, ge=1, description="Tokens of one request prefilled in one step."
@@ -328,6 +351,11 @@ class AppArgs(BaseModel):
         missing = {name: SecretStr(key) for name, key in found.items() if key and not getattr(self, name)}
         return self.model_copy(update=missing)
 
+    @property
+    def tower_merge(self) -> TowerMerge | None:
+        """Returns how many tokens later layers of the tower compute. Raises RequestError."""
+        return tower_merge(self.tower_share, self.tower_merge_layer)
+
     def resolved(self) -> Self:
         """Returns a checked copy with absolute paths. Raises EPDError for a bad model, topology or key."""
         parse_topology(self.topology)
@@ -335,7 +363,7 @@ class AppArgs(BaseModel):
             raise RequestError(
                 "received the same admin_api_key and api_key; allowed: different keys; change one of them"
             )
-        _ = self.reduction_policy, self.load_retention
+        _ = self.reduction_policy, self.load_retention, self.tower_merge
         names = ("allowed_media_path", "trace_dir", "files_dir")
         paths = {name: (folder := getattr(self, name)) and folder.resolve() for name in names}
         return self.model_copy(update={"model": self.model_path.resolve(), **paths})

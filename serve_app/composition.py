@@ -132,6 +132,7 @@ def worker_settings(args: AppArgs) -> WorkerSettings:
         scheduler=args.scheduler(is_decode=False),
         max_batch_patches=args.max_batch_patches,
         skip_static=args.skip_static,
+        merge=args.tower_merge,
         decode_scheduler=args.scheduler(is_decode=True),
         drafting=args.drafting,
     )

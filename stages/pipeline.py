@@ -14,6 +14,7 @@ from encoders.groups import DEFAULT_GROUP_TOKENS
 from epd.kv.drafting import NO_DRAFTS, DraftConfig
 from epd.kv.scheduling import SchedulerConfig
 from epd.machine import usable_cpus
+from epd.reduction import TowerMerge
 from stages.engine.generation import GenerationSettings, generation_settings
 from stages.engine.setup import build_engine
 from stages.loading.weights import OnBytes, load_role
@@ -36,13 +37,14 @@ class Pipeline:
         group_tokens: int = DEFAULT_GROUP_TOKENS,
         num_kv_tokens: int | None = None,
         skip_static: float | None = None,
+        merge: TowerMerge | None = None,
         drafting: DraftConfig = NO_DRAFTS,
     ) -> None:
         """Takes ownership of the model: its attention function becomes ours. Options as in `load`."""
         self.adapter = adapter
         self.settings = settings
         self.engine = build_engine(model, adapter, settings, num_kv_tokens=num_kv_tokens, drafting=drafting)
-        self.encoder = FrameEncoder(adapter, adapter.vision_tower(model), skip_static)
+        self.encoder = FrameEncoder(adapter, adapter.vision_tower(model), skip_static, merge)
         self.group_tokens = group_tokens
 
     @classmethod
@@ -56,6 +58,7 @@ class Pipeline:
         num_kv_tokens: int | None = None,
         gpu_memory_utilization: float = DEFAULT_UTILIZATION,
         skip_static: float | None = None,
+        merge: TowerMerge | None = None,
         drafting: DraftConfig = NO_DRAFTS,
         on_progress: OnBytes | None = None,
     ) -> Self:
@@ -69,6 +72,7 @@ class Pipeline:
         gpu_memory_utilization: the share of a GPU's memory that may be used.
         skip_static: a unit of frames is not encoded if none of its preprocessed values differs by more than
         this from the unit before; by default all are encoded.
+        merge: how many tokens the later layers of the tower compute; by default all.
         drafting: who proposes tokens, for one pass to check.
         on_progress: called with the bytes of weights that have been read, and with all of them.
         Raises RequestError, ModelNotFoundError, UnsupportedModelError, ModelError, and InfeasibleError for
@@ -100,6 +104,7 @@ class Pipeline:
             group_tokens=group_tokens,
             num_kv_tokens=num_kv_tokens,
             skip_static=skip_static,
+            merge=merge,
             drafting=drafting,
         )
 

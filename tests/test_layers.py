@@ -70,7 +70,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "kernels": ".",
         "patches.py": ". kernels",
         "prompt": ".",
-        "families": ". patches.py prompt",
+        "families": ". patches.py prompt reduction",
         "reduction": ".",
         "batch.py": ". reduction",
         "registry.py": ". families prompt",

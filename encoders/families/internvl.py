@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
 
 from encoders.checkpoint import Checkpoint
-from encoders.families.tiles import TileAdapter, TilePlan, cut_tiles, tile_spec
+from encoders.families.tiles import TileAdapter, TilePlan, check_last_layer, cut_tiles, tile_spec
 from encoders.prompt.text_layout import ItemText, Markers
 from epd.types import MediaKind
 
@@ -51,6 +52,11 @@ class InternVLAdapter(TileAdapter):
         else:
             text = "\n".join(f"Frame{frame + 1}: {start}{pad}{end}" for frame in range(plan.num_units))
         return ItemText(text, (plan.tokens_per_unit,) * plan.num_units)
+
+    def tower_layers(self, tower: Any) -> Sequence[nn.Module]:
+        check_last_layer(tower.config)
+        layers: Sequence[nn.Module] = tower.vision_tower.encoder.layer
+        return layers
 
     def encode_tiles(self, tower: Any, pixels: Tensor, kind: MediaKind) -> Tensor:  # noqa: ARG002
         rows: Tensor = tower.get_image_features(pixel_values=pixels, return_dict=True).pooler_output

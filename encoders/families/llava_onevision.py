@@ -12,6 +12,7 @@ unit as its last row, and `join` keeps those that are wanted: so a receiver need
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -22,7 +23,7 @@ from transformers.image_utils import ChannelDimension
 
 from encoders.adapter import Embeddings, FrameSampling, MediaPlan, VideoFacts
 from encoders.checkpoint import Checkpoint
-from encoders.families.tiles import TileAdapter, TilePlan, cut_tiles, tile_spec
+from encoders.families.tiles import TileAdapter, TilePlan, check_last_layer, cut_tiles, tile_spec
 from encoders.pixels import OWN_LIMITS, PixelLimits
 from encoders.prompt.text_layout import ItemText, Markers
 from epd.errors import UnsupportedModelError
@@ -130,6 +131,11 @@ class LlavaOnevisionAdapter(TileAdapter):
             return ItemText(pad, (plan.num_tokens,))
         each = self._pooled_side**2
         return ItemText(pad * plan.num_units, (each,) * (plan.num_units - 1) + (each + 1,))
+
+    def tower_layers(self, tower: Any) -> Sequence[nn.Module]:
+        check_last_layer(tower.config)
+        layers: Sequence[nn.Module] = tower.vision_tower.encoder.layers
+        return layers
 
     def encode_tiles(self, tower: Any, pixels: Tensor, kind: MediaKind) -> Tensor:
         layer = tower.config.vision_feature_layer

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from encoders.adapter import Grid, MediaItem, MediaPlan
+from encoders.device import CPU
 from encoders.families.grids import WindowGeometry, windowed_inputs
 from encoders.families.qwen_vl import QwenVLAdapter
 from encoders.prompt.mrope import VisualSpan
@@ -45,6 +46,10 @@ class Qwen2_5VLAdapter(QwenVLAdapter):
         vision = self.checkpoint.config.vision_config
         geometry = WindowGeometry(vision.spatial_merge_size, vision.window_size, vision.patch_size)
         return windowed_inputs(grids, geometry, device)
+
+    def cell_order(self, grid: Grid) -> Tensor:
+        # Windows come one after the other, each of rows of tokens; units as ever.
+        return self.tower_inputs((grid.cut(1),), CPU)["window_index"]
 
     def expand(self, plan: MediaPlan) -> Expansion:
         config = self.checkpoint.config

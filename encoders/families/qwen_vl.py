@@ -18,6 +18,7 @@ from encoders.adapter import (
     MediaPlan,
     PatchRun,
     PromptPlan,
+    TowerMerger,
     VideoFacts,
 )
 from encoders.checkpoint import Checkpoint
@@ -29,8 +30,10 @@ from encoders.pixels import OWN_LIMITS, PixelLimits, check_ceiling, refuse
 from encoders.prompt.chat import ChatMessage
 from encoders.prompt.mrope import LAYOUTS, PositionLayout, VisualSpan, mrope_positions
 from encoders.prompt.prompt import Expansion, lay_out
+from encoders.reduction.tower_merging import RunMerger
 from encoders.sampling import sample_indices, select_frames
 from epd.errors import MediaLimitError, ModelError
+from epd.reduction import TowerMerge
 from epd.types import MediaKind
 
 
@@ -153,6 +156,15 @@ class QwenVLAdapter(BaseAdapter):
 
     def vision_tower(self, model: nn.Module) -> nn.Module:
         return prepare_tower(model.get_submodule("model.visual"))
+
+    def tower_merger(self, tower: nn.Module, merge: TowerMerge) -> TowerMerger:
+        parts: Any = tower
+        mergers = [parts.merger, *getattr(parts, "deepstack_merger_list", ())]
+        return RunMerger(parts.blocks, mergers, self.video_spec.merge, merge, self.cell_order)
+
+    def cell_order(self, grid: Grid) -> Tensor:
+        """Returns the raster place of each token of a unit, in the order of the tower's rows: int64 [S]."""
+        return torch.arange(grid.cut(1).num_patches // self.video_spec.merge**2)
 
     def encode_batch(self, tower: nn.Module, runs: Sequence[PatchRun]) -> list[Embeddings]:
         dtype = next(tower.parameters()).dtype

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.smolvlm.processing_smolvlm import (
     DEFAULT_CHAT_TEMPLATE,
     DEFAULT_MEDIA_OUTTRO,
@@ -142,6 +142,10 @@ class SmolVLMAdapter(TileAdapter):
     def _frame_text(self, time_s: float) -> str:
         stamp = FRAME_TIMESTAMP_MESSAGE.format(timestamp=f"{int(time_s // 60):02d}:{int(time_s % 60):02d}")
         return f"{stamp}{self._fake}{self._global}{self._pad}{self._fake}"
+
+    def tower_layers(self, tower: Any) -> Sequence[nn.Module]:
+        layers: Sequence[nn.Module] = tower.vision_model.encoder.layers
+        return layers
 
     def encode_tiles(self, tower: Any, pixels: Tensor, kind: MediaKind) -> Tensor:  # noqa: ARG002
         per_side = self.patches_per_side

@@ -27,6 +27,7 @@ from encoders.adapter import (
     MediaPlan,
     PatchRun,
     PromptPlan,
+    TowerMerger,
     VideoFacts,
 )
 from encoders.checkpoint import Checkpoint
@@ -36,8 +37,10 @@ from encoders.patches import PatchSpec, patchify
 from encoders.pixels import OWN_LIMITS, PixelLimits, refuse
 from encoders.prompt.chat import ChatMessage
 from encoders.prompt.text_layout import ItemText, Markers, plan_text_prompt
+from encoders.reduction.tower_merging import TileMerger
 from encoders.sampling import DEFAULT_FPS, check_wanted, select_frames, source_metadata
 from epd.errors import MediaLimitError, UnsupportedModelError
+from epd.reduction import TowerMerge
 from epd.types import MediaKind
 
 # Pillow's number of a filter: torchvision's name. As in transformers, an older torchvision takes bicubic for
@@ -120,6 +123,16 @@ def tile_spec(processor: Any, side: int) -> TileSpec:
         std=tuple((torch.tensor(processor.image_std) * scale).tolist()),
         resample=resample,
     )
+
+
+def check_last_layer(config: Any) -> None:
+    """Raises UnsupportedModelError unless the output of the tower's last layer is what becomes embeddings."""
+    if config.vision_feature_layer != -1:
+        raise UnsupportedModelError(
+            f"received tower_share for a {config.model_type} model with vision_feature_layer="
+            f"{config.vision_feature_layer}; allowed: Qwen2.5-VL, Qwen3-VL and SmolVLM, and LLaVA-OneVision "
+            "and InternVL with -1; leave tower_share out"
+        )
 
 
 def cut_tiles(canvas: Tensor, side: int) -> Tensor:
@@ -252,6 +265,16 @@ class TileAdapter(BaseAdapter):
 
     def vision_tower(self, model: nn.Module) -> nn.Module:
         return model.get_submodule("model")
+
+    @abstractmethod
+    def tower_layers(self, tower: Any) -> Sequence[nn.Module]:
+        """Returns the layers of the tower, of which the last one's output becomes the embeddings.
+
+        Raises UnsupportedModelError if that is the output of an earlier one.
+        """
+
+    def tower_merger(self, tower: nn.Module, merge: TowerMerge) -> TowerMerger:
+        return TileMerger(self.tower_layers(tower), self.patches_per_side, merge)
 
     def encode_batch(self, tower: nn.Module, runs: Sequence[PatchRun]) -> list[Embeddings]:
         pixels = torch.cat([run.values for run in runs]).to(next(tower.parameters()).dtype)

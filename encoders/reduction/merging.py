@@ -3,7 +3,8 @@
 Source: Liu et al. 2024, section 3.2 (arXiv 2411.10803), which merges 3 x 3 patches whose mean pairwise cosine
 is .8 or more, in an early layer of the tower, and never drops a key set. Under a hard budget the blocks most
 alike are merged first, and as many as the budget needs. Here it is done behind the tower, so that groups are
-encoded as ever; without a CLS token to identify the key set, it is what is least like its frame.
+encoded as ever; inside of it: `encoders/reduction/tower_merging.py`. Without a CLS token to identify the key
+set, it is what is least like its frame.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.nn.functional import normalize
 from encoders.device import all_to_host, to_device
 from encoders.reduction.at_once import likeness_at_once
 
-_SIDE = 3
+SIDE = 3
 _KEY_SHARE = 0.05
 _DROPPED = -1
 
@@ -31,7 +32,7 @@ class MergedNeighbours:
     def choose(self, units: Tensor, num_kept: int) -> Tensor:
         tokens = normalize(units, dim=-1)
         num_units, num_tokens = tokens.shape[:2]
-        is_key = _key_sets(tokens)
+        is_key = key_sets(tokens)
         if tokens.device.type == "cpu":
             members = self._members(is_key)
             rows = tokens.flatten(0, 1)
@@ -59,22 +60,22 @@ class MergedNeighbours:
         members = [
             block[~key_set[block]] + unit * is_key.shape[1]
             for unit, key_set in enumerate(is_key)
-            for block in self._blocks()
+            for block in blocks_of(self._height, self._width)
         ]
         return members if are_all else [block for block in members if len(block)]
 
     def _likeness_at_once(self, tokens: Tensor, is_member: Tensor) -> Tensor:
-        blocks = self._blocks()
+        blocks = blocks_of(self._height, self._width)
         block_of = torch.empty(tokens.shape[1], dtype=torch.int64)
         for number, places in enumerate(blocks):
             block_of[places] = number
         return likeness_at_once(tokens, is_member, to_device(block_of, tokens.device), len(blocks))
 
-    def _blocks(self) -> list[Tensor]:
-        grid = torch.arange(self._height * self._width).view(self._height, self._width)
-        return [
-            block.flatten() for rows in torch.split(grid, _SIDE, 0) for block in torch.split(rows, _SIDE, 1)
-        ]
+
+def blocks_of(height: int, width: int) -> list[Tensor]:
+    """Returns the places of each block of neighbours in a raster of height x width: int64, ascending."""
+    grid = torch.arange(height * width).view(height, width)
+    return [block.flatten() for rows in torch.split(grid, SIDE, 0) for block in torch.split(rows, SIDE, 1)]
 
 
 def means(rows: Tensor, owners: Tensor, num_owners: int) -> Tensor:
@@ -84,13 +85,18 @@ def means(rows: Tensor, owners: Tensor, num_owners: int) -> Tensor:
     return sums / counts[:, None]
 
 
-def _key_sets(tokens: Tensor) -> Tensor:
+def key_sets(tokens: Tensor) -> Tensor:
     """Marks the tokens of [U, S, C] that are least like the mean of their unit: bool [U, S]."""
     alike = (tokens * normalize(tokens.mean(1, keepdim=True), dim=-1)).sum(-1)
-    count = max(1, round(_KEY_SHARE * tokens.shape[1]))
+    count = num_keys(tokens.shape[1])
     return torch.zeros_like(alike, dtype=torch.bool).scatter_(
         1, alike.topk(count, largest=False).indices, True
     )
+
+
+def num_keys(num_tokens: int) -> int:
+    """Returns how many of a unit's tokens are its key set."""
+    return max(1, round(_KEY_SHARE * num_tokens))
 
 
 def likeness(block: Tensor) -> Tensor:

@@ -28,6 +28,8 @@ from epd.cli.options import (
     Retention,
     SkipStatic,
     Start,
+    TowerMergeLayer,
+    TowerShare,
     Url,
     check_server_options,
     draft_config,
@@ -36,6 +38,7 @@ from epd.cli.options import (
 )
 from epd.errors import check_question
 from epd.kv.drafting import DEFAULT_DRAFT, DEFAULT_MAX_DRAFT
+from epd.reduction import tower_merge
 from epd.types import Answer, Usage
 
 _Question = Annotated[str, typer.Argument(metavar="QUESTION", help="What to ask, in quotes.")]
@@ -53,6 +56,8 @@ def ask(
     reduction: Reduction = None,
     max_visual_tokens: MaxVisualTokens = None,
     skip_static: SkipStatic = None,
+    tower_share: TowerShare = None,
+    tower_merge_layer: TowerMergeLayer = None,
     max_tokens: MaxTokens = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -69,9 +74,9 @@ def ask(
     it fetches URLs itself.
     """
     policy, budget = reduction_policy(reduction, retention), visual_budget(max_visual_tokens, retention)
-    drafting = draft_config(draft, max_draft)
+    drafting, merge = draft_config(draft, max_draft), tower_merge(tower_share, tower_merge_layer)
     if url is not None:
-        check_server_options(skip_static, device, dtype, drafting)
+        check_server_options(skip_static, device, dtype, drafting, merge)
         check_question(question)
         options = api_options(fps, frames, start, end, retention, reduction, max_visual_tokens, max_tokens)
         conversation = conversation_with(url, api_key, model, paths, options)
@@ -80,7 +85,7 @@ def ask(
     from epd.cli.pipelines import open_pipeline  # torch
 
     pipeline = open_pipeline(
-        paths, question, model, skip_static, device=device, dtype=dtype, drafting=drafting
+        paths, question, model, skip_static, merge=merge, device=device, dtype=dtype, drafting=drafting
     )
     with console.progress_bar("frames") as show:
         answer = pipeline.ask(

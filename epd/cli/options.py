@@ -12,7 +12,15 @@ import typer
 from epd.devices import DTYPE_NAMES, check_device, check_dtype
 from epd.errors import RequestError, check_file
 from epd.kv.drafting import DRAFT_METHODS, MOST_DRAFTS, DraftConfig, as_draft_method
-from epd.reduction import DEFAULT_METHOD, METHODS, ReductionPolicy, VisualBudget, check_tolerance
+from epd.reduction import (
+    DEFAULT_METHOD,
+    LEAST_TOWER_SHARE,
+    METHODS,
+    ReductionPolicy,
+    TowerMerge,
+    VisualBudget,
+    check_tolerance,
+)
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -143,6 +151,23 @@ SkipStatic = Annotated[
         metavar="TOLERANCE",
         callback=_tolerance,
         help="Do not encode units of frames that differ from those before by at most this; 0 for equal ones.",
+    ),
+]
+TowerShare = Annotated[
+    float | None,
+    typer.Option(
+        "--tower-share",
+        metavar="SHARE",
+        help=f"Tokens of a picture that later layers of the vision tower compute, {LEAST_TOWER_SHARE} to 1; "
+        "neighbours that look alike are merged. By default all.",
+    ),
+]
+TowerMergeLayer = Annotated[
+    int | None,
+    typer.Option(
+        "--tower-merge-layer",
+        metavar="N",
+        help="Layers of the tower before neighbours are merged; by default a quarter.",
     ),
 ]
 MaxTokens = Annotated[
@@ -307,9 +332,16 @@ def _parameter(name: str, field: FieldInfo, argument: str | None, variable: str 
     )
 
 
-def check_server_options(skip_static: float | None, device: str, dtype: str, drafting: DraftConfig) -> None:
+def check_server_options(
+    skip_static: float | None,
+    device: str,
+    dtype: str,
+    drafting: DraftConfig,
+    merge: TowerMerge | None = None,
+) -> None:
     """Raises RequestError for options that a running server has its own values of."""
     own = {"--skip-static": skip_static, "--device": device, "--dtype": dtype, "--draft": drafting.method}
+    own["--tower-share"] = None if merge is None else merge.share
     for name, value in own.items():
         if value not in (None, "auto" if name != "--draft" else "none"):
             raise RequestError(

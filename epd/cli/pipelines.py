@@ -10,6 +10,7 @@ from epd import console
 from epd.errors import check_question
 from epd.kv.drafting import NO_DRAFTS, DraftConfig
 from epd.models import embedded_model_path
+from epd.reduction import TowerMerge
 from stages.colocated import ColocatedPipeline
 from stages.evaluation import evaluate as run_evaluation
 from stages.placement import Placement
@@ -24,6 +25,7 @@ def open_pipeline(
     model: Path | None,
     skip_static: float | None = None,
     *,
+    merge: TowerMerge | None = None,
     device: str = "auto",
     dtype: str = "auto",
     drafting: DraftConfig = NO_DRAFTS,
@@ -33,7 +35,7 @@ def open_pipeline(
     for path in paths:
         video.media_kind(path)
     placement = placement_of(device, dtype, model)
-    return load_pipeline(model, placement, skip_static=skip_static, drafting=drafting)
+    return load_pipeline(model, placement, skip_static=skip_static, merge=merge, drafting=drafting)
 
 
 def placement_of(device: str, dtype: str, model: Path | None) -> Placement:
@@ -47,6 +49,7 @@ def load_pipeline(
     num_threads: int | None = None,
     skip_static: float | None = None,
     drafting: DraftConfig = NO_DRAFTS,
+    merge: TowerMerge | None = None,
 ) -> ColocatedPipeline:
     """Loads a model. Raises EPDError."""
     with console.loading_bar() as show:
@@ -55,6 +58,7 @@ def load_pipeline(
             placement=placement,
             num_threads=num_threads,
             skip_static=skip_static,
+            merge=merge,
             drafting=drafting,
             on_progress=show,
         )

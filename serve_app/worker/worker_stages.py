@@ -20,6 +20,7 @@ from epd.encode.encoder_cache import EncoderCacheManager
 from epd.errors import InfeasibleError
 from epd.kv.drafting import NO_DRAFTS, DraftConfig
 from epd.kv.scheduling import SchedulerConfig
+from epd.reduction import TowerMerge
 from epd.topology import Stage, role_letters
 from epd.transfer.connectors import EncoderConnector, KVConnector
 from serve_app.memory_use import MemoryUse
@@ -56,7 +57,7 @@ class WorkerSettings:
     num_embeddings: room for embeddings, at an encoder and at its receivers; None for DEFAULT_EMBEDDINGS, or
     EMBEDDING_SHARE of a GPU if num_kv_tokens is not set either
     max_batch_patches: that an encoder batches
-    skip_static: see `encoders.batch.FrameEncoder`; affects embeddings, so workers that share them must agree
+    skip_static, merge: see `encoders.batch.FrameEncoder`; workers that share embeddings must agree
     decode_scheduler: of workers that only decode, None for `scheduler`
     num_kv_pools: that share the machine's memory if num_kv_tokens is not set
     is_alone: whether it is the model's only worker, which shares its weights with none
@@ -76,6 +77,7 @@ class WorkerSettings:
     embeddings_per_block: int = 16
     max_batch_patches: int = 4096
     skip_static: float | None = None
+    merge: TowerMerge | None = None
     decode_scheduler: SchedulerConfig | None = None
     num_kv_pools: int = 1
     is_alone: bool = False
@@ -234,6 +236,7 @@ class StageBuilder:
             connector,
             max_batch_patches=self.settings.max_batch_patches,
             skip_static=self.settings.skip_static,
+            merge=self.settings.merge,
         )
 
     def receiver(self, name: str) -> EmbeddingReceiver:

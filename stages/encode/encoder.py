@@ -18,6 +18,7 @@ from encoders.batch import BatchEncoder, FrameEncoder
 from epd.encode.encode_batching import pick_batch
 from epd.encode.encoder_cache import EncoderCacheManager, GroupKey
 from epd.errors import EPDError, InternalError
+from epd.reduction import TowerMerge
 from epd.transfer.connectors import EncoderConnector, Ticket
 from epd.transfer.transfers import Outbox
 from stages.encode.encoder_pool import EncoderPool
@@ -81,12 +82,13 @@ class EncodeStage:
         *,
         max_batch_patches: int,
         skip_static: float | None = None,
+        merge: TowerMerge | None = None,
     ) -> None:
-        """Creates a stage. skip_static: see `FrameEncoder`."""
+        """Creates a stage. skip_static, merge: see `FrameEncoder`."""
         self.cache = cache
         self.counts = EncodeCounts()
         self.outbox = Outbox(cache)
-        self._encoder = FrameEncoder(adapter, tower, skip_static)
+        self._encoder = FrameEncoder(adapter, tower, skip_static, merge)
         self._pool = pool
         self._connector = connector
         self._max_batch_patches = max_batch_patches

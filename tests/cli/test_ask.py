@@ -177,6 +177,9 @@ def test_an_unsupported_model_type_lists_the_supported(media: dict[str, Path], t
         ("--max-tokens", "0"),
         ("--retention", "0.01"),
         ("--skip-static", "-1"),
+        ("--tower-share", "0.1"),
+        ("--tower-merge-layer", "2"),
+        ("--tower-merge-layer", "4", "--tower-share", "0.5"),
         ("--start", "9.5"),
         ("--start", "2.25", "--end", "1"),
         ("--reduction", "magic"),
@@ -250,6 +253,18 @@ def test_units_that_do_not_change_are_told(still_video: Path, checkpoints: dict[
     assert record["num_units_skipped"] == 6
     assert "; 6 units of frames did not change\n" in result.stderr
     assert "did not change" not in plain.stderr
+
+
+def test_merging_in_the_tower_leaves_the_prompt_as_it_is(
+    media: dict[str, Path], checkpoints: dict[str, Path]
+) -> None:
+    options = ("--model", checkpoints["qwen2_5_vl"], "--frames", "4", "--max-tokens", "12", "--json")
+    whole, merged = (
+        json.loads(run("ask", media["video"], QUESTION, *options, *more).stdout)
+        for more in ((), ("--tower-share", "0.3", "--tower-merge-layer", "1"))
+    )
+    assert merged["usage"]["visual_tokens"] == whole["usage"]["visual_tokens"]
+    assert merged["answer"] != whole["answer"]
 
 
 def test_frames_that_could_not_be_decoded_are_reported(

@@ -193,7 +193,13 @@ def test_what_cannot_be_asked_is_one_line(server: Server) -> None:
     assert line_of(run(*ask, "--url", server.url), 2).endswith("gave status 401; give its --api-key")
     assert "--api-key" in line_of(run(*ask, "--url", server.url, "--model", "m", "--api-key", "no"), 2)
     assert "ConnectError" in line_of(run(*ask, "--url", "http://127.0.0.1:9"), 2)
-    for option in (("--device", "cpu"), ("--dtype", "float32"), ("--skip-static", "0"), ("--draft", "auto")):
+    for option in (
+        ("--device", "cpu"),
+        ("--dtype", "float32"),
+        ("--skip-static", "0"),
+        ("--draft", "auto"),
+        ("--tower-share", "0.5"),
+    ):
         assert f"received {option[0]}" in line_of(run(*ask, *server.options, *option), 2)
     assert "the question is empty" in line_of(run("ask", server.clip, " ", *server.options), 2)
     assert "status 404" in line_of(run(*ask, *server.options, "--model", "another"), 2)

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from encoders.adapter import Embeddings, Grid, MediaPlan, PatchRun
+from encoders.adapter import Embeddings, Grid, MediaPlan, PatchRun, TowerMerger
 from encoders.device import CPU, to_device
 from epd.encode.encoder_cache import GroupKey
+from epd.reduction import TowerMerge
 
 NUM_CHANNELS = 2
 POISON = 255
@@ -34,6 +35,9 @@ class FakeFamily:
             raise RuntimeError("this frame cannot be encoded")
         self.batch_sizes.append(len(runs))
         return [Embeddings(run.values[:, None].expand(-1, NUM_CHANNELS).clone()) for run in runs]
+
+    def tower_merger(self, tower: nn.Module, merge: TowerMerge) -> TowerMerger:
+        raise AssertionError(f"no tower to merge in: {tower}, {merge}")
 
 
 def fake_plan(num_units: int, side: int = 1) -> MediaPlan:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from epd.errors import RequestError
 from serve_app.app_args import AppArgs
 from serve_app.composition import worker_settings
 from serve_app.local.fleet import LocalTransport
@@ -29,6 +30,17 @@ def test_workers_of_a_machine_share_a_quarter_of_its_memory(
     monkeypatch.setattr(engine_setup, "memory_limit_bytes", lambda: 24 * GIB)
     each = engine_setup.default_kv_tokens(1 << 20, num_pools)
     assert each * num_pools <= 6 * 1024 < (each + 1) * num_pools
+
+
+def test_an_encoder_merges_as_it_was_told(checkpoints: dict[str, Path]) -> None:
+    with pytest.raises(RequestError, match="tower_merge_layer of 1 alone"):
+        AppArgs(tower_merge_layer=1).resolved()
+    for share, layer, merges in ((None, None, False), (1.0, None, False), (0.5, 2, True)):
+        args = AppArgs(
+            model=checkpoints["qwen2_5_vl"], device="cpu", tower_share=share, tower_merge_layer=layer
+        )
+        stage = StageBuilder(worker_settings(args), LocalTransport()).encode("e0.encode")
+        assert (stage._encoder._merger is not None) == merges
 
 
 @pytest.mark.parametrize(("topology", "num_pools"), [("1epd", 2), ("1e1p1d", 3)])

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from encoders.reduction.at_once import complementary_at_once
-from encoders.reduction.merging import MergedNeighbours, likeness
+from encoders.reduction.merging import MergedNeighbours, blocks_of, likeness
 from encoders.reduction.selection import _best_per_unit, complementary
 
 
@@ -33,7 +33,7 @@ def test_blocks_are_as_alike() -> None:
     """Those at the edges are smaller; in some, all or all but one are keys."""
     merged, tokens = MergedNeighbours(5, 7), rows(3, 2, 35, 8)
     is_key = torch.rand(2, 35, generator=torch.Generator().manual_seed(4)) < 0.3
-    blocks = merged._blocks()
+    blocks = blocks_of(5, 7)
     is_key[1, blocks[0]] = True
     is_key[1, blocks[1][1:]] = True
     found = merged._likeness_at_once(tokens, ~is_key).flatten()
