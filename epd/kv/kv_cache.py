@@ -9,7 +9,7 @@ of group 0 where no other is named.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from epd.errors import require
@@ -51,11 +51,18 @@ class KVCacheManager:
     Methods raise KeyError for a request that is not open.
     """
 
-    def __init__(self, spec: KVCacheSpec, *, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        spec: KVCacheSpec,
+        *,
+        enable_prefix_caching: bool = True,
+        make_pool: Callable[[int], BlockPool] = BlockPool,
+    ) -> None:
+        """make_pool: makes the pool of a layer group from its number of blocks."""
         self.spec = spec
         self.block_size = spec.block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._pools = [BlockPool(num_blocks) for num_blocks in spec.num_blocks]
+        self._pools = [make_pool(num_blocks) for num_blocks in spec.num_blocks]
         self._cache = PrefixCache(self._pools, spec.block_size)
         self._requests: dict[str, RequestBlocks] = {}
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from epd.control.elasticity import StageSample
 from epd.errors import InfeasibleError
+from epd.kv.block_pool import BlockPool
 from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
 from epd.kv.scheduled_request import ScheduledRequest
 from epd.kv.scheduler_output import Chunk, SchedulerOutput
@@ -20,6 +21,7 @@ from epd.kv.scheduling import Scheduler, SchedulerConfig
 from epd.profiles.profile import Profile
 from epd.simulate.clock import seconds_of, ticks_of
 from epd.simulate.requests import Job, RequestState
+from epd.simulate.stacked_blocks import StackedBlocks
 from epd.simulate.work_done import WorkDone
 from epd.topology import Stage
 from epd.types import ceil_div
@@ -126,7 +128,8 @@ class LanguageSide:
         enable_prefix_caching: bool,
         is_stepwise: bool,
     ) -> None:
-        self.kv = KVCacheManager(spec, enable_prefix_caching=enable_prefix_caching)
+        make_pool = BlockPool if enable_prefix_caching else StackedBlocks
+        self.kv = KVCacheManager(spec, enable_prefix_caching=enable_prefix_caching, make_pool=make_pool)
         self.scheduler = Scheduler(config, self.kv)
         self.num_arriving = 0
         self.num_held = 0
