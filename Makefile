@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Installed modules are compiled when they are first imported, a third of them, and then kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-together test-topologies explore soak structured clients kernels check lint types fix wheel bench gpu gpu-dry clean
+.PHONY: help demo test test-together test-topologies explore soak structured clients kernels check lint types fix wheel bench score gpu gpu-dry clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -71,6 +71,9 @@ wheel: $(STAMP) ## build dist/epd_vlm-VERSION-py3-none-any.whl
 
 bench: $(STAMP) ## run the benchmarks; results go to benchmarks/results
 	for b in batch elasticity encode engine hops planner reduction retention roles serve video_decode; do $(BIN)/python -m benchmarks.$$b || exit 1; done
+
+score: $(STAMP) ## what the simulator predicts against live runs; nothing else may run meanwhile
+	$(BIN)/python -m benchmarks.score
 
 # Not in the environment of the repository: with the torch, triton and transformers that the GPU machine has.
 gpu: ## check and measure on one GPU; needs neither PyAV nor Ray (how long: CONTRIBUTING.md)

@@ -10,10 +10,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from epd.bench.bench import BenchPlan, run_bench
 from epd.bench.media import MediaLibrary
@@ -26,6 +28,7 @@ from epd.workload.metrics import ClientRecord
 from epd.workload.requests import Workload
 
 _READY_S, _END_S, _POLL_S, _LOG_S = 240.0, 60.0, 0.2, 0.3
+_NOTHING_MORE: Mapping[str, Any] = MappingProxyType({})
 _FIELD = re.compile(r"(\w+)=(\S+)")
 _LAST_FIELD = " queued_s="  # of a line of the access log
 
@@ -95,9 +98,15 @@ class LiveApp:
         return (self.cpu_s() - before) / seconds
 
     def send(
-        self, workload: Workload, library: MediaLibrary, *, seed: int, concurrency: int | None = None
+        self,
+        workload: Workload,
+        library: MediaLibrary,
+        *,
+        seed: int,
+        concurrency: int | None = None,
+        extra: Mapping[str, Any] = _NOTHING_MORE,
     ) -> TrafficResult:
-        """Sends a workload; answers have exactly the output tokens of the requests."""
+        """Sends a workload; answers have exactly the output tokens of the requests. extra: of each body."""
         endpoint = Endpoint("app", self.url)
         plan = BenchPlan(
             workload,
@@ -105,7 +114,7 @@ class LiveApp:
             warmup=0,
             seed=seed,
             max_in_flight=concurrency or 512,
-            extra={"ignore_eos": True},
+            extra={"ignore_eos": True, **extra},
         )
         library.draw(plan.all_requests(), lambda _done, _total: None)
         offset = self._log.stat().st_size

@@ -20,6 +20,7 @@ from epd.profiles.profile import Profile
 from epd.simulate.clock import TICKS_PER_S
 from epd.simulate.deployment import Deployment
 from epd.simulate.requests import JobMaker
+from epd.simulate.retention import kept_job
 from epd.simulate.simulation import Simulation
 from epd.topology import parse_topology
 from epd.types import Float64Array
@@ -43,10 +44,13 @@ class Asked:
     core_speed: float
 
 
-def simulated_figures(profile: Profile, deployment: Deployment, workload: Workload, seed: int) -> Figures:
-    """Returns the figures of the same requests in the simulator."""
+def simulated_figures(
+    profile: Profile, deployment: Deployment, workload: Workload, seed: int, *, retention: float = 1.0
+) -> Figures:
+    """Returns the figures of the same requests in the simulator. retention: share of visual tokens kept."""
     simulation = Simulation(profile, deployment)
-    result = simulation.run(JobMaker(profile).jobs(workload.requests(seed)))
+    jobs = JobMaker(profile).jobs(workload.requests(seed))
+    result = simulation.run(jobs if retention == 1 else (kept_job(job, retention) for job in jobs))
     rows = result.rows
     return Figures(
         ttft_s=median(result.ttft_s),
