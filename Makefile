@@ -46,7 +46,7 @@ soak: $(STAMP) ## 200 streams while workers of every role are killed and stopped
 structured: $(STAMP) ## 1,000 drawn schemas at temperature 1.5 in 1e1p1d, every document validated; the cost of a step
 	$(BIN)/python -m benchmarks.structured
 
-clients: $(STAMP) ## 1,000 requests by each of 8 clients and load generators of others, in environments of their own (CLIENTS="--requests 20 --local")
+clients: $(STAMP) ## 1,000 requests by each of 9 clients and load generators of others, in environments of their own (CLIENTS="--requests 20 --local")
 	$(BIN)/python -m benchmarks.clients $(CLIENTS)
 
 kernels: $(STAMP) ## compile every GPU kernel for sm_80 and sm_90, here; fails where one spills or does not fit

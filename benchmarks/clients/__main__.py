@@ -64,7 +64,10 @@ def measured(names: Sequence[str], count: int, topology: str, *, local: bool) ->
             found[name] = environment("libraries" if name in CLIENTS else name)
         except NotInstalledError as error:
             results["missing"].append({"client": name, "why": str(error)})
-    with tempfile.TemporaryDirectory(prefix="epd-clients-") as folder, served(topology, local) as url:
+    with (
+        tempfile.TemporaryDirectory(prefix="epd-clients-") as folder,
+        served(topology, local, Path(folder) / "files") as url,
+    ):
         cases = drawn_cases(url, Path(folder), _NUM_CASES)
         for name, installed in found.items():
             print(f"{name}: {count} requests", file=sys.stderr)
@@ -78,12 +81,12 @@ def measured(names: Sequence[str], count: int, topology: str, *, local: bool) ->
 
 
 @contextmanager
-def served(topology: str, local: bool) -> Iterator[str]:
-    """Runs `epd serve` on loopback while open."""
+def served(topology: str, local: bool, files: Path) -> Iterator[str]:
+    """Runs `epd serve` on loopback while open. files: the folder for files and batches of clients."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
     command = [sys.executable, "-c", "from epd.cli.program import main; main()", "serve", "--port", port]
-    command += ["--topology", topology, *(["--local"] if local else [])]
+    command += ["--topology", topology, "--files-dir", str(files), *(["--local"] if local else [])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             assert process.stdout is not None

@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field
 MODEL = "shapes-vl"
 IN_FLIGHT = 8
 _TIMEOUT_S = 120
+_LINES_PER_BATCH = 125
 JSON = dict[str, Any]
 # Of answers held to a schema: room for the longest, as the checkpoint's own limit is 64 tokens, and little
 # white space, which a small model likes.
@@ -67,6 +68,20 @@ class Case:
 
 
 Ask = Callable[[Case], str | bool]
+
+
+@dataclass
+class Outcome:
+    """What came of a client's requests. examples: the first error of each sort."""
+
+    asked: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def note(self, whose: str, text: str) -> None:
+        """whose: ours or theirs."""
+        self.errors[whose] += 1
+        self.examples.setdefault(whose, text[:400])
 
 
 def openai_client(url: str) -> dict[str, Ask]:
@@ -215,35 +230,90 @@ def instructor_client(url: str) -> dict[str, Ask]:
     }
 
 
+def openai_batches(url: str, cases: list[Case], count: int) -> Outcome:
+    """Asks by files and batches, of at most _LINES_PER_BATCH lines each, all at once."""
+    from openai import OpenAI
+
+    client = OpenAI(base_url=url, api_key="none", max_retries=0, timeout=_TIMEOUT_S)
+    kinds = ("text", "image", "video")
+    outcome = Outcome()
+    lines: dict[str, tuple[str, Case]] = {}
+    for number in range(count):
+        lines[str(number)] = kinds[number % 3], cases[number // 3 % len(cases)]
+        outcome.asked[kinds[number % 3]] += 1
+
+    def line(name: str) -> str:
+        kind, case = lines[name]
+        body = {"model": MODEL, "messages": case.messages(kind), "temperature": 0}
+        return json.dumps({"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body})
+
+    def answers(names: tuple[str, ...]) -> Iterable[tuple[str, JSON]]:
+        data = "\n".join(map(line, names)).encode()
+        file = client.files.create(file=("lines.jsonl", data), purpose="batch")
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+        while batch.status not in ("completed", "failed", "cancelled", "expired"):
+            time.sleep(0.5)
+            batch = client.batches.retrieve(batch.id)
+        for result in filter(None, (batch.output_file_id, batch.error_file_id)):
+            for answered in client.files.content(result).text.splitlines():
+                each = json.loads(answered)
+                yield each["custom_id"], each
+
+    def one(names: tuple[str, ...]) -> None:
+        missing = set(names)
+        for name, each in answers(names):
+            kind, case = lines[name]
+            missing.discard(name)
+            if each["error"] or each["response"]["status_code"] != 200:
+                outcome.note("ours", f"{kind}: {each}")
+                continue
+            wrong = difference(kind, case, each["response"]["body"]["choices"][0]["message"]["content"])
+            if wrong:
+                outcome.note("ours", wrong)
+        for name in missing:
+            outcome.note("ours", f"line {name} has no result")
+
+    with ThreadPoolExecutor(IN_FLIGHT) as threads:
+        list(threads.map(one, batched(lines, _LINES_PER_BATCH)))
+    return outcome
+
+
+def batched(names: Iterable[str], size: int) -> list[tuple[str, ...]]:
+    """Returns the names in tuples of at most `size`."""
+    whole = list(names)
+    return [tuple(whole[first : first + size]) for first in range(0, len(whole), size)]
+
+
+Run = Callable[[str, list[Case], int], Outcome]
+
+
+def one_by_one(asks: Callable[[str], dict[str, Ask]]) -> Run:
+    """Returns what asks single requests."""
+
+    def asked(url: str, cases: list[Case], count: int) -> Outcome:
+        return run(asks(url), cases, count)
+
+    return asked
+
+
 @dataclass(frozen=True)
 class Client:
-    """package: whose version is reported. asks: makes what can be asked, given the URL of the API."""
+    """package: whose version is reported. run: asks, given the URL of the API, cases and a number."""
 
     package: str
-    asks: Callable[[str], dict[str, Ask]]
+    run: Run
 
 
 CLIENTS = {
-    "openai": Client("openai", openai_client),
-    "LiteLLM": Client("litellm", litellm_client),
-    "LangChain": Client("langchain-openai", langchain_client),
-    "LlamaIndex": Client("llama-index-llms-openai-like", llama_index_client),
-    "Instructor": Client("instructor", instructor_client),
+    "openai": Client("openai", one_by_one(openai_client)),
+    "openai batches": Client("openai", openai_batches),
+    "LiteLLM": Client("litellm", one_by_one(litellm_client)),
+    "LangChain": Client("langchain-openai", one_by_one(langchain_client)),
+    "LlamaIndex": Client("llama-index-llms-openai-like", one_by_one(llama_index_client)),
+    "Instructor": Client("instructor", one_by_one(instructor_client)),
 }
-
-
-@dataclass
-class Outcome:
-    """What came of a client's requests. examples: the first error of each sort."""
-
-    asked: Counter[str] = field(default_factory=Counter)
-    errors: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, str] = field(default_factory=dict)
-
-    def note(self, whose: str, text: str) -> None:
-        """whose: ours or theirs."""
-        self.errors[whose] += 1
-        self.examples.setdefault(whose, text[:400])
 
 
 def run(asks: dict[str, Ask], cases: list[Case], count: int) -> Outcome:
@@ -301,10 +371,9 @@ def main() -> None:
     given = json.loads(args.cases.read_text(encoding="utf-8"))
     client = CLIENTS[args.client]
     cases = [Case(**each) for each in given["cases"]]
-    asks = client.asks(given["url"])
-    run(asks, cases, len(asks))  # imports and connections
+    client.run(given["url"], cases, 1)  # imports and connections
     start_s = time.monotonic()
-    outcome = run(asks, cases, args.requests)
+    outcome = client.run(given["url"], cases, args.requests)
     seconds = time.monotonic() - start_s
     print(
         json.dumps(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import pytest
 
 from benchmarks.clients import __main__ as clients
 from benchmarks.clients import asks as asks_module
-from benchmarks.clients.asks import Case, Scene, difference, openai_client, run, whose
+from benchmarks.clients.asks import Case, Scene, difference, openai_batches, openai_client, run, whose
 from benchmarks.clients.environments import VLLM_VARIABLE, NotInstalledError, environment
 from benchmarks.clients.questions import drawn_cases
 from epd.models import embedded_model_path
+from serve_app.files.settings import FileSettings
+from serve_app.http.api import ApiSettings
 from tests.serve_app.real_app import real_app
 
 CASE = Case("What?", "data:image/png;base64,AAAA", "", {"text": "red", "image": "blue"})
@@ -24,12 +27,19 @@ def test_the_official_client_gets_what_plain_http_gives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(asks_module, "MODEL", "tiny")
-    with real_app(embedded_model_path(), "1e1p1d") as app:
+    monkeypatch.setattr(asks_module, "_LINES_PER_BATCH", 2)
+    api = ApiSettings(files=FileSettings(tmp_path / "kept"))
+    with real_app(embedded_model_path(), "1e1p1d", api) as app:
         cases = drawn_cases(app.url, tmp_path, 2)
         asks = openai_client(f"{app.url}/v1")
         outcome = run(asks, cases, 2 * len(asks))
         assert outcome.errors == {}, outcome.examples
         assert outcome.asked == dict.fromkeys(asks, 2)
+        batched = openai_batches(f"{app.url}/v1", cases, 5)
+        assert batched.errors == {}, batched.examples
+        assert batched.asked == {"text": 2, "image": 2, "video": 1}
+        others = [replace(case, expected={"text": "no", "image": "no", "video": "no"}) for case in cases]
+        assert openai_batches(f"{app.url}/v1", others, 3).errors == {"ours": 3}
         assert clients.refused(app.url) == 0
         httpx.post(f"{app.url}/v1/chat/completions", json={"messages": []}, trust_env=False)
         assert clients.refused(app.url) == 1
