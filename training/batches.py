@@ -4,6 +4,8 @@
     segment                 0                                 1                     2
     position   0 ...                                 p ...                 p ...
 
+A fifth of the sequences hold two videos, and questions about both.
+
 Engines disagree on the position of the text after a video (docs/decisions/0009): transformers from 5.3
 continues after its height or width (and, once the answer begins, after the largest position so far),
 Qwen2.5-VL's authors and vLLM after its last instant. Both occur here, the first more often: config.json names
@@ -13,7 +15,9 @@ it.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +25,13 @@ from torch.nn import functional
 from transformers import Qwen2Tokenizer
 
 from epd.shapes import Question, QuestionKind, make_questions
+from epd.shapes.stories import ask_which_clip, make_stories
 from training.checkpoint import SYSTEM_PROMPT
 from training.encoded import EncodedClip, crop, retime
 from training.vision import COLUMNS, ROWS, TOKENS
 
 NO_TARGET = -100
+VISUAL = -1  # stands for the id of a visual token
 # How far apart frames lie unless a user says otherwise, and the share of clips that are shown so.
 USUAL_GAP_S = 1.0
 _USUAL_GAP_SHARE = 0.6
@@ -39,8 +45,12 @@ _MIX = {
     QuestionKind.COUNT: 1,
     QuestionKind.PRESENCE: 2,
     QuestionKind.AFTER: 2,
-    QuestionKind.TIME: 6,
+    QuestionKind.TIME: 5,
 }
+# Questions of each kind of more than one word, but one description and one in JSON.
+_NUM_STORIES = 2
+_TWO_CLIPS_SHARE = 0.2
+_NUM_CLIP_QUESTIONS = 8
 
 
 class Prompts:
@@ -51,33 +61,41 @@ class Prompts:
         self.head = self.ids(
             f"<|im_start|>system\n{SYSTEM_PROMPT}<|im_end|>\n<|im_start|>user\n<|vision_start|>"
         )
+        self.between = self.ids("<|vision_end|><|vision_start|>")
 
     def ids(self, text: str) -> list[int]:
         return self._tokenizer(text)["input_ids"]
 
     def question(self, question: Question) -> tuple[list[int], list[int]]:
         """Returns (what the model reads, what it must answer)."""
-        read = self.ids(f"<|vision_end|>{question.text}<|im_end|>\n<|im_start|>assistant\n")
+        earlier = "".join(
+            f"{text}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n<|im_start|>user\n"
+            for text, answer in question.earlier
+        )
+        read = self.ids(f"<|vision_end|>{earlier}{question.text}<|im_end|>\n<|im_start|>assistant\n")
         return read, self.ids(f"{question.answer}<|im_end|>")
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """B videos of equal length with their questions, S positions.
+    """B rows of one video or two with their questions, S positions; visual tokens stand at the same ones.
 
     ids: int64 [B, S].
-    visual: bool [S].
+    embeddings: bfloat16 [B, V, hidden].
+    visual: int64 [V], the positions of visual tokens.
     positions: int64 [3, B, S].
     mask: bool [B, 1, S, S], True: may attend.
     targets: int64 [B, S], -100 where nothing is learned.
+    weights: float32 [B, S], of each target: long answers do not drown short ones.
     """
 
     ids: Tensor
     embeddings: Tensor
-    visual: slice
+    visual: Tensor
     positions: Tensor
     mask: Tensor
     targets: Tensor
+    weights: Tensor
     questions: list[list[Question]]
     segments: Tensor
 
@@ -91,52 +109,65 @@ def visual_positions(clip: EncodedClip, start: int) -> Tensor:
 
 
 def lay_out(
-    prompts: Prompts, clip: EncodedClip, questions: list[Question], after_last_instant: bool
-) -> tuple[list[int], Tensor, list[int], list[int]]:
-    """Returns one sequence: ids, positions [3, S], segments and targets."""
-    start = len(prompts.head)
-    seen = visual_positions(clip, start)
-    following = int(seen.max()) + 1 if after_last_instant else start + max(ROWS, COLUMNS)
-    ids = prompts.head + [0] * (len(clip) * TOKENS)
-    segments, targets = [0] * len(ids), [NO_TARGET] * len(ids)
-    positions = [torch.arange(start).expand(3, -1), seen]
+    prompts: Prompts, clips: Sequence[EncodedClip], questions: list[Question], after_last_instant: bool
+) -> tuple[list[int], Tensor, list[int], list[int], list[float]]:
+    """Returns one sequence: ids, positions [3, S], segments, targets and their weights."""
+    ids, last = list(prompts.head), len(prompts.head) - 1
+    positions = [torch.arange(len(ids)).expand(3, -1)]
+    largest = last
+    for number, clip in enumerate(clips):
+        if number:
+            ids += prompts.between
+            positions.append((torch.arange(len(prompts.between)) + last + 1).expand(3, -1))
+            last += len(prompts.between)
+        seen = visual_positions(clip, last + 1)
+        ids += [VISUAL] * (len(clip) * TOKENS)
+        positions.append(seen)
+        largest = max(largest, int(seen.max()))
+        last = int(seen.max()) if after_last_instant else last + max(ROWS, COLUMNS)
+    segments, targets, weights = [0] * len(ids), [NO_TARGET] * len(ids), [0.0] * len(ids)
     for number, question in enumerate(questions, 1):
         read, answer = prompts.question(question)
         ids += read + answer
         segments += [number] * (len(read) + len(answer))
         targets += [NO_TARGET] * (len(read) - 1) + answer + [NO_TARGET]
-        asked = torch.arange(len(read)) + following
-        answered = torch.arange(len(answer)) + max(int(seen.max()), int(asked[-1])) + 1
+        weights += [0.0] * (len(read) - 1) + [len(answer) ** -0.5] * len(answer) + [0.0]
+        asked = torch.arange(len(read)) + last + 1
+        answered = torch.arange(len(answer)) + max(largest, int(asked[-1])) + 1
         positions.append(torch.cat([asked, answered]).expand(3, -1))
-    return ids, torch.cat(positions, dim=1), segments, targets
+    return ids, torch.cat(positions, dim=1), segments, targets, weights
 
 
 def make_batch(
     prompts: Prompts,
-    clips: list[EncodedClip],
+    clips: Sequence[tuple[EncodedClip, ...]],
     questions: list[list[Question]],
     rng: random.Random,
     after_last_instant_share: float = _AFTER_LAST_INSTANT_SHARE,
 ) -> Batch:
+    """Lays out rows whose first clips are equally long, and whose second ones are."""
     rows = [
-        lay_out(prompts, clip, asked, after_last_instant=rng.random() < after_last_instant_share)
-        for clip, asked in zip(clips, questions, strict=True)
+        lay_out(prompts, shown, asked, after_last_instant=rng.random() < after_last_instant_share)
+        for shown, asked in zip(clips, questions, strict=True)
     ]
     length = max(len(row[0]) for row in rows)
 
-    def padded(values: list[int], fill: int) -> Tensor:
+    def padded(values: list[Any], fill: int) -> Tensor:
         return torch.tensor(values + [fill] * (length - len(values)))
 
     ids = torch.stack([padded(row[0], 0) for row in rows])
     positions = torch.stack([functional.pad(row[1], (0, length - row[1].shape[1])) for row in rows], dim=1)
     segments = torch.stack([padded(row[2], -1) for row in rows])
     targets = torch.stack([padded(row[3], NO_TARGET) for row in rows])
+    weights = torch.stack([padded(row[4], 0) for row in rows])
     causal = torch.ones(length, length, dtype=torch.bool).tril()
     same = (segments[:, :, None] == segments[:, None, :]) | (segments[:, None, :] == 0)
-    start = len(prompts.head)
-    visual = slice(start, start + len(clips[0]) * TOKENS)
-    embeddings = torch.stack([clip.embeddings.reshape(-1, clip.embeddings.shape[-1]) for clip in clips])
-    return Batch(ids, embeddings, visual, positions, (causal & same)[:, None], targets, questions, segments)
+    visual = (ids[0] == VISUAL).nonzero().flatten()
+    embeddings = torch.stack(
+        [torch.cat([clip.embeddings.flatten(0, 1) for clip in shown]) for shown in clips]
+    )
+    mask = (causal & same)[:, None]
+    return Batch(ids.clamp(min=0), embeddings, visual, positions, mask, targets, weights, questions, segments)
 
 
 def ask(clip: EncodedClip, rng: random.Random, num_per_kind: int) -> list[Question]:
@@ -144,10 +175,16 @@ def ask(clip: EncodedClip, rng: random.Random, num_per_kind: int) -> list[Questi
     return [q for q in questions if not clip.is_image or q.kind in _IMAGE_KINDS]
 
 
+def ask_all(clip: EncodedClip, rng: random.Random) -> list[Question]:
+    """Draws a question of every kind about one clip."""
+    return ask(clip, rng, 1) + make_stories(clip.scene, rng, clip.gap_s, is_image=clip.is_image)
+
+
 def ask_mix(clip: EncodedClip, rng: random.Random) -> list[Question]:
     """Draws questions for training, more of the kinds that are learned last."""
     asked = ask(clip, rng, max(_MIX.values()))
-    return [q for kind, count in _MIX.items() for q in [q for q in asked if q.kind is kind][:count]]
+    short = [q for kind, count in _MIX.items() for q in [q for q in asked if q.kind is kind][:count]]
+    return short + make_stories(clip.scene, rng, clip.gap_s, _NUM_STORIES, is_image=clip.is_image)
 
 
 def draw_batch(
@@ -156,14 +193,37 @@ def draw_batch(
     """Draws clips of one length (0: images), as many as the token budget holds; half are cut shorter."""
     lengths = [length for length in pool if length <= longest]
     length = rng.choices(lengths, weights=[1.0 + (length in (8, 16, 32)) for length in lengths])[0]
-    kept = length if length < 4 or rng.random() < 0.5 else rng.randint(max(2, length // 4), length)
-    size = max(1, budget // (kept * TOKENS + 280))
-    clips: list[EncodedClip] = []
-    while len(clips) < size:
-        first = rng.randint(0, length - kept)
-        clip = vary(rng.choice(pool[length]), first, first + kept, rng)
-        clips += [clip] if clip else []
-    return make_batch(prompts, clips, [ask_mix(clip, rng) for clip in clips], rng)
+    first = _ClipDraw(pool[length], length, rng)
+    if length and rng.random() < _TWO_CLIPS_SHARE:
+        other = rng.choice([one for one in lengths if 0 < one <= 32])
+        second = _ClipDraw(pool[other], other, rng)
+        size = max(1, budget // ((first.num_pairs + second.num_pairs) * TOKENS + 150))
+        pairs = [(first.draw(), second.draw()) for _ in range(size)]
+        return make_batch(prompts, pairs, [ask_clips(pair, rng) for pair in pairs], rng)
+    clips = [first.draw() for _ in range(max(1, budget // (first.num_pairs * TOKENS + 800)))]
+    return make_batch(prompts, [(clip,) for clip in clips], [ask_mix(clip, rng) for clip in clips], rng)
+
+
+def ask_clips(clips: tuple[EncodedClip, EncodedClip], rng: random.Random) -> list[Question]:
+    """Draws questions about two videos."""
+    first, second = (clip.scene for clip in clips)
+    return [ask_which_clip(first, second, rng) for _ in range(_NUM_CLIP_QUESTIONS)]
+
+
+class _ClipDraw:
+    """Draws clips of one length in frame pairs, of which half of the draws are cut shorter, all alike."""
+
+    def __init__(self, clips: list[EncodedClip], length: int, rng: random.Random) -> None:
+        self._clips, self._length, self._rng = clips, length, rng
+        is_whole = length < 4 or rng.random() < 0.5
+        self.num_pairs = length if is_whole else rng.randint(max(2, length // 4), length)
+
+    def draw(self) -> EncodedClip:
+        while True:
+            first = self._rng.randint(0, self._length - self.num_pairs)
+            clip = vary(self._rng.choice(self._clips), first, first + self.num_pairs, self._rng)
+            if clip:
+                return clip
 
 
 def vary(clip: EncodedClip, first: int, stop: int, rng: random.Random) -> EncodedClip | None:

@@ -26,6 +26,7 @@ from transformers import (
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from epd.shapes import COLOURS, SHAPES, make_questions, make_scene
+from epd.shapes.stories import ask_which_clip, make_stories
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -43,7 +44,7 @@ SPECIAL_TOKENS = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
-VOCAB_SIZE = 512
+VOCAB_SIZE = 640
 
 # A 640x360 frame becomes 84x140: 3 x 5 visual tokens for every two frames.
 MIN_PIXELS, MAX_PIXELS = 56 * 56, 13000
@@ -96,7 +97,9 @@ def _corpus() -> list[str]:
         "picture",
     ]
     for seed in range(600):
-        questions = make_questions(make_scene(seed, rng.uniform(8, 512)), rng)
+        scene = make_scene(seed, rng.uniform(8, 512))
+        questions = make_questions(scene, rng) + make_stories(scene, rng, 1.0)
+        questions.append(ask_which_clip(scene, make_scene(seed + 1, 60.0), rng))
         lines += [part for question in questions for part in (question.text, question.answer)]
     for colour in COLOURS:
         lines += [f"{colour} {shape}" for shape in SHAPES] * 3
@@ -192,7 +195,7 @@ def build_config(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLConfig:
 def build_generation_config(tokenizer: Qwen2Tokenizer) -> GenerationConfig:
     end, stop = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     return GenerationConfig(
-        do_sample=False, max_new_tokens=64, eos_token_id=[end, stop], pad_token_id=stop, bos_token_id=stop
+        do_sample=False, max_new_tokens=512, eos_token_id=[end, stop], pad_token_id=stop, bos_token_id=stop
     )
 
 

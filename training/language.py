@@ -17,12 +17,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import Qwen2_5_VLForConditionalGeneration
+from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from epd.shapes import QuestionKind
-from training.batches import NO_TARGET, USUAL_GAP_S, Batch, Prompts, ask, draw_batch, make_batch
+from training.batches import NO_TARGET, USUAL_GAP_S, Batch, Prompts, ask_all, draw_batch, make_batch
 from training.checkpoint import build_config, build_tokenizer, save_checkpoint
 from training.encoded import EncodedPool, retime
 from training.loop import Training, base_parser, learning_rate
@@ -32,19 +33,16 @@ from training.vision import TOKENS
 _CURRICULUM = ((0.2, 8), (0.6, 32), (0.75, 64), (2.0, 256))
 
 
-def answer_logits(model: Qwen2_5_VLForConditionalGeneration, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Returns logits [T, V] and targets [T] where an answer token is predicted, row by row."""
+def answer_logits(model: Qwen2_5_VLForConditionalGeneration, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns logits [T, V], targets [T] and weights [T] where an answer token is predicted, row by row."""
     with torch.autocast("cpu", torch.bfloat16):
         embedded = model.get_input_embeddings()(batch.ids)
-        visual = batch.embeddings.to(embedded.dtype)
-        inputs = torch.cat(
-            [embedded[:, : batch.visual.start], visual, embedded[:, batch.visual.stop :]], dim=1
-        )
+        inputs = embedded.index_copy(1, batch.visual, batch.embeddings.to(embedded.dtype))
         hidden = model.model.language_model(
             inputs_embeds=inputs, position_ids=batch.positions, attention_mask=batch.mask, use_cache=False
         ).last_hidden_state
         wanted = batch.targets != NO_TARGET
-        return model.lm_head(hidden[wanted]).float(), batch.targets[wanted]
+        return model.lm_head(hidden[wanted]).float(), batch.targets[wanted], batch.weights[wanted]
 
 
 def right_by_kind(batch: Batch, right: Tensor) -> Iterator[tuple[QuestionKind, bool]]:
@@ -65,13 +63,14 @@ def validate(model: nn.Module, pool: EncodedPool, prompts: Prompts, budget: int)
     asked: Counter[str] = Counter()
     rng = random.Random(1)
     for length, clips in sorted(pool.validation.items()):
-        size = max(1, budget // (length * TOKENS + 280))
+        size = max(1, budget // (length * TOKENS + 600))
         for first in range(0, min(len(clips), 48), size):
             part = [
                 clip if clip.is_image else retime(clip, USUAL_GAP_S) for clip in clips[first : first + size]
             ]
-            batch = make_batch(prompts, part, [ask(clip, rng, 1) for clip in part], rng, 0.0)
-            logits, targets = answer_logits(model, batch)
+            asked_of = [ask_all(clip, rng) for clip in part]
+            batch = make_batch(prompts, [(clip,) for clip in part], asked_of, rng, 0.0)
+            logits, targets, _ = answer_logits(model, batch)
             for kind, good in right_by_kind(batch, logits.argmax(-1) == targets):
                 for name in (f"{2 * length}f" if length else "image", str(kind), "all"):
                     right[name] += good
@@ -100,20 +99,37 @@ def load_vision(model: Qwen2_5_VLForConditionalGeneration, path: Path) -> None:
     model.model.visual.requires_grad_(False)
 
 
+def start_from(model: Qwen2_5_VLForConditionalGeneration, tokenizer: Qwen2Tokenizer, folder: Path) -> None:
+    """Loads an earlier checkpoint. Tokens that it has keep their embeddings, others get the mean of all."""
+    saved = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+    name = "model.language_model.embed_tokens.weight"
+    rows, known = saved[name], Qwen2Tokenizer.from_pretrained(folder).get_vocab()
+    table = rows.mean(0).repeat(model.config.text_config.vocab_size, 1)
+    for token, index in tokenizer.get_vocab().items():
+        if token in known:
+            table[index] = rows[known[token]]
+    model.load_state_dict(saved | {name: table}, strict=False)
+    model.model.visual.requires_grad_(False)
+
+
 def train(options: argparse.Namespace) -> None:
     torch.manual_seed(options.seed)
     tokenizer = build_tokenizer()
     prompts = Prompts(tokenizer)
     model = Qwen2_5_VLForConditionalGeneration(build_config(tokenizer))
-    load_vision(model, options.vision)
+    if options.start:
+        start_from(model, tokenizer, options.start)
+    else:
+        load_vision(model, options.vision)
     pool = EncodedPool(options.clips, model.model.visual, options.cache)
     training = Training({"model": model}, make_optimizers(model), options.out)
     rng = random.Random(options.seed + training.step)
     while training.step < options.steps:
         share = training.step / options.steps
         batch = draw_batch(pool.training, prompts, rng, options.budget, longest_pairs(share))
-        logits, targets = answer_logits(model, batch)
-        loss = functional.cross_entropy(logits, targets)
+        logits, targets, weights = answer_logits(model, batch)
+        losses = functional.cross_entropy(logits, targets, reduction="none")
+        loss = (losses * weights).sum() / weights.sum()
         training.update(loss, learning_rate(training.step, options.steps, options.lr))
         if training.step % 250 == 0 or training.step == options.steps:
             accuracy = validate(model, pool, prompts, options.budget)
@@ -125,7 +141,9 @@ def train(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = base_parser(__doc__, steps=2000, lr=2e-3)
-    parser.add_argument("--vision", type=Path, required=True, help="tower that `training.vision` made")
+    first = parser.add_mutually_exclusive_group(required=True)
+    first.add_argument("--vision", type=Path, help="tower that `training.vision` made")
+    first.add_argument("--start", type=Path, help="checkpoint whose tower and language model are taught on")
     parser.add_argument("--cache", type=Path, default=Path("runs/encoded"), help="folder for encoded clips")
     parser.add_argument("--checkpoint", type=Path, help="folder for a loadable checkpoint")
     parser.add_argument("--budget", type=int, default=9000, help="tokens per step")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -18,19 +19,50 @@ class QuestionKind(StrEnum):
     COUNT = "count"
     TIME = "time"
     AFTER = "after"
+    DESCRIBE = "describe"
+    JSON = "json"
+    WHEN = "when"
+    WHERE = "where"
+    MOTION = "motion"
+    COUNT_OVER_TIME = "count over time"
+    FOLLOW_UP = "follow-up"
+    CLIPS = "clips"
+
+
+# Those that one word answers.
+ONE_WORD_KINDS = tuple(QuestionKind)[:6]
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question and its one right answer, in lower case."""
+    """A question and its right answer.
+
+    earlier: questions and answers of the dialogue before it.
+    margin: numbers of an answer may differ by this, seconds.
+    """
 
     kind: QuestionKind
     text: str
     answer: str
+    earlier: tuple[tuple[str, str], ...] = ()
+    margin: float = 0.0
 
     def is_answered_by(self, answer: str) -> bool:
         """Returns True for the right answer, whatever its case, surrounding space or final full stop."""
-        return answer.strip().rstrip(".").lower() == self.answer
+        given, right = _plain(answer), _plain(self.answer)
+        if given == right or not self.margin:
+            return given == right
+        return _NUMBER.sub("#", given) == _NUMBER.sub("#", right) and all(
+            abs(int(one) - int(other)) <= self.margin
+            for one, other in zip(_NUMBER.findall(given), _NUMBER.findall(right), strict=True)
+        )
+
+
+_NUMBER = re.compile(r"\d{1,9}")
+
+
+def _plain(answer: str) -> str:
+    return answer.strip().rstrip(".").lower()
 
 
 NOTHING = "nothing"
@@ -100,7 +132,8 @@ def _ask_presence(scene: Scene, rng: random.Random) -> Question:
     return Question(QuestionKind.PRESENCE, rng.choice(_PRESENCE).format(thing=thing), answer)
 
 
-def _with_article(noun: str) -> str:
+def with_article(noun: str) -> str:
+    """Returns the noun behind \"a\" or \"an\"."""
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
@@ -109,7 +142,7 @@ def _shape_only(scene: Scene, rng: random.Random, present: bool) -> str:
     absent = [shape for shape in SHAPES if shape not in shown]
     if not present and not absent:
         return _coloured_shape(scene, rng, present)
-    return _with_article(rng.choice(shown if present else absent))
+    return with_article(rng.choice(shown if present else absent))
 
 
 def _colour_only(scene: Scene, rng: random.Random, present: bool) -> str:
@@ -121,10 +154,10 @@ def _coloured_shape(scene: Scene, rng: random.Random, present: bool) -> str:
     """Returns a true pair, or one with only one part wrong: colour and shape exist, the pair does not."""
     item = rng.choice(scene.objects)
     if present:
-        return _with_article(f"{item.colour} {item.shape}")
+        return with_article(f"{item.colour} {item.shape}")
     if rng.random() < 0.5:
-        return _with_article(f"{rng.choice([c for c in COLOURS if c != item.colour])} {item.shape}")
-    return _with_article(f"{item.colour} {rng.choice([s for s in SHAPES if s != item.shape])}")
+        return with_article(f"{rng.choice([c for c in COLOURS if c != item.colour])} {item.shape}")
+    return with_article(f"{item.colour} {rng.choice([s for s in SHAPES if s != item.shape])}")
 
 
 def _ask_order(scene: Scene, rng: random.Random) -> Question:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from pathlib import Path
@@ -9,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from epd.shapes import Question
+from epd.models import embedded_model_path
+from epd.shapes import Question, QuestionKind
 from training import clips, language, vision
-from training.batches import NO_TARGET, Prompts, ask, make_batch
+from training.batches import NO_TARGET, Prompts, ask, ask_clips, make_batch
 from training.checkpoint import build_config, build_tokenizer
 from training.clips import HELD_OUT_SEED, Clip, is_resolved, read_shard
 from training.encoded import EncodedClip, crop, encode_shard
@@ -66,24 +69,28 @@ def test_folding_a_transform_into_the_projector_changes_the_tower_by_just_that()
     assert torch.allclose(after, before @ matrix.T + offset, atol=1e-3)
 
 
-def _logits_alone(model: torch.nn.Module, clip: EncodedClip, question: Question) -> torch.Tensor:
+def _logits_alone(model: torch.nn.Module, clips: tuple[EncodedClip, ...], question: Question) -> torch.Tensor:
     """Logits of the answer's tokens with one question in the sequence and transformers' own positions."""
     prompts = Prompts(build_tokenizer())
     read, answer = prompts.question(question)
-    ids = [*prompts.head, *[model.config.video_token_id] * (15 * len(clip)), *read, *answer]
+    shown = [[model.config.video_token_id] * (15 * len(clip)) for clip in clips]
+    ids = [*prompts.head, *shown[0], *(token for each in shown[1:] for token in [*prompts.between, *each])]
+    ids += [*read, *answer]
     kinds = [2 if token == model.config.video_token_id else 0 for token in ids]
     positions, _ = model.model.get_rope_index(
         torch.tensor([ids]),
         torch.tensor([kinds]),
-        video_grid_thw=torch.tensor([[len(clip), 6, 10]]),
-        second_per_grid_ts=[2 * clip.gap_s],
+        video_grid_thw=torch.tensor([[len(clip), 6, 10] for clip in clips]),
+        second_per_grid_ts=[2 * clip.gap_s for clip in clips],
     )
     prompt_length = len(ids) - len(answer)
     positions[:, :, prompt_length:] = torch.arange(prompt_length, len(ids)) + _delta_of_prompt(
         positions, answer
     )
     embeds = model.get_input_embeddings()(torch.tensor([ids]))
-    embeds[0, [kind == 2 for kind in kinds]] = clip.embeddings.flatten(0, 1).float()
+    embeds[0, [kind == 2 for kind in kinds]] = torch.cat(
+        [clip.embeddings.flatten(0, 1).float() for clip in clips]
+    )
     hidden = model.model.language_model(inputs_embeds=embeds, position_ids=positions, use_cache=False)
     return model.lm_head(hidden.last_hidden_state[0, prompt_length - 1 : -1])
 
@@ -105,15 +112,62 @@ def test_a_question_among_others_gets_the_logits_it_gets_alone(
         clip for clip in encode_shard(model.model.visual, drawn[-3:], random.Random(0)) if not clip.is_image
     ]
     questions = [ask(clip, random.Random(1), 1) for clip in encoded]
-    batch = make_batch(Prompts(build_tokenizer()), encoded, questions, random.Random(), 0.0)
+    rows = [(clip,) for clip in encoded]
+    batch = make_batch(Prompts(build_tokenizer()), rows, questions, random.Random(), 0.0)
     with torch.inference_mode(), monkeypatch.context() as patched:
         patched.setattr(torch, "autocast", lambda *_: torch.no_grad())
-        together, _ = language.answer_logits(model, batch)
+        together, _, _ = language.answer_logits(model, batch)
         rows, columns = (batch.targets != NO_TARGET).nonzero(as_tuple=True)
         for row, clip in enumerate(encoded):
             mine = (rows == row) & (batch.segments[rows, columns] == 2)
-            alone = _logits_alone(model, clip, questions[row][1])
+            alone = _logits_alone(model, (clip,), questions[row][1])
             assert torch.allclose(together[mine], alone, atol=1e-4)
+
+
+def test_two_videos_and_a_dialogue_have_the_positions_of_transformers(
+    drawn: list[Clip], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    torch.manual_seed(0)
+    model = Qwen2_5_VLForConditionalGeneration(build_config(build_tokenizer())).eval()
+    long, short = (next(clip for clip in drawn if len(clip.frames) == length) for length in (8, 4))
+    pair = tuple(
+        clip
+        for clip in encode_shard(model.model.visual, [long, short], random.Random(0))
+        if not clip.is_image
+    )
+    asked = ask_clips(pair, random.Random(0))
+    earlier = (("Which shape appears first?", "ring"),)
+    asked[1] = Question(QuestionKind.FOLLOW_UP, "What colour is it?", "white", earlier)
+    batch = make_batch(Prompts(build_tokenizer()), [pair], [asked], random.Random(), 0.0)
+    with torch.inference_mode(), monkeypatch.context() as patched:
+        patched.setattr(torch, "autocast", lambda *_: torch.no_grad())
+        together, _, _ = language.answer_logits(model, batch)
+        segments = batch.segments[batch.targets != NO_TARGET]
+        for number in (1, 2):
+            alone = _logits_alone(model, pair, asked[number - 1])
+            assert torch.allclose(together[segments == number], alone, atol=1e-4)
+
+
+def test_training_goes_on_from_a_checkpoint_with_fewer_words(tmp_path: Path) -> None:
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    tokenizer = build_tokenizer()
+    model = Qwen2_5_VLForConditionalGeneration(build_config(tokenizer))
+    language.start_from(model, tokenizer, embedded_model_path())
+    saved = load_file(embedded_model_path() / "model.safetensors")
+    table, known = (
+        model.get_input_embeddings().weight,
+        json.loads((embedded_model_path() / "tokenizer.json").read_text())["model"]["vocab"],
+    )
+    rows = saved["model.language_model.embed_tokens.weight"].float()
+    vocabulary = tokenizer.get_vocab()
+    assert torch.equal(table[vocabulary["red"]], rows[known["red"]])
+    new = next(token for token in vocabulary if token.endswith("leaves"))
+    assert torch.allclose(table[vocabulary[new]], rows.mean(0))
+    name = "model.visual.patch_embed.proj.weight"
+    assert torch.equal(model.state_dict()[name], saved[name].float())
 
 
 def test_a_cropped_clip_holds_only_what_its_frames_show(drawn: list[Clip]) -> None:

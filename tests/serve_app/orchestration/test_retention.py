@@ -47,7 +47,7 @@ def test_the_level_falls_in_a_burst_and_rises_after_it(
     Served together, requests take less each than alone: a smaller burst may be done at a higher level.
     """
     videos = (media["video"], media["tall_video"])
-    config = RetentionConfig(1000.0, levels=LEVELS)  # until it is measured what a request takes here
+    config = RetentionConfig(1.0, levels=LEVELS)
 
     async def run() -> None:
         async with deployed(checkpoints["qwen2_5_vl"], "1epd", retention=config) as deployment:
@@ -63,9 +63,7 @@ def test_the_level_falls_in_a_burst_and_rises_after_it(
             shares = [kept(each)[0] for each in answers]
             assert shares[0] == 1.0
             assert min(shares) == LEVELS[-1] == shares[-1]
-            # All come at once and are planned in threads, where neighbours may pass each other.
-            assert len(shares) >= 48
-            assert max(shares[shares.index(LEVELS[-1]) + 16 :]) == LEVELS[-1]
+            assert shares == sorted(shares, reverse=True)
             assert all(was == pytest.approx(wanted, abs=0.05) for wanted, was in map(kept, answers))
             await deployment.settle()
             for _ in range(200):

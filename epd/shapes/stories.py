@@ -1,0 +1,356 @@
+"""Draws questions whose answers describe what happens, and compares descriptions with a scene, fact by fact.
+
+scene  -> sightings (what frames at a given gap show)  -> sentences, JSON      what a model is to answer
+answer -> sightings (what it claims)                   -> FactCounts           found, missed, invented
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from epd.shapes.questions import Question, QuestionKind, with_article
+from epd.shapes.world import COLOURS, SHAPES, Scene, SceneObject
+
+PLACES = ("on the left", "in the middle", "on the right")
+MOTIONS = ("moves up", "hardly moves", "moves down")
+NEVER = "never"
+
+# An object moves if its centre changes by this share of the frame's height; near it, either is right.
+_MOVED = 0.1
+_MOVED_MARGIN = 0.05
+
+SCENE_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "count": {"type": "integer"},
+        "shapes": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {
+                    "shape": {"enum": list(SHAPES)},
+                    "colour": {"enum": list(COLOURS)},
+                    "place": {"enum": ["left", "middle", "right"]},
+                    "motion": {"enum": ["up", "none", "down"]},
+                    "from": {"type": "integer", "minimum": 0},
+                    "to": {"type": ["integer", "null"]},
+                },
+                "required": ["shape", "colour", "place", "motion", "from", "to"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    "required": ["count", "shapes"],
+    "additionalProperties": False,
+}
+_JSON_PLACES = ("left", "middle", "right")
+_JSON_MOTIONS = ("up", "none", "down")
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """States what is seen of one object.
+
+    place: index into PLACES; motion: index into MOTIONS.
+    from_s, to_s: whole seconds; `to_s` None for an object that is there at the end.
+    """
+
+    shape: str
+    colour: str
+    place: int
+    motion: int
+    from_s: int
+    to_s: int | None
+
+    def sentence(self) -> str:
+        thing = f"{with_article(self.colour)} {self.shape}".capitalize()
+        end = "is there at the end" if self.to_s is None else f"leaves at {self.to_s} s"
+        return f"{thing} appears {PLACES[self.place]} at {self.from_s} s, {MOTIONS[self.motion]} and {end}."
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "shape": self.shape,
+            "colour": self.colour,
+            "place": _JSON_PLACES[self.place],
+            "motion": _JSON_MOTIONS[self.motion],
+            "from": self.from_s,
+            "to": self.to_s,
+        }
+
+
+def sightings(scene: Scene, gap_s: float) -> list[Sighting]:
+    """Returns what frames every `gap_s` seconds show, in order of appearance; two frames share their times.
+
+    A vision tower takes two frames together, so that the first of both names the second of an appearance.
+    """
+    num_frames = max(2, round(scene.duration_s / gap_s))
+    seen = []
+    for item in scene.objects:
+        frames = [index for index in range(num_frames) if item.is_visible(index * gap_s)]
+        if frames:
+            first, last = frames[0], frames[-1]
+            height = item.position(last * gap_s)[1] - item.position(first * gap_s)[1]
+            is_last = last // 2 == (num_frames - 1) // 2
+            to_s = None if is_last else int((last // 2 + 1) * 2 * gap_s)
+            from_s = int(first // 2 * 2 * gap_s)
+            seen.append(Sighting(item.shape, item.colour, item.lane, _motion(height), from_s, to_s))
+    return seen
+
+
+def _motion(height: float) -> int:
+    return 1 + (height > _MOVED) - (height < -_MOVED)
+
+
+def description(seen: Sequence[Sighting]) -> str:
+    """Returns the answer to "Describe the video."."""
+    count = f"There {'is 1 shape' if len(seen) == 1 else f'are {len(seen)} shapes'}."
+    return " ".join([count, *(each.sentence() for each in seen)])
+
+
+def still_description(scene: Scene) -> str:
+    """Returns the answer to "Describe the image.". The scene holds what the image shows."""
+    things = [f"{with_article(each.colour)} {each.shape} is {PLACES[each.lane]}" for each in scene.objects]
+    return " ".join(f"{thing.capitalize()}." for thing in things)
+
+
+def as_json(seen: Sequence[Sighting]) -> str:
+    """Returns the answer to "Describe the video as JSON.", which SCENE_SCHEMA admits."""
+    return json.dumps({"count": len(seen), "shapes": [each.record() for each in seen]})
+
+
+# What an answer claims
+
+_SENTENCE = re.compile(
+    rf"an? ({'|'.join(COLOURS)}) ({'|'.join(SHAPES)}) appears ({'|'.join(PLACES)}) at (\d+) s, "
+    rf"({'|'.join(MOTIONS)}) and (?:leaves at (\d+) s|is there at the end)",
+    re.IGNORECASE,
+)
+
+
+def claimed(answer: str) -> list[Sighting]:
+    """Returns what a description claims, in sentences or as JSON; nothing for what is neither."""
+    if answer.lstrip().startswith("{"):
+        return _claimed_by_json(answer)
+    return [
+        Sighting(
+            match[2].lower(),
+            match[1].lower(),
+            PLACES.index(match[3].lower()),
+            MOTIONS.index(match[5].lower()),
+            int(match[4]),
+            int(match[6]) if match[6] else None,
+        )
+        for match in _SENTENCE.finditer(answer)
+    ]
+
+
+def _claimed_by_json(answer: str) -> list[Sighting]:
+    try:
+        return [
+            Sighting(
+                each["shape"],
+                each["colour"],
+                _JSON_PLACES.index(each["place"]),
+                _JSON_MOTIONS.index(each["motion"]),
+                int(each["from"]),
+                None if each["to"] is None else int(each["to"]),
+            )
+            for each in json.loads(answer)["shapes"]
+        ]
+    except (ValueError, KeyError, TypeError):
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class FactCounts:
+    """Counts the facts of descriptions: six of each object (shape, colour, place, motion, from, to)."""
+
+    found: int = 0
+    missed: int = 0
+    invented: int = 0
+
+    def __add__(self, other: FactCounts) -> FactCounts:
+        return FactCounts(
+            self.found + other.found, self.missed + other.missed, self.invented + other.invented
+        )
+
+    @property
+    def f1(self) -> float:
+        """Returns the harmonic mean of the shares of claims that are true and of facts that are claimed."""
+        return 2 * self.found / max(1, 2 * self.found + self.missed + self.invented)
+
+
+def compare(claims: Sequence[Sighting], scene: Scene, margin_s: float) -> FactCounts:
+    """Counts which facts of the scene are claimed.
+
+    margin_s: a time this near is right. An object that is claimed twice counts once; the other is invented.
+    """
+    counts = FactCounts()
+    left = {item.shape: item for item in scene.objects}
+    for claim in claims:
+        item = left.pop(claim.shape, None)
+        right = 0 if item is None else _right_facts(claim, item, scene.duration_s, margin_s)
+        counts += FactCounts(right, 0, 6 - right) if item is None else FactCounts(right, 6 - right, 6 - right)
+    return counts + FactCounts(missed=6 * len(left))
+
+
+def _right_facts(claim: Sighting, item: SceneObject, duration_s: float, margin_s: float) -> int:
+    height = item.end_xy[1] - item.start_xy[1]
+    motions = {_motion(height + shift) for shift in (-_MOVED_MARGIN, 0, _MOVED_MARGIN)}
+    to_s = duration_s if claim.to_s is None else claim.to_s
+    return 1 + sum(
+        (
+            claim.colour == item.colour,
+            claim.place == item.lane,
+            claim.motion in motions,
+            abs(claim.from_s - item.start_s) <= margin_s,
+            abs(to_s - item.end_s) <= margin_s,
+        )
+    )
+
+
+# Questions
+
+_DESCRIBE = (
+    "Describe the video.",
+    "What happens in the video?",
+    "Tell me what happens in the video.",
+    "Describe what you see.",
+)
+_DESCRIBE_STILL = ("Describe the image.", "What is in the image?", "Describe what you see.")
+_JSON = (
+    "Describe the video as JSON.",
+    "List the shapes as JSON.",
+    "What happens in the video? Answer as JSON.",
+)
+_WHEN = (
+    "When is the {shape} visible?",
+    "When can the {shape} be seen?",
+    "From when to when is the {shape} visible?",
+)
+_APPEARS = ("When does the {shape} appear?", "At what time does the {shape} appear?")
+_WHERE = ("Where is the {shape}?", "Where does the {shape} appear?", "On which side is the {shape}?")
+_MOTION = ("How does the {shape} move?", "Which way does the {shape} move?")
+_VISIBLE = ("How many shapes are visible at {time} seconds?", "How many shapes can be seen at {time} s?")
+_APPEARED = (
+    "How many shapes have appeared by {time} seconds?",
+    "How many shapes appear before {time} seconds?",
+)
+_WHICH_CLIP = (
+    "Which of the two videos shows {thing}?",
+    "In which video is {thing}?",
+    "Which video has {thing}?",
+)
+_FIRST = ("Which shape appears first?", "What is the first shape?", "Which shape comes first?")
+_LAST = ("Which shape appears last?", "What is the last shape to appear?", "Which shape comes last?")
+
+
+def make_stories(
+    scene: Scene, rng: random.Random, gap_s: float, num_per_kind: int = 1, *, is_image: bool = False
+) -> list[Question]:
+    """Draws questions that take more than one word, about what frames every `gap_s` seconds show."""
+    if is_image:
+        return [Question(QuestionKind.DESCRIBE, rng.choice(_DESCRIBE_STILL), still_description(scene))]
+    seen = sightings(scene, gap_s)
+    questions = [
+        Question(QuestionKind.DESCRIBE, rng.choice(_DESCRIBE), description(seen)),
+        Question(QuestionKind.JSON, rng.choice(_JSON), as_json(seen)),
+    ]
+    for _ in range(num_per_kind):
+        questions += [
+            _ask_when(seen, rng, 2 * gap_s),
+            _ask_where(seen, rng),
+            _ask_motion(seen, rng),
+            _ask_follow_up(seen, rng, 2 * gap_s),
+        ]
+        counted = _ask_count_over_time(scene, rng, 2 * gap_s)
+        questions += [counted] if counted else []
+    return questions
+
+
+def _span(each: Sighting) -> str:
+    return f"from {each.from_s} s " + ("until the end" if each.to_s is None else f"to {each.to_s} s")
+
+
+def _ask_when(seen: Sequence[Sighting], rng: random.Random, margin_s: float) -> Question:
+    absent = [shape for shape in SHAPES if shape not in {each.shape for each in seen}]
+    if absent and rng.random() < 0.15:
+        return Question(QuestionKind.WHEN, rng.choice(_WHEN).format(shape=rng.choice(absent)), NEVER)
+    each = rng.choice(seen)
+    if rng.random() < 0.3:
+        text, answer = rng.choice(_APPEARS), f"at {each.from_s} s"
+    else:
+        text, answer = rng.choice(_WHEN), _span(each)
+    return Question(QuestionKind.WHEN, text.format(shape=each.shape), answer, margin=margin_s)
+
+
+def _ask_where(seen: Sequence[Sighting], rng: random.Random) -> Question:
+    each = rng.choice(seen)
+    return Question(QuestionKind.WHERE, rng.choice(_WHERE).format(shape=each.shape), PLACES[each.place])
+
+
+def _ask_motion(seen: Sequence[Sighting], rng: random.Random) -> Question:
+    each = rng.choice(seen)
+    return Question(QuestionKind.MOTION, rng.choice(_MOTION).format(shape=each.shape), MOTIONS[each.motion])
+
+
+def _ask_follow_up(seen: Sequence[Sighting], rng: random.Random, margin_s: float) -> Question:
+    first = rng.random() < 0.5
+    each = seen[0 if first else -1]
+    earlier = (rng.choice(_FIRST if first else _LAST), each.shape)
+    text, answer, margin = rng.choice(
+        (
+            ("What colour is it?", each.colour, 0.0),
+            ("Where is it?", PLACES[each.place], 0.0),
+            ("When is it visible?", _span(each), margin_s),
+        )
+    )
+    return Question(QuestionKind.FOLLOW_UP, text, answer, earlier=(earlier,), margin=margin)
+
+
+def _ask_count_over_time(scene: Scene, rng: random.Random, margin_s: float) -> Question | None:
+    """Asks about a second without a change near it; None when no attempt finds one."""
+    for _ in range(20):
+        time_s = rng.randint(0, int(scene.duration_s))
+        starts = [item.start_s for item in scene.objects]
+        changes = starts + [item.end_s for item in scene.objects if item.end_s < scene.duration_s]
+        if any(abs(time_s - change) < margin_s for change in changes) or time_s > scene.duration_s - margin_s:
+            continue
+        if rng.random() < 0.5:
+            count, text = len(scene.visible(time_s)), rng.choice(_VISIBLE)
+        else:
+            count, text = sum(start <= time_s for start in starts), rng.choice(_APPEARED)
+        return Question(QuestionKind.COUNT_OVER_TIME, text.format(time=time_s), str(count))
+    return None
+
+
+def ask_which_clip(first: Scene, second: Scene, rng: random.Random) -> Question:
+    """Asks which of two videos shows an object: the first, the second, both or neither."""
+    shown = [{(item.colour, item.shape) for item in scene.objects} for scene in (first, second)]
+    shapes = [{shape for _, shape in pairs} for pairs in shown]
+    wanted = rng.randrange(4)
+    by_shape = [shape for shape in SHAPES if _holder(shape, shapes) == wanted]
+    pairs = [(c, s) for c in COLOURS for s in SHAPES if _holder((c, s), shown) == wanted]
+    near = [pair for pair in pairs if pair[1] in shapes[0] | shapes[1]]
+    if by_shape and (rng.random() < 0.6 or not pairs):
+        thing, answer = with_article(rng.choice(by_shape)), wanted
+    elif pairs:
+        colour, shape = rng.choice(near or pairs)
+        thing, answer = f"{with_article(colour)} {shape}", wanted
+    else:
+        shape = rng.choice(SHAPES)
+        thing, answer = with_article(shape), _holder(shape, shapes)
+    return Question(QuestionKind.CLIPS, rng.choice(_WHICH_CLIP).format(thing=thing), CLIP_ANSWERS[answer])
+
+
+CLIP_ANSWERS = ("the first", "the second", "both", "neither")
+
+
+def _holder(thing: Any, shown: Sequence[set[Any]]) -> int:
+    first, second = (thing in each for each in shown)
+    return 2 if first and second else 0 if first else 1 if second else 3
