@@ -59,6 +59,8 @@ def plan(
 ) -> None:
     """Search for the topology with the highest goodput per device.
 
+    Tries every layout with its stages apart, two of them merged or all (2e1p1d, 3ep1d, 1e3pd, 2ed2p, 4epd),
+    then mixes of such workers (1ed3ep, 1e2ep1d), step by step from the best. epd serve runs each of them.
     Says when not to disaggregate. When no topology meets the objectives it names what limits them, and exits
     with code 3. --out writes a plan for epd serve --plan. By default 64 threads read media, or the cores of
     the profile's machine.

@@ -7,7 +7,7 @@ search    between 0 and the bound by halving, each step a simulation of the same
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from epd.errors import InfeasibleError
@@ -17,7 +17,7 @@ from epd.simulate.deployment import Deployment
 from epd.simulate.records import RecordTable, SimulationResult
 from epd.simulate.requests import Job, RequestState
 from epd.simulate.simulation import Simulation
-from epd.topology import Stage
+from epd.topology import STAGES, Stage, Topology
 from epd.workload.metrics import SLO
 
 # Closer to the bound a queue has no steady state: a short run would merely not show its growth.
@@ -127,15 +127,21 @@ def rate_bound(
     work: of a request, where it is known; by default `mean_work`
     """
     work = work or mean_work(profile, deployment, demand)
-    groups = deployment.topology.groups
-    stages: tuple[Stage, ...] = ("encode", "prefill", "decode")
-    bound = float("inf")
+    bounds = (num_workers / seconds for _, num_workers, seconds in shared_work(deployment.topology, work))
+    return min(min(bounds, default=math.inf), _host_bound(profile, work, demand))
+
+
+def shared_work(topology: Topology, work: MeanWork) -> Iterator[tuple[tuple[str, ...], int, float]]:
+    """Yields (kinds of workers, how many, seconds a request) for each set of stages that takes time.
+
+    These workers do any of the stages, so that nobody else does any of these seconds.
+    """
     for mask in range(1, 8):
-        chosen = frozenset(stage for place, stage in enumerate(stages) if mask >> place & 1)
+        chosen = frozenset(stage for place, stage in enumerate(STAGES) if mask >> place & 1)
+        groups = [group for group in topology.groups if group.roles & chosen]
         seconds = work.seconds(chosen)
         if seconds > 0:
-            bound = min(bound, sum(g.num_workers for g in groups if g.roles & chosen) / seconds)
-    return min(bound, _host_bound(profile, work, demand))
+            yield tuple(group.letters for group in groups), sum(g.num_workers for g in groups), seconds
 
 
 def _host_bound(profile: Profile, work: MeanWork, demand: Demand) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 from epd.errors import InfeasibleError
 from epd.planning.files import FORMAT
-from epd.planning.goodput import Demand, mean_work, simulate_at
+from epd.planning.goodput import Demand, mean_work, shared_work, simulate_at
 from epd.planning.search import OnProgress, Planner, Scored, SearchResult
 from epd.planning.space import is_colocated, times, together
 from epd.profiles.memory import WorkerMemory
@@ -223,22 +223,25 @@ _ASSUMED = (
 )
 
 
-def stage_loads(planner: Planner, scored: Scored, rate_per_s: float) -> dict[str, float]:
-    """Returns the least share of the time that each kind of worker must be busy at a rate."""
+def busiest_workers(planner: Planner, scored: Scored, rate_per_s: float) -> tuple[str, float]:
+    """Returns the kinds of workers that have the most to do at a rate, and the least share of the time of it.
+
+    Of several kinds that share a stage, all are named.
+    """
     candidate = scored.candidate
     work = mean_work(planner.profile, candidate.deployment, planner.demand_of(candidate))
-    return {
-        group.letters: rate_per_s * work.seconds(group.roles) / group.num_workers
-        for group in candidate.topology.groups
+    loads = {
+        " and ".join(kinds): rate_per_s * seconds / num_workers
+        for kinds, num_workers, seconds in shared_work(candidate.topology, work)
     }
+    return max(loads.items(), key=lambda each: each[1])
 
 
 def why_it_lost(planner: Planner, loser: Scored, winner: Scored) -> str:
     """Describes the effect of the winner's rate on the runner-up."""
     demand = planner.demand_of(loser.candidate)
     result = simulate_at(planner.profile, loser.candidate.deployment, demand, winner.goodput)
-    loads = stage_loads(planner, loser, winner.goodput)
-    busiest = max(loads, key=lambda letters: loads[letters])
+    busiest, load = busiest_workers(planner, loser, winner.goodput)
     missed = []
     for name, limit_s, values in (
         ("TTFT", demand.slo.ttft_s, result.ttft_s),
@@ -248,7 +251,7 @@ def why_it_lost(planner: Planner, loser: Scored, winner: Scored) -> str:
         if limit_s is not None and len(values) and sorted(values)[place] > limit_s:
             missed.append(f"{name} of {sorted(values)[place]:.3g} s against {limit_s:g} s")
     return (
-        f"at {winner.goodput:.3g} requests/s its {busiest} workers would be busy {loads[busiest]:.0%} of the "
+        f"at {winner.goodput:.3g} requests/s its {busiest} workers would be busy {load:.0%} of the "
         f"time and {result.attainment(demand.slo):.0%} of requests would keep the objectives"
         + (f" ({' and '.join(missed)} at the {demand.attainment:.0%} mark)" if missed else "")
     )
@@ -272,12 +275,11 @@ def verdict(result: SearchResult) -> str:
 
 def _rate_binds(planner: Planner, found: Plan, min_rate: float) -> str:
     winner = found.winner
-    loads = stage_loads(planner, winner, winner.goodput)
-    busiest = max(loads, key=lambda letters: loads[letters])
+    busiest, load = busiest_workers(planner, winner, winner.goodput)
     needed = min_rate / found.per_device
     return (
         f"throughput binds: {min_rate:g} requests/s are asked for, the best layout, "
         f"{' and '.join(map(str, found.cells))}, serves {found.goodput:.3g} with its "
-        f"{busiest} workers busy {loads[busiest]:.0%}; take about {needed:.0f} devices or relax the "
+        f"{busiest} workers busy {load:.0%}; take about {needed:.0f} devices or relax the "
         "objectives"
     )

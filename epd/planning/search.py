@@ -1,18 +1,24 @@
 """Searches a space for the highest goodput per device, by branch and bound on simulated goodput.
 
+plain layouts   all of them, with all settings
+mixes           from the best two layouts so far: one worker with other roles, or one other setting, and so on
+                from what is found, until no step is new
+
 Candidates are simulated in order of their upper bounds (`rate_bound`). One that cannot beat the best two so
 far is skipped; one that misses the objectives at a slightly higher rate than these is dropped after that one
-simulation. No skipped candidate can therefore be the answer, to the search's resolution.
+simulation. No skipped plain layout can therefore be the answer, to the search's resolution. Mixes are too
+many for that, 2,871 of eight devices; tests compare the answer with all of them where devices are few.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from epd.errors import InfeasibleError
 from epd.planning.goodput import MAX_LOAD, Demand, MeanWork, goodput, mean_work, rate_bound, unloaded
-from epd.planning.space import Settings, Space, is_colocated, reduced, resized
+from epd.planning.space import Degrees, Settings, Space, is_colocated, mixes, reduced, resized
 from epd.profiles.profile import Profile
 from epd.simulate.deployment import Deployment
 from epd.topology import Topology
@@ -60,7 +66,8 @@ class SearchResult:
 
     runner_up: the best of another topology
     colocated: the best where every worker does everything
-    encoder_scaling: (encoders, goodput) of the winner with more or fewer of them; empty with merged roles
+    num_candidates: plain layouts with their settings, and mixes that were looked at
+    encoder_scaling: (encoders, goodput) of the winner with more or fewer workers that only encode
     """
 
     winner: Scored
@@ -93,17 +100,25 @@ class Planner:
         return Planner(self.profile, self.demand, space, self._base)
 
     def candidates(self) -> list[Candidate]:
-        """Returns all points whose weights fit, those with the highest bounds first."""
-        found = [
-            candidate
+        """Returns the plain layouts whose weights fit, with all settings, the highest bounds first."""
+        return self._fitting(
+            (topology, settings)
             for topology, degrees in self.space.layouts()
-            if self._allows(topology, degrees)
             for settings in self.space.settings(topology, degrees)
-            if (candidate := self._candidate(topology, settings)) is not None
-        ]
-        return sorted(found, key=lambda each: (-each.bound, each.layout))
+        )
 
-    def _allows(self, topology: Topology, degrees: tuple[tuple[str, int], ...]) -> bool:
+    def mixed_candidates(self) -> list[Candidate]:
+        """Returns every mix of workers of one device whose weights fit, with all settings: very many."""
+        every = mixes(self.space.num_devices)
+        return self._fitting((topology, each) for topology in every for each in self.space.settings(topology))
+
+    def _fitting(self, points: Iterable[tuple[Topology, Settings]]) -> list[Candidate]:
+        found = (self._candidate(*point) for point in points if self._allows(point[0], point[1].degrees))
+        return sorted(
+            (each for each in found if each is not None), key=lambda each: (-each.bound, each.layout)
+        )
+
+    def _allows(self, topology: Topology, degrees: Degrees) -> bool:
         """Returns whether the model's heads can be shared out so."""
         roles = {group.letters: group.roles for group in topology.groups}
         parallel = self.profile.parallel
@@ -153,7 +168,7 @@ class Planner:
         return goodput(self.profile, candidate.deployment, demand, at_least=at_least)
 
     def exhaustive(self) -> Scored:
-        """Returns the best of all, each simulated to the end: a slow check of `search`."""
+        """Returns the best plain layout, each simulated to the end: a slow check of `search`."""
         scored = [Scored(each, self.goodput(each)) for each in self.candidates()]
         return max(scored, key=lambda each: each.goodput)
 
@@ -163,10 +178,11 @@ class Planner:
         if not candidates:
             raise self._no_memory()
         best: dict[str, Scored] = {}
-        num_simulated = 0
-        for done, candidate in enumerate(self._in_turns(candidates), start=1):
+        done = num_simulated = 0
+        for candidate in chain(self._in_turns(candidates), self._climb(candidates, best)):
+            done += 1
             if on_progress is not None:
-                on_progress(done, len(candidates))
+                on_progress(done, max(done, len(candidates)))
             floor = self._floor(best, candidate)
             if MAX_LOAD * candidate.bound <= floor:
                 continue
@@ -182,7 +198,7 @@ class Planner:
             ranked[0],
             ranked[1] if len(ranked) > 1 else None,
             colocated,
-            len(candidates),
+            done,
             num_simulated,
             tuple(self.encoder_scaling(ranked[0].candidate)),
         )
@@ -192,6 +208,25 @@ class Planner:
         """Orders colocated layouts first, since every plan is compared with them; then by bound."""
         yield from (each for each in candidates if is_colocated(each.topology))
         yield from (each for each in candidates if not is_colocated(each.topology))
+
+    def _climb(self, tried: list[Candidate], best: dict[str, Scored]) -> Iterator[Candidate]:
+        """Yields what is a step away from the best two layouts, until nothing new is.
+
+        best: of each layout, to which the caller adds what it finds
+        """
+        seen = {(each.layout, each.settings) for each in tried}
+        while True:
+            tops = sorted(best.values(), key=lambda each: -each.goodput)[:2]
+            steps = self._fitting(
+                step
+                for each in tops
+                for step in self.space.steps(each.candidate.topology, each.candidate.settings)
+            )
+            new = [each for each in steps if (each.layout, each.settings) not in seen]
+            if not new:
+                return
+            seen.update((each.layout, each.settings) for each in new)
+            yield from new
 
     @staticmethod
     def _floor(best: dict[str, Scored], candidate: Candidate) -> float:
@@ -207,11 +242,14 @@ class Planner:
         return LEAST_GAIN * max(own, second)
 
     def _ranked(self, best: dict[str, Scored]) -> list[Scored]:
-        """Returns the best two and the colocated one, scored again from scratch and so on the same scale."""
+        """Returns the best two and the colocated one, scored again from scratch and so on the same scale.
+
+        Of equals, the one with fewer kinds of workers is first.
+        """
         ranked = sorted(best.values(), key=lambda each: -each.goodput)
         kept = ranked[:2] + [each for each in ranked[2:] if is_colocated(each.candidate.topology)]
         scored = [Scored(each.candidate, self.goodput(each.candidate)) for each in kept]
-        return sorted(scored, key=lambda each: -each.goodput)
+        return sorted(scored, key=lambda each: (-each.goodput, len(each.candidate.topology.groups)))
 
     def _binding(self, candidates: list[Candidate]) -> str:
         """Returns the objective that is missed even without load, by the layout that comes closest."""

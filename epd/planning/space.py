@@ -1,14 +1,15 @@
 """Defines the space of plans: topologies of a number of devices, merged roles included, and their settings.
 
 3 devices    1e1p1d   2ep1d 1ep2d   1e2pd 2e1pd   2ed1p 1ed2p   3epd
+mixes        every choice of kinds of workers that does all stages: 1ed2ep, 1e1ep1d, 1ep1epd1d, ...
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import astuple, dataclass, replace
+from itertools import combinations_with_replacement, product
 
 from epd.encode.sharding import Sharding
 from epd.errors import RequestError
@@ -21,8 +22,12 @@ from epd.types import ceil_div
 
 # Devices that are laid out together: those of one machine. More are several such cells.
 MAX_CELL = 8
+# Kinds of workers, in the order of `topology_name`.
+_KINDS = ("e", "ed", "ep", "epd", "p", "pd", "d")
 _APART = ("e", "p", "d")
 _MERGED = (("ep", "d"), ("e", "pd"), ("ed", "p"))
+# (letters of a kind of workers, devices of each of them); kinds that are not listed have one.
+Degrees = tuple[tuple[str, int], ...]
 
 
 def splits(num_devices: int, num_parts: int) -> Iterator[tuple[int, ...]]:
@@ -77,7 +82,7 @@ def together(topologies: Iterable[Topology]) -> Topology:
 
 
 def topologies(num_devices: int) -> list[Topology]:
-    """Yields all layouts of a number of devices: each stage apart, two of them merged, and all of them."""
+    """Returns the plain layouts of a number of devices: each stage apart, two of them merged, or all."""
     found = [_topology(sizes, ("e", "p", "d")) for sizes in splits(num_devices, 3)]
     for letters in _MERGED:
         found += [_topology(sizes, letters) for sizes in splits(num_devices, 2)]
@@ -86,6 +91,40 @@ def topologies(num_devices: int) -> list[Topology]:
 
 def _topology(sizes: tuple[int, ...], letters: tuple[str, ...]) -> Topology:
     return parse_topology("".join(f"{size}{part}" for size, part in zip(sizes, letters, strict=True)))
+
+
+def mixes(num_devices: int) -> Iterator[Topology]:
+    """Yields every layout, with kinds of workers mixed at will: 168 of four devices, 2,871 of eight."""
+    for chosen in combinations_with_replacement(_KINDS, num_devices):
+        if _does_all(chosen):
+            yield _counted(Counter(chosen))
+
+
+def neighbours(topology: Topology, degrees: Degrees = ()) -> Iterator[tuple[Topology, Degrees]]:
+    """Yields the layouts in which one worker has other roles, with its devices, and each stage a worker.
+
+    A kind of workers that is there already must have as many devices each.
+    """
+    counts = Counter({group.letters: group.num_workers for group in topology.groups})
+    sizes = {letters: dict(degrees).get(letters, 1) for letters in counts}
+    for old, new in product(counts, _KINDS):
+        changed = counts - Counter([old]) + Counter([new])
+        if new == old or not _does_all(changed) or sizes.get(new, sizes[old]) != sizes[old]:
+            continue
+        found = sizes | {new: sizes[old]}
+        yield (
+            _counted(changed),
+            tuple((kind, found[kind]) for kind in _KINDS if changed[kind] and found[kind] > 1),
+        )
+
+
+def _does_all(letters: Iterable[str]) -> bool:
+    return set(_APART) <= set("".join(letters))
+
+
+def _counted(counts: Counter[str]) -> Topology:
+    kinds = tuple(kind for kind in _KINDS if counts[kind])
+    return _topology(tuple(counts[kind] for kind in kinds), kinds)
 
 
 def resized(topology: Topology, letters: str, num_workers: int) -> Topology:
@@ -119,7 +158,12 @@ class Settings:
     chunk_tokens: int
     sharding: Sharding
     retention: float = 1.0
-    degrees: tuple[tuple[str, int], ...] = ()
+    degrees: Degrees = ()
+
+    def num_different(self, other: Settings) -> int:
+        """Returns how many settings differ, degrees left out."""
+        both = zip(astuple(self)[:-1], astuple(other)[:-1], strict=True)
+        return sum(mine != its for mine, its in both)
 
     def degree(self, letters: str) -> int:
         """Returns the devices of a worker with these roles."""
@@ -149,9 +193,10 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Lists values to choose from. With merged encode and prefill, `local` encodes at the prefill worker.
+    """Lists values to choose from. Where all that prefill encode, `local` encodes at the prefill worker.
 
-    has_merged_roles: otherwise every stage is on workers of its own.
+    has_merged_roles: with plain layouts of merged roles, and mixes; otherwise every stage is on workers of
+        its own.
     fixed: the only settings, for layouts that can have them
     degrees: devices that a worker may share its layers over
     """
@@ -170,8 +215,8 @@ class Space:
     def topologies(self) -> list[Topology]:
         return list({str(topology): topology for topology, _ in self.layouts()}.values())
 
-    def layouts(self) -> Iterator[tuple[Topology, tuple[tuple[str, int], ...]]]:
-        """Yields topologies with the devices of each kind of worker, such as (("p", 2),); empty for all 1."""
+    def layouts(self) -> Iterator[tuple[Topology, Degrees]]:
+        """Yields the plain topologies with the devices of each kind of worker; none of them is a mix."""
         for letters in (_APART, *_MERGED, ("epd",)) if self.has_merged_roles else (_APART,):
             choices = product(self.degrees, repeat=len(letters))
             for chosen in choices if self.fixed is None else [tuple(map(self.fixed.degree, letters))]:
@@ -179,12 +224,27 @@ class Space:
                 for sizes in splits_of(self.num_devices, chosen):
                     yield _topology(sizes, letters), degrees
 
-    def settings(self, topology: Topology, degrees: tuple[tuple[str, int], ...] = ()) -> Iterator[Settings]:
+    def steps(self, topology: Topology, settings: Settings) -> Iterator[tuple[Topology, Settings]]:
+        """Yields what is one step away: one other setting, or a worker with other roles.
+
+        A layout that cannot have the settings has those that differ the least.
+        """
+        for each in self.settings(topology, settings.degrees):
+            if each.num_different(settings) == 1:
+                yield topology, each
+        if self.has_merged_roles:
+            for other, degrees in neighbours(topology, settings.degrees):
+                allowed = self.settings(other, degrees)
+                nearest = min(allowed, key=settings.num_different, default=None)
+                if nearest is not None:
+                    yield other, nearest
+
+    def settings(self, topology: Topology, degrees: Degrees = ()) -> Iterator[Settings]:
         if self.fixed is not None:
             is_possible = self.fixed.sharding != "local" or _encodes_locally(topology)
             return iter([replace(self.fixed, degrees=degrees)] if is_possible else [])
         shardings = self.shardings
-        if any({"encode", "prefill"} <= group.roles for group in topology.groups):
+        if _encodes_locally(topology):
             shardings = (*shardings, "local")
         elif sum(group.num_workers for group in topology.groups if "encode" in group.roles) == 1:
             shardings = shardings[:1]  # one encoder gets all of it either way
@@ -200,7 +260,7 @@ class Space:
         return (Settings(*choice, degrees) for choice in choices)
 
     def __contains__(self, name: str) -> bool:
-        """Returns whether a topology, such as 6e1p1d, is among those searched."""
+        """Returns whether a topology, such as 6e1p1d, is one of the plain layouts."""
         return name in map(str, self.topologies())
 
 

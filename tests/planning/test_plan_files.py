@@ -15,9 +15,11 @@ from epd.cli import serve as cli_serve
 from epd.cli.program import app
 from epd.errors import RequestError
 from epd.planning.files import PlanFile, load_plan
+from epd.planning.space import mixes
 from epd.profiles import analytic_profile
 from epd.profiles.files import dump_profile
 from epd.reduction import ReductionPolicy
+from epd.topology import role_letters
 from serve_app.app_args import AppArgs
 
 
@@ -96,6 +98,18 @@ def test_every_decision_reaches_its_worker(plan_path: Path, served: Served, tmp_
     assert args.threads_per_worker == 4
     assert args.sharding == "request"
     assert sorted(args.workers) == ["d0", "e0", "e1", "p0", "v0"]
+
+
+def test_every_mix_of_four_devices_is_served(plan_path: Path, served: Served, tmp_path: Path) -> None:
+    """The text that a plan writes is one that the application reads: so many workers, of these roles."""
+    for topology in mixes(4):
+        args = AppArgs(topology=str(topology)).resolved()
+        roles = sorted(role_letters(each) for each in args.workers.values() if "video" not in each)
+        assert roles == sorted(g.letters for g in topology.groups for _ in range(g.num_workers))
+    path = edited(plan_path, tmp_path, topology="1ed3ep", settings={"sharding": "local"})
+    args = served.with_plan(path)
+    assert sorted(args.workers) == ["ed0", "ep0", "ep1", "ep2", "v0"]
+    assert args.sharding == "local"
 
 
 def test_options_that_are_given_win(plan_path: Path, served: Served) -> None:

@@ -12,9 +12,19 @@ import yaml
 from epd.cli.program import app
 from epd.errors import InfeasibleError, RequestError
 from epd.planning.goodput import MAX_LOAD, Demand, goodput, keeps, rate_bound, simulate_at
-from epd.planning.plan import make_plan
-from epd.planning.search import LEAST_GAIN, Planner
-from epd.planning.space import Settings, Space, cells_of, splits, times, together, topologies
+from epd.planning.plan import busiest_workers, make_plan
+from epd.planning.search import LEAST_GAIN, Candidate, Planner, Scored
+from epd.planning.space import (
+    Settings,
+    Space,
+    cells_of,
+    mixes,
+    neighbours,
+    splits,
+    times,
+    together,
+    topologies,
+)
 from epd.profiles import Profile, analytic_profile
 from epd.published.table5 import paper_planner, paper_space
 from epd.simulate import Deployment, JobMaker
@@ -87,6 +97,54 @@ def test_the_search_equals_trying_everything(num_devices: int, slo: SLO, part: d
     assert found.winner.goodput >= truth.goodput / LEAST_GAIN**2
     assert found.num_simulated < found.num_candidates
     assert found.runner_up is None or found.runner_up.goodput <= found.winner.goodput
+
+
+@pytest.mark.parametrize(
+    ("slo", "part", "layout"),
+    [(SLO(1.5, 0.03), HEAVY, "1ed3ep"), (SLO(0.5, 0.02), TEXT, None)],
+)
+def test_no_mix_of_four_devices_beats_what_the_search_finds(
+    slo: SLO, part: dict[str, str], layout: str | None
+) -> None:
+    """All 168 layouts with every sharding are simulated just above the answer; for images a mix wins."""
+    space = Space(4, encode_patches=(4096,), language_seqs=(64,), chunk_tokens=(2048,))
+    small = Planner(PROFILE, demand(PROFILE, slo, 20, **part), space, BASE)
+    winner = small.search().winner
+    every = small.mixed_candidates()
+    assert {str(each.topology) for each in every} == set(map(str, mixes(4)))
+    assert not any(small.goodput(each, LEAST_GAIN**2 * winner.goodput) for each in every)
+    assert layout in (None, winner.candidate.layout)
+    if layout is not None:
+        assert winner.goodput > 1.1 * small.exhaustive().goodput
+
+
+def test_steps_lead_from_every_layout_to_every_mix() -> None:
+    assert (len(list(mixes(3))), len(list(mixes(4))), len(list(mixes(8)))) == (57, 168, 2871)
+    assert set(map(str, topologies(4))) < set(map(str, mixes(4)))
+    reached = {"4epd"}
+    queue = ["4epd"]
+    while queue:
+        near = {str(each) for each, _ in neighbours(parse_topology(queue.pop()))} - reached
+        reached |= near
+        queue += near
+    assert reached == set(map(str, mixes(4)))
+
+
+def test_a_step_keeps_all_devices() -> None:
+    """A worker of two devices becomes another of two, but none of a kind that has one."""
+    found = {
+        str(topology): degrees for topology, degrees in neighbours(parse_topology("1e2pd"), (("pd", 2),))
+    }
+    assert found == {
+        "1ed2pd": (("pd", 2),),
+        "1ep2pd": (("pd", 2),),
+        "1epd2pd": (("pd", 2),),
+        "1e1ed1pd": (("ed", 2), ("pd", 2)),
+        "1e1ep1pd": (("ep", 2), ("pd", 2)),
+        "1e1epd1pd": (("epd", 2), ("pd", 2)),
+        "1e1p1pd": (("p", 2), ("pd", 2)),
+        "1e1pd1d": (("pd", 2), ("d", 2)),
+    }
 
 
 def test_goodput_is_the_edge_of_what_keeps_the_objectives() -> None:
@@ -173,6 +231,17 @@ def test_a_plan_says_what_it_rests_on() -> None:
     assert all(each["peak_bytes"] <= each["allowed_bytes"] == 72 * 10**9 for each in record["memory"])
     kv_bytes = plan.record()["settings"]["num_kv_tokens"] * PROFILE.memory.kv_bytes_per_token
     assert {each["kv_bytes"] for each in peaks} == {kv_bytes}
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("1e3pd", "pd"), ("1ed3ep", "ed and ep"), ("3ep1d", "ep")])
+def test_at_the_bound_the_busiest_workers_have_no_time_left(name: str, kinds: str) -> None:
+    """Kinds that share stages are busy together: what one of them leaves, the other does."""
+    small = planner(Space(4), SLO(1.5, 0.03), **HEAVY)
+    settings = Settings(4096, 64, 128, 2048, "groups")
+    deployment = settings.deployment(parse_topology(name), BASE)
+    bound = rate_bound(PROFILE, deployment, small.demand)
+    scored = Scored(Candidate(deployment.topology, settings, deployment, bound), 0.5 * bound)
+    assert busiest_workers(small, scored, bound) == (kinds, pytest.approx(1.0))
 
 
 def test_more_encoders_help_until_something_else_binds() -> None:

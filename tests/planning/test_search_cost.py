@@ -45,7 +45,7 @@ def test_a_search_of_eight_devices_is_a_matter_of_seconds(monkeypatch: pytest.Mo
     started_s = time.process_time()
     found = planner(Space(8), 60).search()
     assert time.process_time() - started_s < 30
-    assert found.num_candidates == 688
+    assert 688 < found.num_candidates < 688 + 200  # plain layouts, and mixes
     assert found.num_simulated < 688 / 4
     assert events[0] < 300_000
 
