@@ -1,12 +1,14 @@
 """A day of ServeGen's 35 production clients of images, simulated on static layouts and with switching.
 
     git clone https://github.com/alibaba/ServeGen
-    python -m benchmarks.servegen_day --data ServeGen/data/multimodal/mm-image [--quick] [--whole-day]
+    python -m benchmarks.servegen_day --data ServeGen/data/multimodal/mm-image [--plan | --whole-day]
 
-layouts   the first seconds of each ten minutes, one after the other, on every layout that the planner knows;
+layouts   the first seconds of each ten minutes, one after the other, on every plain layout of the planner;
           and on layouts between whose kinds of workers roles can switch, merged ones too, as they are and
           with switching
-day       with --whole-day: all requests of the day on the layouts of WHOLE_DAY
+plan      with --plan: what the planner decides for 250 of these requests, and the best layouts of the
+          first section, with its settings and with those of a server that is not told any
+day       with --whole-day: all requests of the day on the plan
 
 Each worker is a device of the profile. Results go to benchmarks/results/servegen_day.{json,md}; a section
 that was not asked for keeps its rows. The data are not in this repository.
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,9 +28,12 @@ import numpy as np
 from benchmarks.reporting import Row, Section, run_sections, setting
 from epd.control.elasticity import ControllerConfig, Roles
 from epd.control.elasticity.controller import PURE_ROLES
-from epd.planning.space import topologies
+from epd.planning.search import Candidate
+from epd.planning.space import Space, topologies
+from epd.planning.traffic import planner_for
 from epd.profiles.files import load_profile
 from epd.simulate import Deployment, JobMaker, Simulation, SimulationResult
+from epd.simulate.requests import Job
 from epd.simulate.switching import Elasticity
 from epd.topology import parse_topology
 from epd.workload.metrics import SLO
@@ -41,7 +47,8 @@ OBJECTIVES = SLO(ttft_s=2.0, tpot_s=0.05)
 WINDOW_S, SLICE_S = 600.0, 6.0
 # Switching begins at these: all stages apart; or all workers encode, and some prefill and the others decode.
 STARTS = ("1e2p1d", "2e1p1d", "1e1p2d", "3ep1ed", "2ep2ed")
-WHOLE_DAY = ("3ep1ed", "3ep1d")
+COMPARED = ("3ep1ed", "3ep1d")
+NUM_PLANNED = 250
 ROLES: tuple[Roles, ...] = (*PURE_ROLES, frozenset({"encode", "prefill"}), frozenset({"encode", "decode"}))
 
 
@@ -51,24 +58,40 @@ def sliced(day: list[ClientRequest], slice_s: float) -> list[ClientRequest]:
     return [replace(one, time_s=one.time_s // WINDOW_S * slice_s + one.time_s % WINDOW_S) for one in kept]
 
 
+def jobs_of(requests: list[ClientRequest]) -> Iterator[Job]:
+    workload = Workload("day", trace_arrivals(requests), trace_shapes(requests, TraceMedia()))
+    return JobMaker(PROFILE, "frames").jobs(workload.requests(0))
+
+
+def by_default(layout: str) -> Deployment:
+    return Deployment(parse_topology(layout), cpu_threads=64)
+
+
+def planned(sample: list[ClientRequest], num_devices: int) -> Candidate:
+    """Returns the planner's decision for a part of the requests, evenly spread, and `OBJECTIVES`."""
+    few = sample[:: max(1, len(sample) // NUM_PLANNED)][:NUM_PLANNED]
+    planner = planner_for(PROFILE, list(jobs_of(few)), OBJECTIVES, Space(num_devices), cpu_threads=64)
+    return planner.search().winner.candidate
+
+
 def simulated(
-    requests: list[ClientRequest], layout: str, *, switches: bool
+    requests: list[ClientRequest], deployment: Deployment, *, switches: bool
 ) -> tuple[SimulationResult, float]:
     """Returns the result, and the seconds of CPU it took."""
     start_s = time.process_time()
-    workload = Workload("day", trace_arrivals(requests), trace_shapes(requests, TraceMedia()))
-    deployment = Deployment(parse_topology(layout), cpu_threads=64)
     elasticity = Elasticity(ControllerConfig(roles=ROLES), max_tokens=1024) if switches else None
-    jobs = JobMaker(PROFILE, "frames").jobs(workload.requests(0))
-    result = Simulation(PROFILE, deployment, elasticity=elasticity).run(jobs)
+    result = Simulation(PROFILE, deployment, elasticity=elasticity).run(jobs_of(requests))
     return result, time.process_time() - start_s
 
 
-def row(requests: list[ClientRequest], layout: str, *, switches: bool = False) -> Row:
-    result, cpu_s = simulated(requests, layout, switches=switches)
+def row(
+    requests: list[ClientRequest], deployment: Deployment, *, switches: bool = False, **extra: str
+) -> Row:
+    result, cpu_s = simulated(requests, deployment, switches=switches)
     ttft_s, tpot_s = (np.percentile(values, (50, 99)) for values in (result.ttft_s, result.tpot_s))
     found = {
-        "layout": layout,
+        "layout": str(deployment.topology),
+        **extra,
         "roles": "switch" if switches else "stay",
         "requests": len(requests),
         "attainment": round(result.attainment(OBJECTIVES), 4),
@@ -93,12 +116,24 @@ class Day:
         sample = sliced(self._requests, SLICE_S)
         static = [str(topology) for topology in topologies(self._num_devices)]
         starts = [start for start in STARTS if parse_topology(start).num_workers == self._num_devices]
-        rows = [row(sample, layout) for layout in dict.fromkeys([*static, *starts])]
-        return _ranked([*rows, *(row(sample, start, switches=True) for start in starts)])
+        rows = [row(sample, by_default(layout)) for layout in dict.fromkeys([*static, *starts])]
+        return _ranked([*rows, *(row(sample, by_default(start), switches=True) for start in starts)])
+
+    def plan(self) -> list[Row]:
+        sample = sliced(self._requests, SLICE_S)
+        plan = planned(sample, self._num_devices)
+        rows = [row(sample, plan.deployment, settings=f"planned: {plan.settings}")]
+        for layout in COMPARED:
+            like = plan.settings.deployment(parse_topology(layout), by_default(layout))
+            rows += [
+                row(sample, like, settings="as planned"),
+                row(sample, by_default(layout), settings="default"),
+            ]
+        return _ranked(rows)
 
     def whole(self) -> list[Row]:
-        switched = [row(self._requests, layout, switches=True) for layout in WHOLE_DAY if layout in STARTS]
-        return _ranked([*switched, *(row(self._requests, layout) for layout in WHOLE_DAY)])
+        plan = planned(sliced(self._requests, SLICE_S), self._num_devices)
+        return [row(self._requests, plan.deployment, settings=f"planned: {plan.settings}")]
 
 
 def _ranked(rows: list[Row]) -> list[Row]:
@@ -112,16 +147,18 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER", help="ServeGen's mm-image")
     parser.add_argument("--devices", type=int, default=4, metavar="N", help="devices of every layout")
     parser.add_argument("--quick", action="store_true", help="the first 20,000 requests; keeps no results")
-    parser.add_argument("--whole-day", action="store_true", help="every request, 5 CPU minutes a layout")
+    parser.add_argument("--plan", action="store_true", help="plans for the day, 1 CPU minute")
+    parser.add_argument("--whole-day", action="store_true", help="every request on the plan, 5 CPU minutes")
     args = parser.parse_args()
     day = Day(args.data, args.devices, is_quick=args.quick)
     objectives = f"TTFT below {OBJECTIVES.ttft_s:g} s and TPOT below {OBJECTIVES.tpot_s:g} s"
     sections = {
         "layouts": Section(f"The first {SLICE_S:g} s of each ten minutes, {objectives}", day.layouts),
+        "plan": Section(f"The plan for {NUM_PLANNED} of these requests, {objectives}", day.plan),
         "day": Section(f"The whole day, {objectives}", day.whole),
     }
     here = lambda: setting(["numpy"], profile=PROFILE.name, devices=args.devices, simulated=True)  # noqa: E731
-    wanted = ["day" if args.whole_day else "layouts"]
+    wanted = ["day" if args.whole_day else "plan" if args.plan else "layouts"]
     run_sections("servegen_day", "A day of ServeGen", sections, wanted, here, save=not args.quick)
 
 

@@ -161,7 +161,10 @@ class KVCacheManager:
         if num_tokens <= request.capacity:
             return
         missing = request.num_missing(num_tokens)
-        self._make_room(missing, f"room for {num_tokens} tokens of request '{request_id}'")
+        for table, count in zip(request.tables, missing, strict=True):
+            if count > table.pool.num_free:
+                self._make_room(missing, f"room for {num_tokens} tokens of request '{request_id}'")
+                break
         for table, count in zip(request.tables, missing, strict=True):
             table.take(count)
         request.refresh()

@@ -45,7 +45,7 @@ class RequestBlocks:
 
     def refresh(self) -> None:
         """Derives counts from tables and path, so that most tokens need one comparison."""
-        self.capacity = self.num_tokens + min(table.room for table in self.tables)
+        self.capacity = self.num_tokens + min([table.room for table in self.tables])
         self.next_share = (len(self.path) + 1) * self.tables[0].block_size
 
     def num_missing(self, num_tokens: int) -> list[int]:

@@ -22,6 +22,7 @@ from epd.profiles.profile import Profile
 from epd.simulate.clock import seconds_of, ticks_of
 from epd.simulate.requests import Job, RequestState
 from epd.simulate.stacked_blocks import StackedBlocks
+from epd.simulate.step_run import StepRun
 from epd.simulate.work_done import WorkDone
 from epd.topology import Stage
 from epd.types import ceil_div
@@ -69,37 +70,6 @@ class PassCost:
 
 
 @dataclass(slots=True)
-class _StepRun:
-    """Combines decode steps of the same requests.
-
-    base, context: ticks and tokens of the first
-    num_allocated: steps whose blocks are taken
-    """
-
-    requests: list[ScheduledRequest]
-    num_steps: int
-    base: int
-    context: int
-    per_context: int
-    num_allocated: int = 0
-
-    def ticks(self, num_steps: int) -> int:
-        pairs = len(self.requests) * (num_steps * (num_steps - 1) // 2)
-        return num_steps * self.base + self.per_context * (num_steps * self.context + pairs)
-
-    def steps_until(self, ticks: int) -> int:
-        """Returns the least number of steps, at least 1, that take `ticks` or longer."""
-        low, high = 1, self.num_steps
-        while low < high:
-            middle = (low + high) // 2
-            if self.ticks(middle) >= ticks:
-                high = middle
-            else:
-                low = middle + 1
-        return low
-
-
-@dataclass(frozen=True, slots=True)
 class PassResult:
     """Lists the results of a pass.
 
@@ -140,7 +110,7 @@ class LanguageSide:
         self._requests: dict[str, ScheduledRequest] = {}
         self._output: SchedulerOutput | None = None
         self._prefilled, self._decoded = WorkDone(), WorkDone()
-        self._run: _StepRun | None = None
+        self._run: StepRun | None = None
         self._is_admission_stuck = False
 
     # Requests
@@ -282,22 +252,27 @@ class LanguageSide:
                 tokens += min(left, request.num_computable)
         return {"prefill": self._prefilled.sample(prompts, tokens), "decode": self._decoded.sample(decodes)}
 
-    def _plan_run(self) -> _StepRun | None:
+    def _plan_run(self) -> StepRun | None:
         """Returns the steps until the first answer ends, if only decoding can happen and there is room."""
         running = self.scheduler.running
         if not running or len(running) > self.scheduler.config.max_num_batched_tokens:
             return None
         if self.scheduler.waiting and (self.kv.enable_prefix_caching or not self._is_admission_stuck):
             return None
-        decoding = [request for request in running if request.is_decoding]
-        if not decoding or any(each.num_computable > 0 for each in running if not each.is_decoding):
+        decoding: list[ScheduledRequest] = []
+        for request in running:
+            if request.is_decoding:
+                decoding.append(request)
+            elif request.num_computable > 0:
+                return None
+        if not decoding:
             return None
         steps = self._fitting_steps(decoding, min(map(self._remaining, decoding)))
         if steps < 1:
             return None
         context = sum(request.num_computed for request in decoding) + len(decoding)
         base = self._cost.decode_base(len(decoding))
-        return _StepRun(decoding, steps, base, context, self._cost.per_context)
+        return StepRun(decoding, steps, base, context, self._cost.per_context)
 
     @staticmethod
     def _remaining(request: ScheduledRequest) -> int:
@@ -340,7 +315,7 @@ class LanguageSide:
         run.num_steps = steps
         return run.ticks(steps)
 
-    def _allocate(self, run: _StepRun, num_steps: int) -> None:
+    def _allocate(self, run: StepRun, num_steps: int) -> None:
         """Takes the blocks of the first steps of a run."""
         if num_steps <= run.num_allocated:
             return
@@ -361,7 +336,7 @@ class LanguageSide:
             self._end_chunk(chunk, result)
         return result
 
-    def _end_run(self, run: _StepRun) -> PassResult:
+    def _end_run(self, run: StepRun) -> PassResult:
         result, steps = PassResult(), run.num_steps
         self._decoded.add(steps * len(run.requests), run.ticks(steps), steps)
         self._allocate(run, steps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 
@@ -39,7 +39,10 @@ class GroupWork:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Describes a request to come. media_key: equal for equal media. is_new: none of it was seen before."""
+    """Describes a request to come. media_key: equal for equal media; text_key: for equal questions.
+
+    num_visual_tokens, num_prompt_tokens: summed once, since they are read often
+    """
 
     index: int
     due: int
@@ -48,14 +51,13 @@ class Job:
     output_tokens: int
     media_key: int
     text_key: int
+    num_visual_tokens: int = field(init=False)
+    num_prompt_tokens: int = field(init=False)
 
-    @property
-    def num_visual_tokens(self) -> int:
-        return sum(group.media.num_tokens for group in self.groups)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self.num_visual_tokens + self.text_tokens
+    def __post_init__(self) -> None:
+        num_visual = sum([group.media.num_tokens for group in self.groups])
+        object.__setattr__(self, "num_visual_tokens", num_visual)
+        object.__setattr__(self, "num_prompt_tokens", num_visual + self.text_tokens)
 
     @property
     def num_patches(self) -> int:
