@@ -81,7 +81,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "kernels": "",
         "reduction": ".",
         "attention": "kernels reduction",
-        "decoder": "attention kernels loading",
+        "decoder": ". attention kernels loading",
         "loading": ". attention",
         "sampling": "",
         "grammar": "",

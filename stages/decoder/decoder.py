@@ -22,6 +22,7 @@ from stages.decoder.layers import DecoderLayers, layers_of
 from stages.decoder.operations import add_rms_norm, norm_rotate_write
 from stages.decoder.rotary import Rotations
 from stages.decoder.text_model import TextModel, text_model
+from stages.rank import Collectives
 
 _ATTENTION = "epd_paged"
 
@@ -66,10 +67,13 @@ class Decoder(Protocol):
         """
 
 
-def decoder_of(model: Any, adapter: Adapter, *, by_modules: bool = False) -> Decoder:
+def decoder_of(
+    model: Any, adapter: Adapter, *, by_modules: bool = False, ranks: Collectives | None = None
+) -> Decoder:
     """Returns the decoder of a model of transformers.
 
     by_modules: never ours, not even for a text model that it knows.
+    ranks: that share the layers, each with a model of `cut_model`.
     Raises UnsupportedModelError for attention that nothing here computes.
     """
     decoder = model.get_decoder()
@@ -77,7 +81,7 @@ def decoder_of(model: Any, adapter: Adapter, *, by_modules: bool = False) -> Dec
     if known is None:
         return ModulesDecoder(model, adapter)
     check_attention(decoder.config)
-    return FusedDecoder(known, layers_of(decoder))
+    return FusedDecoder(known, layers_of(decoder, ranks))
 
 
 class FusedDecoder:

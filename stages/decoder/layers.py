@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from stages.decoder.linear import Linear, LinearKind, linear, linear_kind
 from stages.decoder.operations import RmsNorm, silu_mul
+from stages.decoder.rank_parts import GatheredHead, SplitEmbedding, SummedLinear
 from stages.loading.merged_weights import GATE_UP, QKV, merged
+from stages.rank import Collectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,36 +68,43 @@ _heads: WeakKeyDictionary[nn.Module, Linear] = WeakKeyDictionary()
 _made: WeakKeyDictionary[nn.Module, DecoderLayers] = WeakKeyDictionary()
 
 
-def layers_of(decoder: Any) -> DecoderLayers:
+def layers_of(decoder: Any, ranks: Collectives | None = None) -> DecoderLayers:
     """Returns the layers of a decoder of transformers that `text_model` knows.
 
     Its modules keep their parameters, as views of the merged ones.
+    ranks: of which one has this decoder; always the same for one decoder.
     """
     made = _made.get(decoder)
     if made is None:
-        made = _made[decoder] = _layers(decoder)
+        made = _made[decoder] = _layers(decoder, ranks)
     return made
 
 
-def head_of(model: Any) -> Linear:
+def head_of(model: Any, ranks: Collectives | None = None) -> Linear:
     """Returns what makes logits [R, V] of the last layer's rows [R, C], for all engines of the model."""
-    head: nn.Module = model.get_output_embeddings()
+    head: Any = model.get_output_embeddings()
     made = _heads.get(head)
     if made is None:
-        weight: Any = head.weight
-        made = _heads[head] = linear(weight, head.bias, linear_kind(weight, weight.nbytes))  # type: ignore[arg-type]
+        made = linear(head.weight, head.bias, linear_kind(head.weight, head.weight.nbytes))
+        made = _heads[head] = made if ranks is None else GatheredHead(made, head.out_features, ranks)
     return made
 
 
-def _layers(decoder: Any) -> DecoderLayers:
+def embedding_of(model: Any, ranks: Collectives | None = None) -> Callable[[Tensor], Tensor]:
+    """Returns what makes rows [T, C] of token ids, int64 [T]."""
+    module: Any = model.get_input_embeddings()
+    return module if ranks is None else SplitEmbedding(module.weight, module.num_embeddings, ranks)
+
+
+def _layers(decoder: Any, ranks: Collectives | None) -> DecoderLayers:
     eps = decoder.config.rms_norm_eps
     weights = [module.weight for module in decoder.layers.modules() if isinstance(module, nn.Linear)]
     kind = linear_kind(weights[0], sum(weight.nbytes for weight in weights))
-    layers = tuple(_layer(layer, eps, kind) for layer in decoder.layers)
+    layers = tuple(_layer(layer, eps, kind, ranks) for layer in decoder.layers)
     return DecoderLayers(layers, RmsNorm.of(decoder.norm.weight, eps))
 
 
-def _layer(layer: Any, eps: float, kind: LinearKind) -> DecoderLayer:
+def _layer(layer: Any, eps: float, kind: LinearKind, ranks: Collectives | None) -> DecoderLayer:
     attention = layer.self_attn
     norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
     query_norm, key_norm = [RmsNorm.of(norm.weight, eps) for norm in norms] or (None, None)
@@ -103,17 +112,23 @@ def _layer(layer: Any, eps: float, kind: LinearKind) -> DecoderLayer:
         attention_norm=RmsNorm.of(layer.input_layernorm.weight, eps),
         qkv=_merged(attention, QKV, kind),
         head_norms=None if query_norm is None or key_norm is None else (query_norm, key_norm),
-        out=linear(attention.o_proj.weight, attention.o_proj.bias, kind),
+        out=_summed(attention.o_proj, kind, ranks),
         mlp_norm=RmsNorm.of(layer.post_attention_layernorm.weight, eps),
-        mlp=_mlp(layer.mlp, kind),
+        mlp=_mlp(layer.mlp, kind, ranks),
     )
 
 
-def _mlp(mlp: Any, kind: LinearKind) -> Callable[[Tensor], Tensor]:
+def _mlp(mlp: Any, kind: LinearKind, ranks: Collectives | None) -> Callable[[Tensor], Tensor]:
     if hasattr(mlp, "experts"):
         return ModuleMlp(mlp)
-    down = linear(mlp.down_proj.weight, mlp.down_proj.bias, kind)
-    return GatedMlp(_merged(mlp, GATE_UP, kind), down)
+    return GatedMlp(_merged(mlp, GATE_UP, kind), _summed(mlp.down_proj, kind, ranks))
+
+
+def _summed(module: Any, kind: LinearKind, ranks: Collectives | None) -> Linear:
+    """Returns the product with a matrix whose columns the ranks share."""
+    if ranks is None:
+        return linear(module.weight, module.bias, kind)
+    return SummedLinear(linear(module.weight, None, kind), module.bias, ranks)
 
 
 def _merged(module: Any, names: tuple[str, ...], kind: LinearKind) -> Linear:

@@ -25,9 +25,10 @@ from epd.types import Int32Array, Int64Array
 from stages.attention.attention import AttentionBatch, AttentionPlan
 from stages.attention.warm_up import warm_up
 from stages.decoder.decoder import Decoder, DecoderInputs, FusedDecoder, LayerCaches, decoder_of
-from stages.decoder.layers import head_of
+from stages.decoder.layers import embedding_of, head_of
 from stages.decoder.linear import Linear
 from stages.engine.kv_pool import KVLayout, KVPools
+from stages.rank import Collectives
 from stages.reduction.propagation import GoingOn, ObservedRows, num_whole_layers, rows_going_on
 from stages.reduction.pruning import PrunedRows
 from stages.reduction.question_views import QuestionView, ViewedRows, question_slots
@@ -84,15 +85,26 @@ class _PassInputs:
 class ModelRunner:
     """Runs the language model of one checkpoint with its KV pools."""
 
-    def __init__(self, model: Any, adapter: Adapter, pools: KVPools, *, by_modules: bool = False) -> None:
+    def __init__(
+        self,
+        model: Any,
+        adapter: Adapter,
+        pools: KVPools,
+        *,
+        by_modules: bool = False,
+        ranks: Collectives | None = None,
+    ) -> None:
         """Takes a model of transformers, whose parameters or attention function may be changed.
 
         by_modules: computes the layers with its modules, even if our decoder knows the text model.
+        ranks: that share the model and run the same passes; the logits are rank 0's.
         """
         self.pools = pools
-        self._embed: nn.Module = model.get_input_embeddings()
-        self._decoder: Decoder = decoder_of(model, adapter, by_modules=by_modules)
-        self._head: Linear | nn.Module = model.get_output_embeddings() if by_modules else head_of(model)
+        self._embed = embedding_of(model, ranks)
+        self._decoder: Decoder = decoder_of(model, adapter, by_modules=by_modules, ranks=ranks)
+        self._head: Linear | nn.Module = (
+            model.get_output_embeddings() if by_modules else head_of(model, ranks)
+        )
         self._device = device_of(model.get_decoder())
         # Of each layer, its group and its caches.
         self._groups = [

@@ -51,7 +51,7 @@ def build_engine(
 
 def _num_token_ids(model: Any) -> int:
     """Returns how many tokens the model has logits for."""
-    return int(model.get_output_embeddings().weight.shape[0])
+    return int(model.get_output_embeddings().out_features)
 
 
 def kv_shape(

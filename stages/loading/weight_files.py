@@ -10,10 +10,10 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -46,13 +46,33 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
+class TensorPart:
+    """Names a part of a tensor: [start, stop) of its rows, dim 0, or of its columns, dim 1."""
+
+    dim: Literal[0, 1]
+    start: int
+    stop: int
+
+    def shape_of(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of the part. Raises ValueError for a tensor that does not have it."""
+        if len(shape) <= self.dim or shape[self.dim] < self.stop:
+            raise ValueError(f"a tensor of {tuple(shape)} has no part {self}")
+        return *shape[: self.dim], self.stop - self.start, *shape[self.dim + 1 :]
+
+
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Describes a tensor of a file."""
+    """Describes a tensor of a file. part: what of it is read, all if None; shape: of what is read."""
 
     file: Path
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    part: TensorPart | None = None
+
+    def cut(self, part: TensorPart | None) -> StoredTensor:
+        """Returns a part of a whole tensor. Raises ValueError if it has no such part."""
+        return self if part is None else replace(self, shape=part.shape_of(self.shape), part=part)
 
     @property
     def num_bytes(self) -> int:
@@ -97,7 +117,18 @@ def read_tensors(stored: Iterable[StoredTensor]) -> Iterator[tuple[StoredTensor,
         for run in _runs(tensors):
             with safe_open(file, framework="pt") as opened:
                 for each in run:
-                    yield each, opened.get_tensor(each.name)
+                    yield each, _read(opened, each)
+
+
+def _read(opened: Any, stored: StoredTensor) -> Tensor:
+    """Reads a tensor, or a copy of a part of it: a view of columns would keep all of its memory."""
+    part = stored.part
+    if part is None:
+        tensor: Tensor = opened.get_tensor(stored.name)
+        return tensor
+    rows = opened.get_slice(stored.name)
+    tensor = rows[part.start : part.stop] if part.dim == 0 else rows[:, part.start : part.stop]
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def mapped_tensors(stored: Iterable[StoredTensor]) -> Iterator[tuple[StoredTensor, Tensor]]:

@@ -31,6 +31,7 @@ from stages.loading.expert_weights import check_experts, in_layout, put_expert
 from stages.loading.merged_weights import MergedMemory, merged_part
 from stages.loading.weight_files import (
     StoredTensor,
+    TensorPart,
     converted,
     mapped_tensors,
     read_tensors,
@@ -42,6 +43,8 @@ from stages.placement import Placement
 logger = logging.getLogger(__name__)
 
 OnBytes = Callable[[int, int], None]
+# Makes a skeleton smaller, and returns the part of each tensor that there is still room for.
+Cut = Callable[[nn.Module], Mapping[str, TensorPart]]
 # Making a skeleton changes how the whole process registers parameters: threads take turns.
 _LOADING = threading.Lock()
 
@@ -64,12 +67,14 @@ def load_role(
     placement: Placement,
     weights: Path | None = None,
     on_progress: OnBytes | None = None,
+    cut: Cut | None = None,
 ) -> LoadedModel:
     """Loads the part of the model at `path` for a worker of this role, in eval mode, with sdpa attention.
 
     placement: where its weights go, and their type.
     weights: what `write_weights` has made of it, to be mapped instead of being read.
     on_progress: called with the bytes that have been read, and with all of them.
+    cut: leaves the part of a rank, which alone is read; not with `weights`.
     Raises ModelError when the files lack a tensor or cannot be read, UnsupportedModelError for attention that
     nothing here computes, and for quantised weights, InfeasibleError for weights that the memory has no room
     for, before any is read.
@@ -82,8 +87,9 @@ def load_role(
         with _LOADING:
             model = skeleton(config, placement.dtype)
             prune(model, role)
+            parts = cut(model) if cut is not None else {}
             stored = stored_tensors(path) if weights is None else tensors_in(weights)
-            loaded = _fill(model, path, stored, placement, on_progress, is_copied=weights is None)
+            loaded = _fill(model, path, stored, placement, on_progress, parts, is_copied=weights is None)
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"the weights at '{path}' do not load: {reason}") from error
@@ -124,12 +130,14 @@ def _fill(
     stored: Iterable[StoredTensor],
     placement: Placement,
     on_progress: OnBytes | None,
+    parts: Mapping[str, TensorPart],
     *,
     is_copied: bool,
 ) -> LoadedModel:
     """Reads the tensors that the model has a place for, and no others."""
     known = model.state_dict(keep_vars=True)
-    places = {each: name for each in stored if (name := name_in_model(each.name, known)) is not None}
+    named = ((each, name_in_model(each.name, known)) for each in stored)
+    places = {each.cut(parts.get(name)): name for each, name in named if name is not None}
     if is_copied:
         check_room(path, _bytes_by_role(places, placement.dtype), placement)
     num_bytes, num_read = sum(each.num_bytes for each in places), 0

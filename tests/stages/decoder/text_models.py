@@ -107,9 +107,13 @@ class Runner:
 
     @classmethod
     def of(cls, name: str, dtype: torch.dtype = torch.float32, *, by_modules: bool = False) -> Runner:
-        model = model_of(name, dtype)
+        return cls.over(name, model_of(name, dtype), by_modules=by_modules)
+
+    @classmethod
+    def over(cls, name: str, model: Any, **options: Any) -> Runner:
+        """model: of CONFIGS[name], or a rank's part of it. options: of `ModelRunner`."""
         pools = KVPoolsShape((KVGroupShape(NUM_BLOCKS, kv_layout(model)),), BLOCK_SIZE).build()
-        runner = ModelRunner(model, NoAdapter(), pools, by_modules=by_modules)  # type: ignore[arg-type]
+        runner = ModelRunner(model, NoAdapter(), pools, **options)  # type: ignore[arg-type]
         return cls(runner, pools, 3 if "-vl" in name else 1, 1 if "qwen3-vl" in name else 0)
 
     def segment(self, num_new: int, num_cached: int, first_block: int, **options: Any) -> Segment:

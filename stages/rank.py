@@ -1,0 +1,37 @@
+"""Names one of the processes that share every layer of a language model, and what they ask of each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Names one of `size` processes. index: from 0, the one that schedules and samples."""
+
+    index: int
+    size: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.size:
+            raise ValueError(f"rank {self.index} is not one of {self.size}")
+
+    def part(self, count: int) -> tuple[int, int]:
+        """Returns which of `count` things are this rank's, [start, stop); shares differ by one at most."""
+        return count * self.index // self.size, count * (self.index + 1) // self.size
+
+
+class Collectives(Protocol):
+    """Connects the ranks of a group. All of them call the same, in the same order."""
+
+    @property
+    def rank(self) -> Rank: ...
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Puts the sum of the ranks' tensors, which have one shape, into each of them."""
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Returns the ranks' tensors, of one shape, in order to rank 0, and nothing to others."""
