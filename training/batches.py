@@ -82,6 +82,7 @@ class Batch:
 
     ids: int64 [B, S].
     embeddings: bfloat16 [B, V, hidden].
+    instants: int64 [B, V], the second of its video that each visual token begins to show.
     visual: int64 [V], the positions of visual tokens.
     positions: int64 [3, B, S].
     mask: bool [B, 1, S, S], True: may attend.
@@ -91,6 +92,7 @@ class Batch:
 
     ids: Tensor
     embeddings: Tensor
+    instants: Tensor
     visual: Tensor
     positions: Tensor
     mask: Tensor
@@ -166,8 +168,23 @@ def make_batch(
     embeddings = torch.stack(
         [torch.cat([clip.embeddings.flatten(0, 1) for clip in shown]) for shown in clips]
     )
-    mask = (causal & same)[:, None]
-    return Batch(ids.clamp(min=0), embeddings, visual, positions, mask, targets, weights, questions, segments)
+    instants = torch.stack([torch.cat([_instants(clip) for clip in shown]) for shown in clips])
+    return Batch(
+        ids=ids.clamp(min=0),
+        embeddings=embeddings,
+        instants=instants,
+        visual=visual,
+        positions=positions,
+        mask=(causal & same)[:, None],
+        targets=targets,
+        weights=weights,
+        questions=questions,
+        segments=segments,
+    )
+
+
+def _instants(clip: EncodedClip) -> Tensor:
+    return (torch.arange(len(clip)) * 2 * clip.gap_s).long().repeat_interleave(TOKENS)
 
 
 def ask(clip: EncodedClip, rng: random.Random, num_per_kind: int) -> list[Question]:

@@ -29,8 +29,31 @@ from training.encoded import EncodedPool, retime
 from training.loop import Training, base_parser, learning_rate
 from training.vision import TOKENS
 
+# After so many layers, each visual token is to have the second that it shows.
+_CLOCK_LAYERS = 3
+_CLOCK_WEIGHT = 0.2
 # (until this share of the training, at most this number of frame pairs)
 _CURRICULUM = ((0.2, 8), (0.6, 32), (0.75, 64), (2.0, 256))
+
+
+class Clock(nn.Module):
+    """Reads the digits of a visual token's second from what a layer gives on; thrown away after training."""
+
+    def __init__(self, layer: nn.Module, hidden_size: int) -> None:
+        super().__init__()
+        self.read = nn.Linear(hidden_size, 3 * 10)
+        self._hidden: Tensor | None = None
+        layer.register_forward_hook(self._keep)
+
+    def _keep(self, _layer: nn.Module, _inputs: object, hidden: Tensor) -> None:
+        self._hidden = hidden
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Returns the mean cross entropy of the digits, after a batch has passed through the layer."""
+        assert self._hidden is not None
+        digits = torch.stack([batch.instants.clamp(max=999) // place % 10 for place in (100, 10, 1)], dim=-1)
+        logits = self.read(self._hidden[:, batch.visual].float())
+        return functional.cross_entropy(logits.view(-1, 10), digits.flatten())
 
 
 def answer_logits(model: Qwen2_5_VLForConditionalGeneration, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,10 +142,13 @@ def train(options: argparse.Namespace) -> None:
     model = Qwen2_5_VLForConditionalGeneration(build_config(tokenizer))
     if options.start:
         start_from(model, tokenizer, options.start)
-    else:
+    if options.vision:
         load_vision(model, options.vision)
     pool = EncodedPool(options.clips, model.model.visual, options.cache)
-    training = Training({"model": model}, make_optimizers(model), options.out)
+    language = model.model.language_model
+    clock = Clock(language.layers[_CLOCK_LAYERS - 1], language.config.hidden_size)
+    optimizers = [*make_optimizers(model), torch.optim.AdamW(clock.parameters(), weight_decay=0.0)]
+    training = Training({"model": model, "clock": clock}, optimizers, options.out)
     rng = random.Random(options.seed + training.step)
     while training.step < options.steps:
         share = training.step / options.steps
@@ -130,6 +156,7 @@ def train(options: argparse.Namespace) -> None:
         logits, targets, weights = answer_logits(model, batch)
         losses = functional.cross_entropy(logits, targets, reduction="none")
         loss = (losses * weights).sum() / weights.sum()
+        loss = loss + _CLOCK_WEIGHT * clock.loss(batch)
         training.update(loss, learning_rate(training.step, options.steps, options.lr))
         if training.step % 250 == 0 or training.step == options.steps:
             accuracy = validate(model, pool, prompts, options.budget)
@@ -141,13 +168,16 @@ def train(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = base_parser(__doc__, steps=2000, lr=2e-3)
-    first = parser.add_mutually_exclusive_group(required=True)
-    first.add_argument("--vision", type=Path, help="tower that `training.vision` made")
-    first.add_argument("--start", type=Path, help="checkpoint whose tower and language model are taught on")
+    parser.add_argument("--vision", type=Path, help="tower that `training.vision` made")
+    parser.add_argument(
+        "--start", type=Path, help="checkpoint whose language model is taught on, and tower used"
+    )
     parser.add_argument("--cache", type=Path, default=Path("runs/encoded"), help="folder for encoded clips")
     parser.add_argument("--checkpoint", type=Path, help="folder for a loadable checkpoint")
     parser.add_argument("--budget", type=int, default=9000, help="tokens per step")
     options = parser.parse_args()
+    if not (options.vision or options.start):
+        parser.error("--vision, --start or both are needed: nothing else says what the model sees")
     torch.set_num_threads(options.threads)
     train(options)
 

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from epd.models import embedded_model_path
-from epd.shapes import Question, QuestionKind
+from epd.shapes import Question, QuestionKind, Scene
+from epd.shapes.world import SceneObject
 from training import clips, language, vision
 from training.batches import NO_TARGET, Prompts, ask, ask_clips, make_batch
 from training.checkpoint import build_config, build_tokenizer
@@ -141,6 +142,8 @@ def test_two_videos_and_a_dialogue_have_the_positions_of_transformers(
     earlier = (("Which shape appears first?", "ring"),)
     asked[1] = Question(QuestionKind.FOLLOW_UP, "What colour is it?", "white", earlier)
     batch = make_batch(Prompts(build_tokenizer()), [pair], [asked], random.Random(), 0.0)
+    begun_s = [int(time_s) for clip in (long, short) for time_s in clip.times_s[::2]]
+    assert batch.instants.tolist() == [[time_s for time_s in begun_s for _ in range(vision.TOKENS)]]
     with torch.inference_mode(), monkeypatch.context() as patched:
         patched.setattr(torch, "autocast", lambda *_: torch.no_grad())
         together, _, _ = language.answer_logits(model, batch)
@@ -179,6 +182,38 @@ def test_a_cropped_clip_holds_only_what_its_frames_show(drawn: list[Clip]) -> No
         shown = {item.shape for time_s in times_s for item in clip.scene.visible(time_s)}
         assert ({item.shape for item in part.scene.objects} if part else set()) == shown
         assert part is None or part.scene.duration_s == pytest.approx(clip.gap_s * 4)
+
+
+def test_a_token_says_how_low_what_it_shows_is() -> None:
+    item = SceneObject("star", "red", 0.0, 10.0, 1, (0.5, 0.3), (0.5, 0.7), 0.4)
+    scene = Scene(0, 20.0, (item,))
+    middle = slice(2, None, vision.COLUMNS)  # the column of lane 1, top to bottom
+    for times_s, wanted in (
+        ([0.0, 0.0], [-1.0, -1.0]),
+        ([7.5, 7.5], [0.5, 0.5]),
+        ([7.5, 15.0], [0.5, 0.5]),
+        ([2.5, 7.5], [-0.5, 0.0, 0.5]),  # on average over the frames in which a token shows it
+    ):
+        heights = vision.token_heights(scene, times_s)
+        shown = vision.token_targets(scene, times_s).any(-1)
+        assert heights[middle][shown[middle]].tolist() == pytest.approx(wanted, abs=1e-6)
+        assert not heights[~shown].any()
+    assert not vision.token_heights(scene, [15.0, 16.0]).any()
+
+
+def test_a_tower_that_learns_heights_keeps_its_embeddings(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = _count_updates(monkeypatch)
+    model, tower, state = embedded_model_path(), tmp_path / "heights.pt", tmp_path / "state.pt"
+    options = ("--clips", folder, "--threads", "1", "--out", state, "--final", tower, "--start", model)
+    _run(vision, monkeypatch, *options, "--steps", "3", "--batch", "16", "--lr", "0")
+    assert 0 < losses[0] < vision._HEIGHT_NORM**2  # nothing is off but the heights, at most 1 of most tokens
+    after = torch.load(tower)["visual"]
+    before = load_file(model / "model.safetensors")
+    for name, tensor in after.items():
+        assert torch.equal(tensor, before[f"model.visual.{name}"].float()), name
+    assert torch.load(state)["step"] == len(losses) == 3
 
 
 def _run(module: object, monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> None:
