@@ -30,7 +30,8 @@ from stages.encode.encoder_pool import EncoderPoolShape
 from stages.engine.engine import LanguageEngine
 from stages.engine.generation import GenerateRequest, GenerationSettings
 from stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape
-from stages.engine.model_runner import ModelRunner, Segment, kv_layout
+from stages.engine.model_runner import ModelRunner, kv_layout
+from stages.engine.packed_pass import Segment
 from stages.engine.setup import build_engine
 from tests.models import shrunk
 from tests.models.published import PUBLISHED

@@ -13,7 +13,7 @@ from epd.kv.kv_cache import KVCacheManager
 from epd.kv.scheduled_request import PrunedRange, ScheduledRequest
 from epd.types import Int32Array, Int64Array
 from stages.engine.generation import Extent, FinishReason, GenerateRequest, TokenOutput
-from stages.engine.model_runner import Segment
+from stages.engine.packed_pass import Segment
 from stages.grammar.matcher import TokenMatcher
 from stages.reduction.propagation import GoingOn
 from stages.reduction.pruning import WindowInputs, window_inputs

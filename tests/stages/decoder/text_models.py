@@ -19,7 +19,8 @@ from transformers import (
 from encoders.adapter import Embeddings
 from encoders.families.qwen3_vl import Qwen3VLAdapter
 from stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape
-from stages.engine.model_runner import ModelRunner, Segment, kv_layout
+from stages.engine.model_runner import ModelRunner, kv_layout
+from stages.engine.packed_pass import Segment
 from stages.visual_inputs import PlacedEmbeddings
 
 BLOCK_SIZE = 4

@@ -31,7 +31,8 @@ from serve_app.http.requests.chat_request import ChatRequest
 from serve_app.http.requests.request_parsing import reduction_policy
 from stages.colocated import ColocatedPipeline, EncodedMedia, MediaContext
 from stages.decoder.decoder import FusedDecoder
-from stages.engine.model_runner import ModelRunner, Segment
+from stages.engine.model_runner import ModelRunner
+from stages.engine.packed_pass import Segment
 from tests.encoders.families import Family
 from tests.serve_app.deployments import NUM_FRAMES as APP_FRAMES
 from tests.serve_app.deployments import Question, deployed

@@ -1,0 +1,151 @@
+"""Packs the new tokens of many requests into the arrays of one pass, on the host.
+
+T new tokens of the pass, one segment per request, packed without padding:
+
+| prefill chunk of a ......... | chunk of b ... | c | d | e |        c, d, e decode: one token each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
+
+from encoders import Embeddings, concatenated
+from epd.types import Int32Array, Int64Array
+from stages.attention.attention import AttentionBatch
+from stages.reduction.propagation import GoingOn
+from stages.reduction.question_views import QuestionView
+from stages.visual_inputs import PlacedEmbeddings
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Holds the new tokens of one request.
+
+    token_ids: int64 [n].
+    positions: int64 [rows, n], three rows for M-RoPE, else one.
+    num_cached: tokens in the cache before these, of each layer group.
+    block_tables: of each layer group, with room for the new ones.
+    visual: visual tokens among the new ones, indices counted from the first of them.
+    num_logits: how many of the last new tokens to give logits for.
+    num_kept: how many new tokens stay in the cache, chosen by each layer; all of them if None.
+    going_on: receives which, where the later layers compute those alone.
+    view: what of the cache a question reads, if not all.
+    """
+
+    token_ids: Int64Array
+    positions: Int64Array
+    num_cached: Sequence[int]
+    block_tables: Sequence[Int32Array]
+    visual: PlacedEmbeddings | None = None
+    num_logits: int = 1
+    num_kept: int | None = None
+    going_on: GoingOn | None = None
+    view: QuestionView | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Returns whether all of its tokens stay, in all layers, and read the whole cache."""
+        return self.num_kept is None and self.view is None
+
+    def later(self) -> Segment:
+        """Returns the segment of later layers: with as many rows as continue, all of which they keep."""
+        if self.going_on is None:
+            return self
+        return replace(self, token_ids=self.token_ids[: self.num_kept], num_kept=None, going_on=None)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPass:
+    """Holds the arrays of a pass, all int64.
+
+    token_ids: [T]. positions: [rows, T].
+    logit_rows: [R], of the last layer's output, those that logits are wanted of.
+    visual_rows: [V], the packed rows of visual tokens.
+    num_deepstack: layers that have features of the visual tokens.
+    batches: of each layer group.
+    """
+
+    token_ids: Int64Array
+    positions: Int64Array
+    logit_rows: Int64Array
+    visual_rows: Int64Array
+    num_deepstack: int
+    batches: tuple[AttentionBatch, ...]
+
+
+def packed_pass(segments: Sequence[Segment], num_groups: int, block_size: int) -> PackedPass:
+    """Packs segments. num_groups: of layers. block_size: tokens."""
+    ends = ends_of(segments)
+    later = [segment.later() for segment in segments]
+    placed = [
+        (segment.visual, end - len(segment.token_ids))
+        for segment, end in zip(segments, ends, strict=True)
+        if segment.visual is not None
+    ]
+    rows = [visual.indices + start for visual, start in placed]
+    return PackedPass(
+        _joined([segment.token_ids for segment in segments]),
+        _joined([segment.positions for segment in segments]),
+        _logit_rows(later, ends_of(later)),
+        _joined(rows) if rows else np.empty(0, dtype=np.int64),
+        len(placed[0][0].embeddings.deepstack) if placed else 0,
+        attention_batches(segments, num_groups, block_size),
+    )
+
+
+def attention_batches(
+    segments: Sequence[Segment], num_groups: int, block_size: int
+) -> tuple[AttentionBatch, ...]:
+    """Describes the attention of each layer group."""
+    ends = ends_of(segments)
+    return tuple(_attention_batch(segments, ends, group, block_size) for group in range(num_groups))
+
+
+def visual_of(segments: Sequence[Segment]) -> Embeddings | None:
+    """Returns the visual tokens of all segments in order; None without any."""
+    placed = [segment.visual.embeddings for segment in segments if segment.visual is not None]
+    return concatenated(placed) if placed else None
+
+
+def ends_of(segments: Sequence[Segment]) -> list[int]:
+    """Returns, for each segment, the packed row after its last."""
+    return list(accumulate(len(segment.token_ids) for segment in segments))
+
+
+def _attention_batch(
+    segments: Sequence[Segment], ends: Sequence[int], group: int, block_size: int
+) -> AttentionBatch:
+    starts = np.array([0, *ends], dtype=np.int32)
+    cached = np.array([segment.num_cached[group] for segment in segments], dtype=np.int32)
+    lengths = np.diff(starts)
+    tables = _padded([segment.block_tables[group] for segment in segments])
+    owners, at = np.arange(len(segments)), cached  # of each new token: its request, its place in it
+    if ends[-1] > len(segments):
+        owners = np.repeat(owners, lengths)
+        at = np.arange(ends[-1]) + (cached - starts[:-1])[owners]
+    slots = tables[owners, at // block_size].astype(np.int64) * block_size + at % block_size
+    return AttentionBatch(starts, cached + lengths, tables, slots, block_size)
+
+
+def _joined(arrays: Sequence[Int64Array]) -> Int64Array:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-1)
+
+
+def _padded(tables: Sequence[Int32Array]) -> Int32Array:
+    """Pads to int32 [S, the longest]; what is past a table's end is 0."""
+    padded = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    return padded
+
+
+def _logit_rows(segments: Sequence[Segment], ends: Sequence[int]) -> Int64Array:
+    counts = np.array([segment.num_logits for segment in segments])
+    stops = np.array(ends, dtype=np.int64)
+    firsts = np.repeat(stops - counts, counts)
+    rows: Int64Array = firsts + np.arange(len(firsts)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return rows
