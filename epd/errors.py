@@ -23,7 +23,8 @@ A message says what was received, what is allowed, and what to do next, in that 
     ├── InfeasibleError               a plan that nothing can satisfy
     ├── OverloadedError               more work than can be done in time; retryable
     ├── UnavailableError              no worker can take it: starting, draining, or lost too often
-    │   └── StorageFullError          the disk is full; retryable
+    │   ├── StorageFullError          the disk is full; retryable
+    │   └── RankLostError             a process that shares the worker's model is lost, and so is the worker
     ├── EncodeError                   frames that no encoder could turn into embeddings
     ├── InternalError                 a bug that this request has met; others continue
     │   └── WorkerFaultError          in a worker, which continues
@@ -138,6 +139,10 @@ class StorageFullError(UnavailableError):
     def __init__(self, message: str, retry_after_s: float = 10.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class RankLostError(UnavailableError):
+    """Reports that a process that shares a worker's model has ended or hangs, which ends the worker."""
 
 
 class EncodeError(EPDError):

@@ -28,6 +28,7 @@ from stages.engine.generation import GenerateRequest, GenerationSettings
 from stages.engine.model_runner import kv_layout
 from stages.engine.setup import BLOCK_SIZE, build_engine
 from stages.placement import Placement
+from stages.rank import RankGroup
 
 logger = logging.getLogger(__name__)
 
@@ -141,17 +142,18 @@ def measured_kv_tokens(
     name: str = "the model",
     letters: str = "epd",
     memory_of: Callable[[torch.device], GPUMemory] = GPUMemory.now,
+    ranks: RankGroup | None = None,
 ) -> int | None:
     """Returns the tokens of a KV pool after one run of each of the largest passes; None on a CPU.
 
-    tower: None for a worker that does not encode. memory_of: asked after the passes. Other arguments as in
-    `kv_tokens_beside`.
+    tower: None for a worker that does not encode. memory_of: asked after the passes. ranks: that share
+    the model; what rank 0 has room for, the others have. Other arguments as in `kv_tokens_beside`.
     """
     if not placement.is_cuda:
         return None
     device = placement.device
     gc.collect()  # pools of roles that were given up
-    peaks = [_peak_bytes(device, lambda: run_prefill(model, adapter, settings, passes.chunk_tokens))]
+    peaks = [_peak_bytes(device, lambda: run_prefill(model, adapter, settings, passes.chunk_tokens, ranks))]
     if tower is not None:
         peaks.append(_peak_bytes(device, lambda: run_encode(adapter, tower, passes.encode_patches)))
     return kv_tokens_beside(
@@ -187,11 +189,17 @@ def run_encode(adapter: Adapter, tower: Any, num_patches: int) -> None:
     encoder.encode([encoder.patches(frames, plan) for _ in range(count)])
 
 
-def run_prefill(model: Any, adapter: Adapter, settings: GenerationSettings, num_tokens: int) -> None:
+def run_prefill(
+    model: Any,
+    adapter: Adapter,
+    settings: GenerationSettings,
+    num_tokens: int,
+    ranks: RankGroup | None = None,
+) -> None:
     """Prefills a prompt of this length in one pass, and samples a token. Its KV pool is its own."""
     config = SchedulerConfig(num_tokens, 1, num_tokens)
     room = num_tokens + 2 * BLOCK_SIZE
-    engine = build_engine(model, adapter, settings, config=config, num_kv_tokens=room)
+    engine = build_engine(model, adapter, settings, config=config, num_kv_tokens=room, ranks=ranks)
     engine.add(text_request("largest-pass", adapter, num_tokens, max_tokens=1))
     engine.step()
 

@@ -17,9 +17,11 @@ from epd.machine import usable_cpus
 from epd.reduction import TowerMerge
 from stages.engine.generation import GenerationSettings, generation_settings
 from stages.engine.setup import build_engine
-from stages.loading.weights import OnBytes, load_role
+from stages.loading.weights import OnBytes
 from stages.memory_sizing import DEFAULT_UTILIZATION, LargestPasses, measured_kv_tokens
 from stages.placement import Placement
+from stages.rank import RankGroup
+from stages.ranks.loading import load_with_ranks
 
 # Patches that at most become one visual token, of the families here.
 _PATCHES_OF_TOKEN = 16
@@ -39,11 +41,17 @@ class Pipeline:
         skip_static: float | None = None,
         merge: TowerMerge | None = None,
         drafting: DraftConfig = NO_DRAFTS,
+        ranks: RankGroup | None = None,
     ) -> None:
-        """Takes ownership of the model: its attention function becomes ours. Options as in `load`."""
+        """Takes ownership of the model: its attention function becomes ours. Options as in `load`.
+
+        ranks: that share the language model, of which the model has rank 0's part.
+        """
         self.adapter = adapter
         self.settings = settings
-        self.engine = build_engine(model, adapter, settings, num_kv_tokens=num_kv_tokens, drafting=drafting)
+        self.engine = build_engine(
+            model, adapter, settings, num_kv_tokens=num_kv_tokens, drafting=drafting, ranks=ranks
+        )
         self.encoder = FrameEncoder(adapter, adapter.vision_tower(model), skip_static, merge)
         self.group_tokens = group_tokens
 
@@ -60,6 +68,7 @@ class Pipeline:
         skip_static: float | None = None,
         merge: TowerMerge | None = None,
         drafting: DraftConfig = NO_DRAFTS,
+        tensor_parallel_size: int = 1,
         on_progress: OnBytes | None = None,
     ) -> Self:
         """Loads the folder `model_path`, in Hugging Face layout.
@@ -74,15 +83,16 @@ class Pipeline:
         this from the unit before; by default all are encoded.
         merge: how many tokens the later layers of the tower compute; by default all.
         drafting: who proposes tokens, for one pass to check.
+        tensor_parallel_size: processes that share the language model, each on a GPU of its own.
         on_progress: called with the bytes of weights that have been read, and with all of them.
-        Raises RequestError, ModelNotFoundError, UnsupportedModelError, ModelError, and InfeasibleError for
-        weights that the memory has no room for.
+        Raises RequestError, ModelNotFoundError, UnsupportedModelError, ModelError, InfeasibleError for
+        weights that the memory has no room for, and RankLostError.
         """
         path = Path(model_path)
         adapter = load_adapter(path)
-        use_threads(num_threads)
+        use_threads(num_threads, tensor_parallel_size)
         placement = placement or Placement.resolve(model_path=path)
-        model = load_role(path, "whole", placement, on_progress=on_progress).model
+        model, ranks = load_with_ranks(path, "whole", placement, tensor_parallel_size, on_progress)
         settings = generation_settings(path, adapter)
         if num_kv_tokens is None:
             scheduler = SchedulerConfig()
@@ -96,6 +106,7 @@ class Pipeline:
                 passes,
                 utilization=gpu_memory_utilization,
                 name=path.name,
+                ranks=ranks,
             )
         return cls(
             model,
@@ -106,9 +117,14 @@ class Pipeline:
             skip_static=skip_static,
             merge=merge,
             drafting=drafting,
+            ranks=ranks,
         )
 
 
-def use_threads(num_threads: int | None) -> None:
-    """Sets torch's number of threads; by default OMP_NUM_THREADS, else the cores we may use."""
-    torch.set_num_threads(num_threads or int(os.environ.get("OMP_NUM_THREADS") or usable_cpus()))
+def use_threads(num_threads: int | None, num_processes: int = 1) -> None:
+    """Sets torch's number of threads; by default OMP_NUM_THREADS, else the cores we may use.
+
+    num_processes: that share these threads.
+    """
+    num = num_threads or int(os.environ.get("OMP_NUM_THREADS") or usable_cpus())
+    torch.set_num_threads(max(1, num // num_processes))

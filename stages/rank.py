@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,3 +36,20 @@ class Collectives(Protocol):
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Returns the ranks' tensors, of one shape, in order to rank 0, and nothing to others."""
+
+
+class RankGroup(Collectives, Protocol):
+    """Is rank 0's connection to ranks that repeat what it tells them."""
+
+    def tell(self, step: object) -> None:
+        """Sends a step to all other ranks, which begin it at once. Raises RankLostError."""
+
+    def share(self, tensor: Tensor) -> None:
+        """Puts the tensor into those of the other ranks, of the same shape and type."""
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Encloses rank 0's part of a step that it has told.
+
+        Whatever is raised inside leaves the ranks at different places, so it ends the group. Raises
+        RankLostError instead of it.
+        """

@@ -68,17 +68,19 @@ class Decoder(Protocol):
 
 
 def decoder_of(
-    model: Any, adapter: Adapter, *, by_modules: bool = False, ranks: Collectives | None = None
+    model: Any, adapter: Adapter | None, *, by_modules: bool = False, ranks: Collectives | None = None
 ) -> Decoder:
     """Returns the decoder of a model of transformers.
 
-    by_modules: never ours, not even for a text model that it knows.
+    adapter: needed for one that ours does not know. by_modules: never ours, not even where it is known.
     ranks: that share the layers, each with a model of `cut_model`.
     Raises UnsupportedModelError for attention that nothing here computes.
     """
     decoder = model.get_decoder()
     known = None if by_modules else text_model(decoder)
     if known is None:
+        if adapter is None:
+            raise ValueError("a text model that our decoder does not know needs its adapter")
         return ModulesDecoder(model, adapter)
     check_attention(decoder.config)
     return FusedDecoder(known, layers_of(decoder, ranks))

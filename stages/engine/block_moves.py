@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,36 +13,107 @@ from epd.kv.kv_cache import BlockCopy, KVCacheManager
 from epd.kv.scheduler_output import Preemption, Restore
 from epd.types import ceil_div
 from stages.engine.kv_pool import KVPool, KVPools, token_slots
+from stages.rank import RankGroup
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBlocks:
+    """Copies blocks within the pools."""
+
+    copies: tuple[BlockCopy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadTokens:
+    """Keeps a request's first tokens in host memory. block_tables: of each layer group."""
+
+    request_id: str
+    block_tables: tuple[tuple[int, ...], ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreTokens:
+    """Puts tokens [start, stop) of a request into its new blocks, and forgets all that was kept."""
+
+    request_id: str
+    block_tables: tuple[tuple[int, ...], ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetTokens:
+    """Drops what is kept of a request."""
+
+    request_id: str
+
+
+PoolMove = CopyBlocks | OffloadTokens | RestoreTokens | ForgetTokens
+
+
+class PoolMoves:
+    """Carries out moves on the pools of one rank; keeps what is in host memory."""
+
+    def __init__(self, pools: KVPools) -> None:
+        self._pools = pools
+        self.offloaded: dict[str, list[KVPool]] = {}  # of each layer group
+
+    def carry_out(self, move: PoolMove) -> None:
+        match move:
+            case CopyBlocks(copies):
+                self._pools.copy_blocks(copies)
+            case OffloadTokens(request_id, tables, num_tokens):
+                self.offloaded[request_id] = [
+                    pool.to_host(table, num_tokens)
+                    for pool, table in zip(self._pools.groups, tables, strict=True)
+                ]
+            case RestoreTokens():
+                self._restore(move)
+            case ForgetTokens(request_id):
+                self.offloaded.pop(request_id, None)
+
+    def _restore(self, move: RestoreTokens) -> None:
+        kept = self.offloaded.pop(move.request_id)
+        for pool, table, host in zip(self._pools.groups, move.block_tables, kept, strict=True):
+            slots = token_slots(table, move.start, move.stop, pool.block_size)
+            pool.copy(host, torch.arange(move.start, move.stop), slots)
 
 
 class BlockMoves:
-    """Carries out what a scheduler decides, on the pools of one worker; keeps what is in host memory."""
+    """Carries out what a scheduler decides, on the pools of one worker, which may have several ranks."""
 
-    def __init__(self, kv: KVCacheManager, pools: KVPools) -> None:
+    def __init__(self, kv: KVCacheManager, pools: KVPools, ranks: RankGroup | None = None) -> None:
         self._kv = kv
         self._pools = pools
-        self._offloaded: dict[str, list[KVPool]] = {}  # of each layer group
+        self._moves = PoolMoves(pools)
+        self._ranks = ranks
 
     @property
     def offloaded(self) -> frozenset[str]:
         """Lists the requests with tokens in host memory."""
-        return frozenset(self._offloaded)
+        return frozenset(self._moves.offloaded)
+
+    def _carry_out(self, move: PoolMove) -> None:
+        if self._ranks is not None:
+            self._ranks.tell(move)
+        self._moves.carry_out(move)
 
     def offload(self, preemption: Preemption) -> None:
         """Keeps the request's tokens; to be called before its blocks are written by others."""
-        self._offloaded[preemption.request.request_id] = [
-            pool.to_host(table, preemption.num_tokens)
-            for pool, table in zip(self._pools.groups, preemption.block_tables, strict=True)
-        ]
+        tables = tuple(tuple(table) for table in preemption.block_tables)
+        self._carry_out(OffloadTokens(preemption.request.request_id, tables, preemption.num_tokens))
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        self._pools.copy_blocks(copies)
+        if copies:
+            self._carry_out(CopyBlocks(tuple(copies)))
         self._kv.copied(copies)
 
     def copy_behind(self, request_id: str, tokens: Tensor) -> None:
         """Copies some of a request's tokens, int64 [k] on the device, to the blocks behind the written ones.
 
-        In every layer group the same tokens; nothing waits for the device.
+        In every layer group the same tokens; nothing waits for the device. Not with several ranks, whose
+        runner refuses the segments that would choose tokens.
         """
         for group, pool in enumerate(self._pools.groups):
             table, size = self._kv.block_table(request_id, group), pool.block_size
@@ -52,11 +124,11 @@ class BlockMoves:
     def restore(self, restore: Restore) -> None:
         """Puts the request's tokens into its new blocks."""
         request_id = restore.request.request_id
-        for group, kept in enumerate(self._offloaded.pop(request_id)):
-            pool, table = self._pools.groups[group], self._kv.block_table(request_id, group)
-            slots = token_slots(table, restore.start, restore.stop, pool.block_size)
-            pool.copy(kept, torch.arange(restore.start, restore.stop), slots)
+        groups = range(len(self._pools.groups))
+        tables = tuple(tuple(self._kv.block_table(request_id, group)) for group in groups)
+        self._carry_out(RestoreTokens(request_id, tables, restore.start, restore.stop))
 
     def forget(self, request_id: str) -> None:
         """Drops what is kept of a request. Unknown ids are ignored."""
-        self._offloaded.pop(request_id, None)
+        if request_id in self._moves.offloaded:
+            self._carry_out(ForgetTokens(request_id))

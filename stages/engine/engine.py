@@ -28,6 +28,7 @@ from stages.engine.generation import Admission, EngineCounts, Extent, GenerateRe
 from stages.engine.model_runner import ModelRunner
 from stages.engine.sequence import TokenSequence
 from stages.grammar.matcher import GrammarBuilder
+from stages.rank import RankGroup
 from stages.sampling.detokenizer import AnswerEnds
 from stages.sampling.sampler import SampledToken
 from stages.visual_inputs import PlacedEmbeddings, VisualInputs
@@ -45,8 +46,13 @@ class LanguageEngine:
         *,
         enable_prefix_caching: bool = True,
         drafting: Drafting | None = None,
+        ranks: RankGroup | None = None,
     ) -> None:
-        """Takes drafting: proposes tokens of decodes, to be checked in one pass; None to propose none."""
+        """Takes what the requests of a worker share.
+
+        drafting: proposes tokens of decodes, to be checked in one pass; None to propose none.
+        ranks: that repeat what is done to the pools; the runner's are the same.
+        """
         self.counts = EngineCounts()
         spec = KVCacheSpec(tuple(pool.num_blocks for pool in runner.pools.groups), runner.pools.block_size)
         self.kv = KVCacheManager(spec, enable_prefix_caching=enable_prefix_caching)
@@ -56,7 +62,7 @@ class LanguageEngine:
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
         self._sequences: dict[str, TokenSequence] = {}
-        self._moves = BlockMoves(self.kv, runner.pools)
+        self._moves = BlockMoves(self.kv, runner.pools, ranks)
         self._drafting = drafting
         self._fault_counts = FaultCounts()
         self.grammars = GrammarBuilder(tokenizer, eos_ids)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from epd.errors import EPDError, InputError, InternalError
+from epd.errors import EPDError, InputError, InternalError, RankLostError
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +66,12 @@ def run_apart(
     """Runs all parts at once; where that raises, runs halves, and reports which of them raises alone.
 
     run: has no effect if it raises.
+    Raises RankLostError, which no request is to blame for.
     """
     try:
         run(parts)
+    except RankLostError:
+        raise
     except Exception as error:  # noqa: BLE001 - whatever it is, it costs the part that it belongs to
         if len(parts) == 1:
             fail(parts[0], error)

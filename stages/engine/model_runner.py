@@ -57,7 +57,7 @@ class ModelRunner:
     def __init__(
         self,
         model: Any,
-        adapter: Adapter,
+        adapter: Adapter | None,
         pools: KVPools,
         *,
         by_modules: bool = False,
@@ -65,6 +65,7 @@ class ModelRunner:
     ) -> None:
         """Takes a model of transformers, whose parameters or attention function may be changed.
 
+        adapter: may be left out for a text model that our decoder knows.
         by_modules: computes the layers with its modules, even if our decoder knows the text model.
         ranks: that share the model and run the same passes; the logits are rank 0's.
         """
@@ -75,6 +76,7 @@ class ModelRunner:
             model.get_output_embeddings() if by_modules else head_of(model, ranks)
         )
         self._device = device_of(model.get_decoder())
+        self._dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         # Of each layer, its group and its caches.
         self._groups = [
             group for group, pool in enumerate(pools.groups) for _ in range(pool.layout.num_layers)

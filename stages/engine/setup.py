@@ -12,7 +12,9 @@ from epd.machine import memory_limit_bytes
 from stages.engine.engine import LanguageEngine
 from stages.engine.generation import GenerationSettings
 from stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape, StorageOrder
+from stages.engine.leading_runner import LeadingRunner
 from stages.engine.model_runner import ModelRunner, kv_layout
+from stages.rank import RankGroup
 
 BLOCK_SIZE = 16
 # KV caches take together at most this share of the memory, and each no more tokens than this.
@@ -32,20 +34,30 @@ def build_engine(
     enable_prefix_caching: bool = False,
     drafting: DraftConfig = NO_DRAFTS,
     by_modules: bool = False,
+    ranks: RankGroup | None = None,
 ) -> LanguageEngine:
     """Builds an engine over these pools, by default over its own, where the model is: see `kv_shape`.
 
     by_modules: see `ModelRunner`.
+    ranks: that share the model; they build pools of the same blocks, and the engine before is theirs no more.
     """
     if pools is None:
-        pools = kv_shape(model, num_kv_tokens, block_size).build(device=device_of(model))
+        num_pools = 1 if ranks is None else ranks.rank.size
+        pools = kv_shape(model, num_kv_tokens, block_size, num_pools).build(device=device_of(model))
+    if ranks is None:
+        runner = ModelRunner(model, adapter, pools, by_modules=by_modules)
+    else:
+        ranks.tell(pools.shape)
+        with ranks.computing():
+            runner = LeadingRunner(model, pools, ranks)
     return LanguageEngine(
-        ModelRunner(model, adapter, pools, by_modules=by_modules),
+        runner,
         adapter.tokenizer,
         settings.eos_ids,
         config or SchedulerConfig(),
         enable_prefix_caching=enable_prefix_caching,
         drafting=None if drafting.method == "none" else Drafting(drafting, _num_token_ids(model)),
+        ranks=ranks,
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import stages.engine.chunk_sampling
-from epd.errors import InternalError
+from epd.errors import InternalError, RankLostError
 from epd.kv.drafting import DraftConfig
 from epd.sampling_params import SamplingParams
 from stages.engine.engine import LanguageEngine
@@ -216,3 +216,13 @@ def test_parts_are_run_in_halves() -> None:
     run_apart(range(64), run, lambda part, _: failed.append(part))
     assert (failed, done) == ([37], [each for each in range(64) if each != 37])
     assert len(runs) == 13
+
+
+def test_a_lost_rank_costs_the_worker_and_no_request() -> None:
+    def run(_parts: Any) -> None:
+        raise RankLostError("one of 2 processes")
+
+    failed: list[object] = []
+    with pytest.raises(RankLostError):
+        run_apart([1, 2], run, lambda part, _: failed.append(part))
+    assert not failed

@@ -1,0 +1,125 @@
+"""Runs a rank that repeats what rank 0 tells it: a process that ends with the connection to rank 0.
+
+rank 0      pools | pass | offload | pass | ...        steps, over a socket of the two
+this rank   loads its part, says so, and carries out each step in order
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from encoders import Embeddings
+from epd.errors import EPDError
+from stages.decoder.rank_cut import cut_model
+from stages.engine.block_moves import PoolMoves
+from stages.engine.kv_pool import KVPoolsShape
+from stages.engine.model_runner import ModelRunner
+from stages.engine.packed_pass import PackedPass
+from stages.loading.weights import load_role
+from stages.placement import Placement
+from stages.rank import Rank
+from stages.ranks.communicator import Communicator
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FollowerSettings:
+    """Says what a rank loads and where it meets the others. num_threads: of torch."""
+
+    model_path: Path
+    placement: Placement
+    rank: Rank
+    meeting: Path
+    num_threads: int
+    exchange_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Reports a rank that has loaded its part. weight_bytes: in its memory."""
+
+    weight_bytes: int
+
+
+def main(descriptor: int) -> None:
+    """Runs a rank until rank 0 closes the connection, whose end is `descriptor`."""
+    connection = Connection(descriptor)
+    settings: FollowerSettings = connection.recv()
+    steps: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(connection, steps), daemon=True).start()
+    try:
+        follower = Follower(settings)
+    except EPDError as error:
+        connection.send(error)
+        return
+    connection.send(Ready(follower.weight_bytes))
+    follower.connect(settings)
+    while True:
+        follower.carry_out(steps.get())
+
+
+def _read(connection: Connection, steps: queue.SimpleQueue[Any]) -> None:
+    """Ends the process with the connection, whatever it computes or waits for."""
+    while True:
+        try:
+            steps.put(connection.recv())
+        except (EOFError, OSError):
+            os._exit(0)
+
+
+class Follower:
+    """Holds a rank's part of the model, and its pools."""
+
+    def __init__(self, settings: FollowerSettings) -> None:
+        """Loads its part. Raises ModelError, InfeasibleError."""
+        torch.set_num_threads(settings.num_threads)
+        cut = partial(cut_model, rank=settings.rank)
+        loaded = load_role(settings.model_path, "language", settings.placement, cut=cut)
+        self._model: Any = loaded.model
+        self.weight_bytes = sum(each.nbytes for each in loaded.model.parameters())
+        self._device = settings.placement.device
+        self._ranks: Communicator | None = None
+        self._runner: ModelRunner | None = None
+        self._moves: PoolMoves | None = None
+
+    def connect(self, settings: FollowerSettings) -> None:
+        self._ranks = Communicator(settings.rank, settings.meeting, self._device, settings.exchange_s)
+
+    @torch.inference_mode()
+    def carry_out(self, step: object) -> None:
+        """Carries out a step of rank 0: pools of a new engine, a pass, or a move of blocks."""
+        if isinstance(step, KVPoolsShape):
+            self._runner = self._moves = None
+            pools = step.build(device=self._device)
+            self._runner = ModelRunner(self._model, None, pools, ranks=self._ranks)
+            self._moves = PoolMoves(pools)
+            return
+        assert self._runner is not None
+        assert self._moves is not None
+        if isinstance(step, PackedPass):
+            self._runner.run_packed(step, self._visual(step))
+        else:
+            self._moves.carry_out(step)  # type: ignore[arg-type] # there are no other steps
+
+    def _visual(self, packed: PackedPass) -> Embeddings | None:
+        """Receives the visual tokens of a pass."""
+        if not len(packed.visual_rows):
+            return None
+        assert self._ranks is not None
+        weight = self._model.get_input_embeddings().weight
+        shape = (1 + packed.num_deepstack, len(packed.visual_rows), weight.shape[1])
+        received = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+        for rows in received:
+            self._ranks.share(rows)
+        return Embeddings(received[0], tuple(received[1:]))

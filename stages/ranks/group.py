@@ -1,0 +1,205 @@
+"""Starts the other ranks of a worker, tells them its steps, and ends them.
+
+start     rank 1 ... load their parts while rank 0 loads its own
+tell      a step goes to all of them at once, and rank 0 computes its part
+a loss    exchanges end, every rank is ended, and whoever asks gets RankLostError
+the end   connections are closed; a rank ends with its own, also if rank 0 is killed
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from epd.errors import EPDError, RankLostError, RequestError
+from stages.placement import Placement
+from stages.rank import Rank
+from stages.ranks.communicator import EXCHANGE_S, Communicator
+from stages.ranks.follower import FollowerSettings, Ready
+
+logger = logging.getLogger(__name__)
+_BOOT = "import sys; sys.path[:] = {path!r}; from stages.ranks.follower import main; main({descriptor})"
+# A part of the weights may be as large as a GPU, and come from a slow disk.
+_START_S = 1800.0
+_END_S = 5.0
+
+
+class _Follower:
+    """Holds rank 0's end of another rank."""
+
+    def __init__(self, settings: FollowerSettings) -> None:
+        ours, theirs = socket.socketpair()
+        path = [os.path.abspath(each) for each in sys.path if each]
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT.format(path=path, descriptor=theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self.connection = Connection(ours.detach())
+        self.rank = settings.rank
+        self.connection.send(settings)
+
+
+class ProcessRanks:
+    """Holds rank 0 of processes that share a language model. For one thread; `close` is for any."""
+
+    def __init__(
+        self,
+        model_path: Path,
+        placement: Placement,
+        size: int,
+        *,
+        num_threads: int = 1,
+        exchange_s: float = EXCHANGE_S,
+    ) -> None:
+        """Starts the other ranks, which begin to load; `connect` waits for them.
+
+        placement: of rank 0; on GPUs, the others have those after it.
+        num_threads: of torch, for each of them.
+        exchange_s: how long a rank may be late.
+        Raises RequestError for more ranks than there are GPUs.
+        """
+        self.rank = Rank(0, size)
+        self.weight_bytes: tuple[int, ...] = ()
+        self._placement = placement
+        self._exchange_s = exchange_s
+        placements = [_placement(placement, index, size) for index in range(1, size)]
+        self._folder = Path(tempfile.mkdtemp(prefix="epd-ranks-"))
+        self._communicator: Communicator | None = None
+        self._lost = ""
+        self._followers: list[_Follower] = []
+        self._end = weakref.finalize(self, _end, self._followers, self._folder)
+        for index, placed in enumerate(placements, start=1):
+            rank, meeting = Rank(index, size), self._folder / "meeting"
+            settings = FollowerSettings(model_path, placed, rank, meeting, num_threads, exchange_s)
+            self._followers.append(_Follower(settings))
+
+    def connect(self) -> None:
+        """Waits until all ranks have loaded their parts.
+
+        Raises what one of them refuses, or RankLostError.
+        """
+        self.weight_bytes = tuple(self._ready(follower).weight_bytes for follower in self._followers)
+        with self.computing():
+            self._communicator = Communicator(
+                self.rank, self._folder / "meeting", self._placement.device, self._exchange_s
+            )
+        if not self._placement.is_cuda:  # gloo does not meet again
+            shutil.rmtree(self._folder, ignore_errors=True)
+        for follower in self._followers:
+            threading.Thread(target=_watch, args=(weakref.ref(self), follower), daemon=True).start()
+
+    def _ready(self, follower: _Follower) -> Ready:
+        with self.computing():
+            if not follower.connection.poll(_START_S):
+                raise TimeoutError(f"rank {follower.rank.index} has not loaded within {_START_S:.0f} s")
+            reply = follower.connection.recv()
+        if isinstance(reply, EPDError):
+            self.close()
+            raise reply
+        assert isinstance(reply, Ready)
+        return reply
+
+    def tell(self, step: object) -> None:
+        with self.computing():
+            for follower in self._followers:
+                follower.connection.send(step)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        if self._lost:
+            raise RankLostError(self._lost)
+        try:
+            yield
+        except RankLostError:
+            raise
+        except Exception as error:
+            self.lose(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+            raise RankLostError(self._lost or "the processes that share the model were ended") from error
+
+    def lose(self, reason: str) -> None:
+        """Ends all ranks, since one is lost or at another step. From any thread."""
+        if self._lost or not self._end.alive:
+            return
+        self._lost = (
+            f"one of {self.rank.size} processes that share the language model is lost ({reason}); the worker "
+            "ends with it; start it again, and see the log of the processes"
+        )
+        logger.error("%s", self._lost)
+        if self._communicator is not None:
+            with suppress(Exception):  # whatever a broken group still raises
+                self._communicator.abort()
+        self.close()
+
+    def add_up(self, tensor: Tensor) -> None:
+        self._connected.add_up(tensor)
+
+    def share(self, tensor: Tensor) -> None:
+        self._connected.share(tensor)
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        return self._connected.gather(tensor)
+
+    @property
+    def _connected(self) -> Communicator:
+        if self._communicator is None:
+            raise RankLostError("the ranks are not connected; wait for them first")
+        return self._communicator
+
+    @property
+    def process_ids(self) -> list[int]:
+        return [follower.process.pid for follower in self._followers]
+
+    def close(self) -> None:
+        """Ends the other ranks. Nothing is left of them."""
+        self._end()
+
+
+def _watch(group: weakref.ref[ProcessRanks], follower: _Follower) -> None:
+    """Waits for the end of another rank, which ends the group: exchanges over NCCL would go on waiting."""
+    status = follower.process.wait()
+    held = group()
+    if held is not None:
+        held.lose(f"rank {follower.rank.index} has ended with status {status}")
+
+
+def _end(followers: Sequence[_Follower], folder: Path) -> None:
+    for follower in followers:
+        follower.connection.close()
+    for follower in followers:
+        try:
+            follower.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            follower.process.kill()
+            follower.process.wait()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _placement(placement: Placement, index: int, size: int) -> Placement:
+    """Returns where another rank is. Raises RequestError for a GPU that is not there."""
+    if not placement.is_cuda:
+        return placement
+    first, num_gpus = placement.device.index or 0, torch.cuda.device_count()
+    if first + size > num_gpus:
+        raise RequestError(
+            f"received a tensor parallel size of {size} on '{placement.device}'; allowed: up to "
+            f"{num_gpus - first}, the GPUs from there on that this process sees; set a smaller one"
+        )
+    return Placement(torch.device("cuda", first + index), placement.dtype)

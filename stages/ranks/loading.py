@@ -1,0 +1,36 @@
+"""Loads a model for a worker of one rank or of several."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from encoders.names import WeightSet
+from stages.decoder.rank_cut import cut_model
+from stages.loading.weights import OnBytes, load_role
+from stages.placement import Placement
+from stages.ranks.group import ProcessRanks
+
+
+def load_with_ranks(
+    path: Path, role: WeightSet, placement: Placement, size: int, on_progress: OnBytes | None = None
+) -> tuple[Any, ProcessRanks | None]:
+    """Loads a model, or rank 0's part of it and the other ranks; None with a size of 1.
+
+    The vision tower is rank 0's, whole. Raises as `load_role` does, RequestError for more ranks than GPUs,
+    UnsupportedModelError for a language model that so many ranks cannot share, and RankLostError.
+    """
+    if size == 1:
+        return load_role(path, role, placement, on_progress=on_progress).model, None
+    ranks = ProcessRanks(path, placement, size, num_threads=torch.get_num_threads())
+    try:
+        cut = partial(cut_model, rank=ranks.rank)
+        model = load_role(path, role, placement, on_progress=on_progress, cut=cut).model
+        ranks.connect()
+    except BaseException:
+        ranks.close()
+        raise
+    return model, ranks

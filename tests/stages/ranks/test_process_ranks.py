@@ -1,0 +1,149 @@
+"""Ranks as processes: they answer as one does, a lost one ends the worker, and nothing is left of them."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing import Pipe
+from pathlib import Path
+
+import pytest
+import torch
+
+import stages.ranks.group
+from epd.errors import InfeasibleError, RankLostError, RequestError
+from stages.colocated import ColocatedPipeline
+from stages.placement import CPU_FLOAT32
+from stages.ranks import follower
+from stages.ranks.group import ProcessRanks
+from stages.ranks.loading import load_with_ranks
+from tests.stages.ranks.thread_ranks import recorded
+
+LATE_S = 4.0
+# Of the largest logit: sums are taken in another order.
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def pipeline(checkpoints: dict[str, Path]) -> Iterator[ColocatedPipeline]:
+    """Two ranks of the checkpoint with deepstack features."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages.ranks.loading, "ProcessRanks", _impatient)
+        made = ColocatedPipeline.load(checkpoints["qwen3_vl"], tensor_parallel_size=2, num_kv_tokens=4096)
+    yield made
+    ranks_of(made).close()
+
+
+def _impatient(*args: object, **options: object) -> ProcessRanks:
+    return ProcessRanks(*args, **options, exchange_s=LATE_S)  # type: ignore[arg-type]
+
+
+def ranks_of(pipeline: ColocatedPipeline) -> ProcessRanks:
+    ranks = pipeline.engine._moves._ranks
+    assert isinstance(ranks, ProcessRanks)
+    return ranks
+
+
+def is_running(process_id: int) -> bool:
+    return Path(f"/proc/{process_id}").exists()
+
+
+def test_two_processes_answer_as_one_does(
+    pipeline: ColocatedPipeline, checkpoints: dict[str, Path], media: dict[str, Path]
+) -> None:
+    alone = ColocatedPipeline.load(checkpoints["qwen3_vl"], num_kv_tokens=4096)
+    ours, theirs = recorded(pipeline.engine), recorded(alone.engine)
+    for names in ([], ["video", "image"]):
+        question = ([media[name] for name in names], "What is shown?")
+        answers = [each.ask(*question, max_tokens=12) for each in (pipeline, alone)]
+        assert answers[0].token_ids == answers[1].token_ids
+        assert answers[0].usage == answers[1].usage
+    assert all(
+        (mine - their).abs().max() <= 1e-5 * their.abs().max()
+        for mine, their in zip(ours, theirs, strict=True)
+        if len(their)
+    )
+
+
+def test_the_other_process_holds_half_of_the_language_model(
+    pipeline: ColocatedPipeline, checkpoints: dict[str, Path]
+) -> None:
+    loaded, ranks = load_with_ranks(checkpoints["qwen3_vl"], "language", CPU_FLOAT32, 1)
+    assert ranks is None
+    whole = sum(each.nbytes for each in loaded.parameters())
+    assert 0.49 < ranks_of(pipeline).weight_bytes[0] / whole < 0.51
+
+
+def test_a_rank_that_hangs_ends_the_worker_in_time(
+    pipeline: ColocatedPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last test of this pair: the process is stopped, so that its connections stay open."""
+    monkeypatch.setattr(stages.ranks.group, "_END_S", 0.1)
+    ranks = ranks_of(pipeline)
+    (process_id,) = ranks.process_ids
+    os.kill(process_id, signal.SIGSTOP)
+    start_s = time.monotonic()
+    with pytest.raises(RankLostError, match=r"one of 2 processes .* is lost .*; start it again"):
+        pipeline.ask([], "What is shown?", max_tokens=4)
+    assert LATE_S <= time.monotonic() - start_s < 4 * LATE_S
+    assert not is_running(process_id)
+    with pytest.raises(RankLostError, match="one of 2 processes"):
+        pipeline.ask([], "again?", max_tokens=4)
+
+
+def test_a_rank_that_ends_while_it_loads_is_lost_at_once(checkpoints: dict[str, Path]) -> None:
+    ranks = ProcessRanks(checkpoints["qwen3_vl"], CPU_FLOAT32, 2)
+    folder, (process_id,) = ranks._folder, ranks.process_ids
+    assert folder.exists()
+    os.kill(process_id, signal.SIGKILL)
+    with pytest.raises(RankLostError, match="one of 2 processes"):
+        ranks.connect()
+    assert not folder.exists()
+    assert not is_running(process_id)
+
+
+def test_a_rank_ends_with_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is all that tells it of the end of rank 0, which may have been killed; it may be in an exchange."""
+    statuses: list[int] = []
+
+    def end(status: int) -> None:
+        statuses.append(status)
+        raise SystemExit
+
+    monkeypatch.setattr(os, "_exit", end)
+    ours, theirs = Pipe()
+    steps: queue.SimpleQueue[object] = queue.SimpleQueue()
+    ours.send("a step")
+    ours.close()
+    with pytest.raises(SystemExit):
+        follower._read(theirs, steps)
+    assert steps.get_nowait() == "a step"
+    assert statuses == [0]
+
+
+def test_what_another_rank_refuses_is_raised_here(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boot = (
+        "import sys; sys.path[:] = {path!r}; from multiprocessing.connection import Connection; "
+        "from epd.errors import InfeasibleError; Connection({descriptor}).send(InfeasibleError('no room'))"
+    )
+    monkeypatch.setattr(stages.ranks.group, "_BOOT", boot)
+    ranks = ProcessRanks(checkpoints["qwen3_vl"], CPU_FLOAT32, 2)
+    (process_id,) = ranks.process_ids
+    with pytest.raises(InfeasibleError, match="no room"):
+        ranks.connect()
+    assert not is_running(process_id)
+
+
+def test_more_ranks_than_gpus_are_refused(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    placement = replace(CPU_FLOAT32, device=torch.device("cuda", 1))
+    with pytest.raises(RequestError, match=r"size of 4 on 'cuda:1'; allowed: up to 2, the GPUs"):
+        ProcessRanks(checkpoints["qwen3_vl"], placement, 4)

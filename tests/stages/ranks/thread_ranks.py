@@ -1,0 +1,67 @@
+"""Two ranks in one process: the other is a thread that does what its process would do, over real gloo."""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stages.placement import CPU_FLOAT32
+from stages.rank import Rank
+from stages.ranks.communicator import Communicator
+from stages.ranks.follower import Follower, FollowerSettings
+
+EXCHANGE_S = 20.0
+
+
+class ThreadRanks(Communicator):
+    """Rank 0 of two. follower: the other rank. steps: all that it was told, by type."""
+
+    def __init__(self, path: Path, folder: Path) -> None:
+        meeting = folder / "meeting"
+        self.steps: list[str] = []
+        self._told: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        num_threads = torch.get_num_threads()
+        settings = FollowerSettings(path, CPU_FLOAT32, Rank(1, 2), meeting, num_threads, EXCHANGE_S)
+        self.follower = Follower(settings)
+        self._thread = threading.Thread(target=self._follow, args=(settings,), daemon=True)
+        self._thread.start()
+        super().__init__(Rank(0, 2), meeting, torch.device("cpu"), EXCHANGE_S)
+
+    def _follow(self, settings: FollowerSettings) -> None:
+        self.follower.connect(settings)
+        while (step := self._told.get()) is not None:
+            self.follower.carry_out(pickle.loads(step))
+
+    def tell(self, step: object) -> None:
+        self.steps.append(type(step).__name__)
+        self._told.put(pickle.dumps(step))
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        yield
+
+    def close(self) -> None:
+        """Returns when the follower has done all that it was told."""
+        self._told.put(None)
+        self._thread.join(EXCHANGE_S)
+        assert not self._thread.is_alive()
+
+
+def recorded(engine: Any) -> list[torch.Tensor]:
+    """The logits of all passes of an engine from now on."""
+    logits: list[torch.Tensor] = []
+    run = engine._runner.run
+
+    def run_recorded(segments: Any) -> torch.Tensor:
+        logits.append(run(segments))
+        return logits[-1].clone()
+
+    engine._runner.run = run_recorded
+    return logits
