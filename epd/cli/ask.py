@@ -28,6 +28,7 @@ from epd.cli.options import (
     Retention,
     SkipStatic,
     Start,
+    TensorParallelSize,
     TowerMergeLayer,
     TowerShare,
     Url,
@@ -61,6 +62,7 @@ def ask(
     max_tokens: MaxTokens = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    tensor_parallel_size: TensorParallelSize = 1,
     draft: Draft = DEFAULT_DRAFT,
     max_draft: MaxDraft = DEFAULT_MAX_DRAFT,
     url: Url = None,
@@ -76,7 +78,7 @@ def ask(
     policy, budget = reduction_policy(reduction, retention), visual_budget(max_visual_tokens, retention)
     drafting, merge = draft_config(draft, max_draft), tower_merge(tower_share, tower_merge_layer)
     if url is not None:
-        check_server_options(skip_static, device, dtype, drafting, merge)
+        check_server_options(skip_static, device, dtype, drafting, merge, tensor_parallel_size)
         check_question(question)
         options = api_options(fps, frames, start, end, retention, reduction, max_visual_tokens, max_tokens)
         conversation = conversation_with(url, api_key, model, paths, options)
@@ -85,7 +87,15 @@ def ask(
     from epd.cli.pipelines import open_pipeline  # torch
 
     pipeline = open_pipeline(
-        paths, question, model, skip_static, merge=merge, device=device, dtype=dtype, drafting=drafting
+        paths,
+        question,
+        model,
+        skip_static,
+        merge=merge,
+        device=device,
+        dtype=dtype,
+        drafting=drafting,
+        tensor_parallel_size=tensor_parallel_size,
     )
     with console.progress_bar("frames") as show:
         answer = pipeline.ask(

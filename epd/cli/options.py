@@ -108,6 +108,16 @@ Dtype = Annotated[
         "and float32 on a CPU.",
     ),
 ]
+TensorParallelSize = Annotated[
+    int,
+    typer.Option(
+        "--tensor-parallel-size",
+        metavar="N",
+        min=1,
+        max=64,
+        help="Processes that share the language model, each on a GPU of its own, from --device on.",
+    ),
+]
 Fps = Annotated[
     float | None,
     typer.Option(
@@ -338,10 +348,12 @@ def check_server_options(
     dtype: str,
     drafting: DraftConfig,
     merge: TowerMerge | None = None,
+    tensor_parallel_size: int = 1,
 ) -> None:
     """Raises RequestError for options that a running server has its own values of."""
     own = {"--skip-static": skip_static, "--device": device, "--dtype": dtype, "--draft": drafting.method}
     own["--tower-share"] = None if merge is None else merge.share
+    own["--tensor-parallel-size"] = None if tensor_parallel_size == 1 else tensor_parallel_size
     for name, value in own.items():
         if value not in (None, "auto" if name != "--draft" else "none"):
             raise RequestError(

@@ -29,13 +29,21 @@ def open_pipeline(
     device: str = "auto",
     dtype: str = "auto",
     drafting: DraftConfig = NO_DRAFTS,
+    tensor_parallel_size: int = 1,
 ) -> ColocatedPipeline:
     """Checks the input, then loads a model. Raises EPDError."""
     check_question(question)
     for path in paths:
         video.media_kind(path)
     placement = placement_of(device, dtype, model)
-    return load_pipeline(model, placement, skip_static=skip_static, merge=merge, drafting=drafting)
+    return load_pipeline(
+        model,
+        placement,
+        skip_static=skip_static,
+        merge=merge,
+        drafting=drafting,
+        tensor_parallel_size=tensor_parallel_size,
+    )
 
 
 def placement_of(device: str, dtype: str, model: Path | None) -> Placement:
@@ -50,6 +58,7 @@ def load_pipeline(
     skip_static: float | None = None,
     drafting: DraftConfig = NO_DRAFTS,
     merge: TowerMerge | None = None,
+    tensor_parallel_size: int = 1,
 ) -> ColocatedPipeline:
     """Loads a model. Raises EPDError."""
     with console.loading_bar() as show:
@@ -60,5 +69,6 @@ def load_pipeline(
             skip_static=skip_static,
             merge=merge,
             drafting=drafting,
+            tensor_parallel_size=tensor_parallel_size,
             on_progress=show,
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 from stages.rank import Rank
 
 # How long a rank waits for the others in one exchange. They may be compiling kernels, not loading weights.
-EXCHANGE_S = 120.0
+EXCHANGE_S = 60.0
 _LOOPBACK = "127.0.0.1"
 
 

@@ -3,7 +3,7 @@
 start     rank 1 ... load their parts while rank 0 loads its own
 tell      a step goes to all of them at once, and rank 0 computes its part
 a loss    exchanges end, every rank is ended, and whoever asks gets RankLostError
-the end   connections are closed; a rank ends with its own, also if rank 0 is killed
+the end   the others are killed; if rank 0 was, they end with their connections to it
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 _BOOT = "import sys; sys.path[:] = {path!r}; from stages.ranks.follower import main; main({descriptor})"
 # A part of the weights may be as large as a GPU, and come from a slow disk.
 _START_S = 1800.0
-_END_S = 5.0
 
 
 class _Follower:
@@ -142,7 +141,7 @@ class ProcessRanks:
             f"one of {self.rank.size} processes that share the language model is lost ({reason}); the worker "
             "ends with it; start it again, and see the log of the processes"
         )
-        logger.error("%s", self._lost)
+        logger.info("%s", self._lost)
         if self._communicator is not None:
             with suppress(Exception):  # whatever a broken group still raises
                 self._communicator.abort()
@@ -181,14 +180,11 @@ def _watch(group: weakref.ref[ProcessRanks], follower: _Follower) -> None:
 
 
 def _end(followers: Sequence[_Follower], folder: Path) -> None:
-    for follower in followers:
+    for follower in followers:  # they hold nothing that is to be kept
         follower.connection.close()
+        follower.process.kill()
     for follower in followers:
-        try:
-            follower.process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            follower.process.kill()
-            follower.process.wait()
+        follower.process.wait()
     shutil.rmtree(folder, ignore_errors=True)
 
 

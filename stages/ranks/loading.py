@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from encoders.names import WeightSet
 from stages.decoder.rank_cut import cut_model
+from stages.loading.weight_files import TensorPart
 from stages.loading.weights import OnBytes, load_role
 from stages.placement import Placement
+from stages.rank import Rank
 from stages.ranks.group import ProcessRanks
 
 
@@ -25,12 +27,19 @@ def load_with_ranks(
     """
     if size == 1:
         return load_role(path, role, placement, on_progress=on_progress).model, None
-    ranks = ProcessRanks(path, placement, size, num_threads=torch.get_num_threads())
+    started: list[ProcessRanks] = []
+
+    def cut(model: nn.Module) -> dict[str, TensorPart]:
+        """Cuts the model, and then starts the others: what cannot be shared is refused before."""
+        parts = cut_model(model, Rank(0, size))
+        started.append(ProcessRanks(path, placement, size, num_threads=torch.get_num_threads()))
+        return parts
+
     try:
-        cut = partial(cut_model, rank=ranks.rank)
         model = load_role(path, role, placement, on_progress=on_progress, cut=cut).model
-        ranks.connect()
+        started[0].connect()
     except BaseException:
-        ranks.close()
+        for ranks in started:
+            ranks.close()
         raise
-    return model, ranks
+    return model, started[0]

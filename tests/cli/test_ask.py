@@ -178,6 +178,7 @@ def test_an_unsupported_model_type_lists_the_supported(media: dict[str, Path], t
         ("--retention", "0.01"),
         ("--skip-static", "-1"),
         ("--tower-share", "0.1"),
+        ("--tensor-parallel-size", "4"),
         ("--tower-merge-layer", "2"),
         ("--tower-merge-layer", "4", "--tower-share", "0.5"),
         ("--start", "9.5"),

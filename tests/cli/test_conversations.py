@@ -199,6 +199,7 @@ def test_what_cannot_be_asked_is_one_line(server: Server) -> None:
         ("--skip-static", "0"),
         ("--draft", "auto"),
         ("--tower-share", "0.5"),
+        ("--tensor-parallel-size", "2"),
     ):
         assert f"received {option[0]}" in line_of(run(*ask, *server.options, *option), 2)
     assert "the question is empty" in line_of(run("ask", server.clip, " ", *server.options), 2)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import stages.ranks.group
-from epd.errors import InfeasibleError, RankLostError, RequestError
+from epd.errors import InfeasibleError, RankLostError, RequestError, UnsupportedModelError
 from stages.colocated import ColocatedPipeline
 from stages.placement import CPU_FLOAT32
 from stages.ranks import follower
@@ -78,11 +78,8 @@ def test_the_other_process_holds_half_of_the_language_model(
     assert 0.49 < ranks_of(pipeline).weight_bytes[0] / whole < 0.51
 
 
-def test_a_rank_that_hangs_ends_the_worker_in_time(
-    pipeline: ColocatedPipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_hangs_ends_the_worker_in_time(pipeline: ColocatedPipeline) -> None:
     """The last test of this pair: the process is stopped, so that its connections stay open."""
-    monkeypatch.setattr(stages.ranks.group, "_END_S", 0.1)
     ranks = ranks_of(pipeline)
     (process_id,) = ranks.process_ids
     os.kill(process_id, signal.SIGSTOP)
@@ -138,6 +135,14 @@ def test_what_another_rank_refuses_is_raised_here(
     with pytest.raises(InfeasibleError, match="no room"):
         ranks.connect()
     assert not is_running(process_id)
+
+
+def test_what_cannot_be_shared_is_refused_before_a_process_starts(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages.ranks.loading, "ProcessRanks", lambda *_, **__: pytest.fail("one was started"))
+    with pytest.raises(UnsupportedModelError, match="allowed: 1, 2;"):
+        load_with_ranks(checkpoints["qwen3_vl"], "language", CPU_FLOAT32, 4)
 
 
 def test_more_ranks_than_gpus_are_refused(
