@@ -40,6 +40,7 @@ class Killer:
     def __init__(self, cluster: Cluster, is_deadly: Callable[[int], Awaitable[bool]]) -> None:
         self.lost: list[tuple[str, int]] = []
         self.tasks: list[asyncio.Task[None]] = []
+        self._ended: dict[tuple[str, int], asyncio.Event] = {}
         self._cluster = cluster
         self._is_deadly = is_deadly
         for front in cluster.fronts:
@@ -53,13 +54,16 @@ class Killer:
                 worker = (target, front.fleet.workers[target].incarnation)
                 if worker not in self.lost:
                     self.lost.append(worker)
-                    self.tasks.append(asyncio.create_task(self._kill(target)))
+                    self._ended[worker] = asyncio.Event()
+                    self.tasks.append(asyncio.create_task(self._kill(target, self._ended[worker])))
+                await self._ended[worker].wait()  # or it might be done with the prompt before
             return await send(stage, target, message, bulk)
 
         front.fleet.send = watched  # type: ignore[method-assign,assignment]
 
-    async def _kill(self, target: str) -> None:
+    async def _kill(self, target: str, has_ended: asyncio.Event) -> None:
         await self._cluster.kill(self._cluster.worker(target))
+        has_ended.set()
         await self._cluster.add_stage()
 
 
