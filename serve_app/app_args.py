@@ -23,6 +23,7 @@ from epd.reduction import (
     LEAST_RETENTION,
     LEAST_TOWER_SHARE,
     METHODS,
+    SELECTION_METHODS,
     ReductionPolicy,
     TowerMerge,
     tower_merge,
@@ -103,6 +104,13 @@ class AppArgs(BaseModel):
         default="auto",
         description="Type of weights and activations: bfloat16, float16 or float32; auto is the checkpoint's "
         "own on a GPU and float32 on a CPU.",
+    )
+    tensor_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Processes that share the language model, each on a GPU of its own, from device on; only "
+        "with --local, and 1epd as the topology.",
     )
     num_fronts: int = Field(
         default=1, ge=1, le=64, description="Replicas that answer HTTP; each works with all workers."
@@ -330,7 +338,8 @@ class AppArgs(BaseModel):
     @property
     def threads_per_worker(self) -> int:
         """Returns torch threads per stage worker. One core is left to HTTP and Ray; workers share it."""
-        share = (usable_cpus() - 1) // parse_topology(self.topology).num_workers
+        num_processes = parse_topology(self.topology).num_workers * self.tensor_parallel_size
+        share = (usable_cpus() - 1) // num_processes
         return self.num_threads or max(1, share)
 
     @property
@@ -364,9 +373,25 @@ class AppArgs(BaseModel):
                 "received the same admin_api_key and api_key; allowed: different keys; change one of them"
             )
         _ = self.reduction_policy, self.load_retention, self.tower_merge
+        self._check_ranks()
         names = ("allowed_media_path", "trace_dir", "files_dir")
         paths = {name: (folder := getattr(self, name)) and folder.resolve() for name in names}
         return self.model_copy(update={"model": self.model_path.resolve(), **paths})
+
+    def _check_ranks(self) -> None:
+        """Raises RequestError for workers that cannot have several processes."""
+        received = f"received a tensor_parallel_size of {self.tensor_parallel_size}"
+        if self.tensor_parallel_size > 1 and (self.topology != "1epd" or self.elastic):
+            elastic = " and elastic" if self.elastic else ""
+            raise RequestError(
+                f"{received} with the topology {self.topology}{elastic}; allowed: with 1epd, whose roles "
+                "stay; set topology 1epd, or leave the size out"
+            )
+        if self.tensor_parallel_size > 1 and self.reduction not in SELECTION_METHODS:
+            raise RequestError(
+                f"{received} with the reduction {self.reduction}, which the language model chooses by its "
+                f"heads; allowed: {', '.join(SELECTION_METHODS)}; use one of these"
+            )
 
     @property
     def workers(self) -> Mapping[str, frozenset[Stage]]:

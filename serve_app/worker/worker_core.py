@@ -77,7 +77,11 @@ class WorkerCore:
         self._is_load_unreported = False
         self._has_moved = False
         self._settled_roles = roles
-        self._set_roles(roles)
+        try:
+            self._set_roles(roles)
+        except BaseException:
+            self.close()
+            raise
 
     def handle(self, message: Message[Any], bulk: UInt8Array | None = None) -> Any:
         """Handles a message and returns its reply. bulk: frames, uint8 [N, h, w, 3]. Raises EPDError."""
@@ -249,13 +253,18 @@ class WorkerCore:
     # Work
 
     def step(self) -> bool:
-        """Advances every role by one step. Returns whether there was any progress."""
+        """Advances every role by one step. Returns whether there was any progress. Raises RankLostError."""
+        self._builder.check_ranks()
         has_moved = [role.step(self._reports) for role in self.hosted.values()]
         if not self._is_switching and self.hosted.keys() != stages_of(self.roles):
             self._drop_drained(self.roles)
         self._has_moved = any(has_moved)
         self._is_load_unreported |= self._has_moved
         return self._has_moved
+
+    def close(self) -> None:
+        """Ends the processes that the worker has started."""
+        self._builder.end_ranks()
 
     def has_work(self) -> bool:
         """Returns whether any work is left: then messages from other workers may need a step."""

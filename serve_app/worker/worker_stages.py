@@ -17,7 +17,7 @@ import torch
 from encoders import Adapter, load_adapter
 from encoders.names import WeightSet
 from epd.encode.encoder_cache import EncoderCacheManager
-from epd.errors import InfeasibleError
+from epd.errors import InfeasibleError, RequestError
 from epd.kv.drafting import NO_DRAFTS, DraftConfig
 from epd.kv.scheduling import SchedulerConfig
 from epd.reduction import TowerMerge
@@ -33,7 +33,7 @@ from stages.engine.engine import LanguageEngine
 from stages.engine.generation import EngineCounts, generation_settings
 from stages.engine.kv_pool import KVPools, KVPoolsShape
 from stages.engine.setup import BLOCK_SIZE, build_engine, kv_shape
-from stages.loading.weights import WholeModel, load_role
+from stages.loading.weights import WholeModel
 from stages.memory_sizing import (
     DEFAULT_EMBEDDINGS,
     DEFAULT_UTILIZATION,
@@ -44,6 +44,8 @@ from stages.memory_sizing import (
 )
 from stages.placement import Placement
 from stages.prefill import PrefillStage
+from stages.ranks.group import ProcessRanks
+from stages.ranks.loading import load_with_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class WorkerSettings:
     num_kv_pools: that share the machine's memory if num_kv_tokens is not set
     is_alone: whether it is the model's only worker, which shares its weights with none
     num_sharing: workers of this process, which share its GPU
+    tensor_parallel_size: processes that share the language model, of a worker that is alone
     """
 
     model_path: Path
@@ -82,6 +85,7 @@ class WorkerSettings:
     num_kv_pools: int = 1
     is_alone: bool = False
     num_sharing: int = 1
+    tensor_parallel_size: int = 1
 
     def placement(self) -> Placement:
         """Returns where the models of this process run. Raises RequestError for what the machine lacks."""
@@ -134,6 +138,7 @@ class StageBuilder:
         self._whole = self._mapped()
         self._language: Any = None
         self._encoder: Any = None
+        self._ranks: ProcessRanks | None = None
         self._kv_tokens = settings.num_kv_tokens
         self._num_embeddings = settings.num_embeddings or DEFAULT_EMBEDDINGS
         self._pools: dict[str, EncoderPoolShape | KVPoolsShape] = {}  # by endpoint and kind
@@ -173,8 +178,9 @@ class StageBuilder:
         if not missing & {"prefill", "decode"}:
             return
         num_missing = len(missing & {"encode", "prefill"})
+        language = self._language_model()
         self._kv_tokens = measured_kv_tokens(
-            self._language_model(),
+            language,
             None if encoder is None else self.adapter.vision_tower(encoder),
             self.adapter,
             self.generation,
@@ -185,6 +191,7 @@ class StageBuilder:
             name=settings.model_path.name,
             letters=role_letters(roles),
             memory_of=self._memory,
+            ranks=self._ranks,
         )
 
     def memory(self) -> MemoryUse:
@@ -263,11 +270,25 @@ class StageBuilder:
         self._use = None
         if not stages & {"prefill", "decode"}:
             self._language = None
+            self.end_ranks()
         if "encode" not in stages:
             self._encoder = None
 
+    def check_ranks(self) -> None:
+        """Raises RankLostError if a process that shares the language model is lost."""
+        if self._ranks is not None:
+            self._ranks.check()
+
+    def end_ranks(self) -> None:
+        """Ends the processes that share the language model, if there are any."""
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
+
     def _engine(self, name: str, scheduler: SchedulerConfig) -> tuple[LanguageEngine, KVConnector]:
         settings, model = self.settings, self._language_model()
+        if self._ranks is not None and any(isinstance(each, KVPoolsShape) for each in self._pools.values()):
+            raise RequestError("several processes share the language model for one engine; keep the roles")
         shape = kv_shape(model, self._kv_tokens, settings.block_size, settings.num_kv_pools)
         pools, connector = self.transport.kv(name, shape, self.placement.device)
         self._pools[f"{name} kv"], self._use = shape, None
@@ -279,6 +300,7 @@ class StageBuilder:
             config=scheduler,
             enable_prefix_caching=settings.enable_prefix_caching,
             drafting=settings.drafting,
+            ranks=self._ranks,
         )
         return engine, connector
 
@@ -307,7 +329,9 @@ class StageBuilder:
         if self._whole is not None:
             model = self._whole.part(role)
         else:
-            model = load_role(self.settings.model_path, role, self.placement).model
+            size = self.settings.tensor_parallel_size if role == "language" else 1
+            model, ranks = load_with_ranks(self.settings.model_path, role, self.placement, size)
+            self._ranks = ranks or self._ranks
         self.weights_s += time.perf_counter() - start_s
         return model
 

@@ -115,6 +115,9 @@ class WorkerThread:
             logger.exception("worker %s broke", self.name)
             reason = f"{type(error).__name__}: {error}"
             self._end(UnavailableError(reason), reason)
+        finally:
+            if self.core is not None:
+                self.core.close()
 
     def _end(self, error: EPDError, reason: str) -> None:
         """Ends the worker: the caller of `start` gets the error, the listener the reason."""

@@ -121,10 +121,14 @@ class ProcessRanks:
             for follower in self._followers:
                 follower.connection.send(step)
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
+    def check(self) -> None:
+        """Raises RankLostError if one of the ranks is lost."""
         if self._lost:
             raise RankLostError(self._lost)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        self.check()
         try:
             yield
         except RankLostError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,3 +54,28 @@ def test_a_worker_builds_its_pool_within_its_share(
     num_blocks, block_size = engine.kv.spec.num_blocks[0], engine.kv.spec.block_size
     share = 24 * MIB // num_pools
     assert 0.9 * share < num_blocks * block_size * engine.pools.bytes_per_token <= share
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "size of 2 with the topology 1e1p1d; allowed: with 1epd"),
+        ({"topology": "2epd"}, "with the topology 2epd; allowed"),
+        ({"topology": "1epd", "elastic": True}, "with the topology 1epd and elastic; allowed"),
+        ({"topology": "1epd", "reduction": "mustdrop"}, "the reduction mustdrop, which .* allowed: balanced"),
+    ],
+)
+def test_several_processes_are_for_one_worker_that_keeps_its_roles(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        AppArgs(tensor_parallel_size=2, **options).resolved()
+    assert AppArgs(tensor_parallel_size=1, **options).resolved().tensor_parallel_size == 1
+
+
+def test_processes_of_a_worker_share_its_room_and_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve_app.app_args.usable_cpus", lambda: 9)
+    args = AppArgs(topology="1epd", tensor_parallel_size=2)
+    assert args.threads_per_worker == 4
+    assert worker_settings(args).num_kv_pools == 2 * args.num_kv_pools
+    assert worker_settings(args).tensor_parallel_size == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import threading
 import time
@@ -16,6 +18,7 @@ from epd.errors import ModelError, RequestError
 from serve_app.app_args import AppArgs
 from serve_app.http.address import HttpAddress
 from serve_app.local.server import served_locally
+from stages.ranks.group import ProcessRanks
 
 QUESTION = {"messages": [{"role": "user", "content": "What is it?"}]}
 
@@ -97,3 +100,29 @@ def test_what_cannot_be_served_is_raised(address: HttpAddress, tmp_path: Path) -
     with address.listen(), taken, served_locally(AppArgs(), address):
         pass
     address.listen().close()
+
+
+def test_a_worker_of_two_processes_answers_and_comes_back_when_one_is_lost(
+    address: HttpAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes are started, one after the other: what no test with threads can show."""
+    started: list[ProcessRanks] = []
+    start = ProcessRanks.__init__
+
+    def start_seen(ranks: ProcessRanks, *args: object, **options: object) -> None:
+        start(ranks, *args, **options)  # type: ignore[arg-type]
+        started.append(ranks)
+
+    monkeypatch.setattr(ProcessRanks, "__init__", start_seen)
+    body = {**QUESTION, "max_tokens": 8, "ignore_eos": True}
+    args = AppArgs(topology="1epd", tensor_parallel_size=2)
+    with served_locally(args, address), client_of(address) as client:
+        answer = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+        os.kill(started[0].process_ids[0], signal.SIGKILL)
+        deadline_s = time.monotonic() + 60
+        while len(started) < 2:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        assert client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"] == answer
+    process_ids = [each for ranks in started for each in ranks.process_ids]
+    assert not [each for each in process_ids if Path(f"/proc/{each}").exists()]

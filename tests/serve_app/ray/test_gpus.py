@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from epd.errors import InfeasibleError
+from epd.errors import InfeasibleError, RequestError
 from serve_app.app_args import AppArgs
 from serve_app.ray import gpus
 from tests import ROOT
@@ -94,6 +94,11 @@ def test_only_stage_workers_ask_for_gpus() -> None:
     assert {name: options.get("num_gpus", 0) for name, options in found.items()} == {
         "Front": 0, "Media": 0, "Stage": 0.5,
     }  # fmt: skip
+
+
+def test_a_worker_of_several_processes_is_refused_on_ray() -> None:
+    with pytest.raises(RequestError, match=r"tensor_parallel_size of 2 on Ray; .*; use epd serve --local"):
+        build_app(AppArgs(topology="1epd", tensor_parallel_size=2))
 
 
 _PROBE = """
