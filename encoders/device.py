@@ -60,9 +60,27 @@ def to_host(tensor: Tensor) -> Tensor:
 
 def all_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Reads tensors of one device back, in one copy; those of a CPU are returned as they are."""
-    if all(tensor.device.type == "cpu" for tensor in tensors):
-        return list(tensors)
-    return _unpacked(to_host(_packed(tensors)), tensors)
+    return HostCopy(tensors).wait()
+
+
+class HostCopy:
+    """Copies tensors of one device to the host, behind what is queued there now and before what follows."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._is_there = all(tensor.device.type == "cpu" for tensor in tensors)
+        if not self._is_there:
+            packed = _packed(tensors)
+            self._host = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=True)
+            self._host.copy_(packed, non_blocking=True)
+            self._done = torch.cuda.current_stream(packed.device).record_event()
+
+    def wait(self) -> list[Tensor]:
+        """Waits for the copy, and returns the tensors; those of a CPU are returned as they are."""
+        if self._is_there:
+            return self._tensors
+        self._done.synchronize()
+        return _unpacked(self._host, self._tensors)
 
 
 def _packed(tensors: Sequence[Tensor], *, pin_memory: bool = False) -> Tensor:

@@ -28,9 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from transformers import AutoModelForImageTextToText
 
-from encoders.device import constants
+from encoders.device import HostCopy, constants
 from encoders.families import grids, qwen_tower
-from stages.sampling import sampler
 from tests import ROOT
 
 aten = torch.ops.aten
@@ -40,7 +39,7 @@ CPU = torch.device("cpu")
 # Where the host may wait for the device, by file and function, and why.
 WAITS: dict[tuple[str, str], str] = {
     ("stages/sampling/sampler.py", "_argmax"): "the sampled tokens: text, ends and the next pass need them",
-    ("stages/sampling/sampler.py", "_chosen"): "the same, with logprobs and whether the draw was exact",
+    ("stages/sampling/sampler.py", "_on_host"): "the same, with logprobs and whether the draw was exact",
     ("stages/sampling/candidates.py", "_top_k"): "rows with more equals of the last than are looked at",
     ("encoders/reduction/selection.py", "choose"): "kept tokens are placed in the prompt, by their positions",
     ("encoders/reduction/selection.py", "_in_turns"): "the same, of the default method",
@@ -117,16 +116,16 @@ class FakeCuda(TorchDispatchMode):
 
     def _on_device(self, func: Any, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if packet is aten._local_scalar_dense:
-            self._wait("a value is read")
+            self.wait("a value is read")
             value = self._read(args[0])
             with unset_fake_temporarily():
                 return value.item()
         if packet is aten._to_copy and _device_of(kwargs) == "cpu":
-            self._wait("a tensor is copied to the host")
+            self.wait("a tensor is copied to the host")
             return self._read(args[0], kwargs.get("dtype"))
         if packet is aten.copy_ and args[0].device.type == "cpu":
             if not (self._is_pinned(args[0]) and _does_not_block(args, kwargs)):
-                self._wait("a tensor is copied to the host")
+                self.wait("a tensor is copied to the host")
             values = self._read(args[1])
             with unset_fake_temporarily():
                 return args[0].copy_(values)
@@ -140,13 +139,13 @@ class FakeCuda(TorchDispatchMode):
 
     def _check(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if packet in _READS:
-            self._wait(f"{packet} depends on values")
+            self.wait(f"{packet} depends on values")
         if packet is aten.repeat_interleave and kwargs.get("output_size") is None:
-            self._wait("repeat_interleave without output_size")
+            self.wait("repeat_interleave without output_size")
         if packet in _INDEXED and any(each.dtype in (torch.bool, torch.uint8) for each in _indices(args)):
-            self._wait("a mask is an index")
+            self.wait("a mask is an index")
         if packet in _INDEXED and any(each.device.type == "cpu" for each in _indices(args)):
-            self._wait("an index lies on the host")
+            self.wait("an index lies on the host")
         if packet is aten._to_copy and args[0].device.type == "cpu":
             self._check_upload(args[0], kwargs.get("non_blocking", False))
         if packet is aten.copy_ and args[1].device.type == "cpu" and args[1].ndim:
@@ -154,9 +153,9 @@ class FakeCuda(TorchDispatchMode):
 
     def _check_upload(self, source: Tensor, non_blocking: bool) -> None:
         if not self._is_pinned(source):
-            self._wait("a copy from memory that is not pinned")
+            self.wait("a copy from memory that is not pinned")
         elif not non_blocking:
-            self._wait("a copy that is not non_blocking")
+            self.wait("a copy that is not non_blocking")
 
     def pinned(self, tensor: Tensor) -> Tensor:
         """Stands in for `Tensor.pin_memory`, which needs a GPU."""
@@ -182,7 +181,8 @@ class FakeCuda(TorchDispatchMode):
             return self.fake.from_tensor(value)
         return value
 
-    def _wait(self, how: str) -> None:
+    def wait(self, how: str) -> None:
+        """Notes a wait of the host for the device; raises for one that is not listed."""
         if not self._is_checked:
             return
         frame = _our_frame()
@@ -245,22 +245,29 @@ def _our_frame() -> FrameType:
 class FakeEvent(NamedTuple):
     """An event of the device that is always passed: nothing runs there."""
 
+    mode: FakeCuda
+
     def query(self) -> bool:
         return True
+
+    def synchronize(self) -> None:
+        self.mode.wait("an event is waited for")
 
 
 class FakeStream(NamedTuple):
     """The stream that everything is queued in."""
 
+    mode: FakeCuda
+
     def record_event(self) -> FakeEvent:
-        return FakeEvent()
+        return FakeEvent(self.mode)
 
 
 @contextmanager
 def fake_cuda() -> Iterator[FakeCuda]:
     """Runs on the fake device, with torch's operations in the place of kernels."""
     with pytest.MonkeyPatch.context() as patch, FakeCuda() as mode:
-        patch.setattr(torch.cuda, "current_stream", lambda device=None: FakeStream())  # noqa: ARG005
+        patch.setattr(torch.cuda, "current_stream", lambda device=None: FakeStream(mode))  # noqa: ARG005
         patch.setattr(Tensor, "pin_memory", lambda tensor: mode.pinned(tensor))
         patch.setattr(torch, "empty", mode.empty)
         for kept in _KEPT:
@@ -280,9 +287,9 @@ def model_like(config: Any) -> Any:
 
 def draw_exactly(patch: pytest.MonkeyPatch) -> None:
     """Lets the host read that the likeliest tokens were enough for every draw; zeros say the opposite."""
-    read = sampler.all_to_host
+    read = HostCopy.wait
 
-    def reading(tensors: list[Tensor]) -> list[Tensor]:
-        return [torch.ones_like(each) if each.dtype == torch.bool else each for each in read(tensors)]
+    def reading(copy: HostCopy) -> list[Tensor]:
+        return [torch.ones_like(each) if each.dtype == torch.bool else each for each in read(copy)]
 
-    patch.setattr(sampler, "all_to_host", reading)
+    patch.setattr(HostCopy, "wait", reading)

@@ -94,6 +94,10 @@ def _drop_from_memory(setup: Setup) -> None:
             os.close(descriptor)
 
 
+# Steps that are timed together: the device is waited for at their end alone.
+_STEPS = 6
+
+
 def decode(setup: Setup) -> Iterator[Row]:
     """A pass over one new token of each request, and steps of the whole engine behind a short context."""
     model = setup.load("language")
@@ -101,7 +105,8 @@ def decode(setup: Setup) -> Iterator[Row]:
         for batch in setup.sizes.decode_batches:
             yield _decode_pass(setup, model, batch, context)
     for batch in setup.sizes.decode_batches:
-        yield _decode_step(setup, model, batch)
+        for runs_ahead in (False, True):
+            yield _decode_step(setup, model, batch, runs_ahead=runs_ahead)
 
 
 def _decode_pass(setup: Setup, model: Any, batch: int, context: int) -> Row:
@@ -130,20 +135,27 @@ def _times(seconds: float, batch: int, read: int) -> Row:
     }
 
 
-def _decode_step(setup: Setup, model: Any, batch: int) -> Row:
+def _decode_step(setup: Setup, model: Any, batch: int, *, runs_ahead: bool) -> Row:
     """Schedule, plan, pass and sampling, behind prompts that were prefilled."""
     context = setup.sizes.step_context
     room = batch * (context + 8 * _BLOCK_SIZE)
-    engine = build_engine(model, setup.adapter, GenerationSettings(frozenset()), num_kv_tokens=room)
+    engine = build_engine(
+        model,
+        setup.adapter,
+        GenerationSettings(frozenset()),
+        num_kv_tokens=room,
+        async_scheduling=runs_ahead,
+    )
     for number in range(batch):
         prompt = setup.adapter.plan_prompt([], str(number % 10) * max(1, context - 64))
         sampling = SamplingParams(max_tokens=6 * _BLOCK_SIZE, ignore_eos=True)
         engine.add(GenerateRequest(f"r{number}", prompt, prompt_identity(prompt, []), sampling))
     with torch.inference_mode():
         _prefill_all(engine, batch)
-        seconds = setup.seconds(engine.step, warm_up=3)
+        seconds = setup.seconds(lambda: [engine.step() for _ in range(_STEPS)]) / _STEPS
     read = _language_bytes(model) + batch * context * kv_layout(model).bytes_per_token
-    return {"what": "engine step", "requests": batch, "context": context, **_times(seconds, batch, read)}
+    what = "engine step, run ahead" if runs_ahead else "engine step"
+    return {"what": what, "requests": batch, "context": context, **_times(seconds, batch, read)}
 
 
 def _prefill_all(engine: LanguageEngine, batch: int) -> None:

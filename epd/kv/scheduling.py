@@ -172,6 +172,40 @@ class Scheduler:
                 budget -= 1 + num_drafts
         return budget
 
+    def schedule_ahead(self, num_unread: int) -> list[Chunk]:
+        """Reserves blocks for the next token of each decode, whose last `num_unread` tokens are unknown yet.
+
+        Returns nothing where `schedule` might do more than that, or would have to preempt. A decode that its
+        unknown tokens end gets no chunk. Blocks that are not used after all wait for its next tokens.
+        """
+        if self._may_do_more():
+            return []
+        chunks = []
+        for request in self.running:
+            is_last = request.num_tokens + num_unread >= request.max_total_tokens
+            if not request.is_decoding or is_last:
+                continue
+            start = request.num_computed + num_unread
+            if not self.kv.can_allocate(request.request_id, start + 1 - request.num_dropped):
+                return []
+            self.kv.allocate(request.request_id, start + 1 - request.num_dropped)
+            chunks.append(Chunk(request, start, start + 1))
+        return chunks
+
+    def _may_do_more(self) -> bool:
+        """Returns whether a step might prefill, admit or preempt, or wait for somebody's grammar."""
+        if len(self.running) > self.config.max_num_batched_tokens:
+            return True
+        if any(
+            not each.may_sample or (each.num_computable > 0 and not each.is_decoding) for each in self.running
+        ):
+            return True
+        if not self.waiting:
+            return False
+        first = self.waiting[0]
+        may_open = self._has_slot(first) and self._may_fit(first)
+        return may_open or any(each.priority > first.priority for each in self.running)
+
     def _make_room(self, request: ScheduledRequest, num_tokens: int, output: SchedulerOutput) -> bool:
         """Reserves blocks for held tokens, preempting the youngest for them; False if that was `request`."""
         while not self.kv.can_allocate(request.request_id, num_tokens):

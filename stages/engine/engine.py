@@ -26,6 +26,7 @@ from stages.engine.chunk_sampling import ComputedChunk, sample_chunks
 from stages.engine.faults import FaultCounts, run_apart
 from stages.engine.generation import Admission, EngineCounts, Extent, GenerateRequest, StepResult
 from stages.engine.model_runner import ModelRunner
+from stages.engine.run_ahead import RunAhead
 from stages.engine.sequence import TokenSequence
 from stages.grammar.matcher import GrammarBuilder
 from stages.rank import RankGroup
@@ -47,11 +48,13 @@ class LanguageEngine:
         enable_prefix_caching: bool = True,
         drafting: Drafting | None = None,
         ranks: RankGroup | None = None,
+        runs_ahead: bool = False,
     ) -> None:
         """Takes what the requests of a worker share.
 
         drafting: proposes tokens of decodes, to be checked in one pass; None to propose none.
         ranks: that repeat what is done to the pools; the runner's are the same.
+        runs_ahead: launches decodes before the tokens before them are read, unless they are drafted.
         """
         self.counts = EngineCounts()
         spec = KVCacheSpec(tuple(pool.num_blocks for pool in runner.pools.groups), runner.pools.block_size)
@@ -64,6 +67,11 @@ class LanguageEngine:
         self._sequences: dict[str, TokenSequence] = {}
         self._moves = BlockMoves(self.kv, runner.pools, ranks)
         self._drafting = drafting
+        self._run_ahead = (
+            RunAhead(runner, self.scheduler, self.kv)
+            if runs_ahead and not drafting and ranks is None
+            else None
+        )
         self._fault_counts = FaultCounts()
         self.grammars = GrammarBuilder(tokenizer, eos_ids)
 
@@ -214,6 +222,10 @@ class LanguageEngine:
         start = perf_counter()
         result = StepResult()
         self._take_grammars()
+        if self._run_ahead is not None and (ahead := self._run_ahead.step(self._sequences)):
+            self._commit(ahead, result)
+            self._count(len(ahead), result)
+            return self._checked(result)
         self._draft(result)
         output = self.scheduler.schedule()
         self._move(output)
@@ -221,10 +233,13 @@ class LanguageEngine:
         if output.chunks:
             only_decodes = all(chunk.request.is_decoding for chunk in output.chunks)
             self._compute(output.chunks, result)
-            self._count(output, result)
+            self._count(output.num_tokens, result)
             if self._drafting and only_decodes:
                 num_seqs = len(output.chunks)
                 self._drafting.record_pass(num_seqs, output.num_tokens - num_seqs, perf_counter() - start)
+        return self._checked(result)
+
+    def _checked(self, result: StepResult) -> StepResult:
         if result.faults:
             self.check_integrity()
         return result
@@ -310,6 +325,9 @@ class LanguageEngine:
                 computed.extend(sample_chunks(parts, logits))
 
         run_apart(chunks, run, lambda chunk, error: self._fail(chunk.request, error, result))
+        self._commit(computed, result)
+
+    def _commit(self, computed: Sequence[ComputedChunk], result: StepResult) -> None:
         for each in computed:
             if not self._is_open(each.chunk):
                 continue
@@ -410,10 +428,10 @@ class LanguageEngine:
         if self.scheduler.config.preemption == "offload":
             sequence.visual.drop(sequence.scheduled.num_computed)
 
-    def _count(self, output: SchedulerOutput, result: StepResult) -> None:
-        result.num_tokens = output.num_tokens
+    def _count(self, num_tokens: int, result: StepResult) -> None:
+        result.num_tokens = num_tokens
         self.counts.num_steps += 1
-        self.counts.num_computed_tokens += output.num_tokens
+        self.counts.num_computed_tokens += num_tokens
         self.counts.num_generated_tokens += len(result.outputs)
 
     def check_integrity(self) -> None:

@@ -97,17 +97,30 @@ class ModelRunner:
         """Computes all segments in one pass, filling the cache. Returns logits [R, V], R = all num_logits."""
         return self.run_packed(self.packed(segments), visual_of(segments), segments)
 
+    def run_decodes(self, segments: Sequence[Segment], token_ids: Tensor | None) -> Tensor:
+        """Computes one token of each segment as `run` does.
+
+        token_ids: int64 [T], on the device, instead of those of the segments, if they are not known yet.
+        """
+        return self.run_packed(self.packed(segments), None, segments, token_ids)
+
     def packed(self, segments: Sequence[Segment]) -> PackedPass:
         """Packs segments as this runner's pools need them."""
         return packed_pass(segments, len(self.pools.groups), self.pools.block_size)
 
     @torch.inference_mode()
     def run_packed(
-        self, packed: PackedPass, visual: Embeddings | None, segments: Sequence[Segment] = ()
+        self,
+        packed: PackedPass,
+        visual: Embeddings | None,
+        segments: Sequence[Segment] = (),
+        token_ids: Tensor | None = None,
     ) -> Tensor:
         """Computes a pass as `run` does. segments: may be left out where all of them are whole."""
         arrays = [packed.token_ids, packed.positions, packed.logit_rows, packed.visual_rows]
         inputs = _PassInputs(*arrays_to_device(arrays, self._device))
+        if token_ids is not None:
+            inputs = replace(inputs, token_ids=token_ids)
         logits: Tensor = self._head(self._decode(packed, inputs, visual, segments))
         return logits
 

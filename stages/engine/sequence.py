@@ -126,6 +126,7 @@ class TokenSequence:
 
     def segment(self, start: int, stop: int, num_logits: int, kv: KVCacheManager) -> Segment:
         """Returns tokens [start, stop) for the model to compute, or the whole window of which they stay."""
+        self.tokens.reserve(stop)
         num_groups = len(kv.spec.num_blocks)
         visual = self.visual.part(start, stop) if start < self.scheduled.num_prompt_tokens else None
         segment = Segment(

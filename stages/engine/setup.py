@@ -35,11 +35,13 @@ def build_engine(
     drafting: DraftConfig = NO_DRAFTS,
     by_modules: bool = False,
     ranks: RankGroup | None = None,
+    async_scheduling: bool | None = None,
 ) -> LanguageEngine:
     """Builds an engine over these pools, by default over its own, where the model is: see `kv_shape`.
 
     by_modules: see `ModelRunner`.
     ranks: that share the model; they build pools of the same blocks, and the engine before is theirs no more.
+    async_scheduling: see `RunAhead`; by default on a GPU alone.
     """
     if pools is None:
         num_pools = 1 if ranks is None else ranks.rank.size
@@ -58,6 +60,7 @@ def build_engine(
         enable_prefix_caching=enable_prefix_caching,
         drafting=None if drafting.method == "none" else Drafting(drafting, _num_token_ids(model)),
         ranks=ranks,
+        runs_ahead=device_of(model).type != "cpu" if async_scheduling is None else async_scheduling,
     )
 
 

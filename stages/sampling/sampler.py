@@ -22,11 +22,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from encoders.device import all_to_host, arrays_to_device, to_device, to_host
+from encoders.device import HostCopy, arrays_to_device, to_device, to_host
 from epd.sampling_params import MAX_LOGPROBS, SamplingParams
 from stages.sampling.allowed import allowed_tokens, ruled_out
 from stages.sampling.candidates import candidates, knobs, token_weights
-from stages.sampling.sampling_state import SamplingRow, SamplingState
+from stages.sampling.sampling_state import UNREAD, SamplingRow, SamplingState
 from stages.sampling.selection import likeliest
 
 __all__ = ["SampledToken", "SamplingRow", "SamplingState", "sample", "token_weights", "uniform"]
@@ -79,6 +79,42 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
     return [next(chosen) if token_id is None else SampledToken(token_id) for token_id in only]
 
 
+class TokensAhead:
+    """Holds the chosen tokens of R rows of which the host has read none. ids: int64 [R], on the device."""
+
+    def __init__(self, choices: Sequence[_Choice]) -> None:
+        self._choices = choices
+        self.ids = choices[0].ids if len(choices) == 1 else torch.cat([each.ids for each in choices])
+
+    def read(self) -> tuple[list[SampledToken], bool]:
+        """Waits for the tokens. Returns them, and whether `ids` were right, which they nearly always are."""
+        parts = [choice.read() for choice in self._choices]
+        return [token for tokens, _ in parts for token in tokens], all(is_exact for _, is_exact in parts)
+
+
+def sample_ahead(
+    logits: Tensor, states: Sequence[SamplingState], before: Tensor | None = None
+) -> TokensAhead:
+    """Samples as `sample` does one token after each state's, all of them foreseeable; waits for nothing.
+
+    before: int64 [R], on the device, the token that each state lacks, since it has not been read yet.
+    """
+    unread = () if before is None else (UNREAD,)
+    rows = [SamplingRow(state, unread) for state in states]
+    step = _rows_at_once(logits)
+    starts = range(0, len(rows), step)
+    return TokensAhead(
+        [
+            _choose(
+                logits[start : start + step],
+                rows[start : start + step],
+                None if before is None else before[start : start + step],
+            )
+            for start in starts
+        ]
+    )
+
+
 def _some_rows(logits: Tensor, places: Sequence[int]) -> Tensor:
     index = torch.tensor(places, dtype=torch.int64)
     return logits.index_select(0, to_device(index, logits.device))
@@ -86,9 +122,13 @@ def _some_rows(logits: Tensor, places: Sequence[int]) -> Tensor:
 
 def _sample_rows(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
     """Samples rows of which each has a choice, or reports about its tokens."""
-    step = max(1, _CPU_CHUNK // logits.shape[1]) if logits.device.type == "cpu" else len(rows)
+    step = _rows_at_once(logits)
     chunks = (slice(start, start + step) for start in range(0, len(rows), step))
     return [token for chunk in chunks for token in _sample_chunk(logits[chunk], rows[chunk])]
+
+
+def _rows_at_once(logits: Tensor) -> int:
+    return max(1, _CPU_CHUNK // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
 
 
 def _argmax(logits: Tensor) -> list[int]:
@@ -114,14 +154,26 @@ class _Group:
 
 
 def _sample_chunk(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-    """Samples with one copy to the device and one back, unless more than the likeliest tokens matter."""
+    return _choose(logits, rows).read()[0]
+
+
+def _choose(logits: Tensor, rows: Sequence[SamplingRow], before: Tensor | None = None) -> _Choice:
+    """Chooses with one copy to the device, unless more than the likeliest tokens matter.
+
+    before: see `sample_ahead`.
+    """
     asked = [i for i, row in enumerate(rows) if row.state.params.logprobs is not None]
     kinds = _kinds(rows)
     arrays = [*_penalties(rows, logits.shape[1]), _banned(rows, logits.shape[1]), np.array(asked, np.int64)]
     arrays += [*allowed_tokens(rows, logits.shape[1]), *_biases(rows, logits.shape[1])]
+    arrays += _repeated(rows if before is not None else (), logits.shape[1])
     arrays += [array for kind in kinds for array in _drawing(rows, kind)]
     moved = arrays_to_device(arrays, logits.device)
-    penalised, changes, banned, asked_rows, held_rows, allowed, biased, biases, *drawing = moved
+    penalised, changes, banned, asked_rows, held_rows, allowed, biased, biases, *moved = moved
+    repeated, starts, factors, *drawing = moved
+    if before is not None and len(repeated):
+        penalised = torch.cat([penalised, starts + before.index_select(0, repeated)])
+        changes = torch.cat([changes, factors], dim=1)
     groups = [
         _Group([rows[i].state.params for i in kind], *drawing[3 * number : 3 * number + 3])
         for number, kind in enumerate(kinds)
@@ -132,8 +184,7 @@ def _sample_chunk(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledTo
     is_own = raw is not logits
     scores = ruled_out(_changed(raw, penalised, changes, banned, in_place=is_own), held_rows, allowed)
     has_greedy = sum(map(len, kinds)) < len(rows)
-    ids, values = _chosen(scores, groups, logprobs, has_greedy=has_greedy)
-    return _tokens(rows, asked, ids, values)
+    return _Choice(rows, asked, scores, groups, logprobs, has_greedy=has_greedy)
 
 
 def _kinds(rows: Sequence[SamplingRow]) -> list[list[int]]:
@@ -170,6 +221,19 @@ def _penalties(rows: Sequence[SamplingRow], num_tokens: int) -> list[NDArray[Any
     amount = frequency * times + presence * (times > 0)
     flat = np.concatenate([c.ids for c in counts]) + np.repeat(np.array(places) * num_tokens, lengths)
     return [flat, np.stack([factor.clip(1 / _MAX_FACTOR, _MAX_FACTOR), amount]).astype(np.float32)]
+
+
+def _repeated(rows: Sequence[SamplingRow], num_tokens: int) -> list[NDArray[Any]]:
+    """Returns what penalises a token for being repeated that only the device knows.
+
+    The rows, int64 [N]; the places of their first scores among all R * V, int64 [N]; factors and amounts of
+    0, float32 [2, N]: a token that is known besides is penalised once, as equal values are written twice.
+    """
+    places = np.array([i for i, row in enumerate(rows) if row.state.params.has_penalties], np.int64)
+    factors = np.zeros((2, len(places)), np.float32)
+    factors[0] = [rows[i].state.params.repetition_penalty for i in places]
+    factors[0] = factors[0].clip(1 / _MAX_FACTOR, _MAX_FACTOR)
+    return [places, places * num_tokens, factors]
 
 
 def _banned(rows: Sequence[SamplingRow], num_tokens: int) -> NDArray[np.int64]:
@@ -244,21 +308,45 @@ class _Logprobs:
         return [self.values.gather(1, chosen)[:, 0], self.top_ids, self.top]
 
 
-def _chosen(
-    scores: Tensor, groups: Sequence[_Group], logprobs: _Logprobs | None, *, has_greedy: bool
-) -> tuple[Tensor, list[Tensor]]:
-    """Returns the ids, int64 [R], and what `_Logprobs.report` does of them, on the host.
+class _Choice:
+    """Chooses tokens on the device; the host reads them when it likes, whatever is queued there by then.
 
-    On a GPU, only the likeliest tokens are looked at; if that was not enough for a row, all are.
+    On a GPU, only the likeliest tokens are looked at; if that was not enough for a row, `read` looks at all.
+    ids: int64 [R], on the device.
     """
-    largest = _largest(scores) if has_greedy else scores.new_zeros(len(scores), dtype=torch.int64)
-    for is_bounded in (scores.device.type != "cpu", False):
-        ids, are_exact = _draw(scores, largest, groups, is_bounded=is_bounded)
-        report = logprobs.report(ids) if logprobs is not None else []
-        host_ids, *rest = all_to_host([ids, *report, *are_exact])
-        if all(bool(each.all()) for each in rest[len(report) :]):
-            break
-    return host_ids, rest[: len(report)]
+
+    def __init__(
+        self,
+        rows: Sequence[SamplingRow],
+        asked: list[int],
+        scores: Tensor,
+        groups: Sequence[_Group],
+        logprobs: _Logprobs | None,
+        *,
+        has_greedy: bool,
+    ) -> None:
+        """Takes scores [R, V] as they are drawn from. asked: rows that report, of which logprobs are."""
+        self._rows, self._asked, self._logprobs = rows, asked, logprobs
+        self._scores, self._groups = scores, groups
+        self._largest = _largest(scores) if has_greedy else scores.new_zeros(len(scores), dtype=torch.int64)
+        self.ids, self._copy = self._drawn(is_bounded=scores.device.type != "cpu")
+
+    def _drawn(self, *, is_bounded: bool) -> tuple[Tensor, HostCopy]:
+        ids, are_exact = _draw(self._scores, self._largest, self._groups, is_bounded=is_bounded)
+        report = self._logprobs.report(ids) if self._logprobs is not None else []
+        return ids, HostCopy([ids, *report, *are_exact])
+
+    def read(self) -> tuple[list[SampledToken], bool]:
+        """Returns the tokens, on the host, and whether `ids` were right."""
+        ids, values, is_exact = self._on_host(self._copy)
+        if not is_exact:
+            ids, values, _ = self._on_host(self._drawn(is_bounded=False)[1])
+        return _tokens(self._rows, self._asked, ids, values), is_exact
+
+    def _on_host(self, copy: HostCopy) -> tuple[Tensor, list[Tensor], bool]:
+        ids, *rest = copy.wait()
+        num_values = 3 if self._logprobs is not None else 0
+        return ids, rest[:num_values], all(bool(each.all()) for each in rest[num_values:])
 
 
 def _largest(scores: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from epd.types import Int64Array
 from stages.sampling.bad_words import BadWords
 
 _SPARE_SLOTS = 64
+# Stands for a drafted token that the host does not know yet.
+UNREAD = -1
 
 
 class TokenCounts:
@@ -70,14 +72,15 @@ class SamplingState:
     """Holds one sequence's state for the sampler: its options, its seed, and its tokens with their number.
 
     is_plain: the most likely token is taken as it is, and nothing is reported about the others.
+    is_foreseeable: the token after the next one can be chosen on a device before the host has read the next.
     ending_ids: tokens that may not come before `min_tokens`.
     matcher: knows which tokens may follow; None where any may.
     bad_words: that the answer may not contain; None without any.
     """
 
     __slots__ = (
-        "_counts", "_last_ids", "bad_words", "ending_ids", "is_plain", "matcher", "num_generated", "params",
-        "seed",
+        "_counts", "_last_ids", "bad_words", "ending_ids", "is_foreseeable", "is_plain", "matcher",
+        "num_generated", "params", "seed",
     )  # fmt: skip
 
     def __init__(
@@ -106,6 +109,8 @@ class SamplingState:
         is_changed = params.has_penalties or bool(params.logit_bias) or matcher is not None
         is_likeliest = params.is_greedy and not is_changed and bad_words is None
         self.is_plain = is_likeliest and params.logprobs is None and not self.ending_ids
+        repeats_alone = not (params.presence_penalty or params.frequency_penalty)
+        self.is_foreseeable = matcher is None and bad_words is None and repeats_alone
         seen = prompt_ids if params.repetition_penalty != 1 else prompt_ids[:0]
         self._counts = TokenCounts(seen) if params.has_penalties else None
         self.bad_words = bad_words
@@ -130,7 +135,8 @@ class SamplingState:
         """Returns the tokens that penalties apply to, as if the drafted ones had been generated."""
         if self._counts is None:
             raise ValueError("tokens are counted only where penalties need it; these params have none")
-        return self._counts.extended(drafted) if drafted else self._counts
+        known = drafted if UNREAD not in drafted else ()
+        return self._counts.extended(known) if known else self._counts
 
 
 class SamplingRow(NamedTuple):

@@ -1,0 +1,204 @@
+"""Decodes that run ahead of what the host has read give the tokens of those that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from epd.kv.scheduling import SchedulerConfig
+from epd.sampling_params import SamplingParams
+from stages.engine.engine import LanguageEngine
+from stages.engine.generation import TokenOutput
+from stages.engine.model_runner import ModelRunner
+from stages.sampling import sampler
+from tests.stages.conftest import Subject
+from tests.stages.prompts import MAX_TOKENS, Drive
+
+# transformers near 5.17 hands torch tensors to numpy in InternVL's processor, in a way that numpy 2 regrets.
+pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
+
+
+def ahead(subject: Subject, **options: Any) -> LanguageEngine:
+    return subject.engine(async_scheduling=True, **options)
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happened: each pass that ran ahead of what was read, each that did not, and each reading."""
+    noted: list[str] = []
+    decodes, read = ModelRunner.run_decodes, sampler.TokensAhead.read
+
+    def running(runner: ModelRunner, segments: Sequence[Any], unread: torch.Tensor | None) -> torch.Tensor:
+        noted.append("launch" if unread is None else "launch ahead")
+        return decodes(runner, segments, unread)
+
+    def reading(tokens: sampler.TokensAhead) -> tuple[list[sampler.SampledToken], bool]:
+        noted.append("read")
+        return read(tokens)
+
+    monkeypatch.setattr(ModelRunner, "run_decodes", running)
+    monkeypatch.setattr(sampler.TokensAhead, "read", reading)
+    return noted
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_tokens_equal_generate(any_family: Subject, count: int, events: list[str]) -> None:
+    engine = ahead(any_family, config=SchedulerConfig(max_chunk_tokens=24))
+    prompts = any_family.mix(count)
+    tokens = Drive(engine, seed=count).run(prompts)
+    assert tokens == {name: prompt.expected for name, prompt in prompts.items()}
+    assert engine.kv.usage == 0
+    assert events.count("launch ahead") > MAX_TOKENS // 2
+
+
+def test_a_pass_is_launched_before_the_one_before_it_is_read(a_family: Subject, events: list[str]) -> None:
+    prompt = a_family.prompts[0]
+    Drive(ahead(a_family), seed=0).run({"r": prompt})
+    num_decodes = len(prompt.expected) - 1
+    assert events == ["launch", *["launch ahead", "read"] * (num_decodes - 1), "read"]
+
+
+@pytest.mark.parametrize("mode", ["recompute", "offload"])
+def test_preemption_changes_no_token(a_family: Subject, mode: str, events: list[str]) -> None:
+    longest = max(len(prompt.plan) for prompt in a_family.prompts)
+    config = SchedulerConfig(max_chunk_tokens=32, preemption=mode)  # type: ignore[arg-type]
+    engine = ahead(
+        a_family, config=config, block_size=4, num_kv_tokens=2 * longest + 24, enable_prefix_caching=True
+    )
+    for seed in range(2):
+        prompts = a_family.mix(12)
+        tokens = Drive(engine, seed).run(prompts)
+        assert tokens == {name: prompt.expected for name, prompt in prompts.items()}
+    assert engine.scheduler.num_preempted > 0, "the pool was meant to be too small"
+    assert "launch ahead" in events
+
+
+SAMPLINGS = {
+    "drawn": SamplingParams(max_tokens=12, temperature=0.8, top_p=0.95, top_k=50),
+    "repeated": SamplingParams(max_tokens=12, repetition_penalty=1.3),
+    "both, reported": SamplingParams(max_tokens=12, temperature=0.9, repetition_penalty=1.3, logprobs=2),
+    "several": SamplingParams(max_tokens=10, temperature=1.0, n=3),
+    "not too early": SamplingParams(max_tokens=12, min_tokens=6, temperature=1.0, stop_token_ids=(5, 9)),
+}
+
+
+@pytest.mark.parametrize("name", list(SAMPLINGS))
+def test_what_is_drawn_is_what_is_drawn_in_step(a_family: Subject, name: str, events: list[str]) -> None:
+    """Beside greedy answers; tokens, their probabilities and ends."""
+    found: list[dict[tuple[str, int], list[TokenOutput]]] = []
+    for engine in (a_family.engine(), ahead(a_family)):
+        drive = Drive(engine, seed=3)
+        engine.add(a_family.prompts[0].request("greedy"))
+        drive.run({"drawn": a_family.prompts[0]}, sampling=SAMPLINGS[name], seed=11)
+        found.append(drive.outputs)
+    plain, early = (
+        {key: [_without_noise(out) for out in outs] for key, outs in each.items()} for each in found
+    )
+    assert early == plain
+    assert "launch ahead" in events
+
+
+def _without_noise(output: TokenOutput) -> Any:
+    token = output.token
+    return (
+        output.index,
+        token.token_id,
+        output.text,
+        output.finish_reason,
+        pytest.approx(token.logprob, abs=1e-4),
+    )
+
+
+def test_what_depends_on_known_tokens_does_not_run_ahead(a_family: Subject, events: list[str]) -> None:
+    """Counts of tokens are the host's; the others wait with it for as long as it is there."""
+    sampling = SamplingParams(max_tokens=8, frequency_penalty=0.7)
+    plain = Drive(a_family.engine(), seed=0).run({"r": a_family.prompts[0]}, sampling=sampling)
+    assert Drive(ahead(a_family), seed=0).run({"r": a_family.prompts[0]}, sampling=sampling) == plain
+    assert not events
+
+
+def test_a_guess_that_was_wrong_is_computed_again(
+    a_family: Subject, monkeypatch: pytest.MonkeyPatch, events: list[str]
+) -> None:
+    """On a GPU, a draw looks at the likeliest tokens alone at first; here that is wrong every third time."""
+    draw, calls = sampler._draw, iter(range(10**6))
+
+    def drawing(*arguments: Any, **options: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        ids, are_exact = draw(*arguments, **options)
+        if options["is_bounded"] and next(calls) % 3 == 0:
+            return (ids + 1) % 7, [torch.tensor([False])]
+        return ids, are_exact
+
+    drawn = sampler._Choice._drawn
+    monkeypatch.setattr(sampler, "_draw", drawing)
+    is_first: set[int] = set()
+
+    def bounded_at_first(choice: Any, *, is_bounded: bool) -> Any:
+        return drawn(choice, is_bounded=id(choice) not in is_first and not is_first.add(id(choice)))
+
+    monkeypatch.setattr(sampler._Choice, "_drawn", bounded_at_first)
+    prompts = a_family.mix(5)
+    tokens = Drive(ahead(a_family), seed=1).run(prompts)
+    assert tokens == {name: prompt.expected for name, prompt in prompts.items()}
+    assert events.count("launch") > 1, "what came after a wrong guess was meant to be launched again"
+
+
+def test_a_request_that_arrives_is_not_held_up(a_family: Subject, events: list[str]) -> None:
+    engine = ahead(a_family)
+    drive, prompt = Drive(engine, seed=0), a_family.prompts[0]
+    engine.add(prompt.request("first", sampling=SamplingParams(max_tokens=64, ignore_eos=True)))
+    while events.count("launch ahead") < 2:
+        drive.step()
+    engine.add(prompt.request("second"))
+    for _ in range(2):  # the pass that is under way, then the prompt
+        drive.step()
+    assert len(drive.tokens("second")) == 1
+    while engine.has_work():
+        drive.step()
+    assert drive.tokens("second") == prompt.expected
+
+
+def test_answers_that_leave_take_nothing_along(a_family: Subject, events: list[str]) -> None:
+    """One is aborted and its id used again, one moves away and back, while passes with them are under way."""
+    engine = ahead(a_family, block_size=4)
+    drive, prompt, other = Drive(engine, seed=0), a_family.prompts[0], a_family.prompts[2]
+    for name in ("aborted", "moved", "stays"):
+        engine.add(prompt.request(name))
+    while events.count("launch ahead") < 3:
+        drive.step()
+    engine.abort("aborted")
+    engine.add(other.request("aborted"))
+    del drive.outputs["aborted", 0]
+    sequence = engine.detach("moved")
+    assert sequence is not None
+    drive.step()
+    known = drive.tokens("moved")
+    assert known == prompt.expected[: len(known)]
+    engine.attach(sequence)
+    for group in other.groups:
+        engine.add_embeddings("aborted", group)
+    while engine.has_work():
+        drive.step()
+    assert drive.tokens("stays") == drive.tokens("moved") == prompt.expected
+    assert drive.tokens("aborted") == other.expected
+    assert engine.kv.usage == 0
+
+
+def test_a_pass_that_fails_is_done_again_in_step(
+    a_family: Subject, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    read, calls = sampler.TokensAhead.read, iter(range(10**6))
+
+    def failing(tokens: sampler.TokensAhead) -> tuple[list[sampler.SampledToken], bool]:
+        if next(calls) % 2:
+            raise RuntimeError("the device has failed")
+        return read(tokens)
+
+    monkeypatch.setattr(sampler.TokensAhead, "read", failing)
+    prompts = a_family.mix(5)
+    tokens = Drive(ahead(a_family), seed=1).run(prompts)
+    assert tokens == {name: prompt.expected for name, prompt in prompts.items()}
+    assert "ran ahead has failed" in caplog.text
