@@ -28,7 +28,7 @@ from epd.shapes import Question, QuestionKind, make_questions
 from epd.shapes.stories import ask_which_clip, make_stories
 from training.checkpoint import SYSTEM_PROMPT
 from training.encoded import EncodedClip, crop, retime
-from training.vision import COLUMNS, ROWS, TOKENS
+from training.vision import COLUMNS, ROWS, TOKENS, reached
 
 NO_TARGET = -100
 VISUAL = -1  # stands for the id of a visual token
@@ -77,12 +77,54 @@ class Prompts:
 
 
 @dataclass(frozen=True, slots=True)
+class Sightings:
+    """States what B rows of V visual tokens show, where that is one object.
+
+    is_one: bool [B, V]. since: int64 [B, V], the second in which the object was first seen.
+    fallen: float32 [B, V], how much lower it is than it was then, in shares of the frame's height.
+    """
+
+    is_one: Tensor
+    since: Tensor
+    fallen: Tensor
+
+    @classmethod
+    def of(cls, clips: Sequence[EncodedClip]) -> Sightings:
+        """Returns those of one row, B = 1, which shows these clips."""
+        parts = [_sightings(clip) for clip in clips]
+        return cls(*(torch.cat(columns)[None] for columns in zip(*parts, strict=True)))
+
+    @classmethod
+    def stacked(cls, rows: Sequence[Sightings]) -> Sightings:
+        fields = [(row.is_one, row.since, row.fallen) for row in rows]
+        return cls(*(torch.cat(columns) for columns in zip(*fields, strict=True)))
+
+
+def _sightings(clip: EncodedClip) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns is_one, since and fallen of the tokens of one clip: [P * 15] each."""
+    num_shown = torch.zeros(len(clip), TOKENS, dtype=torch.int64)
+    since = torch.zeros_like(num_shown)
+    fallen = torch.zeros(len(clip), TOKENS)
+    times_s = [n * clip.gap_s for n in range(2 * len(clip))]
+    for item in clip.scene.objects:
+        seen = [n for n, time_s in enumerate(times_s) if item.start_s <= time_s < item.end_s]
+        for pair in sorted({n // 2 for n in seen}) if seen else ():
+            last = max(n for n in seen if n // 2 == pair)
+            covered = reached(item, times_s[last])
+            num_shown[pair, covered] += 1
+            since[pair, covered] = int(times_s[seen[0] // 2 * 2])
+            fallen[pair, covered] = item.position(times_s[last])[1] - item.position(times_s[seen[0]])[1]
+    return (num_shown == 1).flatten(), since.flatten(), fallen.flatten()
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """B rows of one video or two with their questions, S positions; visual tokens stand at the same ones.
 
     ids: int64 [B, S].
     embeddings: bfloat16 [B, V, hidden].
     instants: int64 [B, V], the second of its video that each visual token begins to show.
+    sightings: what the visual tokens show of single objects.
     visual: int64 [V], the positions of visual tokens.
     positions: int64 [3, B, S].
     mask: bool [B, 1, S, S], True: may attend.
@@ -93,6 +135,7 @@ class Batch:
     ids: Tensor
     embeddings: Tensor
     instants: Tensor
+    sightings: Sightings
     visual: Tensor
     positions: Tensor
     mask: Tensor
@@ -173,6 +216,7 @@ def make_batch(
         ids=ids.clamp(min=0),
         embeddings=embeddings,
         instants=instants,
+        sightings=Sightings.stacked([Sightings.of(shown) for shown in clips]),
         visual=visual,
         positions=positions,
         mask=(causal & same)[:, None],

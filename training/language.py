@@ -13,7 +13,7 @@ import argparse
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -29,31 +29,50 @@ from training.encoded import EncodedPool, retime
 from training.loop import Training, base_parser, learning_rate
 from training.vision import TOKENS
 
-# After so many layers, each visual token is to have the second that it shows.
-_CLOCK_LAYERS = 3
-_CLOCK_WEIGHT = 0.2
+# After so many layers, visual tokens are to know what `Probes` reads.
+_PROBED_LAYERS = (3, 5)
+_PROBES_WEIGHT = 0.2
+_FAR = 0.2  # of the frame's height: a move that counts as 1
 # (until this share of the training, at most this number of frame pairs)
 _CURRICULUM = ((0.2, 8), (0.6, 32), (0.75, 64), (2.0, 256))
 
 
-class Clock(nn.Module):
-    """Reads the digits of a visual token's second from what a layer gives on; thrown away after training."""
+class Probes(nn.Module):
+    """Reads from two layers what visual tokens are to know by then; thrown away after training.
 
-    def __init__(self, layer: nn.Module, hidden_size: int) -> None:
+    The first gives on the second that a token shows; the second, of the object that a token shows, the second
+    in which it was first seen, and how far it has fallen since.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], hidden_size: int) -> None:
         super().__init__()
-        self.read = nn.Linear(hidden_size, 3 * 10)
-        self._hidden: Tensor | None = None
-        layer.register_forward_hook(self._keep)
+        self.clock, self.since = nn.Linear(hidden_size, 3 * 10), nn.Linear(hidden_size, 3 * 10)
+        self.fallen = nn.Linear(hidden_size, 1)
+        self._hidden: list[Tensor] = []
+        for layer in layers:
+            layer.register_forward_hook(self._keep)
 
     def _keep(self, _layer: nn.Module, _inputs: object, hidden: Tensor) -> None:
-        self._hidden = hidden
+        self._hidden = [*self._hidden[-1:], hidden]
 
     def loss(self, batch: Batch) -> Tensor:
-        """Returns the mean cross entropy of the digits, after a batch has passed through the layer."""
-        assert self._hidden is not None
-        digits = torch.stack([batch.instants.clamp(max=999) // place % 10 for place in (100, 10, 1)], dim=-1)
-        logits = self.read(self._hidden[:, batch.visual].float())
-        return functional.cross_entropy(logits.view(-1, 10), digits.flatten())
+        """Returns how far off they are, after a batch has passed through both layers."""
+        early, late = (hidden[:, batch.visual].float() for hidden in self._hidden)
+        seen = batch.sightings
+        late = late[seen.is_one]
+        fallen = self.fallen(late)[:, 0] - seen.fallen[seen.is_one] / _FAR
+        return (
+            _digits_loss(self.clock(early), batch.instants)
+            + _digits_loss(self.since(late), seen.since[seen.is_one])
+            + fallen.square().sum() / max(1, len(fallen))
+        )
+
+
+def _digits_loss(logits: Tensor, seconds: Tensor) -> Tensor:
+    """Returns the mean cross entropy of three digits, logits [..., 30], of whole seconds [...]; 0 of none."""
+    digits = torch.stack([seconds.clamp(max=999) // place % 10 for place in (100, 10, 1)], dim=-1)
+    losses = functional.cross_entropy(logits.reshape(-1, 10), digits.flatten(), reduction="sum")
+    return losses / max(1, digits.numel())
 
 
 def answer_logits(model: Qwen2_5_VLForConditionalGeneration, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,9 +165,9 @@ def train(options: argparse.Namespace) -> None:
         load_vision(model, options.vision)
     pool = EncodedPool(options.clips, model.model.visual, options.cache)
     language = model.model.language_model
-    clock = Clock(language.layers[_CLOCK_LAYERS - 1], language.config.hidden_size)
-    optimizers = [*make_optimizers(model), torch.optim.AdamW(clock.parameters(), weight_decay=0.0)]
-    training = Training({"model": model, "clock": clock}, optimizers, options.out)
+    probes = Probes([language.layers[number - 1] for number in _PROBED_LAYERS], language.config.hidden_size)
+    optimizers = [*make_optimizers(model), torch.optim.AdamW(probes.parameters(), weight_decay=0.0)]
+    training = Training({"model": model, "probes": probes}, optimizers, options.out)
     rng = random.Random(options.seed + training.step)
     while training.step < options.steps:
         share = training.step / options.steps
@@ -156,7 +175,7 @@ def train(options: argparse.Namespace) -> None:
         logits, targets, weights = answer_logits(model, batch)
         losses = functional.cross_entropy(logits, targets, reduction="none")
         loss = (losses * weights).sum() / weights.sum()
-        loss = loss + _CLOCK_WEIGHT * clock.loss(batch)
+        loss = loss + _PROBES_WEIGHT * probes.loss(batch)
         training.update(loss, learning_rate(training.step, options.steps, options.lr))
         if training.step % 250 == 0 or training.step == options.steps:
             accuracy = validate(model, pool, prompts, options.budget)

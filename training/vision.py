@@ -99,7 +99,7 @@ def token_targets(scene: Scene, times_s: list[float]) -> Tensor:
     target = torch.zeros(TOKENS, len(_NAMES))
     for time_s in times_s:
         for item in scene.visible(time_s):
-            covered = _covered(item, time_s)
+            covered = reached(item, time_s)
             target[covered, _NAMES.index(item.shape)] = 1
             target[covered, _NAMES.index(item.colour)] = 1
     return target
@@ -113,14 +113,14 @@ def token_heights(scene: Scene, times_s: list[float]) -> Tensor:
     total, count = torch.zeros(TOKENS), torch.zeros(TOKENS)
     for time_s in times_s:
         for item in scene.visible(time_s):
-            covered = _covered(item, time_s)
+            covered = reached(item, time_s)
             share = (item.position(time_s)[1] - _HIGHEST) / (_LOWEST - _HIGHEST)
             total[covered] += 2 * share - 1
             count[covered] += 1
     return total / count.clamp(min=1)
 
 
-def _covered(item: SceneObject, time_s: float) -> Tensor:
+def reached(item: SceneObject, time_s: float) -> Tensor:
     """Returns which tokens an object reaches into: bool [15]."""
     x, y = item.position(time_s)
     radius = item.radius * min(SOURCE_WIDTH / NUM_LANES, SOURCE_HEIGHT)

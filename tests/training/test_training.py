@@ -16,7 +16,7 @@ from epd.models import embedded_model_path
 from epd.shapes import Question, QuestionKind, Scene
 from epd.shapes.world import SceneObject
 from training import clips, language, vision
-from training.batches import NO_TARGET, Prompts, ask, ask_clips, make_batch
+from training.batches import NO_TARGET, Prompts, Sightings, ask, ask_clips, make_batch
 from training.checkpoint import build_config, build_tokenizer
 from training.clips import HELD_OUT_SEED, Clip, is_resolved, read_shard
 from training.encoded import EncodedClip, crop, encode_shard
@@ -199,6 +199,22 @@ def test_a_token_says_how_low_what_it_shows_is() -> None:
         assert heights[middle][shown[middle]].tolist() == pytest.approx(wanted, abs=1e-6)
         assert not heights[~shown].any()
     assert not vision.token_heights(scene, [15.0, 16.0]).any()
+
+
+def test_tokens_are_to_know_since_when_and_how_far_an_object_has_moved() -> None:
+    star = SceneObject("star", "red", 3.0, 13.0, 1, (0.5, 0.3), (0.5, 0.7), 0.4)
+    ring = SceneObject("ring", "blue", 6.0, 9.0, 1, (0.5, 0.5), (0.5, 0.5), 0.4)  # over the star
+    clip = EncodedClip(Scene(0, 20.0, (star, ring)), 1.0, torch.zeros(10, vision.TOKENS, 4))
+    seen = Sightings.of([clip, clip])
+    assert seen.is_one.shape == (1, 2 * 10 * vision.TOKENS)
+    is_one, since, fallen = (
+        part.view(2, 10, vision.TOKENS)[1] for part in (seen.is_one, seen.since, seen.fallen)
+    )
+    middle = vision.COLUMNS + 2  # the token in the centre of the frame
+    assert is_one[:, middle].nonzero().flatten().tolist() == [1, 2, 5, 6], "in between, it shows both"
+    assert since[:, middle][is_one[:, middle]].tolist() == [2] * 4
+    at_5 = fallen[2][is_one[2]]
+    assert at_5.tolist() == pytest.approx([0.08] * len(at_5))  # 5 s is the last frame of the pair
 
 
 def test_a_tower_that_learns_heights_keeps_its_embeddings(
