@@ -56,7 +56,7 @@ class Communicator:
 
 def _group(store: Any, rank: Rank, device: torch.device, timeout: timedelta) -> Any:
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device.index or 0)  # of this thread, which launches all of its kernels
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank.index, rank.size, nccl)

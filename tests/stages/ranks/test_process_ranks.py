@@ -10,15 +10,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import stages.ranks.group
 from epd.errors import InfeasibleError, RankLostError, RequestError, UnsupportedModelError
 from stages.colocated import ColocatedPipeline
 from stages.placement import CPU_FLOAT32
+from stages.rank import Rank
 from stages.ranks import follower
+from stages.ranks.communicator import Communicator
 from stages.ranks.group import ProcessRanks
 from stages.ranks.loading import load_with_ranks
 from tests.stages.ranks.thread_ranks import recorded
@@ -152,3 +157,28 @@ def test_more_ranks_than_gpus_are_refused(
     placement = replace(CPU_FLOAT32, device=torch.device("cuda", 1))
     with pytest.raises(RequestError, match=r"size of 4 on 'cuda:1'; allowed: up to 2, the GPUs"):
         ProcessRanks(checkpoints["qwen3_vl"], placement, 4)
+
+
+def test_gpus_follow_each_other_and_meet_over_nccl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As far as that can be seen without one: the group is asked for, and never made."""
+    chosen: list[object] = []
+
+    class Nccl:
+        Options = torch.distributed.ProcessGroupNCCL.Options
+
+        def __init__(self, _store: object, rank: int, size: int, options: Any) -> None:
+            chosen.append((rank, size, options._timeout.total_seconds()))
+
+        def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+            chosen.append(tensors[0].device)
+            return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl)
+    first = replace(CPU_FLOAT32, device=torch.device("cuda"))
+    second = stages.ranks.group._placement(first, 1, 2)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for index, placement in enumerate((first, second)):
+            Communicator(Rank(index, 2), tmp_path / "meeting", placement.device, 7.0)
+    assert chosen == [0, (0, 2, 7.0), torch.device("cuda", 0), 1, (1, 2, 7.0), torch.device("cuda", 1)]
