@@ -42,7 +42,6 @@ class FollowerSettings:
     rank: Rank
     meeting: Path
     num_threads: int
-    exchange_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ class Follower:
         self._moves: PoolMoves | None = None
 
     def connect(self, settings: FollowerSettings) -> None:
-        self._ranks = Communicator(settings.rank, settings.meeting, self._device, settings.exchange_s)
+        self._ranks = Communicator(settings.rank, settings.meeting, self._device)
 
     @torch.inference_mode()
     def carry_out(self, step: object) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 from epd.errors import EPDError, RankLostError, RequestError
 from stages.placement import Placement
 from stages.rank import Rank
-from stages.ranks.communicator import EXCHANGE_S, Communicator
+from stages.ranks.communicator import Communicator
 from stages.ranks.follower import FollowerSettings, Ready
 
 logger = logging.getLogger(__name__)
@@ -66,19 +66,16 @@ class ProcessRanks:
         size: int,
         *,
         num_threads: int = 1,
-        exchange_s: float = EXCHANGE_S,
     ) -> None:
         """Starts the other ranks, which begin to load; `connect` waits for them.
 
         placement: of rank 0; on GPUs, the others have those after it.
         num_threads: of torch, for each of them.
-        exchange_s: how long a rank may be late.
         Raises RequestError for more ranks than there are GPUs.
         """
         self.rank = Rank(0, size)
         self.weight_bytes: tuple[int, ...] = ()
         self._placement = placement
-        self._exchange_s = exchange_s
         placements = [_placement(placement, index, size) for index in range(1, size)]
         self._folder = Path(tempfile.mkdtemp(prefix="epd-ranks-"))
         self._communicator: Communicator | None = None
@@ -87,7 +84,7 @@ class ProcessRanks:
         self._end = weakref.finalize(self, _end, self._followers, self._folder)
         for index, placed in enumerate(placements, start=1):
             rank, meeting = Rank(index, size), self._folder / "meeting"
-            settings = FollowerSettings(model_path, placed, rank, meeting, num_threads, exchange_s)
+            settings = FollowerSettings(model_path, placed, rank, meeting, num_threads)
             self._followers.append(_Follower(settings))
 
     def connect(self) -> None:
@@ -97,9 +94,7 @@ class ProcessRanks:
         """
         self.weight_bytes = tuple(self._ready(follower).weight_bytes for follower in self._followers)
         with self.computing():
-            self._communicator = Communicator(
-                self.rank, self._folder / "meeting", self._placement.device, self._exchange_s
-            )
+            self._communicator = Communicator(self.rank, self._folder / "meeting", self._placement.device)
         if not self._placement.is_cuda:  # gloo does not meet again
             shutil.rmtree(self._folder, ignore_errors=True)
         for follower in self._followers:

@@ -17,7 +17,7 @@ from stages.rank import Rank
 from stages.ranks.communicator import Communicator
 from stages.ranks.follower import Follower, FollowerSettings
 
-EXCHANGE_S = 20.0
+END_S = 20.0
 
 
 class ThreadRanks(Communicator):
@@ -28,11 +28,11 @@ class ThreadRanks(Communicator):
         self.steps: list[str] = []
         self._told: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         num_threads = torch.get_num_threads()
-        settings = FollowerSettings(path, CPU_FLOAT32, Rank(1, 2), meeting, num_threads, EXCHANGE_S)
+        settings = FollowerSettings(path, CPU_FLOAT32, Rank(1, 2), meeting, num_threads)
         self.follower = Follower(settings)
         self._thread = threading.Thread(target=self._follow, args=(settings,), daemon=True)
         self._thread.start()
-        super().__init__(Rank(0, 2), meeting, torch.device("cpu"), EXCHANGE_S)
+        super().__init__(Rank(0, 2), meeting, torch.device("cpu"))
 
     def _follow(self, settings: FollowerSettings) -> None:
         self.follower.connect(settings)
@@ -50,7 +50,7 @@ class ThreadRanks(Communicator):
     def close(self) -> None:
         """Returns when the follower has done all that it was told."""
         self._told.put(None)
-        self._thread.join(EXCHANGE_S)
+        self._thread.join(END_S)
         assert not self._thread.is_alive()
 
 
