@@ -37,6 +37,8 @@ RAY_FILES = (
     "tests/serve_app/ray/",
     "tests/cli/test_serve_command.py",
 )
+# Take more than half a minute each: begun last, one would keep a process busy when the others are done.
+LONG_FILES = ("tests/test_package.py", "tests/serve_app/http/test_slow_clients.py", "tests/test_gpu_dry.py")
 SUBJECTS = ("qwen2_5_vl", "qwen3_vl", "shapes-vl")
 
 
@@ -53,9 +55,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of several processes, one begins with the tests that need Ray, which take the longest."""
+    """Of several processes, one begins with tests that need Ray, which take the longest; then long files."""
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: not item.nodeid.startswith(RAY_FILES))
+        items.sort(
+            key=lambda item: (not item.nodeid.startswith(RAY_FILES), not item.nodeid.startswith(LONG_FILES))
+        )
 
 
 def pytest_collection_finish() -> None:

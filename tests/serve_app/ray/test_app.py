@@ -23,7 +23,7 @@ from tests.serve_app.server import wait_until
 pytestmark = [pytest.mark.filterwarnings(each) for each in IGNORED]
 
 # `make test-topologies` asks all of them.
-TOPOLOGIES = os.environ.get("EPD_TEST_TOPOLOGIES", "1e1p1d 1epd").split()
+TOPOLOGIES = os.environ.get("EPD_TEST_TOPOLOGIES", "1e1p1d").split()
 KEY = "a-key-for-tests"
 NUM_FRAMES, MAX_TOKENS, NUM_QUESTIONS = 6, 10, 32
 KINDS: tuple[tuple[str, ...], ...] = (

@@ -26,7 +26,26 @@ PENALISED = SamplingParams(
     max_tokens=60, repetition_penalty=1.2, frequency_penalty=0.2, stop=("the",), min_tokens=9, logprobs=1
 )
 HOT = SamplingParams(max_tokens=40, temperature=1.7, top_k=40, top_p=0.95, presence_penalty=0.3, n=2)
+LONG = SamplingParams(max_tokens=150)
 KINDS = {"greedy": GREEDY, "drawn": DRAWN, "with penalties": PENALISED, "hot": HOT}
+
+
+# By family, number of prompts and sampling: each method is held against the same answers.
+_PLAIN: dict[tuple[str, int, SamplingParams], Drive] = {}
+
+
+def plain_drive(subject: Subject, count: int, sampling: SamplingParams) -> Drive:
+    """Returns what was answered to so many prompts without drafts; `tokens` by name."""
+    key = subject.name, count, sampling
+    if key not in _PLAIN:
+        _PLAIN[key] = Drive(subject.engine(), seed=0)
+        _PLAIN[key].run(subject.mix(count), sampling=sampling, seed=7)
+    return _PLAIN[key]
+
+
+def plain_tokens(subject: Subject, count: int, sampling: SamplingParams) -> dict[str, tuple[int, ...]]:
+    drive = plain_drive(subject, count, sampling)
+    return {name: drive.tokens(name) for name in subject.mix(count)}
 
 
 def drafting_engine(subject: Subject, method: str, max_draft: int = 5, **options: object) -> LanguageEngine:
@@ -51,10 +70,9 @@ class Free:
 @pytest.mark.parametrize("sampling", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("method", METHODS)
 def test_drafts_change_no_token(a_family: Subject, method: str, sampling: SamplingParams) -> None:
-    prompts = a_family.mix(5)
-    plain, drafted = Drive(a_family.engine(), seed=0), Drive(drafting_engine(a_family, method), seed=0)
-    expected = plain.run(prompts, sampling=sampling, seed=7)
-    assert drafted.run(prompts, sampling=sampling, seed=7) == expected
+    plain, drafted = plain_drive(a_family, 5, sampling), Drive(drafting_engine(a_family, method), seed=0)
+    expected = plain_tokens(a_family, 5, sampling)
+    assert drafted.run(a_family.mix(5), sampling=sampling, seed=7) == expected
     for key, outputs in plain.outputs.items():
         with_drafts = drafted.outputs[key]
         assert [each.text for each in with_drafts] == [each.text for each in outputs]
@@ -70,18 +88,16 @@ def test_drafts_change_no_token(a_family: Subject, method: str, sampling: Sampli
 def test_drafts_that_hold_save_passes(a_family: Subject, method: str) -> None:
     """Small random models repeat themselves when they go on for long: what drafting is for."""
     engine = drafting_engine(a_family, method)
-    Drive(engine, seed=0).run(a_family.mix(5), sampling=SamplingParams(max_tokens=150))
+    Drive(engine, seed=0).run(a_family.mix(5), sampling=LONG, seed=7)
     assert 0 < engine.counts.num_accepted_tokens <= engine.counts.num_drafted_tokens
-    plain = a_family.engine()
-    Drive(plain, seed=0).run(a_family.mix(5), sampling=SamplingParams(max_tokens=150))
-    assert engine.counts.num_steps < plain.counts.num_steps
+    assert engine.counts.num_steps < plain_drive(a_family, 5, LONG).engine.counts.num_steps
 
 
 @pytest.mark.parametrize("mode", ["recompute", "offload"])
 @pytest.mark.parametrize("method", METHODS)
 def test_preempted_answers_draft_on(a_family: Subject, method: str, mode: PreemptionMode) -> None:
     sampling = SamplingParams(max_tokens=60, temperature=0.4)
-    expected = Drive(a_family.engine(), seed=0).run(a_family.mix(8), sampling=sampling, seed=7)
+    expected = plain_tokens(a_family, 8, sampling)
     config = SchedulerConfig(preemption=mode)
     engine = drafting_engine(a_family, method, num_kv_tokens=512, config=config)
     assert Drive(engine, seed=1).run(a_family.mix(8), sampling=sampling, seed=7) == expected
@@ -91,7 +107,7 @@ def test_preempted_answers_draft_on(a_family: Subject, method: str, mode: Preemp
 @pytest.mark.parametrize("method", METHODS)
 def test_a_batch_of_32_and_a_small_budget_give_the_same(a_family: Subject, method: str) -> None:
     """With fewer tokens in a pass than drafts, some are cut and some decodes wait."""
-    expected = Drive(a_family.engine(), seed=0).run(a_family.mix(32), sampling=DRAWN, seed=7)
+    expected = plain_tokens(a_family, 32, DRAWN)
     config = SchedulerConfig(max_num_batched_tokens=48, max_chunk_tokens=32)
     engine = drafting_engine(a_family, method, max_draft=7, config=config)
     assert Drive(engine, seed=2).run(a_family.mix(32), sampling=DRAWN, seed=7) == expected
