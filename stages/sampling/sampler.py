@@ -330,6 +330,8 @@ class _Choice:
         self._scores, self._groups = scores, groups
         self._largest = _largest(scores) if has_greedy else scores.new_zeros(len(scores), dtype=torch.int64)
         self.ids, self._copy = self._drawn(is_bounded=scores.device.type != "cpu")
+        if not groups:  # nothing will be looked at again, and scores of many rows are large
+            self._scores = scores[:0].clone()
 
     def _drawn(self, *, is_bounded: bool) -> tuple[Tensor, HostCopy]:
         ids, are_exact = _draw(self._scores, self._largest, self._groups, is_bounded=is_bounded)
