@@ -121,14 +121,14 @@ def read_tensors(stored: Iterable[StoredTensor]) -> Iterator[tuple[StoredTensor,
 
 
 def _read(opened: Any, stored: StoredTensor) -> Tensor:
-    """Reads a tensor, or a copy of a part of it: a view of columns would keep all of its memory."""
+    """Reads a tensor, or a view of a part of it, which keeps the memory of all of it."""
     part = stored.part
     if part is None:
         tensor: Tensor = opened.get_tensor(stored.name)
         return tensor
-    rows = opened.get_slice(stored.name)
-    tensor = rows[part.start : part.stop] if part.dim == 0 else rows[:, part.start : part.stop]
-    return tensor.clone(memory_format=torch.contiguous_format)
+    rows: Any = opened.get_slice(stored.name)
+    view: Tensor = rows[part.start : part.stop] if part.dim == 0 else rows[:, part.start : part.stop]
+    return view
 
 
 def mapped_tensors(stored: Iterable[StoredTensor]) -> Iterator[tuple[StoredTensor, Tensor]]:

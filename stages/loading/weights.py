@@ -146,7 +146,10 @@ def _fill(
     for each, tensor in _read_merged_first(places) if is_copied else mapped_tensors(places):
         placed = _placed(tensor, placement)
         if is_copied:
-            placed = merged.place(places[each], placed)
+            rows = merged.place(places[each], placed)
+            # Of a rank's part, nothing is left as it was read: that keeps the mapping of what others have.
+            is_own = rows is not placed or not parts
+            placed = rows if is_own else placed.clone(memory_format=torch.contiguous_format)
         _put(model, each.name, places[each], placed)
         num_read += each.num_bytes
         if on_progress is not None:

@@ -94,11 +94,16 @@ def elements_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def counted(opened: Any, stored: StoredTensor) -> Tensor:
         tensor = read(opened, stored)
-        counts.append(tensor.untyped_storage().nbytes() // tensor.element_size())
+        counts.append(tensor.numel())
         return tensor
 
     monkeypatch.setattr(stages.loading.weight_files, "_read", counted)
     return counts
+
+
+def mappings() -> list[str]:
+    """The files of weights that this process maps: what was read of them counts as its memory."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if ".safetensors" in line]
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "shapes-vl"])
@@ -107,7 +112,7 @@ def test_a_rank_reads_and_holds_its_part_alone(
 ) -> None:
     path = checkpoints[name]
     whole = load_role(path, "language", CPU_FLOAT32)
-    whole_elements = sum(elements_read)
+    whole_elements, before = sum(elements_read), mappings()
     for index in range(2):
         elements_read.clear()
         part = load_part(path, index)
@@ -115,6 +120,9 @@ def test_a_rank_reads_and_holds_its_part_alone(
         assert sum(elements_read) == held
         assert part.num_bytes * whole_elements == whole.num_bytes * held
         assert 0.49 < held / whole_elements < 0.51
+        storages = {each.untyped_storage() for each in part.model.parameters()}
+        assert sum(each.nbytes() for each in storages) == 4 * held
+        assert mappings() == before
         assert part.tensor_names == whole.tensor_names
 
 
