@@ -112,6 +112,11 @@ class AppArgs(BaseModel):
         description="Processes that share the language model, each on a GPU of its own, from device on; only "
         "with --local, and 1epd as the topology.",
     )
+    async_scheduling: bool | None = Field(
+        default=None,
+        description="Launch a pass of decodes before the tokens of the one before are read, where they are "
+        "neither drafted nor held to a grammar; by default on GPUs.",
+    )
     num_fronts: int = Field(
         default=1, ge=1, le=64, description="Replicas that answer HTTP; each works with all workers."
     )

@@ -72,7 +72,7 @@ class _Choices:
 def close_draws() -> Iterator[dict[int, float]]:
     """Yields how close a token was to another, by seed, of requests that rounding may turn."""
     choices = _Choices()
-    look_up, argmax, chosen = sampler._look_up, sampler._argmax, sampler._chosen
+    look_up, argmax, choice = sampler._look_up, sampler._argmax, sampler._Choice
     sample, sample_chunk = sampler.sample, sampler._sample_chunk
 
     def noted_sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[sampler.SampledToken]:
@@ -92,9 +92,11 @@ def close_draws() -> Iterator[dict[int, float]]:
         choices.add_logits(logits, torch.ones(len(logits), dtype=torch.int64))
         return argmax(logits)
 
-    def measured_chosen(scores: Tensor, groups: Sequence[sampler._Group], *rest: Any, **more: Any) -> Any:
+    def measured_choice(
+        rows: Any, asked: Any, scores: Tensor, groups: Sequence[sampler._Group], *rest: Any, **more: Any
+    ) -> sampler._Choice:
         choices.add_groups(scores, groups)
-        return chosen(scores, groups, *rest, **more)
+        return choice(rows, asked, scores, groups, *rest, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunk_sampling, "sample", noted_sample)
@@ -102,7 +104,7 @@ def close_draws() -> Iterator[dict[int, float]]:
         patch.setattr(sampler, "_look_up", measured_look_up)
         patch.setattr(sampler, "_argmax", measured_argmax)
         patch.setattr(sampler, "_largest", lambda scores: torch.tensor(argmax(scores)))
-        patch.setattr(sampler, "_chosen", measured_chosen)
+        patch.setattr(sampler, "_Choice", measured_choice)
         yield choices.close
 
 

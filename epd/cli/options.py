@@ -330,10 +330,12 @@ def _parameter(name: str, field: FieldInfo, argument: str | None, variable: str 
         kind = str
     metavar = "VALUE" if kind == list[str] else None
     flag = f"--{name.replace('_', '-')}"
+    if kind is bool and default is None:
+        flag += flag.replace("--", "/--no-", 1)
     info: Any = typer.Option(flag, metavar=metavar, help=field.description, envvar=variable)
     if argument is not None:
         info = typer.Argument(metavar=argument, help=field.description)
-    kind = kind if kind is bool else kind | None
+    kind = kind if kind is bool and default is not None else kind | None
     return Parameter(
         name,
         Parameter.KEYWORD_ONLY,

@@ -65,6 +65,7 @@ class WorkerSettings:
     is_alone: whether it is the model's only worker, which shares its weights with none
     num_sharing: workers of this process, which share its GPU
     tensor_parallel_size: processes that share the language model, of a worker that is alone
+    async_scheduling: see `build_engine`
     """
 
     model_path: Path
@@ -86,6 +87,7 @@ class WorkerSettings:
     is_alone: bool = False
     num_sharing: int = 1
     tensor_parallel_size: int = 1
+    async_scheduling: bool | None = None
 
     def placement(self) -> Placement:
         """Returns where the models of this process run. Raises RequestError for what the machine lacks."""
@@ -301,6 +303,7 @@ class StageBuilder:
             enable_prefix_caching=settings.enable_prefix_caching,
             drafting=settings.drafting,
             ranks=self._ranks,
+            async_scheduling=settings.async_scheduling,
         )
         return engine, connector
 

@@ -79,3 +79,8 @@ def test_processes_of_a_worker_share_its_room_and_its_cores(monkeypatch: pytest.
     assert args.threads_per_worker == 4
     assert worker_settings(args).num_kv_pools == 2 * args.num_kv_pools
     assert worker_settings(args).tensor_parallel_size == 2
+
+
+@pytest.mark.parametrize("is_wanted", [None, True, False])
+def test_workers_run_ahead_as_they_are_asked_to(is_wanted: bool | None) -> None:
+    assert worker_settings(AppArgs(async_scheduling=is_wanted)).async_scheduling is is_wanted

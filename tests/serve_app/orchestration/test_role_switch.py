@@ -146,18 +146,19 @@ async def decoding(deployment: Deployment, questions: list[Question]) -> asyncio
     return asking
 
 
-@pytest.mark.parametrize("method", ["none", "recycling"])
+@pytest.mark.parametrize(("method", "runs_ahead"), [("none", False), ("none", True), ("recycling", False)])
 def test_answers_move_with_their_keys_and_values(
     method: DraftMethod,
+    runs_ahead: bool,
     checkpoints: dict[str, Path],
     long_questions: list[Question],
     long_expected: list[tuple[int, ...]],
 ) -> None:
-    """Also while tokens are drafted for them, of which some hold and some do not."""
+    """Also while tokens are drafted for them, of which some hold and some do not, or passes run ahead."""
 
     async def run() -> None:
-        drafting = {"drafting": DraftConfig(method, 4)}
-        async with deployed(checkpoints["qwen2_5_vl"], "1e1p2d", settings=drafting) as deployment:
+        settings = {"drafting": DraftConfig(method, 4), "async_scheduling": runs_ahead}
+        async with deployed(checkpoints["qwen2_5_vl"], "1e1p2d", settings=settings) as deployment:
             asking = await decoding(deployment, long_questions)
             switch = await deployment.service.switch_roles("d0", roles("p"))
             assert not asking.done()
