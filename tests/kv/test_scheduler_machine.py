@@ -198,7 +198,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.drop(request)
         for group in range(len(kv.spec.num_blocks)):
             assert kv.num_tokens(request.request_id, group) == num_kept
-            needed = num_kept + 1 + request.num_copies * kv.block_size
+            # One that is computed again has room for its answer so far.
+            num_held = request.num_tokens - request.num_to_drop
+            needed = num_held + 1 + request.num_copies * kv.block_size
             assert len(kv.block_table(request.request_id, group)) <= -(-needed // kv.block_size)
 
     def fork(self, request: ScheduledRequest) -> None:
