@@ -33,6 +33,10 @@ class BatchEncoder(Protocol):
         """
         ...
 
+    def join(self, embeddings: Embeddings, plan: MediaPlan, start: int, stop: int) -> Embeddings:
+        """See `Adapter`."""
+        ...
+
 
 class FrameEncoder:
     """Encodes frames with a family's tower, for every stage that encodes.

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from encoders.groups import MediaGroup
+from encoders.reduction import Reading
 from epd.control.elasticity import MediaSample, StageSample
 from epd.control.routing import InFlight
 from epd.errors import EPDError
@@ -65,19 +66,26 @@ class EncodeGroup(Message[bool]):
 
     The reply is whether it was taken; without frames, it is refused unless it is in the encoder's cache.
     incarnation: of the prefill worker, as in `Reserve`
+    reading: with an item's first group, if the ticket is for what is kept of it; the other groups of the
+        item must come to the same encoder, in any order
     """
 
     request_id: str
     ticket: Ticket
     group: MediaGroup
     incarnation: int = 0
+    reading: Reading | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CancelTickets(Message[None]):
-    """Cancels tickets that are no longer needed."""
+    """Cancels tickets that are no longer needed.
+
+    request_id: of a request that has ended; "" if it continues
+    """
 
     transfer_ids: tuple[str, ...]
+    request_id: str = ""
 
 
 # To a prefill worker
@@ -89,12 +97,14 @@ class Prefill(Message[bool]):
 
     ticket: at the decode worker that continues it; None if the roles are merged
     incarnation: of that worker, as in `Reserve`
+    wants_kept: whether one encoder gets all its groups, and can send only what is kept of them
     """
 
     request: GenerateRequest
     groups: tuple[MediaGroup, ...]
     ticket: KVTicket | None
     incarnation: int = 0
+    wants_kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)

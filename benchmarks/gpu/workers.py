@@ -229,7 +229,7 @@ class SplitPipeline:
 
     def _take_embeddings(self, request_id: str) -> bool:
         opened, taken = self._open[request_id], self._receiver.take(request_id)
-        for index, embeddings in taken:
+        for index, embeddings, _ in taken:
             placed = opened.splicer.push(opened.groups[index], embeddings)
             if placed is not None:
                 self._prefill.add_embeddings(request_id, placed)

@@ -1,6 +1,17 @@
 """Reduces visual tokens: lays out the shorter prompt, and selects the tokens that are kept."""
 
 from encoders.reduction.layout import reduce_prompt
+from encoders.reduction.reading import Reading, is_cut_at_encoder, kept_spec, windows_of
 from encoders.reduction.reducer import Kept, KeptCells, TokenReducer, kept_cells
 
-__all__ = ["Kept", "KeptCells", "TokenReducer", "kept_cells", "reduce_prompt"]
+__all__ = [
+    "Kept",
+    "KeptCells",
+    "Reading",
+    "TokenReducer",
+    "is_cut_at_encoder",
+    "kept_cells",
+    "kept_spec",
+    "reduce_prompt",
+    "windows_of",
+]

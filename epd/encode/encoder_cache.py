@@ -7,7 +7,8 @@ An entry is the embeddings of one group, in blocks of `block_size` embeddings:
                              | last release                      acquire
                              +----------> (unknown), its blocks are free at once
 
-The writer of an entry holds it while pending, so a pending entry without a holder has no writer.
+The writer of an entry holds it while pending, so a pending entry without a holder has no writer. An entry of
+a reading has no use to others: its last release frees it, ready or not.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class GroupKey:
     size: (height, width) of the frames that are encoded, or of the image that is cut into tiles, pixels
     model: name and revision of the weights
     reduction: how tokens were dropped or merged, "" for not at all
+    reading: the reading of an item that keeps only these embeddings, "" for all embeddings of the group
     """
 
     mm_hash: str
@@ -37,6 +39,7 @@ class GroupKey:
     size: tuple[int, int]
     model: str
     reduction: str = ""
+    reading: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +55,21 @@ class GroupSpec:
 class _Entry:
     num_embeddings: int
     block_ids: tuple[int, ...]
+    places: tuple[int, ...] = ()
     is_ready: bool = False
     holders: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
 class CachedGroup:
-    """Locates the embeddings of one group: the first `num_embeddings` rows of these blocks, in order."""
+    """Locates the embeddings of one group: the first `num_embeddings` rows of these blocks, in order.
+
+    places: of kept embeddings, ascending, among all visual tokens of their item; empty where all are kept
+    """
 
     num_embeddings: int
     block_ids: tuple[int, ...]
+    places: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -125,9 +133,10 @@ class EncoderCacheManager:
         self.counts.misses += 1
         return CachedGroup(num_embeddings, blocks)
 
-    def commit(self, key: GroupKey) -> None:
-        """Marks the embeddings as written; from now on they may be read."""
+    def commit(self, key: GroupKey, places: tuple[int, ...] = ()) -> None:
+        """Marks the embeddings as written; from now on they may be read. places: see `CachedGroup`."""
         self._entries[key].is_ready = True
+        self._entries[key].places = places
 
     def acquire(self, key: GroupKey, holder: str) -> None:
         """Keeps an entry, ready or pending, from eviction. Raises KeyError for an unknown one."""
@@ -140,12 +149,15 @@ class EncoderCacheManager:
         self.counts.hits += 1
 
     def release(self, key: GroupKey, holder: str) -> None:
-        """Gives a reference back. The last one makes a ready entry evictable and frees a pending one."""
+        """Gives a reference back. The last one makes a ready entry evictable.
+
+        It frees a pending one, and that of a reading.
+        """
         entry = self._entries[key]
         entry.holders.remove(holder)
         if entry.holders:
             return
-        if entry.is_ready:
+        if entry.is_ready and not key.reading:
             self._idle[key] = None
             self._num_idle_blocks += len(entry.block_ids)
         else:
@@ -154,7 +166,7 @@ class EncoderCacheManager:
     def get(self, key: GroupKey) -> CachedGroup:
         """Returns where the entry is. Raises KeyError for an unknown one."""
         entry = self._entries[key]
-        return CachedGroup(entry.num_embeddings, entry.block_ids)
+        return CachedGroup(entry.num_embeddings, entry.block_ids, entry.places)
 
     def holders(self, key: GroupKey) -> frozenset[str]:
         """Returns the holders of the entry; none for an unknown one."""

@@ -3,10 +3,13 @@
 groups     each to the least loaded encoder: intra-request parallelism (EPD, section 3.2)
 request    all of a request to one encoder, as long as it is available
 local      to the worker that prefills them
+
+Where one encoder gets all groups, it can drop tokens before it sends them to another worker.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal
 
 Sharding = Literal["groups", "request", "local"]
@@ -23,3 +26,13 @@ def wanted_encoder(sharding: Sharding, prefill_worker: str, last_encoder: str | 
         case "request":
             return last_encoder
     return None
+
+
+def has_sole_encoder(sharding: Sharding, encoders: Collection[str], prefill_worker: str) -> bool:
+    """Returns whether one encoder gets all groups of a request, and sends them to another worker.
+
+    encoders: those that take work
+    """
+    if not encoders or (sharding == "local" and prefill_worker in encoders):
+        return False
+    return (sharding == "request" or len(encoders) == 1) and set(encoders) != {prefill_worker}

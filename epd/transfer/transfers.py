@@ -93,9 +93,9 @@ class Inbox:
             return ticket
         return None
 
-    def deliver(self, ticket: Ticket) -> None:
-        """Records that the ticket's blocks have been written."""
-        self._cache.commit(ticket.key)
+    def deliver(self, ticket: Ticket, places: tuple[int, ...] = ()) -> None:
+        """Records that the ticket's blocks have been written. places: see `CachedGroup`."""
+        self._cache.commit(ticket.key, places)
         self.withdraw(ticket)
 
     def withdraw(self, ticket: Ticket) -> None:

@@ -101,7 +101,7 @@ def opened(shape: AnyShape, memory: Tensor, device: torch.device) -> AnyPool:
 def _embeddings(pool: EncoderPool, source: CachedGroup) -> Part:
     num_blocks = len(source.block_ids)
     shape = EncoderPoolShape(num_blocks, pool.block_size, pool.layout)
-    place = CachedGroup(source.num_embeddings, tuple(range(num_blocks)))
+    place = replace(source, block_ids=tuple(range(num_blocks)))
     return Part(shape, place, (tuple(source.block_ids),))
 
 

@@ -13,6 +13,7 @@ from epd.errors import EPDError
 from epd.types import RequestStatus
 from serve_app.messages import attempt_id
 from serve_app.orchestration.live_answer import LiveAnswer
+from serve_app.worker.peer_losses import NamedPeer
 
 
 class Ending(StrEnum):
@@ -20,13 +21,14 @@ class Ending(StrEnum):
 
     COMPLETE = "complete"
     LOST = "lost"  # with a worker: the request is retried
-    TAKEN_BACK = "taken back"  # from a worker that changes its roles: others get it
+    TAKEN_BACK = "taken back"  # from a worker that changes its roles or has lost its groups: others get it
 
 
 class Attempt:
     """Represents one attempt, known to the workers by its id.
 
     placement: its workers, and what it uses of them in the router's counts
+    sole_encoder: gets all its groups, so that it can drop tokens before they are sent; None if any may
     is_placed: whether its workers have taken it
     is_handed_over: whether decode continues alone
     moving_to: another decode worker that its answer is being moved to, if any
@@ -46,6 +48,7 @@ class Attempt:
         self.id = attempt_id(owner, answer.request.request_id, number)
         self.answer = answer
         self.placement = Placement(router, len(answer.plan.prompt))
+        self.sole_encoder: NamedPeer | None = None
         self.is_placed = False
         self.is_handed_over = False
         self.moving_to = ""

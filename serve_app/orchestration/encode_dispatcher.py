@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 
 from encoders.groups import MediaGroup
 from epd.control.routing import Router
+from epd.encode.sharding import Sharding, has_sole_encoder
 from epd.errors import UnavailableError
 from epd.transfer.reception import Grant
 from serve_app.fleet import Bulk, Fleet, FramesLostError, WorkerLostError, send_surely
 from serve_app.messages import CancelTickets, EncodeGroup, Reissue
+from serve_app.worker.peer_losses import NamedPeer
 
 _POLL_S = 0.5  # between checks of the time
 Allowed = Callable[[list[str]], list[str]]
@@ -70,14 +72,28 @@ class EncodeDispatcher:
             each.worker for each in self._dispatched.values() if each.grant.request_id == request_id
         )
 
+    def sole_encoder(self, sharding: Sharding, prefill_worker: str) -> NamedPeer | None:
+        """Returns the encoder that will get all groups of a request, if that is decided before."""
+        alive = self._alive()
+        if not has_sole_encoder(sharding, alive, prefill_worker):
+            return None
+        name = self._router.encoder(alive)
+        return NamedPeer(name, self._fleet.workers[name].incarnation)
+
     def wake(self) -> None:
         """Rechecks the encoders, which may have been added or changed."""
         self._has_room.set()
 
-    async def encoder(self, wanted: str | None = None, allowed: Allowed = list) -> str:
+    async def encoder(
+        self,
+        wanted: str | None = None,
+        allowed: Allowed = list,
+        needs_room: Callable[[], bool] = lambda: True,
+    ) -> str:
         """Returns the encoder that takes the next group; waits until one has room.
 
         wanted: the encoder that should take it, while it is alive. allowed: filters encoders that may.
+        needs_room: whether the group can wait for others to be encoded.
         Raises UnavailableError if no encoder is alive, or completes anything, for too long.
         """
         clock = asyncio.get_running_loop().time
@@ -85,8 +101,8 @@ class EncodeDispatcher:
         while True:
             alive = self._alive()
             among = [wanted] if wanted is not None and wanted in alive else alive
-            names = [name for name in among if self._router.load(name).encode_patches < self._max_backlog]
-            names = allowed(names)
+            is_any = not needs_room()
+            names = allowed([name for name in among if is_any or self._has_backlog_room(name)])
             if names:
                 return self._router.encoder(names)
             alive_s = clock() if alive else alive_s
@@ -95,6 +111,9 @@ class EncodeDispatcher:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_POLL_S):  # wait_for may swallow a cancellation
                     await self._has_room.wait()
+
+    def _has_backlog_room(self, worker: str) -> bool:
+        return self._router.load(worker).encode_patches < self._max_backlog
 
     def _check_wait(self, without_s: float, full_s: float) -> None:
         """Checks waiting times. without_s: since an encoder existed. full_s: since one completed a group."""
@@ -150,15 +169,15 @@ class EncodeDispatcher:
             if dispatched is not None:
                 self._router.remember_group(dispatched.worker, dispatched.group.spec.key)
 
-    async def drop_request(self, request_id: str) -> None:
+    async def drop_request(self, request_id: str, sole_encoder: NamedPeer | None = None) -> None:
         """Drops the groups of an ended request, notifies encoders, and regrants groups others still want."""
-        by_worker: dict[str, list[str]] = {}
+        by_worker: dict[str, list[str]] = {sole_encoder.name: []} if sole_encoder is not None else {}
         for transfer_id, dispatched in list(self._dispatched.items()):
             if dispatched.grant.request_id == request_id:
                 self._forget(transfer_id)
                 by_worker.setdefault(dispatched.worker, []).append(transfer_id)
         for worker, ids in by_worker.items():
-            await send_surely(self._fleet, "encode", worker, CancelTickets(tuple(ids)))
+            await send_surely(self._fleet, "encode", worker, CancelTickets(tuple(ids), request_id))
 
     async def reissue(self, receiver: str, ticket_ids: Iterable[str]) -> None:
         """Asks receivers to grant the groups of these tickets again."""

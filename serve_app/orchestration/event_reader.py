@@ -155,6 +155,8 @@ class EventReader:
     def _take_failure(self, worker: str, event: GroupFailed) -> None:
         attempt = self.attempts.get(event.request_id)
         if attempt is not None:
+            if attempt.sole_encoder is not None:  # it may have read the group, and reads none twice
+                attempt.end(Ending.TAKEN_BACK)
             attempt.failures[event.group] += 1
             if attempt.failures[event.group] > _MAX_GROUP_FAILURES:
                 attempt.fail(EncodeError(f"a group could not be encoded: {event.error}; send it again"))

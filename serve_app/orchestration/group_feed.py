@@ -7,28 +7,52 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
+from encoders.groups import MediaGroup
+from encoders.reduction import Reading
 from epd.encode.sharding import Sharding, wanted_encoder
 from epd.errors import EPDError, InternalError
 from epd.transfer.reception import Grant
 from serve_app.fleet import Bulk, Fleet
 from serve_app.media.fleet_media import FleetMedia
 from serve_app.messages import EncodeGroup
-from serve_app.orchestration.attempt import Attempt
+from serve_app.orchestration.attempt import Attempt, Ending
 from serve_app.orchestration.encode_dispatcher import EncodeDispatcher
 from serve_app.orchestration.item_frames import ItemFrames
 from serve_app.orchestration.losses.isolation import Isolation
 from serve_app.orchestration.losses.loss_counter import LossCounter
 from serve_app.task_group import Tasks
+from serve_app.worker.peer_losses import NamedPeer
 from serve_app.worker.worker_roles import Clock
 
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.05  # until another encoder is asked
 _Reader = tuple[int, int]  # an item, and one of its readers
+
+
+class _SentGroups:
+    """Tracks which groups of each item were sent: an encoder that reads an item waits for the next one."""
+
+    def __init__(self) -> None:
+        self._ahead: dict[int, set[int]] = {}  # of each item, groups sent before an earlier one
+        self._next: Counter[int] = Counter()
+
+    def add(self, group: MediaGroup) -> None:
+        """Notes that an encoder has the group."""
+        ahead = self._ahead.setdefault(group.item, set())
+        ahead.add(group.index)
+        while self._next[group.item] in ahead:
+            ahead.remove(self._next[group.item])
+            self._next[group.item] += 1
+
+    def awaits(self, group: MediaGroup) -> bool:
+        """Returns whether all groups before it have been sent."""
+        return group.index <= self._next[group.item]
 
 
 class GroupFeed:
@@ -60,6 +84,7 @@ class GroupFeed:
         self._last_encoder: str | None = None
         self._granted: dict[_Reader, asyncio.Queue[Grant]] = {}
         self._frames: dict[int, ItemFrames] = {}  # by item
+        self._sent = _SentGroups()
         self._tasks = Tasks()
 
     def grant(self, granted: Grant) -> None:
@@ -102,25 +127,47 @@ class GroupFeed:
             if await self._from_cache(granted):
                 continue
             frames = await self._read(granted.group)
-            worker = await self._encoder(granted.group)
+            worker = await self._encoder(granted)
             self._dispatcher.record(worker, self._attempt.prefill_worker, granted, plan.groups[granted.group])
+            self._sent.add(plan.groups[granted.group])
             self._tasks.spawn(self._guarded(partial(self._give, worker, granted, frames)))
             del frames
 
-    async def _encoder(self, number: int) -> str:
-        """Returns the encoder that the sharding mode selects for a group, or the least loaded one."""
-        allowed = partial(self._isolation.allowed, self._attempt, ("encode", number))
+    async def _encoder(self, granted: Grant) -> str:
+        """Returns the encoder that the sharding mode selects for a group, or the least loaded one.
+
+        Ends the attempt if what is kept of the group is wanted, and the encoder that chooses it is gone.
+        """
+        allowed = partial(self._isolation.allowed, self._attempt, ("encode", granted.group))
+        if granted.ticket.key.reading and self._attempt.sole_encoder is not None:
+            sole, group = self._attempt.sole_encoder, self._attempt.answer.plan.groups[granted.group]
+            name = await self._dispatcher.encoder(sole.name, allowed, lambda: not self._sent.awaits(group))
+            if not self._is_sole_encoder(name):
+                self._attempt.end(Ending.TAKEN_BACK)
+                await asyncio.Event().wait()  # until the feed is stopped
+            return name
         wanted = wanted_encoder(self._sharding, self._attempt.prefill_worker, self._last_encoder)
         self._last_encoder = await self._dispatcher.encoder(wanted, allowed)
         return self._last_encoder
 
+    def _is_sole_encoder(self, worker: str | None) -> bool:
+        """Returns whether a worker is the encoder of all groups, and was not started again since."""
+        if worker is None:
+            return False
+        return NamedPeer(worker, self._fleet.workers[worker].incarnation) == self._attempt.sole_encoder
+
     async def _from_cache(self, granted: Grant) -> bool:
         group = self._attempt.answer.plan.groups[granted.group]
         worker = self._dispatcher.encoder_with(group)
+        if granted.ticket.key.reading and not self._is_sole_encoder(worker):
+            return False
         if worker is None or not self._isolation.allowed(self._attempt, ("encode", granted.group), [worker]):
             return False
         self._dispatcher.record(worker, self._attempt.prefill_worker, granted, group)
-        return await self._dispatcher.give(worker, self._message(granted), None)
+        is_taken = await self._dispatcher.give(worker, self._message(granted), None)
+        if is_taken:
+            self._sent.add(group)
+        return is_taken
 
     async def _read(self, number: int) -> Bulk:
         plan = self._attempt.answer.plan
@@ -140,9 +187,12 @@ class GroupFeed:
         group = self._attempt.answer.plan.groups[granted.group]
         while not await self._dispatcher.give(worker, self._message(granted), frames):
             await asyncio.sleep(_RETRY_S)
-            worker = await self._encoder(granted.group)
+            worker = await self._encoder(granted)
             self._dispatcher.record(worker, self._attempt.prefill_worker, granted, group)
 
     def _message(self, granted: Grant) -> EncodeGroup:
-        group = self._attempt.answer.plan.groups[granted.group]
-        return EncodeGroup(self._attempt.id, granted.ticket, group)
+        plan = self._attempt.answer.plan
+        group, reading = plan.groups[granted.group], None
+        if granted.ticket.key.reading and group.index == 0:
+            reading = Reading.of(plan.prompt, plan.groups, group.item)
+        return EncodeGroup(self._attempt.id, granted.ticket, group, reading=reading)

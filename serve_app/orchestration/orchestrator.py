@@ -59,6 +59,7 @@ from serve_app.service import (
     ServiceStatus,
 )
 from serve_app.task_group import Loops, Tasks
+from serve_app.worker.peer_losses import NamedPeer
 
 _MAX_GROUP_FAILURES = 3
 _DRAIN_POLL_S = 0.05
@@ -101,7 +102,7 @@ class Orchestrator:
         )
         self.isolation = Isolation(self._dispatcher, self.router, self._attempts, time.time)
         self._placement = RequestPlacer(
-            fleet, self.router, self.queue, limits, self.losses, self.isolation, time.time
+            fleet, self.router, self.queue, limits, self.losses, self.isolation, time.time, self._sole_encoder
         )
         self._shared = SharedLoad(self.router, self._dispatcher, self._placement)
         self._feeds: dict[str, GroupFeed] = {}
@@ -261,6 +262,13 @@ class Orchestrator:
         except Exception as error:  # noqa: BLE001 - the consumer waits for it
             answer.fail(error)
 
+    def _sole_encoder(self, attempt: Attempt) -> NamedPeer | None:
+        """Returns the encoder for all groups of a new request that drops tokens; retries send all tokens."""
+        answer = attempt.answer
+        if answer.num_retries or answer.plan.prompt.reduction is None:
+            return None
+        return self._dispatcher.sole_encoder(self.config.sharding, attempt.prefill_worker)
+
     async def _try(self, attempt: Attempt, deadline_s: float, *, is_new: bool) -> Ending:
         feed = GroupFeed(
             self._fleet,
@@ -292,7 +300,7 @@ class Orchestrator:
             await asyncio.gather(
                 *(self._abort(attempt, worker) for worker in sorted(attempt.placement.touched))
             )
-            await self._dispatcher.drop_request(attempt.id)
+            await self._dispatcher.drop_request(attempt.id, attempt.sole_encoder)
         await feed.close()
         self._placement.wake()
 

@@ -22,6 +22,7 @@ from serve_app.orchestration.attempt import Attempt, Ending
 from serve_app.orchestration.losses.isolation import Isolation
 from serve_app.orchestration.losses.loss_counter import LossCounter
 from serve_app.role_messages import Move, Pause, Resume
+from serve_app.worker.peer_losses import NamedPeer
 from serve_app.worker_info import WorkerInfo
 
 _NUM_FIRST = 8  # requests that look for room concurrently
@@ -81,7 +82,9 @@ class RequestPlacer:
         losses: LossCounter,
         isolation: Isolation,
         clock: Callable[[], float],
+        sole_encoder: Callable[[Attempt], NamedPeer | None] = lambda _: None,
     ) -> None:
+        """Starts without requests. sole_encoder: of an attempt with a prefill worker: see `Attempt`."""
         self._fleet = fleet
         self._listed: tuple[WorkerInfo, ...] = ()
         self._candidates = Candidates(())
@@ -90,6 +93,7 @@ class RequestPlacer:
         self._unavailable_s = limits.unavailable_s
         self._losses = losses
         self._isolation = isolation
+        self._sole_encoder = sole_encoder
         self._clock = clock
         self._waiting: dict[str, asyncio.Event] = {}  # by attempt, set when it should look again
         self._redirecting: set[str] = set()
@@ -160,7 +164,9 @@ class RequestPlacer:
                     round_.ticket, round_.seen = None, self._seen(attempt)
                 plan = attempt.answer.plan
                 request, incarnation = plan.generate_request(attempt.id), round_.seen[1].incarnation
-                prefill = Prefill(request, plan.groups, round_.ticket, incarnation)
+                attempt.sole_encoder = self._sole_encoder(attempt)
+                wants_kept = attempt.sole_encoder is not None
+                prefill = Prefill(request, plan.groups, round_.ticket, incarnation, wants_kept)
                 return await self._give(attempt, prefill, round_.seen)
             case "release":
                 await self._abort(attempt, attempt.decode_worker)

@@ -6,19 +6,25 @@
 
 A ticket is owned by the request it was granted to, although others may wait for the same group. When the
 owner ends, the group is granted to one of the others, since the fetching of its frames may have ended too.
+
+Where one encoder gets all groups of a request, it sends only what is kept of items that drop tokens: their
+groups are asked for under the name of a reading, which is of this request alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 
 from encoders import Adapter
 from encoders.groups import MediaGroup
-from encoders.reduction import KeptCells
-from epd.encode.encoder_cache import GroupKey
+from encoders.reduction import KeptCells, is_cut_at_encoder, kept_spec
+from epd.encode.encoder_cache import GroupKey, GroupSpec
 from epd.transfer.connectors import Ticket
 from epd.transfer.reception import Grant
+from epd.transfer.transfers import TransferIds
 from serve_app.messages import GroupFailed, GroupsArrived
 from serve_app.worker.worker_roles import ReportBuffer
 from stages.encode.embedding_receiver import EmbeddingReceiver
@@ -34,12 +40,14 @@ OnFault = Callable[[RequestFault], None]
 class _Feed:
     """A request that waits for groups. numbers: of needed groups, among the request's groups, in order.
 
+    specs: what it waits for of each needed group
     ends: of each needed group, the prompt tokens [0, end) that must be computed before it can be freed
     """
 
     request: GenerateRequest
     groups: tuple[MediaGroup, ...]
     numbers: tuple[int, ...]
+    specs: list[GroupSpec]
     ends: tuple[int, ...]
     splicer: EmbeddingSplicer
     num_taken: int = 0
@@ -55,19 +63,47 @@ class MediaFeeds:
         self._stage = stage
         self._feeds: dict[str, _Feed] = {}
         self._open: dict[str, Grant] = {}  # grants whose groups have not arrived, by transfer
+        self._readings = TransferIds(receiver.name)
 
     def __len__(self) -> int:
         return len(self._feeds)
 
-    def open(self, request: GenerateRequest, groups: tuple[MediaGroup, ...], num_cached: int) -> None:
-        """Starts waiting for groups that are not cached. Raises InfeasibleError if one can never fit."""
+    def open(
+        self,
+        request: GenerateRequest,
+        groups: tuple[MediaGroup, ...],
+        num_cached: int,
+        *,
+        wants_kept: bool = False,
+    ) -> None:
+        """Starts waiting for groups that are not cached. Raises InfeasibleError if one can never fit.
+
+        wants_kept: see `serve_app.messages.Prefill`
+        """
         numbers = needed_groups(request, groups, num_cached)
         if not numbers:
             return
-        self.receiver.open(request.request_id, [groups[number].spec for number in numbers])
-        ends = tuple(group_end(request, groups[number]) for number in numbers)
+        wholes = [groups[number] for number in numbers]
+        specs = self._specs(request, wholes) if wants_kept else [group.spec for group in wholes]
+        self.receiver.open(request.request_id, specs)
+        ends = tuple(group_end(request, group) for group in wholes)
         splicer = EmbeddingSplicer(self._adapter, request.prompt)
-        self._feeds[request.request_id] = _Feed(request, groups, numbers, ends, splicer)
+        self._feeds[request.request_id] = _Feed(request, groups, numbers, specs, ends, splicer)
+
+    def _specs(self, request: GenerateRequest, wholes: Sequence[MediaGroup]) -> list[GroupSpec]:
+        """Returns what to wait for: what is kept of an item, unless that is more than is missing of it."""
+        cache, specs = self.receiver.reception.cache, list[GroupSpec]()
+        for item, groups in groupby(wholes, key=attrgetter("item")):
+            mine = list(groups)
+            whole = [group.spec for group in mine]
+            if is_cut_at_encoder(request.prompt, mine):
+                name = self._readings.next()
+                kept = [kept_spec(request.prompt.media[item], group, name) for group in mine]
+                missing = [spec for spec in whole if spec.key not in cache]
+                specs += kept if _num_embeddings(kept) < _num_embeddings(missing) else whole
+            else:
+                specs += whole
+        return specs
 
     def step(self, reports: ReportBuffer, on_fault: OnFault) -> bool:
         """Takes what has arrived and grants what there is room for. Returns whether anything has moved.
@@ -107,12 +143,15 @@ class MediaFeeds:
     def _feed(self, feed: _Feed) -> bool:
         """Passes on the next groups. Returns whether there were any."""
         taken = self.receiver.take(feed.request.request_id)
-        for index, embeddings in taken:
+        for index, embeddings, places in taken:
             feed.num_taken = index + 1
-            placed = feed.splicer.push(feed.groups[feed.numbers[index]], embeddings)
+            group = feed.groups[feed.numbers[index]]
+            is_kept = bool(feed.specs[index].key.reading)
+            splicer = feed.splicer
+            placed = splicer.place(group, embeddings, places) if is_kept else splicer.push(group, embeddings)
             if placed is not None:
                 self._stage.add_embeddings(feed.request.request_id, placed)
-        if any(feed.groups[feed.numbers[index]].plan.is_joined_whole for index, _ in taken):
+        if any(feed.groups[feed.numbers[each.number]].plan.is_joined_whole for each in taken):
             self._release(feed, feed.num_taken)  # it may be larger than the cache, so none is kept for long
         return bool(taken)
 
@@ -200,4 +239,8 @@ def group_end(request: GenerateRequest, group: MediaGroup) -> int:
 
 
 def _index_of(feed: _Feed, key: GroupKey) -> int:
-    return next(i for i, number in enumerate(feed.numbers) if feed.groups[number].spec.key == key)
+    return next(index for index, spec in enumerate(feed.specs) if spec.key == key)
+
+
+def _num_embeddings(specs: Sequence[GroupSpec]) -> int:
+    return sum(spec.num_embeddings for spec in specs)

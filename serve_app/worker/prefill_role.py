@@ -139,7 +139,10 @@ class PrefillRole:
             prompt.num_spanned = sum(end <= admission.num_cached for end in prompt.ends)
             reports.events.append(Admitted(admission.request_id, admission.num_cached))
             try:
-                self.feeds.open(prompt.message.request, prompt.message.groups, admission.num_cached)
+                message = prompt.message
+                self.feeds.open(
+                    message.request, message.groups, admission.num_cached, wants_kept=message.wants_kept
+                )
             except InfeasibleError as error:
                 self.abort([admission.request_id], reports)
                 reports.events.append(RequestFailed(admission.request_id, error, is_final=True))

@@ -93,7 +93,7 @@ class WorkerCore:
             case EncodeGroup():
                 return self._encoding.submit(message, bulk)
             case CancelTickets():
-                self._cancel(message.transfer_ids)
+                self._cancel(message)
             case Prefill():
                 return self._submit(message)
             case Redirect():
@@ -178,10 +178,10 @@ class WorkerCore:
         role = self.hosted.get("decode")
         return role.reserve(message) if isinstance(role, DecodeRole) and "decode" in self.roles else None
 
-    def _cancel(self, transfer_ids: Sequence[str]) -> None:
+    def _cancel(self, message: CancelTickets) -> None:
         role = self.hosted.get("encode")
         if isinstance(role, EncodeRole):
-            role.cancel(transfer_ids)
+            role.cancel(message)
 
     def _reissue(self, transfer_ids: Sequence[str]) -> None:
         role = self.hosted.get("prefill")

@@ -17,6 +17,7 @@ from epd.topology import Stage
 from epd.transfer.connectors import KVTicket, TransferOutcome
 from epd.types import UInt8Array
 from serve_app.messages import (
+    CancelTickets,
     EncodeGroup,
     HandedOver,
     RequestFailed,
@@ -121,11 +122,17 @@ class EncodeRole:
 
     def submit(self, message: EncodeGroup, frames: UInt8Array | None) -> bool:
         """Submits a group, see `EncodeGroup`. Raises InfeasibleError."""
-        if frames is None and not self.stage.cache.is_ready(message.ticket.key):
+        group = message.group if message.ticket.key.reading else None
+        key = message.ticket.key if group is None else group.spec.key
+        if frames is None and not self.stage.cache.is_ready(key):
             return False
         job = _Job(message, self._clock())
         plan, request_id = message.group.plan, message.request_id
-        self.stage.submit(EncodeJob(message.ticket, plan, lambda: self._begin(job, frames), request_id))
+        self.stage.submit(
+            EncodeJob(
+                message.ticket, plan, lambda: self._begin(job, frames), request_id, group, message.reading
+            )
+        )
         return True
 
     def _begin(self, job: _Job, frames: UInt8Array | None) -> Tensor:
@@ -135,9 +142,11 @@ class EncodeRole:
         self._begun.append(job)
         return _tensor(frames)
 
-    def cancel(self, transfer_ids: Sequence[str]) -> None:
-        for transfer_id in transfer_ids:
+    def cancel(self, message: CancelTickets) -> None:
+        for transfer_id in message.transfer_ids:
             self.stage.cancel(transfer_id)
+        if message.request_id:
+            self.stage.end_readings(message.request_id)
 
     def step(self, reports: ReportBuffer) -> bool:
         was_busy = self.stage.outstanding_patches > 0

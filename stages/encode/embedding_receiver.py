@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from encoders.adapter import Embeddings
 from epd.encode.encoder_cache import EncoderCacheManager, GroupKey, GroupSpec
@@ -12,10 +13,19 @@ from epd.transfer.transfers import Inbox
 from stages.encode.encoder_pool import EncoderPool
 
 
+class Received(NamedTuple):
+    """Holds the embeddings of one group of a request, by number. places: see `CachedGroup`."""
+
+    number: int
+    embeddings: Embeddings
+    places: tuple[int, ...]
+
+
 class EmbeddingReceiver:
     """Receives a prefill worker's embeddings. Not thread-safe."""
 
     def __init__(self, cache: EncoderCacheManager, pool: EncoderPool, connector: EncoderConnector) -> None:
+        self.name = connector.name
         self.cache = cache
         self.reception = Reception(cache, Inbox(cache, connector.name))
         self._pool = pool
@@ -44,14 +54,15 @@ class EmbeddingReceiver:
             if ticket is None:
                 continue
             if offer.source is not None:
-                self.reception.inbox.deliver(ticket)
+                self.reception.inbox.deliver(ticket, offer.source.places)
             else:
                 failed[ticket.key] = offer.error
         return failed
 
-    def take(self, request_id: str) -> list[tuple[int, Embeddings]]:
-        """Returns newly complete groups, in order and without gaps, each once: (index, embeddings)."""
-        return [(group, self._pool.read(place)) for group, place in self.reception.take(request_id)]
+    def take(self, request_id: str) -> list[Received]:
+        """Returns newly complete groups, in order and without gaps, each once."""
+        taken = self.reception.take(request_id)
+        return [Received(group, self._pool.read(place), place.places) for group, place in taken]
 
     def release(self, request_id: str, stop: int) -> None:
         """Releases groups before `stop`, which have been used; they stay cached while there is room."""

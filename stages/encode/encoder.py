@@ -2,6 +2,9 @@
 
 submit -> waiting | schedule: one shape, patch budget, room | run: patches, tower | commit: pool, offer
                   | cached already: offer at once           |                     |
+
+Of a group of a reading, what is kept is chosen once it is encoded and earlier groups are read; it is written
+to an entry of its own and offered alone. The whole group stays cached, for other requests.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from torch import Tensor, nn
 
 from encoders.adapter import MediaPlan
 from encoders.batch import BatchEncoder, FrameEncoder
+from encoders.groups import MediaGroup
+from encoders.reduction.reading import Reading
 from epd.encode.encode_batching import pick_batch
 from epd.encode.encoder_cache import EncoderCacheManager, GroupKey
 from epd.errors import EPDError, InternalError
@@ -22,6 +27,7 @@ from epd.reduction import TowerMerge
 from epd.transfer.connectors import EncoderConnector, Ticket
 from epd.transfer.transfers import Outbox
 from stages.encode.encoder_pool import EncoderPool
+from stages.encode.readings import Readings
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +39,16 @@ class EncodeJob:
     plan: of the group alone.
     frames: gives uint8 [N, h, w, 3] of planned size; called only if the group has to be encoded.
     request_id: of the request that it is for.
+    group: if the ticket is of a reading, the whole group.
+    reading: what that is; with the first group of the item.
     """
 
     ticket: Ticket
     plan: MediaPlan
     frames: Callable[[], Tensor]
     request_id: str = ""
+    group: MediaGroup | None = None
+    reading: Reading | None = None
 
     @property
     def num_patches(self) -> int:
@@ -46,7 +56,13 @@ class EncodeJob:
 
     @property
     def key(self) -> GroupKey:
-        return self.ticket.key
+        """Returns what is encoded: a group whole, although only some of it may be sent."""
+        return self.ticket.key if self.group is None else self.group.spec.key
+
+    @property
+    def num_embeddings(self) -> int:
+        """Counts what is encoded."""
+        return self.ticket.target.num_embeddings if self.group is None else self.group.spec.num_embeddings
 
     @property
     def shape(self) -> tuple[str | int, ...]:
@@ -92,44 +108,65 @@ class EncodeStage:
         self._pool = pool
         self._connector = connector
         self._max_batch_patches = max_batch_patches
+        self._readings = Readings(adapter.join)
         self._waiting: list[EncodeJob] = []
+        self._unread: list[EncodeJob] = []  # encoded, of readings
 
     def submit(self, job: EncodeJob) -> None:
         """Queues a job. Raises InfeasibleError when its result would never fit."""
-        self.cache.check_fits(job.ticket.target.num_embeddings)
+        self.cache.check_fits(job.num_embeddings)
+        if job.reading is not None:
+            ticket = job.ticket
+            self._readings.open(ticket.key.reading, job.reading, job.request_id, ticket.receiver)
         self._waiting.append(job)
 
     def cancel(self, transfer_id: str) -> None:
         """Forgets a job that has not been encoded yet; anything else is ended by the receiver's receipt."""
-        self._waiting = [job for job in self._waiting if job.ticket.transfer_id != transfer_id]
+        self._forget(lambda job: job.ticket.transfer_id == transfer_id)
+
+    def end_readings(self, request_id: str) -> None:
+        """Forgets what was read for a request, and what waits for its turn. Unknown ids are ignored."""
+        self._forget(lambda job: job.group is not None and job.request_id == request_id)
+        self._readings.drop_requests(lambda each: each == request_id)
 
     def cancel_requests(self, is_over: Callable[[str], bool]) -> None:
-        """Forgets the jobs of requests that are over, as `cancel` does. is_over: asked with each's id."""
-        self._waiting = [job for job in self._waiting if not is_over(job.request_id)]
+        """Forgets the jobs and readings of requests that are over. is_over: asked with each's id."""
+        self._forget(lambda job: is_over(job.request_id))
+        self._readings.drop_requests(is_over)
 
     def drop_receiver(self, receiver: str) -> None:
         """Forgets all jobs and offers for a receiver that is gone; what is encoded stays cached."""
-        self._waiting = [job for job in self._waiting if job.ticket.receiver != receiver]
+        self._forget(lambda job: job.ticket.receiver == receiver)
+        self._readings.drop_receiver(receiver)
         self._connector.forget(receiver)
         self.outbox.drop_receiver(receiver)
 
+    def _forget(self, is_over: Callable[[EncodeJob], bool]) -> None:
+        self._waiting = [job for job in self._waiting if not is_over(job)]
+        self._unread = [job for job in self._unread if not is_over(job)]
+
     def has_work(self) -> bool:
-        """Reports whether jobs wait or offers are without a receipt."""
-        return bool(self._waiting) or len(self.outbox) > 0
+        """Reports whether jobs wait, readings are not over or offers are without a receipt."""
+        return bool(self._waiting or self._unread or self._readings) or len(self.outbox) > 0
 
     @property
     def num_waiting(self) -> int:
-        """Counts the jobs that have not been encoded."""
-        return len(self._waiting)
+        """Counts the jobs of which nothing has been offered."""
+        return len(self._waiting) + len(self._unread)
+
+    @property
+    def num_readings(self) -> int:
+        """Counts the readings that are not over."""
+        return len(self._readings)
 
     @property
     def waiting_transfers(self) -> list[str]:
         """Lists the transfers that wait for these jobs."""
-        return [job.ticket.transfer_id for job in self._waiting]
+        return [job.ticket.transfer_id for job in (*self._waiting, *self._unread)]
 
     @property
     def outstanding_patches(self) -> int:
-        """Counts the patches of the jobs that wait: what new work queues behind."""
+        """Counts the patches of the jobs that are not encoded: what new work queues behind."""
         return sum(job.num_patches for job in self._waiting)
 
     @torch.inference_mode()
@@ -137,24 +174,61 @@ class EncodeStage:
         """Takes receipts, serves hits, encodes one batch. Returns the number of groups encoded."""
         self.outbox.close(self._connector.poll())
         self._serve_hits()
+        self._read()
         batch = self._schedule()
-        return self._run(batch) if batch else 0
+        num_encoded = self._run(batch) if batch else 0
+        self._read()
+        return num_encoded
 
     def _serve_hits(self) -> None:
-        hits = [job for job in self._waiting if self.cache.is_ready(job.ticket.key)]
-        self._waiting = [job for job in self._waiting if not self.cache.is_ready(job.ticket.key)]
+        hits = [job for job in self._waiting if self.cache.is_ready(job.key)]
+        self._waiting = [job for job in self._waiting if not self.cache.is_ready(job.key)]
         for job in hits:
+            self._pass_on(job)
+
+    def _pass_on(self, job: EncodeJob) -> None:
+        """Offers an encoded group, or has it read."""
+        if job.group is None:
             self._offer(job)
+        else:
+            self._unread.append(job)
+
+    def _read(self) -> None:
+        """Offers what readings keep of encoded groups whose turn it is. What was evicted is encoded again."""
+        jobs = [(job.group, job) for job in self._unread if job.group is not None]
+        for group, job in sorted(jobs, key=lambda each: each[0].index):
+            if not self._readings.has_turn(job.ticket.key.reading, group):
+                continue
+            if not self.cache.is_ready(job.key):
+                self._unread.remove(job)
+                self._waiting.append(job)
+            elif self.cache.can_reserve(job.ticket.target.num_embeddings):
+                self._unread.remove(job)
+                self._offer_kept(job, group)
+
+    def _offer_kept(self, job: EncodeJob, group: MediaGroup) -> None:
+        ticket = job.ticket
+        whole = self._pool.read(self.cache.get(job.key))
+        target = self.cache.reserve(ticket.key, ticket.target.num_embeddings, ticket.transfer_id)
+        try:
+            kept, places = self._readings.read(ticket.key.reading, group, whole)
+            self._pool.write(target, kept)
+            self.cache.commit(ticket.key, places)
+            self._offer(job)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it costs the group that it belongs to
+            self._send_failure(job, error)
+        finally:
+            self.cache.release(ticket.key, ticket.transfer_id)
 
     def _schedule(self) -> list[EncodeJob]:
         """Takes jobs out of the queue for which room has been reserved."""
         batch = []
         for index in pick_batch(self._waiting, self._max_batch_patches):
-            ticket = self._waiting[index].ticket
-            if not self.cache.can_reserve(ticket.target.num_embeddings):
+            job = self._waiting[index]
+            if not self.cache.can_reserve(job.num_embeddings):
                 break
-            self.cache.reserve(ticket.key, ticket.target.num_embeddings, ticket.transfer_id)
-            batch.append(self._waiting[index])
+            self.cache.reserve(job.key, job.num_embeddings, job.ticket.transfer_id)
+            batch.append(job)
         taken = {job.ticket.transfer_id for job in batch}
         self._waiting = [job for job in self._waiting if job.ticket.transfer_id not in taken]
         return batch
@@ -163,7 +237,7 @@ class EncodeStage:
         """Encodes and commits; if a batch of several fails, each alone, so that only the culprit does."""
         try:
             results = self._encoder.encode([self._encoder.patches(job.frames(), job.plan) for job in batch])
-            places = [self.cache.get(job.ticket.key) for job in batch]
+            places = [self.cache.get(job.key) for job in batch]
             for place, embeddings in zip(places, results, strict=True):
                 self._pool.write(place, embeddings)
         except Exception as error:  # noqa: BLE001 - whatever it is, it costs the group that it belongs to
@@ -180,17 +254,20 @@ class EncodeStage:
         self.counts.num_patches += sum(job.num_patches for job in batch)
         self.counts.num_units_skipped = self._encoder.num_skipped
         for job in batch:
-            self.cache.commit(job.ticket.key)
-            self._offer(job)
-            self.cache.release(job.ticket.key, job.ticket.transfer_id)
+            self.cache.commit(job.key)
+            self._pass_on(job)
+            self.cache.release(job.key, job.ticket.transfer_id)
 
     def _offer(self, job: EncodeJob) -> None:
         self.outbox.add(job.ticket)
         self._connector.send(job.ticket, self.cache.get(job.ticket.key))
 
     def _fail(self, job: EncodeJob, error: Exception) -> None:
+        self.cache.release(job.key, job.ticket.transfer_id)
+        self._send_failure(job, error)
+
+    def _send_failure(self, job: EncodeJob, error: Exception) -> None:
         logger.warning("group of transfer %s not encoded", job.ticket.transfer_id, exc_info=error)
-        self.cache.release(job.ticket.key, job.ticket.transfer_id)
         self._connector.send(job.ticket, None, _message_of(error))
 
     def check_integrity(self) -> None:

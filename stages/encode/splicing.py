@@ -6,7 +6,7 @@ import numpy as np
 
 from encoders import Adapter, Embeddings, MediaItem, PromptPlan, concatenated
 from encoders.groups import MediaGroup
-from encoders.reduction import Kept, KeptCells, TokenReducer, kept_cells
+from encoders.reduction import Kept, KeptCells, TokenReducer, kept_cells, windows_of
 from stages.visual_inputs import PlacedEmbeddings
 
 
@@ -44,6 +44,16 @@ class EmbeddingSplicer:
             return self._reduced(group.item, item, start, rows)
         return PlacedEmbeddings(rows, item.token_indices(self._start, stop))
 
+    def place(self, group: MediaGroup, embeddings: Embeddings, places: tuple[int, ...]) -> PlacedEmbeddings:
+        """Returns what an encoder has kept of the next group: see `encoders.reduction.reading.ItemReader`."""
+        item = self._prompt.media[group.item]
+        kept, start, indices = [], 0, np.array(places, dtype=np.int64)
+        for number in range(*windows_of(item, group)):
+            stop = start + item.windows[number].num_kept
+            kept.append(Kept(number, embeddings.cut(start, stop), indices[start:stop]))
+            start = stop
+        return self._placed(group.item, item, kept)
+
     def _reduced(self, number: int, item: MediaItem, start: int, rows: Embeddings) -> PlacedEmbeddings | None:
         reduction = self._prompt.reduction
         assert reduction is not None
@@ -51,15 +61,16 @@ class EmbeddingSplicer:
             self._reducer = TokenReducer(reduction.policy, item)
         assert self._reducer is not None, "the first units of a reduced item must come first"
         kept = list(self._reducer.push(rows))
-        if kept and item.plan.kind == "video" and not item.windows[0].is_in_prefill:
+        return self._placed(number, item, kept) if kept else None
+
+    def _placed(self, number: int, item: MediaItem, kept: list[Kept]) -> PlacedEmbeddings:
+        reduction = self._prompt.reduction
+        assert reduction is not None
+        embeddings = concatenated([each.embeddings for each in kept])
+        places = item.token_indices(kept[0].window, kept[-1].window + 1)
+        if item.windows[0].is_in_prefill:  # what is kept differs from layer to layer
+            return PlacedEmbeddings(embeddings, places)
+        if item.plan.kind == "video":
             self._cells.append((number, kept_cells(item, kept)))
-        return _placed(item, kept, reduction.positions[number]) if kept else None
-
-
-def _placed(item: MediaItem, kept: list[Kept], positions: np.ndarray) -> PlacedEmbeddings:
-    embeddings = concatenated([each.embeddings for each in kept])
-    places = item.token_indices(kept[0].window, kept[-1].window + 1)
-    if item.windows[0].is_in_prefill:  # what is kept differs from layer to layer
-        return PlacedEmbeddings(embeddings, places)
-    indices = np.concatenate([each.indices for each in kept])
-    return PlacedEmbeddings(embeddings, places, positions[:, indices])
+        indices = np.concatenate([each.indices for each in kept])
+        return PlacedEmbeddings(embeddings, places, reduction.positions[number][:, indices])

@@ -39,6 +39,9 @@ class FakeFamily:
     def tower_merger(self, tower: nn.Module, merge: TowerMerge) -> TowerMerger:
         raise AssertionError(f"no tower to merge in: {tower}, {merge}")
 
+    def join(self, embeddings: Embeddings, plan: MediaPlan, start: int, stop: int) -> Embeddings:  # noqa: ARG002
+        return embeddings
+
 
 def fake_plan(num_units: int, side: int = 1) -> MediaPlan:
     """A video of one frame a unit. side: makes for another shape."""

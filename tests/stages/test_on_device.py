@@ -127,7 +127,7 @@ class OnDevice:
             while encoder.num_waiting:
                 encoder.step()
             receiver.poll()
-            for index, embeddings in receiver.take("clip"):
+            for index, embeddings, _ in receiver.take("clip"):
                 yield index, embeddings
                 receiver.release("clip", index + 1)
         receiver.close("clip")

@@ -99,7 +99,7 @@ class TransferMachine(RuleBasedStateMachine):
 
     def take_of(self, request_id: str, is_released: bool) -> None:
         receiver, groups = self.wanted[request_id]
-        for group, embeddings in self.receivers[receiver].take(request_id):
+        for group, embeddings, _ in self.receivers[receiver].take(request_id):
             value, units = groups[group]
             assert group == self.taken[request_id]
             assert torch.equal(embeddings.rows, torch.full((units, NUM_CHANNELS), float(value)))

@@ -46,7 +46,7 @@ class Story:
 
     def taken(self, request_id: str) -> list[float]:
         """The first value of each group that is there."""
-        return [float(embeddings.rows[0, 0]) for _, embeddings in self.receiver.take(request_id)]
+        return [float(embeddings.rows[0, 0]) for _, embeddings, _ in self.receiver.take(request_id)]
 
 
 def new_encoder(connector: MailboxConnector) -> EncodeStage:

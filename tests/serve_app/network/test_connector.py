@@ -108,12 +108,14 @@ def outcomes(end: Any) -> list[TransferOutcome]:
 def test_embeddings_arrive_as_they_were_sent(workers: Workers) -> None:
     pool, sender = workers["e0"].embeddings("e0.encode", ENCODER)
     target_pool, receiver = workers["p0"].embeddings("p0.prefill", RECEIVER)
-    source, target = CachedGroup(7, (5, 2)), CachedGroup(7, (9, 0, 4))
+    source, target = CachedGroup(7, (5, 2), places=(0, 3, 4, 5, 9, 12, 40)), CachedGroup(7, (9, 0, 4))
     embeddings = group(7)
     pool.write(source, embeddings)
     receiver.expect(ticket("t", target))
     sender.send(ticket("t", target), source)
-    assert [offer.error for offer in receiver.recv()] == [""]
+    assert [(offer.error, offer.source and offer.source.places) for offer in receiver.recv()] == [
+        ("", source.places)
+    ]
     got = target_pool.read(target)
     assert torch.equal(got.rows, embeddings.rows)
     assert torch.equal(got.deepstack[0], embeddings.deepstack[0])

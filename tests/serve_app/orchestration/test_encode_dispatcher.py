@@ -150,7 +150,7 @@ def test_encoders_are_told_what_a_request_does_not_want_any_more() -> None:
         await deal(dispatcher, "e0", "a", "r")
         await deal(dispatcher, "e0", "b", "s")
         await dispatcher.drop_request("r")
-        assert fleet.said[-1] == ("e0", CancelTickets(("a",)))
+        assert fleet.said[-1] == ("e0", CancelTickets(("a",), "r"))
         assert router.in_flight("e0").encode_patches == 16
 
     asyncio.run(run())

@@ -66,7 +66,7 @@ class ShardedEncoding:
                 taken = self._receiver.take(request_id)
                 if not (taken or has_moved):
                     raise EncodeError("the encoder cache is full of what other requests hold; finish them")
-                for index, embeddings in taken:
+                for index, embeddings, _ in taken:
                     request.num_taken = index + 1
                     yield groups[index], embeddings
         finally:

@@ -93,7 +93,7 @@ def test_any_order_of_arrival_is_taken_in_the_order_of_the_prompt(
     for arrived, number in enumerate(order):
         workers.encoders[number].step()
         receiver.poll()
-        for index, embeddings in receiver.take("r"):
+        for index, embeddings, _ in receiver.take("r"):
             assert_same_but_for_batching(embeddings, family.encode(media[index], plans[index]))
             taken.append(index)
         assert taken == [index for index in range(3) if set(range(index + 1)) <= set(order[: arrived + 1])]

@@ -1,0 +1,95 @@
+"""Reads a reduced item group by group where it is encoded, so that only kept tokens are sent.
+
+    groups     |      g0      |      g1      |    g2    |     each is read once, in order
+    windows    [  w0  )[  w1  )[     w2     )[    w3    )     none reaches into the next group
+    sent with       g0: w0, w1     g1: w2        g2: w3
+
+What is kept of a window depends on the windows before it, so one encoder reads a whole item.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from encoders.adapter import Embeddings, MediaItem, MediaPlan, PromptPlan, concatenated
+from encoders.groups import MediaGroup
+from encoders.reduction.reducer import TokenReducer
+from epd.encode.encoder_cache import GroupSpec
+from epd.reduction import ReductionPolicy, Window
+
+Places = tuple[int, ...]
+# `Adapter.join`
+Join = Callable[[Embeddings, MediaPlan, int, int], Embeddings]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """Says how the tokens of an item are chosen, and in how many groups they come."""
+
+    policy: ReductionPolicy
+    item: MediaItem
+    num_groups: int
+
+    @classmethod
+    def of(cls, prompt: PromptPlan, groups: Sequence[MediaGroup], item: int) -> Reading:
+        """Returns the reading of an item that `is_cut_at_encoder`. groups: of the whole prompt."""
+        assert prompt.reduction is not None
+        num_groups = sum(group.item == item for group in groups)
+        return cls(prompt.reduction.policy, prompt.media[item], num_groups)
+
+
+class ItemReader:
+    """Chooses what is kept of an item. Holds what the method remembers of the groups that were read."""
+
+    def __init__(self, join: Join, reading: Reading) -> None:
+        self.num_groups = reading.num_groups
+        self.num_read = 0
+        self._join = join
+        self._item = reading.item
+        self._reducer = TokenReducer(reading.policy, reading.item)
+
+    def read(self, group: MediaGroup, embeddings: Embeddings) -> tuple[Embeddings, Places]:
+        """Returns what is kept of the next group, and its places among the tokens of the item.
+
+        Raises ValueError for another group than the next.
+        """
+        if group.index != self.num_read:
+            raise ValueError(f"received group {group.index}; allowed: {self.num_read}; read groups in order")
+        self.num_read += 1
+        rows = self._join(embeddings, self._item.plan, group.start, group.stop)
+        kept = list(self._reducer.push(rows))
+        places = np.concatenate([each.indices for each in kept])
+        return concatenated([each.embeddings for each in kept]), tuple(places.tolist())
+
+
+def is_cut_at_encoder(prompt: PromptPlan, groups: Sequence[MediaGroup]) -> bool:
+    """Returns whether an encoder can drop tokens of an item. groups: all of the item's.
+
+    It cannot where the language model chooses, nor where a window needs a later group.
+    """
+    windows = prompt.media[groups[0].item].windows
+    if not windows or windows[0].is_in_prefill:
+        return False
+    ends = {window.stop for window in windows}
+    return all(group.stop in ends for group in groups)
+
+
+def kept_spec(item: MediaItem, group: MediaGroup, name: str) -> GroupSpec:
+    """Returns what is sent of a group in the reading of that name, with the patches of the whole group."""
+    start, stop = windows_of(item, group)
+    num_kept = sum(window.num_kept for window in item.windows[start:stop])
+    return replace(group.spec, key=replace(group.spec.key, reading=name), num_embeddings=num_kept)
+
+
+def windows_of(item: MediaItem, group: MediaGroup) -> tuple[int, int]:
+    """Returns the windows [start, stop) of an item that lie in a group."""
+    start, stop = (bisect_right(item.windows, unit, key=_end) for unit in (group.start, group.stop))
+    return start, stop
+
+
+def _end(window: Window) -> int:
+    return window.stop
