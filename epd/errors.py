@@ -7,7 +7,8 @@ A message says what was received, what is allowed, and what to do next, in that 
     │   ├── RequestError              a question or option that makes no sense
     │   │   ├── RequestLimitError     more bytes, messages or media than a request may have
     │   │   ├── RequestTimeoutError   a body that comes too slowly
-    │   │   └── RequestBudgetError    more work than one request may ask for
+    │   │   ├── RequestBudgetError    more work than one request may ask for
+    │   │   └── UnknownUuidError      a medium by a name that is not known, or not any more
     │   ├── PoisonedRequestError      workers were lost with it, again and again
     │   ├── AuthenticationError       no key, or not the right one
     │   ├── AdminRightError           an action that needs the admin key
@@ -58,6 +59,10 @@ class RequestTimeoutError(RequestError):
 
 class RequestBudgetError(RequestError):
     """Reports more work than one request may cost: see `epd.control.request_budget`."""
+
+
+class UnknownUuidError(RequestError):
+    """Reports a medium that came by its name alone, which is not known; it can be sent again."""
 
 
 class PoisonedRequestError(InputError):

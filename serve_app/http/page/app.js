@@ -84,11 +84,13 @@ async function ask(question) {
   begin(question);
   try {
     let response = await send(turn);
-    if (response.status === 400 && asked.some((entry) => entry.isKept)) {
-      for (const entry of asked) entry.isKept = false; // the server may have forgotten them
+    let refused = await refusal(response);
+    if (refused?.code === "unknown_uuid" && asked.some((entry) => entry.isKept)) {
+      for (const entry of asked) entry.isKept = false; // one is forgotten, others may be
       response = await send(turn);
+      refused = await refusal(response);
     }
-    if (!response.ok) throw new Error(await refusal(response));
+    if (refused) throw new Error(refused.message);
     for (const entry of asked) entry.isKept = true;
     for await (const chunk of eventsOf(response.body)) show(chunk);
     dialogue.add(turn, $("answer").textContent);
@@ -108,12 +110,14 @@ function startOver() {
   $("history").prepend(element("li", { className: "over", textContent: "started over" }));
 }
 
+// {message, code} of what is refused, as far as the server says; null for an answer.
 async function refusal(response) {
-  const text = await response.text();
+  if (response.ok) return null;
   try {
-    return JSON.parse(text).error.message;
+    const { message, code } = JSON.parse(await response.text()).error;
+    return { message, code };
   } catch {
-    return `${response.status} ${response.statusText}`;
+    return { message: `${response.status} ${response.statusText}` };
   }
 }
 
@@ -228,7 +232,8 @@ function showReport(report) {
 async function getJson(path) {
   const response = await fetch(path, { headers: headers() });
   if (response.status === 401) throw new Error("the server asks for an API key: see Options");
-  if (!response.ok) throw new Error(await refusal(response));
+  const refused = await refusal(response);
+  if (refused) throw new Error(refused.message);
   return response.json();
 }
 

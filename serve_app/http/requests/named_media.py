@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from epd.errors import RequestError
+from epd.errors import UnknownUuidError
 from epd.types import MediaKind
 from serve_app.service import MediaReference
 
@@ -50,7 +50,7 @@ class NamedMedia:
     def found(self, namespace: bytes, references: Sequence[MediaReference]) -> tuple[MediaReference, ...]:
         """Returns the references with the URLs of those that came as a name alone.
 
-        Raises RequestError for a name that is not known, or not any more.
+        Raises UnknownUuidError for a name that is not known, or not any more.
         """
         return tuple(
             each if each.url or not each.uuid else self._found(namespace, each) for each in references
@@ -62,7 +62,7 @@ class NamedMedia:
             url = self._urls.get(key)
             if url is None:
                 name = reference.uuid[:_MAX_SHOWN_CHARS]
-                raise RequestError(
+                raise UnknownUuidError(
                     f"{reference.label}: received the uuid {name!r} without {reference.kind}_url; allowed: "
                     "one sent before with its URL, by the same key and cache_salt, while this server keeps "
                     "it; send it again with its URL"

@@ -118,6 +118,7 @@ def test_names_belong_to_a_key_and_a_salt(app: RealApp, media: dict[str, Path]) 
     )
     assert other.status_code == 400
     assert "send it again with its URL" in other.json()["error"]["message"]
+    assert other.json()["error"]["code"] == "unknown_uuid"
 
 
 def test_a_name_is_of_a_kind(app: RealApp, media: dict[str, Path]) -> None:

@@ -224,6 +224,23 @@ def test_a_medium_that_the_server_has_forgotten_is_sent_again(
     expect(page.locator("#error")).to_be_hidden()
 
 
+def test_what_is_refused_for_another_reason_is_not_sent_again(
+    run_front: Callable[..., Front], open_page: Callable[[Front], Page], media: dict[str, Path]
+) -> None:
+    page = open_page(run_front())
+    sizes = sent_bytes(page)
+    drop(page, media["video"], "video/mp4")
+    asked(page, "Which colour?")
+    page.locator("summary").click()
+    page.locator("#temperature").evaluate("one => { one.max = 9; one.value = 9 }")
+    asked(page, "And now?", answer="")
+    expect(page.locator("#error")).to_contain_text("temperature")
+    page.locator("#temperature").fill("")
+    asked(page, "And then?")
+    assert len(sizes) == 3
+    assert max(sizes[1:]) < 2000 < sizes[0]
+
+
 def test_a_dialogue_is_sent_whole_until_it_starts_over(
     front: Front, open_page: Callable[[Front], Page], media: dict[str, Path]
 ) -> None:
