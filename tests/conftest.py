@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 if TYPE_CHECKING:
     from tests.reference import Subject
@@ -31,6 +32,8 @@ gc.disable()
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None)
 settings.load_profile("same")
+# Else it draws constants of the modules that are imported, which in another order of files are others.
+providers._get_local_constants = providers.Constants  # type: ignore[assignment]
 
 # Start Ray, or look at what Ray leaves in the folders of the machine: never two of them at once.
 RAY_FILES = (
