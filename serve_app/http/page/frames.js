@@ -47,7 +47,7 @@ export class Frames {
   constructor(place) {
     this.place = place;
     this.turn = 0; // of the question; what is still being drawn for an earlier one ends
-    this.strips = new Map(); // by the number of the medium: {windows, shades}
+    this.strips = new Map(); // by the number of the medium: {windows, shades, title}; a shade for each frame drawn
   }
 
   clear() {
@@ -85,12 +85,15 @@ export class Frames {
       const dropped = picture.cloneNode();
       dropped.className = "dropped";
       dropped.hidden = true;
+      const label = `frame at ${times[frame].toFixed(2)} s`;
+      picture.role = "img";
+      picture.ariaLabel = label;
       const both = document.createElement("div");
       both.append(picture, dropped);
       const row = document.createElement("li");
       row.append(both, `${times[frame].toFixed(2)} s`);
       list.append(row);
-      strip.shades.set(frame, dropped);
+      strip.shades.set(frame, { picture, dropped, name: label });
       this.shadeFrame(strip, frame);
     }
   }
@@ -105,8 +108,11 @@ export class Frames {
   }
 
   shadeFrame(strip, frame) {
-    const dropped = strip.shades.get(frame), cells = cellsOf(strip.windows, frame);
+    const { picture, dropped, name } = strip.shades.get(frame);
+    const cells = cellsOf(strip.windows, frame);
     dropped.hidden = !cells;
-    if (cells) shade(dropped, cells);
+    if (!cells) return;
+    shade(dropped, cells);
+    picture.ariaLabel = `${name}, ${cells.kept.filter(Boolean).length} of ${cells.kept.length} tokens kept`;
   }
 }

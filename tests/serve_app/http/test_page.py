@@ -350,12 +350,20 @@ def test_what_was_dropped_is_shaded(
     asked(page, "What?")
     check([left, left, right])
     expect(page.locator("#looked-at")).to_contain_text("what is shaded was dropped")
+    expect(page.get_by_role("img", name="frame at 1.75 s, 4 of 8 tokens kept")).to_be_visible()
+    shading = page.get_by_role("checkbox", name="shade what was dropped")
+    shading.press("Space")
+    expect(shades.first).to_be_hidden()
+    shading.press("Space")
+    expect(shades.first).to_be_visible()
     service.chooses = False
     asked(page, "And now?")
     check([left, left, right])
     service.times_s = (0.5, 1.0, 1.5)
     asked(page, "And others?")
     check([False, False, False])
+    expect(page.get_by_role("img", name="frame at 1.50 s", exact=True)).to_be_visible()
+    expect(shading).to_be_hidden()
 
 
 def vp9_video(path: Path) -> Path:
