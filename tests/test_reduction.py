@@ -129,6 +129,24 @@ def test_later_layers_read_fewer_tokens() -> None:
     assert ratios == pytest.approx([0.5**0.25] * 4, abs=0.01)
 
 
+@pytest.mark.parametrize(
+    ("retention", "kept", "groups"),
+    [
+        (192 / 576, 192, [438, 356, 290, 236, 192]),
+        (128 / 576, 128, [384, 292, 222, 168, 128]),
+        (64 / 576, 64, [192, 146, 111, 84, 64]),
+        (0.078, 45, [135, 103, 78, 59, 45]),
+    ],
+)
+def test_published_points_of_mustdrop_are_retentions(retention: float, kept: int, groups: list[int]) -> None:
+    """A picture of 576 tokens in 32 layers: what each group of layers reads, the last what was published."""
+    policy = ReductionPolicy("mustdrop", retention)
+    (window,) = plan_windows([(0, 1)], 576, policy.cached_retention)
+    counts = layer_counts(window.num_kept, policy.retention * 576, 32)
+    assert [counts[layer] for layer in (0, 2, 6, 10, 14)] == groups
+    assert counts[14:] == (kept,) * 18
+
+
 def test_a_model_of_one_layer_reads_all() -> None:
     assert layer_counts(100, 50, 1) == (100,)
 
