@@ -8,7 +8,6 @@ import pty
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -348,10 +347,11 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
     heavy = ("torch", "transformers", "av")
     probe = f"import sys, epd.cli.program as _; sys.exit(any(name in sys.modules for name in {heavy}))"
     assert subprocess.run([sys.executable, "-c", probe], timeout=60, check=False).returncode == 0
-    start = time.perf_counter()
+    before = os.times()
     done = program("ask", "--help")
-    elapsed_s = time.perf_counter() - start
+    after = os.times()
     assert done.returncode == 0
     for word in ("PATH", "QUESTION", "--model", "--fps", "--frames", "--max-tokens", "--json"):
         assert word in done.stdout
-    assert elapsed_s < 5, "an order of magnitude above what it takes on a quiet machine"
+    cpu_s = sum(after[2:4]) - sum(before[2:4])  # of children: the machine may be busy
+    assert cpu_s < 5, "an order of magnitude above what it takes"
