@@ -5,8 +5,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # Tests that measure time: nothing else runs beside them.
 ALONE  := tests/bench/test_bench.py tests/serve_app/http/test_hostile.py
-# Processes of tests that run at once, on two cores: many tests wait for a time, or for Ray, which one of them has.
-TEST_PROCESSES ?= 3
+# Processes of tests that run at once: one of them has all tests of Ray, which wait much of their time.
+TEST_PROCESSES ?= 2
 export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 # Installed modules are compiled when they are first imported, a third of them, and then kept.
