@@ -88,7 +88,7 @@ class Profiler:
                 tables[stage] = measure(num_repeats)
                 speeds.append(core_speed(_SPEED_S))
                 show(len(tables), len(stages) + 2)
-            memory = self._memory()
+            memory = self.memory()
         num_threads = torch.get_num_threads()
         return Profile(
             name=f"{name}@{device}",
@@ -173,7 +173,8 @@ class Profiler:
                     self.engine.abort(request.request_id)
         return fit_table("sequences", "context tokens", points)
 
-    def _memory(self) -> MemoryNeeds:
+    def memory(self) -> MemoryNeeds:
+        """Measures what sizes the memory of a worker; to be called in inference mode."""
         tower = self.adapter.vision_tower(self.model)
         vision = sum(each.numel() * each.element_size() for each in tower.parameters())
         total = sum(each.numel() * each.element_size() for each in self.model.parameters())
