@@ -307,6 +307,7 @@ class TheirView:
         self.counts, self.question = counts, question
         self.reads = [list(visual)] * len(counts)
         self.visual = set(visual.tolist())
+        self.read_by_question: list[list[int]] = []  # by each layer
 
     def attend(self, module: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
         layer, length, num_new = module.layer_idx, key.shape[2], query.shape[2]
@@ -322,6 +323,7 @@ class TheirView:
         if length - num_new == self.question and layer + 1 < len(self.counts):
             self.drop(layer, weights[0].mean(0))
         if length - num_new == self.question and layer + 1 == len(self.counts):
+            self.read_by_question = [list(map(int, read)) for read in self.reads]
             self.reads = [self.reads[-1]] * len(self.counts)  # of every layer the last survivors stay
         return (weights @ value).transpose(1, 2), None
 
@@ -361,10 +363,24 @@ def answered_by_view(
     return tokens, view
 
 
-@pytest.mark.parametrize("retention", [0.4, 0.15, 0.1])
+@pytest.mark.parametrize("retention", [0.4, 0.15, 0.1, 0.078])
 def test_questions_read_what_their_text_selects(
-    retention: float, pipeline: ColocatedPipeline, encoded: EncodedMedia, questions: list[str], reference: Any
+    retention: float,
+    pipeline: ColocatedPipeline,
+    encoded: EncodedMedia,
+    questions: list[str],
+    reference: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The same tokens are read by each layer, and answered: few answers turn on which of them are read."""
+    ours: list[list[list[int]]] = []
+    survivors = QuestionView.survivors
+
+    def noted(view: QuestionView, num_tokens: int) -> torch.Tensor:
+        ours.append([view._visual[chosen].tolist() for chosen in view._chosen])
+        return survivors(view, num_tokens)
+
+    monkeypatch.setattr(QuestionView, "survivors", noted)
     policy = ReductionPolicy("mustdrop", retention)
     context = pipeline.prefill_encoded(encoded, reduction=policy)
     for question, answer in zip(questions, pipeline.answer_all(context, questions), strict=True):
@@ -372,6 +388,9 @@ def test_questions_read_what_their_text_selects(
         theirs, view = answered_by_view(reference, pipeline, encoded, prompt, policy, len(answer.token_ids))
         assert answer.token_ids == theirs
         assert len(view.reads[-1]) < len(view.visual)
+        read = [each[: len(view.counts)] for each in ours]
+        assert view.read_by_question in read
+        assert ours[read.index(view.read_by_question)][-1] == view.reads[-1]
 
 
 def test_a_cache_for_all_questions_and_a_choice_for_each(
