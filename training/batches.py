@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import Qwen2Tokenizer
 
-from epd.shapes import Question, QuestionKind, make_questions
+from epd.shapes import SHAPES, Question, QuestionKind, make_questions
 from epd.shapes.stories import ask_which_clip, make_stories
 from training.checkpoint import SYSTEM_PROMPT
 from training.encoded import EncodedClip, crop, retime
@@ -78,14 +78,17 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class Sightings:
-    """States what B rows of V visual tokens show, where that is one object.
+    """States what B rows of V visual tokens show that one look cannot tell.
 
-    is_one: bool [B, V]. since: int64 [B, V], the second in which the object was first seen.
-    fallen: float32 [B, V], how much lower it is than it was then, in shares of the frame's height.
+    appears, leaves: float32 [B, V, 6], 1 for a shape that this pair of frames is the first to show here, or
+    the first not to show any more.
+    is_one: bool [B, V], True where a token shows one object.
+    fallen: float32 [B, V], how much lower that object is than it was first, in shares of the frame's height.
     """
 
+    appears: Tensor
+    leaves: Tensor
     is_one: Tensor
-    since: Tensor
     fallen: Tensor
 
     @classmethod
@@ -96,25 +99,28 @@ class Sightings:
 
     @classmethod
     def stacked(cls, rows: Sequence[Sightings]) -> Sightings:
-        fields = [(row.is_one, row.since, row.fallen) for row in rows]
+        fields = [(row.appears, row.leaves, row.is_one, row.fallen) for row in rows]
         return cls(*(torch.cat(columns) for columns in zip(*fields, strict=True)))
 
 
-def _sightings(clip: EncodedClip) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns is_one, since and fallen of the tokens of one clip: [P * 15] each."""
+def _sightings(clip: EncodedClip) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns appears, leaves, is_one and fallen of the tokens of one clip: [P * 15, ...] each."""
+    appears, leaves = torch.zeros(2, len(clip), TOKENS, len(SHAPES))
     num_shown = torch.zeros(len(clip), TOKENS, dtype=torch.int64)
-    since = torch.zeros_like(num_shown)
     fallen = torch.zeros(len(clip), TOKENS)
     times_s = [n * clip.gap_s for n in range(2 * len(clip))]
     for item in clip.scene.objects:
         seen = [n for n, time_s in enumerate(times_s) if item.start_s <= time_s < item.end_s]
-        for pair in sorted({n // 2 for n in seen}) if seen else ():
+        for pair in sorted({n // 2 for n in seen}):
             last = max(n for n in seen if n // 2 == pair)
             covered = reached(item, times_s[last])
             num_shown[pair, covered] += 1
-            since[pair, covered] = int(times_s[seen[0] // 2 * 2])
             fallen[pair, covered] = item.position(times_s[last])[1] - item.position(times_s[seen[0]])[1]
-    return (num_shown == 1).flatten(), since.flatten(), fallen.flatten()
+            if pair == seen[0] // 2:
+                appears[pair, covered, SHAPES.index(item.shape)] = 1
+            if pair == seen[-1] // 2 < len(clip) - 1:
+                leaves[pair + 1, covered, SHAPES.index(item.shape)] = 1
+    return appears.flatten(0, 1), leaves.flatten(0, 1), (num_shown == 1).flatten(), fallen.flatten()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +130,7 @@ class Batch:
     ids: int64 [B, S].
     embeddings: bfloat16 [B, V, hidden].
     instants: int64 [B, V], the second of its video that each visual token begins to show.
-    sightings: what the visual tokens show of single objects.
+    sightings: what the visual tokens show that one look cannot tell.
     visual: int64 [V], the positions of visual tokens.
     positions: int64 [3, B, S].
     mask: bool [B, 1, S, S], True: may attend.

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
-from epd.shapes import QuestionKind
+from epd.shapes import SHAPES, QuestionKind
 from training.batches import NO_TARGET, USUAL_GAP_S, Batch, Prompts, ask_all, draw_batch, make_batch
 from training.checkpoint import build_config, build_tokenizer, save_checkpoint
 from training.encoded import EncodedPool, retime
@@ -30,42 +30,51 @@ from training.loop import Training, base_parser, learning_rate
 from training.vision import TOKENS
 
 # After so many layers, visual tokens are to know what `Probes` reads.
-_PROBED_LAYERS = (3, 5)
+_PROBED_LAYERS = (3, 4, 5)
 _PROBES_WEIGHT = 0.2
+# Few tokens are the first to show something, or not to.
+_EVENT_WEIGHT = torch.tensor(10.0)
+_EVENTS_SHARE = 5.0
 _FAR = 0.2  # of the frame's height: a move that counts as 1
 # (until this share of the training, at most this number of frame pairs)
 _CURRICULUM = ((0.2, 8), (0.6, 32), (0.75, 64), (2.0, 256))
 
 
 class Probes(nn.Module):
-    """Reads from two layers what visual tokens are to know by then; thrown away after training.
+    """Reads from three layers what visual tokens are to know by then; thrown away after training.
 
-    The first gives on the second that a token shows; the second, of the object that a token shows, the second
-    in which it was first seen, and how far it has fallen since.
+    The first gives on the second that a token shows; the second, which shapes it is the first to show, and
+    which it is the first not to show any more, so that an answer finds their times in one look; the third,
+    how far the object that it shows has fallen.
     """
 
     def __init__(self, layers: Sequence[nn.Module], hidden_size: int) -> None:
         super().__init__()
-        self.clock, self.since = nn.Linear(hidden_size, 3 * 10), nn.Linear(hidden_size, 3 * 10)
+        self.clock = nn.Linear(hidden_size, 3 * 10)
+        self.appears, self.leaves = nn.Linear(hidden_size, len(SHAPES)), nn.Linear(hidden_size, len(SHAPES))
         self.fallen = nn.Linear(hidden_size, 1)
-        self._hidden: list[Tensor] = []
+        self.hidden: list[Tensor] = []
         for layer in layers:
             layer.register_forward_hook(self._keep)
 
     def _keep(self, _layer: nn.Module, _inputs: object, hidden: Tensor) -> None:
-        self._hidden = [*self._hidden[-1:], hidden]
+        self.hidden = [*self.hidden[-2:], hidden]
 
     def loss(self, batch: Batch) -> Tensor:
-        """Returns how far off they are, after a batch has passed through both layers."""
-        early, late = (hidden[:, batch.visual].float() for hidden in self._hidden)
+        """Returns how far off they are, after a batch has passed through the three layers."""
+        timed, told, moved = (hidden[:, batch.visual].float() for hidden in self.hidden)
         seen = batch.sightings
-        late = late[seen.is_one]
-        fallen = self.fallen(late)[:, 0] - seen.fallen[seen.is_one] / _FAR
+        fallen = self.fallen(moved[seen.is_one])[:, 0] - seen.fallen[seen.is_one] / _FAR
         return (
-            _digits_loss(self.clock(early), batch.instants)
-            + _digits_loss(self.since(late), seen.since[seen.is_one])
+            _digits_loss(self.clock(timed), batch.instants)
+            + _EVENTS_SHARE * _events_loss(self.appears(told), seen.appears)
+            + _EVENTS_SHARE * _events_loss(self.leaves(told), seen.leaves)
             + fallen.square().sum() / max(1, len(fallen))
         )
+
+
+def _events_loss(logits: Tensor, happened: Tensor) -> Tensor:
+    return functional.binary_cross_entropy_with_logits(logits, happened, pos_weight=_EVENT_WEIGHT)
 
 
 def _digits_loss(logits: Tensor, seconds: Tensor) -> Tensor:

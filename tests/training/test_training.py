@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from epd.models import embedded_model_path
-from epd.shapes import Question, QuestionKind, Scene
+from epd.shapes import SHAPES, Question, QuestionKind, Scene
 from epd.shapes.world import SceneObject
 from training import clips, language, vision
 from training.batches import NO_TARGET, Prompts, Sightings, ask, ask_clips, make_batch
@@ -201,20 +201,28 @@ def test_a_token_says_how_low_what_it_shows_is() -> None:
     assert not vision.token_heights(scene, [15.0, 16.0]).any()
 
 
-def test_tokens_are_to_know_since_when_and_how_far_an_object_has_moved() -> None:
+def test_tokens_are_to_know_what_comes_and_goes_and_how_far_it_has_moved() -> None:
     star = SceneObject("star", "red", 3.0, 13.0, 1, (0.5, 0.3), (0.5, 0.7), 0.4)
     ring = SceneObject("ring", "blue", 6.0, 9.0, 1, (0.5, 0.5), (0.5, 0.5), 0.4)  # over the star
-    clip = EncodedClip(Scene(0, 20.0, (star, ring)), 1.0, torch.zeros(10, vision.TOKENS, 4))
+    square = SceneObject("square", "green", 10.0, 20.0, 0, (0.2, 0.5), (0.2, 0.5), 0.4)  # until the end
+    clip = EncodedClip(Scene(0, 20.0, (star, ring, square)), 1.0, torch.zeros(10, vision.TOKENS, 4))
     seen = Sightings.of([clip, clip])
     assert seen.is_one.shape == (1, 2 * 10 * vision.TOKENS)
-    is_one, since, fallen = (
-        part.view(2, 10, vision.TOKENS)[1] for part in (seen.is_one, seen.since, seen.fallen)
+    appears, leaves, is_one, fallen = (
+        part.view(2, 10, vision.TOKENS, -1)[1]
+        for part in (seen.appears, seen.leaves, seen.is_one, seen.fallen)
     )
     middle = vision.COLUMNS + 2  # the token in the centre of the frame
-    assert is_one[:, middle].nonzero().flatten().tolist() == [1, 2, 5, 6], "in between, it shows both"
-    assert since[:, middle][is_one[:, middle]].tolist() == [2] * 4
+    assert is_one[:, middle, 0].nonzero().flatten().tolist() == [1, 2, 5, 6], "in between, it shows both"
     at_5 = fallen[2][is_one[2]]
     assert at_5.tolist() == pytest.approx([0.08] * len(at_5))  # 5 s is the last frame of the pair
+    for events, wanted in (
+        (appears, {"star": 1, "ring": 3, "square": 5}),  # pairs of seconds
+        (leaves, {"star": 7, "ring": 5}),  # the star is last seen at 12 s
+    ):
+        when, _, shape = events.nonzero(as_tuple=True)
+        assert {SHAPES[index]: second for index, second in zip(shape, when.tolist(), strict=True)} == wanted
+        assert set(events[wanted["ring"], :, SHAPES.index("ring")].nonzero().flatten().tolist()) >= {middle}
 
 
 def test_a_tower_that_learns_heights_keeps_its_embeddings(
