@@ -30,6 +30,8 @@ class Attempt:
     placement: its workers, and what it uses of them in the router's counts
     sole_encoder: gets all its groups, so that it can drop tokens before they are sent; None if any may
     is_placed: whether its workers have taken it
+    is_withdrawn: whether its prefill worker may have had it and has it no longer. What that worker granted
+        may still come, so another worker gets it under another id
     is_handed_over: whether decode continues alone
     moving_to: another decode worker that its answer is being moved to, if any
     started_s: when its workers were asked, Unix time
@@ -50,6 +52,7 @@ class Attempt:
         self.placement = Placement(router, len(answer.plan.prompt))
         self.sole_encoder: NamedPeer | None = None
         self.is_placed = False
+        self.is_withdrawn = False
         self.is_handed_over = False
         self.moving_to = ""
         self.started_s = 0.0

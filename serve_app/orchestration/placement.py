@@ -145,11 +145,14 @@ class RequestPlacer:
         with closing(self._policy.place(attempt.placement, media, allowed)) as steps:
             try:
                 step = next(steps)
-                while not attempt.lost_with or step == "release":
+                while not (attempt.lost_with or attempt.is_withdrawn) or step == "release":
                     step = steps.send(await self._take_step(attempt, step, round_))
             except StopIteration as end:
                 return bool(end.value)
-        return False  # the loss is counted before another worker is put at risk
+        # A loss is counted before another worker is put at risk.
+        if attempt.is_withdrawn and not attempt.lost_with:
+            attempt.end(Ending.TAKEN_BACK)
+        return False
 
     async def _take_step(self, attempt: Attempt, step: Step, round_: _Round) -> bool:
         if step != "release" and not self._is_allowed(attempt, step):
@@ -286,7 +289,8 @@ class RequestPlacer:
         is_taken = await self._ask(attempt, "prefill", attempt.prefill_worker, message)
         if is_taken and self._seen(attempt) != seen:
             await self._abort(attempt, attempt.prefill_worker)
-            return False
+            is_taken = None
+        attempt.is_withdrawn = is_taken is None
         return bool(is_taken)
 
     async def _reserve(self, attempt: Attempt, worker: str) -> KVTicket | None:

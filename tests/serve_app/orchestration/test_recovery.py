@@ -7,13 +7,18 @@ import itertools
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from epd.control.loss_policy import LossLimits
 from epd.errors import UnavailableError
 from epd.sampling_params import SamplingParams
+from epd.topology import Stage
+from epd.transfer.reception import Grant
+from serve_app.messages import Prefill
 from serve_app.orchestration.attempt import Attempt
+from serve_app.orchestration.group_feed import GroupFeed
 from tests.serve_app.deployments import Answered, Deployment, Question, deployed, undisturbed, until_busy
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
@@ -79,6 +84,47 @@ def test_a_worker_that_is_lost_changes_no_token(
         async with deployed(checkpoints["qwen2_5_vl"], "2e2p2d") as deployment:
             answers = await ask_while(deployment, questions, [(seconds, victim)])
             assert [answer.tokens for answer in answers] == expected
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("victim", ["d0", "p0"])
+def test_what_a_worker_granted_before_it_was_asked_to_forget_reaches_no_encoder(
+    victim: str,
+    checkpoints: dict[str, Path],
+    questions: list[Question],
+    expected: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker is lost while the prompt is submitted, which is taken back; groups were granted meanwhile."""
+
+    async def run() -> None:
+        async with deployed(checkpoints["qwen2_5_vl"], "1e1p1d") as deployment:
+            fleet = deployment.fleet
+            send, grant, granted = fleet.send, GroupFeed.grant, list[str]()
+
+            def granting(feed: GroupFeed, group: Grant) -> None:
+                granted.append(group.request_id)
+                grant(feed, group)
+
+            async def losing(stage: Stage, worker: str, message: Any, *frames: Any) -> Any:
+                reply = await send(stage, worker, message, *frames)
+                if isinstance(message, Prefill) and not granted:
+                    while not granted:
+                        await asyncio.sleep(0.002)
+                    fleet.kill(victim)
+                    while fleet.workers[victim].is_alive:
+                        await asyncio.sleep(0.002)
+                return reply
+
+            monkeypatch.setattr(GroupFeed, "grant", granting)
+            monkeypatch.setattr(fleet, "send", losing)
+            answer = await deployment.ask(questions[1])
+            assert answer.tokens == expected[1]
+            assert len(set(granted)) == 2, "another attempt, whose grants cannot be mistaken"
+            assert answer.end is not None
+            assert answer.end.num_retries == 1
+            await deployment.settle()
 
     asyncio.run(run())
 
