@@ -16,7 +16,7 @@ from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
-from serve_app.network.memory import orphans
+from serve_app.network.memory import PoolFiles, orphans
 from tests.serve_app.conftest import JSON, data_url, image_part, video_part
 from tests.serve_app.deployments import Answered, Question
 from tests.serve_app.ray.ray_session import RaySession
@@ -91,12 +91,16 @@ def truth(answer: Answered) -> Truth:
 
 @dataclass(frozen=True)
 class DeclaredApp:
-    """args: of the application. front_config: `user_config` of fronts, which listen themselves with it."""
+    """args: of the application. front_config: `user_config` of fronts, which listen themselves with it.
+
+    pool_files: of fleets that tests saw, to be looked at when the application has ended
+    """
 
     url: str
     args: JSON
     front_config: JSON = field(default_factory=dict)
     import_path: str = "serve_app.app:build_app"
+    pool_files: list[PoolFiles] = field(default_factory=list)
 
     def deploy(self, num_replicas: Mapping[str, int | JSON] | None = None, **args: Any) -> None:
         """Declares the application, as `serve deploy` does with a file. Returns at once.
@@ -148,7 +152,14 @@ class DeclaredApp:
 
     def http(self) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        return httpx.AsyncClient(base_url=self.url, trust_env=False, timeout=300, limits=limits)
+        return httpx.AsyncClient(
+            base_url=self.url, headers=self.headers, trust_env=False, timeout=300, limits=limits
+        )
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What a request needs where the application has a key."""
+        return {"Authorization": f"Bearer {self.args['api_key']}"} if "api_key" in self.args else {}
 
     @asynccontextmanager
     async def streams(

@@ -101,13 +101,8 @@ class RayDeployment(Deployment):
 
 
 @asynccontextmanager
-async def ray_deployed(
-    path: Path, topology: str, *, hang_s: float = 10.0, max_wait_s: float = 120.0, **args: Any
-) -> AsyncIterator[RayDeployment]:
-    """max_wait_s: of the front. args: of the application, which must be the only one."""
-    args = {"model": path, "num_kv_tokens": 16_384, "allowed_media_path": Path("/"), **args}
-    app = build_app(AppArgs(topology=topology, hang_s=hang_s, **args))
-    await asyncio.to_thread(serve.run, app, name="epd", route_prefix="/")
+async def ray_front(path: Path, max_wait_s: float = 120.0) -> AsyncIterator[RayDeployment]:
+    """A front of this process over the workers of the application, which runs."""
     deployment = RayDeployment(path, max_wait_s=max_wait_s)
     try:
         await deployment.service.start()
@@ -115,4 +110,18 @@ async def ray_deployed(
         yield deployment
     finally:
         await deployment.service.close()
+
+
+@asynccontextmanager
+async def ray_deployed(
+    path: Path, topology: str, *, hang_s: float = 10.0, max_wait_s: float = 120.0, **args: Any
+) -> AsyncIterator[RayDeployment]:
+    """Also an application, the only one. max_wait_s: of the front. args: of the application."""
+    args = {"model": path, "num_kv_tokens": 16_384, "allowed_media_path": Path("/"), **args}
+    app = build_app(AppArgs(topology=topology, hang_s=hang_s, **args))
+    await asyncio.to_thread(serve.run, app, name="epd", route_prefix="/")
+    try:
+        async with ray_front(path, max_wait_s) as deployment:
+            yield deployment
+    finally:
         await asyncio.to_thread(serve.delete, "epd")

@@ -17,14 +17,15 @@ from openai import AsyncOpenAI, OpenAI
 from epd.types import Answer
 from stages.colocated import ColocatedPipeline
 from tests.serve_app.conftest import JSON, data_url, image_part, video_part
+from tests.serve_app.ray.conftest import KEY, SHARED_TOPOLOGY
+from tests.serve_app.ray.declared_app import DeclaredApp
 from tests.serve_app.ray.ray_session import IGNORED, RaySession, running_app
 from tests.serve_app.server import wait_until
 
 pytestmark = [pytest.mark.filterwarnings(each) for each in IGNORED]
 
 # `make test-topologies` asks all of them.
-TOPOLOGIES = os.environ.get("EPD_TEST_TOPOLOGIES", "1e1p1d").split()
-KEY = "a-key-for-tests"
+TOPOLOGIES = os.environ.get("EPD_TEST_TOPOLOGIES", SHARED_TOPOLOGY).split()
 NUM_FRAMES, MAX_TOKENS, NUM_QUESTIONS = 6, 10, 32
 KINDS: tuple[tuple[str, ...], ...] = (
     (),
@@ -57,32 +58,41 @@ class App:
 
 
 @pytest.fixture(scope="module", params=TOPOLOGIES)
-def app(
+def url(
     request: pytest.FixtureRequest,
     ray_session: RaySession,
     checkpoints: dict[str, Path],
     media: dict[str, Path],
-) -> Iterator[App]:
+) -> Iterator[str]:
+    if request.param == SHARED_TOPOLOGY:
+        shared: DeclaredApp = request.getfixturevalue("shared_app")
+        yield shared.url
+        return
+    with running_app(
+        ray_session,
+        model=checkpoints["qwen2_5_vl"],
+        topology=request.param,
+        model_name="tiny",
+        api_key=KEY,
+        allowed_media_path=media["video"].parent,
+        num_kv_tokens=16_384,
+        hang_s=60,
+    ) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def app(url: str) -> Iterator[App]:
     """Nothing of any request may be left at its end."""
     headers = {"Authorization": f"Bearer {KEY}"}
     options: dict[str, Any] = {"trust_env": False, "timeout": 60}
     with (
-        running_app(
-            ray_session,
-            model=checkpoints["qwen2_5_vl"],
-            topology=request.param,
-            model_name="tiny",
-            api_key=KEY,
-            allowed_media_path=media["video"].parent,
-            num_kv_tokens=16_384,
-            hang_s=60,
-        ) as url,
         httpx.Client(base_url=url, headers=headers, **options) as http,
         httpx.Client(**options) as openai_http,
     ):
         client = OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, http_client=openai_http)
         app = App(url, http, client)
-        assert app.status()["topology"] == request.param
+        assert app.status()["topology"] in TOPOLOGIES
         yield app
         wait_until(app.is_empty)
 

@@ -68,25 +68,28 @@ def expected(asked: tuple[list[Question], list[Answered]]) -> list[Truth]:
     return [truth(answer) for answer in asked[1]]
 
 
-@pytest.fixture(scope="module", params=["proxy", "listening"] if IS_SOAK else ["proxy"])
+@pytest.fixture(scope="module", params=["proxy", "listening"] if IS_SOAK else ["shared"])
 def app(
     expected: list[Truth],
     ray_session: RaySession,
     checkpoints: dict[str, Path],
     request: pytest.FixtureRequest,
 ) -> Iterator[DeclaredApp]:
-    """Two fronts, behind the proxy or listening themselves, and a worker for each stage.
+    """Two fronts, behind the proxy or listening themselves, and a worker for each stage, of decode two.
 
     expected: computed before the application takes the cores
     """
+    if request.param == "shared":
+        yield request.getfixturevalue("shared_app")
+        return
     with declared_app(
         ray_session,
         front_port=free_port() if request.param == "listening" else None,
         model=checkpoints["qwen2_5_vl"],
-        topology="1e1p1d",
+        topology="1e1p2d",
         num_fronts=2,
         allowed_media_path="/",
-        num_kv_tokens=1 << 17 if IS_SOAK else 1 << 15,
+        num_kv_tokens=1 << 17,
         max_num_seqs=128,
         hang_s=30,
         drain_s=120,  # streams of the soak take longer than by default
@@ -143,7 +146,7 @@ def test_serve_lists_three_deployments(app: DeclaredApp) -> None:
     assert {name: dict(each.replica_states) for name, each in deployments.items()} == {
         "Front": {"RUNNING": 2},
         "Media": {"RUNNING": 1},
-        "Stage": {"RUNNING": 3},
+        "Stage": {"RUNNING": 4},
     }
 
 
@@ -167,10 +170,11 @@ def test_a_killed_front_takes_its_own_streams_with_it_and_nothing_else(
             answering = asyncio.create_task(first_answer(app))
 
             async def is_freed() -> bool:
-                decode = (await app.workers())["d0"]
+                workers = await app.workers()
+                num_running = workers["d0"]["num_running"] + workers["d1"]["num_running"]
                 left = [stream for stream in streams if not stream.outcome.startswith("cut")]
                 assert not any(stream.outcome for stream in left)  # else it would say nothing
-                return len(left) < NUM_STREAMS and decode["num_running"] <= len(left)
+                return len(left) < NUM_STREAMS and num_running <= len(left)
 
             await until(is_freed, 30.0)
             freed_s = time.monotonic() - killed_s
@@ -211,7 +215,7 @@ def test_a_killed_front_takes_its_own_streams_with_it_and_nothing_else(
 
 @pytest.mark.parametrize(
     ("deployment", "numbers"),
-    [("Stage", (5, 3)), ("Front", (3, 2)), ("Media", (2, 1))] if IS_SOAK else [("Stage", (4, 3))],
+    [("Stage", (6, 4)), ("Front", (3, 2)), ("Media", (2, 1))] if IS_SOAK else [("Stage", (5, 4))],
 )
 def test_another_number_of_replicas_changes_just_that(
     deployment: str,
@@ -251,7 +255,7 @@ def test_a_rolling_update_loses_no_stream(
     async def run() -> None:
         before = app.all_replicas()
         app.deploy(max_num_seqs=96)
-        updating = asyncio.create_task(app.until_replicas(Front=2, Media=1, Stage=3))
+        updating = asyncio.create_task(app.until_replicas(Front=2, Media=1, Stage=4))
         num_streams = num_again = 0
         while not updating.done():
             async with app.streams(questions[: NUM_STREAMS // 4]) as streams:

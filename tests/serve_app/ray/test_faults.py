@@ -23,13 +23,12 @@ from epd.kv.scheduling import SchedulerConfig
 from epd.sampling_params import SamplingParams
 from serve_app.network.memory import orphans
 from tests.serve_app.deployments import Answered, Question, clear_questions, until_decoding
-from tests.serve_app.ray.ray_session import IGNORED, RayDeployment, RaySession, ray_deployed
+from tests.serve_app.ray.ray_session import IGNORED, RayDeployment, RaySession, ray_deployed, ray_front
 
 pytestmark = [pytest.mark.filterwarnings(each) for each in IGNORED]
 
 IS_SOAK = "EPD_SOAK" in os.environ
-NUM_STREAMS, NUM_TOKENS, TOPOLOGY = (200, 500, "2e2p2d") if IS_SOAK else (24, 400, "1e1p1d")
-TOPOLOGY = os.environ.get("EPD_SOAK") or TOPOLOGY
+NUM_STREAMS, NUM_TOKENS = (200, 500) if IS_SOAK else (24, 400)
 Harm = tuple[str, signal.Signals]
 # In each wave all questions are asked, and these workers harmed.
 WAVES: list[list[Harm]] = [
@@ -40,7 +39,6 @@ if IS_SOAK:
 # There is room for all streams at one worker: they wait for nothing but their tokens.
 ROOM: dict[str, Any] = {"num_kv_tokens": 1 << 18, "max_num_seqs": 256, "max_wait_s": 600.0} if IS_SOAK else {}
 KINDS = (("image",), ("video",), (), ("image", "tall_video"))
-HANG_S = 10.0  # a process that starts on busy cores may be silent for some seconds
 SEED = 2
 
 
@@ -79,6 +77,7 @@ def expected(asked: tuple[list[Question], list[Answered]]) -> list[tuple[int, ..
 
 
 def test_processes_that_are_killed_and_stopped_change_no_token(
+    request: pytest.FixtureRequest,
     ray_session: RaySession,
     checkpoints: dict[str, Path],
     questions: list[Question],
@@ -92,8 +91,13 @@ def test_processes_that_are_killed_and_stopped_change_no_token(
             print(f"\n{row}", end="")
 
     async def run() -> None:
-        path, options = checkpoints["qwen2_5_vl"], {"num_video_workers": 2 if IS_SOAK else 1, **ROOM}
-        async with ray_deployed(path, TOPOLOGY, hang_s=HANG_S, **options) as deployment:
+        path = checkpoints["qwen2_5_vl"]
+        if IS_SOAK:
+            front = ray_deployed(path, os.environ["EPD_SOAK"], num_video_workers=2, **ROOM)
+        else:
+            request.getfixturevalue("shared_app")
+            front = ray_front(path)
+        async with front as deployment:
             for wave in WAVES:
                 answers = await asked_while_harmed(deployment, questions, wave, say)
                 assert [answer.tokens for answer in answers] == expected
@@ -112,7 +116,7 @@ async def asked_while_harmed(
     """Harms workers one after the other while all questions are in flight: none has ended at any harm.
 
     Encoders and prefill workers are harmed while prompts are computed; decode workers once they have a
-    fifth of the answers in their middle, so that their loss costs something.
+    fifth of their share in the middle, so that their loss costs something.
     """
     service, workers = deployment.service, deployment.ray_fleet.workers
     before = {name: workers[name].incarnation for name, _ in wave}

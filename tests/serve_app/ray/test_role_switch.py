@@ -11,7 +11,8 @@ from epd.sampling_params import SamplingParams
 from serve_app.network.memory import PoolFiles
 from tests.serve_app.deployments import Question, undisturbed, until_decoding
 from tests.serve_app.orchestration.test_role_switch import MEDIA, roles
-from tests.serve_app.ray.ray_session import IGNORED, RaySession, ray_deployed
+from tests.serve_app.ray.declared_app import DeclaredApp
+from tests.serve_app.ray.ray_session import IGNORED, ray_front
 
 pytestmark = [pytest.mark.filterwarnings(each) for each in IGNORED]
 
@@ -37,15 +38,13 @@ def expected(checkpoints: dict[str, Path], questions: list[Question]) -> list[tu
 
 
 def test_processes_change_roles_under_load(
-    ray_session: RaySession,
+    shared_app: DeclaredApp,
     checkpoints: dict[str, Path],
     questions: list[Question],
     expected: list[tuple[int, ...]],
 ) -> None:
-    files: list[PoolFiles] = []
-
     async def run() -> None:
-        async with ray_deployed(checkpoints["qwen2_5_vl"], "1e1p2d") as deployment:
+        async with ray_front(checkpoints["qwen2_5_vl"]) as deployment:
             num_moved = 0
             assert {deployment.member(name).address.host for name in ("e0", "p0", "v0")} == {"127.0.0.1"}
             for worker, letters, topology in ROUND:
@@ -61,8 +60,8 @@ def test_processes_change_roles_under_load(
             assert num_moved > 0
             assert [answer.tokens for answer in await deployment.ask_all(questions)] == expected
             assert deployment.service.num_attempts == deployment.service.num_tickets == 0
-            files.append(PoolFiles(deployment.ray_fleet.membership.credentials.fleet_id))
-            assert len(files[0].paths("weights")) == 1
+            files = PoolFiles(deployment.ray_fleet.membership.credentials.fleet_id)
+            shared_app.pool_files.append(files)
+            assert len(files.paths("weights")) == 1
 
     asyncio.run(run())
-    assert files[0].paths() == []

@@ -1,0 +1,37 @@
+"""The application that tests on Ray share: a start takes a minute of CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.serve_app.ray.declared_app import DeclaredApp, declared_app
+from tests.serve_app.ray.ray_session import RaySession
+
+SHARED_TOPOLOGY = "1e1p2d"
+SHARED_HANG_S = 15.0  # a process that starts on busy cores may be silent for some seconds
+KEY = "a-key-for-tests"
+
+
+@pytest.fixture(scope="package")
+def shared_app(
+    ray_session: RaySession, checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[DeclaredApp]:
+    """Two fronts behind the proxy, and four workers; each test leaves it idle, and leaves as many."""
+    with declared_app(
+        ray_session,
+        model=checkpoints["qwen2_5_vl"],
+        model_name="tiny",
+        topology=SHARED_TOPOLOGY,
+        num_fronts=2,
+        api_key=KEY,
+        allowed_media_path=tmp_path_factory.getbasetemp(),
+        num_kv_tokens=1 << 15,
+        max_num_seqs=128,
+        hang_s=SHARED_HANG_S,
+        drain_s=120,
+    ) as app:
+        yield app
+    assert [path for files in app.pool_files for path in files.paths()] == []
