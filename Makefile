@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-# Tests that measure time: nothing else runs beside them.
+# Files with tests that measure time, marked `alone`: nothing else runs beside those.
 ALONE  := tests/bench/test_bench.py tests/serve_app/http/test_hostile.py
 # Processes of tests that run at once: one of them has all tests of Ray, which wait much of their time.
 TEST_PROCESSES ?= 2
@@ -29,10 +29,10 @@ demo: $(STAMP) ## make a 60 s video, ask five questions, print answers, truth an
 
 test: lint ## lint, types and all tests, in TEST_PROCESSES at once (how long: CONTRIBUTING.md)
 	$(MAKE) --no-print-directory -j 2 types test-together
-	$(BIN)/python -m pytest $(ALONE)
+	$(BIN)/python -m pytest -m alone $(ALONE)
 
 test-together: $(STAMP)
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --no-loadscope-reorder $(ALONE:%=--ignore=%)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --no-loadscope-reorder -m "not alone"
 
 test-topologies: $(STAMP) ## ask the app on Ray in every topology
 	EPD_TEST_TOPOLOGIES="1epd 1ep1d 1e1pd 1e1p1d 2e1p1d 2e2p2d" $(BIN)/python -m pytest tests/serve_app/ray/test_app.py

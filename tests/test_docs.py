@@ -100,6 +100,16 @@ def test_make_targets_exist(texts: dict[str, str]) -> None:
     assert named <= targets
 
 
+def test_make_names_the_files_of_all_tests_that_run_alone() -> None:
+    """Those of another file would never run."""
+    (line,) = re.findall(r"^ALONE +:= (.+)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    marked = r"^(?:pytestmark = |@)pytest\.mark\.alone$"
+    files = [
+        path for path in (ROOT / "tests").rglob("test_*.py") if re.search(marked, path.read_text(), re.M)
+    ]
+    assert {str(path.relative_to(ROOT)) for path in files} == set(line.split())
+
+
 _MINUTES = (
     r"\b(\d+|half a|an?|one|two|three|four|five|six|seven|eight|nine|ten|twelve|fifteen|twenty) (min|hour)"
 )

@@ -209,6 +209,7 @@ def test_there_are_enough() -> None:
     assert len(NAMES) >= 60
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", NAMES)
 def test_a_hostile_body_hurts_nobody_else(target: Target, bodies: dict[str, Body], name: str) -> None:
     content = content_of(bodies[name])
