@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from stages.decoder.linear import Linear, LinearKind, linear, linear_kind
+from stages.decoder.linear import Linear, LinearKind, kind_for, linear, linear_kind
 from stages.decoder.operations import RmsNorm, silu_mul
 from stages.decoder.rank_parts import GatheredHead, SplitEmbedding, SummedLinear
 from stages.loading.merged_weights import GATE_UP, QKV, merged
@@ -85,7 +85,7 @@ def head_of(model: Any, ranks: Collectives | None = None) -> Linear:
     head: Any = model.get_output_embeddings()
     made = _heads.get(head)
     if made is None:
-        made = linear(head.weight, head.bias, linear_kind(head.weight, head.weight.nbytes))
+        made = _linear(head.weight, head.bias, linear_kind(head.weight, head.weight.nbytes))
         made = _heads[head] = made if ranks is None else GatheredHead(made, head.out_features, ranks)
     return made
 
@@ -127,12 +127,16 @@ def _mlp(mlp: Any, kind: LinearKind, ranks: Collectives | None) -> Callable[[Ten
 def _summed(module: Any, kind: LinearKind, ranks: Collectives | None) -> Linear:
     """Returns the product with a matrix whose columns the ranks share."""
     if ranks is None:
-        return linear(module.weight, module.bias, kind)
-    return SummedLinear(linear(module.weight, None, kind), module.bias, ranks)
+        return _linear(module.weight, module.bias, kind)
+    return SummedLinear(_linear(module.weight, None, kind), module.bias, ranks)
 
 
 def _merged(module: Any, names: tuple[str, ...], kind: LinearKind) -> Linear:
     parts = [getattr(module, name) for name in names]
     weight, bias = merged(parts, "weight"), merged(parts, "bias")
     assert weight is not None
-    return linear(weight, bias, kind)
+    return _linear(weight, bias, kind)
+
+
+def _linear(weight: Tensor, bias: Tensor | None, kind: LinearKind) -> Linear:
+    return linear(weight, bias, kind_for(weight, kind))

@@ -9,6 +9,14 @@ parameters, microseconds:
     packed      1890    1850    3110    21400   |   3830     4250   10420    69500
 
 A matrix that is stored the other way round took 1400 and 3080 for one row, and as long as `plain` for more.
+
+oneDNN takes 16 microseconds for a call whatever the size, and half a millisecond or more for the first with a
+number of rows that it has not had, for which it makes code. So small matrices are multiplied by `plain`,
+microseconds for 1, 8, 32 and 256 rows:
+
+    C x N       64 x 192            256 x 256           256 x 512           256 x 1024
+    plain       3, 5, 9, 46         6, 11, 34, 201      11, 21, 63, 395     17, 44, 137, 837
+    packed      16, 20, 21, 58      16, 22, 41, 200     20, 28, 66, 387     25, 50, 129, 880
 """
 
 from __future__ import annotations
@@ -27,7 +35,8 @@ from epd.machine import memory_limit_bytes
 _PACKED_MEMORY_SHARE = 0.05
 # oneDNN lays a matrix out for this many rows; it does for one row and for thousands, too.
 _ROWS = 32
-
+# Elements of a matrix up to which torch's own product took at most as long, for any number of rows.
+_SMALL = 2**17
 
 # As torch does it, by oneDNN as the matrix lies in memory, or packed.
 LinearKind = Literal["plain", "onednn", "packed"]
@@ -78,6 +87,11 @@ def linear_kind(weight: Tensor, num_bytes: int) -> LinearKind:
     if not has_onednn or not is_on_cpu or weight.dtype != torch.float32:
         return "plain"
     return "packed" if num_bytes <= _PACKED_MEMORY_SHARE * memory_limit_bytes() else "onednn"
+
+
+def kind_for(weight: Tensor, kind: LinearKind) -> LinearKind:
+    """Returns how one matrix is multiplied in a model whose large matrices are multiplied as `kind` says."""
+    return "plain" if weight.numel() <= _SMALL else kind
 
 
 def linear(weight: Tensor, bias: Tensor | None, kind: LinearKind) -> Linear:

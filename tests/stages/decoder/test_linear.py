@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import stages.decoder.linear
-from stages.decoder.linear import LinearKind, linear, linear_kind
+from stages.decoder.linear import LinearKind, kind_for, linear, linear_kind
 
 
 @pytest.mark.parametrize("kind", get_args(LinearKind))
@@ -34,6 +34,12 @@ def test_a_matrix_is_packed_where_the_copy_is_small(monkeypatch: pytest.MonkeyPa
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert linear_kind(torch.zeros(10, 100), 0) == "plain"
         assert linear_kind(torch.zeros(10, 100, device="cuda"), 0) == "plain"
+
+
+def test_a_small_matrix_is_multiplied_by_torch_in_any_model() -> None:
+    small, large = torch.zeros(256, 512), torch.zeros(257, 512)
+    assert {kind_for(small, kind) for kind in get_args(LinearKind)} == {"plain"}
+    assert {kind_for(large, kind) for kind in get_args(LinearKind)} == set(get_args(LinearKind))
 
 
 def test_what_is_not_packed_is_no_copy() -> None:
