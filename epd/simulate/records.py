@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import IO, Any
 
 import numpy as np
@@ -32,9 +33,12 @@ class RecordTable:
     """
 
     def __init__(self) -> None:
-        self._buffer: NDArray[np.void] = np.zeros(_BUFFER_ROWS, ROW)
         self._file: IO[bytes] | None = None
         self._length = 0
+
+    @cached_property
+    def _buffer(self) -> NDArray[np.void]:
+        return np.zeros(_BUFFER_ROWS, ROW)
 
     def __len__(self) -> int:
         return self._length

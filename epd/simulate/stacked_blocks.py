@@ -12,8 +12,11 @@ class StackedBlocks(BlockPool):
     """Stands in for a `BlockPool` whose blocks have one holder each: last released, first taken."""
 
     def __init__(self, num_blocks: int) -> None:
-        super().__init__(num_blocks)
-        self._free = list(range(num_blocks))
+        super().__init__(min(num_blocks, 1))  # what it keeps of each block is not used
+        self.num_blocks = self.num_free = num_blocks
+        # The stack: blocks that were never taken, of which there may be very many, below the released ones.
+        self._num_untouched = num_blocks
+        self._released: list[int] = []
         self._held = bytearray(num_blocks)
 
     def references(self, block: int) -> int:
@@ -33,8 +36,11 @@ class StackedBlocks(BlockPool):
         if count > self.num_free:
             raise ValueError(f"{count} blocks are needed, {self.num_free} are free; release some")
         self.num_free -= count
-        taken = self._free[self.num_free :]
-        del self._free[self.num_free :]
+        num_new = max(0, count - len(self._released))
+        start = len(self._released) - (count - num_new)
+        taken = [*range(self._num_untouched - num_new, self._num_untouched), *self._released[start:]]
+        self._num_untouched -= num_new
+        del self._released[start:]
         for block in taken:
             self._held[block] = 1
         return taken
@@ -47,11 +53,12 @@ class StackedBlocks(BlockPool):
             if not self._held[block]:
                 raise ValueError(f"block {block} is free already")
             self._held[block] = 0
-        self._free += blocks
+        self._released += blocks
         self.num_free += len(blocks)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless the free blocks are those without a holder."""
         free = {block for block, held in enumerate(self._held) if not held}
-        if free != set(self._free) or len(self._free) != len(free) or self.num_free != len(free):
+        stack = [*range(self._num_untouched), *self._released]
+        if free != set(stack) or len(stack) != len(free) or self.num_free != len(free):
             raise AssertionError(f"{len(free)} blocks have no holder, {self.num_free} count as free")
