@@ -80,8 +80,9 @@ class Prompts:
 class Sightings:
     """States what B rows of V visual tokens show that one look cannot tell.
 
-    appears, leaves: float32 [B, V, 6], 1 for a shape that this pair of frames is the first to show here, or
-    the first not to show any more.
+    appears: float32 [B, V, 6], 1 for a shape that this pair of frames is the first to show here.
+    leaves: float32 [B, V / 15, 6], 1 for a shape that the pair of frames is the first not to show any more.
+        The last token of a pair is to know it: a token sees those before it alone, and hardly its place.
     is_one: bool [B, V], True where a token shows one object.
     fallen: float32 [B, V], how much lower that object is than it was first, in shares of the frame's height.
     """
@@ -104,8 +105,8 @@ class Sightings:
 
 
 def _sightings(clip: EncodedClip) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns appears, leaves, is_one and fallen of the tokens of one clip: [P * 15, ...] each."""
-    appears, leaves = torch.zeros(2, len(clip), TOKENS, len(SHAPES))
+    """Returns appears, leaves, is_one and fallen of one clip: [P * 15, ...] each, leaves [P, 6]."""
+    appears, leaves = torch.zeros(len(clip), TOKENS, len(SHAPES)), torch.zeros(len(clip), len(SHAPES))
     num_shown = torch.zeros(len(clip), TOKENS, dtype=torch.int64)
     fallen = torch.zeros(len(clip), TOKENS)
     times_s = [n * clip.gap_s for n in range(2 * len(clip))]
@@ -119,8 +120,8 @@ def _sightings(clip: EncodedClip) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             if pair == seen[0] // 2:
                 appears[pair, covered, SHAPES.index(item.shape)] = 1
             if pair == seen[-1] // 2 < len(clip) - 1:
-                leaves[pair + 1, covered, SHAPES.index(item.shape)] = 1
-    return appears.flatten(0, 1), leaves.flatten(0, 1), (num_shown == 1).flatten(), fallen.flatten()
+                leaves[pair + 1, SHAPES.index(item.shape)] = 1
+    return appears.flatten(0, 1), leaves, (num_shown == 1).flatten(), fallen.flatten()
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,9 +43,9 @@ _CURRICULUM = ((0.2, 8), (0.6, 32), (0.75, 64), (2.0, 256))
 class Probes(nn.Module):
     """Reads from three layers what visual tokens are to know by then; thrown away after training.
 
-    The first gives on the second that a token shows; the second, which shapes it is the first to show, and
-    which it is the first not to show any more, so that an answer finds their times in one look; the third,
-    how far the object that it shows has fallen.
+    The first gives on the second that a token shows; the second, which shapes it is the first to show, and,
+    of the last token of a pair of frames, which the pair is the first not to show any more, so that an answer
+    finds their times in one look; the third, how far the object that it shows has fallen.
     """
 
     def __init__(self, layers: Sequence[nn.Module], hidden_size: int) -> None:
@@ -68,7 +68,7 @@ class Probes(nn.Module):
         return (
             _digits_loss(self.clock(timed), batch.instants)
             + _EVENTS_SHARE * _events_loss(self.appears(told), seen.appears)
-            + _EVENTS_SHARE * _events_loss(self.leaves(told), seen.leaves)
+            + _EVENTS_SHARE * _events_loss(self.leaves(told[:, TOKENS - 1 :: TOKENS]), seen.leaves)
             + fallen.square().sum() / max(1, len(fallen))
         )
 
