@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -106,6 +107,7 @@ def _corpus() -> list[str]:
     return lines
 
 
+@cache
 def build_tokenizer() -> Qwen2Tokenizer:
     """Returns a byte-level BPE tokenizer of VOCAB_SIZE entries, special tokens last, for any text."""
     draft = Tokenizer(models.BPE())

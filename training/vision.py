@@ -40,6 +40,8 @@ TOKENS = ROWS * COLUMNS
 _NAMES = (*SHAPES, *COLOURS)
 # Most tokens show no more than background.
 _POSITIVE_WEIGHT = torch.tensor(3.0)
+# Pairs of frames whose embeddings are looked at, to whiten them and to find a direction.
+_WHITENING_PAIRS, _DIRECTION_PAIRS = 1024, 512
 # Directions that vary less than this carry no name and are not blown up.
 _WHITENING_FLOOR = 1.5
 # Length of the embedding of a token that shows something; text embeddings start at 0.3.
@@ -172,7 +174,7 @@ def whitening(visual: nn.Module, clips: list[Clip], rng: random.Random) -> tuple
     Some offset must stay: the model's norms would otherwise blow the noise of an empty background up to the
     size of an object.
     """
-    pairs, targets, _ = draw_batch(clips, rng, 1024)
+    pairs, targets, _ = draw_batch(clips, rng, _WHITENING_PAIRS)
     embeddings = torch.cat([encode(visual, patchify(part)) for part in pairs.split(64)]).flatten(0, 1)
     centred = embeddings - embeddings.mean(0)
     variances, axes = torch.linalg.eigh(centred.T @ centred / len(centred))
@@ -193,7 +195,7 @@ def fold_into_projector(visual: nn.Module, matrix: Tensor, offset: Tensor) -> No
 @torch.inference_mode()
 def least_used_direction(visual: nn.Module, clips: list[Clip], rng: random.Random) -> Tensor:
     """Returns the direction, float32 [C] of length 1, along which embeddings vary least."""
-    pairs, _, _ = draw_batch(clips, rng, 512)
+    pairs, _, _ = draw_batch(clips, rng, _DIRECTION_PAIRS)
     embeddings = torch.cat([encode(visual, patchify(part)) for part in pairs.split(64)]).flatten(0, 1)
     return torch.linalg.eigh(torch.cov(embeddings.T)).eigenvectors[:, 0].clone()
 

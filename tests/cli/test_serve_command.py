@@ -22,7 +22,9 @@ from typing import Any
 import httpx
 import pytest
 from openai import OpenAI
+from typer.testing import CliRunner
 
+from epd.cli.program import app
 from epd.shapes import make_scene
 from tests import ROOT
 from tests.hostile_packages import write_hostile_packages
@@ -94,9 +96,9 @@ def test_it_serves_from_one_process_without_ray(tmp_path: Path) -> None:
     assert "draining" in output
     assert list(spool.iterdir()) == []
     wait_until(lambda: processes_with(mark) == [])
-    asked = [sys.executable, "-P", "-c", START, "ask", str(clip), question, "--json"]
-    done = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=True)
-    answer = json.loads(done.stdout)
+    asked = CliRunner().invoke(app, ["ask", str(clip), question, "--json"])
+    assert asked.exit_code == 0, asked.output
+    answer = json.loads(asked.stdout)
     assert reply.usage is not None
     assert reply.choices[0].message.content == answer["answer"]
     assert reply.choices[0].message.content == min(SCENE.objects, key=lambda item: item.start_s).shape

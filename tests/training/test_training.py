@@ -230,6 +230,7 @@ def shapes_by_pair(events: torch.Tensor) -> dict[str, int]:
 def test_a_tower_that_learns_heights_keeps_its_embeddings(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(vision, "_DIRECTION_PAIRS", 64)
     losses = _count_updates(monkeypatch)
     model, tower, state = embedded_model_path(), tmp_path / "heights.pt", tmp_path / "state.pt"
     options = ("--clips", folder, "--threads", "1", "--out", state, "--final", tower, "--start", model)
@@ -265,6 +266,7 @@ def test_both_steps_run_resume_and_leave_a_checkpoint_that_loads(
 ) -> None:
     from stages.colocated import ColocatedPipeline
 
+    monkeypatch.setattr(vision, "_WHITENING_PAIRS", 64)
     tower, state = tmp_path / "tower.pt", tmp_path / "state.pt"
     seen = ("--clips", folder, "--threads", "1")
     updates = _count_updates(monkeypatch)

@@ -31,21 +31,21 @@ def line(number: int) -> dict[str, Any]:
 
 
 @contextmanager
-def running(port: int, folder: Path, output: Path) -> Iterator[subprocess.Popen[bytes]]:
+def running(port: int, folder: Path, output: Path, http: httpx.Client) -> Iterator[subprocess.Popen[bytes]]:
     options = ("--local", "--topology", "1epd", "--port", str(port), "--files-dir", str(folder))
     command = [sys.executable, "-P", "-c", START, "serve", *options]
     with output.open("ab") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
         try:
-            wait_until(lambda: is_ready(port, process), READY_S)
+            wait_until(lambda: is_ready(port, process, http), READY_S)
             yield process
         finally:
             process.kill()
 
 
-def is_ready(port: int, process: subprocess.Popen[bytes]) -> bool:
+def is_ready(port: int, process: subprocess.Popen[bytes], http: httpx.Client) -> bool:
     assert process.poll() is None
     try:
-        return httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == 200
+        return http.get(f"http://127.0.0.1:{port}/health").status_code == 200
     except httpx.HTTPError:
         return False
 
@@ -59,7 +59,7 @@ def test_a_killed_server_asks_no_line_twice(tmp_path: Path) -> None:
         client = OpenAI(
             base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, http_client=http
         )
-        with running(port, folder, output) as process:
+        with running(port, folder, output, http) as process:
             file = client.files.create(file=("in.jsonl", lines), purpose="batch")
             batch = client.batches.create(
                 input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
@@ -70,7 +70,7 @@ def test_a_killed_server_asks_no_line_twice(tmp_path: Path) -> None:
             process.wait()
         num_before = results.read_bytes().count(b"\n")
         assert num_before < NUM_LINES - len(BAD)
-        with running(port, folder, output):
+        with running(port, folder, output, http):
             wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
             done = client.batches.retrieve(batch.id)
             counts = done.request_counts
