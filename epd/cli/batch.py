@@ -40,6 +40,7 @@ from epd.cli.options import (
     Reduction,
     Retention,
     SkipStatic,
+    TensorParallelSize,
     Url,
     check_server_options,
     draft_config,
@@ -82,6 +83,7 @@ class _Target:
     device: str
     dtype: str
     drafting: DraftConfig
+    tensor_parallel_size: int
 
     def __post_init__(self) -> None:
         given = {"--topology": self.topology, "--url": self.url, "--address": self.address}
@@ -89,7 +91,14 @@ class _Target:
         if len(names) > 1:
             raise RequestError(f"received {' and '.join(names)}; allowed: one of them; leave out the rest")
         if (self.url, self.address) != (None, None):
-            check_server_options(self.skip_static, self.device, self.dtype, self.drafting)
+            check_server_options(
+                self.skip_static, self.device, self.dtype, self.drafting, None, self.tensor_parallel_size
+            )
+        if self.topology is not None and self.tensor_parallel_size > 1:
+            raise RequestError(
+                f"received --topology {self.topology} and --tensor-parallel-size "
+                f"{self.tensor_parallel_size}; workers on Ray have no ranks; leave one of them out"
+            )
 
 
 def batch(
@@ -111,6 +120,7 @@ def batch(
     skip_static: SkipStatic = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    tensor_parallel_size: TensorParallelSize = 1,
     draft: Draft = DEFAULT_DRAFT,
     max_draft: MaxDraft = DEFAULT_MAX_DRAFT,
     plot: Plot = None,
@@ -133,6 +143,7 @@ def batch(
         device,
         dtype,
         draft_config(draft, max_draft),
+        tensor_parallel_size,
     )
     _check_options(fps, frames, max_tokens)
     reduction_policy(reduction, retention)
@@ -214,6 +225,7 @@ def _backend(target: _Target, index: LineIndex) -> Iterator[Backend]:
                 device=target.device,
                 dtype=target.dtype,
                 drafting=target.drafting,
+                tensor_parallel_size=target.tensor_parallel_size,
                 on_progress=show,
             )
         yield loaded

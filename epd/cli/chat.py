@@ -26,6 +26,7 @@ from epd.cli.options import (
     Reduction,
     Retention,
     Start,
+    TensorParallelSize,
     Url,
     check_server_options,
     draft_config,
@@ -52,6 +53,7 @@ def chat(
     max_tokens: MaxTokens = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    tensor_parallel_size: TensorParallelSize = 1,
     draft: Draft = DEFAULT_DRAFT,
     max_draft: MaxDraft = DEFAULT_MAX_DRAFT,
     url: Url = None,
@@ -68,8 +70,10 @@ def chat(
     drafting = draft_config(draft, max_draft)
     options = api_options(fps, frames, start, end, retention, reduction, max_visual_tokens, max_tokens)
     if url is not None:
-        check_server_options(None, device, dtype, drafting)
-    with _opened(paths, model, url, api_key, options, device, dtype, drafting) as conversation:
+        check_server_options(None, device, dtype, drafting, None, tensor_parallel_size)
+    with _opened(
+        paths, model, url, api_key, options, device, dtype, drafting, tensor_parallel_size
+    ) as conversation:
         for question in _questions(is_terminal=sys.stdin.isatty()):
             _answer(conversation, question, is_terminal=sys.stdin.isatty())
 
@@ -84,13 +88,18 @@ def _opened(
     device: str,
     dtype: str,
     drafting: DraftConfig,
+    tensor_parallel_size: int,
 ) -> Iterator[Conversation]:
     if url is not None:
         yield conversation_with(url, api_key, model, paths, options)
         return
     from epd.cli.server_here import server_here  # torch
 
-    with server_here(paths, model, device, dtype, drafting) as (own_url, own_key, media):
+    with server_here(paths, model, device, dtype, drafting, tensor_parallel_size) as (
+        own_url,
+        own_key,
+        media,
+    ):
         yield conversation_with(own_url, own_key, None, media, options)
 
 

@@ -21,7 +21,12 @@ from serve_app.local.server import served_locally
 
 @contextmanager
 def server_here(
-    paths: Sequence[str], model: Path | None, device: str, dtype: str, drafting: DraftConfig
+    paths: Sequence[str],
+    model: Path | None,
+    device: str,
+    dtype: str,
+    drafting: DraftConfig,
+    tensor_parallel_size: int = 1,
 ) -> Iterator[tuple[str, str, list[str]]]:
     """Serves a model in this process while open. Yields its URL, its key, and the URLs of the files.
 
@@ -35,6 +40,7 @@ def server_here(
         model=model,
         device=device,
         dtype=dtype,
+        tensor_parallel_size=tensor_parallel_size,
         draft=drafting.method,
         max_draft=drafting.max_draft,
         api_key=SecretStr(key),

@@ -93,6 +93,7 @@ class LocalBackend:
         device: str = "auto",
         dtype: str = "auto",
         drafting: DraftConfig = NO_DRAFTS,
+        tensor_parallel_size: int = 1,
         on_progress: OnBytes | None = None,
     ) -> LocalBackend:
         """Loads a model. Options as in `Placement.resolve` and `BatchPipeline.load`. Raises EPDError."""
@@ -102,6 +103,7 @@ class LocalBackend:
             skip_static=skip_static,
             placement=Placement.resolve(device, dtype, model),
             drafting=drafting,
+            tensor_parallel_size=tensor_parallel_size,
             on_progress=on_progress,
         )
         return cls(pipeline, ModelCard(model.name, int(time.time())))

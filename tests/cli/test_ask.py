@@ -193,6 +193,14 @@ def test_an_option_that_makes_no_sense_gives_one_line(
     assert_one_clear_line(run("ask", media["video"], QUESTION, *options), options[1])
 
 
+@pytest.mark.parametrize("arguments", [("chat", "{video}"), ("eval", "--demo", "1")])
+def test_ranks_among_which_heads_cannot_be_shared_give_one_line(
+    media: dict[str, Path], arguments: tuple[str, ...]
+) -> None:
+    given = [str(media["video"]) if each == "{video}" else each for each in arguments]
+    assert_one_clear_line(run(*given, "--tensor-parallel-size", "3"), "which has 4 heads and 2 of keys")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 @pytest.mark.parametrize(
     "arguments", [("ask", "{video}", QUESTION), ("eval", "--demo", "1"), ("profile",), ("serve", "--local")]

@@ -71,6 +71,21 @@ def test_a_file_is_answered_and_summed_up(lines: Path, checkpoints: dict[str, Pa
     assert again.stdout.startswith("2 of 3 lines answered, 1 failed, 3 of them before\n")
 
 
+def test_processes_that_share_the_model_answer_as_one(
+    lines: Path, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    options = ["--model", checkpoints["qwen2_5_vl"], "--max-tokens", "6", "--num-kv-tokens", "4096"]
+    answers = []
+    for size in ("1", "2"):
+        out = tmp_path / f"out-{size}.jsonl"
+        result = run(lines, out, *options, "--tensor-parallel-size", size)
+        assert result.exit_code == 0, result.output
+        records = [json.loads(line) for line in out.read_text().splitlines()]
+        answers.append({record["id"]: record["answer"] for record in records})
+    assert answers[0] == answers[1]
+    assert answers[0].keys() == {"a", "c"}
+
+
 def test_what_is_kept_is_as_the_options_say_where_lines_do_not(
     media: dict[str, Path], checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -120,6 +135,8 @@ def test_a_folder_and_questions_become_lines(tmp_path: Path) -> None:
         (["in.jsonl", "out.jsonl", "--reduction", "best"], "the reduction method 'best'; allowed: "),
         (["in.jsonl", "out.jsonl", "--plot", "x.txt"], "x.txt"),
         (["in.jsonl", "out.jsonl", "--topology", "1epd", "--url", "http://x"], "--topology and --url"),
+        (["in.jsonl", "out.jsonl", "--topology", "1epd", "--tensor-parallel-size", "2"], "have no ranks"),
+        (["in.jsonl", "out.jsonl", "--url", "http://x", "--tensor-parallel-size", "2"], "running server"),
         (["in.jsonl", "out.jsonl", "--url", "x"], "not an endpoint"),
         (["nothing.jsonl", "out.jsonl"], "nothing.jsonl"),
         ([".", "out.jsonl"], "--questions"),
