@@ -331,12 +331,12 @@ class Scheduler:
             self.kv.free(request.request_id)
 
     def _reserved_tokens(self, request: ScheduledRequest, num_computed: int = 0) -> int:
-        """Returns the known tokens, the next one, and a block for each further answer to grow in.
+        """Returns the known tokens, the next one, and a block for each further answer that is to begin.
 
         Or the tokens that pruned ranges past `num_computed` need while they are computed, if that is more.
         What is kept of a prompt that is to drop tokens needs blocks of its own, behind the whole prompt's.
         """
-        known = request.num_tokens + 1 + (request.num_copies - 1) * self.kv.spec.block_size
+        known = request.num_tokens + 1 + (request.num_seqs - 1) * self.kv.spec.block_size
         if request.num_dropped:
             return known - request.num_dropped
         if request.num_to_drop:

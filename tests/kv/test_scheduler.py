@@ -350,6 +350,32 @@ def test_what_is_still_cached_is_not_restored() -> None:
     assert (restore.request, restore.start, restore.stop) == (younger, 8, 12)
 
 
+def test_the_first_of_several_answers_comes_back_although_its_prompt_would_not_fit_again() -> None:
+    """Its prompt reserved a block for each other answer, and these have their own by now."""
+    queue = scheduler(5, max_num_seqs=3)
+    prompt = request("a", 8, max_new=9, num_copies=3)
+    add(queue, prompt)
+    step(queue)
+    copies = [
+        ScheduledRequest(f"a#{number}", prompt.identity.copy(), 8, 17, num_ready=8, num_tokens=9)
+        for number in (1, 2)
+    ]
+    for copy in copies:
+        queue.kv.copied(queue.fork(prompt, copy))
+    left, preempted = [prompt, *copies], set[str]()
+    for _ in range(60):
+        if prompt.num_tokens == 14 and not preempted & {"a"}:
+            more_important = request("m", 16, priority=-1, max_new=1)
+            add(queue, more_important)
+            left.append(more_important)
+        preempted |= {each.request.request_id for each in step(queue).preemptions}
+        for ended in [each for each in left if each.num_tokens >= each.max_total_tokens]:
+            queue.remove(ended)
+            left.remove(ended)
+    assert left == [], "one waits for more blocks than there are"
+    assert "a" in preempted
+
+
 def test_a_request_whose_blocks_are_being_read_is_not_preempted() -> None:
     """A transfer reads the blocks of the youngest: the one before it gives its blocks up."""
     queue, _, _ = outgrow("offload")
