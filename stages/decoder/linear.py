@@ -11,12 +11,14 @@ parameters, microseconds:
 A matrix that is stored the other way round took 1400 and 3080 for one row, and as long as `plain` for more.
 
 oneDNN takes 16 microseconds for a call whatever the size, and half a millisecond or more for the first with a
-number of rows that it has not had, for which it makes code. So small matrices are multiplied by `plain`,
-microseconds for 1, 8, 32 and 256 rows:
+number of rows that it has not had, for which it makes code. So small matrices are multiplied by `plain`. All
+products of a step, of a model whose largest matrix is 64 x 264, and of the embedded one, microseconds:
 
-    C x N       64 x 192            256 x 256           256 x 512           256 x 1024
-    plain       3, 5, 9, 46         6, 11, 34, 201      11, 21, 63, 395     17, 44, 137, 837
-    packed      16, 20, 21, 58      16, 22, 41, 200     20, 28, 66, 387     25, 50, 129, 880
+    rows                        1       2       4       8       16      32      64      256
+    tiny: packed                222     216     204     220     227     266     353     637
+    tiny: plain                 33      30      41      48      60      84      123     354
+    embedded: packed            1078    1093    1156    1388    1862    3208    4686    13205
+    the same, plain to 2**17    877     891     1089    1296    2100    3353    4725    13411
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ from epd.machine import memory_limit_bytes
 _PACKED_MEMORY_SHARE = 0.05
 # oneDNN lays a matrix out for this many rows; it does for one row and for thousands, too.
 _ROWS = 32
-# Elements of a matrix up to which torch's own product took at most as long, for any number of rows.
-_SMALL = 2**17
+# Elements of a matrix up to which torch's own product is used: those of the embedded model have more.
+_SMALL = 2**15
 
 # As torch does it, by oneDNN as the matrix lies in memory, or packed.
 LinearKind = Literal["plain", "onednn", "packed"]
