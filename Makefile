@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # Files with tests that measure time, marked `alone`: nothing else runs beside those.
 ALONE  := tests/bench/test_bench.py tests/serve_app/http/test_hostile.py
 # Processes of tests that run at once: one of them has all tests of Ray, which wait much of their time.
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 3
 export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 # Installed modules are compiled when they are first imported, a third of them, and then kept.
@@ -59,7 +59,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 
 types: $(STAMP)
-	$(BIN)/mypy
+	nice $(BIN)/mypy
 
 fix: $(STAMP) ## format and apply safe lint fixes
 	$(BIN)/ruff check --fix .
