@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from epd.encode.encoder_cache import CachedGroup
 from epd.reduction import PREFILL_METHODS, QUESTION_METHODS, SELECTION_METHODS, ReductionPolicy
 from epd.sampling_params import SamplingParams
 from serve_app.orchestration.item_frames import ItemFrames
-from serve_app.worker.media_feed import MediaFeeds
 from serve_app.worker.worker_roles import EncodeRole
 from stages.encode.encoder import EncodeStage
 from stages.encode.encoder_pool import EncoderPool
@@ -202,27 +202,32 @@ def test_an_encoder_that_is_lost_in_the_middle_costs_a_retry(
     sent: Sent,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is lost once so many groups have arrived; the retry gets whole groups."""
-    model = checkpoints["qwen2_5_vl"]
+    """It has frames of the first `moment` + 1 groups alone when it is lost; the retry gets whole groups."""
+    model, read, copy = checkpoints["qwen2_5_vl"], ItemFrames.read, EncoderPool.copy
     expected = ask(model, "1epd", question, QUARTER)[0]
-    feed, num_fed, is_lost = MediaFeeds._feed, 0, False
     options: dict[str, Any] = {"stall_timeout_s": 1000.0}  # the watchdog would retry it, too
     sent.num_groups = 0
 
     async def run() -> Answered:
+        loop, is_lost, readings = asyncio.get_running_loop(), asyncio.Event(), itertools.count()
         async with deployed(model, "1e1p1d", settings={"num_embeddings": 32}, **options) as deployment:
-            loop = asyncio.get_running_loop()
 
-            def lose_then(feeds: MediaFeeds, each: Any) -> bool:
-                nonlocal num_fed, is_lost
-                has_fed = feed(feeds, each)
-                num_fed += has_fed
-                if num_fed > moment and not is_lost:
-                    is_lost = True
-                    loop.call_soon_threadsafe(deployment.fleet.kill, "e0")
-                return has_fed
+            def lose() -> None:
+                deployment.fleet.kill("e0")
+                is_lost.set()
 
-            monkeypatch.setattr(MediaFeeds, "_feed", lose_then)
+            def copy_then_lose(*arguments: Any) -> None:
+                copy(*arguments)
+                if sent.num_groups == moment + 1:
+                    loop.call_soon_threadsafe(lose)
+
+            async def read_so_many(frames: ItemFrames, group: MediaGroup, patience_s: float) -> Any:
+                if next(readings) > moment:
+                    await is_lost.wait()
+                return await read(frames, group, patience_s)
+
+            monkeypatch.setattr(EncoderPool, "copy", copy_then_lose)
+            monkeypatch.setattr(ItemFrames, "read", read_so_many)
             async with asyncio.timeout(30):
                 answer = await deployment.ask(question, reduction=QUARTER)
             await settled(deployment)
@@ -231,7 +236,7 @@ def test_an_encoder_that_is_lost_in_the_middle_costs_a_retry(
     answer = asyncio.run(run())
     assert answer.tokens == expected
     assert answer.end is not None
-    assert 0 < sent.num_kept < sent.num_groups
+    assert sent.num_kept == moment + 1 < sent.num_groups
 
 
 @pytest.mark.usefixtures("narrow")
