@@ -105,6 +105,7 @@ def _verdicts(
             is_right=item.is_answered_by(answer.text),
             visual_tokens=answer.usage.visual_tokens,
             kv_bytes=kv_bytes,
+            duration_group=item.duration_group,
         )
         for item, answer in zip(case.video.items, answers, strict=True)
     ]

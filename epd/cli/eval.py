@@ -15,7 +15,7 @@ from epd.eval.files import read_videos
 from epd.eval.items import EvalCase
 from epd.eval.plan import EvalPlan
 from epd.eval.plots import plot_rows
-from epd.eval.report import print_rows
+from epd.eval.report import Part, as_part, print_rows
 from epd.eval.rows import RowSelection, eval_rows, table_rows
 from epd.eval.verdicts import DEMO, RunInfo, VerdictLog
 from epd.reduction import METHODS, ReductionPolicy
@@ -29,8 +29,9 @@ _DEFAULT_RETENTIONS = [1.0, 0.25, 0.15, 0.1]
 _Data = Annotated[
     Path | None,
     typer.Argument(
-        metavar="DATA.jsonl",
-        help="Questions, one JSON object a line: video, question, and answer, or options and a letter.",
+        metavar="QUESTIONS",
+        help="File of questions: video, question, and answer, or options and a letter. JSON lines, a JSON "
+        "array, or a table as .csv or .tsv; those of LongVideoBench and Video-MME as they are.",
     ),
 ]
 _Demo = Annotated[
@@ -74,7 +75,7 @@ _Method = Annotated[
 ]
 _VideoDir = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="Folder of the videos of DATA.jsonl; by default the one it is in."),
+    typer.Option(metavar="DIR", help="Folder of the videos of QUESTIONS; by default the one it is in."),
 ]
 _MaxTokens = Annotated[int, typer.Option(metavar="N", help="Longest answer, in tokens.")]
 _TTFTVideos = Annotated[
@@ -97,6 +98,10 @@ _TableFile = Annotated[
     Path | None,
     typer.Option("--table", metavar="FILE.jsonl", help="Run nothing; show the results in an --out file."),
 ]
+_By = Annotated[
+    str | None,
+    typer.Option(metavar="kind|duration", help="Also show accuracy by kind of question or length of video."),
+]
 
 
 def evaluate(
@@ -115,6 +120,7 @@ def evaluate(
     out: _Out = None,
     table: _TableFile = None,
     against: _Against = "full",
+    by: _By = None,
     plot: Plot = None,
     num_threads: NumThreads = None,
     device: Device = "auto",
@@ -128,9 +134,10 @@ def evaluate(
     with --demo, from the shapes world that the embedded model knows.
     """
     _check_sources(data, demo, table)
+    part = as_part(by) if by is not None else None
     if table is not None:
         log = VerdictLog.read(table)
-        _show(log, RowSelection.of(log, against), plot, as_json)
+        _show(log, RowSelection.of(log, against), part, plot, as_json)
         return
     asked = _asked(method, retention or _DEFAULT_RETENTIONS, frames or _DEFAULT_FRAMES, against)
     from epd.cli.pipelines import load_pipeline, placement_of, run_evaluation  # torch
@@ -143,15 +150,15 @@ def evaluate(
     pipeline = load_pipeline(model, placement, num_threads, tensor_parallel_size=tensor_parallel_size)
     with console.progress_bar("settings x videos") as show:
         run_evaluation(pipeline, plan, log, show)
-    _show(log, asked, plot, as_json)
+    _show(log, asked, part, plot, as_json)
 
 
 def _check_sources(data: Path | None, demo: int | None, table: Path | None) -> None:
-    sources = (("DATA.jsonl", data), ("--demo", demo), ("--table", table))
+    sources = (("QUESTIONS", data), ("--demo", demo), ("--table", table))
     given = [name for name, value in sources if value is not None]
     if len(given) != 1:
         raise RequestError(
-            f"got {' and '.join(given) or 'no questions'}; give one of DATA.jsonl, --demo N and --table FILE"
+            f"got {' and '.join(given) or 'no questions'}; give one of QUESTIONS, --demo N and --table FILE"
         )
 
 
@@ -194,10 +201,10 @@ def _cases(
     return [EvalCase(video, each) for each in frames for video in videos]
 
 
-def _show(log: VerdictLog, asked: RowSelection, plot: Path | None, as_json: bool) -> None:
+def _show(log: VerdictLog, asked: RowSelection, by: Part | None, plot: Path | None, as_json: bool) -> None:
     if as_json:
         console.print_json([row.record() for row in eval_rows(log, asked)])
     else:
-        print_rows(table_rows(log, asked), console.stdout_console())
+        print_rows(table_rows(log, asked), console.stdout_console(), by)
     if plot is not None:
         plot_rows(table_rows(log, asked), plot)

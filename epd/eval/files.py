@@ -1,138 +1,116 @@
-"""Reads question files: one JSON object a line, with a video, a question, and options or an answer.
+"""Understands question files: what a record's fields say of a video, a question and its right answer.
 
     {"video": "a.mp4", "question": "What colour is the star?", "answer": "red"}
     {"videoID": "fFjv93ACGo8", "question": "Who wins?", "options": ["A. A cat.", "B. A dog."], "answer": "B"}
+    {"video_path": "86CxyhFV9MI.mp4", "question": "Who?", "candidates": ["cat", "dog"], "correct_choice": 1}
 
-`videoID` is that of Video-MME: a file name without .mp4. Names in use elsewhere are understood too, see
-`_VIDEO`, `_OPTIONS`, `_KIND` and `_ID`; other fields are ignored.
+The second is a record of Video-MME, the third one of LongVideoBench. Names in use elsewhere are understood
+too, see `_VIDEO`, `_OPTIONS`, `_KIND` and `_ID`; other fields, such as those of subtitles, are ignored.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from epd.errors import MediaNotFoundError, RequestError
-from epd.eval.items import LETTERS, EvalItem, EvalVideo
+from epd.eval.items import DURATION_NAMES, LETTERS, EvalItem, EvalVideo
+from epd.eval.records import QuestionRecord, listed_texts, read_records
 
-_VIDEO = ("video", "video_path", "videoID")
+_VIDEO = ("video", "video_path", "videoID", "video_id")
 _OPTIONS = ("options", "candidates", "choices")
-_KIND = ("kind", "task_type", "question_type")
+_KIND = ("kind", "task_type", "question_type", "question_category")
 _ID = ("question_id", "id")
+_CHOICE = "correct_choice"
+# LongVideoBench gives the longest seconds of a group; `duration` is a word of Video-MME's, or seconds.
+_DURATION_GROUP = ("duration_group", "duration_category")
+# Where data sets have their videos, seen from the file of questions, and the endings of names without one.
+_FOLDERS = ("", "videos", "video", "data")
+_ENDINGS = ("", ".mp4", ".MP4", ".mkv", ".webm")
+_NO_OPTION = "N/A"
 _LETTERED = re.compile(r"\(?([A-J])[).:]\s*(.*)", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True)
-class _QuestionLine:
-    """Holds one object of a file, and its place."""
-
-    path: Path
-    number: int
-    fields: dict[str, Any]
-
-    def error(self, problem: str) -> RequestError:
-        return RequestError(f"line {self.number} of {str(self.path)!r} {problem}")
-
-    def first(self, names: Sequence[str]) -> Any:
-        """Returns the value of the first of these fields that exists, or None."""
-        return next((self.fields[name] for name in names if self.fields.get(name) is not None), None)
 
 
 def read_videos(path: Path, media_folder: Path | None = None) -> list[EvalVideo]:
     """Returns the videos of a question file, in the order they are first named, each with all its questions.
 
     media_folder: where relative paths start; by default the file's own folder.
-    Raises RequestError for invalid lines, MediaNotFoundError for a video that is not there.
+    Raises RequestError for invalid records, MediaNotFoundError for a video that is not there.
     """
     folder = media_folder or path.parent
     items: dict[str, list[EvalItem]] = {}
-    lines: dict[str, int] = {}
-    for line in _lines(path):
-        source, item = _source(line, folder), _item(line)
-        if item.item_id in lines:
-            raise line.error(
-                f"has the id {item.item_id!r} of line {lines[item.item_id]}; give each question its own"
+    places: dict[str, str] = {}
+    for record in read_records(path):
+        source, item = _source(record, folder), _item(record)
+        if item.item_id in places:
+            raise record.error(
+                f"has the id {item.item_id!r} of {places[item.item_id]}; give each question its own"
             )
-        lines[item.item_id] = line.number
+        places[item.item_id] = record.place
         items.setdefault(source, []).append(item)
     if not items:
         raise RequestError(f"{str(path)!r} has no questions; give it one JSON object a line")
     return [EvalVideo(source, source, tuple(mine)) for source, mine in items.items()]
 
 
-def _lines(path: Path) -> list[_QuestionLine]:
-    try:
-        texts = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(
-            f"the questions {str(path)!r} cannot be read: {error}; give a JSONL file"
-        ) from None
-    return [_parsed(path, number, text) for number, text in enumerate(texts, start=1) if text.strip()]
-
-
-def _parsed(path: Path, number: int, text: str) -> _QuestionLine:
-    try:
-        fields = json.loads(text)
-    except ValueError as error:
-        raise _QuestionLine(path, number, {}).error(
-            f"is not JSON ({error}); give one object a line, such as "
-            '{"video": "a.mp4", "question": "...", "answer": "..."}'
-        ) from None
-    if not isinstance(fields, dict):
-        raise _QuestionLine(path, number, {}).error(
-            f"is a JSON {type(fields).__name__}; give one object a line with video, question and answer"
-        )
-    return _QuestionLine(path, number, fields)
-
-
-def _source(line: _QuestionLine, folder: Path) -> str:
-    named = line.first(_VIDEO)
+def _source(record: QuestionRecord, folder: Path) -> str:
+    named = record.first(_VIDEO)
     if not isinstance(named, str) or not named.strip():
-        raise line.error(f"names no video, it has {_known(line)}; give it one of {', '.join(_VIDEO)}")
+        raise record.error(f"names no video, it has {_known(record)}; give it one of {', '.join(_VIDEO)}")
     if "://" in named:
         return named
-    is_id = named == line.fields.get("videoID") and not Path(named).suffix
-    source = folder / (f"{named}.mp4" if is_id else named)
-    if not source.is_file():
-        raise MediaNotFoundError(
-            f"line {line.number} of {str(line.path)!r} is about {str(source)!r}, which is not a file; "
-            "correct it, or say with --video-dir where the videos are"
-        )
-    return str(source)
+    for place in _FOLDERS:
+        for ending in _ENDINGS:
+            source = folder / place / f"{named}{ending}"
+            if source.is_file():
+                return str(source)
+    raise MediaNotFoundError(
+        f"{record.place} of {str(record.path)!r} is about {str(folder / named)!r}, which is not a file; "
+        "correct it, or say with --video-dir where the videos are"
+    )
 
 
-def _item(line: _QuestionLine) -> EvalItem:
-    question = line.fields.get("question")
+def _item(record: QuestionRecord) -> EvalItem:
+    question = record.fields.get("question")
     if not isinstance(question, str) or not question.strip():
-        raise line.error(f"has no question, it has {_known(line)}; give it a question")
-    options = _options(line)
-    answer = _letter(line, options) if options else _words(line)
-    kind = line.first(_KIND)
-    item_id = line.first(_ID)
+        raise record.error(f"has no question, it has {_known(record)}; give it a question")
+    options = _options(record)
+    answer = _letter(record, options) if options else _words(record)
+    kind = record.first(_KIND)
+    item_id = record.first(_ID)
     return EvalItem(
-        str(item_id) if item_id is not None else f"line-{line.number}",
+        str(item_id) if item_id is not None else record.place.replace(" ", "-"),
         question.strip(),
         answer,
         options,
         str(kind) if kind is not None else "",
+        _duration_group(record),
     )
 
 
-def _options(line: _QuestionLine) -> tuple[str, ...]:
+def _duration_group(record: QuestionRecord) -> str:
+    """Returns how long the video is, roughly, in the data set's words; "" if it does not say."""
+    group = record.first(_DURATION_GROUP)
+    if group is not None:
+        return str(group)
+    duration = record.fields.get("duration")
+    return duration if duration in DURATION_NAMES else ""
+
+
+def _options(record: QuestionRecord) -> tuple[str, ...]:
     """Returns the options without their letters; () for a question without any."""
-    given = line.first(_OPTIONS)
+    given = record.first(_OPTIONS)
     if given is None:
-        return ()
+        given = _numbered_options(record)
+        if not given:
+            return ()
     if isinstance(given, dict):
         given = [f"{letter}. {text}" for letter, text in given.items()]
     if isinstance(given, str):
-        given = [text for text in given.splitlines() if text.strip()]
+        given = listed_texts(given) or [text for text in given.splitlines() if text.strip()]
     if not isinstance(given, list) or not 2 <= len(given) <= len(LETTERS):
-        raise line.error(f"has the options {given!r}; give a list of 2 to {len(LETTERS)}")
+        raise record.error(f"has the options {given!r}; give a list of 2 to {len(LETTERS)}")
     texts = [str(text).strip() for text in given]
     matches = [_LETTERED.fullmatch(text) for text in texts]
     if all(match and match[1] == letter for match, letter in zip(matches, LETTERS, strict=False)):
@@ -140,29 +118,49 @@ def _options(line: _QuestionLine) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _letter(line: _QuestionLine, options: tuple[str, ...]) -> str:
-    """Returns the right option's letter; the file may give that or the option's words."""
+def _numbered_options(record: QuestionRecord) -> list[Any]:
+    """Returns option0, option1, ..., as LongVideoBench's tables have them, without those that are empty."""
+    values = [record.fields.get(f"option{number}") for number in range(len(LETTERS))]
+    return [value for value in values if value not in (None, _NO_OPTION)]
+
+
+def _letter(record: QuestionRecord, options: tuple[str, ...]) -> str:
+    """Returns the right option's letter; the file may give that, the option's words, or its index."""
     letters = LETTERS[: len(options)]
-    given = str(line.fields.get("answer", "")).strip()
+    answer = record.fields.get("answer")
+    if answer is None and record.fields.get(_CHOICE) is not None:
+        return _letter_at(record, letters)
+    given = str(answer).strip()
     lettered = _LETTERED.fullmatch(given)
     letter = lettered[1] if lettered else given.upper()
     if len(letter) == 1 and letter in letters:
         return letter
     same = [known for known, option in zip(letters, options, strict=True) if option == given]
     if len(same) != 1:
-        raise line.error(
-            f"has the answer {line.fields.get('answer')!r}; give the right option's letter, "
-            f"{letters[0]} to {letters[-1]}, or its words"
+        raise record.error(
+            f"has the answer {answer!r}; give the right option's letter, {letters[0]} to {letters[-1]}, its "
+            f"words, or its index from 0 as {_CHOICE}; questions without answers cannot be judged"
         )
     return same[0]
 
 
-def _words(line: _QuestionLine) -> str:
-    answer = line.fields.get("answer")
+def _letter_at(record: QuestionRecord, letters: str) -> str:
+    """Returns the letter of the option whose index, from 0, the record has. Tables have it as a text."""
+    given = record.fields[_CHOICE]
+    is_index = isinstance(given, int | str) and not isinstance(given, bool) and str(given).isdecimal()
+    if not is_index or int(given) >= len(letters):
+        raise record.error(
+            f"has the {_CHOICE} {given!r}; give the right option's index, 0 to {len(letters) - 1}"
+        )
+    return letters[int(given)]
+
+
+def _words(record: QuestionRecord) -> str:
+    answer = record.fields.get("answer")
     if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
-        raise line.error(f"has the answer {answer!r}; give a text or a number, or options and a letter")
+        raise record.error(f"has the answer {answer!r}; give a text or a number, or options and a letter")
     return str(answer)
 
 
-def _known(line: _QuestionLine) -> str:
-    return ", ".join(map(repr, line.fields)) or "nothing"
+def _known(record: QuestionRecord) -> str:
+    return ", ".join(map(repr, record.fields)) or "nothing"

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from epd.shapes import Scene
 
 LETTERS = "ABCDEFGHIJ"
+# Groups of durations that have names, the shortest first; others are seconds.
+DURATION_NAMES = ("short", "medium", "long")
 # "B", "(B)", "B." or "B) two", but not "A cat".
 _LEADING_LETTER = re.compile(r"\(?([A-J])(?:[).:,]|\s*$)")
 _NAMED_LETTER = re.compile(r"\b(?:answer|option|choice)\b(?:\s+is)?\s*:?\s*\(?([A-J])\b", re.IGNORECASE)
@@ -22,6 +24,7 @@ class EvalItem:
     kind: accuracy is also reported by it; empty if the data set has none.
     options: of a multiple-choice question, without their letters.
     answer: the right option's letter, or, without options, the right words.
+    duration_group: how long the video is, roughly, in the data set's words; accuracy is reported by it too.
     """
 
     item_id: str
@@ -29,6 +32,7 @@ class EvalItem:
     answer: str
     options: tuple[str, ...] = ()
     kind: str = ""
+    duration_group: str = ""
 
     def __post_init__(self) -> None:
         if self.options and self.answer not in tuple(LETTERS[: len(self.options)]):

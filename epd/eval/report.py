@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 from rich.console import Console
 from rich.table import Table
 
+from epd.errors import RequestError
 from epd.eval.items import FULL
 from epd.eval.rows import EvalRow
+from epd.eval.statistics import Interval
 
 _COLUMNS = ("kept", "tokens", "KV MB", "right", "95 %", "of full", "won", "lost", "p", "TTFT")
 
+Part = Literal["kind", "duration"]
 
-def print_rows(rows: Sequence[EvalRow], console: Console) -> None:
-    """Prints a table for each number of frames, with a line for each row."""
+
+def as_part(name: str) -> Part:
+    """Returns the name as that of a part. Raises RequestError for an unknown one."""
+    for part in get_args(Part):
+        if name == part:
+            known: Part = part
+            return known
+    raise RequestError(f"--by is {name!r}; give one of {', '.join(get_args(Part))}")
+
+
+def print_rows(rows: Sequence[EvalRow], console: Console, by: Part | None = None) -> None:
+    """Prints a table for each number of frames, with a line for each row. by: print accuracy by it, too."""
     for num_frames in sorted({row.num_frames for row in rows}):
         mine = [row for row in rows if row.num_frames == num_frames]
         table = Table("method", box=None, pad_edge=False, collapse_padding=True)
@@ -27,11 +41,31 @@ def print_rows(rows: Sequence[EvalRow], console: Console) -> None:
         )
         console.print(table)
         console.print()
+        if by is not None:
+            _print_parts(mine, by, console)
     console.print("kept: share of visual tokens. right: % of answers, with its 95 % interval.")
     other = {row.against for row in rows} - {FULL.method}
     against = f"with {other.pop()}" if other else "with all tokens"
     console.print("of full: % of the accuracy with all tokens. TTFT: cold, s.")
     console.print(f"won, lost: right only here, only {against}. p: exact McNemar test of these.")
+
+
+def _print_parts(rows: Sequence[EvalRow], by: Part, console: Console) -> None:
+    """Prints the accuracy of each part of the questions, part by part, with a line for each row."""
+    lines = [(part, row) for row in rows for part in (row.kinds if by == "kind" else row.duration_groups)]
+    names = list(dict.fromkeys(part.name for part, _ in lines))
+    table = Table(by, "method", box=None, pad_edge=False, collapse_padding=True)
+    for name in ("kept", "questions", "right", "95 %"):
+        table.add_column(name, justify="right")
+    for part, row in sorted(lines, key=lambda line: names.index(line[0].name)):
+        right = _percent(part.accuracy, part.interval)
+        table.add_row(part.name, row.method, f"{row.retention:g}", str(part.num_questions), *right)
+    console.print(table if names else f"no question names its {by}")
+    console.print()
+
+
+def _percent(accuracy: float, interval: Interval) -> tuple[str, str]:
+    return f"{accuracy * 100:.1f}", f"{interval.low * 100:.1f}-{interval.high * 100:.1f}"
 
 
 def _cells(row: EvalRow) -> list[str]:
@@ -40,8 +74,7 @@ def _cells(row: EvalRow) -> list[str]:
         f"{row.retention:g}",
         str(row.visual_tokens),
         f"{row.kv_bytes / 1e6:.3g}",
-        f"{row.accuracy * 100:.1f}",
-        f"{row.interval.low * 100:.1f}-{row.interval.high * 100:.1f}",
+        *_percent(row.accuracy, row.interval),
         "" if is_full or row.relative_accuracy is None else f"{row.relative_accuracy * 100:.1f}",
         "" if is_full else str(row.wins),
         "" if is_full else str(row.losses),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from statistics import fmean, median
 from typing import Any
 
-from epd.eval.items import FULL, EvalSetting
+from epd.eval.items import DURATION_NAMES, FULL, EvalSetting
 from epd.eval.statistics import Interval, mcnemar_p, wilson_interval
 from epd.eval.verdicts import TTFTSample, Verdict, VerdictLog
 
@@ -25,7 +25,7 @@ class EvalRow:
     p_value: of the two, exact McNemar, None without questions asked both ways.
     visual_tokens, kv_bytes: kept for a video, on average.
     ttft_s, prefill_s: medians over `num_cold` requests, None without any.
-    kinds: accuracy by kind.
+    kinds, duration_groups: accuracy of the questions of each, by name.
     """
 
     method: str
@@ -46,7 +46,8 @@ class EvalRow:
     ttft_s: float | None
     prefill_s: float | None
     num_cold: int
-    kinds: tuple[KindAccuracy, ...]
+    kinds: tuple[PartAccuracy, ...]
+    duration_groups: tuple[PartAccuracy, ...]
 
     def record(self) -> dict[str, Any]:
         """Returns the row as `--json` prints it. Times in seconds, sizes in bytes."""
@@ -56,17 +57,28 @@ class EvalRow:
             **fields,
             "accuracy_low": interval["low"],
             "accuracy_high": interval["high"],
-            "kinds": {each.kind: each.accuracy for each in self.kinds},
+            "kinds": {each.name: each.record() for each in self.kinds},
+            "duration_groups": {each.name: each.record() for each in self.duration_groups},
         }
 
 
 @dataclass(frozen=True, slots=True)
-class KindAccuracy:
-    """Measures accuracy on questions of one kind."""
+class PartAccuracy:
+    """Measures accuracy, with its 95 % interval, on a part of the questions: of a kind, or a duration."""
 
-    kind: str
+    name: str
     num_questions: int
     accuracy: float
+    interval: Interval
+
+    def record(self) -> dict[str, Any]:
+        """Returns the part as `--json` prints it."""
+        return {
+            "num_questions": self.num_questions,
+            "accuracy": self.accuracy,
+            "accuracy_low": self.interval.low,
+            "accuracy_high": self.interval.high,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,13 +217,24 @@ def _row(
         ttft_s=median(sample.ttft_s for sample in samples) if samples else None,
         prefill_s=median(sample.prefill_s for sample in samples) if samples else None,
         num_cold=len(samples),
-        kinds=_kinds(verdicts),
+        kinds=_parts(verdicts, lambda verdict: verdict.kind),
+        duration_groups=_parts(verdicts, lambda verdict: verdict.duration_group),
     )
 
 
-def _kinds(verdicts: Sequence[Verdict]) -> tuple[KindAccuracy, ...]:
-    kinds: dict[str, list[bool]] = {}
+def _parts(verdicts: Sequence[Verdict], name_of: Callable[[Verdict], str]) -> tuple[PartAccuracy, ...]:
+    parts: dict[str, list[bool]] = {}
     for verdict in verdicts:
-        if verdict.kind:
-            kinds.setdefault(verdict.kind, []).append(verdict.is_right)
-    return tuple(KindAccuracy(kind, len(each), fmean(each)) for kind, each in sorted(kinds.items()))
+        if name_of(verdict):
+            parts.setdefault(name_of(verdict), []).append(verdict.is_right)
+    return tuple(
+        PartAccuracy(name, len(each), fmean(each), wilson_interval(sum(each), len(each)))
+        for name, each in sorted(parts.items(), key=lambda part: _place(part[0]))
+    )
+
+
+def _place(name: str) -> tuple[int, float, str]:
+    """Sorts durations from short to long, whether named or in seconds, and other names by their letters."""
+    if name in DURATION_NAMES:
+        return 0, DURATION_NAMES.index(name), ""
+    return (1, float(name), "") if name.isdecimal() else (2, 0.0, name)

@@ -47,6 +47,7 @@ class Verdict:
     num_frames: requested.
     visual_tokens: kept.
     kv_bytes: of the prefilled media.
+    duration_group: of the video, "" if the data set has none.
     """
 
     method: str
@@ -60,6 +61,7 @@ class Verdict:
     is_right: bool
     visual_tokens: int
     kv_bytes: int
+    duration_group: str = ""
 
     @property
     def setting(self) -> EvalSetting:

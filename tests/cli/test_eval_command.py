@@ -211,9 +211,10 @@ def test_any_supported_model_can_be_asked(
         (["--demo", "5", "--out", "/nowhere/at/all.jsonl"], "cannot write"),
         (["--demo", "5", "--plot", "plot.txt"], "cannot plot"),
         ([], "got no questions; give one of"),
-        (["some.jsonl", "--demo", "5"], "got DATA.jsonl and --demo; give one of"),
+        (["some.jsonl", "--demo", "5"], "got QUESTIONS and --demo; give one of"),
         (["some.jsonl"], "cannot be read"),
         (["--table", "some.jsonl"], "cannot be read"),
+        (["--table", "some.jsonl", "--by", "colour"], "--by is 'colour'; give one of kind, duration"),
         (["--demo", "5", "--model", "/no/such/model"], "/no/such/model"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 from epd.errors import InputError, MediaNotFoundError, RequestError
 from epd.eval.files import read_videos
 from epd.eval.items import EvalItem
+from epd.eval.records import listed_texts
 
 
 def write(folder: Path, *lines: dict[str, Any] | str) -> Path:
@@ -89,6 +90,159 @@ def test_videos_elsewhere(tmp_path: Path) -> None:
     assert read_videos(address)[0].source == "https://host/x.mp4"
 
 
+# The fields of the data sets' own files, each with one question.
+LONG_VIDEO_BENCH = {
+    "video_id": "86CxyhFV9MI",
+    "question": "Which subtitles appear with the man in grey?",
+    "question_wo_referring_query": "Which subtitles appear at the same time?",
+    "candidates": ["it has come to an end", "run away", "like a world", "captain of it"],
+    "correct_choice": 1,
+    "position": [856, 1150],
+    "topic_category": "NP-News-Programs",
+    "question_category": "TOS",
+    "level": "L2-Relation",
+    "id": "86CxyhFV9MI_0",
+    "video_path": "86CxyhFV9MI.mp4",
+    "subtitle_path": "86CxyhFV9MI_en.json",
+    "duration_group": 600,
+    "starting_timestamp_for_subtitles": 0,
+    "duration": 190.16,
+    "view_count": 259852,
+}
+LONG_VIDEO_BENCH_ITEM = EvalItem(
+    "86CxyhFV9MI_0",
+    "Which subtitles appear with the man in grey?",
+    "B",
+    ("it has come to an end", "run away", "like a world", "captain of it"),
+    "TOS",
+    "600",
+)
+VIDEO_MME_CSV = """\
+video_id,duration,domain,sub_category,url,videoID,question_id,task_type,question,options,answer
+001,short,Knowledge,Geography,https://www.youtube.com/watch?v=-fFjv93ACG,-fFjv93ACG,001-1,Counting Problem,\
+"Which kind, of all, is most?","['A. Apples.' ""B. Candles' wax.""
+ 'C. Berries.']",C
+"""
+VIDEO_MME_BY_VIDEO = {
+    "video_id": "002",
+    "duration_category": "medium",
+    "video_category": "Knowledge",
+    "questions": [
+        {
+            "question_id": "002-1",
+            "task_type": "OCR",
+            "question": "Q?",
+            "choices": ["A. x", "B. y"],
+            "answer": "B",
+        },
+        {
+            "question_id": "002-2",
+            "task_type": "OCR",
+            "question": "R?",
+            "choices": ["A. x", "B. y"],
+            "answer": "A",
+        },
+    ],
+}
+PUBLISHED: dict[str, tuple[str, str, list[EvalItem]]] = {
+    "lvb_val.json": (
+        json.dumps([LONG_VIDEO_BENCH], indent=4),
+        "videos/86CxyhFV9MI.mp4",
+        [LONG_VIDEO_BENCH_ITEM],
+    ),
+    "lvb.tsv": (
+        "id\tvideo_path\tquestion\toption0\toption1\toption2\toption3\toption4\tcorrect_choice\tduration\t"
+        "duration_group\tquestion_category\n"
+        "86CxyhFV9MI_0\t86CxyhFV9MI.mp4\tWhich subtitles appear with the man in grey?\t"
+        "it has come to an end\trun away\tlike a world\tcaptain of it\tN/A\t1\t190.16\t600\tTOS\n",
+        "86CxyhFV9MI.mp4",
+        [LONG_VIDEO_BENCH_ITEM],
+    ),
+    "videomme.csv": (
+        VIDEO_MME_CSV,
+        "data/-fFjv93ACG.mkv",
+        [
+            EvalItem(
+                "001-1",
+                "Which kind, of all, is most?",
+                "C",
+                ("Apples.", "Candles' wax.", "Berries."),
+                "Counting Problem",
+                "short",
+            )
+        ],
+    ),
+    "by_video.json": (
+        json.dumps([VIDEO_MME_BY_VIDEO]),
+        "video/002.mp4",
+        [
+            EvalItem("002-1", "Q?", "B", ("x", "y"), "OCR", "medium"),
+            EvalItem("002-2", "R?", "A", ("x", "y"), "OCR", "medium"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_data_sets_are_read_as_they_are_published(tmp_path: Path, name: str) -> None:
+    text, video, items = PUBLISHED[name]
+    (tmp_path / video).parent.mkdir(exist_ok=True)
+    (tmp_path / video).touch()
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    (found,) = read_videos(tmp_path / name)
+    assert found.source == str(tmp_path / video)
+    assert found.items == tuple(items)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.parquet", "PAR1...", "is a Parquet file; write its rows as JSON lines first"),
+        ("a.json", "[{]", "begins as a JSON array and is none"),
+        ("a.json", "{\n", "line 1 of "),
+        ("a.json", "[1]", "item 1 of "),
+        ("a.json", '[{"video": "a.mp4", "questions": 3}]', "item 1 of "),
+        ("a.json", '[{"video": "a.mp4", "questions": [3]}]', "item 1.1 of "),
+        ("a.json", json.dumps([LONG_VIDEO_BENCH | {"correct_choice": 4}]), "has the correct_choice 4; give"),
+        ("a.json", json.dumps([LONG_VIDEO_BENCH | {"correct_choice": -1}]), "index, 0 to 3"),
+        (
+            "a.json",
+            json.dumps([LONG_VIDEO_BENCH | {"correct_choice": None}]),
+            "without answers cannot be judged",
+        ),
+        ("a.csv", "video,question,answer\na.mp4,Q?,yes,no\n", "row 2 of "),
+        ("a.csv", 'video,question,answer\na.mp4,"Q?" x,yes\n', "is not a table's"),
+        ("a.csv", "video,question,answer\n", "has no questions"),
+    ],
+)
+def test_files_in_other_forms_are_refused_in_one_line(
+    tmp_path: Path, name: str, text: str, words: str
+) -> None:
+    for video in ("a.mp4", "86CxyhFV9MI.mp4"):
+        (tmp_path / video).touch()
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(RequestError) as caught:
+        read_videos(tmp_path / name)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "texts"),
+    [
+        ("['A. x', 'B. y']", ["A. x", "B. y"]),
+        ("['A. x'\n 'B. y']", ["A. x", "B. y"]),
+        ('["A. it\'s", "B. \\"y\\""]', ["A. it's", 'B. "y"']),
+        ("A. x\nB. y", None),
+        ("[A. x, B. y]", None),
+        ("['A. x', y]", None),
+        (r"['\x']", None),
+    ],
+)
+def test_lists_in_cells_are_told_from_other_texts(text: str, texts: list[str] | None) -> None:
+    assert listed_texts(text) == texts
+
+
 GOOD = {"video": "a.mp4", "question": "Q?", "answer": "yes"}
 
 
@@ -106,7 +260,7 @@ GOOD = {"video": "a.mp4", "question": "Q?", "answer": "yes"}
             {**GOOD, "options": ["x", "y"], "answer": "C"},
             "has the answer 'C'; give the right option's letter",
         ),
-        ({**GOOD, "options": ["x", "y"], "answer": "z"}, "A to B, or its words"),
+        ({**GOOD, "options": ["x", "y"], "answer": "z"}, "A to B, its words"),
         ({**GOOD, "id": "line-1"}, "has the id 'line-1' of line 1"),
     ],
 )

@@ -16,6 +16,7 @@ from epd.eval.plan import EvalPlan, todos
 from epd.eval.plots import plot_rows
 from epd.eval.report import print_rows
 from epd.eval.rows import RowSelection, eval_rows, table_rows
+from epd.eval.statistics import wilson_interval
 from epd.eval.verdicts import RunInfo, TTFTSample, Verdict, VerdictLog
 
 RUN = RunInfo("demo", "shapes-vl", max_tokens=16, seed=1)
@@ -37,6 +38,7 @@ def verdict(setting: EvalSetting, number: int, is_right: bool, video: str = "v0"
         is_right=is_right,
         visual_tokens=tokens,
         kv_bytes=tokens * 10,
+        duration_group="3600" if number < 4 else "60",
     )
 
 
@@ -70,7 +72,7 @@ def test_a_row_says_what_counting_by_hand_says() -> None:
     assert row.p_value == pytest.approx(1.0)
     assert (row.visual_tokens, row.kv_bytes) == (50, 500)
     assert (row.ttft_s, row.prefill_s, row.num_cold) == (pytest.approx(1.1), pytest.approx(0.55), 2)
-    assert [(each.kind, each.num_questions, each.accuracy) for each in row.kinds] == [
+    assert [(each.name, each.num_questions, each.accuracy) for each in row.kinds] == [
         ("even", 5, pytest.approx(0.6)),
         ("odd", 5, pytest.approx(0.8)),
     ]
@@ -95,7 +97,18 @@ def test_a_record_has_the_names_that_were_promised() -> None:
         "kv_bytes",
     }
     assert promised <= record.keys()
-    assert record["kinds"] == {"even": pytest.approx(0.6), "odd": pytest.approx(0.8)}
+    interval = wilson_interval(3, 5)
+    assert record["kinds"]["even"] == {
+        "num_questions": 5,
+        "accuracy": pytest.approx(0.6),
+        "accuracy_low": interval.low,
+        "accuracy_high": interval.high,
+    }
+    durations = {
+        name: (part["num_questions"], part["accuracy"]) for name, part in record["duration_groups"].items()
+    }
+    assert durations == {"60": (6, pytest.approx(0.5)), "3600": (4, 1.0)}
+    assert list(durations) == ["60", "3600"], "from short to long"
     assert json.loads(json.dumps(record)) == record
 
 
@@ -229,6 +242,16 @@ def test_the_table_fits_80_columns_and_the_picture_is_drawn(tmp_path: Path) -> N
     assert lines[0] == "8 frames, 10 questions, 1 videos"
     half = next(line.split() for line in lines if line.startswith("half"))
     assert half == ["half", "0.5", "50", "0.0005", "70.0", "39.7-89.2", "87.5", "1", "2", "1", "1.100"]
+    print_rows(rows, console, by="duration")
+    words = [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    parts = [line[:4] for line in words if line[:1] in (["60"], ["3600"])]
+    assert parts == [
+        ["60", "full", "1", "6"],
+        ["60", "half", "0.5", "6"],
+        ["3600", "full", "1", "4"],
+        ["3600", "half", "0.5", "4"],
+    ]
+    assert ["60", "half", "0.5", "6", "50.0", "18.8-81.2"] in words
     wide = replace(rows[1], method="quickprefill", visual_tokens=30720, kv_bytes=123_000_000, retention=0.15)
     print_rows([replace(wide, ttft_s=12.345, wins=123, losses=113, p_value=1e-10)], console)
     assert "…" not in console.file.getvalue()  # type: ignore[attr-defined]
