@@ -46,6 +46,23 @@ def arrays_to_device(arrays: Sequence[np.ndarray[Any, np.dtype[Any]]], device: t
     return _unpacked(packed, tensors)
 
 
+def room_bytes(arrays: Sequence[Tensor]) -> int:
+    """Returns the bytes of memory that arrays of these shapes and types take side by side."""
+    return sum(map(_room_bytes, arrays))
+
+
+def arrays_over(memory: Tensor, arrays: Sequence[Tensor]) -> list[Tensor]:
+    """Returns views of memory, uint8 [n], where `arrays_into` puts arrays of these shapes and types."""
+    return _unpacked(memory[: room_bytes(arrays)], arrays)
+
+
+def arrays_into(memory: Tensor, arrays: Sequence[np.ndarray[Any, np.dtype[Any]]]) -> None:
+    """Copies the small arrays of a pass to the beginning of memory, uint8 [n], at once; nothing waits."""
+    tensors = [torch.from_numpy(array) for array in arrays]
+    packed = _packed(tensors, pin_memory=memory.device.type != "cpu")
+    memory[: len(packed)].copy_(packed, non_blocking=True)
+
+
 @lru_cache(maxsize=64)
 @torch.inference_mode(mode=False)
 def constants(values: tuple[float, ...], device: torch.device) -> Tensor:
@@ -85,8 +102,9 @@ class HostCopy:
 
 def _packed(tensors: Sequence[Tensor], *, pin_memory: bool = False) -> Tensor:
     """Returns the bytes of tensors of one device one after the other, aligned: uint8 [n]."""
-    num_bytes = sum(map(_room_bytes, tensors))
-    packed = torch.empty(num_bytes, dtype=torch.uint8, device=tensors[0].device, pin_memory=pin_memory)
+    packed = torch.empty(
+        room_bytes(tensors), dtype=torch.uint8, device=tensors[0].device, pin_memory=pin_memory
+    )
     for place, tensor in zip(_unpacked(packed, tensors), tensors, strict=True):
         place.copy_(tensor)
     return packed

@@ -64,6 +64,8 @@ STAGE_FIELDS = (
     "decode_max_num_seqs",
     "draft",
     "max_draft",
+    "async_scheduling",
+    "enforce_eager",
 )
 MEDIA_FIELDS = ("num_video_threads", "allowed_media_path", "allowed_media_hosts", "hang_s", "drain_s")
 
@@ -116,6 +118,10 @@ class AppArgs(BaseModel):
         default=None,
         description="Launch a pass of decodes before the tokens of the one before are read, where they are "
         "neither drafted nor held to a grammar; by default on GPUs.",
+    )
+    enforce_eager: bool = Field(
+        default=False,
+        description="Launch every kernel of a pass of decodes, instead of a CUDA graph captured at start.",
     )
     num_fronts: int = Field(
         default=1, ge=1, le=64, description="Replicas that answer HTTP; each works with all workers."

@@ -130,6 +130,7 @@ def worker_settings(args: AppArgs) -> WorkerSettings:
         num_kv_pools=args.num_kv_pools * args.tensor_parallel_size,
         tensor_parallel_size=args.tensor_parallel_size,
         async_scheduling=args.async_scheduling,
+        enforce_eager=args.enforce_eager,
         is_alone=args.num_stage_workers == 1,
         scheduler=args.scheduler(is_decode=False),
         max_batch_patches=args.max_batch_patches,

@@ -24,6 +24,7 @@ from epd.kv.scheduling import SchedulerConfig
 from epd.profiles.memory import WorkerMemory
 from epd.sampling_params import SamplingParams
 from stages.device_memory import total_bytes
+from stages.engine.engine import LanguageEngine
 from stages.engine.generation import GenerateRequest, GenerationSettings
 from stages.engine.model_runner import kv_layout
 from stages.engine.setup import BLOCK_SIZE, build_engine
@@ -45,10 +46,15 @@ _SIDE = 448  # pixels of the images of the largest batch
 
 @dataclass(frozen=True, slots=True)
 class LargestPasses:
-    """Holds what settings allow in one pass. encode_patches: of a batch; chunk_tokens: of prefill."""
+    """Holds what settings allow in one pass.
+
+    encode_patches: of a batch. chunk_tokens: of prefill.
+    num_captured: sequences of the largest pass of decodes that is captured, 0 where none is.
+    """
 
     encode_patches: int
     chunk_tokens: int
+    num_captured: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +162,12 @@ def measured_kv_tokens(
     peaks = [_peak_bytes(device, lambda: run_prefill(model, adapter, settings, passes.chunk_tokens, ranks))]
     if tower is not None:
         peaks.append(_peak_bytes(device, lambda: run_encode(adapter, tower, passes.encode_patches)))
+    graph_bytes = 0
+    if passes.num_captured and ranks is None:
+        graph_bytes = _graph_bytes(device, lambda: _capture(model, adapter, settings, passes.num_captured))
     return kv_tokens_beside(
         memory_of(device),
-        max(peaks),
+        max(peaks) + graph_bytes,
         embedding_bytes,
         kv_layout(model).bytes_per_token,
         utilization,
@@ -177,6 +186,25 @@ def _peak_bytes(device: torch.device, action: Callable[[], None]) -> int:
     peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
     return peak
+
+
+def _graph_bytes(device: torch.device, capture: Callable[[], LanguageEngine]) -> int:
+    """Returns what captured passes take of a GPU for as long as their engine lives, the driver's part too."""
+    free, _ = torch.cuda.mem_get_info(device)
+    engine = capture()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    left, _ = torch.cuda.mem_get_info(device)
+    num_bytes = max(0, free - left - engine.pools.shape.num_bytes)
+    del engine
+    gc.collect()
+    torch.cuda.empty_cache()
+    return num_bytes
+
+
+def _capture(model: Any, adapter: Adapter, settings: GenerationSettings, num_seqs: int) -> LanguageEngine:
+    config = SchedulerConfig(max_num_seqs=num_seqs)
+    return build_engine(model, adapter, settings, config=config, num_kv_tokens=2 * BLOCK_SIZE)
 
 
 @torch.inference_mode()
@@ -199,7 +227,9 @@ def run_prefill(
     """Prefills a prompt of this length in one pass, and samples a token. Its KV pool is its own."""
     config = SchedulerConfig(num_tokens, 1, num_tokens)
     room = num_tokens + 2 * BLOCK_SIZE
-    engine = build_engine(model, adapter, settings, config=config, num_kv_tokens=room, ranks=ranks)
+    engine = build_engine(
+        model, adapter, settings, config=config, num_kv_tokens=room, ranks=ranks, enforce_eager=True
+    )
     engine.add(text_request("largest-pass", adapter, num_tokens, max_tokens=1))
     engine.step()
 

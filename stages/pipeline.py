@@ -96,7 +96,9 @@ class Pipeline:
         settings = generation_settings(path, adapter)
         if num_kv_tokens is None:
             scheduler = SchedulerConfig()
-            passes = LargestPasses(max(group_tokens, 1) * _PATCHES_OF_TOKEN, scheduler.max_chunk_tokens)
+            passes = LargestPasses(
+                max(group_tokens, 1) * _PATCHES_OF_TOKEN, scheduler.max_chunk_tokens, scheduler.max_num_seqs
+            )
             num_kv_tokens = measured_kv_tokens(
                 model,
                 adapter.vision_tower(model),

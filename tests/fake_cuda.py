@@ -71,12 +71,16 @@ class UnlistedWaitError(AssertionError):
 
 
 class FakeCuda(TorchDispatchMode):
-    """Runs operations of the host, and only checks those of the device. waits: the places of listed waits."""
+    """Runs operations of the host, and only checks those of the device.
+
+    waits: the places of listed waits. launches: what was queued on the device, views and new memory aside.
+    """
 
     def __init__(self, values: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
         self.fake = _FAKES
         self.waits: list[tuple[str, str]] = []
+        self.launches: list[str] = []
         self._values = values or (lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype))
         self._pinned: list[torch.UntypedStorage] = []
         self._is_checked = True
@@ -115,6 +119,9 @@ class FakeCuda(TorchDispatchMode):
         return self._on_device(func, packet, args, kwargs)
 
     def _on_device(self, func: Any, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_view = any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns)
+        if not is_view and "empty" not in packet.__name__:
+            self.launches.append(packet.__name__)
         if packet is aten._local_scalar_dense:
             self.wait("a value is read")
             value = self._read(args[0])

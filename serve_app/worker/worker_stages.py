@@ -65,7 +65,7 @@ class WorkerSettings:
     is_alone: whether it is the model's only worker, which shares its weights with none
     num_sharing: workers of this process, which share its GPU
     tensor_parallel_size: processes that share the language model, of a worker that is alone
-    async_scheduling: see `build_engine`
+    async_scheduling, enforce_eager: see `build_engine`
     """
 
     model_path: Path
@@ -88,6 +88,12 @@ class WorkerSettings:
     num_sharing: int = 1
     tensor_parallel_size: int = 1
     async_scheduling: bool | None = None
+    enforce_eager: bool = False
+
+    @property
+    def decode_limits(self) -> SchedulerConfig:
+        """Returns the limits of workers that only decode."""
+        return self.decode_scheduler or self.scheduler
 
     def placement(self) -> Placement:
         """Returns where the models of this process run. Raises RequestError for what the machine lacks."""
@@ -181,13 +187,18 @@ class StageBuilder:
             return
         num_missing = len(missing & {"encode", "prefill"})
         language = self._language_model()
+        captures = "decode" in missing and not settings.enforce_eager
         self._kv_tokens = measured_kv_tokens(
             language,
             None if encoder is None else self.adapter.vision_tower(encoder),
             self.adapter,
             self.generation,
             self.placement,
-            LargestPasses(settings.max_batch_patches, settings.scheduler.max_num_batched_tokens),
+            LargestPasses(
+                settings.max_batch_patches,
+                settings.scheduler.max_num_batched_tokens,
+                settings.decode_limits.max_num_seqs if captures else 0,
+            ),
             utilization=settings.gpu_memory_utilization,
             embedding_bytes=num_missing * self._num_embeddings * layout.bytes_per_embedding,
             name=settings.model_path.name,
@@ -253,11 +264,12 @@ class StageBuilder:
         return EmbeddingReceiver(cache, pool, connector)
 
     def prefill(self, name: str) -> PrefillStage:
-        engine, connector = self._engine(name, self.settings.scheduler)
+        engine, connector = self._engine(name, self.settings.scheduler, enforce_eager=True)
         return PrefillStage(engine, connector)
 
     def decode(self, name: str) -> DecodeStage:
-        engine, connector = self._engine(name, self.settings.decode_scheduler or self.settings.scheduler)
+        settings = self.settings
+        engine, connector = self._engine(name, settings.decode_limits, enforce_eager=settings.enforce_eager)
         return DecodeStage(engine, connector)
 
     def close(self, name: str) -> None:
@@ -287,7 +299,9 @@ class StageBuilder:
             self._ranks.close()
             self._ranks = None
 
-    def _engine(self, name: str, scheduler: SchedulerConfig) -> tuple[LanguageEngine, KVConnector]:
+    def _engine(
+        self, name: str, scheduler: SchedulerConfig, *, enforce_eager: bool
+    ) -> tuple[LanguageEngine, KVConnector]:
         settings, model = self.settings, self._language_model()
         if self._ranks is not None and any(isinstance(each, KVPoolsShape) for each in self._pools.values()):
             raise RequestError("several processes share the language model for one engine; keep the roles")
@@ -304,6 +318,7 @@ class StageBuilder:
             drafting=settings.drafting,
             ranks=self._ranks,
             async_scheduling=settings.async_scheduling,
+            enforce_eager=enforce_eager,
         )
         return engine, connector
 

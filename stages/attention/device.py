@@ -58,6 +58,17 @@ class DevicePlan:
         )
         return cls(slots, segments, tile_sets, num_processors(slots))
 
+    @classmethod
+    def of_decodes(cls, slots: Tensor, contexts: Tensor, tables: Tensor, block_size: int) -> DevicePlan:
+        """Plans one new token of each segment, from arrays whose values may change before each pass.
+
+        slots: int64 [S]. contexts: int32 [S]. tables: int32 [S, max_blocks].
+        """
+        starts = torch.arange(len(slots) + 1, dtype=torch.int32, device=slots.device)
+        tiles = TileSet(starts[:-1], starts[:-1], 1, tables.shape[1] * block_size)
+        segments = PagedSegments(starts, contexts, tables)
+        return cls(slots, segments, (tiles,), num_processors(slots))
+
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
         """Attends as `stages.attention.attention.attend` does."""
         if uses_kernels(query):

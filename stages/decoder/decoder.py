@@ -18,7 +18,7 @@ from encoders import Adapter
 from encoders.adapter import Embeddings
 from stages.attention.attention import AttentionPlan, attend_layer, register
 from stages.attention.support import check_attention
-from stages.decoder.layers import DecoderLayers, layers_of
+from stages.decoder.layers import DecoderLayers, ModuleMlp, layers_of
 from stages.decoder.operations import add_rms_norm, norm_rotate_write
 from stages.decoder.rotary import Rotations
 from stages.decoder.text_model import TextModel, text_model
@@ -97,6 +97,16 @@ class FusedDecoder:
     @property
     def num_layers(self) -> int:
         return len(self._layers.layers)
+
+    @property
+    def num_position_rows(self) -> int:
+        """Returns how many rows of positions matter."""
+        return 1 if self._model.row_of_frequency is None else 3
+
+    @property
+    def waits(self) -> bool:
+        """Reports whether a layer reads something back from its device, as experts do."""
+        return any(isinstance(layer.mlp, ModuleMlp) for layer in self._layers.layers)
 
     def warm_up(self, caches: tuple[Tensor, Tensor]) -> None:
         """Launches every kernel of a layer, so that no request waits for one; what is in the caches stays."""

@@ -57,7 +57,8 @@ class LanguageEngine:
         runs_ahead: launches decodes before the tokens before them are read, unless they are drafted.
         """
         self.counts = EngineCounts()
-        spec = KVCacheSpec(tuple(pool.num_blocks for pool in runner.pools.groups), runner.pools.block_size)
+        num_blocks = (pool.num_blocks - runner.num_spare_blocks for pool in runner.pools.groups)
+        spec = KVCacheSpec(tuple(num_blocks), runner.pools.block_size)
         self.kv = KVCacheManager(spec, enable_prefix_caching=enable_prefix_caching)
         self.scheduler = Scheduler(config, self.kv)
         self._runner = runner

@@ -6,6 +6,7 @@ Tokens are packed by `stages/engine/packed_pass.py`, layers computed by `stages/
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,11 +17,14 @@ from torch import Tensor, nn
 from encoders import Adapter, Embeddings, place
 from encoders.device import arrays_to_device, device_of, to_device
 from encoders.kernels.dispatch import uses_kernels
+from epd.types import ceil_div
 from stages.attention.attention import AttentionBatch, AttentionPlan
 from stages.attention.warm_up import warm_up
 from stages.decoder.decoder import Decoder, DecoderInputs, FusedDecoder, LayerCaches, decoder_of
 from stages.decoder.layers import embedding_of, head_of
 from stages.decoder.linear import Linear
+from stages.engine.decode_graphs import DecodeGraphs, DecodeShape, graph_sizes
+from stages.engine.graphs import GraphMaker
 from stages.engine.kv_pool import KVLayout, KVPools
 from stages.engine.packed_pass import (
     PackedPass,
@@ -34,6 +38,8 @@ from stages.rank import Collectives
 from stages.reduction.propagation import ObservedRows, num_whole_layers, rows_going_on
 from stages.reduction.pruning import PrunedRows
 from stages.reduction.question_views import ViewedRows, question_slots
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +68,15 @@ class ModelRunner:
         *,
         by_modules: bool = False,
         ranks: Collectives | None = None,
+        graphs: GraphMaker | None = None,
+        max_num_seqs: int = 1,
     ) -> None:
         """Takes a model of transformers, whose parameters or attention function may be changed.
 
         adapter: may be left out for a text model that our decoder knows.
         by_modules: computes the layers with its modules, even if our decoder knows the text model.
         ranks: that share the model and run the same passes; the logits are rank 0's.
+        graphs: captures decodes of up to max_num_seqs sequences; None to capture nothing.
         """
         self.pools = pools
         self._embed = embedding_of(model, ranks)
@@ -77,6 +86,7 @@ class ModelRunner:
         )
         self._device = device_of(model.get_decoder())
         self._dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+        self._max_positions: int = model.get_decoder().config.max_position_embeddings
         # Of each layer, its group and its caches.
         self._groups = [
             group for group, pool in enumerate(pools.groups) for _ in range(pool.layout.num_layers)
@@ -84,6 +94,12 @@ class ModelRunner:
         self._caches = [pools.layer(index) for index in range(len(self._groups))]
         if uses_kernels(self._caches[0][0]):
             self._warm_up(model.get_decoder().config.num_attention_heads)
+        self._graphs = None if graphs is None else self._captured(graphs, max_num_seqs)
+
+    @property
+    def num_spare_blocks(self) -> int:
+        """Returns how many blocks of each pool no request may get: the last ones."""
+        return 0 if self._graphs is None else 1
 
     @torch.inference_mode()
     def _warm_up(self, num_heads: int) -> None:
@@ -92,6 +108,35 @@ class ModelRunner:
             warm_up(*pool.layer(0), num_heads)
             if isinstance(self._decoder, FusedDecoder):
                 self._decoder.warm_up(pool.layer(0))
+
+    @torch.inference_mode()
+    def _captured(self, maker: GraphMaker, max_num_seqs: int) -> DecodeGraphs | None:
+        """Captures passes of decodes; None where it cannot be done, as with a decoder that waits."""
+        decoder = self._decoder
+        if not isinstance(decoder, FusedDecoder) or decoder.waits:
+            return None
+        num_blocks = [pool.num_blocks for pool in self.pools.groups]
+        shape = DecodeShape(
+            decoder.num_position_rows,
+            self.pools.block_size,
+            max_blocks=min(*num_blocks, ceil_div(self._max_positions, self.pools.block_size)),
+            spare_blocks=tuple(number - 1 for number in num_blocks),
+        )
+        try:
+            return DecodeGraphs(maker, self._decoded, shape, graph_sizes(max_num_seqs), self._device)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:
+            logger.warning("decodes could not be captured; they are as with enforce_eager", exc_info=True)
+            return None
+
+    def _decoded(self, token_ids: Tensor, positions: Tensor, plans: Sequence[AttentionPlan]) -> Tensor:
+        """Computes one token of each sequence: logits [T, V]."""
+        inputs = DecoderInputs(positions, self._caches_of(plans), token_ids[:0])
+        logits: Tensor = self._head(
+            self._decoder.run(self._embed(token_ids), inputs, range(self._decoder.num_layers))
+        )
+        return logits
 
     def run(self, segments: Sequence[Segment]) -> Tensor:
         """Computes all segments in one pass, filling the cache. Returns logits [R, V], R = all num_logits."""
@@ -117,6 +162,9 @@ class ModelRunner:
         token_ids: Tensor | None = None,
     ) -> Tensor:
         """Computes a pass as `run` does. segments: may be left out where all of them are whole."""
+        are_whole = all(segment.is_whole for segment in segments)
+        if self._graphs is not None and are_whole and self._graphs.fits(packed):
+            return self._graphs.run(packed, token_ids)
         arrays = [packed.token_ids, packed.positions, packed.logit_rows, packed.visual_rows]
         inputs = _PassInputs(*arrays_to_device(arrays, self._device))
         if token_ids is not None:

@@ -6,11 +6,13 @@ from typing import Any
 
 from encoders import Adapter
 from encoders.device import device_of
+from encoders.kernels.dispatch import uses_kernels
 from epd.kv.drafting import NO_DRAFTS, DraftConfig, Drafting
 from epd.kv.scheduling import SchedulerConfig
 from epd.machine import memory_limit_bytes
 from stages.engine.engine import LanguageEngine
 from stages.engine.generation import GenerationSettings
+from stages.engine.graphs import CudaGraphMaker, GraphMaker
 from stages.engine.kv_pool import KVGroupShape, KVPools, KVPoolsShape, StorageOrder
 from stages.engine.leading_runner import LeadingRunner
 from stages.engine.model_runner import ModelRunner, kv_layout
@@ -36,18 +38,30 @@ def build_engine(
     by_modules: bool = False,
     ranks: RankGroup | None = None,
     async_scheduling: bool | None = None,
+    enforce_eager: bool = False,
+    graphs: GraphMaker | None = None,
 ) -> LanguageEngine:
     """Builds an engine over these pools, by default over its own, where the model is: see `kv_shape`.
 
     by_modules: see `ModelRunner`.
     ranks: that share the model; they build pools of the same blocks, and the engine before is theirs no more.
     async_scheduling: see `RunAhead`; by default on a GPU alone.
+    enforce_eager: launches every kernel of a decode, instead of a pass that was captured.
+    graphs: captures them, by default on a GPU alone; ranks are not captured.
     """
+    config = config or SchedulerConfig()
     if pools is None:
         num_pools = 1 if ranks is None else ranks.rank.size
         pools = kv_shape(model, num_kv_tokens, block_size, num_pools).build(device=device_of(model))
     if ranks is None:
-        runner = ModelRunner(model, adapter, pools, by_modules=by_modules)
+        runner = ModelRunner(
+            model,
+            adapter,
+            pools,
+            by_modules=by_modules,
+            graphs=None if enforce_eager else graphs or _graph_maker(model),
+            max_num_seqs=config.max_num_seqs,
+        )
     else:
         ranks.tell(pools.shape)
         with ranks.computing():
@@ -56,12 +70,18 @@ def build_engine(
         runner,
         adapter.tokenizer,
         settings.eos_ids,
-        config or SchedulerConfig(),
+        config,
         enable_prefix_caching=enable_prefix_caching,
         drafting=None if drafting.method == "none" else Drafting(drafting, _num_token_ids(model)),
         ranks=ranks,
         runs_ahead=device_of(model).type != "cpu" if async_scheduling is None else async_scheduling,
     )
+
+
+def _graph_maker(model: Any) -> GraphMaker | None:
+    """Returns what captures passes where the model is; None where nothing can be captured."""
+    weight = model.get_input_embeddings().weight
+    return CudaGraphMaker(weight.device) if uses_kernels(weight) else None
 
 
 def _num_token_ids(model: Any) -> int:

@@ -46,7 +46,7 @@ def _absorb(scores, v, highest, total, weighted):  # type: ignore[no-untyped-def
     return new_highest, total, weighted
 
 
-@triton.jit(do_not_specialize=["table_stride", "tiles_each", "num_splits"])  # type: ignore[untyped-decorator] # Triton is untyped
+@triton.jit(do_not_specialize=["table_stride", "entry_stride", "tiles_each", "num_splits"])  # type: ignore[untyped-decorator] # Triton is untyped
 def _attend_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and numbers
     query,
     keys,
@@ -59,6 +59,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and
     block_tables,
     scale_log2,
     table_stride,
+    entry_stride,
     tiles_each,
     num_splits,
     query_token_stride,
@@ -114,7 +115,9 @@ def _attend_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and
         key = start + tl.arange(0, BLOCK_N)
         is_key = key < high
         block = tl.load(
-            block_tables + segment.to(tl.int64) * table_stride + key // BLOCK_SIZE, mask=is_key, other=0
+            block_tables + segment.to(tl.int64) * table_stride + key // BLOCK_SIZE * entry_stride,
+            mask=is_key,
+            other=0,
         )
         held = block.to(tl.int64) * block_stride + key % BLOCK_SIZE * slot_stride + kv_head * head_stride
         k = _load_keys(keys, held, is_key, HEAD_DIM, BLOCK_D)
@@ -224,7 +227,7 @@ def attend_tiles(
         segments.context_lens,
         segments.block_tables,
         scale * 1.4426950408889634,  # exp(x) = 2 ^ (x log2(e))
-        segments.block_tables.stride(0),
+        *segments.block_tables.stride(),
         tiles_each,
         splits,
         query.stride(0),

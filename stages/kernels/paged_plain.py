@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from epd.types import ceil_div
 from stages.kernels.tiles import PagedSegments, TileSet
 
 
@@ -43,8 +42,12 @@ def attend_plain(
 
 
 def _gather(cache: Tensor, tables: Tensor, contexts: Tensor, max_context: int) -> Tensor:
-    """Gathers [N, max_context, Hkv, D] by block tables [N, max_blocks]; zeros past contexts, int32 [N]."""
-    blocks = cache[tables[:, : ceil_div(max_context, cache.shape[1])]]
+    """Gathers [N, max_context, Hkv, D] by block tables [N, max_blocks]; zeros past contexts, int32 [N].
+
+    What a table has past its context is not read.
+    """
+    starts = torch.arange(0, max_context, cache.shape[1], device=cache.device)
+    blocks = cache[torch.where(starts < contexts[:, None], tables[:, : len(starts)], 0)]
     tokens = blocks.flatten(1, 2)[:, :max_context]
     is_held = torch.arange(max_context, device=cache.device) < contexts[:, None]
     return torch.where(is_held[..., None, None], tokens, 0)

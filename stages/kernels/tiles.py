@@ -24,7 +24,10 @@ class TileSet:
 
 @dataclass(frozen=True, slots=True)
 class PagedSegments:
-    """Locates the segments of a pass, int32 on the device; see `AttentionBatch`."""
+    """Locates the segments of a pass, int32 on the device; see `AttentionBatch`.
+
+    block_tables: [S, max_blocks], of any strides.
+    """
 
     query_starts: Tensor
     context_lens: Tensor

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from epd.errors import RequestError
-from serve_app.app_args import AppArgs
+from serve_app.app_args import STAGE_FIELDS, AppArgs
 from serve_app.composition import worker_settings
 from serve_app.local.fleet import LocalTransport
 from serve_app.worker.worker_stages import StageBuilder
@@ -84,3 +84,10 @@ def test_processes_of_a_worker_share_its_room_and_its_cores(monkeypatch: pytest.
 @pytest.mark.parametrize("is_wanted", [None, True, False])
 def test_workers_run_ahead_as_they_are_asked_to(is_wanted: bool | None) -> None:
     assert worker_settings(AppArgs(async_scheduling=is_wanted)).async_scheduling is is_wanted
+
+
+def test_workers_on_ray_get_what_is_set_for_them() -> None:
+    args = AppArgs(async_scheduling=True, enforce_eager=True, num_kv_tokens=512, skip_static=0.5)
+    sent = worker_settings(args.for_workers(*STAGE_FIELDS))
+    assert sent == worker_settings(args)
+    assert (sent.async_scheduling, sent.enforce_eager) == (True, True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,6 +116,23 @@ def test_the_largest_passes_are_run_before_the_pool_is_sized(
     assert ran == ["prefill", "encode"]
     bytes_per_token = memory_sizing.kv_layout(family.model).bytes_per_token
     assert num_tokens == (9 - 4 - 2 - 1) * GB // bytes_per_token // 16 * 16
+
+
+def test_captured_passes_are_part_of_what_a_worker_needs(
+    families: dict[str, Family], gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a GB beside the pool that they were captured with; of what torch reports, and the driver takes."""
+    free, family = iter([int(3.6 * GB)]), families["qwen2_5_vl"]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (next(free, 3 * GB), 10 * GB))
+    engine = SimpleNamespace(pools=SimpleNamespace(shape=SimpleNamespace(num_bytes=GB // 10)))
+    sizes: list[int] = []
+    monkeypatch.setattr(memory_sizing, "run_prefill", lambda *_: None)
+    monkeypatch.setattr(memory_sizing, "_capture", lambda *args: sizes.append(args[-1]) or engine)
+    arguments = (family.model, None, family.adapter, GENERATION, ON_GPU)
+    num_tokens = measured_kv_tokens(*arguments, LargestPasses(4096, 2048, 64))
+    assert sizes == [64]
+    bytes_per_token = memory_sizing.kv_layout(family.model).bytes_per_token
+    assert num_tokens == int((9 - 4 - 2 - 1 - 0.5) * GB) // bytes_per_token // 16 * 16
 
 
 def test_a_worker_is_sized_for_its_roles(

@@ -5,7 +5,7 @@ A change of roles: `tests/serve_app/worker/test_roles_on_device.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -31,6 +31,7 @@ from stages.encode.encoder_pool import EmbeddingLayout, EncoderPool
 from stages.encode.splicing import EmbeddingSplicer
 from stages.engine.engine import LanguageEngine
 from stages.engine.generation import GenerateRequest, GenerationSettings, StepResult
+from stages.engine.graphs import GraphMaker
 from stages.engine.setup import build_engine, kv_shape
 from stages.prefill import PrefillStage
 from tests.encoders.families import QUESTION, Family
@@ -67,11 +68,13 @@ class OnDevice:
         self.layout = EmbeddingLayout(64, torch.float32, deepstack)
         self._ids = count()
 
-    def engine(self, num_tokens: int = 4096, **options: Any) -> LanguageEngine:
+    def engine(
+        self, num_tokens: int = 4096, graphs: GraphMaker | None = None, **options: Any
+    ) -> LanguageEngine:
         config = SchedulerConfig(**({"max_chunk_tokens": 64} | options))
         pools = kv_shape(self.model, num_tokens, 4).build(device="cuda")
         settings = GenerationSettings(eos_ids=frozenset())
-        return build_engine(self.model, self.family.adapter, settings, pools, config=config)
+        return build_engine(self.model, self.family.adapter, settings, pools, config=config, graphs=graphs)
 
     def prefill(self, **options: Any) -> PrefillStage:
         engine = self.engine(**options)
@@ -203,6 +206,43 @@ def test_tokens_are_sampled(
     has_logprobs = any(out.token.logprob is not None for each in results for out in each.outputs)
     assert has_logprobs == (name == "logprobs")
     assert len(cuda.waits) == sum(bool(result.outputs) for result in results)
+
+
+class Replays:
+    """Stands in for CUDA graphs. A replay is one launch on the device, and does nothing else."""
+
+    def __init__(self, mode: FakeCuda) -> None:
+        self._mode = mode
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        run()
+        return lambda: self._mode.launches.append("replay")
+
+
+PENALISED = SamplingParams(max_tokens=12, repetition_penalty=1.05)
+
+
+@pytest.mark.parametrize(("sampling", "most"), [(SamplingParams(max_tokens=12), 9), (PENALISED, 22)])
+def test_a_step_of_decodes_is_one_replay(
+    families: dict[str, Family], cuda: FakeCuda, sampling: SamplingParams, most: int
+) -> None:
+    """And what the sampler launches, whatever the layers of the model; the host reads once, at the end."""
+    device = OnDevice(families["qwen2_5_vl"], cuda)
+    engine = device.engine(graphs=Replays(cuda), max_num_seqs=3)
+    requests = [device.request(sampling) for _ in range(3)]
+    for request in requests:
+        engine.add(request)
+        device.feed(request, [engine])
+    while not all(each.is_decoding for each in engine.scheduler.running) or engine.scheduler.waiting:
+        engine.step()
+    engine.step()  # begins to run ahead
+    for _ in range(4):
+        cuda.launches.clear()
+        cuda.waits.clear()
+        assert len(engine.step().outputs) == 3
+        assert cuda.launches.count("replay") == 1
+        assert len(cuda.launches) <= most
+        assert cuda.waits == [("stages/sampling/sampler.py", "_on_host")]
 
 
 def test_tokens_that_the_likeliest_do_not_decide_are_drawn_from_all(

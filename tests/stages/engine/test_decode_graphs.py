@@ -1,0 +1,256 @@
+"""Decodes that replay a captured pass give the tokens of `generate`; each of them is one replay.
+
+A CPU has no graphs: what is captured is run again, over the same memory. Before each run that memory has
+nothing of the pass before, and the block of the rows that pad a batch is not a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from epd.kv.drafting import DraftConfig
+from epd.kv.scheduling import SchedulerConfig
+from epd.sampling_params import SamplingParams
+from stages.engine.decode_graphs import DecodeGraphs, graph_sizes
+from stages.engine.engine import LanguageEngine
+from stages.engine.kv_pool import KVGroupShape, KVPoolsShape
+from stages.engine.model_runner import ModelRunner, kv_layout
+from stages.engine.packed_pass import PackedPass, Segment
+from tests.stages.conftest import Subject
+from tests.stages.prompts import Drive
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
+
+
+@dataclass
+class Repeats:
+    """Stands in for CUDA graphs: replays are runs of what was captured."""
+
+    replays: int = 0
+    num_captured: int = 0
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        run()
+        self.num_captured += 1
+
+        def replay() -> None:
+            self.replays += 1
+            run()
+
+        return replay
+
+
+@dataclass
+class Watched:
+    """What runners did meanwhile. eager: the segments of each pass that was not replayed."""
+
+    eager: list[Sequence[Segment]] = field(default_factory=list)
+    batches: list[int] = field(default_factory=list)
+    runners: list[ModelRunner] = field(default_factory=list)
+
+    @property
+    def num_eager_decodes(self) -> int:
+        return sum(all(_is_decode(segment) for segment in segments) for segments in self.eager)
+
+
+def _is_decode(segment: Segment) -> bool:
+    return len(segment.token_ids) == 1 and segment.num_cached[0] > 0 and segment.visual is None
+
+
+@pytest.fixture(autouse=True)
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    """Poisons all memory of a captured pass before it is replayed."""
+    found, run, decode, build = Watched(), DecodeGraphs.run, ModelRunner._decode, ModelRunner._captured
+
+    def poisoned(graphs: DecodeGraphs, packed: PackedPass, token_ids: Tensor | None) -> Tensor:
+        assert graphs._logits is not None
+        graphs._memory.fill_(0x7F)  # of every type a number that is no place
+        graphs._logits.fill_(torch.nan)
+        for pool in found.runners[-1].pools.groups:
+            pool.storage[-1] = torch.nan
+        found.batches.append(len(packed.token_ids))
+        return run(graphs, packed, token_ids)
+
+    def watching(runner: ModelRunner, packed: Any, inputs: Any, visual: Any, segments: Any) -> Tensor:
+        found.eager.append(segments)
+        return decode(runner, packed, inputs, visual, segments)
+
+    def building(runner: ModelRunner, *arguments: Any) -> Any:
+        found.runners.append(runner)
+        return build(runner, *arguments)
+
+    monkeypatch.setattr(DecodeGraphs, "run", poisoned)
+    monkeypatch.setattr(ModelRunner, "_decode", watching)
+    monkeypatch.setattr(ModelRunner, "_captured", building)
+    return found
+
+
+def captured(subject: Subject, graphs: Repeats, **options: Any) -> LanguageEngine:
+    config = SchedulerConfig(max_chunk_tokens=512, max_num_seqs=6)
+    return subject.engine(graphs=graphs, **({"num_kv_tokens": 2048, "config": config} | options))
+
+
+@pytest.mark.parametrize(
+    ("name", "runs_ahead"),
+    [("qwen2_5_vl", True), ("qwen2_5_vl", False), ("qwen3_vl", True), ("internvl", True), ("smolvlm", False)],
+)
+def test_tokens_equal_generate(
+    subjects: Callable[[str], Subject], name: str, runs_ahead: bool, watched: Watched
+) -> None:
+    """Requests come and go, then end one after another; each pass of decodes alone is one replay."""
+    subject, graphs = subjects(name), Repeats()
+    engine = captured(subject, graphs, async_scheduling=runs_ahead)
+    prompts = subject.mix(7)
+    drive = Drive(engine, seed=5)
+    tokens = drive.run(prompts)
+    assert tokens == {name: prompt.expected for name, prompt in prompts.items()}
+    for count in range(4, 9):
+        engine.add(subject.prompts[0].request(f"{count}", sampling=SamplingParams(max_tokens=count)))
+    while engine.has_work():
+        drive.step()
+    assert all(drive.tokens(f"{count}") == subject.prompts[0].expected[:count] for count in range(4, 9))
+    assert graphs.num_captured == len(graph_sizes(6)) == 4
+    assert graphs.replays == len(watched.batches) > 10
+    assert watched.num_eager_decodes == 0
+    assert {2, 3, 4, 5} <= set(watched.batches), "batches were meant to be padded, and not to be"
+
+
+@pytest.mark.parametrize(("name", "mode"), [("qwen2_5_vl", "offload"), ("qwen3_vl", "recompute")])
+def test_preemption_changes_no_token(
+    subjects: Callable[[str], Subject], name: str, mode: str, watched: Watched
+) -> None:
+    """With tables that grow every fourth token, and prefixes that are shared."""
+    subject = subjects(name)
+    longest = max(len(prompt.plan) for prompt in subject.prompts)
+    config = SchedulerConfig(max_chunk_tokens=96, max_num_seqs=6, preemption=mode)  # type: ignore[arg-type]
+    room = 2 * longest + 28
+    engine = captured(
+        subject,
+        graphs := Repeats(),
+        config=config,
+        block_size=4,
+        num_kv_tokens=room,
+        enable_prefix_caching=True,
+        async_scheduling=True,
+    )
+    prompts = subject.mix(8)
+    tokens = Drive(engine, seed=1).run(prompts)
+    assert tokens == {name: prompt.expected for name, prompt in prompts.items()}
+    assert engine.scheduler.num_preempted > 0, "the pool was meant to be too small"
+    assert graphs.replays > 0
+    assert watched.num_eager_decodes == 0
+    assert engine.kv.spec.num_blocks == (room // 4 - 1,), "the last block is nobody's"
+
+
+SAMPLINGS = {
+    "repeated": SamplingParams(max_tokens=10, repetition_penalty=1.05),
+    "drawn and reported": SamplingParams(max_tokens=10, temperature=0.9, repetition_penalty=1.3, logprobs=2),
+    "several": SamplingParams(max_tokens=10, temperature=1.0, top_p=0.9, n=3),
+}
+
+
+@pytest.mark.parametrize("name", list(SAMPLINGS))
+def test_what_is_drawn_is_what_is_drawn_from_eager_passes(
+    subjects: Callable[[str], Subject], name: str
+) -> None:
+    """Beside a greedy answer, with passes that are launched before the logits before them are looked at."""
+    subject, graphs, found = subjects("qwen2_5_vl"), Repeats(), []
+    for options in ({"enforce_eager": True}, {}):
+        engine = captured(subject, graphs, async_scheduling=True, **options)
+        drive = Drive(engine, seed=3)
+        engine.add(subject.prompts[0].request("greedy"))
+        drive.run({"r": subject.prompts[0]}, sampling=SAMPLINGS[name], seed=11)
+        found.append({key: [out.token.token_id for out in outs] for key, outs in drive.outputs.items()})
+    assert found[0] == found[1]
+    assert graphs.replays >= 9
+
+
+def test_a_draw_that_is_looked_at_again_has_its_own_logits(
+    subjects: Callable[[str], Subject], watched: Watched
+) -> None:
+    """The next pass is replayed before a draw from the likeliest tokens is known to be wrong."""
+    captured(subjects("qwen2_5_vl"), Repeats())
+    runner = watched.runners[-1]
+    segments = [_decode(4), _decode(7)]
+    first = runner.run_decodes(segments, None)
+    kept = first.clone()
+    again = runner.run_decodes(segments, torch.tensor([5, 9]))
+    assert torch.equal(first, kept)
+    assert not torch.equal(first, again)
+
+
+def _decode(num_cached: int, **options: Any) -> Segment:
+    table = np.arange(3, dtype=np.int32)
+    return Segment(np.array([num_cached]), np.full((3, 1), num_cached), [num_cached], [table], **options)
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [
+        [Segment(np.arange(2), np.zeros((3, 2), np.int64), [4], [np.arange(3, dtype=np.int32)])],  # a chunk
+        [_decode(4, num_logits=0)],  # of media alone
+        [_decode(4, num_kept=1)],  # pruned
+        [_decode(4)] * 7,  # more than are captured
+        [Segment(np.arange(1), np.zeros((3, 1), np.int64), [4], [np.zeros(129, np.int32)])],  # a long table
+    ],
+    ids=["chunk", "media", "pruned", "many", "long"],
+)
+def test_other_passes_are_launched_as_they_are(
+    subjects: Callable[[str], Subject], segments: list[Segment], watched: Watched
+) -> None:
+    captured(subjects("qwen2_5_vl"), graphs := Repeats())
+    watched.runners[-1].run(segments)
+    assert (graphs.replays, len(watched.eager)) == (0, 1)
+
+
+def test_drafts_are_checked_by_passes_as_they_are(subjects: Callable[[str], Subject]) -> None:
+    subject = subjects("qwen2_5_vl")
+    engine = captured(subject, graphs := Repeats(), drafting=DraftConfig("recycling", 3))
+    prompts = subject.mix(3)
+    assert Drive(engine, seed=2).run(prompts) == {name: each.expected for name, each in prompts.items()}
+    assert engine.counts.num_drafts > 0
+    assert graphs.replays > 0, "a pass without drafts was meant to be among them"
+
+
+def test_layer_groups_have_tables_of_their_own(subjects: Callable[[str], Subject], watched: Watched) -> None:
+    subject = subjects("qwen2_5_vl")
+    whole = kv_layout(subject.model)
+    first, rest = (replace(whole, num_layers=number) for number in (1, whole.num_layers - 1))
+    pools = KVPoolsShape((KVGroupShape(40, first), KVGroupShape(50, rest)), 16).build()
+    engine = captured(subject, graphs := Repeats(), pools=pools)
+    prompts = subject.mix(3)
+    assert Drive(engine, seed=2).run(prompts) == {name: each.expected for name, each in prompts.items()}
+    assert graphs.replays > 0
+    assert watched.num_eager_decodes == 0
+
+
+def test_a_pass_that_cannot_be_captured_is_launched_as_it_is(
+    subjects: Callable[[str], Subject], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Refusing:
+        def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+            run()
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    subject = subjects("qwen2_5_vl")
+    engine = captured(subject, Refusing())  # type: ignore[arg-type]
+    assert "could not be captured" in caplog.text
+    prompts = subject.mix(1)
+    assert Drive(engine, seed=0).run(prompts) == {name: each.expected for name, each in prompts.items()}
+    assert engine.kv.spec.num_blocks == (2048 // 16,)
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "sizes"),
+    [(1, [1]), (6, [1, 2, 4, 6]), (40, [1, 2, 4, 8, 16, 32, 40]), (64, [1, 2, 4, 8, 16, 32, 64])],
+)
+def test_batches_are_captured_up_to_what_runs_at_once(max_num_seqs: int, sizes: list[int]) -> None:
+    assert graph_sizes(max_num_seqs) == sizes
+    assert graph_sizes(10_000)[-1] == 512
