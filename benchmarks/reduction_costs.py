@@ -50,6 +50,8 @@ from video.demo_video import write_demo_video
 
 RETENTIONS = (0.5, 0.25, 0.2, 0.15, 0.1, 0.078)
 METHODS = ("balanced", "random", "uniform", "quickprefill", "fastkv", "mustdrop")
+# Of FastKV's two rates: what is kept, and what later layers compute; 10 % of 20 % is published.
+TWO_RATES = ((0.25, 0.5), (0.1, 0.2), (0.1, 0.5))
 FRAMES = (32, 128, 512)
 QUESTION = "Which shape appears first?"
 SEED = 5_000_001
@@ -184,6 +186,7 @@ def cost_rows(num_frames: int) -> list[Row]:
         encoded = encoded_video(pipeline, num_frames)
     policies = [ReductionPolicy()]
     policies += [ReductionPolicy(method, retention) for method in METHODS for retention in RETENTIONS]
+    policies += [ReductionPolicy("fastkv", *shares) for shares in TWO_RATES]
     costs = [prompt_costs(pipeline, model, encoded, QUESTION, policy) for policy in policies]
     return [
         _row(policy, each, costs[0], tower.get_total_flops())
@@ -196,6 +199,7 @@ def _row(policy: ReductionPolicy, costs: PromptCosts, whole: PromptCosts, tower_
     return {
         "method": policy.method if policy.is_on else "all tokens",
         "retention": policy.retention,
+        "compute_share": policy.later_share,
         "tower_gflop": round(tower_flops / 1e9, 2),
         "prompt_gflop": round(decoder / 1e9, 3),
         "fewer_in_prompt": f"{1 - decoder / whole.decoder_flops:.1%}",

@@ -11,7 +11,7 @@ while it is still being decoded, and blocks for keys and values can be reserved 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from epd.errors import RequestError
 
@@ -43,11 +43,14 @@ class ReductionPolicy:
     """Sets the share of the visual tokens of every video and image that is kept, and the method.
 
     retention: LEAST_RETENTION to 1; 1 keeps all, and then nothing is reduced.
-    Raises RequestError for an unknown method or a retention out of range.
+    compute_share: of PROPAGATING_METHODS, the share that the later layers compute, from which each chooses
+        what it keeps: retention to 1; None for the retention.
+    Raises RequestError for an unknown method or a share out of range.
     """
 
     method: str = DEFAULT_METHOD
     retention: float = 1.0
+    compute_share: float | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -59,6 +62,20 @@ class ReductionPolicy:
                 f"received a retention of {self.retention:g}; allowed: {LEAST_RETENTION} to 1; "
                 "1 keeps all visual tokens"
             )
+        if self.compute_share is not None:
+            self._check_compute_share(self.compute_share)
+
+    def _check_compute_share(self, share: float) -> None:
+        if self.method not in PROPAGATING_METHODS:
+            raise RequestError(
+                f"received a compute_share of {share:g} with the reduction method {self.method}; allowed: "
+                f"with {', '.join(PROPAGATING_METHODS)}; leave it out"
+            )
+        if not self.retention <= share <= 1:
+            raise RequestError(
+                f"received a compute_share of {share:g}; allowed: {self.retention:g}, the retention, to 1; "
+                "layers keep some of what they compute, so raise it or lower the retention"
+            )
 
     @property
     def is_on(self) -> bool:
@@ -69,10 +86,17 @@ class ReductionPolicy:
         """Returns whether the language model is given all visual tokens, and the cache keeps only some."""
         return self.is_on and self.method in PREFILL_METHODS
 
+    def with_retention(self, retention: float) -> ReductionPolicy:
+        """Returns the policy with another retention; later layers compute at least as much."""
+        share = self.compute_share
+        return replace(self, retention=retention, compute_share=share and max(share, retention))
+
     @property
-    def is_propagating(self) -> bool:
-        """Returns whether only the kept tokens continue through the later layers."""
-        return self.is_on and self.method in PROPAGATING_METHODS
+    def later_share(self) -> float | None:
+        """Returns the share of the visual tokens that later layers compute; None where they compute all."""
+        if not self.is_on or self.method not in PROPAGATING_METHODS:
+            return None
+        return self.retention if self.compute_share is None else self.compute_share
 
     @property
     def is_by_question(self) -> bool:
@@ -89,7 +113,10 @@ class ReductionPolicy:
     @property
     def key(self) -> str:
         """Names all inputs that decide which tokens are kept, for caches; empty when all are."""
-        return f"{self.method}:{self.retention!r}:{WINDOW_TOKENS}" if self.is_on else ""
+        if not self.is_on:
+            return ""
+        computed = "" if self.later_share in (None, self.retention) else f":{self.later_share!r}"
+        return f"{self.method}:{self.retention!r}:{WINDOW_TOKENS}{computed}"
 
 
 KEEP_ALL = ReductionPolicy()
@@ -124,6 +151,7 @@ class Window:
     """Covers units [start, stop) of an item: `num_tokens` visual tokens, of which `num_kept` are kept.
 
     is_in_prefill: the language model computes all of them and keeps some; else it receives only those kept.
+    num_later: those that its later layers compute; None for all that it receives.
     num_extra: tokens at the end of the last window that show no part of a picture, and are always kept.
     """
 
@@ -133,27 +161,42 @@ class Window:
     num_kept: int
     is_in_prefill: bool = False
     num_extra: int = 0
+    num_later: int | None = None
 
     def __post_init__(self) -> None:
         if not (0 <= self.start < self.stop and 1 <= self.num_kept <= self.num_tokens):
             raise ValueError(f"a window keeps 1 to all of the tokens of at least one unit, got {self}")
+        if self.num_later is not None and not self.num_kept <= self.num_later <= self.num_tokens:
+            raise ValueError(
+                f"later layers compute all that is kept of a window, and none beside it, got {self}"
+            )
 
 
 def plan_windows(
-    runs: Sequence[tuple[int, int]], tokens_per_unit: int, retention: float, *, is_in_prefill: bool = False
+    runs: Sequence[tuple[int, int]],
+    tokens_per_unit: int,
+    retention: float,
+    *,
+    is_in_prefill: bool = False,
+    later_share: float | None = None,
 ) -> tuple[Window, ...]:
     """Returns windows over runs of units, in order; together they keep retention * all tokens, rounded.
 
+    later_share: likewise of what later layers compute, at least what is kept of each; None for all.
     A share is carried from window to window, so that no rounding adds up. Every window keeps at least one.
     """
     windows: list[Window] = []
-    num_kept = num_before = 0
+    num_kept = num_later = num_before = 0
     for start, stop in runs:
         num_tokens = (stop - start) * tokens_per_unit
         num_before += num_tokens
         here = min(max(1, round(retention * num_before) - num_kept), num_tokens)
-        windows.append(Window(start, stop, num_tokens, here, is_in_prefill))
         num_kept += here
+        later = None
+        if later_share is not None:
+            later = min(max(here, round(later_share * num_before) - num_later), num_tokens)
+            num_later += later
+        windows.append(Window(start, stop, num_tokens, here, is_in_prefill, num_later=later))
     return tuple(windows)
 
 

@@ -184,6 +184,13 @@ class AppArgs(BaseModel):
     reduction: str = Field(
         default=DEFAULT_METHOD, description=f"How the kept tokens are chosen: {', '.join(METHODS)}."
     )
+    compute_share: float | None = Field(
+        default=None,
+        ge=LEAST_RETENTION,
+        le=1,
+        description="Share of visual tokens that later layers of the language model compute, with the "
+        "reduction fastkv; each keeps some of these. By default the retention.",
+    )
     max_visual_tokens: int | None = Field(
         default=None,
         ge=1,
@@ -318,8 +325,8 @@ class AppArgs(BaseModel):
 
     @property
     def reduction_policy(self) -> ReductionPolicy:
-        """Returns the default reduction. Raises RequestError for an unknown method."""
-        return ReductionPolicy(self.reduction, self.retention)
+        """Returns the default reduction. Raises RequestError for a bad method or share."""
+        return ReductionPolicy(self.reduction, self.retention, self.compute_share)
 
     @property
     def drafting(self) -> DraftConfig:

@@ -200,7 +200,7 @@ class _Planning:
         if self._room.context_tokens is not None:
             num_tokens = sum(plan.num_tokens for plan in plans)
             check_visual_tokens(num_tokens, choice.retention, self._room.context_tokens)
-        reduction = replace(self._reduction, retention=choice.retention)
+        reduction = self._reduction.with_retention(choice.retention)
         prompt = reduce_prompt(self._lay_out(plans), reduction)
         num_wanted = sum(plan.num_frames for plan in self._default)
         made = BudgetedMedia(plans, reduction, prompt, num_wanted, self._reduction.retention)

@@ -32,8 +32,8 @@ def test_every_method_works_in_one_place(method: str) -> None:
     """Before the language model, inside of its prefill, or in each question; at a retention of 1 nowhere."""
     half, whole = ReductionPolicy(method, 0.5), ReductionPolicy(method, 1.0)
     assert half.is_in_prefill + half.is_by_question <= 1
-    assert half.is_in_prefill or not half.is_propagating
-    assert not any((whole.is_in_prefill, whole.is_propagating, whole.is_by_question))
+    assert half.is_in_prefill or half.later_share is None
+    assert not any((whole.is_in_prefill, whole.later_share, whole.is_by_question))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_every_method_works_in_one_place(method: str) -> None:
 )
 def test_where_methods_work(method: str, in_prefill: bool, propagating: bool, by_question: bool) -> None:
     policy = ReductionPolicy(method, 0.3)
-    assert (policy.is_in_prefill, policy.is_propagating, policy.is_by_question) == (
+    assert (policy.is_in_prefill, policy.later_share is not None, policy.is_by_question) == (
         in_prefill, propagating, by_question,
     )  # fmt: skip
 
@@ -56,6 +56,9 @@ def test_policies_that_keep_other_tokens_have_other_keys() -> None:
     """Encoder caches and prefix caches find by this key."""
     keys = {ReductionPolicy(method, share).key for method in METHODS for share in (0.5, 0.25, 0.2500001)}
     assert len(keys) == 3 * len(METHODS)
+    shares = (None, 0.2, 0.25, 1.0)
+    assert len({ReductionPolicy("fastkv", 0.1, share).key for share in shares}) == len(shares)
+    assert ReductionPolicy("fastkv", 0.1, 0.1).key == ReductionPolicy("fastkv", 0.1).key
 
 
 @pytest.mark.parametrize(
@@ -81,6 +84,32 @@ def test_what_cannot_be_kept_is_refused(method: str, retention: float, words: st
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        (
+            ("evs", 0.1, 0.2),
+            "received a compute_share of 0.2 with the reduction method evs; allowed: with fastkv",
+        ),
+        (("fastkv", 0.3, 0.2), "received a compute_share of 0.2; allowed: 0.3, the retention, to 1"),
+        (("fastkv", 0.3, 1.2), "received a compute_share of 1.2"),
+        (("fastkv", 0.3, float("nan")), "received a compute_share of nan"),
+        (("fastkv", 1.0, 0.2), "received a compute_share of 0.2; allowed: 1, the retention, to 1"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(policy: tuple[str, float, float], words: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        ReductionPolicy(*policy)
+    assert words in str(caught.value)
+
+
+def test_later_layers_compute_what_is_kept_at_another_retention() -> None:
+    policy = ReductionPolicy("fastkv", 0.1, 0.2)
+    assert policy.with_retention(0.05) == ReductionPolicy("fastkv", 0.05, 0.2)
+    assert policy.with_retention(0.5) == ReductionPolicy("fastkv", 0.5, 0.5)
+    assert ReductionPolicy("fastkv", 0.1).with_retention(0.5).later_share == 0.5
+
+
 # Windows
 
 
@@ -102,8 +131,12 @@ def test_windows_keep_the_share_of_all_tokens_to_the_nearest_whole(
 ) -> None:
     ends = np.cumsum(lengths).tolist()
     runs = list(zip([0, *ends[:-1]], ends, strict=True))
-    windows = plan_windows(runs, tokens_per_unit, retention)
-    wanted = round(retention * sum(lengths) * tokens_per_unit)
+    windows = plan_windows(runs, tokens_per_unit, retention, later_share=retention)
+    assert [window.num_later for window in windows] == [window.num_kept for window in windows]
+    num_tokens, later_share = sum(lengths) * tokens_per_unit, min(1.0, 2 * retention)
+    windows = plan_windows(runs, tokens_per_unit, retention, later_share=later_share)
+    assert sum(window.num_later or 0 for window in windows) >= round(later_share * num_tokens)
+    wanted = round(retention * num_tokens)
     assert [(window.start, window.stop) for window in windows] == runs
     assert all(1 <= window.num_kept <= window.num_tokens for window in windows)
     kept = sum(window.num_kept for window in windows)

@@ -55,11 +55,24 @@ def _windows(item: MediaItem, policy: ReductionPolicy) -> tuple[Window, ...]:
     starts = {start for start, _ in cut(plan, max(1, WINDOW_TOKENS // plan.tokens_per_unit))}
     runs = list(pairwise([*sorted(starts | breaks), plan.num_units]))
     each = item.units[0].length
-    windows = plan_windows(runs, each, policy.cached_retention, is_in_prefill=policy.is_in_prefill)
-    extra = item.units[-1].length - each
-    last = windows[-1]
-    whole = replace(last, num_tokens=last.num_tokens + extra, num_kept=last.num_kept + extra, num_extra=extra)
-    return (*windows[:-1], whole)
+    windows = plan_windows(
+        runs,
+        each,
+        policy.cached_retention,
+        is_in_prefill=policy.is_in_prefill,
+        later_share=policy.later_share,
+    )
+    return (*windows[:-1], _with_extra(windows[-1], item.units[-1].length - each))
+
+
+def _with_extra(last: Window, num_extra: int) -> Window:
+    return replace(
+        last,
+        num_tokens=last.num_tokens + num_extra,
+        num_kept=last.num_kept + num_extra,
+        num_extra=num_extra,
+        num_later=None if last.num_later is None else last.num_later + num_extra,
+    )
 
 
 def _place(item: MediaItem, window: Window) -> PlaceholderRange:

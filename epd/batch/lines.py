@@ -27,7 +27,7 @@ LineId = str | int
 CHAT_URL = "/v1/chat/completions"
 _SHORT_KEYS = (
     "id", "video", "images", "question", "answer", "fps", "num_frames", "start_s", "end_s", "max_tokens",
-    "retention", "reduction", "max_visual_tokens",
+    "retention", "reduction", "compute_share", "max_visual_tokens",
 )  # fmt: skip
 _OPENAI_KEYS = ("custom_id", "method", "url", "body")
 _URL_PREFIXES = ("http://", "https://", "data:", "file:")
@@ -36,7 +36,7 @@ _TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
 _SAMPLING_PLACES = (("epd",), ("mm_processor_kwargs",), ("media_io_kwargs", "video"))
 _RATES = ("fps", "num_frames")
 _PART = ("start_s", "end_s")
-_REDUCTION = ("retention", "reduction", "max_visual_tokens")
+_REDUCTION = ("retention", "reduction", "compute_share", "max_visual_tokens")
 
 
 class LineError(RequestError):
@@ -55,6 +55,7 @@ class LineDefaults:
     folder: where the short form's relative paths begin.
     retention, reduction: share of the visual tokens that is kept, and the method; None leaves them to the
         backend.
+    compute_share: of lines without a retention or reduction of their own.
     max_visual_tokens: that frames and retention are chosen for.
     url: the only one that OpenAI's form may have.
     least_priority: of every request; None leaves priorities as they are.
@@ -67,6 +68,7 @@ class LineDefaults:
     max_tokens: int | None = None
     retention: float | None = None
     reduction: str | None = None
+    compute_share: float | None = None
     max_visual_tokens: int | None = None
     url: str = CHAT_URL
     least_priority: int | None = None
@@ -219,16 +221,21 @@ def _check_keys(record: JSON, known: tuple[str, ...]) -> None:
 
 
 def _with_defaults(body: JSON, defaults: LineDefaults) -> JSON:
-    """Returns the body with the defaults where it is silent; a rate or number of frames excludes both."""
+    """Returns the body with the defaults where it is silent.
+
+    A rate or number of frames excludes both; a retention or reduction has a compute_share of its own.
+    """
     if defaults.max_tokens is not None and all(body.get(name) is None for name in _TOKEN_LIMITS):
         body = {**body, "max_tokens": defaults.max_tokens}
     places = [place for names in _SAMPLING_PLACES if isinstance(place := _at(body, names), dict)]
     has_rate = any(place.get(name) for place in places for name in _RATES)
     has_rate = has_rate or any(place.get("do_sample_frames") is False for place in places)
     ours = body["epd"] if isinstance(body.get("epd"), dict) else {}
+    reduces = ours.get("retention") is not None or ours.get("reduction") is not None
+    reduction = [name for name in _REDUCTION if name != "compute_share" or not reduces]
     added = {
         name: value
-        for name in (*(() if has_rate else _RATES), *_REDUCTION)
+        for name in (*(() if has_rate else _RATES), *reduction)
         if (value := getattr(defaults, name)) is not None and ours.get(name) is None
     }
     return {**body, "epd": {**ours, **added}} if added else body

@@ -12,6 +12,7 @@ from epd import console
 from epd.cli.conversations import api_options, conversation_with
 from epd.cli.options import (
     ApiKey,
+    ComputeShare,
     Device,
     Draft,
     Dtype,
@@ -55,6 +56,7 @@ def ask(
     end: End = None,
     retention: Retention = None,
     reduction: Reduction = None,
+    compute_share: ComputeShare = None,
     max_visual_tokens: MaxVisualTokens = None,
     skip_static: SkipStatic = None,
     tower_share: TowerShare = None,
@@ -75,12 +77,15 @@ def ask(
     with answer, ttft_s, timings and usage. With --url, a running server answers: files are sent to it, and
     it fetches URLs itself.
     """
-    policy, budget = reduction_policy(reduction, retention), visual_budget(max_visual_tokens, retention)
+    policy = reduction_policy(reduction, retention, compute_share)
+    budget = visual_budget(max_visual_tokens, retention)
     drafting, merge = draft_config(draft, max_draft), tower_merge(tower_share, tower_merge_layer)
     if url is not None:
         check_server_options(skip_static, device, dtype, drafting, merge, tensor_parallel_size)
         check_question(question)
-        options = api_options(fps, frames, start, end, retention, reduction, max_visual_tokens, max_tokens)
+        options = api_options(
+            fps, frames, start, end, retention, reduction, compute_share, max_visual_tokens, max_tokens
+        )
         conversation = conversation_with(url, api_key, model, paths, options)
         show_answer(conversation.ask(question, None if as_json else console.stream_text), as_json=as_json)
         return

@@ -25,6 +25,7 @@ from epd.batch.utilisation import Utilisation
 from epd.cli.options import (
     Address,
     ApiKey,
+    ComputeShare,
     Device,
     Draft,
     Dtype,
@@ -111,6 +112,7 @@ def batch(
     max_tokens: MaxTokens = None,
     retention: Retention = None,
     reduction: Reduction = None,
+    compute_share: ComputeShare = None,
     max_visual_tokens: MaxVisualTokens = None,
     topology: _Topology = None,
     url: Url = None,
@@ -146,13 +148,20 @@ def batch(
         tensor_parallel_size,
     )
     _check_options(fps, frames, max_tokens)
-    reduction_policy(reduction, retention)
+    reduction_policy(reduction, retention, compute_share)
     visual_budget(max_visual_tokens, retention)
     utilisation = Utilisation()
     with ExitStack() as stack:
         lines = stack.enter_context(_lines_file(source, questions))
         defaults = LineDefaults(
-            lines.parent.absolute(), fps, frames, max_tokens, retention, reduction, max_visual_tokens
+            lines.parent.absolute(),
+            fps,
+            frames,
+            max_tokens,
+            retention,
+            reduction,
+            compute_share,
+            max_visual_tokens,
         )
         summary = run_batch(
             BatchPlan(lines, out, defaults),

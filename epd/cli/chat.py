@@ -12,6 +12,7 @@ from epd.cli.ask import cost_line
 from epd.cli.conversations import api_options, conversation_with
 from epd.cli.options import (
     ApiKey,
+    ComputeShare,
     Device,
     Draft,
     Dtype,
@@ -49,6 +50,7 @@ def chat(
     end: End = None,
     retention: Retention = None,
     reduction: Reduction = None,
+    compute_share: ComputeShare = None,
     max_visual_tokens: MaxVisualTokens = None,
     max_tokens: MaxTokens = None,
     device: Device = "auto",
@@ -65,10 +67,12 @@ def chat(
     Later questions know the former ones, and find the media in the caches. Without --url a model is loaded
     into this process.
     """
-    reduction_policy(reduction, retention)
+    reduction_policy(reduction, retention, compute_share)
     visual_budget(max_visual_tokens, retention)
     drafting = draft_config(draft, max_draft)
-    options = api_options(fps, frames, start, end, retention, reduction, max_visual_tokens, max_tokens)
+    options = api_options(
+        fps, frames, start, end, retention, reduction, compute_share, max_visual_tokens, max_tokens
+    )
     if url is not None:
         check_server_options(None, device, dtype, drafting, None, tensor_parallel_size)
     with _opened(

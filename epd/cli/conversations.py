@@ -58,6 +58,7 @@ def api_options(
     end: float | None,
     retention: float | None,
     reduction: str | None,
+    compute_share: float | None,
     max_visual_tokens: int | None,
     max_tokens: int | None,
 ) -> dict[str, Any]:
@@ -69,6 +70,7 @@ def api_options(
         "end_s": end,
         "retention": retention,
         "reduction": reduction,
+        "compute_share": compute_share,
         "max_visual_tokens": max_visual_tokens,
     }
     given = {name: value for name, value in own.items() if value is not None}

@@ -66,9 +66,11 @@ def _at_least_one(value: int | None) -> int | None:
     return value
 
 
-def reduction_policy(method: str | None, retention: float | None) -> ReductionPolicy:
-    """The policy of the two options, which keeps all tokens by default. Raises RequestError."""
-    return ReductionPolicy(method or DEFAULT_METHOD, 1.0 if retention is None else retention)
+def reduction_policy(
+    method: str | None, retention: float | None, compute_share: float | None
+) -> ReductionPolicy:
+    """Returns the policy of the options, which keeps all tokens by default. Raises RequestError."""
+    return ReductionPolicy(method or DEFAULT_METHOD, 1.0 if retention is None else retention, compute_share)
 
 
 def visual_budget(max_tokens: int | None, retention: float | None) -> VisualBudget:
@@ -144,6 +146,15 @@ Retention = Annotated[
 Reduction = Annotated[
     str | None,
     typer.Option("--reduction", metavar="METHOD", help=f"How they are chosen: {', '.join(METHODS)}."),
+]
+ComputeShare = Annotated[
+    float | None,
+    typer.Option(
+        "--compute-share",
+        metavar="SHARE",
+        help="Share of visual tokens that later layers of the language model compute, with --reduction "
+        "fastkv; each keeps some of these. By default the retention.",
+    ),
 ]
 MaxVisualTokens = Annotated[
     int | None,

@@ -62,7 +62,7 @@ class LoadRetention:
         """Returns the request with the share of visual tokens that the load allows now."""
         level = self._look()
         share = kept_share(level, request.reduction.retention, request.retention_min or 0.0)
-        return replace(request, reduction=replace(request.reduction, retention=share))
+        return replace(request, reduction=request.reduction.with_retention(share))
 
     def arrived(self, plan: AnswerPlan) -> None:
         prompt = plan.prompt

@@ -32,7 +32,7 @@ class Segment:
     visual: visual tokens among the new ones, indices counted from the first of them.
     num_logits: how many of the last new tokens to give logits for.
     num_kept: how many new tokens stay in the cache, chosen by each layer; all of them if None.
-    going_on: receives which, where the later layers compute those alone.
+    going_on: receives which continue, where those that are attended most are kept and continue.
     view: what of the cache a question reads, if not all.
     """
 
@@ -52,10 +52,13 @@ class Segment:
         return self.num_kept is None and self.view is None
 
     def later(self) -> Segment:
-        """Returns the segment of later layers: with as many rows as continue, all of which they keep."""
-        if self.going_on is None:
+        """Returns the segment of later layers: with as many rows as continue, some of which they keep."""
+        if self.going_on is None or self.num_kept is None:
             return self
-        return replace(self, token_ids=self.token_ids[: self.num_kept], num_kept=None, going_on=None)
+        later = replace(self, token_ids=self.token_ids[: self.going_on.num_tokens])
+        if self.num_kept == self.going_on.num_tokens:
+            return replace(later, num_kept=None, going_on=None)
+        return replace(later, going_on=GoingOn(self.num_kept))
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,7 +149,7 @@ class TokenSequence:
             positions=window.positions,
             visual=window.placed(segment.visual),
             num_kept=len(segment.token_ids),
-            going_on=GoingOn() if window.propagates else None,
+            going_on=None if window.num_later is None else GoingOn(window.num_later),
         )
 
     def _lengths(self, kv: KVCacheManager, start: int) -> list[int]:

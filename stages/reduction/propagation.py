@@ -1,9 +1,10 @@
 """Limits later layers to some tokens of a window: FastKV's token-selective propagation.
 
     layer   rows that are computed     what its cache keeps
-    0       a b c d e f g h            b . d . . . g .          those that observing rows attend most
-    1       a b c d e f g h            . . c d . . g .          the last one to compute all: these continue
-    2 ...   c d g                      c d g                    nothing else is computed
+    0       a b c d e f g h            b . d . . .              those that observing rows attend most
+    1       a b c d e f g h            . . c d . .              the last one to compute all: c d e g continue
+    2       c d e g                    . . c . . g              nothing else is computed, and each layer
+    3       c d e g                    . . . d . g              chooses among these
 
 Source: Jo et al. 2025, "FastKV" (arXiv 2502.01068). There the last tokens of the prompt observe: the question
 decides once what of the whole prompt continues and each layer keeps, for it alone. Here a video is
@@ -11,8 +12,10 @@ computed window by window, before any question is known, and its cache serves al
 
     - a window observes itself. Its end is not a question, and chose worse than chance (docs/reduction.md), so
       rows spread over it observe; a token's score is the mean over those that see it; text is never dropped;
-    - one share holds for what continues and for what is kept (there 20 % and 10 %), so all layers' caches
-      are equally long: one block table serves them, and its length is known before a frame is decoded;
+    - all layers keep equally many, so that one block table serves them, and its length is known before a
+      frame is decoded. How many continue is a share of its own (there 20 % continue and 10 % are kept), by
+      default the same: then the later layers keep all that they compute;
+    - in the later layers rows spread over those that continue observe;
     - observing tokens stay only if they are attended like others (there they stay: they are the question);
     - a third of the layers compute all tokens (there about half), which on the embedded model costs nothing;
     - a layer keeps the same tokens for all its heads, and scores of neighbours are not pooled.
@@ -35,8 +38,13 @@ NUM_OBSERVING = 32
 
 @dataclass(slots=True)
 class GoingOn:
-    """Holds a window's tokens that continue, int64 [k], ascending: those the last layer to choose kept."""
+    """Holds a window's tokens that continue: those attended most in the layer that chose last.
 
+    num_tokens: how many continue, at least those that a layer keeps.
+    chosen: int64 [num_tokens], ascending.
+    """
+
+    num_tokens: int
     chosen: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
 
@@ -45,7 +53,7 @@ class ObservedRows(PrunedRows):
     """Keeps, in each layer, a window's tokens that its observing rows attend most, over all heads together.
 
     slots: int64 [context], where the request's tokens lie, the window's last.
-    going_on: receives every layer's selection.
+    going_on: receives what every layer's selection would let continue.
     """
 
     slots: Tensor
@@ -61,8 +69,8 @@ class ObservedRows(PrunedRows):
         in_window = slice(context - num_tokens, context)
         scores = weights[:, in_window].sum(0) / mask[:, in_window].sum(0)
         order = (-coarse(scores)).argsort(stable=True)
-        self.going_on.chosen = order[: self.num_kept].sort().values
-        return self.going_on.chosen
+        self.going_on.chosen = order[: self.going_on.num_tokens].sort().values
+        return order[: self.num_kept].sort().values
 
 
 def observing_rows(num_tokens: int, device: torch.device | None = None) -> Tensor:

@@ -36,13 +36,12 @@ class WindowInputs:
     """Holds a window as the language model computes it.
 
     positions: int64 [rows, num_inputs], of all its tokens.
-
-    propagates: whether the later layers compute only what is kept.
+    num_later: tokens that the later layers compute; None for all.
     """
 
     pruned: PrunedRange
     positions: Int64Array
-    propagates: bool
+    num_later: int | None
 
     def placed(self, part: PlacedEmbeddings | None) -> PlacedEmbeddings | None:
         """Places the window's embeddings, one after another from the chunk's first token."""
@@ -53,13 +52,12 @@ def window_inputs(prompt: PromptPlan) -> Iterator[WindowInputs]:
     """Lists the windows of a prompt that are reduced in prefill, in order."""
     if prompt.reduction is None or not prompt.reduction.policy.is_in_prefill:
         return
-    propagates = prompt.reduction.policy.is_propagating
     for item, positions in zip(prompt.media, prompt.reduction.positions, strict=True):
         start = 0
         for window, place in zip(item.windows, item.units if item.windows else (), strict=True):
             stop = start + window.num_tokens
             pruned = PrunedRange(place.offset, place.stop, window.num_tokens)
-            yield WindowInputs(pruned, positions[:, start:stop], propagates)
+            yield WindowInputs(pruned, positions[:, start:stop], window.num_later)
             start = stop
 
 

@@ -268,6 +268,7 @@ def _frames(video: JSON) -> dict[str, Body]:
         "a span of nothing": wanted(start_s=1.0, end_s=1.0000000001, fps=1e9),
         "retention 5e-324": wanted(retention=5e-324),
         "retention of another method": wanted(retention=0.5, reduction="x" * 1000),
+        "compute_share 5e-324": wanted(retention=0.5, reduction="fastkv", compute_share=5e-324),
         "retention_min over 1": wanted(retention_min=2.0),
         "deadline_s 5e-324": wanted(deadline_s=5e-324),
         "deadline_s 1e308": wanted(deadline_s=1e308, num_frames=2),

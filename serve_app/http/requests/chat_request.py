@@ -301,6 +301,12 @@ class EpdOptions(_Received):
         description="How the kept tokens are chosen; by default as the server has it.",
         json_schema_extra={"enum": [*METHODS, None]},
     )
+    compute_share: float | None = Field(
+        default=None,
+        description="Share of the visual tokens that later layers of the language model compute, with the "
+        "reduction fastkv; by default the retention.",
+        json_schema_extra={"minimum": LEAST_RETENTION, "maximum": 1},
+    )
     retention_min: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None, description="Least share of the visual tokens that is kept when load calls for fewer."
     )

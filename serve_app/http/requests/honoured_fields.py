@@ -62,6 +62,6 @@ HONOURED: Mapping[str, str] = {
     ),
     "epd": (
         "`fps`, `num_frames`, `start_s`, `end_s` of videos, `retention`, `reduction`, "
-        "`retention_min`, `max_visual_tokens`, `deadline_s`, `events`"
+        "`compute_share`, `retention_min`, `max_visual_tokens`, `deadline_s`, `events`"
     ),
 }

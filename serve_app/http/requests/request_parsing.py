@@ -195,11 +195,17 @@ def pixel_limits(chat: ChatRequest) -> PixelLimits:
 
 
 def reduction_policy(chat: ChatRequest, default: ReductionPolicy) -> ReductionPolicy:
-    """Returns which visual tokens are kept. Raises RequestError as ReductionPolicy does."""
+    """Returns which visual tokens are kept. Raises RequestError as ReductionPolicy does.
+
+    With a retention or a method of its own a request has its own compute_share, too.
+    """
     ours = chat.epd or EpdOptions()
+    is_default = ours.reduction is None and ours.retention is None
+    has_share = ours.compute_share is not None or not is_default
     return ReductionPolicy(
         method=default.method if ours.reduction is None else ours.reduction,
         retention=default.retention if ours.retention is None else ours.retention,
+        compute_share=ours.compute_share if has_share else default.compute_share,
     )
 
 

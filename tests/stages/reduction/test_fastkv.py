@@ -19,13 +19,16 @@ from transformers import DynamicCache
 from typer.testing import CliRunner
 
 from encoders import Embeddings, PromptPlan, concatenated
+from encoders.identity import prompt_identity
 from encoders.reduction import reduce_prompt
+from epd.batch.lines import CHAT_URL, LineDefaults, parse_line
 from epd.cli.program import app
 from epd.errors import RequestError
+from epd.kv.kv_cache import KVCacheManager, KVCacheSpec
+from epd.kv.kv_identity import TokenIdentity
 from epd.kv.scheduling import SchedulerConfig
 from epd.models import embedded_model_path
-from epd.reduction import ReductionPolicy
-from epd.sampling_params import SamplingParams
+from epd.reduction import KEEP_ALL, ReductionPolicy
 from serve_app.app_args import AppArgs
 from serve_app.http.requests.chat_request import ChatRequest
 from serve_app.http.requests.request_parsing import reduction_policy
@@ -37,16 +40,19 @@ from tests.encoders.families import Family
 from tests.serve_app.deployments import NUM_FRAMES as APP_FRAMES
 from tests.serve_app.deployments import Question, deployed
 from tests.stages.kv_values import tokens_at
-from tests.stages.prompts import MAX_TOKENS, Drive, Prompt
+from tests.stages.prompts import Prompt
 from tests.stages.reduction.conftest import NUM_FRAMES
 from tests.stages.reduction.prompts import (
+    DRAWN,
     SMALL_WINDOW_TOKENS,
     Engines,
     answered_alone,
+    drive,
     expected,
     placed,
 )
 from tests.stages.reduction.test_prefill_methods import rounded
+from tests.stages.test_moving import run_moving
 from tests.stages.test_split_stages import Deployment
 from tests.tiny_models import load_reference
 
@@ -82,8 +88,11 @@ class TheirLayers:
             hidden = self._layer(layer, hidden, places)
         return self.text.norm(hidden)
 
-    def window(self, visual: Embeddings, positions: np.ndarray, num_kept: int) -> None:
-        """All tokens of a window through the first layers, those that they choose through the rest."""
+    def window(self, visual: Embeddings, positions: np.ndarray, num_kept: int, num_later: int) -> None:
+        """All tokens of a window through the first layers, those that they choose through the rest.
+
+        num_later: how many these are; of them each of the rest keeps its own.
+        """
         hidden, places = visual.rows[None], torch.from_numpy(positions)
         num_before = self.cache.get_seq_length()
         for index, layer in enumerate(self.text.layers):
@@ -92,12 +101,13 @@ class TheirLayers:
                 hidden = hidden + visual.deepstack[index]
             if hidden.shape[1] == num_kept:
                 continue
-            kept = sorted(self._order(index, num_before)[:num_kept])
+            order = self._order(index, num_before)
+            kept, later = sorted(order[:num_kept]), sorted(order[:num_later])
             held = self.cache.layers[index]
             at = torch.tensor([*range(num_before), *(num_before + i for i in kept)])
             held.keys, held.values = held.keys[:, :, at], held.values[:, :, at]
             if self.method == "fastkv" and index + 1 == self.num_whole:
-                hidden, places = hidden[:, kept], places[:, kept]
+                hidden, places = hidden[:, later], places[:, later]
 
     def _layer(self, layer: Any, hidden: Tensor, places: Tensor) -> Tensor:
         num_new = hidden.shape[1]
@@ -140,7 +150,8 @@ def their_context(path: Path, prompt: PromptPlan, visual: Embeddings, method: st
         if place.offset > at:
             theirs.text_rows(prompt.token_ids[at : place.offset], prompt.positions[:, at : place.offset])
         stop = start + window.num_tokens
-        theirs.window(visual.cut(start, stop), positions[:, start:stop], window.num_kept)
+        num_later = window.num_tokens if window.num_later is None else window.num_later
+        theirs.window(visual.cut(start, stop), positions[:, start:stop], window.num_kept, num_later)
         start, at = stop, place.stop
     return theirs
 
@@ -188,12 +199,18 @@ def assert_same_cache(ours: Tensor, theirs: TheirLayers) -> None:
         torch.testing.assert_close(ours[index], held, atol=2e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("retention", [0.5, 0.25, 0.1])
+@pytest.mark.parametrize(
+    ("retention", "compute_share"), [(0.5, None), (0.25, None), (0.1, None), (0.1, 0.2), (0.25, 1.0)]
+)
 def test_tokens_and_cache_equal_transformers_layers_in_a_loop(
-    retention: float, pipeline: ColocatedPipeline, encoded: EncodedMedia, questions: list[str]
+    retention: float,
+    compute_share: float | None,
+    pipeline: ColocatedPipeline,
+    encoded: EncodedMedia,
+    questions: list[str],
 ) -> None:
-    """Of several windows and, over one prefix, several questions."""
-    policy = ReductionPolicy("fastkv", retention)
+    """Of several windows and, over one prefix, several questions. A tenth of a fifth is as published."""
+    policy = ReductionPolicy("fastkv", retention, compute_share)
     context = pipeline.prefill_encoded(encoded, reduction=policy)
     prompts = [reduced_prompt(pipeline, encoded, question, policy) for question in questions]
     assert len(prompts[0].media[0].windows) >= 3
@@ -217,7 +234,7 @@ def test_every_family_keeps_what_transformers_layers_choose(
     monkeypatch.setattr("encoders.reduction.layout.WINDOW_TOKENS", 24)
     pipeline = ColocatedPipeline.load(family.path)
     encoded = pipeline.encode_media([clip], num_frames=12)
-    policy = ReductionPolicy(method, 0.4)
+    policy = ReductionPolicy(method, 0.4, 0.6 if method == "fastkv" else None)
     context = pipeline.prefill_encoded(encoded, reduction=policy)
     prompt = reduced_prompt(pipeline, encoded, "What is shown?", policy)
     assert len(prompt.media[0].windows) >= 2
@@ -258,14 +275,20 @@ def test_later_layers_compute_only_what_goes_on(pipeline: ColocatedPipeline, enc
     assert rows["quickprefill"] == [num_text + num_visual] * 6
     assert rows["fastkv"] == [num_text + num_visual] * 2 + [num_text + num_kept] * 4
     assert sum(rows["fastkv"]) < 0.5 * sum(rows["quickprefill"])
+    with rows_of_layers(6) as counts:
+        same = pipeline.prefill_encoded(encoded, reduction=ReductionPolicy("fastkv", 0.1, 0.2))
+    assert counts == [num_text + num_visual] * 2 + [num_text + round(0.2 * num_visual)] * 4
+    assert len(same.prefix_ids) == len(context.prefix_ids), "what is kept does not depend on it"
 
 
-@pytest.mark.parametrize("retention", [0.5, 0.25, 0.05])
+@pytest.mark.parametrize(
+    ("retention", "compute_share"), [(0.5, None), (0.25, None), (0.05, None), (0.1, 0.3)]
+)
 def test_cache_holds_what_was_planned_in_every_layer(
-    retention: float, pipeline: ColocatedPipeline, clip: Path
+    retention: float, compute_share: float | None, pipeline: ColocatedPipeline, clip: Path
 ) -> None:
     engine = pipeline.engine
-    policy = ReductionPolicy("fastkv", retention)
+    policy = ReductionPolicy("fastkv", retention, compute_share)
     whole = pipeline.prefill_media([clip], num_frames=NUM_FRAMES)
     reduced = pipeline.prefill_media([clip], num_frames=NUM_FRAMES, reduction=policy)
     num_tokens = whole.plans[0].num_tokens
@@ -324,6 +347,7 @@ def mix(
     policies = {
         "half": ReductionPolicy("fastkv", 0.5),
         "tenth": ReductionPolicy("fastkv", 0.1),
+        "tenth of a third": ReductionPolicy("fastkv", 0.1, 0.33),
         "quick": ReductionPolicy("quickprefill", 0.2),
         "chosen": ReductionPolicy("mustdrop", 0.2),
         "whole": ReductionPolicy(),
@@ -341,7 +365,7 @@ def test_any_batch_and_chunking_gives_the_same_tokens(
     passes = Passes.watch(monkeypatch)
     config = SchedulerConfig(max_chunk_tokens=chunk, max_num_batched_tokens=max(chunk, 20))
     engine = engines.engine(config=config, enable_prefix_caching=caching)
-    assert Drive(engine, seed=chunk).run(mix) == expected(mix)
+    assert drive(engine, chunk, mix) == expected(mix)
     assert engine.kv.usage == 0
     assert passes.has_mixed() == (chunk > 7)
 
@@ -352,14 +376,45 @@ def test_preemption_changes_no_token(mode: str, engines: Engines, mix: dict[str,
     room = 2 * max(len(prompt.plan) for prompt in mix.values()) + 8
     engine = engines.engine(config=config, block_size=4, num_kv_tokens=room, enable_prefix_caching=False)
     for seed in range(1, 3):
-        assert Drive(engine, seed).run(mix) == expected(mix)
+        assert drive(engine, seed, mix) == expected(mix)
     assert engine.scheduler.num_preempted > 0, "the pool was meant to be too small"
 
 
 def test_split_over_workers_gives_the_same_tokens(engines: Engines, mix: dict[str, Prompt]) -> None:
     deployment = Deployment(engines, 2, random.Random(1))  # type: ignore[arg-type]
-    assert deployment.run(mix, SamplingParams(max_tokens=MAX_TOKENS)) == expected(mix)
+    assert deployment.run(mix, DRAWN) == expected(mix)
     deployment.settle()
+
+
+def test_answers_are_moved_in_their_middle(
+    pipeline: ColocatedPipeline, engines: Engines, short: EncodedMedia, questions: list[str]
+) -> None:
+    policies = {"rates": ReductionPolicy("fastkv", 0.2, 0.5)}
+    some = answered_alone(engines, pipeline, short, questions[:2], policies)
+    deployment = Deployment(engines, 2, random.Random(2))  # type: ignore[arg-type]
+    assert run_moving(deployment, some, DRAWN) > 0
+    assert {name: deployment.tokens(name) for name in some} == expected(some)
+
+
+def test_other_shares_find_nothing_of_a_video(
+    pipeline: ColocatedPipeline, short: EncodedMedia, questions: list[str]
+) -> None:
+    """In a prefix cache, where the same share finds all of it."""
+    kv = KVCacheManager(KVCacheSpec((16,), 16))
+
+    def identity(compute_share: float | None) -> TokenIdentity:
+        policy = ReductionPolicy("fastkv", 0.1, compute_share)
+        prompt = reduced_prompt(pipeline, short, questions[0], policy)
+        return prompt_identity(prompt, ("other shares",))
+
+    first = identity(0.2)
+    kv.open("first", first, max_cached=0)
+    kv.allocate("first", len(first))
+    kv.commit("first", first, len(first))
+    kv.free("first")
+    assert kv.num_cached(identity(0.2)) == len(first)
+    text = reduced_prompt(pipeline, short, questions[0], KEEP_ALL).media[0].units[0].offset
+    assert max(kv.num_cached(identity(share)) for share in (None, 0.1, 0.3, 1.0)) <= text
 
 
 # Asked for
@@ -369,7 +424,7 @@ def test_split_over_workers_gives_the_same_tokens(engines: Engines, mix: dict[st
 def test_the_app_answers_as_the_colocated_pipeline(
     topology: str, pipeline: ColocatedPipeline, clip: Path, questions: list[str]
 ) -> None:
-    policy = ReductionPolicy("fastkv", 0.25)
+    policy = ReductionPolicy("fastkv", 0.25, 0.5)
     wanted = [
         pipeline.ask([clip], text, num_frames=APP_FRAMES, reduction=policy, max_tokens=10).token_ids
         for text in questions[:2]
@@ -389,18 +444,34 @@ def test_the_app_answers_as_the_colocated_pipeline(
 
 
 def test_requests_and_commands_know_it(clip: Path) -> None:
-    options = {"reduction": "fastkv", "retention": 0.25}
+    options = {"reduction": "fastkv", "retention": 0.25, "compute_share": 0.5}
     body = {"messages": [{"role": "user", "content": "What?"}], "epd": options}
-    policy = ReductionPolicy("fastkv", 0.25)
+    policy = ReductionPolicy("fastkv", 0.25, 0.5)
     assert reduction_policy(ChatRequest.model_validate(body), ReductionPolicy()) == policy
     assert AppArgs(**options).reduction_policy == policy
-    asked = ["--retention", "0.25", "--reduction", "fastkv", "--frames", "24", "--json"]
-    result = CliRunner().invoke(app, ["ask", str(clip), "How many shapes are there?", *asked])
+    asked = ["--retention", "0.25", "--reduction", "fastkv", "--compute-share", "0.5", "--frames", "24"]
+    result = CliRunner().invoke(app, ["ask", str(clip), "How many shapes are there?", *asked, "--json"])
     assert result.exit_code == 0, result.output
     usage = json.loads(result.stdout)["usage"]
     assert usage["visual_tokens"] == round(usage["visual_tokens_before"] / 4)
     for command in ("ask", "serve"):
         assert "fastkv" in CliRunner().invoke(app, [command, "--help"]).output
+
+
+@pytest.mark.parametrize(
+    ("own", "share"),
+    [({}, 0.2), ({"compute_share": 0.5}, 0.5), ({"retention": 0.3}, None), ({"reduction": "evs"}, None)],
+)
+def test_a_default_share_goes_with_the_default_retention(own: dict[str, Any], share: float | None) -> None:
+    """Of a server and of a batch."""
+    default = ReductionPolicy("fastkv", 0.1, 0.2)
+    asked = {"messages": [{"role": "user", "content": "What?"}], "epd": own}
+    assert reduction_policy(ChatRequest.model_validate(asked), default).compute_share == share
+    defaults = LineDefaults(Path(), retention=0.1, reduction="fastkv", compute_share=0.2)
+    line = {"custom_id": "a", "method": "POST", "url": CHAT_URL, "body": asked}
+    body = parse_line(json.dumps(line).encode(), 1, defaults).body
+    assert body["epd"].get("compute_share") == share
+    assert reduction_policy(ChatRequest.model_validate(body), KEEP_ALL).compute_share == share
 
 
 def test_an_unknown_method_is_told_this_one() -> None:

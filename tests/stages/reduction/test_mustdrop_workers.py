@@ -24,14 +24,13 @@ from stages.media import plan_media
 from tests.serve_app.deployments import LETTERS, NUM_FRAMES, Deployment, Question, deployed, until_decoding
 from tests.serve_app.server import served, wait_until
 from tests.stages import test_split_stages
-from tests.stages.prompts import MAX_TOKENS, Drive, Prompt
-from tests.stages.reduction.prompts import Engines, answered_alone, expected, prompt_of
+from tests.stages.prompts import Prompt
+from tests.stages.reduction.prompts import DRAWN, Engines, answered_alone, drive, expected, prompt_of
 from tests.stages.test_moving import run_moving
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 
 POLICY = ReductionPolicy("mustdrop", 0.25)
-GREEDY = SamplingParams(max_tokens=MAX_TOKENS)
 BLOCK_SIZE = 4
 
 
@@ -95,7 +94,7 @@ def test_both_workers_hold_and_send_survivors_alone(engines: Engines, long: Prom
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode.pools, "receive", watched)
-        assert deployment.submit("r", long, GREEDY)
+        assert deployment.submit("r", long, DRAWN)
         assert num_blocks(decode, "r") == ceil_div(num_held(long) + 1, decode.kv.block_size)
         for group in long.groups:
             deployment.prefill.add_embeddings("r", group)
@@ -138,7 +137,7 @@ def test_four_times_as_many_fit_at_once(
 
 def test_a_ticket_of_another_length_is_refused(engines: Engines, long: Prompt) -> None:
     deployment, request = deployment_of(engines, 1), long.request("r")
-    ticket = deployment.decode["d0"].reserve("r", "p0", request.identity, GREEDY)
+    ticket = deployment.decode["d0"].reserve("r", "p0", request.identity, DRAWN)
     assert ticket is not None
     with pytest.raises(ValueError, match="num_dropped"):
         deployment.prefill.submit(request, ticket)
@@ -152,13 +151,13 @@ def test_split_over_workers_gives_the_same_tokens(
     num_decode: int, engines: Engines, prompts: dict[str, Prompt]
 ) -> None:
     deployment = deployment_of(engines, num_decode)
-    assert deployment.run(prompts, GREEDY) == expected(prompts)
+    assert deployment.run(prompts, DRAWN) == expected(prompts)
     deployment.settle()
 
 
 def test_answers_are_moved_in_their_middle(engines: Engines, prompts: dict[str, Prompt]) -> None:
     deployment = deployment_of(engines, 3)
-    assert run_moving(deployment, prompts, GREEDY) > 5
+    assert run_moving(deployment, prompts, DRAWN) > 5
     assert {name: deployment.tokens(name) for name in prompts} == expected(prompts)
 
 
@@ -168,7 +167,7 @@ def test_a_decode_worker_too_small_for_all_preempts(engines: Engines, prompts: d
     deployment.decode_kv_tokens = 16 * (2 + max(ceil_div(len(each.plan), 16) for each in prompts.values()))
     deployment.decode = {"d0": deployment.new_decode("d0")}
     several = {f"{name}{turn}": prompt for turn in range(2) for name, prompt in prompts.items()}
-    assert deployment.run(several, GREEDY) == expected(several)
+    assert deployment.run(several, DRAWN) == expected(several)
     deployment.settle()
 
 
@@ -177,14 +176,17 @@ def test_a_lost_decode_worker_costs_no_prefill(
     steps: int, engines: Engines, prompts: dict[str, Prompt]
 ) -> None:
     deployment = deployment_of(engines, 2, steps)
-    test_split_stages.feed(deployment, prompts)
+    for name, prompt in prompts.items():
+        assert deployment.submit(name, prompt, DRAWN)
+        for group in prompt.groups:
+            deployment.prefill.add_embeddings(name, group)
     for _ in range(steps):
         deployment.step()
     deployment.hub.disconnect("d0")
     del deployment.decode["d0"]
     for name in deployment.prefill.drop_receiver("d0"):
         request, dropped = prompts[name].request(name), prompts[name].plan.num_dropped
-        ticket = deployment.decode["d1"].reserve(name, "p0", request.identity, GREEDY, dropped)
+        ticket = deployment.decode["d1"].reserve(name, "p0", request.identity, DRAWN, dropped)
         assert ticket is not None
         deployment.placed[name] = "d1"
         deployment.prefill.redirect(name, ticket)
@@ -201,14 +203,14 @@ def test_a_lost_decode_worker_costs_no_prefill(
 @pytest.mark.parametrize("mode", ["recompute", "offload"])
 def test_several_answers_share_what_is_kept(mode: str, engines: Engines, prompts: dict[str, Prompt]) -> None:
     some = {name: prompt for name, prompt in prompts.items() if name.startswith("mustdrop")}
-    sampling = SamplingParams(max_tokens=MAX_TOKENS, n=3)
+    alone = {name: drive(engines.engine(), 0, {name: prompt}, n=3)[name] for name, prompt in some.items()}
+    assert all(alone[name][: len(prompt.expected)] == prompt.expected for name, prompt in some.items())
     config = SchedulerConfig(preemption=mode)  # type: ignore[arg-type]
     room = 4 * ceil_div(max(len(prompt.plan) + 2 * num_held(prompt) for prompt in some.values()) + 32, 4)
     num_preempted = 0
     for seed in range(3):
         engine = engines.engine(config=config, block_size=4, num_kv_tokens=room, enable_prefix_caching=False)
-        answers = Drive(engine, seed).run(some, sampling=sampling)
-        assert answers == {name: 3 * prompt.expected for name, prompt in some.items()}
+        assert drive(engine, seed, some, n=3) == alone
         assert engine.kv.usage == 0
         num_preempted += engine.scheduler.num_preempted
     assert num_preempted

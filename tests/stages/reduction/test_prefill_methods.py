@@ -25,19 +25,20 @@ from epd.kv.scheduler_output import SchedulerOutput
 from epd.kv.scheduling import Scheduler, SchedulerConfig
 from epd.models import embedded_model_path
 from epd.reduction import ReductionPolicy, layer_counts
-from epd.sampling_params import SamplingParams
 from stages.colocated import ColocatedPipeline, EncodedMedia
 from stages.engine.generation import GenerationSettings
 from stages.reduction.pruning import smallest_keys
 from stages.reduction.question_views import QuestionView
 from tests.kv.test_scheduler_machine import VOCABULARY, SchedulerMachine
 from tests.stages.kv_values import tokens_at
-from tests.stages.prompts import MAX_TOKENS, Drive, Prompt
+from tests.stages.prompts import Prompt
 from tests.stages.reduction.conftest import NUM_FRAMES
 from tests.stages.reduction.prompts import (
+    DRAWN,
     SMALL_WINDOW_TOKENS,
     Engines,
     answered_alone,
+    drive,
     expected,
     placed,
     reduced_plan,
@@ -277,7 +278,7 @@ def test_any_batch_and_chunking_gives_the_same_tokens(
 ) -> None:
     config = SchedulerConfig(max_chunk_tokens=chunk, max_num_batched_tokens=max(chunk, 20))
     engine = engines.engine(config=config, enable_prefix_caching=caching)
-    assert Drive(engine, seed=chunk).run(mix) == expected(mix)
+    assert drive(engine, chunk, mix) == expected(mix)
     assert engine.kv.usage == 0
 
 
@@ -287,13 +288,13 @@ def test_preemption_changes_no_token(mode: str, engines: Engines, mix: dict[str,
     room = 2 * max(len(prompt.plan) for prompt in mix.values()) + 8
     engine = engines.engine(config=config, block_size=4, num_kv_tokens=room, enable_prefix_caching=False)
     for seed in range(2):
-        assert Drive(engine, seed).run(mix) == expected(mix)
+        assert drive(engine, seed, mix) == expected(mix)
     assert engine.scheduler.num_preempted > 0, "the pool was meant to be too small"
 
 
 def test_split_over_workers_gives_the_same_tokens(engines: Engines, mix: dict[str, Prompt]) -> None:
     deployment = Deployment(engines, 2, random.Random(1))  # type: ignore[arg-type]
-    assert deployment.run(mix, SamplingParams(max_tokens=MAX_TOKENS)) == expected(mix)
+    assert deployment.run(mix, DRAWN) == expected(mix)
     deployment.settle()
 
 
@@ -418,7 +419,7 @@ def test_choices_outlast_chunks_batches_and_preemption(
             config=config, block_size=4, num_kv_tokens=room, enable_prefix_caching=caching
         )
         for seed in range(2):
-            assert Drive(engine, seed).run(chosen) == expected(chosen)
+            assert drive(engine, seed, chosen) == expected(chosen)
         assert engine.scheduler.num_preempted > 0
 
 
