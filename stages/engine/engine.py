@@ -346,10 +346,13 @@ class LanguageEngine:
         return [sequence, *self._siblings(sequence)]
 
     def _siblings(self, sequence: TokenSequence) -> list[TokenSequence]:
-        return [
+        siblings = [
             self._choice(sequence.request, index, sequence.visual, sequence.ends)
             for index in range(1, sequence.request.sampling.n)
         ]
+        for each in siblings:
+            each.tokens.place_as(sequence.tokens)
+        return siblings
 
     def _book(
         self, chunk: Chunk, family: list[TokenSequence], tokens: list[SampledToken], result: StepResult

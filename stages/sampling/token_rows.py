@@ -25,6 +25,10 @@ class TokenRows:
         self.positions: Int64Array = np.array(prompt.positions, dtype=np.int64)
         self.reserve(len(prompt) + 1)
 
+    def place_as(self, other: TokenRows) -> None:
+        """Takes the positions of another answer's prompt; those of kept visual tokens come with them."""
+        self.positions[:, : self._num_prompt] = other.positions[:, : self._num_prompt]
+
     def reserve(self, num_tokens: int) -> None:
         """Makes room for tokens [0, num_tokens), and for as many again, so that growing costs little."""
         room = len(self.ids)
