@@ -7,7 +7,8 @@ prefill: a drawn video whose embeddings are there; each retention in turn, one t
 (prefill of what is kept, and the question's first token) beside the gain in operations of the decoder, as
 they are measured (reduction_costs.py).
 fit: the most frames of one video that a fixed room for keys and values admits.
-accuracy: the tables of `epd eval --out FILE.jsonl`, from the files given.
+accuracy: the tables of `epd eval --out FILE.jsonl`, from the files given, beside times to the first token of
+the section above and what `python -m benchmarks.reduction_costs` has counted, from the files of results.
 same-tokens: such files of the same videos, in pairs: few frames in full, many frames that are reduced.
 Results go to benchmarks/results/reduction.{json,md}.
 """
@@ -24,11 +25,12 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.reduction_costs import QUESTION, embedded_pipeline, encoded_video, prompt_costs
-from benchmarks.reporting import Row, Section, median_ratio, run_sections, setting
+from benchmarks.reduction_costs import ALL_TOKENS, QUESTION, embedded_pipeline, encoded_video, prompt_costs
+from benchmarks.reporting import RESULTS, Row, Section, median_ratio, run_sections, setting
 from encoders import FrameSampling, VideoFacts
 from encoders.identity import prompt_identity
 from encoders.reduction import reduce_prompt
@@ -37,14 +39,24 @@ from epd.eval.rows import Pairs, by_setting
 from epd.eval.statistics import mcnemar_p
 from epd.eval.verdicts import Verdict, VerdictLog
 from epd.models import embedded_model_path
-from epd.reduction import ReductionPolicy
+from epd.reduction import METHODS, ReductionPolicy
 from epd.sampling_params import SamplingParams
 from stages.colocated import ColocatedPipeline
 from stages.engine.generation import GenerateRequest
 
-RETENTIONS = (1.0, 0.5, 0.25, 0.15, 0.1)
+RETENTIONS = (1.0, 0.5, 0.25, 0.2, 0.15, 0.1, 0.078)
+FRAMES = (32, 128, 512)
 KV_TOKENS = 4096
 MOST_FRAMES = 16384
+# Columns of benchmarks.reduction_costs that stand beside accuracy.
+COSTS = (
+    "fewer_in_prompt",
+    "fewer_in_all",
+    "kv_blocks_prefill",
+    "kv_blocks_decode",
+    "sent_to_prefill_mb",
+    "sent_to_decode_mb",
+)
 
 
 def prefill_rows(methods: Sequence[str], num_frames: int, repeats: int) -> list[Row]:
@@ -77,7 +89,8 @@ def prefill_rows(methods: Sequence[str], num_frames: int, repeats: int) -> list[
     whole = policies[0]
     return [
         {
-            "method": policy.method if policy.is_on else "all tokens",
+            "frames": num_frames,
+            "method": policy.method if policy.is_on else ALL_TOKENS,
             "retention": policy.retention,
             "visual_tokens": usage.visual_tokens,
             "kv_mb": round(tokens * pipeline.engine.pools.bytes_per_token / 1e6, 2),
@@ -115,25 +128,56 @@ def fits(pipeline: ColocatedPipeline, num_frames: int, policy: ReductionPolicy) 
 
 
 def accuracy_rows(logs: Sequence[Path]) -> list[Row]:
-    """What `epd eval` says of its logs of verdicts."""
-    rows: list[Row] = []
+    """Returns what `epd eval` says of its logs of verdicts, and what the same settings cost."""
+    shown: dict[tuple[int, str, float], Row] = {}
+    times, costs = seconds_to_first_token(), counted_costs()
     for log in logs:
         command = [str(Path(sys.executable).with_name("epd")), "eval", "--table", str(log), "--json"]
         found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        rows += [
-            {
-                "frames": row["num_frames"],
-                "questions": row["num_questions"],
-                "method": row["method"],
-                "retention": row["retention"],
-                "visual_tokens": row["visual_tokens"],
-                "accuracy": round(row["accuracy"], 4),
-                "of_full": round(row["relative_accuracy"], 4),
-                "p_value": None if row["p_value"] is None else float(f"{row['p_value']:.2g}"),
-            }
-            for row in found
-        ]
-    return rows
+        for row in found:
+            method = row["method"] if row["retention"] < 1 else ALL_TOKENS
+            setting = row["num_frames"], method, row["retention"]
+            shown.setdefault(
+                setting, accuracy_row(row, method) | {"ttft_s": times.get(setting)} | costs.get(setting, {})
+            )
+    order = {name: number for number, name in enumerate((ALL_TOKENS, *METHODS))}
+    return [shown[key] for key in sorted(shown, key=lambda key: (key[0], order[key[1]], -key[2]))]
+
+
+def accuracy_row(row: Row, method: str) -> Row:
+    return {
+        "frames": row["num_frames"],
+        "questions": row["num_questions"],
+        "method": method,
+        "retention": row["retention"],
+        "visual_tokens": row["visual_tokens"],
+        "accuracy": round(row["accuracy"], 4),
+        "interval": f"{row['accuracy_low']:.3f} to {row['accuracy_high']:.3f}",
+        "of_full": round(row["relative_accuracy"], 4),
+        "p_value": None if row["p_value"] is None else float(f"{row['p_value']:.2g}"),
+    }
+
+
+def seconds_to_first_token() -> dict[tuple[int, str, float], float]:
+    """Returns the section `prefill` of the results, by frames, method and retention."""
+    rows = stored("reduction").get("prefill", [])
+    return {(row["frames"], row["method"], row["retention"]): row["ttft_s"] for row in rows}
+
+
+def counted_costs() -> dict[tuple[int, str, float], Row]:
+    """Returns what benchmarks.reduction_costs has counted, by frames, method and retention."""
+    sections = stored("reduction_costs")
+    return {
+        (frames, row["method"], row["retention"]): {name: row[name] for name in COSTS}
+        for frames in FRAMES
+        for row in sections.get(f"{frames} frames", [])
+        if row["compute_share"] in (None, row["retention"])
+    }
+
+
+def stored(name: str) -> dict[str, Any]:
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def same_tokens_rows(logs: Sequence[Path]) -> list[Row]:
@@ -190,11 +234,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     quick = options.quick
-    frames, repeats = (32, 1) if quick else (512, 5)
+    lengths, repeats = (FRAMES[:1], 1) if quick else (FRAMES, 5)
     sections = {
         "prefill": Section(
             "Time to the first token, embeddings there (aim: 0.9 of the gain in operations)",
-            partial(prefill_rows, ("balanced", "evs", "quickprefill", "fastkv"), frames, repeats),
+            lambda: [row for frames in lengths for row in prefill_rows(METHODS, frames, repeats)],
         ),
         "fit": Section("Frames that fit", partial(fit_rows, KV_TOKENS)),
         "accuracy": Section(

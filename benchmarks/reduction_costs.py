@@ -6,8 +6,8 @@
 
 Operations are those of the matrix products that torch carries out, in the tower and for a prompt to its
 first token, without the half of attention that a causal kernel leaves out. Blocks and bytes are those of the
-pools: embeddings sent to the prefill worker, keys and values sent to the decode worker. Nothing depends on
-the clock. Results go to benchmarks/results/reduction_costs.{json,md}.
+pools: embeddings that one encoder sends to the prefill worker, keys and values sent to the decode worker.
+Nothing depends on the clock. Results go to benchmarks/results/reduction_costs.{json,md}.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.reporting import Row, Section, run_sections, setting
 from encoders import load_adapter
-from encoders.adapter import Embeddings
+from encoders.adapter import Embeddings, PromptPlan
 from encoders.identity import prompt_identity
 from encoders.reduction import reduce_prompt
+from encoders.reduction.reading import Reading, is_cut_at_encoder
 from epd.models import embedded_model_path
-from epd.reduction import ReductionPolicy
+from epd.reduction import METHODS, ReductionPolicy
 from epd.sampling_params import SamplingParams
 from epd.shapes import make_scene
 from epd.transfer.connectors import KVChunk, KVTicket
 from stages.colocated import ColocatedPipeline, EncodedMedia
 from stages.connectors import InProcessHub
 from stages.decode import DecodeStage
+from stages.encode.readings import Readings
 from stages.encode.splicing import EmbeddingSplicer
 from stages.engine.engine import LanguageEngine
 from stages.engine.generation import GenerateRequest, generation_settings
@@ -46,13 +48,14 @@ from stages.engine.setup import build_engine
 from stages.loading.weights import load_role
 from stages.placement import Placement
 from stages.prefill import PrefillStage
+from stages.visual_inputs import PlacedEmbeddings
 from video.demo_video import write_demo_video
 
 RETENTIONS = (0.5, 0.25, 0.2, 0.15, 0.1, 0.078)
-METHODS = ("balanced", "random", "uniform", "quickprefill", "fastkv", "mustdrop")
 # Of FastKV's two rates: what is kept, and what later layers compute; 10 % of 20 % is published.
 TWO_RATES = ((0.25, 0.5), (0.1, 0.2), (0.1, 0.5))
 FRAMES = (32, 128, 512)
+ALL_TOKENS = "all tokens"
 QUESTION = "Which shape appears first?"
 SEED = 5_000_001
 # Room of each worker.
@@ -117,10 +120,11 @@ def prompt_costs(
     prefill = PrefillStage(here, hub.connect("p", here.pools))
     decode = DecodeStage(there, hub.connect("d", received))
     prefill.submit(request, decode.reserve("r", "p", request.identity, request.sampling, plan.num_dropped))
-    splicer, peak = EmbeddingSplicer(pipeline.adapter, plan), 0
+    peak = num_bytes = 0
     with counted_flops() as counter:
-        for group, embeddings in encoded.groups:
-            if (placed := splicer.push(group, embeddings)) is not None:
+        for placed, sent in _sent(pipeline, encoded, plan):
+            num_bytes += _num_bytes(sent)
+            if placed is not None:
                 prefill.add_embeddings("r", placed)
         while not here.is_held("r"):
             prefill.step()
@@ -128,12 +132,28 @@ def prompt_costs(
     decode.reception.poll()
     return PromptCosts(
         decoder_flops=counter.get_total_flops(),
-        encoded_bytes=sum(_num_bytes(embeddings) for _, embeddings in encoded.groups),
+        encoded_bytes=num_bytes,
         handed_over_bytes=received.num_bytes,
         peak_blocks=peak,
         prefill_blocks=len(here.kv.block_table("r")),
         decode_blocks=len(there.kv.block_table("r")),
     )
+
+
+def _sent(
+    pipeline: ColocatedPipeline, encoded: EncodedMedia, plan: PromptPlan
+) -> Iterator[tuple[PlacedEmbeddings | None, Embeddings]]:
+    """Yields what each group completes of the prompt, and what one encoder of all groups sends of it."""
+    adapter, whole = pipeline.adapter, [group for group, _ in encoded.groups]
+    splicer, readings = EmbeddingSplicer(adapter, plan), Readings(adapter.join)
+    for group, embeddings in encoded.groups:
+        if is_cut_at_encoder(plan, [each for each in whole if each.item == group.item]):
+            name = f"item {group.item}"
+            readings.open(name, Reading.of(plan, whole, group.item), "r", "p")
+            kept, places = readings.read(name, group, embeddings)
+            yield splicer.place(group, kept, places), kept
+        else:
+            yield splicer.push(group, embeddings), embeddings
 
 
 class _WatchedPools:
@@ -197,7 +217,7 @@ def cost_rows(num_frames: int) -> list[Row]:
 def _row(policy: ReductionPolicy, costs: PromptCosts, whole: PromptCosts, tower_flops: int) -> Row:
     decoder, both = costs.decoder_flops, costs.decoder_flops + tower_flops
     return {
-        "method": policy.method if policy.is_on else "all tokens",
+        "method": policy.method if policy.is_on else ALL_TOKENS,
         "retention": policy.retention,
         "compute_share": policy.later_share,
         "tower_gflop": round(tower_flops / 1e9, 2),
