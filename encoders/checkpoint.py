@@ -9,7 +9,8 @@ from typing import Any
 
 import transformers
 
-from epd.errors import ModelError, ModelNotFoundError, UnsupportedModelError
+from encoders.quantization import read_quantization
+from epd.errors import ModelError, ModelNotFoundError
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +60,12 @@ def read_model_type(path: Path) -> str:
 def open_checkpoint(path: Path) -> Checkpoint:
     """Reads configuration and processor from local files only.
 
-    Raises ModelError when they do not load, UnsupportedModelError for quantised weights.
+    Raises ModelError when they do not load, UnsupportedModelError for weights that are quantised as nothing
+    here computes.
     """
+    read_quantization(path)
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-        check_unquantised(config)
         try:
             processor = transformers.AutoProcessor.from_pretrained(path, local_files_only=True)
         except ImportError:  # the processor class wants a package; its parts do not
@@ -71,19 +73,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"the model at '{path}' does not load: {_one_line(error)}") from error
     return Checkpoint(path, config, processor)
-
-
-def check_unquantised(config: Any) -> None:
-    """Raises UnsupportedModelError for a transformers configuration whose weights are quantised."""
-    for part in (config, config.get_text_config()):
-        settings = getattr(part, "quantization_config", None)
-        if settings:
-            read = settings if isinstance(settings, dict) else settings.to_dict()
-            raise UnsupportedModelError(
-                f"received weights quantised by '{read.get('quant_method', 'an unnamed method')}' "
-                f"(quantization_config of a '{config.model_type}' model); allowed: bfloat16, float16 and "
-                "float32; use the checkpoint that was not quantised"
-            )
 
 
 @dataclass(frozen=True, slots=True)

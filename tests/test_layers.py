@@ -82,7 +82,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "reduction": ".",
         "attention": "kernels reduction",
         "decoder": ". attention kernels loading",
-        "loading": ". attention",
+        "loading": ". attention kernels",
         "sampling": "",
         "grammar": "",
         "connectors": ".",

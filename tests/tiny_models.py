@@ -77,17 +77,20 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_qwen2_5_vl(folder: Path, seed: int = 0) -> Path:
-    """Qwen2.5-VL with windowed and full vision attention; frames of at most 84 x 84 pixels or so."""
+def build_qwen2_5_vl(folder: Path, seed: int = 0, **text: int) -> Path:
+    """Qwen2.5-VL with windowed and full vision attention; frames of at most 84 x 84 pixels or so.
+
+    text: other sizes of the language model.
+    """
     tokenizer = byte_level_tokenizer()
     config = Qwen2_5_VLConfig(
-        text_config={**_text_config(tokenizer, "default"), **_TEXT},
+        text_config={**_text_config(tokenizer, "default"), **_TEXT, **text},
         vision_config={
             "depth": 3,
             "hidden_size": 32,
             "intermediate_size": 48,
             "num_heads": 2,
-            "out_hidden_size": _TEXT["hidden_size"],
+            "out_hidden_size": text.get("hidden_size", _TEXT["hidden_size"]),
             "window_size": 56,
             "fullatt_block_indexes": [1],
             "tokens_per_second": 2,
@@ -104,17 +107,20 @@ def build_qwen2_5_vl(folder: Path, seed: int = 0) -> Path:
     return _save(folder, Qwen2_5_VLForConditionalGeneration, config, processor, seed)
 
 
-def build_qwen3_vl(folder: Path, seed: int = 0) -> Path:
-    """Qwen3-VL with two deepstack layers; frames of at most 96 x 96 pixels or so, for eight of them."""
+def build_qwen3_vl(folder: Path, seed: int = 0, **text: int) -> Path:
+    """Qwen3-VL with two deepstack layers; frames of at most 96 x 96 pixels or so, for eight of them.
+
+    text: other sizes of the language model.
+    """
     tokenizer = byte_level_tokenizer()
     config = Qwen3VLConfig(
-        text_config={**_text_config(tokenizer, "default"), **_TEXT, "head_dim": 16},
+        text_config={**_text_config(tokenizer, "default"), **_TEXT, "head_dim": 16, **text},
         vision_config={
             "depth": 3,
             "hidden_size": 32,
             "intermediate_size": 48,
             "num_heads": 2,
-            "out_hidden_size": _TEXT["hidden_size"],
+            "out_hidden_size": text.get("hidden_size", _TEXT["hidden_size"]),
             "num_position_embeddings": 64,
             "deepstack_visual_indexes": [0, 1],
         },
@@ -136,7 +142,7 @@ def build_qwen3_vl(folder: Path, seed: int = 0) -> Path:
     return _save(folder, Qwen3VLForConditionalGeneration, config, processor, seed)
 
 
-BUILDERS: dict[str, Callable[[Path], Path]] = {"qwen2_5_vl": build_qwen2_5_vl, "qwen3_vl": build_qwen3_vl}
+BUILDERS: dict[str, Callable[..., Path]] = {"qwen2_5_vl": build_qwen2_5_vl, "qwen3_vl": build_qwen3_vl}
 
 
 def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:

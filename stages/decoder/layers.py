@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from stages.decoder.linear import Linear, LinearKind, kind_for, linear, linear_kind
+from stages.decoder.linear import JoinedLinear, Linear, LinearKind, kind_for, linear, linear_kind
 from stages.decoder.operations import RmsNorm, silu_mul
 from stages.decoder.rank_parts import GatheredHead, SplitEmbedding, SummedLinear
 from stages.loading.merged_weights import GATE_UP, QKV, merged
+from stages.loading.quantized_linear import QuantizedLinear, can_merge, product_of
 from stages.rank import Collectives
 
 
@@ -85,7 +86,7 @@ def head_of(model: Any, ranks: Collectives | None = None) -> Linear:
     head: Any = model.get_output_embeddings()
     made = _heads.get(head)
     if made is None:
-        made = _linear(head.weight, head.bias, linear_kind(head.weight, head.weight.nbytes))
+        made = _linear(head, _kind([head]))
         made = _heads[head] = made if ranks is None else GatheredHead(made, head.out_features, ranks)
     return made
 
@@ -98,8 +99,7 @@ def embedding_of(model: Any, ranks: Collectives | None = None) -> Callable[[Tens
 
 def _layers(decoder: Any, ranks: Collectives | None) -> DecoderLayers:
     eps = decoder.config.rms_norm_eps
-    weights = [module.weight for module in decoder.layers.modules() if isinstance(module, nn.Linear)]
-    kind = linear_kind(weights[0], sum(weight.nbytes for weight in weights))
+    kind = _kind(decoder.layers.modules())
     layers = tuple(_layer(layer, eps, kind, ranks) for layer in decoder.layers)
     return DecoderLayers(layers, RmsNorm.of(decoder.norm.weight, eps))
 
@@ -124,19 +124,31 @@ def _mlp(mlp: Any, kind: LinearKind, ranks: Collectives | None) -> Callable[[Ten
     return GatedMlp(_merged(mlp, GATE_UP, kind), _summed(mlp.down_proj, kind, ranks))
 
 
+def _kind(modules: Iterable[nn.Module]) -> LinearKind:
+    """Returns how the matrices of linear modules are multiplied that are not quantised."""
+    weights = [module.weight for module in modules if isinstance(module, nn.Linear)]
+    return linear_kind(weights[0], sum(weight.nbytes for weight in weights)) if weights else "plain"
+
+
 def _summed(module: Any, kind: LinearKind, ranks: Collectives | None) -> Linear:
     """Returns the product with a matrix whose columns the ranks share."""
     if ranks is None:
-        return _linear(module.weight, module.bias, kind)
-    return SummedLinear(_linear(module.weight, None, kind), module.bias, ranks)
+        return _linear(module, kind)
+    return SummedLinear(linear(module.weight, None, kind_for(module.weight, kind)), module.bias, ranks)
 
 
 def _merged(module: Any, names: tuple[str, ...], kind: LinearKind) -> Linear:
     parts = [getattr(module, name) for name in names]
+    if can_merge(parts):
+        return product_of(parts)
+    if any(isinstance(part, QuantizedLinear) for part in parts):
+        return JoinedLinear(tuple(_linear(part, kind) for part in parts))
     weight, bias = merged(parts, "weight"), merged(parts, "bias")
     assert weight is not None
-    return _linear(weight, bias, kind)
-
-
-def _linear(weight: Tensor, bias: Tensor | None, kind: LinearKind) -> Linear:
     return linear(weight, bias, kind_for(weight, kind))
+
+
+def _linear(module: Any, kind: LinearKind) -> Linear:
+    if isinstance(module, QuantizedLinear):
+        return product_of([module])
+    return linear(module.weight, module.bias, kind_for(module.weight, kind))

@@ -82,6 +82,16 @@ class OneDnnLinear:
         return product
 
 
+@dataclass(frozen=True, slots=True)
+class JoinedLinear:
+    """Multiplies by matrices that cannot be one, such as those of which only some are quantised."""
+
+    parts: tuple[Linear, ...]
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return torch.cat([part(rows) for part in self.parts], dim=1)
+
+
 def linear_kind(weight: Tensor, num_bytes: int) -> LinearKind:
     """Returns how matrices are multiplied. weight: one of them; num_bytes: of all of them."""
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]

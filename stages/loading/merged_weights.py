@@ -19,7 +19,9 @@ from torch import Tensor, nn
 # What is merged, in this order.
 QKV = ("q_proj", "k_proj", "v_proj")
 GATE_UP = ("gate_proj", "up_proj")
-_PART = re.compile(r"^(.*\blayers\.\d+\.(?:self_attn|mlp)\.)(q|k|v|gate|up)_proj\.(weight|bias)$")
+_PART = re.compile(
+    r"^(.*\blayers\.\d+\.(?:self_attn|mlp)\.)(q|k|v|gate|up)_proj\.(weight|bias|scales|packed|zeros)$"
+)
 _GROUP = {"q": QKV, "k": QKV, "v": QKV, "gate": GATE_UP, "up": GATE_UP}
 
 
@@ -75,7 +77,7 @@ class MergedMemory:
 
 
 def merged(modules: Sequence[Any], kind: str) -> Tensor | None:
-    """Returns what linear modules have as `kind`, weight or bias, in one tensor; None if they have none.
+    """Returns what linear modules have as `kind`, such as weight or bias, in one tensor; None without any.
 
     Parts that are not yet side by side in memory are copied there, and the modules get views of it.
     """

@@ -19,8 +19,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from encoders.quantization import Quantization, read_quantization
 from epd.errors import ModelError
 from stages.loading.merged_weights import in_merged_order
+from stages.loading.quantized_forms import TensorForm, forms_of
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -62,13 +64,19 @@ class TensorPart:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Describes a tensor of a file. part: what of it is read, all if None; shape: of what is read."""
+    """Describes a tensor of a file.
+
+    part: what of it is read, all if None.
+    shape: of what is read.
+    form: what it becomes in memory, for a tensor of a quantised matrix.
+    """
 
     file: Path
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     part: TensorPart | None = None
+    form: TensorForm | None = None
 
     def cut(self, part: TensorPart | None) -> StoredTensor:
         """Returns a part of a whole tensor. Raises ValueError if it has no such part."""
@@ -78,26 +86,52 @@ class StoredTensor:
     def num_bytes(self) -> int:
         return self.num_bytes_as(self.dtype)
 
+    @property
+    def name_in_memory(self) -> str:
+        return self.name if self.form is None else self.form.name
+
+    @property
+    def shape_in_memory(self) -> tuple[int, ...]:
+        return self.shape if self.form is None else self.form.shape
+
     def dtype_as(self, dtype: torch.dtype) -> torch.dtype:
         """Returns the type that the tensor has in a model of this type: only floating-point ones change."""
+        if self.form is not None:
+            return self.form.dtype
         return dtype if self.dtype.is_floating_point else self.dtype
 
     def num_bytes_as(self, dtype: torch.dtype) -> int:
         """Counts its bytes in a model of this type."""
-        return math.prod(self.shape) * self.dtype_as(dtype).itemsize
+        return math.prod(self.shape_in_memory) * self.dtype_as(dtype).itemsize
+
+    def in_memory(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns what was read of it as it is in a model of this type."""
+        if self.form is not None:
+            return self.form.of(tensor)
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def stored_tensors(path: Path) -> list[StoredTensor]:
-    """Lists the tensors of a model's folder, file by file; only headers are read.
+    """Lists the tensors of a model's folder, file by file; only headers and the configuration are read.
 
-    Raises OSError, ValueError, SafetensorError.
+    Raises OSError, ValueError, SafetensorError, UnsupportedModelError for weights that are quantised as
+    nothing here computes.
     """
+    quantization = read_quantization(path)
     if (path / _INDEX).is_file():
         index: dict[str, str] = json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"]
         files = [path / file for file in sorted(set(index.values()))]
     else:
         files = [path / _SINGLE]
-    return [tensor for file in files for tensor in tensors_in(file)]
+    return with_forms([tensor for file in files for tensor in tensors_in(file)], quantization)
+
+
+def with_forms(stored: list[StoredTensor], quantization: Quantization | None) -> list[StoredTensor]:
+    """Says of tensors of a model what they become in memory. Raises ValueError as `forms_of` does."""
+    if quantization is None:
+        return stored
+    forms = forms_of({each.name: (each.shape, each.dtype) for each in stored}, quantization)
+    return [replace(each, form=forms.get(each.name)) for each in stored]
 
 
 def tensors_in(file: Path) -> Iterator[StoredTensor]:
@@ -160,25 +194,23 @@ def _runs(stored: Iterable[StoredTensor]) -> Iterator[list[StoredTensor]]:
         yield run
 
 
-def converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a tensor in the type that it has in a model of this type."""
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
 def write_weights(path: Path, dtype: torch.dtype, target: Path) -> None:
     """Writes all tensors of the model at `path` to one file, floating-point ones in `dtype`.
+
+    Quantised ones are written in the forms, and under the names, that they have in a model.
 
     Raises OSError, ModelError.
     """
     try:
         stored = stored_tensors(path)
-        order = {name: place for place, name in enumerate(in_merged_order([each.name for each in stored]))}
+        names = in_merged_order([each.name_in_memory for each in stored])
+        order = {name: place for place, name in enumerate(names)}
         # The widest types first, so that each tensor is aligned.
-        stored.sort(key=lambda each: (-each.dtype_as(dtype).itemsize, order[each.name]))
+        stored.sort(key=lambda each: (-each.dtype_as(dtype).itemsize, order[each.name_in_memory]))
         with target.open("wb") as file:
             file.write(_header(stored, dtype))
-            for _, tensor in read_tensors(stored):
-                _write(file, converted(tensor, dtype))
+            for each, tensor in read_tensors(stored):
+                _write(file, each.in_memory(tensor, dtype))
     except (ValueError, KeyError, SafetensorError) as error:
         raise ModelError(f"the weights at '{path}' cannot be copied: {error}") from error
 
@@ -189,7 +221,8 @@ def _header(stored: Sequence[StoredTensor], dtype: torch.dtype) -> bytes:
     for each in stored:
         start, end = end, end + each.num_bytes_as(dtype)
         kind = _DTYPE_NAMES[each.dtype_as(dtype)]
-        entries[each.name] = {"dtype": kind, "shape": each.shape, "data_offsets": (start, end)}
+        shape = each.shape_in_memory
+        entries[each.name_in_memory] = {"dtype": kind, "shape": shape, "data_offsets": (start, end)}
     index = json.dumps(entries).encode()
     index += b" " * (-len(index) % 8)
     return len(index).to_bytes(8, "little") + index

@@ -22,21 +22,22 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
-from encoders.checkpoint import check_unquantised
 from encoders.names import WeightSet, expert_part, is_wanted, name_in_model
-from epd.errors import ModelError
+from encoders.quantization import Quantization, read_quantization
+from epd.errors import ModelError, UnsupportedModelError
 from stages.attention.support import check_attention
 from stages.device_memory import check_room
 from stages.loading.expert_weights import check_experts, in_layout, put_expert
 from stages.loading.merged_weights import MergedMemory, merged_part
+from stages.loading.quantized_linear import quantize_modules
 from stages.loading.weight_files import (
     StoredTensor,
     TensorPart,
-    converted,
     mapped_tensors,
     read_tensors,
     stored_tensors,
     tensors_in,
+    with_forms,
 )
 from stages.placement import Placement
 
@@ -76,19 +77,21 @@ def load_role(
     on_progress: called with the bytes that have been read, and with all of them.
     cut: leaves the part of a rank, which alone is read; not with `weights`.
     Raises ModelError when the files lack a tensor or cannot be read, UnsupportedModelError for attention that
-    nothing here computes, and for quantised weights, InfeasibleError for weights that the memory has no room
-    for, before any is read.
+    nothing here computes, and for weights quantised as nothing here computes, or by a rank, InfeasibleError
+    for weights that the memory has no room for, before any is read.
     """
     start_s = time.perf_counter()
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-        check_unquantised(config)
+        quantization = read_quantization(path)
+        _check_cut(quantization, cut)
         check_attention(config)
         with _LOADING:
             model = skeleton(config, placement.dtype)
             prune(model, role)
             parts = cut(model) if cut is not None else {}
-            stored = stored_tensors(path) if weights is None else tensors_in(weights)
+            stored = _stored(path, weights, quantization)
+            quantize_modules(model, [each.form for each in stored if each.form is not None])
             loaded = _fill(model, path, stored, placement, on_progress, parts, is_copied=weights is None)
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         reason = " ".join(str(error).split())
@@ -99,6 +102,20 @@ def load_role(
         "loaded %.2f GB of %s weights, %s, in %.1f s", loaded.num_bytes / 1e9, role, placement, seconds
     )
     return loaded
+
+
+def _check_cut(quantization: Quantization | None, cut: Cut | None) -> None:
+    if cut is not None and quantization is not None:
+        raise UnsupportedModelError(
+            f"received weights quantised by '{quantization.method}' for a tensor parallel size above 1; "
+            "allowed: 1; use the checkpoint that was not quantised"
+        )
+
+
+def _stored(path: Path, weights: Path | None, quantization: Quantization | None) -> list[StoredTensor]:
+    if weights is None:
+        return stored_tensors(path)
+    return with_forms(list(tensors_in(weights)), quantization)
 
 
 def skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
@@ -136,7 +153,7 @@ def _fill(
 ) -> LoadedModel:
     """Reads the tensors that the model has a place for, and no others."""
     known = model.state_dict(keep_vars=True)
-    named = ((each, name_in_model(each.name, known)) for each in stored)
+    named = ((each, name_in_model(each.name_in_memory, known)) for each in stored)
     places = {each.cut(parts.get(name)): name for each, name in named if name is not None}
     if is_copied:
         check_room(path, _bytes_by_role(places, placement.dtype), placement)
@@ -144,7 +161,7 @@ def _fill(
     check_experts(((each.name, name) for each, name in places.items()), known)
     merged = MergedMemory(known)
     for each, tensor in _read_merged_first(places) if is_copied else mapped_tensors(places):
-        placed = _placed(tensor, placement)
+        placed = _placed(each, tensor, placement)
         if is_copied:
             rows = merged.place(places[each], placed)
             # Of a rank's part, nothing is left as it was read: that keeps the mapping of what others have.
@@ -177,9 +194,9 @@ def _bytes_by_role(places: Mapping[StoredTensor, str], dtype: torch.dtype) -> di
     return sizes
 
 
-def _placed(tensor: Tensor, placement: Placement) -> Tensor:
-    """Brings a stored tensor to its device, and to its type there: what travels is as small as the files."""
-    return converted(tensor.to(placement.device), placement.dtype)
+def _placed(stored: StoredTensor, tensor: Tensor, placement: Placement) -> Tensor:
+    """Brings what was read to its device, and to its type there: what travels is as small as the files."""
+    return stored.in_memory(tensor.to(placement.device), placement.dtype)
 
 
 class WholeModel:
@@ -239,7 +256,8 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 def _tie(model: Any) -> None:
     """Ties a head that is not stored to the embedding of tokens, where the checkpoint ties the two."""
     head = getattr(model, "lm_head", None)
-    if head is not None and head.weight.is_meta and getattr(model.config, "tie_word_embeddings", False):
+    is_tied = getattr(model.config, "tie_word_embeddings", False)
+    if isinstance(head, nn.Linear) and head.weight.is_meta and is_tied:
         head.weight = model.get_input_embeddings().weight
 
 

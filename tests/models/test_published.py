@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from encoders.checkpoint import check_unquantised
 from encoders.names import WeightSet, is_wanted, name_in_model
+from encoders.quantization import read_quantization
 from encoders.registry import ADAPTERS, load_adapter
 from epd.errors import UnsupportedModelError
 from epd.sampling_params import SamplingParams
@@ -138,7 +138,7 @@ def test_a_head_that_is_not_stored_is_tied(checkpoint: Checkpoint) -> None:
 def test_attention_and_weights_are_supported(checkpoint: Checkpoint) -> None:
     assert checkpoint.config.model_type in ADAPTERS
     check_attention(checkpoint.config)
-    check_unquantised(checkpoint.config)
+    assert read_quantization(checkpoint.folder) is None
 
 
 def test_generation_is_as_the_checkpoint_says(checkpoint: Checkpoint) -> None:
@@ -177,15 +177,15 @@ def test_old_and_new_keys_of_the_rotation_say_the_same(checkpoint: Checkpoint, t
 
 @pytest.mark.parametrize("place", ["whole", "text_config"])
 @pytest.mark.parametrize("opened", [load_adapter, lambda path: load_role(path, "language", CPU_FLOAT32)])
-def test_quantised_weights_are_refused_in_one_line(
+def test_weights_quantised_by_another_method_are_refused_in_one_line(
     place: str, opened: Callable[[Path], Any], tmp_path: Path
 ) -> None:
-    settings = {"bits": 4, "group_size": 128, "quant_method": "awq", "zero_point": True}
+    settings = {"bits": 4, "group_size": 128, "quant_method": "gptq", "sym": True}
     published = PUBLISHED["Qwen3-VL-8B"].config
     text = published["text_config"] | ({} if place == "whole" else {"quantization_config": settings})
     whole = {"quantization_config": settings} if place == "whole" else {}
     written(published | {"text_config": text} | whole, tmp_path)
-    with pytest.raises(UnsupportedModelError, match=r"quantised by 'awq'.*allowed: bfloat16") as caught:
+    with pytest.raises(UnsupportedModelError, match=r"by 'gptq' with bits 4 .*allowed: FP8") as caught:
         opened(tmp_path)
     assert "\n" not in str(caught.value)
 

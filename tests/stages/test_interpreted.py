@@ -15,6 +15,7 @@ from tests import ROOT
 from tests.encoders.test_kernels import CASES
 from tests.stages.attention.test_kernels import PASSES
 from tests.stages.decoder.test_fusions import SHAPES
+from tests.stages.decoder.test_quantized_products import CASES as PRODUCTS
 
 # Each part prints one line, whatever became of the others.
 EACH = """
@@ -29,6 +30,7 @@ INTERPRETED = """
 from tests.encoders import test_kernels as patches
 from tests.stages.attention import test_kernels as attention
 from tests.stages.decoder import test_fusions as fusions
+from tests.stages.decoder import test_quantized_products as products
 
 def compare_patches():
     return len([patches.compare(case, "cpu") for case in patches.CASES])
@@ -41,6 +43,8 @@ PARTS = {
     "attention": compare_attention,
     "moves": lambda: attention.compare_moves("cpu"),
     "fusions": lambda: fusions.compare_all("cpu"),
+    "products": lambda: products.compare_all("cpu"),
+    "bytes": lambda: products.compare_every_byte("cpu"),
 }
 """
 WITHOUT_TRITON = """
@@ -83,7 +87,14 @@ def without_triton() -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("name", "result"),
-    [("patches", len(CASES)), ("attention", len(PASSES)), ("moves", None), ("fusions", 9 * len(SHAPES))],
+    [
+        ("patches", len(CASES)),
+        ("attention", len(PASSES)),
+        ("moves", None),
+        ("fusions", 9 * len(SHAPES)),
+        ("products", len(PRODUCTS)),
+        ("bytes", True),
+    ],
 )
 def test_interpreted_kernels_equal_their_twins(
     interpreted: dict[str, str], name: str, result: int | None

@@ -30,8 +30,8 @@ SHAPES = [
     (80, "float16", 16, 2, 80, 128),
 ]
 KERNELS = {
-    "_add_rms_norm_kernel", "_attend_kernel", "_merge_kernel", "_norm_rotate_write_kernel",
-    "_patchify_kernel", "_silu_mul_kernel", "_write_kernel",
+    "_add_rms_norm_kernel", "_attend_kernel", "_fp8_product_kernel", "_int4_product_kernel", "_merge_kernel",
+    "_norm_rotate_write_kernel", "_patchify_kernel", "_silu_mul_kernel", "_write_kernel",
 }  # fmt: skip
 
 

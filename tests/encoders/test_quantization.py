@@ -1,0 +1,112 @@
+"""What a quantization_config says is read, or refused in one line that names what was found."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from encoders.checkpoint import open_checkpoint
+from encoders.quantization import Quantization, read_quantization
+from epd.errors import ModelError, UnsupportedModelError
+from stages.loading.weight_files import num_weight_bytes
+from tests.models.quantized import LAYOUTS, compressed
+
+FP8, AWQ = LAYOUTS["fp8"].config, LAYOUTS["awq"].config
+CHANNELS = LAYOUTS["fp8-dynamic"].config
+
+
+def written(folder: Path, settings: Any, **more: Any) -> Path:
+    config = {"model_type": "qwen3_vl", "quantization_config": settings, **more}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def changed(settings: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy in which the setting at a path, such as "config_groups.group_0.weights", is another."""
+    copied = copy.deepcopy(settings)
+    *parents, last = path.split(".")
+    place = copied
+    for parent in parents:
+        place = place[parent]
+    place[last] = value
+    return copied
+
+
+READ = [
+    (FP8, Quantization("fp8", 8, (128, 128))),
+    ({"quant_method": "fp8"}, Quantization("fp8", 8, (128, 128))),
+    (changed(FP8, "weight_block_size", None), Quantization("fp8", 8, None)),
+    (CHANNELS, Quantization("compressed-tensors", 8, None)),
+    (changed(CHANNELS, "config_groups.group_0.input_activations", None),
+     Quantization("compressed-tensors", 8, None)),
+    (compressed("tensor"), Quantization("compressed-tensors", 8, None)),
+    (compressed("block", block_structure=[128, 128]), Quantization("compressed-tensors", 8, (128, 128))),
+    (AWQ, Quantization("awq", 4, (1, 128))),
+    (changed(AWQ, "group_size", 64), Quantization("awq", 4, (1, 64))),
+    (None, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "expected"), READ)
+def test_what_is_supported_is_read(tmp_path: Path, settings: Any, expected: Quantization | None) -> None:
+    assert read_quantization(written(tmp_path, settings)) == expected
+    of_text = written(tmp_path, None, text_config={"quantization_config": settings})
+    assert read_quantization(of_text) == expected
+
+
+_GROUP = "config_groups.group_0"
+REFUSED = {
+    "'gptq' with bits 4": {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    "'bitsandbytes' with a method that is not known": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    "'None' with bits 4": {"bits": 4},
+    "'awq' with bits 8": changed(AWQ, "bits", 8),
+    "'awq' with version 'gemv'": changed(AWQ, "version", "gemv"),
+    "'awq' with group_size -1": changed(AWQ, "group_size", -1),
+    "'awq' with zero_point False": changed(AWQ, "zero_point", False),
+    "'fp8' with activation_scheme 'static'": changed(FP8, "activation_scheme", "static"),
+    "'fp8' with fmt 'e5m2'": changed(FP8, "fmt", "e5m2"),
+    "'fp8' with scale_fmt 'ue8m0'": changed(FP8, "scale_fmt", "ue8m0"),
+    r"'fp8' with weight_block_size \[1, 32\]": changed(FP8, "weight_block_size", [1, 32]),
+    "with format 'pack-quantized'": changed(CHANNELS, "format", "pack-quantized"),
+    "with 2 config_groups": changed(CHANNELS, "config_groups", {"group_0": {}, "group_1": {}}),
+    "with 0 config_groups": changed(CHANNELS, "config_groups", None),
+    "with kv_cache_scheme {'num_bits': 8}": changed(CHANNELS, "kv_cache_scheme", {"num_bits": 8}),
+    "with weights.num_bits 4": changed(CHANNELS, f"{_GROUP}.weights.num_bits", 4),
+    "with weights.type 'int'": changed(CHANNELS, f"{_GROUP}.weights.type", "int"),
+    "with weights.strategy 'group'": changed(CHANNELS, f"{_GROUP}.weights.strategy", "group"),
+    "with weights.symmetric False": changed(CHANNELS, f"{_GROUP}.weights.symmetric", False),
+    "with weights.block_structure None": compressed("block"),
+    "with input_activations.dynamic False": changed(CHANNELS, f"{_GROUP}.input_activations.dynamic", False),
+    "with input_activations.type 'int'": changed(CHANNELS, f"{_GROUP}.input_activations.type", "int"),
+    "with config_groups.output_activations {}": changed(CHANNELS, f"{_GROUP}.output_activations", {}),
+}
+
+
+@pytest.mark.parametrize("found", REFUSED)
+def test_what_is_not_supported_is_refused_in_one_line(tmp_path: Path, found: str) -> None:
+    """Wherever a model is opened, or its memory counted, before a weight is read: there is none here."""
+    path = written(tmp_path, REFUSED[found])
+    message = rf"received weights quantised by .*{found} \(quant.* 'qwen3_vl' model\); allowed: FP8.*AWQ"
+    for opened in (open_checkpoint, lambda path: num_weight_bytes(path, None)):
+        with pytest.raises(UnsupportedModelError, match=message) as refused:
+            opened(path)
+        assert "\n" not in str(refused.value)
+
+
+def test_quantised_experts_are_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, FP8, text_config={"num_experts": 128})
+    with pytest.raises(UnsupportedModelError, match="'fp8' with experts"):
+        read_quantization(path)
+
+
+def test_a_file_that_cannot_be_read_is_a_model_error(tmp_path: Path) -> None:
+    config = written(tmp_path, None) / "config.json"
+    broken = json.dumps({"quantization_config": changed(CHANNELS, "config_groups", [1])})
+    for text in ("[1]", "{", '{"quantization_config": [1]}', broken):
+        config.write_text(text, encoding="utf-8")
+        with pytest.raises(ModelError, match=r"cannot read .*config\.json"):
+            read_quantization(tmp_path)

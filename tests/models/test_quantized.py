@@ -1,0 +1,146 @@
+"""Quantised checkpoints answer as transformers does with the dequantised weights, and stay small."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoProcessor
+
+from epd.errors import UnsupportedModelError
+from epd.sampling_params import SamplingParams
+from serve_app.local.fleet import LocalTransport
+from stages.colocated import ColocatedPipeline
+from stages.loading.quantized_linear import QuantizedLinear
+from stages.loading.weight_files import num_weight_bytes, write_weights
+from stages.loading.weights import WholeModel, load_role
+from stages.placement import CPU_FLOAT32
+from stages.ranks.loading import load_with_ranks
+from tests.models.quantized import LAYOUTS, Pair, build
+from tests.reference import MAX_TOKENS, generated, processor_inputs
+from tests.serve_app.deployments import Question
+from tests.serve_app.worker.bench import Bench
+from tests.stages.decoder.text_models import Runner
+from tests.tiny_models import load_reference
+
+# Of the largest logit, float32: sums are taken in another order.
+TOLERANCE = 1e-5
+QUESTION = "What is shown?"
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A quantised checkpoint, and transformers' model of what it stands for."""
+
+    name: str
+    pair: Pair
+    model: Any
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    pair = build(request.param, tmp_path_factory.mktemp(request.param))
+    return Subject(request.param, pair, load_reference(pair.plain))
+
+
+def test_logits_equal_those_of_the_dequantised_weights(subject: Subject) -> None:
+    """Of chunks and decodes in common passes, by our decoder and by the modules of transformers."""
+    family = LAYOUTS[subject.name].family.replace("_vl", "-vl")
+    theirs = logits(Runner.over(family, load_reference(subject.pair.plain), by_modules=True))
+    for by_modules in (False, True):
+        model = load_role(subject.pair.quantized, "language", CPU_FLOAT32).model
+        ours = logits(Runner.over(family, model, by_modules=by_modules))
+        assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
+
+
+def logits(runner: Runner) -> torch.Tensor:
+    passes = [
+        [runner.segment(20, 0, 0, num_logits=2), runner.segment(5, 0, 16, num_logits=5)],
+        [runner.segment(30, 20, 0, num_logits=2), runner.segment(1, 5, 16)],
+        [runner.segment(1, 50, 0), runner.segment(1, 6, 16)],
+    ]
+    return torch.cat([runner.runner.run(segments) for segments in passes])
+
+
+def test_answers_equal_generate(subject: Subject, media: dict[str, Path]) -> None:
+    lengths = []
+    pipeline = ColocatedPipeline.load(subject.pair.quantized, placement=CPU_FLOAT32)
+    processor = AutoProcessor.from_pretrained(subject.pair.plain)
+    for names in ([], ["image"], ["video", "wide_image"]):
+        paths = [media[name] for name in names]
+        expected = generated(subject.model, processor_inputs(processor, paths, QUESTION))
+        assert pipeline.ask(paths, QUESTION, max_tokens=MAX_TOKENS).token_ids == expected
+        lengths.append(len(expected))
+    assert max(lengths) > 4
+
+
+def test_separate_workers_share_the_weights_and_give_the_same_tokens(
+    subject: Subject, media: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_weights(subject.pair.quantized, torch.float32, tmp_path / "weights")
+    plain = answered(subject.pair.plain, "1epd", media)
+    monkeypatch.setattr(LocalTransport, "weights", lambda *_: tmp_path / "weights")
+    assert answered(subject.pair.quantized, "1e1p1d", media) == plain
+
+
+def answered(path: Path, topology: str, media: dict[str, Path]) -> list[int]:
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+    question = Question((media["video"], media["image"]), sampling=sampling)
+    bench = Bench(path, topology, {"device": "cpu", "dtype": "float32"})
+    plan = bench.plan(question)
+    assert bench.submit("r", plan, "p0" if topology == "1e1p1d" else "epd0")
+    bench.finish({"r": (question, plan)}, "e0" if topology == "1e1p1d" else "epd0")
+    tokens = bench.tokens("r")
+    bench.settle()
+    assert len(tokens) == 8
+    return tokens
+
+
+def test_values_stay_as_small_as_in_the_files(subject: Subject) -> None:
+    loaded = load_role(subject.pair.quantized, "language", CPU_FLOAT32)
+    matrices = [each for each in loaded.model.modules() if isinstance(each, QuantizedLinear)]
+    assert len(matrices) == 7 * LAYOUTS[subject.name].sizes["num_hidden_layers"]
+    bits = 8 * sum(
+        parameter.nbytes
+        for matrix in matrices
+        for name, parameter in matrix.named_parameters()
+        if name != "bias"
+    )
+    num_values = sum(matrix.in_features * matrix.out_features for matrix in matrices)
+    assert bits / num_values < {"awq": 4.2}.get(subject.name, 8.1)
+
+
+def test_mapped_weights_are_those_that_are_read(subject: Subject, tmp_path: Path) -> None:
+    """In one piece where they are multiplied together, and as large as they were counted."""
+    path = subject.pair.quantized
+    write_weights(path, torch.float32, tmp_path / "weights")
+    with safe_open(tmp_path / "weights", framework="pt") as file:
+        sizes = [file.get_tensor(name).nbytes for name in file.keys()]  # noqa: SIM118
+    assert sum(sizes) == num_weight_bytes(path, torch.float32)
+    whole = WholeModel(path, CPU_FLOAT32, tmp_path / "weights")
+    for role in ("encode", "language"):
+        mapped = dict(whole.part(role).named_parameters())
+        read = dict(load_role(path, role, CPU_FLOAT32).model.named_parameters())
+        assert mapped.keys() == read.keys()
+        assert all(torch.equal(bits_of(mapped[name]), bits_of(read[name])) for name in read)
+        starts = {name: each.data_ptr() for name, each in mapped.items()}
+        for name in starts:
+            if ".k_proj." in name:
+                before = mapped[name.replace(".k_proj.", ".q_proj.")]
+                assert before.data_ptr() + before.nbytes == starts[name]
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def test_ranks_refuse_quantised_weights(subject: Subject) -> None:
+    with pytest.raises(UnsupportedModelError, match="tensor parallel size above 1; allowed: 1") as refused:
+        load_with_ranks(subject.pair.quantized, "language", CPU_FLOAT32, 2)
+    assert "\n" not in str(refused.value)
