@@ -74,6 +74,28 @@ class Topology:
         return "".join(map(str, self.groups))
 
 
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """Says how many processes, its ranks, share the language model of a worker.
+
+    size: of each worker that has one. decode_size: of workers that only decode, None for size.
+    """
+
+    size: int = 1
+    decode_size: int | None = None
+
+    @property
+    def max_size(self) -> int:
+        """Returns the most ranks of any worker."""
+        return max(self.size, self.decode_size or 1)
+
+    def num_ranks(self, roles: Collection[Stage]) -> int:
+        """Returns the ranks of a worker of these roles; one without a language model has one."""
+        if set(roles) == {"decode"}:
+            return self.decode_size or self.size
+        return self.size if {"prefill", "decode"} & set(roles) else 1
+
+
 def role_letters(roles: Collection[Stage]) -> str:
     """Returns roles as the letters of a topology: "epd"."""
     return "".join(letter for stage, letter in ROLE_LETTERS.items() if stage in roles)

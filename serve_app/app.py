@@ -42,9 +42,9 @@ def application(args: AppArgs, address: HttpAddress | None = None) -> serve.Appl
     address: at which each front listens itself; None: requests come through Serve's proxy
     """
     args = args.with_keys_from(os.environ).resolved()
-    if args.tensor_parallel_size > 1:
+    if args.max_ranks > 1:
         raise RequestError(
-            f"received a tensor_parallel_size of {args.tensor_parallel_size} on Ray; allowed: 1, as a "
+            f"received a tensor_parallel_size of {args.max_ranks} on Ray; allowed: 1, as a "
             "replica has one GPU; use epd serve --local"
         )
     options: dict[str, Any] = {

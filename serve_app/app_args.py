@@ -28,7 +28,7 @@ from epd.reduction import (
     TowerMerge,
     tower_merge,
 )
-from epd.topology import Stage, parse_topology
+from epd.topology import Stage, TensorParallel, parse_topology
 
 _VIDEO: frozenset[Stage] = frozenset({"video"})
 _KV_ROLES: frozenset[Stage] = frozenset({"prefill", "decode"})
@@ -111,8 +111,14 @@ class AppArgs(BaseModel):
         default=1,
         ge=1,
         le=64,
-        description="Processes that share the language model, each on a GPU of its own, from device on; only "
-        "with --local, and 1epd as the topology.",
+        description="Processes that share the language model of each worker, each on a GPU of its own; only "
+        "with --local.",
+    )
+    decode_tensor_parallel_size: int | None = Field(
+        default=None,
+        ge=1,
+        le=64,
+        description="The same for workers that only decode; by default tensor_parallel_size.",
     )
     async_scheduling: bool | None = Field(
         default=None,
@@ -356,16 +362,32 @@ class AppArgs(BaseModel):
     @property
     def threads_per_worker(self) -> int:
         """Returns torch threads per stage worker. One core is left to HTTP and Ray; workers share it."""
-        num_processes = parse_topology(self.topology).num_workers * self.tensor_parallel_size
-        share = (usable_cpus() - 1) // num_processes
+        share = (usable_cpus() - 1) // sum(self.num_ranks(roles) for roles in self._stage_roles)
         return self.num_threads or max(1, share)
 
     @property
     def num_kv_pools(self) -> int:
         """Returns how many KV pools workers may have at once: one for each role that needs one, and one for
-        each other worker, which may be given such a role."""
-        stages = [roles for roles in self.workers.values() if roles != _VIDEO]
-        return sum(max(1, len(roles & _KV_ROLES)) for roles in stages)
+        each other worker, which may be given such a role; each rank has its own."""
+        return sum(max(1, len(roles & _KV_ROLES)) * self.num_ranks(roles) for roles in self._stage_roles)
+
+    @property
+    def _stage_roles(self) -> list[frozenset[Stage]]:
+        """Lists the roles of each stage worker."""
+        return [roles for roles in self.workers.values() if roles != _VIDEO]
+
+    @property
+    def tensor_parallel(self) -> TensorParallel:
+        return TensorParallel(self.tensor_parallel_size, self.decode_tensor_parallel_size)
+
+    def num_ranks(self, roles: frozenset[Stage]) -> int:
+        """Returns the processes that share the language model of a worker of these roles."""
+        return self.tensor_parallel.num_ranks(roles)
+
+    @property
+    def max_ranks(self) -> int:
+        """Returns the most processes of any worker of the topology."""
+        return max(map(self.num_ranks, self._stage_roles))
 
     def scheduler(self, *, is_decode: bool) -> SchedulerConfig:
         """Returns the limits of a pass, for workers that only decode or for the others."""
@@ -397,15 +419,13 @@ class AppArgs(BaseModel):
         return self.model_copy(update={"model": self.model_path.resolve(), **paths})
 
     def _check_ranks(self) -> None:
-        """Raises RequestError for workers that cannot have several processes."""
-        received = f"received a tensor_parallel_size of {self.tensor_parallel_size}"
-        if self.tensor_parallel_size > 1 and (self.topology != "1epd" or self.elastic):
-            elastic = " and elastic" if self.elastic else ""
+        """Raises RequestError for what workers of several processes cannot do."""
+        received = f"received a tensor_parallel_size of {self.max_ranks}"
+        if self.max_ranks > 1 and self.elastic:
             raise RequestError(
-                f"{received} with the topology {self.topology}{elastic}; allowed: with 1epd, whose roles "
-                "stay; set topology 1epd, or leave the size out"
+                f"{received} and elastic; allowed: workers whose roles stay; leave one of them out"
             )
-        if self.tensor_parallel_size > 1 and self.reduction not in SELECTION_METHODS:
+        if self.max_ranks > 1 and self.reduction not in SELECTION_METHODS:
             raise RequestError(
                 f"{received} with the reduction {self.reduction}, which the language model chooses by its "
                 f"heads; allowed: {', '.join(SELECTION_METHODS)}; use one of these"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -25,6 +25,9 @@ class Rank:
         return count * self.index // self.size, count * (self.index + 1) // self.size
 
 
+ALONE = Rank(0, 1)
+
+
 class Collectives(Protocol):
     """Connects the ranks of a group. All of them call the same, in the same order."""
 
@@ -43,6 +46,9 @@ class RankGroup(Collectives, Protocol):
 
     def tell(self, step: object) -> None:
         """Sends a step to all other ranks, which begin it at once. Raises RankLostError."""
+
+    def ask(self, step: object) -> list[Any]:
+        """Sends a step like `tell`, and returns the replies of the other ranks, in order."""
 
     def share(self, tensor: Tensor) -> None:
         """Puts the tensor into those of the other ranks, of the same shape and type."""

@@ -91,7 +91,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "prefill.py": ". engine",
         "decode.py": "engine sampling",
         "memory_sizing.py": ". engine",
-        "ranks": ". decoder engine loading",
+        "ranks": ". connectors decoder engine loading",
         "pipeline.py": ". engine loading memory_sizing.py ranks",
         "media_prefix.py": ". encode engine",
         "batch": ". engine media_prefix.py pipeline.py",

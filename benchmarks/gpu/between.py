@@ -22,10 +22,10 @@ from epd.encode.encoder_cache import CachedGroup, GroupKey
 from epd.transfer.connectors import KVChunk, KVSpan, KVTicket, Ticket, TransferOutcome
 from epd.types import ceil_div
 from serve_app.network.connector import Envelope, ProcessTransport, TransportConfig
-from serve_app.network.gpu_memory import CudaMemory
 from serve_app.network.memory import PoolFiles, new_fleet_id
 from serve_app.network.packing import AnyShape
 from serve_app.network.routes import PeerPlace
+from stages.connectors.gpu_memory import CudaMemory
 from stages.encode.encoder_pool import EmbeddingLayout, EncoderPoolShape
 from stages.engine.kv_pool import KVGroupShape, KVLayout, KVPoolsShape
 

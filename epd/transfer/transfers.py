@@ -20,6 +20,11 @@ class TransferIds:
         self._num_issued += 1
         return f"{self._prefix}-{self._num_issued}"
 
+    @staticmethod
+    def receiver_of(transfer_id: str) -> str:
+        """Returns what the names of a receiver's transfers begin with, and no other's of its name."""
+        return transfer_id.rpartition("-")[0]
+
 
 class Outbox:
     """Tracks a sender's offers, which must stay until the receipt: each transfer holds its entry."""

@@ -43,6 +43,7 @@ from stages.connectors import InProcessHub
 from stages.encode.encoder_pool import EncoderPool, EncoderPoolShape
 from stages.engine.kv_pool import KVPools, KVPoolsShape
 from stages.placement import Placement
+from stages.ranks.group_pools import GroupPools, PoolSharing
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class LocalFleetConfig:
     workers: roles of each, by name
     hang_s: a worker without a heartbeat for this time is lost
     restart_s: until a lost worker is restarted
+    devices: of workers that are not where the settings say, by name
     media: settings of media workers, by default those for the model of the other workers
     processes: read the media; None for threads of this process
     """
@@ -64,6 +66,7 @@ class LocalFleetConfig:
     workers: Mapping[str, frozenset[Stage]]
     hang_s: float = 30.0
     restart_s: float = 0.05
+    devices: Mapping[str, str] = field(default_factory=dict)
     media: MediaSettings | None = None
     processes: MediaProcesses | None = None
 
@@ -100,8 +103,10 @@ class LocalTransport:
         self._names.add(name)
         return pool, self.hubs.embeddings.connect(name, pool, self.wake)
 
-    def kv(self, name: str, shape: KVPoolsShape, device: torch.device) -> tuple[KVPools, KVConnector]:
-        pools = shape.build(device=device)
+    def kv(
+        self, name: str, shape: KVPoolsShape, device: torch.device, sharing: PoolSharing | None = None
+    ) -> tuple[KVPools, KVConnector]:
+        pools = shape.build(device=device) if sharing is None else GroupPools(shape, sharing, device)
         self._names.add(name)
         return pools, self.hubs.kv.connect(name, pools, self.wake)
 
@@ -179,7 +184,8 @@ class LocalFleet:
 
     async def _start(self, name: str) -> None:
         listener = Listener(self._take, lambda reason: self._lose(name, reason))
-        thread = _LocalWorker(self._infos[name], self._settings, self._hubs, listener)
+        settings = replace(self._settings, device=self._config.devices.get(name, self._settings.device))
+        thread = _LocalWorker(self._infos[name], settings, self._hubs, listener)
         self._threads[name] = thread
         await thread.start()
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from fastapi import FastAPI
 
+from epd.errors import RequestError
 from serve_app.app_args import AppArgs
 from serve_app.composition import create_app, log_requests, media_settings, worker_settings
 from serve_app.http.address import HttpAddress
@@ -38,7 +39,7 @@ def served_locally(args: AppArgs, address: HttpAddress) -> Iterator[None]:
     Raises EPDError for arguments that cannot be served.
     """
     args = args.resolved()
-    worker_settings(args).placement()  # refused before anything is started
+    _devices(args)  # what is refused is so before anything is started
     torch.set_num_threads(args.threads_per_worker)
     started: Future[_Server] = Future()
     with address.listen() as listener:
@@ -68,16 +69,42 @@ def _run(args: AppArgs, listener: socket.socket, started: Future[_Server]) -> No
 
 async def _serve(args: AppArgs, listener: socket.socket, started: Future[_Server]) -> None:
     with closing(MediaProcesses()) as processes:
+        devices = _devices(args)
         config = LocalFleetConfig(
             args.workers,
             hang_s=max(args.hang_s, _MAX_STEP_S),
+            devices=devices,
             media=media_settings(args),
             processes=processes,
         )
-        settings = replace(worker_settings(args), num_sharing=args.num_stage_workers)
+        settings = replace(worker_settings(args), num_sharing=1 if devices else args.num_stage_workers)
         app = await create_app(args, LocalFleet(config, settings))
         async with app.router.lifespan_context(app):
             await _Server(app, args.drain_s, started).serve([listener])
+
+
+def _devices(args: AppArgs) -> dict[str, str]:
+    """Returns the first GPU of each worker where language models are shared: then no two have one GPU.
+
+    Raises RequestError for more than there are.
+    """
+    placement = worker_settings(args).placement()
+    if args.max_ranks == 1 or not placement.is_cuda:
+        return {}
+    devices: dict[str, str] = {}
+    first = index = placement.device.index or 0
+    for name, roles in args.workers.items():
+        if "video" not in roles:
+            devices[name] = f"cuda:{index}"
+            index += args.num_ranks(roles)
+    num_gpus = torch.cuda.device_count() - first
+    if index - first > num_gpus:
+        raise RequestError(
+            f"received the topology {args.topology} with up to {args.max_ranks} processes for a language "
+            f"model, which needs {index - first} GPUs; allowed: {num_gpus}, those from cuda:{first} on that "
+            "this process sees; set a smaller tensor_parallel_size or topology"
+        )
+    return devices
 
 
 class _Server(HttpServer):

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from epd.transfer.connectors import AnySource, Offer
-from serve_app.network.gpu_memory import GpuMemory, HandleError
 from serve_app.network.memory import open_pool
 from serve_app.network.packing import AnyPool, AnyShape, Packed, opened, unpack
+from stages.connectors.gpu_memory import GpuMemory, HandleError
 from stages.engine.pool_memory import pool_memory
+from stages.ranks.group_pools import PlacedPools
+from stages.ranks.shared_pools import PoolPlace
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +54,14 @@ class Staged:
     offset: int
 
 
-Access = Mapped | Exported | Staged | Packed
+@dataclass(frozen=True, slots=True)
+class InRanks:
+    """Leads to the pools of the ranks of a worker, which those of the receiver open. places: of its ranks."""
+
+    places: tuple[PoolPlace, ...]
+
+
+Access = Mapped | Exported | Staged | InRanks | Packed
 
 
 class OpenedPools:
@@ -69,7 +78,9 @@ class OpenedPools:
     def __len__(self) -> int:
         return len(self._pools) + len(self._segments)
 
-    def open(self, offer: Offer[AnySource], access: Access | None, device: torch.device) -> AnyPool | None:
+    def open(
+        self, offer: Offer[AnySource], access: Access | None, device: torch.device
+    ) -> AnyPool | PlacedPools | None:
         """Returns the pool to read an offer from; None if it is gone.
 
         access: None for a pool of this process
@@ -85,6 +96,8 @@ class OpenedPools:
                 return self._staged(access, device)
             case Mapped():
                 return self._mapped(offer.pool_id, access)
+            case InRanks():
+                return PlacedPools(access.places)
             case Exported():
                 return self._exported(offer.pool_id)
 

@@ -21,18 +21,19 @@ from torch import Tensor
 
 from epd.transfer.connectors import EncoderConnector, KVConnector, Offer, Receipt, TransferOutcome
 from epd.transfer.staging import StagingSpace
-from serve_app.network.access import Access, Exported, Mapped, OpenedPools, Staged
-from serve_app.network.gpu_memory import CudaMemory, GpuMemory, HandleError
+from serve_app.network.access import Access, Exported, InRanks, Mapped, OpenedPools, Staged
 from serve_app.network.memory import PoolFiles
 from serve_app.network.packing import AnyPool, AnyShape, pack, parts_of
 from serve_app.network.part_queue import PartQueue, Shipment
 from serve_app.network.routes import PeerPlace, Route, choose_route
+from stages.connectors.gpu_memory import CudaMemory, GpuMemory, HandleError
 from stages.connectors.mailbox import MailboxConnector, Message
 from stages.encode.encoder_pool import EncoderPool, EncoderPoolShape
 from stages.engine.kv_pool import KVPools, KVPoolsShape
 from stages.engine.pool_memory import pool_memory
 from stages.loading.weight_files import num_weight_bytes, write_weights
 from stages.placement import Placement
+from stages.ranks.group_pools import GroupPools, PoolSharing
 
 logger = logging.getLogger(__name__)
 
@@ -134,8 +135,14 @@ class ProcessTransport:
         assert isinstance(end.pool, EncoderPool)
         return end.pool, end
 
-    def kv(self, name: str, shape: KVPoolsShape, device: torch.device = _CPU) -> tuple[KVPools, KVConnector]:
-        end = self._open(name, "kv", shape, device)
+    def kv(
+        self,
+        name: str,
+        shape: KVPoolsShape,
+        device: torch.device = _CPU,
+        sharing: PoolSharing | None = None,
+    ) -> tuple[KVPools, KVConnector]:
+        end = self._open(name, "kv", shape, device, sharing)
         assert isinstance(end.pool, KVPools)
         return end.pool, end
 
@@ -193,20 +200,35 @@ class ProcessTransport:
     def _own_pool(self, pool_id: str) -> AnyPool | None:
         return next((end.pool for end in self._ends.values() if end.pool_id == pool_id), None)
 
-    def _open(self, name: str, kind: Kind, shape: AnyShape, device: torch.device) -> ProcessConnector:
+    def _open(
+        self,
+        name: str,
+        kind: Kind,
+        shape: AnyShape,
+        device: torch.device,
+        sharing: PoolSharing | None = None,
+    ) -> ProcessConnector:
         """Opens an end. A pool of the CPU is a file that others map; one of a GPU has its segment's name."""
-        pool: AnyPool
         if not self._means.gpu_memory.holds(device):
             path = self._files.create(f"{name}-{kind}", shape.num_bytes)
-            pool = shape.build(path)
+            pool = self._new_pool(shape, device, sharing, path)
             segment = self._new_segment(name, kind) if self._means.config.is_staged else None
         else:
-            pool = shape.build(device=device)
+            pool = self._new_pool(shape, device, sharing)
             segment = self._new_segment(name, kind)
             path = segment.path
         end = ProcessConnector(name, kind, pool, str(path), self._means, segment)
         self._ends[name, kind] = end
         return end
+
+    def _new_pool(
+        self, shape: AnyShape, device: torch.device, sharing: PoolSharing | None, path: Path | None = None
+    ) -> AnyPool:
+        """Builds a pool. path: of the memory it lies in, of a CPU's."""
+        if sharing is None:
+            return shape.build(path, device)
+        assert isinstance(shape, KVPoolsShape)
+        return GroupPools(shape, sharing, device, None if path is None else self._files.place(path))
 
     def _new_segment(self, name: str, kind: Kind) -> Segment:
         num_bytes = self._means.config.staging_bytes
@@ -259,6 +281,8 @@ class ProcessConnector(MailboxConnector[Any, Any]):
 
     def _direct_access(self, receiver: str, offer: Offer[Any], route: Route) -> Access | None:
         """Returns the access of a receiver that reads the pool itself; a handle is made for each once."""
+        if isinstance(self.pool, GroupPools):
+            return InRanks(self.pool.places_for(offer.transfer_id))
         if route is Route.SAME_PROCESS:
             return None
         if route is Route.SHARED_MEMORY:
@@ -361,9 +385,11 @@ class ProcessConnector(MailboxConnector[Any, Any]):
             self._post(offer.sender, Unreadable(self.name, offer.number), None)
             return None
 
-    def pool_of(self, offer: Offer[Any]) -> AnyPool | None:
+    def pool_of(self, offer: Offer[Any]) -> Any:
         access = self._access.get((offer.sender, offer.number))
-        return self._means.opened.open(offer, access, self.pool.device)
+        # What comes in parts is for all ranks, each of which copies it to its own device.
+        device = _CPU if isinstance(self.pool, GroupPools) else self.pool.device
+        return self._means.opened.open(offer, access, device)
 
     def unread_offers(self) -> Iterator[Offer[Any]]:
         """Takes the offers that have come and are not read. Each is taken by one of several threads."""

@@ -33,6 +33,7 @@ from serve_app.held_folder import (
     remove_abandoned,
     remove_held,
 )
+from stages.connectors.shared_memory import MemoryPlace, leads_to, new_memory
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +100,10 @@ class PoolFiles:
                 finally:
                     draft.unlink(missing_ok=True)
         return found[0] if found else path
+
+    def place(self, path: Path) -> MemoryPlace:
+        """Returns where the memory of one of this process's pools is."""
+        return MemoryPlace(os.readlink(path), _memory_name(path), path.stat().st_size)
 
     def remove(self, path: Path) -> None:
         """Removes the name; processes that have mapped it keep the memory."""
@@ -178,7 +183,7 @@ def open_pool(path: Path) -> int | None:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return None
-    if _is_pool(path, f"/proc/self/fd/{descriptor}"):
+    if leads_to(f"/proc/self/fd/{descriptor}", _memory_name(path)):
         return descriptor
     os.close(descriptor)  # its process is gone, and another one has its id
     return None
@@ -186,11 +191,8 @@ def open_pool(path: Path) -> int | None:
 
 def _new_memory(path: Path, num_bytes: int) -> int:
     """Creates memory of a fixed size under a name: a link into this process, which ends with it."""
-    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    descriptor = os.memfd_create(_memory_name(path), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = new_memory(_memory_name(path), num_bytes)
     try:
-        os.ftruncate(descriptor, num_bytes)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
         path.symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
     except OSError:
         os.close(descriptor)
@@ -203,17 +205,10 @@ def _memory_name(path: Path) -> str:
     return f"{path.parent.name}-{path.name}"
 
 
-def _is_pool(path: Path, target: str) -> bool:
-    """Returns whether the file that /proc shows at `target` is the pool created under that name."""
-    with contextlib.suppress(OSError):
-        return os.readlink(target) == f"/memfd:{_memory_name(path)} (deleted)"
-    return False
-
-
 def _is_there(path: Path) -> bool:
     """Returns whether the name still leads to its pool: the process that created it has not ended."""
     try:
-        return _is_pool(path, os.readlink(path))
+        return leads_to(os.readlink(path), _memory_name(path))
     except OSError:
         return False
 

@@ -53,8 +53,7 @@ class Part:
         if isinstance(pool, EncoderPool) and isinstance(target, EncoderPool):
             target.fill(pool, self.blocks[0])
         elif isinstance(pool, KVPools) and isinstance(target, KVPools):
-            for to, source, blocks in zip(target.groups, pool.groups, self.blocks, strict=True):
-                to.fill(source, blocks)
+            pool.copy_whole(target, self.blocks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,7 +112,7 @@ def _keys_and_values(pool: KVPools, source: KVChunk) -> Part:
         spans.append(replace(span, blocks=tuple(range(len(ids), len(ids) + len(span.blocks)))))
         ids += span.blocks
     shape = KVPoolsShape(
-        tuple(KVGroupShape(len(ids), each.layout) for ids, each in zip(blocks, pool.groups, strict=True)),
+        tuple(KVGroupShape(len(ids), each) for ids, each in zip(blocks, pool.shape.layouts, strict=True)),
         pool.block_size,
     )
     return Part(shape, replace(source, spans=tuple(spans)), tuple(map(tuple, blocks)))
@@ -123,7 +122,7 @@ def _bites(pool: KVPools, source: KVChunk, max_bytes: int) -> Iterator[list[KVSp
     """Yields the spans of each part: as many blocks as max_bytes allow, and one at least."""
     left, spans = max_bytes, list[KVSpan]()
     for span in source.spans:
-        block_bytes = pool.block_size * pool.groups[span.layer_group].layout.bytes_per_token
+        block_bytes = pool.block_size * pool.shape.layouts[span.layer_group].bytes_per_token
         rest: KVSpan | None = span
         while rest is not None:
             num_blocks = max(0, left // block_bytes) or (0 if spans else 1)

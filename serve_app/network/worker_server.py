@@ -25,7 +25,6 @@ from serve_app.fleet import FramesLostError, WorkerLostError, state_after
 from serve_app.messages import DropOwner, Message, PeerLost, WorkerLoad, WorkerReport, by_owner
 from serve_app.network.calls import Answer, Channel, Channels
 from serve_app.network.connector import Envelope, ProcessTransport, TransportConfig
-from serve_app.network.gpu_memory import CudaMemory
 from serve_app.network.link import Address, Link, LinkClosedError
 from serve_app.network.members import BoardClient, Hello, KnownFronts, Member, Place, Purpose, View
 from serve_app.network.membership import Membership
@@ -39,6 +38,7 @@ from serve_app.task_group import Loops, Tasks
 from serve_app.worker.worker_stages import WorkerSettings
 from serve_app.worker.worker_thread import Call, Listener, WorkerThread
 from serve_app.worker_info import EVERY_STAGE, WorkerInfo
+from stages.connectors.gpu_memory import CudaMemory
 
 logger = logging.getLogger(__name__)
 

@@ -66,7 +66,7 @@ class WorkerCore:
         """Loads the weights of its roles. Raises ModelError."""
         self.name = name
         self.roles: frozenset[Stage] = frozenset()
-        self._builder = StageBuilder(settings, transport)
+        self._builder = StageBuilder(settings, transport, roles)
         self._clock = clock
         self._reports = ReportBuffer()
         # Running roles: its own, and those being given up, until they have no work left.
@@ -191,6 +191,7 @@ class WorkerCore:
     # Roles
 
     def _switch(self, roles: frozenset[Stage]) -> None:
+        self._builder.check_roles(stages_of(roles) - self.hosted.keys())
         self._num_switches += roles != self._settled_roles
         self._is_switching = False
         self._set_roles(roles)
@@ -216,6 +217,7 @@ class WorkerCore:
         On a GPU, stages that are given up and have no work left make room first: together, the pools of
         both would not fit.
         """
+        self._builder.check_roles(stages_of(roles) - self.hosted.keys())
         start_s, before_s = time.perf_counter(), self._builder.weights_s
         if self._builder.placement.is_cuda:
             self._drop_drained(roles)

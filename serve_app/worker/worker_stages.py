@@ -21,7 +21,7 @@ from epd.errors import InfeasibleError, RequestError
 from epd.kv.drafting import NO_DRAFTS, DraftConfig
 from epd.kv.scheduling import SchedulerConfig
 from epd.reduction import TowerMerge
-from epd.topology import Stage, role_letters
+from epd.topology import Stage, TensorParallel, role_letters
 from epd.transfer.connectors import EncoderConnector, KVConnector
 from serve_app.memory_use import MemoryUse
 from stages.decode import DecodeStage
@@ -45,6 +45,7 @@ from stages.memory_sizing import (
 from stages.placement import Placement
 from stages.prefill import PrefillStage
 from stages.ranks.group import ProcessRanks
+from stages.ranks.group_pools import PoolSharing
 from stages.ranks.loading import load_with_ranks
 
 
@@ -64,7 +65,7 @@ class WorkerSettings:
     num_kv_pools: that share the machine's memory if num_kv_tokens is not set
     is_alone: whether it is the model's only worker, which shares its weights with none
     num_sharing: workers of this process, which share its GPU
-    tensor_parallel_size: processes that share the language model, of a worker that is alone
+    tensor_parallel: processes that share the language model of a worker
     async_scheduling, enforce_eager: see `build_engine`
     """
 
@@ -86,7 +87,7 @@ class WorkerSettings:
     num_kv_pools: int = 1
     is_alone: bool = False
     num_sharing: int = 1
-    tensor_parallel_size: int = 1
+    tensor_parallel: TensorParallel = field(default_factory=TensorParallel)
     async_scheduling: bool | None = None
     enforce_eager: bool = False
 
@@ -109,8 +110,10 @@ class Transport(Protocol):
         """Creates a pool on a device, where others can reach it, and the end that moves its embeddings."""
         ...
 
-    def kv(self, name: str, shape: KVPoolsShape, device: torch.device) -> tuple[KVPools, KVConnector]:
-        """Creates the same for keys and values."""
+    def kv(
+        self, name: str, shape: KVPoolsShape, device: torch.device, sharing: PoolSharing | None = None
+    ) -> tuple[KVPools, KVConnector]:
+        """Creates the same for keys and values. sharing: where workers have several ranks."""
         ...
 
     def weights(self, path: Path, placement: Placement) -> Path | None:
@@ -136,8 +139,12 @@ _BUILDING = threading.Lock()
 class StageBuilder:
     """Builds stages for one worker; weights that two of them share are loaded once."""
 
-    def __init__(self, settings: WorkerSettings, transport: Transport) -> None:
+    def __init__(
+        self, settings: WorkerSettings, transport: Transport, roles: AbstractSet[Stage] = frozenset()
+    ) -> None:
+        """Loads nothing yet. roles: that the worker is started with; with several ranks, it keeps them."""
         self.settings = settings
+        self._num_ranks = settings.tensor_parallel.num_ranks(roles)
         self.transport = transport
         self.adapter: Adapter = load_adapter(settings.model_path)
         self.placement = settings.placement()
@@ -288,6 +295,16 @@ class StageBuilder:
         if "encode" not in stages:
             self._encoder = None
 
+    def check_roles(self, missing: AbstractSet[Stage]) -> None:
+        """Raises RequestError if the worker cannot be given stages that it does not have."""
+        max_ranks = self.settings.tensor_parallel.max_size
+        if missing and max_ranks > 1:
+            raise RequestError(
+                f"received roles that need {', '.join(sorted(missing))} where up to {max_ranks} processes "
+                "share a language model; allowed: the roles that the worker was started with; start the "
+                "application with another topology"
+            )
+
     def check_ranks(self) -> None:
         """Raises RankLostError if a process that shares the language model is lost."""
         if self._ranks is not None:
@@ -303,10 +320,10 @@ class StageBuilder:
         self, name: str, scheduler: SchedulerConfig, *, enforce_eager: bool
     ) -> tuple[LanguageEngine, KVConnector]:
         settings, model = self.settings, self._language_model()
-        if self._ranks is not None and any(isinstance(each, KVPoolsShape) for each in self._pools.values()):
-            raise RequestError("several processes share the language model for one engine; keep the roles")
         shape = kv_shape(model, self._kv_tokens, settings.block_size, settings.num_kv_pools)
-        pools, connector = self.transport.kv(name, shape, self.placement.device)
+        max_ranks = settings.tensor_parallel.max_size
+        sharing = PoolSharing(self._ranks, max_ranks) if max_ranks > 1 else None
+        pools, connector = self.transport.kv(name, shape, self.placement.device, sharing)
         self._pools[f"{name} kv"], self._use = shape, None
         engine = build_engine(
             model,
@@ -347,16 +364,20 @@ class StageBuilder:
         if self._whole is not None:
             model = self._whole.part(role)
         else:
-            size = self.settings.tensor_parallel_size if role == "language" else 1
+            size = self._num_ranks if role == "language" else 1
             model, ranks = load_with_ranks(self.settings.model_path, role, self.placement, size)
             self._ranks = ranks or self._ranks
         self.weights_s += time.perf_counter() - start_s
         return model
 
     def _mapped(self) -> WholeModel | None:
-        """Returns the whole model if workers share its weights: parts that are not run take no memory."""
+        """Returns the whole model if workers share its weights: parts that are not run take no memory.
+
+        Ranks read their own parts.
+        """
         path = self.settings.model_path
-        weights = None if self.settings.is_alone else self.transport.weights(path, self.placement)
+        is_apart = self.settings.is_alone or self.settings.tensor_parallel.max_size > 1
+        weights = None if is_apart else self.transport.weights(path, self.placement)
         if weights is None:
             return None
         return WholeModel(path, self.placement, weights)

@@ -26,6 +26,10 @@ _TicketT = TypeVar("_TicketT", bound=AnyTicket, contravariant=True)
 _SourceT = TypeVar("_SourceT", contravariant=True)
 
 
+class SourceLostError(Exception):
+    """Raised for a sender's pool that is found gone while it is read."""
+
+
 class Pool(Protocol[_TicketT, _SourceT]):
     """Holds memory that can be filled from another of its kind."""
 
@@ -34,10 +38,14 @@ class Pool(Protocol[_TicketT, _SourceT]):
         """Returns where the memory is."""
         ...
 
+    def publish(self, ticket: _TicketT) -> None:
+        """Lets the ticket's receiver read what is written so far, once the device has done what is queued."""
+        ...
+
     def receive(self, ticket: _TicketT, source: _SourceT, source_pool: Self) -> None:
         """Copies what lies at `source` in the other pool to where the ticket says.
 
-        Raises ValueError for what does not fit there; then nothing has been written.
+        Raises ValueError for what does not fit there; then nothing has been written. Raises SourceLostError.
         """
         ...
 
@@ -68,6 +76,8 @@ class MailboxConnector(ABC, Generic[TicketT, SourceT]):
         """Returns the pool that the offer refers to, to read from; None when it is gone."""
 
     def send(self, ticket: TicketT, source: SourceT | None, error: str = "") -> int:
+        if source is not None:
+            self.pool.publish(ticket)
         offer = Offer(ticket.transfer_id, self._next_number(), self.name, self.pool_id, source, error)
         self.offer(ticket.receiver, offer)
         return offer.number
@@ -122,11 +132,13 @@ class MailboxConnector(ABC, Generic[TicketT, SourceT]):
         """Returns the offer after it was copied; without a source if it could not be."""
         if offer.source is None:
             return offer
-        source_pool = self.pool_of(offer)
-        if source_pool is None:
-            return replace(offer, source=None, error=f"sender '{offer.sender}' is gone", is_lost=True)
         try:
+            source_pool = self.pool_of(offer)
+            if source_pool is None:
+                raise SourceLostError
             self.pool.receive(ticket, offer.source, source_pool)
+        except SourceLostError:
+            return replace(offer, source=None, error=f"sender '{offer.sender}' is gone", is_lost=True)
         except ValueError as error:
             return replace(offer, source=None, error=str(error))
         return offer

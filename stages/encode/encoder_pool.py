@@ -116,6 +116,9 @@ class EncoderPool:
         for number, block in enumerate(block_ids):
             self.storage[number].copy_(source.storage[block], non_blocking=True)
 
+    def publish(self, ticket: Ticket) -> None:
+        """Does nothing: what is written here can be read as soon as the device has done it."""
+
     def receive(self, ticket: Ticket, source: CachedGroup, source_pool: EncoderPool) -> None:
         """Fills a ticket from another pool: see `copy`."""
         self.copy(source_pool, source, ticket.target)

@@ -12,7 +12,8 @@ A *slot* is where one token lies: block * block_size + place in the block.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy as shallow_copy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +26,7 @@ from epd.transfer.connectors import KVChunk, KVSpan, KVTicket
 from epd.types import ceil_div
 from stages.engine.pool_memory import pool_memory
 from stages.engine.slot_runs import TokenRun, slot_runs
+from stages.rank import ALONE, Rank
 
 # What lies in one piece of memory: a block with all its layers, which is copied at once to and from a GPU and
 # into messages; or a head of a layer with all its blocks, of which a CPU attends in place.
@@ -107,6 +109,13 @@ class KVPool:
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Returns the caches of the group's layer `index`: views [num_blocks, block_size, Hkv, D]."""
         return self.storage[:, index, 0], self.storage[:, index, 1]
+
+    def heads(self, start: int, stop: int) -> KVPool:
+        """Returns a pool of the heads [start, stop), in the same memory."""
+        part = shallow_copy(self)
+        part.layout = replace(self.layout, num_kv_heads=stop - start)
+        part.storage = self.storage[..., start:stop, :]
+        return part
 
     def to_host(self, block_table: Sequence[int], num_tokens: int) -> KVPool:
         """Copies a request's first tokens to a pool of its own in host memory, in the order of its table.
@@ -194,11 +203,13 @@ class KVPoolsShape:
     """Describes a worker's pools: layer groups in the order of the model's layers.
 
     block_size: tokens. order: what lies in one piece of memory.
+    rank: that has them; the heads of a layout are its part of those that all ranks have.
     """
 
     groups: tuple[KVGroupShape, ...]
     block_size: int
     order: StorageOrder = "blocks"
+    rank: Rank = ALONE
 
     @property
     def bytes_by_group(self) -> tuple[int, ...]:
@@ -209,6 +220,19 @@ class KVPoolsShape:
     @property
     def num_bytes(self) -> int:
         return sum(self.bytes_by_group)
+
+    @property
+    def layouts(self) -> tuple[KVLayout, ...]:
+        """Lists the layouts that all ranks have together."""
+        return tuple(
+            replace(group.layout, num_kv_heads=group.layout.num_kv_heads * self.rank.size)
+            for group in self.groups
+        )
+
+    def heads(self, group: int) -> tuple[int, int]:
+        """Returns which heads of a layer group this rank has, [start, stop) of those of all ranks."""
+        count = self.groups[group].layout.num_kv_heads
+        return count * self.rank.index, count * (self.rank.index + 1)
 
     def build(self, shared_file: Path | None = None, device: torch.device | str = "cpu") -> KVPools:
         return KVPools(self, shared_file, device)
@@ -265,18 +289,39 @@ class KVPools:
         for copy in copies:
             self.groups[copy.layer_group].copy_blocks([copy])
 
+    def copy_whole(self, target: KVPools, blocks: Sequence[Sequence[int]]) -> None:
+        """Copies blocks, of each layer group, to blocks 0, 1, ... of pools with all heads: `KVPool.fill`."""
+        for to, pool, block_ids in zip(target.groups, self.groups, blocks, strict=True):
+            to.fill(pool, block_ids)
+
+    def publish(self, ticket: KVTicket) -> None:
+        """Does nothing: what is written here can be read as soon as the device has done it."""
+
     def receive(self, ticket: KVTicket, source: KVChunk, source_pool: KVPools) -> None:
         """Copies a chunk of a hand-over to where its ticket says. Block sizes may differ.
 
+        Of pools of several ranks, the heads that both have are copied.
         Raises ValueError, before anything is written, for tokens that the ticket has no room for or that are
         there already, and for pools of another layout.
         """
-        if [group.layout for group in source_pool.shape.groups] != [g.layout for g in self.shape.groups]:
-            raise ValueError(f"cannot copy from pools of {source_pool.shape} into pools of {self.shape}")
-        copies = [self._slots_of(ticket, span, source_pool.block_size) for span in source.spans]
-        for span, (source_slots, target_slots) in zip(source.spans, copies, strict=True):
-            theirs = source_pool.groups[span.layer_group]
-            self.groups[span.layer_group].copy(theirs, source_slots, target_slots)
+        for span, *slots in self.copies(ticket, source, source_pool.shape):
+            group = span.layer_group
+            (ours, our_stop), (theirs, their_stop) = self.shape.heads(group), source_pool.shape.heads(group)
+            start, stop = max(ours, theirs), min(our_stop, their_stop)
+            if start < stop:
+                heads = source_pool.groups[group].heads(start - theirs, stop - theirs)
+                self.groups[group].heads(start - ours, stop - ours).copy(heads, *slots)
+
+    def copies(
+        self, ticket: KVTicket, source: KVChunk, shape: KVPoolsShape
+    ) -> list[tuple[KVSpan, Tensor, Tensor]]:
+        """Returns where each span's tokens lie in pools of that shape and are to lie here; int64 [N] each.
+
+        Raises ValueError as `receive` does.
+        """
+        if shape.layouts != self.shape.layouts:
+            raise ValueError(f"cannot copy from pools of {shape} into pools of {self.shape}")
+        return [(span, *self._slots_of(ticket, span, shape.block_size)) for span in source.spans]
 
     def _slots_of(self, ticket: KVTicket, span: KVSpan, source_block_size: int) -> tuple[Tensor, Tensor]:
         """Returns where a span's tokens lie in the sender's pool and are to lie here; int64 [N] each."""

@@ -1,7 +1,7 @@
 """Runs a rank that repeats what rank 0 tells it: a process that ends with the connection to rank 0.
 
 rank 0      pools | pass | offload | pass | ...        steps, over a socket of the two
-this rank   loads its part, says so, and carries out each step in order
+this rank   loads its part, says so, and carries out each step in order; replies to the few that ask
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import os
 import queue
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,6 +29,15 @@ from stages.loading.weights import load_role
 from stages.placement import Placement
 from stages.rank import Rank
 from stages.ranks.communicator import Communicator
+from stages.ranks.shared_pools import (
+    Fence,
+    PoolPlace,
+    ReceiveTokens,
+    SharedPools,
+    SharePools,
+    meet,
+    receive_together,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +72,11 @@ def main(descriptor: int) -> None:
         connection.send(error)
         return
     connection.send(Ready(follower.weight_bytes))
-    follower.connect(settings)
+    follower.connect()
     while True:
-        follower.carry_out(steps.get())
+        reply = follower.carry_out(steps.get())
+        if reply is not None:
+            connection.send(reply)
 
 
 def _read(connection: Connection, steps: queue.SimpleQueue[Any]) -> None:
@@ -75,6 +86,15 @@ def _read(connection: Connection, steps: queue.SimpleQueue[Any]) -> None:
             steps.put(connection.recv())
         except (EOFError, OSError):
             os._exit(0)
+
+
+class _Engine:
+    """Holds a rank's pools, and what computes with them."""
+
+    def __init__(self, model: Any, shape: KVPoolsShape, device: torch.device, ranks: Communicator) -> None:
+        self.pools = SharedPools(shape, device)
+        self.runner = ModelRunner(model, None, self.pools, ranks=ranks)
+        self.moves = PoolMoves(self.pools)
 
 
 class Follower:
@@ -87,29 +107,40 @@ class Follower:
         loaded = load_role(settings.model_path, "language", settings.placement, cut=cut)
         self._model: Any = loaded.model
         self.weight_bytes = sum(each.nbytes for each in loaded.model.parameters())
-        self._device = settings.placement.device
+        self._settings = settings
         self._ranks: Communicator | None = None
-        self._runner: ModelRunner | None = None
-        self._moves: PoolMoves | None = None
+        self._engine: _Engine | None = None
 
-    def connect(self, settings: FollowerSettings) -> None:
-        self._ranks = Communicator(settings.rank, settings.meeting, self._device)
+    def connect(self) -> None:
+        settings = self._settings
+        self._ranks = Communicator(settings.rank, settings.meeting, settings.placement.device)
 
     @torch.inference_mode()
-    def carry_out(self, step: object) -> None:
-        """Carries out a step of rank 0: pools of a new engine, a pass, or a move of blocks."""
+    def carry_out(self, step: object) -> PoolPlace | None:
+        """Carries out a step of rank 0: pools of a new engine, a pass, a move of blocks, or a hand-over.
+
+        Returns what rank 0 has asked for.
+        """
+        assert self._ranks is not None
         if isinstance(step, KVPoolsShape):
-            self._runner = self._moves = None
-            pools = step.build(device=self._device)
-            self._runner = ModelRunner(self._model, None, pools, ranks=self._ranks)
-            self._moves = PoolMoves(pools)
-            return
-        assert self._runner is not None
-        assert self._moves is not None
-        if isinstance(step, PackedPass):
-            self._runner.run_packed(step, self._visual(step))
-        else:
-            self._moves.carry_out(step)  # type: ignore[arg-type] # there are no other steps
+            self._engine = None  # its memory is free before
+            shape = replace(step, rank=self._settings.rank)
+            self._engine = _Engine(self._model, shape, self._settings.placement.device, self._ranks)
+            return None
+        assert self._engine is not None
+        pools = self._engine.pools
+        match step:
+            case PackedPass():
+                self._engine.runner.run_packed(step, self._visual(step))
+            case SharePools(num_readers):
+                return pools.place(num_readers)
+            case Fence():
+                meet(self._ranks, pools.device)
+            case ReceiveTokens():
+                receive_together(self._ranks, pools, step)
+            case _:
+                self._engine.moves.carry_out(step)  # type: ignore[arg-type] # there are no other steps
+        return None
 
     def _visual(self, packed: PackedPass) -> Embeddings | None:
         """Receives the visual tokens of a pass."""

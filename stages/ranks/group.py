@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from torch import Tensor
 from epd.errors import EPDError, RankLostError, RequestError
 from stages.placement import Placement
 from stages.rank import Rank
-from stages.ranks.communicator import Communicator
+from stages.ranks.communicator import EXCHANGE_S, Communicator
 from stages.ranks.follower import FollowerSettings, Ready
 
 logger = logging.getLogger(__name__)
@@ -115,6 +116,17 @@ class ProcessRanks:
         with self.computing():
             for follower in self._followers:
                 follower.connection.send(step)
+
+    def ask(self, step: object) -> list[Any]:
+        self.tell(step)
+        with self.computing():
+            return [self._reply(follower) for follower in self._followers]
+
+    @staticmethod
+    def _reply(follower: _Follower) -> Any:
+        if not follower.connection.poll(EXCHANGE_S):
+            raise TimeoutError(f"rank {follower.rank.index} has not replied within {EXCHANGE_S:.0f} s")
+        return follower.connection.recv()
 
     def check(self) -> None:
         """Raises RankLostError if one of the ranks is lost."""

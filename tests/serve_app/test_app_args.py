@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from epd.errors import RequestError
+from epd.topology import TensorParallel
 from serve_app.app_args import STAGE_FIELDS, AppArgs
 from serve_app.composition import worker_settings
 from serve_app.local.fleet import LocalTransport
@@ -59,13 +60,11 @@ def test_a_worker_builds_its_pool_within_its_share(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "size of 2 with the topology 1e1p1d; allowed: with 1epd"),
-        ({"topology": "2epd"}, "with the topology 2epd; allowed"),
-        ({"topology": "1epd", "elastic": True}, "with the topology 1epd and elastic; allowed"),
-        ({"topology": "1epd", "reduction": "mustdrop"}, "the reduction mustdrop, which .* allowed: balanced"),
+        ({"elastic": True}, "size of 2 and elastic; allowed: workers whose roles stay"),
+        ({"reduction": "mustdrop"}, "the reduction mustdrop, which .* allowed: balanced"),
     ],
 )
-def test_several_processes_are_for_one_worker_that_keeps_its_roles(
+def test_workers_of_several_processes_keep_their_roles_and_all_heads(
     options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(RequestError, match=message):
@@ -77,8 +76,11 @@ def test_processes_of_a_worker_share_its_room_and_its_cores(monkeypatch: pytest.
     monkeypatch.setattr("serve_app.app_args.usable_cpus", lambda: 9)
     args = AppArgs(topology="1epd", tensor_parallel_size=2)
     assert args.threads_per_worker == 4
-    assert worker_settings(args).num_kv_pools == 2 * args.num_kv_pools
-    assert worker_settings(args).tensor_parallel_size == 2
+    assert worker_settings(args).num_kv_pools == 4
+    assert worker_settings(args).tensor_parallel == TensorParallel(2)
+    split = AppArgs(topology="2e1p2d", tensor_parallel_size=2, decode_tensor_parallel_size=1)
+    assert split.threads_per_worker == 8 // (2 + 2 + 2)
+    assert worker_settings(split).num_kv_pools == 2 + 2 + 2
 
 
 @pytest.mark.parametrize("is_wanted", [None, True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -13,12 +14,16 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from epd.errors import ModelError, RequestError
 from serve_app.app_args import AppArgs
 from serve_app.http.address import HttpAddress
-from serve_app.local.server import served_locally
+from serve_app.local.fleet import LocalFleet
+from serve_app.local.server import _devices, served_locally
+from stages.placement import Placement
 from stages.ranks.group import ProcessRanks
+from tests.serve_app.conftest import JSON, data_url, image_part
 
 QUESTION = {"messages": [{"role": "user", "content": "What is it?"}]}
 
@@ -33,13 +38,19 @@ def client_of(address: HttpAddress) -> httpx.Client:
     return httpx.Client(base_url=address.url, trust_env=False, timeout=60)
 
 
-def begun(client: httpx.Client) -> tuple[Iterator[str], httpx.Response]:
+def begun(client: httpx.Client, body: JSON | None = None) -> tuple[Iterator[str], httpx.Response]:
     """The rest of the events of an answer that has begun, and its response, which must be closed."""
-    body = {**QUESTION, "stream": True, "max_tokens": 400, "ignore_eos": True}
+    body = {**QUESTION, "max_tokens": 400, "ignore_eos": True, **(body or {}), "stream": True}
     response = client.send(client.build_request("POST", "/v1/chat/completions", json=body), stream=True)
     lines = (line for line in response.iter_lines() if line.startswith("data: "))
     next(lines)
     return lines, response
+
+
+def text_of(line: str) -> str:
+    """The text of an event."""
+    event = line.removeprefix("data: ")
+    return "" if event == "[DONE]" else json.loads(event)["choices"][0]["delta"].get("content") or ""
 
 
 def test_it_has_the_api_of_the_application_on_ray(address: HttpAddress) -> None:
@@ -102,27 +113,56 @@ def test_what_cannot_be_served_is_raised(address: HttpAddress, tmp_path: Path) -
     address.listen().close()
 
 
-def test_a_worker_of_two_processes_answers_and_comes_back_when_one_is_lost(
-    address: HttpAddress, monkeypatch: pytest.MonkeyPatch
+def test_each_group_of_processes_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = AppArgs(topology="1e1p1d", tensor_parallel_size=2)
+    placement = Placement(torch.device("cuda", 1), torch.float32)
+    monkeypatch.setattr(Placement, "resolve", lambda *_: placement)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+    assert _devices(args) == {"e0": "cuda:1", "p0": "cuda:2", "d0": "cuda:4"}
+    assert _devices(args.model_copy(update={"tensor_parallel_size": 1})) == {}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    with pytest.raises(RequestError, match="which needs 5 GPUs; allowed: 4, those from cuda:1 on"):
+        _devices(args)
+
+
+def test_workers_of_two_processes_answer_as_one_does_when_one_is_lost_too(
+    address: HttpAddress,
+    checkpoints: dict[str, Path],
+    media: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two processes are started, one after the other: what no test with threads can show."""
-    started: list[ProcessRanks] = []
-    start = ProcessRanks.__init__
+    """Three processes are started, one after another: what no test with threads can show."""
+    fleets: list[LocalFleet] = []
+    start = LocalFleet.start
 
-    def start_seen(ranks: ProcessRanks, *args: object, **options: object) -> None:
-        start(ranks, *args, **options)  # type: ignore[arg-type]
-        started.append(ranks)
+    async def start_seen(fleet: LocalFleet) -> None:
+        fleets.append(fleet)
+        await start(fleet)
 
-    monkeypatch.setattr(ProcessRanks, "__init__", start_seen)
-    body = {**QUESTION, "max_tokens": 8, "ignore_eos": True}
-    args = AppArgs(topology="1epd", tensor_parallel_size=2)
+    def ranks_of(worker: str) -> ProcessRanks:
+        ranks = fleets[-1].core(worker)._builder._ranks
+        assert ranks is not None
+        return ranks
+
+    monkeypatch.setattr(LocalFleet, "start", start_seen)
+    content = [image_part(data_url(media["image"], "image/png")), {"type": "text", "text": "What is it?"}]
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 40, "ignore_eos": True}
+    alone = AppArgs(model=checkpoints["qwen2_5_vl"], topology="1epd", num_kv_tokens=4096)
+    with served_locally(alone, address), client_of(address) as client:
+        expected = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+    args = alone.model_copy(update={"topology": "1e1p1d", "tensor_parallel_size": 2})
     with served_locally(args, address), client_of(address) as client:
-        answer = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
-        os.kill(started[0].process_ids[0], signal.SIGKILL)
+        process_ids = [each for worker in ("p0", "d0") for each in ranks_of(worker).process_ids]
+        lines, response = begun(client, body)
+        os.kill(process_ids[-1], signal.SIGKILL)
+        answer = "".join(map(text_of, lines))
+        response.close()
+        assert answer == expected
         deadline_s = time.monotonic() + 60
-        while len(started) < 2:
+        while not fleets[-1].workers["d0"].is_alive or fleets[-1].workers["d0"].incarnation == 1:
             assert time.monotonic() < deadline_s
             time.sleep(0.05)
-        assert client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"] == answer
-    process_ids = [each for ranks in started for each in ranks.process_ids]
+        process_ids += ranks_of("d0").process_ids
+        again = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+        assert again == expected
     assert not [each for each in process_ids if Path(f"/proc/{each}").exists()]

@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from epd.errors import RequestError
 from serve_app.app_args import AppArgs
 from serve_app.composition import worker_settings
 from serve_app.local.fleet import LocalTransport
 from serve_app.network.connector import ProcessTransport
 from serve_app.network.memory import PoolFiles, new_fleet_id
 from serve_app.network.routes import PeerPlace
+from serve_app.role_messages import Onload, SetRoles
+from serve_app.worker.worker_core import WorkerCore
 from serve_app.worker.worker_stages import StageBuilder
 from stages.placement import Placement
 
@@ -45,3 +48,15 @@ def test_a_worker_on_a_gpu_loads_its_own_weights(checkpoints: dict[str, Path]) -
     on_gpu = Placement(torch.device("cuda"), torch.bfloat16)
     assert transport.weights(checkpoints["qwen2_5_vl"], on_gpu) is None
     assert files.paths() == []
+
+
+def test_a_worker_beside_groups_of_processes_keeps_its_roles(checkpoints: dict[str, Path]) -> None:
+    """An encoder is one process: with another role it would load a language model that it has no room for."""
+    args = AppArgs(model=checkpoints["qwen2_5_vl"], device="cpu", decode_tensor_parallel_size=2)
+    transport = AskedTransport()
+    core = WorkerCore("e0", frozenset({"encode"}), worker_settings(args), transport)
+    assert not transport.asked, "each rank reads its own part"
+    for change in (Onload, SetRoles):
+        with pytest.raises(RequestError, match="that need prefill where up to 2 processes share"):
+            core.handle(change(frozenset({"encode", "prefill"})))
+    assert core.roles == core.hosted.keys() == {"encode"}

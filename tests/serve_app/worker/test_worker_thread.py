@@ -25,7 +25,7 @@ class NoTransport:
     def embeddings(self, _name: str, shape: EncoderPoolShape, _device: Any) -> Any:
         return shape.build(), SilentConnector()
 
-    def kv(self, _name: str, _shape: Any, _device: Any) -> Any:
+    def kv(self, _name: str, _shape: Any, _device: Any, _sharing: Any = None) -> Any:
         raise NotImplementedError
 
     def weights(self, _path: Path, _placement: Any) -> None: ...

@@ -27,21 +27,28 @@ class ThreadRanks(Communicator):
         meeting = folder / "meeting"
         self.steps: list[str] = []
         self._told: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         num_threads = torch.get_num_threads()
         settings = FollowerSettings(path, CPU_FLOAT32, Rank(1, 2), meeting, num_threads)
         self.follower = Follower(settings)
-        self._thread = threading.Thread(target=self._follow, args=(settings,), daemon=True)
+        self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
         super().__init__(Rank(0, 2), meeting, torch.device("cpu"))
 
-    def _follow(self, settings: FollowerSettings) -> None:
-        self.follower.connect(settings)
+    def _follow(self) -> None:
+        self.follower.connect()
         while (step := self._told.get()) is not None:
-            self.follower.carry_out(pickle.loads(step))
+            reply = self.follower.carry_out(pickle.loads(step))
+            if reply is not None:
+                self._replies.put(pickle.dumps(reply))
 
     def tell(self, step: object) -> None:
         self.steps.append(type(step).__name__)
         self._told.put(pickle.dumps(step))
+
+    def ask(self, step: object) -> list[Any]:
+        self.tell(step)
+        return [pickle.loads(self._replies.get(timeout=END_S))]
 
     @contextmanager
     def computing(self) -> Iterator[None]:
