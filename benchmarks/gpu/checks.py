@@ -24,6 +24,7 @@ from epd.shapes import SceneRenderer, make_scene
 from epd.types import ceil_div
 from serve_app.worker.worker_stages import WorkerSettings
 from stages.attention.attention import AttentionBatch, AttentionPlan, attend, write_kv
+from stages.attention.device import DeviceHeads
 from stages.engine.kv_pool import KVGroupShape, KVLayout, KVPoolsShape, token_slots
 from tests.encoders.families import Clip, Family, Media, Picture
 from tests.models import shrunk
@@ -77,7 +78,7 @@ def _attention(setup: Setup, dtype: torch.dtype, num_heads: int, num_kv_heads: i
     write_kv(
         torch.cat(keys).to(device), torch.cat(values).to(device), key_cache, value_cache, slots.to(device)
     )
-    plan = AttentionPlan.build(_batch(tables), device)
+    plan = AttentionPlan.build(_batch(tables), device, DeviceHeads.of(key_cache, num_heads))
     ours = attend(torch.cat(queries).to(device), key_cache, value_cache, plan, head_dim**-0.5)
     theirs = torch.cat([_plainly(*each) for each in zip(queries, keys, values, strict=True)])
     difference = float((ours.cpu().double() - theirs).abs().max() / theirs.abs().max())

@@ -22,7 +22,7 @@ from transformers import AttentionInterface
 from encoders.kernels.dispatch import uses_kernels
 from epd.types import Int32Array, Int64Array
 from stages import kernels
-from stages.attention.device import DevicePlan
+from stages.attention.device import DeviceHeads, DevicePlan
 from stages.attention.host import HostPlan
 from stages.attention.pieces import is_one_piece
 from stages.attention.support import check_arguments
@@ -94,11 +94,18 @@ class AttentionPlan:
         cls,
         batch: AttentionBatch,
         device: torch.device | str = "cpu",
+        heads: DeviceHeads | None = None,
     ) -> AttentionPlan:
-        """Builds a plan. device: the caches'; on a GPU the kernels attend, on a CPU their plain twin."""
+        """Builds a plan.
+
+        device: the caches'; on a GPU the kernels attend, on a CPU their plain twin.
+        heads: that the kernels are launched for.
+        """
         device = torch.device(device)
         if device.type == "cuda":
-            on_device = DevicePlan.build(batch, device)
+            if heads is None:
+                raise ValueError(f"a plan for {device} needs the heads that attend; use DeviceHeads.of")
+            on_device = DevicePlan.build(batch, device, heads)
             return cls(on_device.slot_mapping, on_device)
         return cls(torch.from_numpy(batch.slot_mapping), HostPlan.build(batch))
 

@@ -4,7 +4,7 @@ A batch is padded to the next size, and its arrays are copied to where the captu
 copy, which ends with the longest block table:
 
     batch     | request a | request b | request c | padding |
-    arrays    | slots | token ids | positions | contexts | blocks 0 of all | blocks 1 of all | ...
+    arrays    | slots | token ids | positions | contexts | work | blocks 0 of all | blocks 1 of all | ...
 
 Rows that pad a batch write to a block that no request gets, the last of each pool, and nobody reads them. The
 logits are copied from where the pass leaves them, since the next one may be launched before they are used.
@@ -23,7 +23,7 @@ from torch import Tensor
 from encoders.device import arrays_into, arrays_over, room_bytes
 from epd.types import Int32Array, Int64Array
 from stages.attention.attention import AttentionPlan
-from stages.attention.device import DevicePlan
+from stages.attention.device import DeviceHeads, DevicePlan, decode_work
 from stages.engine.graphs import GraphMaker
 from stages.engine.packed_pass import PackedPass
 
@@ -40,12 +40,18 @@ class DecodeShape:
     num_position_rows: three for M-RoPE, else one.
     max_blocks: of a request's table.
     spare_blocks: of each layer group, the block for rows that pad a batch.
+    heads: of each layer group.
     """
 
     num_position_rows: int
     block_size: int
     max_blocks: int
     spare_blocks: tuple[int, ...]
+    heads: tuple[DeviceHeads, ...]
+
+    def num_items(self, size: int) -> int:
+        """Returns the items of attention's work list that a batch has at most."""
+        return size + max(heads.num_more for heads in self.heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,7 @@ class _Arrays:
     """Holds the arrays of a batch of B, G layer groups.
 
     slots: int64 [G, B]. token_ids: int64 [B]. positions: int64 [rows, B]. contexts: int32 [G, B].
+    items: int32 [G, I, 5]. merges: int32 [G, B, 4]. See `WorkList`.
     tables: int32 [max_blocks, G, B], last, so that columns that no table of the batch has need not be copied.
     """
 
@@ -60,17 +67,27 @@ class _Arrays:
     token_ids: Tensor
     positions: Tensor
     contexts: Tensor
+    items: Tensor
+    merges: Tensor
     tables: Tensor
 
     @classmethod
     def over(cls, memory: Tensor, shape: DecodeShape, size: int) -> _Arrays:
         return cls(*arrays_over(memory, _layout(shape, size)))
 
-    def plans(self, block_size: int) -> list[AttentionPlan]:
+    def plans(self, shape: DecodeShape) -> list[AttentionPlan]:
         """Plans the attention of each layer group."""
         on_device = [
-            DevicePlan.of_decodes(slots, contexts, self.tables[:, group].t(), block_size)
-            for group, (slots, contexts) in enumerate(zip(self.slots, self.contexts, strict=True))
+            DevicePlan.of_decodes(
+                self.slots[group],
+                self.contexts[group],
+                self.tables[:, group].t(),
+                self.items[group],
+                self.merges[group],
+                heads,
+                shape.block_size,
+            )
+            for group, heads in enumerate(shape.heads)
         ]
         return [AttentionPlan(plan.slot_mapping, plan) for plan in on_device]
 
@@ -106,7 +123,7 @@ class DecodeGraphs:
     def _capture(self, maker: GraphMaker, compute: Compute, size: int) -> _Captured:
         arrays_into(self._memory, _host_arrays(None, self._shape, size))
         arrays = _Arrays.over(self._memory, self._shape, size)
-        plans = arrays.plans(self._shape.block_size)
+        plans = arrays.plans(self._shape)
         if self._logits is None:
             self._logits = compute(arrays.token_ids, arrays.positions, plans)
         logits = self._logits[:size]
@@ -153,7 +170,8 @@ def _layout(shape: DecodeShape, size: int) -> list[Tensor]:
     num_groups = len(shape.spare_blocks)
     shapes = [(num_groups, size), (size,), (shape.num_position_rows, size)]
     layout = [torch.empty(each, dtype=torch.int64, device="meta") for each in shapes]
-    shapes = [(num_groups, size), (shape.max_blocks, num_groups, size)]
+    work = [(num_groups, shape.num_items(size), 5), (num_groups, size, 4)]
+    shapes = [(num_groups, size), *work, (shape.max_blocks, num_groups, size)]
     return layout + [torch.empty(each, dtype=torch.int32, device="meta") for each in shapes]
 
 
@@ -175,4 +193,9 @@ def _host_arrays(packed: PackedPass | None, shape: DecodeShape, size: int) -> li
             slots[group, :num_rows] = batch.slot_mapping
             contexts[group, :num_rows] = batch.context_lens
             tables[: batch.block_tables.shape[1], group, :num_rows] = batch.block_tables.T
-    return [slots, token_ids, positions, contexts, tables]
+    work = [
+        decode_work(each, heads, shape.num_items(size))
+        for each, heads in zip(contexts, shape.heads, strict=True)
+    ]
+    items, merges = (np.stack(arrays) for arrays in zip(*work, strict=True))
+    return [slots, token_ids, positions, contexts, items, merges, tables]

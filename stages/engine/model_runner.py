@@ -19,6 +19,7 @@ from encoders.device import arrays_to_device, device_of, to_device
 from encoders.kernels.dispatch import uses_kernels
 from epd.types import ceil_div
 from stages.attention.attention import AttentionBatch, AttentionPlan
+from stages.attention.device import DeviceHeads
 from stages.attention.warm_up import warm_up
 from stages.decoder.decoder import Decoder, DecoderInputs, FusedDecoder, LayerCaches, decoder_of
 from stages.decoder.layers import embedding_of, head_of
@@ -92,8 +93,10 @@ class ModelRunner:
             group for group, pool in enumerate(pools.groups) for _ in range(pool.layout.num_layers)
         ]
         self._caches = [pools.layer(index) for index in range(len(self._groups))]
+        num_heads = model.get_decoder().config.num_attention_heads
+        self._heads = [DeviceHeads.of(pool.layer(0)[0], num_heads) for pool in pools.groups]
         if uses_kernels(self._caches[0][0]):
-            self._warm_up(model.get_decoder().config.num_attention_heads)
+            self._warm_up(num_heads)
         self._graphs = None if graphs is None else self._captured(graphs, max_num_seqs)
 
     @property
@@ -121,6 +124,7 @@ class ModelRunner:
             self.pools.block_size,
             max_blocks=min(*num_blocks, ceil_div(self._max_positions, self.pools.block_size)),
             spare_blocks=tuple(number - 1 for number in num_blocks),
+            heads=tuple(self._heads),
         )
         try:
             return DecodeGraphs(maker, self._decoded, shape, graph_sizes(max_num_seqs), self._device)
@@ -206,7 +210,7 @@ class ModelRunner:
         ends = ends_of(segments)
         return [
             replace(
-                AttentionPlan.build(batch, self._device),
+                AttentionPlan.build(batch, self._device, self._heads[group]),
                 pruned=tuple(self._pruned_rows(segments, ends, group)),
                 viewed=tuple(self._viewed_rows(segments, ends, group)),
             )

@@ -1,12 +1,12 @@
 """Computes attention over a paged KV cache on a GPU. Its twin is `stages.kernels.paged_plain`.
 
-One program takes one *tile* (some new tokens of one segment, times the G query heads of one KV head) and one
-*split* of the keys that the tile attends (Dao et al. 2023, "Flash-Decoding"):
+One program takes one *item* of the host's work list: a tile (some new tokens of one segment, times the G
+query heads of one KV head) and some of the keys that it attends.
 
     rows of a tile   (token 0, head 0) ... (token 0, head G - 1) (token 1, head 0) ...     padded to BLOCK_M
-    keys of a tile   |    split 0    |    split 1    |  split 2 |                          padded to BLOCK_N
+    keys of a tile   |    item i     |   item i + 1  | item i + 2 |                        padded to BLOCK_N
 
-With several splits each writes its part and the logarithm of its sum; a second kernel puts them together.
+Where a tile has several items each writes its part and the logarithm of its sum; a second kernel merges them.
 Import this module only where Triton is.
 """
 
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from epd.types import ceil_div
 from stages.kernels.tiles import PagedSegments, TileSet
-from stages.kernels.tiling import tiling
 
 
 @triton.jit  # type: ignore[untyped-decorator] # Triton is untyped
@@ -46,30 +45,27 @@ def _absorb(scores, v, highest, total, weighted):  # type: ignore[no-untyped-def
     return new_highest, total, weighted
 
 
-@triton.jit(do_not_specialize=["table_stride", "entry_stride", "tiles_each", "num_splits"])  # type: ignore[untyped-decorator] # Triton is untyped
+@triton.jit(do_not_specialize=["table_stride", "entry_stride"])  # type: ignore[untyped-decorator] # Triton is untyped
 def _attend_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and numbers
     query,
     keys,
     values,
     out,
+    parts,
     log_sums,
-    segments,
+    items,
     query_starts,
     context_lens,
     block_tables,
     scale_log2,
     table_stride,
     entry_stride,
-    tiles_each,
-    num_splits,
     query_token_stride,
     query_head_stride,
     block_stride,
     slot_stride,
     head_stride,
-    out_split_stride,
     out_token_stride,
-    sums_split_stride,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -77,13 +73,14 @@ def _attend_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    segment = tl.load(segments + tl.program_id(0) // tiles_each)
-    first_token = tl.program_id(0) % tiles_each * TOKENS
+    item = items + tl.program_id(0) * 5
+    segment = tl.load(item)
+    first_token = tl.load(item + 1)
+    low = tl.load(item + 2)
+    high = tl.load(item + 3)
     kv_head = tl.program_id(1)
-    split = tl.program_id(2)
     query_start = tl.load(query_starts + segment)
     num_new = tl.load(query_starts + segment + 1) - query_start
     context = tl.load(context_lens + segment)
@@ -100,13 +97,6 @@ def _attend_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and
     q = tl.load(query + place, mask=is_value, other=0.0)
     if UPCAST:
         q = q.to(tl.float32)
-
-    # The last token of the tile sees the most; a tile past the segment's end sees nothing.
-    stop = context - num_new + tl.minimum(first_token + TOKENS, num_new)
-    stop = tl.where(first_token < num_new, stop, 0)
-    each = tl.cdiv(tl.cdiv(stop, num_splits), BLOCK_N) * BLOCK_N
-    low = split * each
-    high = tl.minimum(low + each, stop)
 
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -131,62 +121,61 @@ def _attend_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and
         highest, total, weighted = _absorb(scores, v, highest, total, weighted)
 
     divisor = tl.where(total == 0.0, 1.0, total)
-    out_place = packed[:, None] * out_token_stride + head[:, None] * HEAD_DIM + dim[None, :]
-    if IS_SPLIT:
-        out_place += split.to(tl.int64) * out_split_stride
-        sums_place = split.to(tl.int64) * sums_split_stride + packed * (out_token_stride // HEAD_DIM) + head
+    at = head[:, None] * HEAD_DIM + dim[None, :]
+    attended = weighted / divisor[:, None]
+    part = tl.load(item + 4)  # not before, or it would take a register all the time
+    if part < 0:
+        out_place = out + packed[:, None] * out_token_stride + at
+        tl.store(out_place, attended.to(out.dtype.element_ty), mask=is_value)
+    else:
+        written = (part + row // GROUP).to(tl.int64)
+        tl.store(parts + written[:, None] * out_token_stride + at, attended, mask=is_value)
         log_sum = tl.where(total == 0.0, float("-inf"), highest + tl.log2(divisor))
-        tl.store(log_sums + sums_place, log_sum, mask=is_row)
-    tl.store(out + out_place, (weighted / divisor[:, None]).to(out.dtype.element_ty), mask=is_value)
+        tl.store(log_sums + written * (out_token_stride // HEAD_DIM) + head, log_sum, mask=is_row)
 
 
-@triton.jit(do_not_specialize=["num_splits"])  # type: ignore[untyped-decorator] # Triton is untyped
+@triton.jit  # type: ignore[untyped-decorator] # Triton is untyped
 def _merge_kernel(  # type: ignore[no-untyped-def] # arguments are pointers and numbers
     parts,
     log_sums,
     out,
-    rows,
-    num_splits,
-    parts_split_stride,
-    sums_split_stride,
+    merges,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    packed = tl.load(rows + tl.program_id(0)).to(tl.int64)
+    merge = merges + tl.program_id(0) * 4
+    packed = tl.load(merge).to(tl.int64)
+    first = tl.load(merge + 1).to(tl.int64)
+    step = tl.load(merge + 2)
+    count = tl.load(merge + 3)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     dim = tl.arange(0, BLOCK_D)
     is_head = head < NUM_HEADS
     is_value = is_head[:, None] & (dim < HEAD_DIM)[None, :]
-    sums_place = packed * NUM_HEADS + head
-    place = sums_place[:, None] * HEAD_DIM + dim[None, :]
     highest = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     weighted = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
-    for split in range(num_splits):
-        # The first split is never empty, so `highest` is a number from there on.
-        log_sum = tl.load(log_sums + split * sums_split_stride + sums_place, mask=is_head, other=0.0)
-        part = tl.load(parts + split * parts_split_stride + place, mask=is_value, other=0.0)
+    for index in range(count):
+        # The first part is never empty, so `highest` is a number from there on.
+        place = (first + index * step) * NUM_HEADS + head
+        log_sum = tl.load(log_sums + place, mask=is_head, other=0.0)
+        part = tl.load(parts + place[:, None] * HEAD_DIM + dim[None, :], mask=is_value, other=0.0)
         new_highest = tl.maximum(highest, log_sum)
         shrink = tl.exp2(highest - new_highest)
         weight = tl.exp2(log_sum - new_highest)
         total = total * shrink + weight
         weighted = weighted * shrink[:, None] + part * weight[:, None]
         highest = new_highest
-    tl.store(out + place, (weighted / total[:, None]).to(out.dtype.element_ty), mask=is_value)
+    place = (packed * NUM_HEADS + head)[:, None] * HEAD_DIM + dim[None, :]
+    total = tl.where(total == 0.0, 1.0, total)
+    merged = (weighted / total[:, None]).to(out.dtype.element_ty)
+    if count > 0:
+        tl.store(out + place, merged, mask=is_value)
 
 
-_LEAST_KEYS_PER_SPLIT = 256
-_MOST_SPLITS = 32
 _HEADS_PER_MERGE = 8
-
-
-def num_splits(num_programs: int, max_context: int, num_processors: int) -> int:
-    """Returns into how many parts to split the keys: enough to busy the device twice, none of them tiny."""
-    wanted = ceil_div(2 * num_processors, num_programs)
-    useful = ceil_div(max_context, _LEAST_KEYS_PER_SPLIT)
-    return max(1, min(wanted, useful, _MOST_SPLITS))
 
 
 def attend_tiles(
@@ -198,44 +187,36 @@ def attend_tiles(
     out: Tensor,
     *,
     scale: float,
-    num_processors: int,
 ) -> None:
     """Fills the rows of `tiles` in out [T, Hq, D], contiguous and of the query's dtype.
 
     query: [T, Hq, D], channels contiguous.
     key_cache, value_cache: [num_blocks, block_size, Hkv, D], of the same strides; blocks may lie apart.
-    num_processors: of the device. Sums are float32; float32 inputs are multiplied as IEEE has it.
+    Sums are float32; float32 inputs are multiplied as IEEE has it.
     """
-    num_rows, num_heads, head_dim = query.shape
-    num_kv_heads = key_cache.shape[2]
-    tile = tiling(tiles.max_new, num_heads // num_kv_heads, head_dim, query.dtype)
-    tiles_each = ceil_div(tiles.max_new, tile.tokens)
-    num_tiles = len(tiles.segments) * tiles_each
-    splits = num_splits(num_tiles * num_kv_heads, tiles.max_context, num_processors)
-    parts, log_sums = out, out
-    if splits > 1:
-        parts = torch.empty(splits, *query.shape, dtype=torch.float32, device=query.device)
-        log_sums = torch.empty(splits, num_rows, num_heads, dtype=torch.float32, device=query.device)
-    _attend_kernel[(num_tiles, num_kv_heads, splits)](
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads, tile = key_cache.shape[2], tiles.tile
+    parts = torch.empty(
+        max(1, tiles.num_parts), num_heads, head_dim, dtype=torch.float32, device=query.device
+    )
+    log_sums = torch.empty(parts.shape[:2], dtype=torch.float32, device=query.device)
+    _attend_kernel[(len(tiles.items), num_kv_heads)](
         query,
         key_cache,
         value_cache,
+        out,
         parts,
         log_sums,
-        tiles.segments,
+        tiles.items,
         segments.query_starts,
         segments.context_lens,
         segments.block_tables,
         scale * 1.4426950408889634,  # exp(x) = 2 ^ (x log2(e))
         *segments.block_tables.stride(),
-        tiles_each,
-        splits,
         query.stride(0),
         query.stride(1),
         *key_cache.stride()[:3],
-        num_rows * num_heads * head_dim,
         num_heads * head_dim,
-        num_rows * num_heads,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=key_cache.shape[1],
@@ -243,28 +224,19 @@ def attend_tiles(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_D=tile.block_d,
-        IS_SPLIT=splits > 1,
         UPCAST=not query.is_cuda,  # the interpreter multiplies bfloat16 as if it were integers
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    if splits > 1:
-        _merge(parts, log_sums, tiles.rows, out, tile.block_d)
-
-
-def _merge(parts: Tensor, log_sums: Tensor, rows: Tensor, out: Tensor, block_d: int) -> None:
-    splits, _, num_heads, head_dim = parts.shape
-    _merge_kernel[(len(rows), ceil_div(num_heads, _HEADS_PER_MERGE))](
-        parts,
-        log_sums,
-        out,
-        rows,
-        splits,
-        parts.stride(0),
-        log_sums.stride(0),
-        NUM_HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_H=_HEADS_PER_MERGE,
-        BLOCK_D=block_d,
-        num_warps=4,
-    )
+    if len(tiles.merges):
+        _merge_kernel[(len(tiles.merges), ceil_div(num_heads, _HEADS_PER_MERGE))](
+            parts,
+            log_sums,
+            out,
+            tiles.merges,
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_H=_HEADS_PER_MERGE,
+            BLOCK_D=tile.block_d,
+            num_warps=4,
+        )

@@ -6,18 +6,23 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from stages.kernels.tiling import Tiling
+
 
 @dataclass(frozen=True, slots=True)
 class TileSet:
     """Holds segments that are tiled alike; integers on the device are int32.
 
     segments: [N].
-    rows: [tokens], the packed rows of those segments.
+    items: [I, 5]. merges: [M, 4]. num_parts: see `stages.kernels.work_list.WorkList`.
     max_new, max_context: of any of them.
     """
 
     segments: Tensor
-    rows: Tensor
+    items: Tensor
+    merges: Tensor
+    num_parts: int
+    tile: Tiling
     max_new: int
     max_context: int
 

@@ -42,7 +42,7 @@ def tiling(max_new: int, group: int, head_dim: int, dtype: torch.dtype) -> Tilin
     elif is_short:
         rows, block_n, num_warps, num_stages = LEAST_ROWS, 32 if is_wide else 64, 4, 3
     else:
-        rows, block_n, num_warps, num_stages = 64, 32 if is_wide else 64, 8 if is_wide else 4, 3
+        rows, block_n, num_warps, num_stages = 64, 32 if is_wide else 64, 8 if block_d > 64 else 4, 3
     tokens = max(1, rows // group)
     block_m = max(LEAST_ROWS, next_power_of_2(tokens * group))
     return Tiling(tokens, block_m, block_n, block_d, num_warps, num_stages)

@@ -19,7 +19,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from encoders.device import constants
 from encoders.kernels.patchify import patchify_fused
 from epd.machine import usable_cpus
 from stages.attention.attention import AttentionBatch
-from stages.attention.device import DevicePlan
+from stages.attention.device import DeviceHeads, DevicePlan
 from stages.attention.warm_up import warm_up
 from stages.kernels.kv_slots import write_slots
 from stages.kernels.layer_fusions import add_rms_norm_fused, norm_rotate_write_fused, silu_mul_fused
@@ -164,7 +164,8 @@ def attention_launches(heads: tuple[int, int, int], block_size: int, dtype: torc
         starts = np.cumsum([0, *lens]).astype(np.int32)
         tables = np.zeros((3, -(-40_000 // block_size)), np.int32)
         batch = AttentionBatch(starts, contexts, tables, np.zeros(starts[-1], np.int64), block_size)
-        plan = replace(DevicePlan.build(batch, torch.device("cuda")), num_processors=132)
+        unit = DeviceHeads(query_heads // kv_heads, kv_heads, dim, dtype, num_processors=132)
+        plan = DevicePlan.build(batch, torch.device("cuda"), unit)
         num_rows = int(starts[-1])
         storage = torch.empty(8, 28, 2, block_size, kv_heads, dim, dtype=dtype, device="cuda")
         caches = storage[:, 3, 0], storage[:, 3, 1]

@@ -41,6 +41,7 @@ def compare_attention():
 PARTS = {
     "patches": compare_patches,
     "attention": compare_attention,
+    "refilled": lambda: attention.compare_refilled("cpu"),
     "moves": lambda: attention.compare_moves("cpu"),
     "fusions": lambda: fusions.compare_all("cpu"),
     "products": lambda: products.compare_all("cpu"),
@@ -90,6 +91,7 @@ def without_triton() -> dict[str, str]:
     [
         ("patches", len(CASES)),
         ("attention", len(PASSES)),
+        ("refilled", None),
         ("moves", None),
         ("fusions", 9 * len(SHAPES)),
         ("products", len(PRODUCTS)),

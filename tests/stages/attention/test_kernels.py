@@ -8,12 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from encoders.patches import PatchSpec, patchify
-from stages.attention.attention import AttentionPlan, attend, write_kv
+from stages.attention.attention import AttentionBatch, AttentionPlan, attend, write_kv
+from stages.attention.device import DeviceHeads, DevicePlan
+from stages.kernels.work_list import work_list
 from tests.stages.attention.test_attention import Case, filled, make_case, naive
 
 HAS_GPU = torch.cuda.is_available() or any(Path("/dev").glob("nvidia[0-9]*"))
@@ -40,7 +43,8 @@ PASSES = [
     Pass(((1, 40), (1, 1), (1, 129)), (7, 1, 16), 16),  # a group that is no power of two
     Pass(((1, 3), (2, 70)), (2, 2, 64), 1),
     Pass(((40, 100), (9, 9), (1, 65)), (6, 2, 16), 16),  # chunks of several tiles beside a decode
-    Pass(((1, 600), (1, 20), (20, 520)), (4, 1, 16), 16, num_processors=16),  # some splits are empty
+    Pass(((1, 600), (1, 20), (20, 520)), (4, 1, 16), 16, num_processors=16),  # some tiles are cut
+    Pass(((1, 900), (1, 20), (4, 700), (1, 31)), (6, 2, 16), 4, num_processors=4),  # one long context
     Pass(((1, 40), (12, 30)), (4, 2, 32), 4, torch.float16),
     Pass(((1, 40), (12, 30)), (4, 2, 32), 4, torch.bfloat16),
 ]
@@ -66,15 +70,17 @@ def in_float32(case: Case) -> Case:
     )
 
 
-def compare_attention(one: Pass, device: str, *, is_large: bool = False) -> None:
-    from stages.attention.device import DevicePlan
+def heads_of(one: Pass, key_cache: Tensor) -> DeviceHeads:
+    """Those of the device; of a CPU, as if it had the processors of the pass."""
+    heads = DeviceHeads.of(key_cache, one.heads[0])
+    return heads if key_cache.is_cuda else replace(heads, num_processors=one.num_processors)
 
+
+def compare_attention(one: Pass, device: str, *, is_large: bool = False) -> None:
     case = make_case(list(one.lens), one.heads, one.block_size, one.dtype)
     scale = one.heads[2] ** -0.5
-    plan = DevicePlan.build(case.batch, torch.device(device))
-    if device == "cpu":
-        plan = replace(plan, num_processors=one.num_processors)
     key_cache, value_cache = (cache.to(device) for cache in filled(case))
+    plan = DevicePlan.build(case.batch, torch.device(device), heads_of(one, key_cache))
     ours = plan.attend_by_kernels(case.query.to(device), key_cache, value_cache, scale)
     assert ours.dtype == one.dtype
     truth = in_float32(case)
@@ -83,6 +89,40 @@ def compare_attention(one: Pass, device: str, *, is_large: bool = False) -> None
     for wanted in (twin, expected):
         difference = float((ours.cpu().double() - wanted.double()).abs().max())
         assert difference < TOLERANCE[one.dtype], f"the kernel is off by {difference} for {one}"
+
+
+def compare_refilled(device: str) -> None:
+    """Decodes from arrays whose values change: a batch of three, then of two others, in rows for four."""
+    heads = (4, 2, 32)
+    memory: list[Tensor] = []
+    for lens in (((1, 700), (1, 9), (1, 300)), ((1, 20), (1, 610))):
+        case = make_case(list(lens), heads, 16)
+        key_cache, value_cache = (cache.to(device) for cache in filled(case))
+        unit = replace(DeviceHeads.of(key_cache, heads[0]), num_processors=4)
+        arrays = refilled(case.batch, unit, num_rows=4, max_blocks=64)
+        if not memory:
+            memory = [array.to(device) for array in arrays]
+            plan = DevicePlan.of_decodes(*memory, unit, block_size=16)
+        for place, array in zip(memory, arrays, strict=True):
+            place.copy_(array)
+        query = torch.cat([case.query, torch.full((4 - len(lens), *heads[::2]), torch.nan)]).to(device)
+        ours = plan.attend_by_kernels(query, key_cache, value_cache, 0.2)[: len(lens)]
+        assert (ours.cpu().double() - naive(case, 0.2)).abs().max() < TOLERANCE[torch.float32]
+
+
+def refilled(batch: AttentionBatch, heads: DeviceHeads, num_rows: int, max_blocks: int) -> list[Tensor]:
+    """Slots, contexts, tables, items and merges of a batch, in more rows than it has, else nonsense."""
+    num_used, width = batch.block_tables.shape
+    tables = np.full((max_blocks, num_rows), 10**6, np.int32)
+    tables[:width, :num_used] = batch.block_tables.T
+    slots, contexts = np.full(num_rows, 10**6), np.full(num_rows, -1, np.int32)
+    slots[:num_used], contexts[:num_used] = batch.slot_mapping, batch.context_lens
+    work = work_list(batch.query_starts, batch.context_lens, np.arange(num_used), 1, heads.num_more)
+    work = work.padded(num_rows + heads.num_more, num_rows)
+    arrays = [slots, contexts, tables, work.items, work.merges]
+    tensors = [torch.from_numpy(array) for array in arrays]
+    tensors[2] = tensors[2].t()
+    return tensors
 
 
 def compare_moves(device: str, dtype: torch.dtype = torch.float32) -> None:
@@ -102,12 +142,11 @@ def compare_moves(device: str, dtype: torch.dtype = torch.float32) -> None:
 
 @pytest.mark.parametrize("one", PASSES)
 def test_the_plain_twin_attends_from_the_same_inputs(one: Pass) -> None:
-    from stages.attention.device import DevicePlan
-
     case = in_float32(make_case(list(one.lens), one.heads, one.block_size))
-    plan = DevicePlan.build(case.batch, torch.device("cpu"))
+    caches = filled(case)
+    plan = DevicePlan.build(case.batch, torch.device("cpu"), heads_of(one, caches[0]))
     scale = one.heads[2] ** -0.5
-    ours = plan.attend(case.query, *filled(case), scale)
+    ours = plan.attend(case.query, *caches, scale)
     assert (ours.double() - naive(case, scale)).abs().max() < TOLERANCE[torch.float32]
 
 
@@ -118,8 +157,8 @@ def test_tensors_without_values_take_the_twins() -> None:
 
     case = make_case([(1, 40), (12, 30)], (4, 2, 64), 16)
     with fake_tensors():
-        plan = AttentionPlan.build(case.batch, "cuda")
         caches = [torch.zeros(8, 2, 2, 16, 2, 64, device="cuda")[:, 1, plane] for plane in range(2)]
+        plan = AttentionPlan.build(case.batch, "cuda", DeviceHeads.of(caches[0], 4))
         query, keys = torch.zeros(13, 4, 64, device="cuda"), torch.zeros(13, 2, 64, device="cuda")
         write_kv(keys, keys, caches[0], caches[1], plan.slot_mapping)
         out = attend(query, caches[0], caches[1], plan, 0.125)
@@ -130,17 +169,6 @@ def test_tensors_without_values_take_the_twins() -> None:
         assert (patches.device.type, patches.shape) == ("cuda", (24, 1176))
         with pytest.raises(RuntimeError, match="device"):
             attend(query.cpu(), caches[0], caches[1], plan, 0.125)
-
-
-@pytest.mark.parametrize(
-    ("num_programs", "max_context", "splits"),
-    [(1, 100, 1), (1, 60_000, 32), (8, 4000, 16), (128, 4000, 3), (1000, 60_000, 1)],
-)
-def test_keys_are_split_while_the_device_is_idle(num_programs: int, max_context: int, splits: int) -> None:
-    pytest.importorskip("triton")
-    from stages.kernels.paged_attention import num_splits
-
-    assert num_splits(num_programs, max_context, num_processors=132) == splits
 
 
 @pytest.mark.gpu
@@ -160,10 +188,16 @@ def test_the_compiled_kernels_move_as_their_twins(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @on_gpu
+def test_the_compiled_kernel_attends_from_arrays_that_change() -> None:
+    compare_refilled("cuda")
+
+
+@pytest.mark.gpu
+@on_gpu
 def test_caches_on_a_gpu_take_the_kernels() -> None:
     case = make_case([(1, 90), (30, 40)], (4, 2, 64), 16)
-    plan = AttentionPlan.build(case.batch, "cuda")
     caches: list[Tensor] = [torch.zeros_like(cache).cuda() for cache in filled(case)]
+    plan = AttentionPlan.build(case.batch, "cuda", DeviceHeads.of(caches[0], 4))
     new_keys, new_values = (
         torch.cat([rows[0][-1:], rows[1][-30:]]).cuda() for rows in (case.keys, case.values)
     )

@@ -14,10 +14,12 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForImageTextToText
 
 from stages.attention.attention import AttentionBatch, AttentionPlan
+from stages.attention.device import DeviceHeads
 from stages.decoder.decoder import DecoderInputs, FusedDecoder, LayerCaches
 from stages.decoder.layers import layers_of
 from stages.decoder.text_model import text_model
@@ -60,7 +62,9 @@ def launches(name: str, num_layers: int, *, is_warm_up: bool = False) -> tuple[l
             decoder.warm_up(caches[0])
             return
         positions = torch.empty(3 if known.row_of_frequency is not None else 1, 2, device="cuda").long()
-        inputs = DecoderInputs(positions, LayerCaches(caches, [_plan()] * 3), positions[0])
+        inputs = DecoderInputs(
+            positions, LayerCaches(caches, [_plan(caches[0][0], known.num_heads)] * 3), positions[0]
+        )
         hidden = torch.empty(2, 64, dtype=torch.bfloat16, device="cuda")
         with operations:
             decoder.run(hidden, inputs, range(num_layers))
@@ -73,11 +77,12 @@ def launches(name: str, num_layers: int, *, is_warm_up: bool = False) -> tuple[l
         return recorded(launch), operations.names
 
 
-def _plan() -> AttentionPlan:
-    """Decodes of two requests, one with a context long enough to be split."""
+def _plan(key_cache: Tensor, num_heads: int) -> AttentionPlan:
+    """Decodes of two requests, one with a context long enough to be cut."""
     tables = np.zeros((2, -(-max(_CONTEXTS) // 16)), np.int32)
     starts, contexts = np.arange(3, dtype=np.int32), np.array(_CONTEXTS, np.int32)
-    return AttentionPlan.build(AttentionBatch(starts, contexts, tables, np.zeros(2, np.int64), 16), "cuda")
+    batch = AttentionBatch(starts, contexts, tables, np.zeros(2, np.int64), 16)
+    return AttentionPlan.build(batch, "cuda", DeviceHeads.of(key_cache, num_heads))
 
 
 def of_one_layer(name: str) -> Counter[str]:
