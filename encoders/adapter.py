@@ -53,6 +53,14 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True)
+class AudioSpec:
+    """Says what sound a model takes. rate: samples per second, max_samples: of one clip."""
+
+    rate: int
+    max_samples: int
+
+
+@dataclass(frozen=True, slots=True)
 class VideoFacts:
     """Describes a video for planning.
 
@@ -105,10 +113,11 @@ class FrameSampling:
 
 @dataclass(frozen=True, slots=True)
 class MediaPlan:
-    """Describes the units and tokens of one image or video before any of its frames is decoded.
+    """Describes the units and tokens of one image, video or clip of sound before any frame is decoded.
 
     size: (height, width) of the frames to decode, pixels. An image is decoded whole and resized to it.
-    times_s: middle of each wanted frame's time on screen, seconds; empty for an image.
+    times_s: middle of each wanted frame's time on screen, seconds; of a clip, where it starts; empty for an
+        image.
     frame_indices: the same frames as the Hugging Face processor numbers them; empty for an image.
     source_fps: frames per second of the source, 0 for an image.
     unit_span_s: seconds of video in one unit, 0 for an image.
@@ -135,7 +144,7 @@ class MediaPlan:
 
     @property
     def num_frames(self) -> int:
-        """Counts the frames to decode: those wanted of a video, one for an image."""
+        """Counts the frames to decode: those wanted of a video, one for an image or a clip."""
         return len(self.times_s) if self.kind == "video" else 1
 
     @property
@@ -171,7 +180,7 @@ class MediaPlan:
 
 @dataclass(frozen=True, slots=True)
 class MediaItem:
-    """Places one image or video in a prompt: its units, in order.
+    """Places one image, video or clip of sound in a prompt: its units, in order.
 
     units: a range for each; a single one for an item that is joined whole; one for each window if only some
         of the tokens are kept.
@@ -383,6 +392,18 @@ class Adapter(Protocol):
         """Plans a video. Raises RequestError for an invalid sampling, MediaLimitError as above."""
         ...
 
+    @property
+    def audio(self) -> AudioSpec:
+        """Returns what sound the model takes. Raises UnsupportedMediaError for a model that hears nothing."""
+        ...
+
+    def plan_audio(self, num_samples: int, start_s: float = 0.0) -> MediaPlan:
+        """Plans a clip of so many samples at the model's rate. start_s: where it starts in its medium.
+
+        Raises MediaLimitError for one that is too short, UnsupportedMediaError as `audio`.
+        """
+        ...
+
     def plan_prompt(self, media: Sequence[MediaPlan], question: str) -> PromptPlan:
         """Lays out one question after the media. Raises RequestError for an unusable question."""
         ...
@@ -407,6 +428,8 @@ class Adapter(Protocol):
 
     def preprocess(self, frames: Tensor, plan: MediaPlan, device: torch.device = CPU) -> Tensor:
         """Turns frames of planned size, uint8 [N, h, w, 3] on the host, into patches, float32 [P, D].
+
+        Of a clip of sound, `frames` are the bytes of its float32 samples, uint8 [1, B].
 
         Only the last run of a video may have a number of frames that does not fill its last unit.
         device: of the patches; frames go there as bytes, and become patches there.

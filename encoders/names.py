@@ -9,11 +9,12 @@ from typing import Literal
 
 WeightSet = Literal["encode", "language", "whole"]
 
-# Where the families keep what an encode worker needs: the vision tower, the projector, the newline.
+# Where the families keep what an encode worker needs: the tower, the projector, the newline.
 _ENCODER_PARTS = (
     "model.visual",
     "model.vision_tower",
     "model.vision_model",
+    "model.audio_tower",
     "model.multi_modal_projector",
     "model.connector",
     "model.image_newline",
@@ -22,7 +23,7 @@ _ENCODER_PARTS = (
 _RENAMES = (
     (re.compile(r"^language_model\.model\."), "model.language_model."),
     (re.compile(r"^language_model\.lm_head\."), "lm_head."),
-    (re.compile(r"^(?=(visual|vision_tower|multi_modal_projector|image_newline)\b)"), "model."),
+    (re.compile(r"^(?=(visual|vision_tower|audio_tower|multi_modal_projector|image_newline)\b)"), "model."),
     (re.compile(r"^model\.(?=(embed_tokens|layers|norm)\.)"), "model.language_model."),
 )
 # An expert that lies in the files by itself.

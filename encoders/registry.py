@@ -10,6 +10,7 @@ from encoders.checkpoint import Checkpoint, open_checkpoint, read_model_type
 from encoders.families.internvl import InternVLAdapter
 from encoders.families.llava_onevision import LlavaOnevisionAdapter
 from encoders.families.qwen2_5_vl import Qwen2_5VLAdapter
+from encoders.families.qwen2_audio import Qwen2AudioAdapter
 from encoders.families.qwen3_vl import Qwen3VLAdapter
 from encoders.families.smolvlm import SmolVLMAdapter
 from encoders.prompt.mrope import PositionLayout
@@ -19,6 +20,7 @@ ADAPTERS: dict[str, Callable[[Checkpoint], Adapter]] = {
     "internvl": InternVLAdapter,
     "llava_onevision": LlavaOnevisionAdapter,
     "qwen2_5_vl": Qwen2_5VLAdapter,
+    "qwen2_audio": Qwen2AudioAdapter,
     "qwen3_vl": Qwen3VLAdapter,
     "qwen3_vl_moe": Qwen3VLAdapter,
     "smolvlm": SmolVLMAdapter,

@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 UInt8Array = NDArray[np.uint8]
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
+Float32Array = NDArray[np.float32]
 Float64Array = NDArray[np.float64]
 
-MediaKind = Literal["image", "video"]
+MediaKind = Literal["image", "video", "audio"]
 _Ints = TypeVar("_Ints", int, NDArray[np.signedinteger[Any]])
 
 
@@ -91,7 +92,7 @@ class FrameGroup:
 
 @dataclass(frozen=True, slots=True)
 class PlaceholderRange:
-    """Marks prompt positions [offset, offset + length) that hold visual tokens."""
+    """Marks prompt positions [offset, offset + length) that hold visual tokens, or those of sound."""
 
     offset: int
     length: int

@@ -1,6 +1,7 @@
 """Defines the messages to media workers.
 
-    FetchMedia, then for images PlanImages and ReadImage, for videos ReadFrames and CloseStream; ReleaseMedia
+    FetchMedia, then for images and sound PlanImages and ReadImage, for videos ReadFrames and CloseStream;
+    ReleaseMedia
     ReadFile at one worker and StoreFile at another give the second what the first has
 
 A hold keeps the media of one request. Ids of holds and streams begin with their owner, as those of attempts.
@@ -46,9 +47,9 @@ class FetchMedia(Message[tuple[FetchedItem, ...]]):
 
 @dataclass(frozen=True, slots=True)
 class PlanImages(Message[tuple[MediaPlan, ...]]):
-    """Asks for images to be decoded, resized to their planned sizes and kept with their hold.
+    """Asks for images to be decoded, resized to their planned sizes and kept with their hold, and for clips.
 
-    items: numbers of the images among the references of the hold
+    items: numbers of the images and clips among the references of the hold
     """
 
     hold: str
@@ -58,6 +59,8 @@ class PlanImages(Message[tuple[MediaPlan, ...]]):
 @dataclass(frozen=True, slots=True)
 class ReadImage(Message[int]):
     """Asks for units [start, stop) of a planned image, the bulk of the reply: uint8 [N, h, w, 3].
+
+    Of a clip of sound, the bytes of its samples, uint8 [1, B].
 
     The reply is the number of frames that show a neighbour, as for `ReadFrames`: 0.
     """

@@ -40,6 +40,7 @@ class MediaReference:
 
     label: its name in responses, which never show local paths
     pixels: what it is resized within
+    start_s, end_s: the part of a clip of sound that is heard, seconds, None for its end
     uuid: the client's name for it, empty for none
     """
 
@@ -48,6 +49,8 @@ class MediaReference:
     label: str
     pixels: PixelLimits = OWN_LIMITS
     uuid: str = field(default="", repr=False)
+    start_s: float = 0.0
+    end_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class HeldItem:
 
 @dataclass(frozen=True, slots=True)
 class MediaSource:
-    """One image or video of a request: its bytes are at a media worker, within the limits, and hashed.
+    """One image, video or clip of sound of a request: its bytes are at a media worker, checked and hashed.
 
     mm_hash: `epd.types.content_hash` of its bytes
     label: its name in messages, which never show local paths

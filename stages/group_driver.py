@@ -174,7 +174,7 @@ class GroupDriver(Generic[JobT]):
     def _known(
         self, job: MediaJob, source: str | Path, facts: video.MediaFacts, pixels: PixelLimits
     ) -> PlannedMedia | FoundVideo:
-        """Plans an image; a video is planned when the number of its frames is known."""
+        """Plans an image or a clip; a video is planned when the number of its frames is known."""
         if facts.kind == "video":
             return FoundVideo(source, facts, pixels)
         return plan_known(self._adapter, source, facts, job.frame_sampling, pixels)
@@ -236,10 +236,10 @@ def _looked(job: MediaJob) -> Iterator[tuple[str | Path, video.MediaFacts, Pixel
     kinds = job.kinds or (None,) * len(job.sources)
     limits = job.pixels or (OWN_LIMITS,) * len(job.sources)
     for source, kind, pixels in zip(job.sources, kinds, limits, strict=True):
-        facts = video.look(source)
+        facts = video.look(source, as_audio=kind == "audio")
         if kind not in (None, facts.kind):
             raise UnsupportedMediaError(
-                f"'{source}' is a {facts.kind}; allowed here: {kind}s; name it as {facts.kind}"
+                f"'{source}' is of kind {facts.kind}; allowed here: {kind}; name it as {facts.kind}"
             )
         yield source, facts, pixels
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,8 +16,8 @@ import video
 from encoders import OWN_LIMITS, Adapter, Embeddings, FrameSampling, MediaPlan, PixelLimits, VideoFacts
 from encoders.batch import FrameEncoder
 from encoders.groups import MediaGroup, plan_groups
-from epd.errors import MediaLimitError
-from epd.types import StageTimings, UInt8Array
+from epd.errors import MediaLimitError, UnsupportedMediaError
+from epd.types import Float32Array, StageTimings, UInt8Array
 from stages.timing import busy
 
 
@@ -23,7 +25,8 @@ from stages.timing import busy
 class PlannedMedia:
     """Holds a source and its plan.
 
-    image: its units at planned size, uint8 [N, h, w, 3]; not for a video.
+    image: its units at planned size, uint8 [N, h, w, 3], or the bytes of a clip's samples, uint8 [1, B]; not
+        for a video.
     """
 
     source: str | Path
@@ -31,7 +34,7 @@ class PlannedMedia:
     image: Tensor | None = None
 
     def pixels_of(self, group: MediaGroup) -> Tensor:
-        """Returns an image's part that the group shows, uint8 [N, h, w, 3]."""
+        """Returns the part of `image` that the group shows."""
         assert self.image is not None
         return self.image[group.start : group.stop]
 
@@ -81,12 +84,28 @@ def plan_known(
 ) -> PlannedMedia:
     """Plans a source that was inspected. Raises as `plan_media`."""
     image = video.load_image(source) if facts.kind == "image" else None
-    try:
+    samples = _samples(adapter, source, frame_sampling) if facts.kind == "audio" else None
+    with _named(source):
+        if samples is not None:
+            return plan_clip(adapter, source, samples, frame_sampling.start_s)
         if image is not None:
             return plan_pixels(adapter, source, image, pixels)
         return PlannedMedia(source, plan_video(adapter, facts, frame_sampling, pixels))
-    except MediaLimitError as error:
-        raise MediaLimitError(f"'{source}': {error}") from error
+
+
+def _samples(adapter: Adapter, source: str | Path, sampling: FrameSampling) -> Float32Array:
+    with _named(source):
+        part = audio_part(adapter, sampling.start_s, sampling.end_s)
+    return video.load_audio(source, part)
+
+
+@contextmanager
+def _named(source: str | Path) -> Iterator[None]:
+    """Names the source in errors about what the model takes."""
+    try:
+        yield
+    except (MediaLimitError, UnsupportedMediaError) as error:
+        raise type(error)(f"'{source}': {error}") from error
 
 
 def plan_video(
@@ -106,6 +125,18 @@ def plan_pixels(
     """Plans a decoded image, uint8 [H, W, 3], and resizes it to its planned size. Raises MediaLimitError."""
     plan = adapter.plan_image(image.shape[0], image.shape[1], pixels)
     return PlannedMedia(source, plan, adapter.resize(torch.from_numpy(image), plan))
+
+
+def audio_part(adapter: Adapter, start_s: float, end_s: float | None) -> video.AudioPart:
+    """Returns which samples of a medium the model hears. Raises UnsupportedMediaError if it hears nothing."""
+    spec = adapter.audio
+    return video.AudioPart(spec.rate, spec.max_samples, start_s, end_s)
+
+
+def plan_clip(adapter: Adapter, source: str | Path, samples: Float32Array, start_s: float) -> PlannedMedia:
+    """Plans a clip of sound, float32 [N] at the model's rate. Raises MediaLimitError."""
+    plan = adapter.plan_audio(len(samples), start_s)
+    return PlannedMedia(source, plan, torch.from_numpy(samples.copy().view(np.uint8))[None])
 
 
 def decode_groups(

@@ -1,4 +1,4 @@
-"""Decodes videos exactly, in parallel and as a stream, and does no work that is not needed.
+"""Decodes videos exactly, in parallel and as a stream, and does no work that is not needed; images and sound.
 
 The frame at time t is the one on screen then: the last with pts <= t, or the first frame for any earlier t.
 In AVI, which has no presentation times, frame n in order of display begins at n / rate, counted from 0.
@@ -7,6 +7,7 @@ In AVI, which has no presentation times, frame n in order of display begins at n
 from epd.types import FrameGroup, Frames
 from video.children.children import ChildLimits, MediaChildren
 from video.children.stream import ChildStream
+from video.containers.audio import AudioPart, load_audio
 from video.containers.images import load_image, media_kind
 from video.containers.info import VideoInfo
 from video.containers.limits import Limits
@@ -24,6 +25,7 @@ from video.sources.policy import FetchPolicy, Sink
 from video.sources.source import Media
 
 __all__ = [
+    "AudioPart",
     "ChildLimits",
     "ChildStream",
     "Download",
@@ -44,6 +46,7 @@ __all__ = [
     "allowed_file",
     "decode",
     "fetch",
+    "load_audio",
     "load_image",
     "look",
     "media_kind",

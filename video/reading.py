@@ -1,10 +1,11 @@
-"""Looks at media and decodes images: in this process, or in children of it that files cannot hurt."""
+"""Looks at media, decodes images and sound: in this process, or in children of it that files cannot hurt."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from epd.types import UInt8Array
+from epd.types import Float32Array, UInt8Array
+from video.containers.audio import AudioPart, load_audio
 from video.containers.images import load_image
 from video.containers.look import MediaFacts, look
 from video.sources.local_files import OpenFile
@@ -14,7 +15,7 @@ from video.sources.source import Media
 class MediaReader(Protocol):
     """Reads open files. name: what messages call the file. For any thread; callers wait."""
 
-    def look(self, file: OpenFile, name: str) -> MediaFacts:
+    def look(self, file: OpenFile, name: str, *, as_audio: bool = False) -> MediaFacts:
         """Does what `video.look` does. Raises MediaError, UnavailableError."""
         ...
 
@@ -22,12 +23,19 @@ class MediaReader(Protocol):
         """Does what `video.load_image` does. Raises as `look`."""
         ...
 
+    def load_audio(self, file: OpenFile, name: str, part: AudioPart) -> Float32Array:
+        """Does what `video.load_audio` does. Raises as `look`, and RequestError."""
+        ...
+
 
 class OwnReader:
     """A MediaReader in this process, for media that are trusted."""
 
-    def look(self, file: OpenFile, name: str) -> MediaFacts:
-        return look(Media(file.source, name))
+    def look(self, file: OpenFile, name: str, *, as_audio: bool = False) -> MediaFacts:
+        return look(Media(file.source, name), as_audio=as_audio)
 
     def load_image(self, file: OpenFile, name: str) -> UInt8Array:
         return load_image(Media(file.source, name))
+
+    def load_audio(self, file: OpenFile, name: str, part: AudioPart) -> Float32Array:
+        return load_audio(Media(file.source, name), part)

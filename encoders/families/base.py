@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from encoders.adapter import Embeddings, MediaPlan, PromptPlan
+from encoders.adapter import AudioSpec, Embeddings, MediaPlan, PromptPlan
 from encoders.checkpoint import Checkpoint
 from encoders.prompt.chat import ChatMessage, one_turn, opening
+from epd.errors import UnsupportedMediaError
 
 
 class BaseAdapter(ABC):
@@ -21,6 +22,16 @@ class BaseAdapter(ABC):
     @property
     def tokenizer(self) -> Any:
         return self.checkpoint.tokenizer
+
+    @property
+    def audio(self) -> AudioSpec:
+        raise UnsupportedMediaError(
+            f"received audio for a model that hears nothing ({self.checkpoint.config.model_type}); allowed: "
+            "images, videos and text; use a model that hears, such as Qwen2-Audio"
+        )
+
+    def plan_audio(self, num_samples: int, start_s: float = 0.0) -> MediaPlan:
+        raise NotImplementedError("there is no audio to plan: `audio` refuses it")
 
     @abstractmethod
     def plan_chat(self, media: Sequence[MediaPlan], messages: Sequence[ChatMessage]) -> PromptPlan:

@@ -35,7 +35,7 @@ Role = Literal["tools", "system", "user", "assistant", "tool"]
 
 @dataclass(frozen=True, slots=True)
 class ContentPart:
-    """Holds a text, or the place of one image or video. text: empty for media."""
+    """Holds a text, or the place of one image, video or clip of sound. text: empty for media."""
 
     kind: Literal["text"] | MediaKind
     text: str = ""
@@ -64,9 +64,10 @@ class ChatMessage:
         if not self.parts:
             raise RequestError(f"a message of the {self.role} has no content; give it a text")
         if self.role != "user" and self.media_kinds:
+            kind = self.media_kinds[0]
             raise RequestError(
-                f"a message of the {self.role} contains {self.media_kinds[0]}s; allowed: text; "
-                "put media into a message of the user"
+                f"a message of the {self.role} contains {'audio' if kind == 'audio' else f'{kind}s'}; "
+                "allowed: text; put media into a message of the user"
             )
 
     @property

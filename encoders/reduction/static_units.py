@@ -19,9 +19,9 @@ def static_units(run: PatchRun, tolerance: float) -> Tensor:
     """Maps each unit to the number, among those to encode, of the unit it looks like: int64 [units].
 
     A unit is compared with the last one that is encoded, so that slow changes add up; it looks like it if no
-    preprocessed value differs by more than `tolerance`. The tiles of an image are all encoded.
+    preprocessed value differs by more than `tolerance`. All tiles of an image and clips of sound are.
     """
-    if run.kind == "image":
+    if run.kind != "video":
         return torch.arange(run.grid.t)
     units = _by_unit(run.values, run.grid.t)
     changes = list(_changes(units, tolerance))

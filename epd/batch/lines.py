@@ -31,7 +31,8 @@ _SHORT_KEYS = (
 )  # fmt: skip
 _OPENAI_KEYS = ("custom_id", "method", "url", "body")
 _URL_PREFIXES = ("http://", "https://", "data:", "file:")
-_MEDIA_PARTS = ("image_url", "video_url")
+_MEDIA_PARTS = ("image_url", "video_url", "audio_url")
+_SOUND = "input_audio"  # has its bytes instead of a URL
 _TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
 _SAMPLING_PLACES = (("epd",), ("mm_processor_kwargs",), ("media_io_kwargs", "video"))
 _RATES = ("fps", "num_frames")
@@ -276,7 +277,9 @@ def _urls(message: Any) -> Iterator[str]:
 
 def _url_of(part: Any) -> str | None:
     kind = part.get("type") if isinstance(part, dict) else None
-    place = part.get(kind) if kind in _MEDIA_PARTS else None
+    place = part.get(kind) if kind in (*_MEDIA_PARTS, _SOUND) else None
+    if kind == _SOUND and isinstance(place, dict) and isinstance(place.get("data"), str):
+        return f"data:audio/{place.get('format')};base64,{place['data']}"
     url = place.get("url") if isinstance(place, dict) else None
     return url if isinstance(url, str) else None
 
@@ -293,5 +296,5 @@ def _without_urls(messages: list[Any]) -> list[Any]:
 
 def _without_url(part: JSON) -> JSON:
     kind = part["type"]
-    rest = {name: value for name, value in part[kind].items() if name != "url"}
+    rest = {name: value for name, value in part[kind].items() if name not in ("url", "data")}
     return {**{name: value for name, value in part.items() if name != "uuid"}, kind: rest}

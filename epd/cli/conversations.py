@@ -1,4 +1,4 @@
-"""Opens conversations with servers, for commands. Imports PyAV, which tells images from videos."""
+"""Opens conversations with servers, for commands. Imports PyAV, to tell images, videos and sound apart."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def _kind(path: str) -> MediaKind:
     if "://" not in path:
         return video.media_kind(path)
     guessed, _ = mimetypes.guess_type(path.partition("?")[0])
-    return "image" if (guessed or "").startswith("image/") else "video"
+    kinds: dict[str, MediaKind] = {"image": "image", "audio": "audio"}
+    return kinds.get((guessed or "").partition("/")[0], "video")
 
 
 def api_options(

@@ -131,13 +131,14 @@ Frames = Annotated[
     typer.Option("--frames", metavar="N", help="Frames to sample from each video, evenly; or use --fps."),
 ]
 Paths = Annotated[
-    list[str], typer.Argument(metavar="PATH", help="Videos and images, in the order the model sees them.")
+    list[str],
+    typer.Argument(metavar="PATH", help="Videos, images and audio, in the order the model gets them."),
 ]
 Start = Annotated[
-    float, typer.Option("--start", metavar="S", help="Start of the part to sample from each video, seconds.")
+    float, typer.Option("--start", metavar="S", help="Start of the part of each video and audio, seconds.")
 ]
 End = Annotated[
-    float | None, typer.Option("--end", metavar="S", help="End of that part; by default the video's end.")
+    float | None, typer.Option("--end", metavar="S", help="End of that part; by default the end.")
 ]
 Retention = Annotated[
     float | None,

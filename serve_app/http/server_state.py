@@ -32,6 +32,7 @@ from serve_app.http.requests.request_parsing import (
     check_supported,
     conversation,
     describe,
+    heard_part,
     model_named,
     pixel_limits,
     reduction_policy,
@@ -188,7 +189,9 @@ class ServerState:
     async def checked(self, request: Request, chat: ChatRequest, num_bytes: int) -> ParsedRequest:
         """Checks a chat request that was read. num_bytes: of its body. Raises EPDError."""
         model = self.check_options(request, chat)
-        messages, references = conversation(chat.messages, tools_message(chat), pixel_limits(chat))
+        messages, references = conversation(
+            chat.messages, tools_message(chat), pixel_limits(chat), heard_part(chat)
+        )
         namespace = namespace_of(request.headers.get("authorization", ""), chat.cache_salt or "")
         found = self.named_media.found(namespace, references)
         parsed = ParsedRequest(chat, messages, found, namespace=namespace)

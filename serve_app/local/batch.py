@@ -34,6 +34,7 @@ from serve_app.http.requests.request_parsing import (
     check_supported,
     conversation,
     describe,
+    heard_part,
     model_named,
     pixel_limits,
     reduction_policy,
@@ -196,7 +197,9 @@ class _Work:
             chat = ChatRequest.model_validate_json(json.dumps(line.body))
             check_supported(chat)
             model = model_named(chat.model, [self._card]).name
-            messages, references = conversation(chat.messages, tools_message(chat), pixel_limits(chat))
+            messages, references = conversation(
+                chat.messages, tools_message(chat), pixel_limits(chat), heard_part(chat)
+            )
             _check_sent(references)
             budget_of(chat, messages, references).check(_LIMITS)
             video_sampling(chat, references)

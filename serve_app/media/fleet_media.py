@@ -61,7 +61,7 @@ class _Medium:
 
     reference: to fetch it again; None if that was a data: URL
     places: where it is, by worker
-    planned: those of the places where an image has been planned
+    planned: those of the places where an image or a clip has been planned
     """
 
     request_id: str
@@ -297,11 +297,11 @@ class FleetMedia:
         raise UnavailableError(f"{source.label}: {_MAX_LOSSES} times the worker was lost; retry later")
 
     async def plan_images(self, sources: Sequence[MediaSource]) -> dict[int, MediaPlan]:
-        """Returns the plans of the images among a request's media, by place, whose pixels are kept for it.
+        """Returns the plans of the images and clips of a request, by place, which are kept decoded for it.
 
         Raises MediaError, OverloadedError, UnavailableError.
         """
-        missing = {number: each for number, each in enumerate(sources) if each.kind == "image"}
+        missing = {number: each for number, each in enumerate(sources) if each.kind != "video"}
         plans: dict[int, MediaPlan] = {}
         num_losses = 0
         while missing:

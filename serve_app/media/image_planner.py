@@ -1,27 +1,29 @@
-"""Decodes images and resizes them to their planned sizes, in threads that requests share fairly."""
+"""Decodes images at their planned sizes, and clips of sound, in threads that requests share fairly."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import video
 from encoders import load_adapter
 from epd.errors import MediaError
+from epd.types import Float32Array
 from serve_app.media.fair_threads import FairThreads
 from serve_app.media.media_spool import FetchedFile
 from serve_app.media.spool_files import ByteBudget
-from stages.media import PlannedMedia, plan_pixels
+from stages.media import PlannedMedia, audio_part, plan_clip, plan_pixels
 
-# For all requests: images resized to their planned sizes, held until they are released.
+# For all requests: images resized to their planned sizes and samples of clips, held until they are released.
 _MAX_PIXEL_BYTES = 2 << 30
 
 
 class ImagePlanner:
-    """Decodes one image of a request at a time. Used from one event loop."""
+    """Decodes one image or clip of a request at a time. Used from one event loop."""
 
     def __init__(self, model: Path, reader: video.MediaReader, num_threads: int) -> None:
         """Opens the model's folder in the background; an error is raised when the first image is planned."""
@@ -33,12 +35,12 @@ class ImagePlanner:
         opening.shutdown(wait=False)
 
     async def planned(self, owner: object, files: Sequence[FetchedFile]) -> list[PlannedMedia]:
-        """Returns the images with their pixels, which the caller gives back by `give_back`.
+        """Returns images with pixels, and clips with samples, which the caller gives back by `give_back`.
 
         owner: the request. Raises MediaError, OverloadedError.
         """
         tasks = [
-            asyncio.ensure_future(self._threads.run(owner, partial(self._image, file))) for file in files
+            asyncio.ensure_future(self._threads.run(owner, partial(self._planned, file))) for file in files
         ]
         try:
             images = await asyncio.gather(*tasks)
@@ -52,18 +54,36 @@ class ImagePlanner:
         """Notes that the images are dropped."""
         self.budget.give_back(num_bytes(list(images.values())))
 
-    def _image(self, file: FetchedFile) -> PlannedMedia:
+    def _planned(self, file: FetchedFile) -> PlannedMedia:
         with file.open() as opened:
-            pixels = self._reader.load_image(opened, file.label)
-        try:
-            return plan_pixels(self._adapter.result(), file.path, pixels, file.pixels)
-        except MediaError as error:
-            raise type(error)(f"{file.label}: {error}") from error
+            if file.facts.kind == "audio":
+                samples = self._samples(file, opened)
+            else:
+                pixels = self._reader.load_image(opened, file.label)
+        adapter = self._adapter.result()
+        with _labelled(file):
+            if file.facts.kind == "audio":
+                return plan_clip(adapter, file.path, samples, file.start_s)
+            return plan_pixels(adapter, file.path, pixels, file.pixels)
+
+    def _samples(self, file: FetchedFile, opened: video.OpenFile) -> Float32Array:
+        with _labelled(file):
+            part = audio_part(self._adapter.result(), file.start_s, file.end_s)
+        return self._reader.load_audio(opened, file.label, part)
 
     def close(self) -> None:
         self._threads.close()
 
 
+@contextmanager
+def _labelled(file: FetchedFile) -> Iterator[None]:
+    """Names the medium in errors about it."""
+    try:
+        yield
+    except MediaError as error:
+        raise type(error)(f"{file.label}: {error}") from error
+
+
 def num_bytes(images: Sequence[PlannedMedia]) -> int:
-    """Returns the bytes of the images' pixels."""
+    """Returns the bytes of the pixels of images, and of the samples of clips."""
     return sum(each.image.nbytes for each in images if each.image is not None)

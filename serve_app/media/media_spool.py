@@ -48,6 +48,7 @@ class FetchedFile:
     label: its name in messages
     identity: of the file that was checked
     pixels: what it is resized within
+    start_s, end_s: the part of a clip of sound that is heard, seconds, None for its end
     """
 
     path: Path
@@ -56,6 +57,8 @@ class FetchedFile:
     facts: video.MediaFacts
     identity: FileIdentity
     pixels: PixelLimits = OWN_LIMITS
+    start_s: float = 0.0
+    end_s: float | None = None
 
     def open(self) -> video.OpenFile:
         """Opens the exact file that was checked. Raises MediaError."""
@@ -142,7 +145,7 @@ class MediaSpool:
         self._reader = reader or video.OwnReader()
         self._limits = limits or SpoolLimits()
         self._known = KnownFiles()
-        self._facts: Recent[str, video.MediaFacts] = Recent(_MAX_KNOWN_FACTS)
+        self._facts: Recent[tuple[str, bool], video.MediaFacts] = Recent(_MAX_KNOWN_FACTS)  # and if as audio
         self.budget = ByteBudget(self._limits.max_spooled_bytes, "media")
         folder = parent or Path(tempfile.gettempdir())
         remove_abandoned(folder, SPOOL_PREFIX)
@@ -264,12 +267,22 @@ class MediaSpool:
 
     def _seen(self, reference: MediaReference, file: video.OpenFile, path: Path) -> FetchedFile:
         mm_hash = self._known.content_hash(file)
-        facts = self._facts.get(mm_hash)
+        as_audio = reference.kind == "audio"
+        facts = self._facts.get((mm_hash, as_audio))
         if facts is None:
-            facts = self._reader.look(file, reference.label)
-            self._facts.set(mm_hash, facts)
+            facts = self._reader.look(file, reference.label, as_audio=as_audio)
+            self._facts.set((mm_hash, as_audio), facts)
         _check_kind(facts.kind, reference)
-        return FetchedFile(path, reference.label, mm_hash, facts, file.identity, reference.pixels)
+        return FetchedFile(
+            path,
+            reference.label,
+            mm_hash,
+            facts,
+            file.identity,
+            reference.pixels,
+            reference.start_s,
+            reference.end_s,
+        )
 
 
 def _scheme(url: str) -> str:
@@ -288,6 +301,6 @@ def _labelled(error: MediaError, reference: MediaReference) -> MediaError:
 def _check_kind(kind: MediaKind, reference: MediaReference) -> None:
     if kind != reference.kind:
         raise UnsupportedMediaError(
-            f"{reference.label}: received a {kind} as {reference.kind}_url; allowed there: "
-            f"{reference.kind}s; send it as {kind}_url"
+            f"{reference.label}: received {'audio' if kind == 'audio' else f'a {kind}'} as "
+            f"{reference.kind}_url; allowed there: {reference.kind}s; send it as {kind}_url"
         )

@@ -174,7 +174,7 @@ class GroupFeed:
         start_s = self._clock()
         group = plan.groups[number]
         num_substituted, frames = await self._frames[group.item].read(group, self._patience_s)
-        if plan.media[group.item].kind == "image":
+        if plan.media[group.item].kind != "video":
             return frames
         self._attempt.answer.substituted.note(group.spec.key, num_substituted)
         self._attempt.answer.timings.decode_video_s += self._clock() - start_s

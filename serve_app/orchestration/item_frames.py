@@ -77,7 +77,7 @@ class _Lane:
 
     async def _place(self) -> tuple[str, HeldItem]:
         """Returns a worker that has the item, ready to be read."""
-        if self._source.kind == "image":
+        if self._source.kind != "video":
             return await self._media.image(self._source)
         if self.wanted is not None:
             held = await self._media.lend(self._source, self.wanted)
@@ -87,7 +87,7 @@ class _Lane:
         return await self._media.place(self._source)
 
     async def _read(self, worker: str, held: HeldItem, group: MediaGroup, run: Run) -> tuple[int, Bulk]:
-        if self._source.kind == "image":
+        if self._source.kind != "video":
             return await self._fleet.fetch("video", worker, ReadImage(held, group.start, group.stop))
         stream, order = self._stream, None
         if stream is None or (stream.worker, stream.run) != (worker, run):

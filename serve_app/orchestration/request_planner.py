@@ -149,7 +149,10 @@ class RequestPlanner:
         self.limits = _limits_of(self.card.max_model_len, self.adapter.tokenizer, limits or RequestLimits())
 
     def plan(self, request: AnswerRequest, images: Mapping[int, MediaPlan] | None = None) -> AnswerPlan:
-        """Plans a request. images: the plans of all its images, by place. Raises MediaError, RequestError."""
+        """Plans a request. Raises MediaError, RequestError.
+
+        images: the plans of all its images and clips of sound, by place
+        """
         with self._adapters.borrowed() as adapter:
             return self._planned(adapter, request, images or {})
 
@@ -253,7 +256,7 @@ class RequestPlanner:
         )
         made = plan_within(
             [
-                images[place] if source.kind == "image" else partial(self._video_plan, source)
+                images[place] if source.kind != "video" else partial(self._video_plan, source)
                 for place, source in enumerate(request.media)
             ],
             replace(request.frame_sampling, max_frames=self.limits.max_frames),
@@ -284,8 +287,8 @@ def _laid_out(adapter: Adapter, plans: Sequence[MediaPlan], request: AnswerReque
 
 
 def _image_pixels(source: MediaSource) -> int:
-    """Returns the number of pixels, at least those that it is enlarged to; 0 for a video."""
-    if source.kind == "video":
+    """Returns the number of pixels, at least those that it is enlarged to; 0 for what is no image."""
+    if source.kind != "image":
         return 0
     return max(source.facts.height * source.facts.width, source.pixels.least)
 

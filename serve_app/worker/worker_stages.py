@@ -385,7 +385,8 @@ class StageBuilder:
 
 def embedding_layout(config: Any, dtype: torch.dtype) -> EmbeddingLayout:
     """Returns the layout of one visual token from an encoder of this transformers configuration."""
-    deepstack = getattr(config.vision_config, "deepstack_visual_indexes", None) or ()
+    tower = getattr(config, "vision_config", None)
+    deepstack = getattr(tower, "deepstack_visual_indexes", None) or ()
     return EmbeddingLayout(config.get_text_config().hidden_size, dtype, len(deepstack))
 
 

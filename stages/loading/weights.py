@@ -124,7 +124,7 @@ def skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
     Nothing is initialised: what has no memory has no values, and buffers are computed with their modules.
     """
     with _parameters_without_memory(), no_init_weights():
-        model: nn.Module = transformers.AutoModelForImageTextToText.from_config(
+        model: nn.Module = transformers.AutoModelForMultimodalLM.from_config(
             config, dtype=dtype, attn_implementation="sdpa"
         )
     return model

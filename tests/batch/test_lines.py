@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from epd.batch.lines import BatchLine, LineDefaults, LineError, parse_line, shared_prefix
+from epd.batch.lines import BatchLine, LineDefaults, LineError, SharedPrefix, parse_line, shared_prefix
 
 FOLDER = Path("/data")
 QUESTION = "How many shapes are there?"
@@ -176,3 +176,16 @@ def test_what_stands_before_media_is_part_of_the_prefix() -> None:
 )
 def test_bodies_without_media_share_nothing(body: dict[str, Any]) -> None:
     assert shared_prefix(body).urls == ()
+
+
+def test_sound_that_came_in_lines_is_told_apart() -> None:
+    def asked(data: str, question: str, kind: str = "wav") -> SharedPrefix:
+        sound = {"type": "input_audio", "input_audio": {"data": data, "format": kind}}
+        parts = [sound, {"type": "text", "text": question}]
+        return shared_prefix({"messages": [{"role": "user", "content": parts}]})
+
+    first = asked("AAAA", "What?")
+    assert first.urls == ("data:audio/wav;base64,AAAA",)
+    assert "AAAA" not in first.frame
+    assert asked("AAAA", "Who?") == first
+    assert asked("BBBB", "What?") != first

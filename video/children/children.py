@@ -1,6 +1,6 @@
 """Reads media in child processes with limits: a file that kills its reader harms only itself.
 
-    look, load_image, a stream  ->  an idle child  |  a new one  |  that of the stream read longest ago
+    look, an image, sound, a stream  ->  an idle child  |  a new one  |  that of the stream read longest ago
     no answer in time: the child is killed, MediaError; it died: one retry in another child, then MediaError
 
 Children have no secret in their environment, open no socket and know no path: files come as descriptors.
@@ -17,7 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,15 +33,17 @@ from epd.errors import (
     UnavailableError,
     UnsupportedMediaError,
 )
-from epd.types import MediaKind, UInt8Array
+from epd.types import Float32Array, MediaKind, UInt8Array
 from video.children.process import Child, ChildServer
 from video.children.wire import MAX_REPLY_HEADER_BYTES, ChildGoneError, Header, receive, send
+from video.containers.audio import AudioPart
 from video.containers.images import MAX_IMAGE_PIXELS
 from video.containers.look import MediaFacts
 from video.sources.local_files import OpenFile
 
 _T = TypeVar("_T")
 logger = logging.getLogger(__name__)
+_KINDS: Mapping[str, MediaKind] = {"image": "image", "video": "video", "audio": "audio"}
 _END_S = 5.0  # how long a child may take to end a stream
 _ERRORS: Mapping[str, type[EPDError]] = {
     error.__name__: error
@@ -79,7 +81,7 @@ class ChildLimits:
     memory_bytes: address space beyond what a child begins with.
     max_children: children at once.
     max_jobs: jobs of one child before it is replaced.
-    look_s, image_s, group_s: wall time of one answer, for `group_s` that of a group of frames.
+    look_s, image_s, audio_s, group_s: wall time of one answer, for `group_s` that of a group of frames.
     stream_cpu_s: CPU time of a stream.
     patience_s: how long a caller waits for a free child.
     """
@@ -89,6 +91,7 @@ class ChildLimits:
     max_jobs: int = 256
     look_s: float = 20.0
     image_s: float = 30.0
+    audio_s: float = 60.0
     group_s: float = 90.0
     stream_cpu_s: float = 3600.0
     patience_s: float = 30.0
@@ -110,22 +113,28 @@ class MediaChildren:
 
     # Jobs
 
-    def look(self, file: OpenFile, name: str) -> MediaFacts:
+    def look(self, file: OpenFile, name: str, *, as_audio: bool = False) -> MediaFacts:
         """Works like `video.look`. name: what messages call the file. Raises MediaError, UnavailableError."""
-        return _facts(self._ask("look", file, name, self.limits.look_s)[0])
+        return _facts(self._ask("look", file, name, self.limits.look_s, as_audio=as_audio)[0])
 
     def load_image(self, file: OpenFile, name: str) -> UInt8Array:
         """Does what `video.load_image` does. Raises as `look`."""
         header, payload = self._ask("image", file, name, self.limits.image_s, 3 * MAX_IMAGE_PIXELS)
         return _pixels(header, payload)
 
+    def load_audio(self, file: OpenFile, name: str, part: AudioPart) -> Float32Array:
+        """Does what `video.load_audio` does. Raises as `look`, and RequestError."""
+        most = 4 * part.max_samples
+        header, payload = self._ask("audio", file, name, self.limits.audio_s, most, part=asdict(part))
+        return _samples(header, payload)
+
     def _ask(
-        self, job: str, file: OpenFile, name: str, seconds: float, max_bytes: int = 0
+        self, job: str, file: OpenFile, name: str, seconds: float, max_bytes: int = 0, **more: Any
     ) -> tuple[Header, bytearray]:
         def attempt() -> tuple[Header, bytearray]:
             child = self.take()
             try:
-                header = {"job": job, "name": name, "cpu_s": seconds}
+                header = {"job": job, "name": name, "cpu_s": seconds, **more}
                 return self._exchange(child, header, name, seconds, max_bytes, file.descriptor)
             finally:
                 self.give_back(child)
@@ -287,6 +296,16 @@ def _pixels(header: Header, payload: bytearray) -> UInt8Array:
     return np.frombuffer(payload, np.uint8).reshape(shape)
 
 
+def _samples(header: Header, payload: bytearray) -> Float32Array:
+    """Returns float32 [N]. Raises CorruptMediaError for anything else."""
+    if not payload or len(payload) % 4 or header.get("num_samples") != len(payload) // 4:
+        raise nonsense()
+    samples = np.frombuffer(payload, np.float32)
+    if not np.isfinite(samples).all():
+        raise nonsense()
+    return samples
+
+
 def nonsense() -> CorruptMediaError:
     """Returns the error for an answer that no reader gives unless a file has taken it over."""
     return CorruptMediaError("the medium corrupted the process that read it; encode it again")
@@ -294,7 +313,7 @@ def nonsense() -> CorruptMediaError:
 
 def _facts(header: Mapping[str, Any]) -> MediaFacts:
     try:
-        kind: MediaKind = "image" if header["kind"] == "image" else "video"
+        kind: MediaKind = _KINDS[header["kind"]]
         height, width, num_frames = (int(header[name]) for name in ("height", "width", "num_frames"))
         is_list = bool(header["is_frame_list"])
         return MediaFacts(kind, height, width, num_frames, float(header["fps"]), is_list)

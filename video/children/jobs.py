@@ -16,6 +16,7 @@ from epd.errors import EPDError
 from epd.types import UInt8Array
 from video.children.shared_pixels import mapped
 from video.children.wire import MAX_HEADER_BYTES, ChildGoneError, Header, receive, send
+from video.containers.audio import AudioPart, load_audio
 from video.containers.images import load_image
 from video.containers.look import look
 from video.decoding.pixels import exact_resize
@@ -66,13 +67,18 @@ def _allow_cpu(seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))
 
 
-def _look(job: socket.socket, media: Media, _: Header) -> None:
-    send(job, asdict(look(media)))
+def _look(job: socket.socket, media: Media, header: Header) -> None:
+    send(job, asdict(look(media, as_audio=bool(header.get("as_audio")))))
 
 
 def _image(job: socket.socket, media: Media, _: Header) -> None:
     pixels = load_image(media)
     send(job, {"shape": pixels.shape}, memoryview(np.ascontiguousarray(pixels).tobytes()))
+
+
+def _audio(job: socket.socket, media: Media, header: Header) -> None:
+    samples = load_audio(media, AudioPart(**header["part"]))
+    send(job, {"num_samples": len(samples)}, memoryview(samples.tobytes()))
 
 
 def _stream(job: socket.socket, media: Media, header: Header) -> None:
@@ -103,5 +109,6 @@ def _send_group(job: socket.socket, groups: GroupStream) -> None:
 _JOBS: dict[Any, Callable[[socket.socket, Media, Header], None]] = {
     "look": _look,
     "image": _image,
+    "audio": _audio,
     "stream": _stream,
 }

@@ -1,4 +1,4 @@
-"""Decodes images, and distinguishes them from videos by content, never by the name of the file."""
+"""Decodes images, and tells images, videos and sound by content, never by the name of the file."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from contextlib import closing
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from epd.errors import CorruptMediaError, MediaLimitError, UnsupportedMediaError
+from epd.errors import CorruptMediaError, MediaError, MediaLimitError, UnsupportedMediaError
 from epd.types import MediaKind, UInt8Array
+from video.containers.audio import has_audio
 from video.sources.source import Media, Reader, Source, as_media, open_video
 
 IMAGE_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF", "AVIF", "PPM")
@@ -37,14 +38,19 @@ def load_image(source: Source | Media, *, max_pixels: int = MAX_IMAGE_PIXELS) ->
 
 
 def media_kind(source: Source | Media) -> MediaKind:
-    """Returns whether a source is an image or a video, by its content.
+    """Returns what a source is, by its content: audio is what has sound and no pictures that move.
 
-    Raises MediaNotFoundError, UnsupportedMediaError or CorruptMediaError where it is neither.
+    Raises MediaNotFoundError, UnsupportedMediaError or CorruptMediaError where it is nothing of these.
     """
     media = as_media(source)
     if image_size(media) is not None:
         return "image"
-    open_video(media).close()
+    try:
+        open_video(media).close()
+    except MediaError:
+        if has_audio(media):
+            return "audio"
+        raise
     return "video"
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from epd.errors import MediaLimitError, UnsupportedMediaError
+from epd.errors import MediaError, MediaLimitError, UnsupportedMediaError
 from epd.types import MediaKind
+from video.containers.audio import audio_length
 from video.containers.images import image_size, upright_size
 from video.containers.limits import DEFAULT_LIMITS, Limits
 from video.containers.mp4_claims import check_claims
@@ -16,10 +17,10 @@ from video.sources.source import Media, Source, as_media, open_video
 
 @dataclass(frozen=True, slots=True)
 class MediaFacts:
-    """An image or video before it is decoded.
+    """An image, video or clip of sound before it is decoded.
 
-    height, width: pixels; of a video upright, of an image as stored.
-    num_frames, fps: best known; 0 for an image.
+    height, width: pixels; of a video upright, of an image as stored; 0 of sound.
+    num_frames, fps: best known; 0 for an image. Of sound its samples and their rate as stored.
     is_frame_list: whether the frames were sampled by the client, so that the request says when they were.
     """
 
@@ -31,20 +32,28 @@ class MediaFacts:
     is_frame_list: bool = False
 
 
-def look(source: Source | Media, *, limits: Limits = DEFAULT_LIMITS) -> MediaFacts:
+def look(source: Source | Media, *, limits: Limits = DEFAULT_LIMITS, as_audio: bool = False) -> MediaFacts:
     """Returns the kind, size and length of a medium, by its content.
+
+    as_audio: of its sound alone, which may be that of a video.
 
     Raises MediaNotFoundError, UnsupportedMediaError (also for a video without length or frame rate),
     CorruptMediaError or MediaLimitError.
     """
     media = as_media(source)
+    if as_audio:
+        return _look_at_audio(media, limits)
     if is_frame_list(media):
         return _look_at_list(media, limits)
     size = image_size(media)
     if size is not None:
         return MediaFacts("image", *size)
     check_claims(media)
-    with open_video(media, open_timeout_s=limits.open_timeout_s) as video:
+    try:
+        opened = open_video(media, open_timeout_s=limits.open_timeout_s)
+    except MediaError as error:
+        return _look_at_sound_alone(media, limits, error)
+    with opened as video:
         info = probe_open(video, limits, has_keyframes=False)
     if info.num_frames < 1 or info.fps <= 0:
         raise UnsupportedMediaError(
@@ -52,6 +61,19 @@ def look(source: Source | Media, *, limits: Limits = DEFAULT_LIMITS) -> MediaFac
             f"({info.num_frames} frames at {info.fps} per second); write it into a new container first"
         )
     return MediaFacts("video", info.height, info.width, info.num_frames, info.fps)
+
+
+def _look_at_sound_alone(media: Media, limits: Limits, error: MediaError) -> MediaFacts:
+    """Looks at what is no video, as `error` says, which is raised for what is no sound either."""
+    try:
+        return _look_at_audio(media, limits)
+    except UnsupportedMediaError:
+        raise error from None
+
+
+def _look_at_audio(media: Media, limits: Limits) -> MediaFacts:
+    num_samples, rate = audio_length(media, limits=limits)
+    return MediaFacts("audio", 0, 0, num_samples, rate)
 
 
 def _look_at_list(media: Media, limits: Limits) -> MediaFacts:

@@ -168,7 +168,7 @@ def open_video(source: Source | Media, *, open_timeout_s: float = 10.0) -> OpenV
     Raises MediaNotFoundError, UnsupportedMediaError (not a container, no video) or CorruptMediaError.
     """
     media = as_media(source)
-    container = _open_container(media, open_timeout_s)
+    container = open_container(media, open_timeout_s)
     try:
         stream = _choose_stream(container, media.name)
     except BaseException:
@@ -179,8 +179,11 @@ def open_video(source: Source | Media, *, open_timeout_s: float = 10.0) -> OpenV
     return OpenVideo(media, container, stream)
 
 
-def _open_container(media: Media, open_timeout_s: float) -> av.container.InputContainer:
-    options = {"format_whitelist": CONTAINER_FORMATS, "protocol_whitelist": "file"}
+def open_container(
+    media: Media, open_timeout_s: float, formats: str = CONTAINER_FORMATS
+) -> av.container.InputContainer:
+    """Opens a container of one of the formats. Raises as `open_video`."""
+    options = {"format_whitelist": formats, "protocol_whitelist": "file"}
     try:
         return av.open(
             media.open_target(),

@@ -98,7 +98,37 @@ class VideoPart(_Received):
     uuid: MediaUuid | None = None
 
 
-UserPart = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
+class AudioUrl(_Received):
+    """The URL of sound, as an image's: of a file of audio, or of a video, whose sound alone is taken."""
+
+    url: str | None = None
+
+
+class AudioPart(_Received):
+    """Sound, as vLLM's clients send it. uuid: as of an image."""
+
+    type: Literal["audio_url"]
+    audio_url: AudioUrl | None = None
+    uuid: MediaUuid | None = None
+
+
+class InputAudio(_Received):
+    """Sound in base64. format: of the file; what it holds counts."""
+
+    data: str
+    format: Literal["wav", "mp3"]
+
+
+class InputAudioPart(_Received):
+    """Sound, as OpenAI's clients send it."""
+
+    type: Literal["input_audio"]
+    input_audio: InputAudio
+
+
+UserPart = Annotated[
+    TextPart | ImagePart | VideoPart | AudioPart | InputAudioPart, Field(discriminator="type")
+]
 AssistantPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 
 
@@ -286,7 +316,7 @@ class EpdOptions(_Received):
     fps: Annotated[float, Field(gt=0)] | None = Field(default=None, description="Frames per second of video.")
     num_frames: Count | None = Field(default=None, description="Frames of each video, evenly spread.")
     start_s: Annotated[float, Field(ge=0)] | None = Field(
-        default=None, description="Look at each video from here on, seconds."
+        default=None, description="Look at each video, and hear each clip of sound, from here on, seconds."
     )
     end_s: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="And up to here; by default to its end."

@@ -21,9 +21,11 @@ from epd.sampling_params import SamplingParams
 from epd.types import MediaKind
 from serve_app.http.requests.chat_request import (
     AssistantMessage,
+    AudioPart,
     ChatRequest,
     EpdOptions,
     ImagePart,
+    InputAudioPart,
     Message,
     RefusalPart,
     SystemMessage,
@@ -36,7 +38,8 @@ from serve_app.http.requests.request_fields import CHAT_FIELDS
 from serve_app.service import MediaReference, ModelCard
 from video import num_listed_frames
 
-_Part = TextPart | RefusalPart | ImagePart | VideoPart
+_MediaPart = ImagePart | VideoPart | AudioPart | InputAudioPart
+_Part = TextPart | RefusalPart | _MediaPart
 
 # Fields of a request that are options of SamplingParams under the same name.
 _SAME_NAME = (
@@ -194,6 +197,12 @@ def pixel_limits(chat: ChatRequest) -> PixelLimits:
     return PixelLimits(said.min_pixels, said.max_pixels, size)
 
 
+def heard_part(chat: ChatRequest) -> tuple[float, float | None]:
+    """Returns the part of each clip of sound that is heard, seconds; None for its end."""
+    ours = chat.epd or EpdOptions()
+    return ours.start_s or 0.0, ours.end_s
+
+
 def reduction_policy(chat: ChatRequest, default: ReductionPolicy) -> ReductionPolicy:
     """Returns which visual tokens are kept. Raises RequestError as ReductionPolicy does.
 
@@ -219,15 +228,18 @@ def visual_budget(chat: ChatRequest, most: int | None) -> VisualBudget:
 
 
 def conversation(
-    messages: Sequence[Message], tools: tuple[ChatMessage, ...] = (), pixels: PixelLimits = OWN_LIMITS
+    messages: Sequence[Message],
+    tools: tuple[ChatMessage, ...] = (),
+    pixels: PixelLimits = OWN_LIMITS,
+    heard_s: tuple[float, float | None] = (0.0, None),
 ) -> tuple[tuple[ChatMessage, ...], tuple[MediaReference, ...]]:
     """Returns the messages and their media, in order. tools: come first. Raises RequestError.
 
-    pixels: what the media are resized within
+    pixels: what the media are resized within. heard_s: the part of each clip of sound, None for its end.
     """
     chat = (*tools, *map(_message, messages))
     check_chat(chat)
-    return chat, tuple(_references(messages, pixels))
+    return chat, tuple(_references(messages, pixels, heard_s))
 
 
 def _message(message: Message) -> ChatMessage:
@@ -259,16 +271,33 @@ def _parts(content: str | Sequence[_Part]) -> tuple[ContentPart, ...]:
 
 
 def _part(part: _Part) -> ContentPart:
-    if isinstance(part, ImagePart | VideoPart):
+    if not isinstance(part, TextPart | RefusalPart):
         return ContentPart(_kind(part))
     return ContentPart("text", part.text if isinstance(part, TextPart) else part.refusal)
 
 
-def _kind(part: ImagePart | VideoPart) -> MediaKind:
+def _kind(part: _MediaPart) -> MediaKind:
+    if isinstance(part, AudioPart | InputAudioPart):
+        return "audio"
     return "image" if isinstance(part, ImagePart) else "video"
 
 
-def _references(messages: Sequence[Message], pixels: PixelLimits) -> Iterator[MediaReference]:
+def _url(part: _MediaPart) -> str | None:
+    """Returns the URL of a medium, None if it came by its name alone."""
+    match part:
+        case InputAudioPart():
+            return f"data:audio/{part.input_audio.format};base64,{part.input_audio.data}"
+        case AudioPart():
+            return part.audio_url.url if part.audio_url else None
+        case ImagePart():
+            return part.image_url.url if part.image_url else None
+        case VideoPart():
+            return part.video_url.url if part.video_url else None
+
+
+def _references(
+    messages: Sequence[Message], pixels: PixelLimits, heard_s: tuple[float, float | None]
+) -> Iterator[MediaReference]:
     parts = (
         part
         for message in messages
@@ -278,13 +307,17 @@ def _references(messages: Sequence[Message], pixels: PixelLimits) -> Iterator[Me
     media = (part for part in parts if not isinstance(part, TextPart))
     for number, part in enumerate(media, start=1):
         kind = _kind(part)
-        source = part.image_url if isinstance(part, ImagePart) else part.video_url
         label = f"{kind}, number {number} of the media"
-        url = source.url if source else None
-        if url == "" or (url is None and part.uuid is None):
+        url, uuid = _url(part), None if isinstance(part, InputAudioPart) else part.uuid
+        if url == "" or (url is None and uuid is None):
             raise RequestError(
                 f"{label}: received neither a URL nor a uuid; allowed http, https, data, file as the url of "
                 f"{kind}_url, or null with the uuid of one sent before; send one"
             )
-        limits = replace(pixels, is_low_detail=bool(source and source.detail == "low"))
-        yield MediaReference(kind, url or "", label, limits, part.uuid or "")
+        heard = heard_s if kind == "audio" else (0.0, None)
+        yield MediaReference(kind, url or "", label, _limits(part, pixels), uuid or "", *heard)
+
+
+def _limits(part: _MediaPart, pixels: PixelLimits) -> PixelLimits:
+    is_low = isinstance(part, ImagePart) and part.image_url is not None and part.image_url.detail == "low"
+    return replace(pixels, is_low_detail=is_low)

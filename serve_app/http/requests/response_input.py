@@ -8,12 +8,14 @@ from epd.errors import RequestError
 from serve_app.http.requests.chat_request import (
     AssistantMessage,
     AssistantPart,
+    AudioPart,
     ChatRequest,
     FunctionDefinition,
     FunctionName,
     FunctionText,
     ImagePart,
     ImageUrl,
+    InputAudioPart,
     JsonSchema,
     Message,
     RefusalPart,
@@ -158,7 +160,7 @@ def _user_parts(content: str | Sequence[InputPart], place: str) -> str | list[Us
         if isinstance(part, InputImage):
             url = ImageUrl(url=part.image_url, detail=part.detail)
             parts.append(ImagePart(type="image_url", image_url=url))
-        elif isinstance(part, VideoPart):
+        elif isinstance(part, VideoPart | AudioPart | InputAudioPart):
             parts.append(part)
         elif isinstance(part, RefusalPart):
             raise _misplaced("user", part, f"{place}.content[{number}]")
@@ -172,7 +174,7 @@ def _text_parts(content: str | Sequence[InputPart], role: str, place: str) -> st
         return content
     parts: list[AssistantPart] = []
     for number, part in enumerate(content):
-        if isinstance(part, InputImage | VideoPart) or (
+        if isinstance(part, InputImage | VideoPart | AudioPart | InputAudioPart) or (
             isinstance(part, RefusalPart) and role != "assistant"
         ):
             raise _misplaced(role, part, f"{place}.content[{number}]")

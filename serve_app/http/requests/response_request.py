@@ -11,6 +11,7 @@ from epd.sampling_params import MAX_INT64, MAX_LOGPROBS, MAX_STOP_STRINGS
 from serve_app.http.requests.chat_request import (
     MAX_SALT_CHARS,
     MAX_TOOLS,
+    AudioPart,
     BadWords,
     Biases,
     Count,
@@ -18,6 +19,7 @@ from serve_app.http.requests.chat_request import (
     EpdOptions,
     Filled,
     FunctionDefinition,
+    InputAudioPart,
     Int64,
     Listed,
     MediaLoading,
@@ -114,7 +116,8 @@ class InputImage(_Received):
 
 
 InputPart = Annotated[
-    InputText | OutputText | RefusalPart | InputImage | VideoPart, Field(discriminator="type")
+    InputText | OutputText | RefusalPart | InputImage | VideoPart | AudioPart | InputAudioPart,
+    Field(discriminator="type"),
 ]
 
 

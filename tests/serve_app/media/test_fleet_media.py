@@ -121,10 +121,10 @@ class Waiting:
         self.begun, self.may_go_on = threading.Semaphore(0), threading.Event()
         look = OwnReader.look
 
-        def wait(reader: OwnReader, *arguments: Any) -> Any:
+        def wait(reader: OwnReader, *arguments: Any, **options: Any) -> Any:
             self.begun.release()
             assert self.may_go_on.wait(10)
-            return look(reader, *arguments)
+            return look(reader, *arguments, **options)
 
         monkeypatch.setattr(OwnReader, "look", wait)
 

@@ -221,7 +221,7 @@ class SlowReader:
     def __init__(self) -> None:
         self.has_begun, self.may_go_on = threading.Event(), threading.Event()
 
-    def look(self, *_: object) -> MediaFacts:
+    def look(self, *_: object, **__: object) -> MediaFacts:
         self.has_begun.set()
         assert self.may_go_on.wait(10)
         return MediaFacts("image", 8, 8)
@@ -323,7 +323,7 @@ class SlowImages:
         self.begun: list[str] = []
         self.may_go_on = threading.Event()
 
-    def look(self, *_: object) -> MediaFacts:
+    def look(self, *_: object, **__: object) -> MediaFacts:
         raise AssertionError
 
     def load_image(self, _file: object, name: str) -> Any:

@@ -1,0 +1,136 @@
+"""The pipeline over sound: tokens equal those of transformers' `generate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from encoders import load_adapter
+from encoders.adapter import PatchRun
+from encoders.prompt.chat import ChatMessage, ContentPart
+from epd.errors import MediaLimitError, RequestError, UnsupportedMediaError
+from stages.colocated import ColocatedPipeline
+from tests.reference import MAX_TOKENS
+from tests.tiny_audio import WINDOW_S, Reference, build_qwen2_audio, heard, tones, write_audio
+
+QUESTION = "What is heard? Ä, 漢"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_qwen2_audio(tmp_path_factory.mktemp("audio") / "model")
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Path) -> Reference:
+    return Reference(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def pipeline(checkpoint: Path) -> ColocatedPipeline:
+    return ColocatedPipeline.load(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("clips")
+    return {
+        "short": write_audio(folder / "short.wav", tones(0.7, 16_000), 16_000),
+        "stereo": write_audio(folder / "stereo.flac", tones(1.37, 44_100, 2, seed=1), 44_100, "flac"),
+        "whole": write_audio(folder / "whole.wav", tones(WINDOW_S, 16_000, seed=2), 16_000),
+        "long": write_audio(folder / "long.wav", tones(2.5 * WINDOW_S, 22_050, seed=3), 22_050),
+    }
+
+
+def test_tokens_equal_generate(
+    reference: Reference, pipeline: ColocatedPipeline, clips: dict[str, Path]
+) -> None:
+    answers = set()
+    for names in [(), ("short",), ("whole",), ("stereo", "short", "stereo")]:
+        paths = [clips[name] for name in names]
+        expected = reference.tokens([heard(path) for path in paths], [*[None] * len(paths), QUESTION])
+
+        answer = pipeline.ask(paths, QUESTION, max_tokens=MAX_TOKENS)
+
+        assert answer.token_ids == expected, names
+        answers.add(answer.token_ids)
+    assert len(answers) == 4, "what is heard makes no difference"
+
+
+def test_a_part_of_a_long_clip_is_heard(
+    reference: Reference, pipeline: ColocatedPipeline, clips: dict[str, Path]
+) -> None:
+    """More than a window is refused, not cut off without a word: transformers hears its beginning."""
+    long = clips["long"]
+    with pytest.raises(MediaLimitError, match=f"more than {WINDOW_S} s of sound; allowed up to that"):
+        pipeline.ask([long], QUESTION)
+    with pytest.raises(RequestError, match="which has 5 s of sound"):
+        pipeline.ask([long], QUESTION, start_s=60.0)
+
+    beginning = pipeline.ask([long], QUESTION, end_s=float(WINDOW_S), max_tokens=MAX_TOKENS)
+    part = pipeline.ask([long], QUESTION, start_s=2.25, end_s=3.5, max_tokens=MAX_TOKENS)
+
+    assert beginning.token_ids == reference.tokens([heard(long)], [None, QUESTION])
+    assert part.token_ids == reference.tokens([heard(long, 2.25, 3.5)], [None, QUESTION])
+    assert beginning.token_ids != part.token_ids
+
+
+def test_questions_share_what_was_heard(
+    reference: Reference, pipeline: ColocatedPipeline, clips: dict[str, Path]
+) -> None:
+    context = pipeline.prefill_media([clips["short"], clips["whole"]])
+    sounds = [heard(clips["short"]), heard(clips["whole"])]
+
+    for question in ("What?", "Who speaks, and when?"):
+        answer = pipeline.answer(context, question, max_tokens=MAX_TOKENS)
+        assert answer.token_ids == reference.tokens(sounds, [None, None, question])
+        assert answer.timings.encode_s == 0
+
+
+def test_prompt_and_features_equal_the_processors(
+    reference: Reference, checkpoint: Path, clips: dict[str, Path]
+) -> None:
+    """Clips of several lengths in one call of the tower, with text before, between and behind them."""
+    adapter = load_adapter(checkpoint)
+    sounds = [heard(clips[name]) for name in ("short", "stereo", "whole")]
+    sounds += [np.zeros(321, np.float32), np.ones(480, np.float32)]  # the shortest, and a token's border
+    content = ["First: ", None, None, " then ", None, None, None, " which?"]
+    theirs = reference.inputs(sounds, content)
+    plans = [adapter.plan_audio(len(each)) for each in sounds]
+    parts = tuple(ContentPart("audio") if each is None else ContentPart("text", each) for each in content)
+    prompt = adapter.plan_chat(plans, [ChatMessage("user", parts)])
+
+    assert prompt.token_ids.tolist() == theirs["input_ids"][0].tolist()
+    assert prompt.positions.tolist() == [list(range(len(prompt)))]
+    bytes_of = [torch.from_numpy(each.view(np.uint8))[None] for each in sounds]
+    runs = [
+        PatchRun("audio", adapter.preprocess(each, plan), plan.grid)
+        for each, plan in zip(bytes_of, plans, strict=True)
+    ]
+    values = torch.cat([run.values for run in runs])
+    assert torch.equal(values[:, :-1], theirs["input_features"])
+    assert torch.equal(values[:, -1], theirs["feature_attention_mask"].float())
+
+    with torch.inference_mode():
+        encoded = adapter.encode_batch(adapter.vision_tower(reference.model), runs)
+        alone = [adapter.encode_batch(reference.model.model, [run])[0] for run in runs]
+    assert [len(each) for each in encoded] == [item.num_tokens for item in prompt.media]
+    for together, by_itself in zip(encoded, alone, strict=True):
+        torch.testing.assert_close(together.rows, by_itself.rows)
+
+
+def test_models_refuse_what_they_cannot_take(
+    pipeline: ColocatedPipeline, checkpoints: dict[str, Path], clips: dict[str, Path], media: dict[str, Path]
+) -> None:
+    with pytest.raises(UnsupportedMediaError, match="received an image for a model that hears"):
+        pipeline.ask([media["image"]], QUESTION)
+    with pytest.raises(UnsupportedMediaError, match="received a video for a model that hears"):
+        pipeline.ask([media["video"]], QUESTION)
+    sees = load_adapter(checkpoints["shapes-vl"])
+    with pytest.raises(UnsupportedMediaError, match="hears nothing"):
+        _ = sees.audio
+    with pytest.raises(MediaLimitError, match=r"320 samples at 16000 a second is too short"):
+        pipeline.adapter.plan_audio(320)

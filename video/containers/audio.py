@@ -1,0 +1,199 @@
+"""Decodes sound to one channel at the rate of a model: files of audio, and the tracks of videos.
+
+    file, decoded from its start   |          |   wanted    |        |
+    samples at the model's rate    0        start         stop          what is before is decoded and dropped
+
+The whole file is resampled as one, so that a part of it has the same samples as the whole. Channels count
+alike: FFmpeg would weigh them, and make sound that is in several louder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+import av.container
+import av.error
+import numpy as np
+from av.audio.frame import AudioFrame
+from av.audio.resampler import AudioResampler
+from av.audio.stream import AudioStream
+
+from epd.errors import CorruptMediaError, MediaError, MediaLimitError, RequestError, UnsupportedMediaError
+from epd.types import Float32Array
+from video.containers.limits import DEFAULT_LIMITS, Limits
+from video.containers.mp4_claims import check_claims
+from video.sources.source import CONTAINER_FORMATS, Media, Source, as_media, open_container, reason
+
+AUDIO_FORMATS = f"{CONTAINER_FORMATS},wav,w64,aiff,caf,mp3,aac,flac"
+# Samples per second of a source. With fewer, one of its frames would become millions of samples.
+_MIN_RATE, _MAX_RATE = 2_000, 768_000
+# Full scale is 1; what is far louder is no sound, and its powers are not finite.
+_MAX_VALUE = 1e4
+_ALLOWED = "allowed: sound as WAV, MP3, AAC, M4A, FLAC or Ogg, or of a video"
+
+
+@dataclass(frozen=True, slots=True)
+class AudioPart:
+    """Selects samples of a medium.
+
+    rate: per second, that they are resampled to.
+    max_samples: more are refused.
+    start_s, end_s: only of this part of the medium, None for its end.
+    """
+
+    rate: int
+    max_samples: int
+    start_s: float = 0.0
+    end_s: float | None = None
+
+    @property
+    def start(self) -> int:
+        return round(self.start_s * self.rate)
+
+    @property
+    def stop(self) -> int:
+        """Returns the place behind the last sample that is decoded: one more than are allowed, at most."""
+        most = self.start + self.max_samples + 1
+        return most if self.end_s is None else min(most, round(self.end_s * self.rate))
+
+
+def load_audio(source: Source | Media, part: AudioPart, *, limits: Limits = DEFAULT_LIMITS) -> Float32Array:
+    """Returns samples of the first track of sound, mixed to one channel: float32 [N], full scale 1.
+
+    Raises MediaNotFoundError, UnsupportedMediaError, CorruptMediaError, MediaLimitError for more than
+    `part.max_samples`, RequestError for a part behind the end.
+    """
+    media = as_media(source)
+    with _open(media, limits) as container:
+        pieces, num_decoded = [np.empty(0, np.float32)], 0
+        for samples in _resampled(media, container, part.rate):
+            begin = max(0, part.start - num_decoded)
+            pieces.append(samples[begin : max(begin, part.stop - num_decoded)].copy())
+            num_decoded += len(samples)
+            if num_decoded >= part.stop:
+                break
+    wanted = np.concatenate(pieces)
+    _check(media, part, wanted, num_decoded)
+    return wanted
+
+
+def audio_length(source: Source | Media, *, limits: Limits = DEFAULT_LIMITS) -> tuple[int, float]:
+    """Returns the samples of a medium's first track of sound, 0 if it does not say, and their rate in Hz.
+
+    Decodes the first of them. Raises as `load_audio`.
+    """
+    media = as_media(source)
+    with _open(media, limits) as container:
+        stream = _track(media, container)
+        frame = next(_frames(media, container, stream), None)
+        if frame is None:
+            raise _silent(media)
+        duration_s = (
+            float(stream.duration * stream.time_base) if stream.duration and stream.time_base else 0.0
+        )
+        duration_s = duration_s or (container.duration or 0) / 1e6
+        if duration_s > limits.max_duration_s:
+            raise MediaLimitError(
+                f"{media.name} has {duration_s:g} seconds; allowed {limits.max_duration_s:g}; cut it"
+            )
+        return max(0, round(duration_s * frame.sample_rate)), float(frame.sample_rate)
+
+
+def has_audio(media: Media, limits: Limits = DEFAULT_LIMITS) -> bool:
+    """Reports whether a medium has sound that can be decoded."""
+    try:
+        audio_length(media, limits=limits)
+    except MediaError:
+        return False
+    return True
+
+
+def _open(media: Media, limits: Limits) -> av.container.InputContainer:
+    check_claims(media)
+    try:
+        return open_container(media, limits.open_timeout_s, AUDIO_FORMATS)
+    except UnsupportedMediaError as error:
+        raise UnsupportedMediaError(
+            f"{media.name} has no sound that can be read; {_ALLOWED}; convert it"
+        ) from error
+
+
+def _track(media: Media, container: av.container.InputContainer) -> AudioStream:
+    """Chooses the first track, decoded by one thread."""
+    found = (each for each in container.streams.audio if each.codec_context is not None)
+    stream: AudioStream | None = next(found, None)
+    if stream is None:
+        kinds = sorted({each.type for each in container.streams})
+        raise UnsupportedMediaError(
+            f"{media.name} has no sound, only streams of kind {kinds}; {_ALLOWED}; give one"
+        )
+    stream.codec_context.thread_type = "NONE"
+    stream.codec_context.thread_count = 1
+    return stream
+
+
+def _frames(
+    media: Media, container: av.container.InputContainer, stream: AudioStream
+) -> Iterator[AudioFrame]:
+    """Decodes a track from its start. Raises CorruptMediaError, MediaLimitError for an impossible rate."""
+    try:
+        for packet in container.demux(stream):
+            for frame in packet.decode():
+                assert isinstance(frame, AudioFrame)
+                if not _MIN_RATE <= frame.sample_rate <= _MAX_RATE:
+                    raise MediaLimitError(
+                        f"{media.name} has {frame.sample_rate} samples a second; allowed {_MIN_RATE} to "
+                        f"{_MAX_RATE}; resample it"
+                    )
+                yield frame
+    except (av.error.FFmpegError, ValueError) as error:
+        raise _damaged(media, error) from error
+
+
+def _resampled(media: Media, container: av.container.InputContainer, rate: int) -> Iterator[Float32Array]:
+    """Yields the track's samples, the mean of its channels, float32 [N] at `rate`, in order."""
+    resampler = AudioResampler(format="fltp", rate=rate)
+    try:
+        for frame in chain(_frames(media, container, _track(media, container)), [None]):
+            for out in resampler.resample(frame):
+                if out is not None:  # at the end of a track that needed no resampling
+                    yield out.to_ndarray().mean(axis=0)
+    except (av.error.FFmpegError, ValueError) as error:
+        raise _damaged(media, error) from error
+
+
+def _check(media: Media, part: AudioPart, wanted: Float32Array, num_decoded: int) -> None:
+    """Checks what was decoded of a medium."""
+    if len(wanted) > part.max_samples:
+        raise MediaLimitError(
+            f"{media.name} has more than {part.max_samples / part.rate:g} s of sound"
+            f"{f' from {part.start_s:g} s on' if part.start_s else ''}; allowed up to that at once; "
+            "give a shorter part by start_s and end_s"
+        )
+    if not num_decoded:
+        raise _silent(media)
+    if not len(wanted):
+        raise RequestError(
+            f"received a part from {part.start_s:g} s to "
+            f"{'the end' if part.end_s is None else f'{part.end_s:g} s'} of {media.name}, which has "
+            f"{num_decoded / part.rate:g} s of sound; allowed: a part of that; change start_s or end_s"
+        )
+    if not np.abs(wanted).max() <= _MAX_VALUE:  # NaN is not either
+        raise CorruptMediaError(
+            f"{media.name} has samples that are not finite or above {_MAX_VALUE:g} times full scale; "
+            "allowed: up to that; encode it again"
+        )
+
+
+def _silent(media: Media) -> CorruptMediaError:
+    return CorruptMediaError(
+        f"{media.name} has a track of sound without samples; allowed: one or more; encode it again"
+    )
+
+
+def _damaged(media: Media, error: Exception) -> CorruptMediaError:
+    return CorruptMediaError(
+        f"{media.name} has damaged sound ({reason(error)}); allowed: intact files; copy or encode it again"
+    )
