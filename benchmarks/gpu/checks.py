@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,9 +27,12 @@ from serve_app.worker.worker_stages import WorkerSettings
 from stages.attention.attention import AttentionBatch, AttentionPlan, attend, write_kv
 from stages.attention.device import DeviceHeads
 from stages.engine.kv_pool import KVGroupShape, KVLayout, KVPoolsShape, token_slots
+from stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix, multiply_plain
+from stages.loading.quantized_linear import QuantizedProduct
 from tests.encoders.families import Clip, Family, Media, Picture
 from tests.models import shrunk
 from tests.models.published import PUBLISHED
+from tests.stages.decoder.quantized_matrices import fp8_matrix, int4_matrix, moved
 
 _BLOCK_SIZE = 16
 # Query heads, KV heads, head size: Qwen2.5-VL-7B, Qwen3-VL-8B, SmolVLM2-2.2B.
@@ -44,11 +48,13 @@ _PATCHES = PatchSpec(14, 2, 2, (122.77, 116.75, 104.09), (68.5, 66.63, 70.32), 3
 
 
 def kernels(setup: Setup) -> Iterator[Row]:
-    """Paged attention, writing of keys and values, and patches, on the device against the CPU."""
+    """Attention, keys and values, patches, and quantised matrices, on the device against the CPU."""
     yield _patches(setup)
     for dtype in dict.fromkeys((torch.float32, setup.placement.dtype)):
         for heads in _HEADS:
             yield _attention(setup, dtype, *heads)
+        for num_rows, (name, matrix) in itertools.product((1, 300), _matrices().items()):
+            yield _product(setup, dtype, num_rows, name, matrix)
 
 
 def _patches(setup: Setup) -> Row:
@@ -84,6 +90,32 @@ def _attention(setup: Setup, dtype: torch.dtype, num_heads: int, num_kv_heads: i
     difference = float((ours.cpu().double() - theirs).abs().max() / theirs.abs().max())
     return {
         "kernel": f"attention {num_heads}/{num_kv_heads} heads of {head_dim}",
+        "dtype": str(dtype).removeprefix("torch."),
+        "difference": f"{difference:.1e}",
+        "allowed": _ALLOWED[dtype],
+        OK: difference <= _ALLOWED[dtype],
+    }
+
+
+def _matrices() -> dict[str, Fp8Matrix | Int4Matrix]:
+    torch.manual_seed(0)
+    return {
+        "FP8 of blocks": fp8_matrix(320, 448, (128, 128)),
+        "FP8 of rows": fp8_matrix(320, 448, None),
+        "4 bits": int4_matrix(320, 512, 128),
+    }
+
+
+def _product(
+    setup: Setup, dtype: torch.dtype, num_rows: int, name: str, matrix: Fp8Matrix | Int4Matrix
+) -> Row:
+    device = setup.placement.device
+    rows, bias = torch.randn(num_rows, matrix.num_columns).to(dtype), torch.randn(matrix.num_rows).to(dtype)
+    ours = QuantizedProduct(moved(matrix, device), bias.to(device))(rows.to(device))
+    theirs = multiply_plain(rows.double(), matrix, bias.double())
+    difference = float((ours.cpu().double() - theirs).abs().max() / theirs.abs().max())
+    return {
+        "kernel": f"{num_rows} rows times {name}",
         "dtype": str(dtype).removeprefix("torch."),
         "difference": f"{difference:.1e}",
         "allowed": _ALLOWED[dtype],

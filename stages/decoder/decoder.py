@@ -25,6 +25,8 @@ from stages.decoder.text_model import TextModel, text_model
 from stages.rank import Collectives
 
 _ATTENTION = "epd_paged"
+# Rows of a chunk, for which products with quantised matrices have tiles of their own.
+_CHUNK = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,9 @@ class FusedDecoder:
         qkv = layer.qkv(add_rms_norm(hidden, None, layer.attention_norm))
         norm_rotate_write(qkv, self._heads, layer.head_norms, rotations, caches, still[0])
         add_rms_norm(hidden, layer.mlp(hidden), layer.mlp_norm)
+        chunk = weight.new_zeros(_CHUNK, len(weight))
+        layer.qkv(chunk)
+        layer.mlp(chunk)
         for cache, values in zip(caches, held, strict=True):
             cache[0, 0] = values
 

@@ -44,6 +44,8 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+# Ends of names of tensors that only weights of FP8 have.
+_SCALES = (".weight_scale", ".weight_scale_inv")
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -127,8 +129,14 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
 
 
 def with_forms(stored: list[StoredTensor], quantization: Quantization | None) -> list[StoredTensor]:
-    """Says of tensors of a model what they become in memory. Raises ValueError as `forms_of` does."""
+    """Says of tensors of a model what they become in memory.
+
+    Raises ValueError as `forms_of` does, and for scales of weights that nothing says to be quantised.
+    """
     if quantization is None:
+        scale = next((each.name for each in stored if each.name.endswith(_SCALES)), None)
+        if scale is not None:
+            raise ValueError(f"there is {scale}, but config.json has no quantization_config; get both files")
         return stored
     forms = forms_of({each.name: (each.shape, each.dtype) for each in stored}, quantization)
     return [replace(each, form=forms.get(each.name)) for each in stored]

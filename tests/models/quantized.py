@@ -8,6 +8,7 @@ values of AWQ are known before they are packed.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,13 +51,19 @@ def compressed(strategy: str, **weights: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One way to publish quantised weights. files: whose names tensors have; dtype: of all others."""
+    """One way to publish quantised weights.
+
+    files: whose names tensors have.
+    dtype: of all that is not quantised.
+    has_tower: if the blocks of the vision tower are quantised, too.
+    """
 
     family: str
     files: str
     config: dict[str, Any]
     dtype: torch.dtype
     sizes: dict[str, int] = field(default_factory=lambda: SIZES)
+    has_tower: bool = False
 
 
 LAYOUTS = {
@@ -70,7 +77,13 @@ LAYOUTS = {
         torch.bfloat16,
     ),
     "fp8-dynamic": Layout("qwen2_5_vl", "Qwen2.5-VL", compressed("channel"), torch.bfloat16),
-    "fp8-tensor": Layout("qwen3_vl", "Qwen3-VL", compressed("tensor"), torch.bfloat16),
+    "fp8-tensor": Layout(
+        "qwen3_vl",
+        "Qwen3-VL",
+        compressed("tensor") | {"ignore": ["lm_head"]},
+        torch.bfloat16,
+        has_tower=True,
+    ),
     "awq": Layout(
         "qwen2_5_vl",
         "Qwen2.5-VL",
@@ -99,7 +112,7 @@ def build(name: str, folder: Path) -> Pair:
     theirs: dict[str, Tensor] = {}
     ours: dict[str, Tensor] = {}
     for tensor_name, tensor in load_file(plain / "model.safetensors").items():
-        if is_quantized(tensor_name):
+        if is_quantized(tensor_name, layout):
             parts, theirs[tensor_name] = quantized_parts(name, tensor)
         else:
             stored = tensor.to(layout.dtype)
@@ -118,8 +131,10 @@ def edit_config(folder: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | changes), encoding="utf-8")
 
 
-def is_quantized(name: str) -> bool:
-    """The linear modules of the decoder's layers are; the head, the tower, norms and biases are not."""
+def is_quantized(name: str, layout: Layout) -> bool:
+    """The linear modules of the decoder's layers are; the head, norms and biases are not."""
+    if ".visual.blocks." in name:
+        return layout.has_tower and bool(re.search(r"\.(qkv|proj|linear_fc[12])\.weight$", name))
     return ".layers." in name and name.endswith("_proj.weight")
 
 

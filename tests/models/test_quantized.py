@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoProcessor
 
-from epd.errors import UnsupportedModelError
+from epd.errors import ModelError, UnsupportedModelError
 from epd.sampling_params import SamplingParams
 from serve_app.local.fleet import LocalTransport
 from stages.colocated import ColocatedPipeline
@@ -20,7 +21,7 @@ from stages.loading.weight_files import num_weight_bytes, write_weights
 from stages.loading.weights import WholeModel, load_role
 from stages.placement import CPU_FLOAT32
 from stages.ranks.loading import load_with_ranks
-from tests.models.quantized import LAYOUTS, Pair, build
+from tests.models.quantized import LAYOUTS, Pair, build, edit_config
 from tests.reference import MAX_TOKENS, generated, processor_inputs
 from tests.serve_app.deployments import Question
 from tests.serve_app.worker.bench import Bench
@@ -136,8 +137,23 @@ def test_mapped_weights_are_those_that_are_read(subject: Subject, tmp_path: Path
                 assert before.data_ptr() + before.nbytes == starts[name]
 
 
+def test_a_tower_may_be_quantised_too(subject: Subject) -> None:
+    tower = load_role(subject.pair.quantized, "encode", CPU_FLOAT32).model
+    has_any = any(isinstance(module, QuantizedLinear) for module in tower.modules())
+    assert has_any == LAYOUTS[subject.name].has_tower
+
+
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def test_weights_that_are_quantised_without_saying_so_are_refused(subject: Subject, tmp_path: Path) -> None:
+    """Else values of FP8 would be weights without their scales."""
+    folder = shutil.copytree(subject.pair.quantized, tmp_path / "copy")
+    edit_config(folder, quantization_config=None)
+    missing = "tensors are missing" if subject.name == "awq" else "config.json has no quantization_config"
+    with pytest.raises(ModelError, match=missing):
+        load_role(folder, "language", CPU_FLOAT32)
 
 
 def test_ranks_refuse_quantised_weights(subject: Subject) -> None:

@@ -206,7 +206,7 @@ def fusion_launches(heads: tuple[int, int, int], dtype: torch.dtype, *, has_norm
 
 
 def quantized_launches(dtype: torch.dtype, group: int, *, has_blocks: bool) -> list[Launch]:
-    """The launches of products with quantised matrices, of a decode and of a chunk; sizes of a 7B model.
+    """The launches of products with quantised matrices, of decodes and of chunks; sizes of a 7B model.
 
     group: columns that share a scale, with 4 bits. has_blocks: if FP8 has scales of blocks, else of rows.
     """
@@ -220,7 +220,7 @@ def quantized_launches(dtype: torch.dtype, group: int, *, has_blocks: bool) -> l
         zeros = empty(num_out, num_in // group, dtype=torch.uint8)
         packed = empty(num_out, num_in // 2, dtype=torch.uint8)
         of_four_bits = Int4Matrix(packed, zeros, empty(*zeros.shape, dtype=torch.float16))
-        for num_rows in (1, 2048):
+        for num_rows in (1, 2, 16, 17, 2048):
             rows, bias = empty(num_rows, num_in, dtype=dtype), empty(num_out, dtype=dtype)
             fp8_product(rows, of_eight_bits, None)
             int4_product(rows, of_four_bits, bias)
@@ -340,7 +340,13 @@ def report_shapes(shapes: Sequence[Sequence[Any]], num_processes: int) -> dict[s
     ]
     warm = {launch.variant for launch in warm_up_launches()}
     missing = {launch.variant for launch in attention_launches((28, 4, 128), 16, torch.bfloat16)} - warm
-    return {"shapes": found, "num_warm": len(warm), "missing": sorted(missing)}
+    products = {launch.variant for launch in quantized_launches(torch.bfloat16, 128, has_blocks=True)}
+    return {
+        "shapes": found,
+        "num_warm": len(warm),
+        "missing": sorted(missing),
+        "num_products": len(products),
+    }
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -64,6 +64,11 @@ def test_kernels_compile_without_spills(found: dict[str, Any], number: int) -> N
     assert [report for report in reports if not report["fits"]] == []
 
 
+def test_products_are_compiled_for_decodes_and_for_chunks_alone(found: dict[str, Any]) -> None:
+    """Whatever the number of rows: of FP8 and of 4 bits, one of each."""
+    assert found["num_products"] == 4
+
+
 def test_a_warm_up_launches_what_passes_launch(found: dict[str, Any]) -> None:
     """Two kinds of tiles, the merge of those that are cut, and the write."""
     assert (found["num_warm"], found["missing"]) == (4, [])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from stages.kernels.quantized_plain import Fp8Matrix, Int4Matrix, multiply_plain
+from tests.stages.decoder.quantized_matrices import fp8_matrix, int4_matrix, moved
 from tests.stages.decoder.test_fusions import drawn, on_gpu
 
 # Against the twin in float32: kernels add up products in float32 too, and round the sums once.
@@ -19,19 +20,6 @@ CASES: list[tuple[int, int, int, tuple[int, int] | int | None]] = [
     (3, 200, 256, (128, 128)), (20, 72, 160, (128, 128)), (3, 200, 160, None), (20, 33, 128, None),
     (3, 200, 256, 128), (20, 72, 128, 128), (1, 33, 64, 32), (20, 40, 64, 32),
 ]  # fmt: skip
-
-
-def fp8_matrix(num_out: int, num_in: int, block: tuple[int, int] | None) -> Fp8Matrix:
-    values = torch.randn(num_out, num_in).clamp(-3, 3).to(torch.float8_e4m3fn)
-    rows, columns = block or (1, num_in)
-    scales = torch.rand(-(-num_out // rows), -(-num_in // columns)) + 0.5
-    return Fp8Matrix(values, scales.bfloat16(), rows, columns)
-
-
-def int4_matrix(num_out: int, num_in: int, group: int) -> Int4Matrix:
-    packed = torch.randint(0, 256, (num_out, num_in // 2), dtype=torch.uint8)
-    zeros = torch.randint(0, 16, (num_out, num_in // group), dtype=torch.uint8)
-    return Int4Matrix(packed, zeros, (torch.rand(num_out, num_in // group) + 0.5).half())
 
 
 def compare_all(device: str) -> int:
@@ -56,12 +44,8 @@ def compare(
     rows = drawn(num_rows, 2 * matrix.num_columns, dtype=dtype)[:, : matrix.num_columns]
     bias = drawn(matrix.num_rows, dtype=dtype) if has_bias else None
     there, bias_there = rows.to(device), None if bias is None else bias.to(device)
-    if isinstance(matrix, Fp8Matrix):
-        placed = replace(matrix, values=matrix.values.to(device), scales=matrix.scales.to(device))
-        found = fp8_product(there, placed, bias_there)
-    else:
-        parts = (each.to(device) for each in (matrix.packed, matrix.zeros, matrix.scales))
-        found = int4_product(there, Int4Matrix(*parts), bias_there)
+    product = fp8_product if isinstance(matrix, Fp8Matrix) else int4_product
+    found = product(there, moved(matrix, device), bias_there)
     expected = multiply_plain(rows.float(), matrix, None if bias is None else bias.float())
     assert close(found, expected), (type(matrix).__name__, num_rows, dtype)
 
