@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from epd.kv.drafting import MOST_DRAFTS
 from epd.types import Int64Array, ceil_div
 from stages.attention.gathered import GatheredPiece, OwnSpan
 from stages.attention.pieces import (
@@ -35,8 +36,9 @@ from stages.attention.runs import BoolArray, SharedRun, all_blocks, find_runs, l
 if TYPE_CHECKING:
     from stages.attention.attention import AttentionBatch
 
-# Segments of at most this many new tokens are gathered side by side; longer ones are taken one by one.
-_MOST_TOGETHER = 8
+# Segments of at most this many new tokens are gathered side by side, and longer ones taken one by one: decodes
+# with all of the drafts that a request may have are together.
+_MOST_TOGETHER = 1 + MOST_DRAFTS
 # Tokens of a run from which on reading it in place is cheaper than gathering it with others.
 _LEAST_ALONE = 256
 _LEAST_SHARED = 64

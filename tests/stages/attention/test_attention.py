@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2Model
 
+from epd.kv.drafting import MOST_DRAFTS
 from stages.attention.attention import AttentionBatch, AttentionPlan, attend, register, write_kv
 from stages.attention.gathered import GatheredPiece
 from stages.attention.host import HostPlan
@@ -137,7 +138,7 @@ def test_mixed_pass(block_size: int, heads: tuple[int, int, int], shuffled: bool
 
 
 SMALL = (4, 2, 16)
-LONG = [(1, 1300), (1, 40), (3, 1205), (1, 33), (20, 1190)]  # decodes, drafts, a chunk
+LONG = [(1, 1300), (1, 40), (3, 1205), (1, 33), (40, 1190)]  # decodes, drafts, a chunk
 
 
 @pytest.mark.parametrize("shuffled", [True, False])
@@ -147,7 +148,7 @@ def test_long_contexts(shuffled: bool) -> None:
 
 def test_a_run_is_read_in_place_where_a_layer_is_in_one_piece() -> None:
     """And what is read is the same where it is copied."""
-    case = make_case([(30, 150)], SMALL, 4, shuffled=False)
+    case = make_case([(40, 150)], SMALL, 4, shuffled=False)
     (run,) = (piece.keys for piece in pieces_of(case) if isinstance(piece, UnmaskedPiece))
     span = replace(run, skipped=5, num_tokens=100)
     caches = {order: filled(case, order) for order in ORDERS}
@@ -181,7 +182,7 @@ def test_a_long_run_is_read_in_place_and_its_end_gathered() -> None:
 def test_what_is_long_is_read_part_by_part(shuffled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the copy that is read has a bound, whatever the context."""
     monkeypatch.setattr("stages.attention.host._MOST_AT_ONCE", 500)
-    for lens in (LONG, [(1, 1300)], [(30, 1205)]):
+    for lens in (LONG, [(1, 1300)], [(40, 1205)]):
         case = make_case(lens, SMALL, 16, shuffled=shuffled)
         alone = [piece.keys for piece in pieces_of(case) if isinstance(piece, UnmaskedPiece)]
         assert max((keys.num_tokens for keys in alone), default=0) <= 500
@@ -190,9 +191,16 @@ def test_what_is_long_is_read_part_by_part(shuffled: bool, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("shuffled", [True, False])
 def test_shared_prefixes(shuffled: bool) -> None:
-    lens = [(1, 300), (1, 330), (9, 300), (4, 290), (1, 200), (1, 99)]
+    lens = [(1, 300), (1, 330), (40, 300), (9, 290), (1, 200), (1, 99)]
     case = make_case(lens, SMALL, 16, shuffled=shuffled)
     check(share(share(case, [0, 1, 2, 3], 272), [0, 4], 160))
+
+
+def test_decodes_with_all_of_their_drafts_are_side_by_side() -> None:
+    case = make_case([(1 + MOST_DRAFTS, 90 + number) for number in range(3)], SMALL, 16, shuffled=False)
+    (piece,) = pieces_of(case)
+    assert isinstance(piece, GatheredPiece)
+    check(case)
 
 
 def test_a_shared_run_is_read_once() -> None:
