@@ -1,13 +1,15 @@
 """Decoding with drafts and without: tokens per pass, and tokens per second, by who drafts.
 
-    python -m benchmarks.drafting [--repeats N] [--no-save]
+    python -m benchmarks.drafting [--only SECTION ...] [--draft METHOD ...] [--repeats N] [--no-save]
 
 records   JSON of 60 like records, held to a schema, so the text repeats itself: greedy, and drawn at 0.7
+text      a long JSON string drawn at 1.0, which does not repeat itself
 answers   what shapes-vl answers about a drawn image, to its natural end
 
-One and eight requests at once, in one process, with shapes-vl. Seconds are those of decoding, from the first
-tokens to the last. Methods take turns, and ratios are medians of those within a repeat; every repeat checks
-that tokens are those without drafts. Each method has an engine that lives through all repeats, as a server's.
+1, 8 and 32 requests at once, in one process, with shapes-vl. Seconds are CPU time of the thread that decodes,
+from the first tokens to the last: other processes do not count. Methods take turns after each round of
+requests, and ratios are medians of those within a repeat; every repeat checks that tokens are those without
+drafts. Each method has an engine that lives through all sections and repeats, as a server's.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,9 +38,9 @@ from epd.shapes import SceneRenderer, make_questions, make_scene
 from stages.colocated import ColocatedPipeline, MediaContext
 from stages.grammar.formats import format_of, grammar_text
 
-_COUNTS = (1, 8)
-_RECORD_TOKENS = 160
-_NUM_ANSWERS = 24  # one after the other, or in as many rounds as requests at once allow
+_COUNTS = (1, 8, 32)
+_DOCUMENT_TOKENS = 160
+_NUM_ANSWERS = 32  # one after the other, or in as many rounds as requests at once allow
 
 
 @dataclass(slots=True)
@@ -74,10 +77,10 @@ class Contender:
             tokens[name] = []
         while engine.has_work():
             is_decoding = all(tokens.values())
-            start_s = time.perf_counter()
+            start_s = time.thread_time()
             outputs = engine.step().outputs
             if is_decoding:
-                seconds += time.perf_counter() - start_s
+                seconds += time.thread_time() - start_s
                 measured.num_tokens += len(outputs)
                 measured.num_passes += len({output.request_id for output in outputs})
             for output in outputs:
@@ -86,11 +89,25 @@ class Contender:
         return list(tokens.values())
 
 
-def _records(temperature: float) -> list[tuple[str, SamplingParams]]:
-    schema = json.dumps(LONG_DOCUMENTS["records"])
+def _documents(name: str, temperature: float) -> list[tuple[str, SamplingParams]]:
+    schema = json.dumps(LONG_DOCUMENTS[name])
     grammar = grammar_text(format_of("json_schema", json.loads(schema), None))
-    sampling = SamplingParams(max_tokens=_RECORD_TOKENS, temperature=temperature, grammar=grammar)
+    sampling = SamplingParams(max_tokens=_DOCUMENT_TOKENS, temperature=temperature, grammar=grammar)
     return [(f"Give an example, number {number}.", replace(sampling)) for number in range(max(_COUNTS))]
+
+
+_SECTIONS = ("greedy", "drawn", "text", "answers")
+
+
+def _sections() -> dict[str, tuple[str, str, list[tuple[str, SamplingParams]]]]:
+    """Returns title, media and questions of each section."""
+    found = (
+        ("Records, greedy", "text", _documents("records", 0.0)),
+        ("Records, drawn at 0.7", "text", _documents("records", 0.7)),
+        ("Text, drawn at 1.0", "text", _documents("text", 1.0)),
+        ("Answers of shapes-vl", "image", _questions(3)),
+    )
+    return dict(zip(_SECTIONS, found, strict=True))
 
 
 def _questions(seed: int) -> list[tuple[str, SamplingParams]]:
@@ -108,17 +125,17 @@ def rows(
         rounds = [asked[at : at + count] for at in range(0, len(asked) if place == "image" else count, count)]
         measured = {method: Measured() for method in contenders}
         for repeat in range(repeats + 1):
-            order = (
-                list(contenders)[repeat % len(contenders) :] + list(contenders)[: repeat % len(contenders)]
-            )
-            tokens = {}
-            for method in order:
-                measured[method].seconds.append(0.0)
-                contender = contenders[method]
-                tokens[method] = [
-                    contender.decode(contender.contexts[place], each, measured[method]) for each in rounds
-                ]
-            assert all(each == tokens["none"] for each in tokens.values()), "drafts have changed tokens"
+            for each in measured.values():
+                each.seconds.append(0.0)
+            for number, questions in enumerate(rounds):
+                first = (repeat + number) % len(contenders)
+                tokens = {
+                    method: contenders[method].decode(
+                        contenders[method].contexts[place], questions, measured[method]
+                    )
+                    for method in (list(contenders) * 2)[first : first + len(contenders)]
+                }
+                assert all(each == tokens["none"] for each in tokens.values()), "drafts have changed tokens"
             if repeat == 0:
                 measured = {method: Measured() for method in contenders}
         found += [_row(count, method, each, measured["none"]) for method, each in measured.items()]
@@ -144,26 +161,26 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--only", nargs="*", default=list(_SECTIONS), choices=_SECTIONS)
+    parser.add_argument(
+        "--draft", nargs="*", default=[], choices=DRAFT_METHODS, help="beside none; by default all"
+    )
     parser.add_argument("--no-save", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         image = Path(folder) / "scene.png"
         Image.fromarray(SceneRenderer(make_scene(3, 10.0), 224, 224).frame(5.0)).save(image)
-        contenders = {method: Contender(method, image) for method in DRAFT_METHODS}
+        wanted = dict.fromkeys(["none", *(args.draft or DRAFT_METHODS)])
+        contenders = {method: Contender(method, image) for method in wanted}
     sections = {
-        "greedy": Section("Records, greedy", lambda: rows(contenders, "text", _records(0.0), args.repeats)),
-        "drawn": Section(
-            "Records, drawn at 0.7", lambda: rows(contenders, "text", _records(0.7), args.repeats)
-        ),
-        "answers": Section(
-            "Answers of shapes-vl", lambda: rows(contenders, "image", _questions(3), args.repeats)
-        ),
+        name: Section(title, partial(rows, contenders, place, asked, args.repeats))
+        for name, (title, place, asked) in _sections().items()
     }
     run_sections(
         "drafting",
         "Decoding with drafts",
         sections,
-        list(sections),
+        args.only,
         lambda: setting(["torch", "llguidance"], max_draft=DEFAULT_MAX_DRAFT),
         save=not args.no_save,
     )

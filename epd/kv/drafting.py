@@ -66,9 +66,13 @@ class RequestDrafts(Protocol):
         token_ids: Int64Array,
         drafts: Sequence[int],
         sampled: Sequence[int],
-        num_held: int | None = None,
+        num_open: int | None = None,
     ) -> None:
-        """Learns from a pass: what was sampled after token_ids, and after each draft as if it had held."""
+        """Learns from a pass: what was sampled after token_ids, and after each draft as if it had held.
+
+        num_open: of these tokens, those after which the answer goes on; None for all. A draft of the last
+        token of an answer saves nothing.
+        """
         ...
 
 
@@ -88,10 +92,10 @@ class AllDrafts:
         token_ids: Int64Array,
         drafts: Sequence[int],
         sampled: Sequence[int],
-        num_held: int | None = None,
+        num_open: int | None = None,  # noqa: ARG002 # the protocol's
     ) -> None:
         """Passes on what a pass has shown."""
-        self._source.learn(token_ids, drafts, sampled, num_held)
+        self._source.learn(token_ids, drafts, sampled)
 
 
 class Drafting:
@@ -118,6 +122,10 @@ class Drafting:
                 return ChosenDrafts(sources, self.statistics)
             case _:
                 return None
+
+    def pays(self, num_sequences: int) -> bool:
+        """Returns whether what so many sequences have just proposed pays in one pass."""
+        return self.config.method != "auto" or self.statistics.pays(num_sequences)
 
     def record_pass(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
         """Learns what a pass cost that did nothing but decode."""

@@ -36,8 +36,8 @@ from stages.attention.runs import BoolArray, SharedRun, all_blocks, find_runs, l
 if TYPE_CHECKING:
     from stages.attention.attention import AttentionBatch
 
-# Segments of at most this many new tokens are gathered side by side, and longer ones taken one by one: decodes
-# with all of the drafts that a request may have are together.
+# Segments of at most this many new tokens, which a decode with its drafts never exceeds, are gathered side by
+# side; longer ones are taken one by one.
 _MOST_TOGETHER = 1 + MOST_DRAFTS
 # Tokens of a run from which on reading it in place is cheaper than gathering it with others.
 _LEAST_ALONE = 256

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 from torch import Tensor
@@ -68,6 +68,9 @@ class LanguageEngine:
         self._sequences: dict[str, TokenSequence] = {}
         self._moves = BlockMoves(self.kv, runner.pools, ranks)
         self._drafting = drafting
+        # What a pass costs: on a CPU the thread's own work, whatever other processes take of its time.
+        is_alone = ranks is None and runner.pools.groups[0].storage.device.type == "cpu"
+        self._now_s = thread_time if is_alone else perf_counter
         self._run_ahead = (
             RunAhead(runner, self.scheduler, self.kv)
             if runs_ahead and not drafting and ranks is None
@@ -220,7 +223,7 @@ class LanguageEngine:
         What raises for one request ends that request alone: see `StepResult.faults`. Raises AssertionError
         when it has left an inconsistent state, and its own error when many requests have failed in a row.
         """
-        start = perf_counter()
+        start_s = self._now_s()
         result = StepResult()
         self._take_grammars()
         if self._run_ahead is not None and (ahead := self._run_ahead.step(self._sequences)):
@@ -237,7 +240,7 @@ class LanguageEngine:
             self._count(output.num_tokens, result)
             if self._drafting and only_decodes:
                 num_seqs = len(output.chunks)
-                self._drafting.record_pass(num_seqs, output.num_tokens - num_seqs, perf_counter() - start)
+                self._drafting.record_pass(num_seqs, output.num_tokens - num_seqs, self._now_s() - start_s)
         return self._checked(result)
 
     def _checked(self, result: StepResult) -> StepResult:
@@ -273,6 +276,9 @@ class LanguageEngine:
                 sequence.draft(len(decoding))
             except Exception as error:  # noqa: BLE001 - costs its request alone
                 self._fail(sequence.scheduled, error, result)
+        if not self._drafting.pays(len(decoding)):
+            for sequence in decoding:
+                sequence.drop_drafts()
 
     def _admit(self, output: SchedulerOutput, result: StepResult) -> None:
         for scheduled in output.admitted:

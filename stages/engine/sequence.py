@@ -109,10 +109,15 @@ class TokenSequence:
         num_tokens = self.scheduled.num_tokens
         room = self.scheduled.max_total_tokens - num_tokens - 1
         drafts = self._source.propose(self.known_ids, room, num_sequences)
+        self.drafts, self.scheduled.num_drafts = tuple(drafts), len(drafts)
+        if not drafts:
+            return
         self.tokens.reserve(num_tokens + len(drafts))
         self.tokens.ids[num_tokens : num_tokens + len(drafts)] = drafts
-        self.drafts = tuple(drafts)
-        self.scheduled.num_drafts = len(drafts)
+
+    def drop_drafts(self) -> None:
+        """Leaves the next pass without the guesses."""
+        self.drafts, self.scheduled.num_drafts = (), 0
 
     def learn(
         self, known: Int64Array, drafts: Sequence[int], sampled: Sequence[SampledToken], num_held: int
@@ -122,7 +127,8 @@ class TokenSequence:
         num_held: drafts that gave tokens of the answer, which may have ended before the others.
         """
         if self._source is not None:
-            self._source.learn(known, drafts, [token.token_id for token in sampled], num_held)
+            num_open = num_held + (self.finish_reason is None)
+            self._source.learn(known, drafts, [token.token_id for token in sampled], num_open)
 
     def segment(self, start: int, stop: int, num_logits: int, kv: KVCacheManager) -> Segment:
         """Returns tokens [start, stop) for the model to compute, or the whole window of which they stay."""

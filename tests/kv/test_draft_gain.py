@@ -31,7 +31,6 @@ class Fixed:
         token_ids: Int64Array,  # noqa: ARG002
         drafts: Sequence[int],  # noqa: ARG002
         sampled: Sequence[int],  # noqa: ARG002
-        num_held: int | None = None,  # noqa: ARG002
     ) -> None:
         self.num_learnt += 1
 
@@ -50,6 +49,8 @@ def run_passes(
     lengths = []
     for number in range(num_passes):
         drafts = [request.propose(KNOWN, 99, len(requests)) for request in requests]
+        if not statistics.pays(len(requests)):
+            drafts = [[] for _ in requests]
         num_tokens = sum(1 + len(each) for each in drafts)
         statistics.cost.record(len(requests), num_tokens - len(requests), seconds(num_tokens))
         for request, each in zip(requests, drafts, strict=True):
@@ -113,6 +114,8 @@ def test_requests_draft_each_for_themselves() -> None:
     lengths = np.zeros((400, 2))
     for number in range(400):
         drafts = [request.propose(KNOWN, 99, 2) for request in requests]
+        if not statistics.pays(2):
+            drafts = [[], []]
         lengths[number] = [len(each) for each in drafts]
         statistics.cost.record(2, int(lengths[number].sum()), memory_bound(2 + int(lengths[number].sum())))
         requests[0].learn(KNOWN, drafts[0], [*range(1, len(drafts[0]) + 2)])
@@ -153,7 +156,8 @@ def test_a_source_that_proposes_nothing_leaves_the_pass_to_the_next() -> None:
     request = ChosenDrafts(sources, statistics)
     lengths = run_passes([request], statistics, 100, memory_bound, lambda _: 4)
     assert set(lengths[40:]) == {4}
-    assert {source.num_learnt for source in sources.values()} == {100}
+    (num_learnt,) = {source.num_learnt for source in sources.values()}
+    assert num_learnt >= 60, "from every pass with drafts"
 
 
 def test_costs_are_predicted_for_passes_that_were_not_measured() -> None:
@@ -204,10 +208,67 @@ def test_drafts_behind_the_end_of_an_answer_have_not_held() -> None:
     requests, statistics = chosen(1)
     run_passes(requests, statistics, 40, lambda num_tokens: 1.0 + 0.01 * num_tokens, lambda _: 99)
     drafts = requests[0].propose(KNOWN, 99, 1)
-    before = statistics.shared_rate("fixed").held
+    before = statistics.shared_rate("fixed", 1).held
     requests[0].learn(KNOWN, drafts, [*drafts, 99], 1)
-    memory = statistics.shared_rate("fixed").memory
+    memory = statistics.shared_rate("fixed", 1).memory
     assert len(drafts) > 2
-    assert statistics.shared_rate("fixed").held == pytest.approx(
+    assert statistics.shared_rate("fixed", 1).held == pytest.approx(
         (before * memory + 1) * memory
     )  # one did, one not
+
+
+def measured(max_draft: int = 8) -> DraftStatistics:
+    """A pass takes 10 ms, with drafts 5 ms more and 0.01 ms for each token."""
+    statistics = DraftStatistics(max_draft)
+    for number in range(60):
+        num_drafted = (0, 8, 40)[number % 3]
+        more_s = 5e-3 + 1e-5 * num_drafted if num_drafted else 0.0
+        statistics.cost.record(8, num_drafted, 10e-3 + more_s)
+    return statistics
+
+
+def test_a_pass_has_drafts_if_those_of_all_pay_together() -> None:
+    statistics = measured()
+    statistics.wish(1, 0.9)
+    assert not statistics.pays(8), "0.9 tokens more of 8, and a pass half as long again"
+    for _ in range(8):
+        statistics.wish(1, 0.9)
+    assert statistics.pays(8)
+    assert statistics.pays(8), "nothing is wished"
+
+
+def test_an_answer_of_two_passes_has_no_drafts() -> None:
+    statistics = measured()
+    statistics.shared_rate("fixed", 0).record(50, 50)
+    request = ChosenDrafts({"fixed": Fixed()}, statistics)
+    assert run_passes([request], statistics, 3, memory_bound, lambda _: 8) == [0, 0, 8]
+
+
+def test_the_cost_of_drafts_is_measured_with_few_of_them() -> None:
+    requests, statistics = chosen(32)
+    most = 0
+    for _ in range(60):
+        drafts = [request.propose(KNOWN, 99, 32) for request in requests]
+        assert statistics.pays(32), "none is known to cost too much"
+        most = max(most, sum(map(len, drafts)))
+        statistics.cost.record(32, 0, 1e-3)
+        for request, each in zip(requests, drafts, strict=True):
+            request.learn(KNOWN, each, [*range(1, len(each) + 2)])
+    assert 0 < most < 16 + 6
+
+
+def test_a_pass_that_was_interrupted_counts_as_little_longer() -> None:
+    cost = PassCost()
+    for number in range(200):
+        cost.record(1, 0, 10.0 if number == 150 else 10e-3)
+    assert cost.seconds(1, 0) < 11e-3
+
+
+def test_what_is_compared_with_the_end_of_an_answer_has_not_held() -> None:
+    """To have drafted the last token would have saved nothing."""
+    requests, _ = chosen(1)
+    for _ in range(6):
+        assert requests[0].propose(KNOWN, 99, 1) == []
+    requests[0].learn(KNOWN, [], [1], num_open=0)
+    own = requests[0]._own["fixed"]
+    assert (own.tried, own.held) == (pytest.approx(1.0 * own.memory + 1.0), 0.0)

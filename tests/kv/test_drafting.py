@@ -98,6 +98,17 @@ def test_recycling_follows_what_came_last() -> None:
     assert chain(table, ids(9, 1), 5) == [7]
 
 
+def test_recycling_learns_what_came_in_passes_without_it() -> None:
+    table, reader = SuccessorTable(10), SuccessorTable(10)
+    source = Recycling(table)
+    assert source.propose(ids(9, 1), 2) == [], "nothing is learnt from the prompt"
+    assert source.propose(ids(9, 1, 2, 3, 1), 2) == [2, 3]
+    late = Recycling(reader)
+    late.propose(ids(4), 1)
+    late.learn(ids(4, 5), [], [6])
+    assert chain(reader, ids(4), 2) == [5, 6]
+
+
 def test_recycling_learns_from_rejected_drafts_too() -> None:
     """What the model sampled after the wrong draft 5 is known when 5 comes up."""
     table = SuccessorTable(10)

@@ -149,7 +149,7 @@ class WrongDrafts:
         token_ids: Int64Array,  # noqa: ARG002
         drafts: Sequence[int],
         sampled: Sequence[int],
-        num_held: int | None = None,  # noqa: ARG002
+        num_open: int | None = None,  # noqa: ARG002
     ) -> None:
         assert len(sampled) == len(drafts) + 1
 
